@@ -1,0 +1,69 @@
+"""Every exception Pollux raises on purpose.
+
+    PolluxError
+    ├── InvalidValueError (ValueError)     a value that cannot be: a batch bound, a weight, a time
+    ├── InputFileError (ValueError)        a file that cannot be used; names file, row and what is allowed
+    ├── UnknownNameError (LookupError)     a policy, workload or application nobody knows
+    ├── ProfileError (ValueError)          measured times that cannot be: NaN, zero, negative
+    ├── FitError (RuntimeError)            the throughput model could not be fitted and there is no older fit
+    ├── InvalidPlanError (ValueError)      a policy's plan breaks a rule of the cluster
+    ├── InvalidTransitionError (RuntimeError)  a job was asked to change state against the lifecycle table
+    └── SimulationError (RuntimeError)     a simulation cannot go on
+
+A message says what was wrong, what was seen, and what is allowed.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from pathlib import Path
+
+
+class PolluxError(Exception):
+    """Base of all errors raised on purpose."""
+
+
+class InvalidValueError(PolluxError, ValueError):
+    pass
+
+
+class InputFileError(PolluxError, ValueError):
+    def __init__(self, path: str | Path, problem: str, row: int | None = None) -> None:
+        self.path, self.row, self.problem = str(path), row, problem
+        where = self.path if row is None else f"{self.path}, row {row}"
+        super().__init__(f"{where}: {problem}")
+
+    def __reduce__(self) -> tuple[type[InputFileError], tuple[str, str, int | None]]:
+        return InputFileError, (self.path, self.problem, self.row)
+
+
+class UnknownNameError(PolluxError, LookupError):
+    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+        self.kind, self.name, self.known = kind, name, sorted(known)
+        close = difflib.get_close_matches(name, self.known, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        super().__init__(f"unknown {kind} {name!r}.{hint} Known: {', '.join(self.known)}.")
+
+    def __reduce__(self) -> tuple[type[UnknownNameError], tuple[str, str, list[str]]]:
+        return UnknownNameError, (self.kind, self.name, self.known)
+
+
+class ProfileError(PolluxError, ValueError):
+    pass
+
+
+class FitError(PolluxError, RuntimeError):
+    pass
+
+
+class InvalidPlanError(PolluxError, ValueError):
+    pass
+
+
+class InvalidTransitionError(PolluxError, RuntimeError):
+    pass
+
+
+class SimulationError(PolluxError, RuntimeError):
+    pass

@@ -1,0 +1,37 @@
+"""How much of a large batch is useful: statistical efficiency and the AdaScale gain.
+
+The noise scale φ = tr(Σ)/|G|² is in examples. An example in a batch of M teaches
+(φ + M0)/(φ + M) as much as one in a batch of M0 (OSDI'21, section 3.1).
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from pollux.types import FloatArray
+
+MAX_NOISE_SCALE = 1e15  # stands for "the signal is lost in the noise"; keeps inf/inf away
+
+
+def noise_scale(initial_batch: float, grad_sqr: npt.ArrayLike, grad_var: npt.ArrayLike) -> FloatArray:
+    """φ from |G|² and the variance of a gradient over M0 examples (v = tr(Σ)/M0)."""
+    grad_sqr = np.maximum(np.asarray(grad_sqr, dtype=float), 0.0)
+    signal = initial_batch * np.maximum(np.asarray(grad_var, dtype=float), 0.0)
+    with np.errstate(divide="ignore", invalid="ignore"):
+        phi = np.where(signal > 0, signal / grad_sqr, 0.0)
+    return np.minimum(phi, MAX_NOISE_SCALE)
+
+
+def efficiency(phi: npt.ArrayLike, initial_batch: npt.ArrayLike, total_batch: npt.ArrayLike) -> FloatArray:
+    """Progress per example relative to training with M0; at most 1 for M >= M0."""
+    phi = np.minimum(np.asarray(phi, dtype=float), MAX_NOISE_SCALE)
+    result: FloatArray = (phi + np.asarray(initial_batch)) / (phi + np.asarray(total_batch))
+    return result
+
+
+def gain(phi: npt.ArrayLike, initial_batch: npt.ArrayLike, total_batch: npt.ArrayLike) -> FloatArray:
+    """AdaScale's r: how many steps at M0 one step at M is worth; S·efficiency with S = M/M0."""
+    scale = np.asarray(total_batch) / np.asarray(initial_batch)
+    result: FloatArray = scale * efficiency(phi, initial_batch, total_batch)
+    return result

@@ -1,0 +1,220 @@
+"""Goodput = throughput x efficiency, and the batch size that maximises it for an allocation.
+
+Two uses, one computation: a job re-chooses its own batch (:func:`best_batch`), and a policy wants the best
+goodput of many jobs for many allocations (:class:`GoodputTables`). Step times depend on θ only and efficiency on
+φ only, so the tables keep the first and recompute the second when the noise scale moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from pollux.errors import InvalidValueError
+from pollux.model.efficiency import efficiency
+from pollux.model.profile import Timing
+from pollux.model.throughput import grad_s, iteration_s
+from pollux.types import BatchConfig, BatchLimits, FloatArray, IntArray, ThroughputParams
+
+NUM_CANDIDATES = 50  # totals tried between the smallest and the largest, geometrically spaced
+KEEP_THRESHOLD = 0.05  # a change of batch that gains less is not worth a change
+_ROUNDING = 1e-8
+
+
+def goodput(
+    theta: npt.ArrayLike,
+    phi: npt.ArrayLike,
+    initial_batch: npt.ArrayLike,
+    num_nodes: npt.ArrayLike,
+    num_replicas: npt.ArrayLike,
+    device_batch: npt.ArrayLike,
+    accum_steps: npt.ArrayLike = 0,
+) -> FloatArray:
+    """Useful examples per second. Everything broadcasts; θ has its seven parameters on the last axis."""
+    total = np.asarray(num_replicas) * np.asarray(device_batch) * (np.asarray(accum_steps) + 1)
+    time_s = iteration_s(theta, num_nodes, num_replicas, device_batch, accum_steps)
+    result: FloatArray = total / time_s * efficiency(phi, initial_batch, total)
+    return result
+
+
+def split_batch(total: npt.ArrayLike, num_replicas: npt.ArrayLike, limits: BatchLimits) -> tuple[IntArray, IntArray]:
+    """(m, s) that make up a total batch of about ``total``: few passes, then equal ones.
+
+    Rounds up, so K·m·(s+1) may exceed ``total`` a little, never the maximum. One replica with more than M0
+    accumulates at least once: two gradients a step give an unbiased noise scale, one does not.
+    """
+    total, replicas = np.asarray(total, dtype=float), np.asarray(num_replicas)
+    local = np.ceil(total / replicas - _ROUNDING)
+    accum = np.ceil(local / limits.device_max - _ROUNDING) - 1
+    accum = np.where((replicas == 1) & (total > limits.initial), np.maximum(accum, 1), accum)
+    device = np.ceil(local / (accum + 1) - _ROUNDING)
+    device = np.minimum(device, limits.maximum // (replicas * (accum + 1)))
+    return device.astype(np.int64), accum.astype(np.int64)
+
+
+def fixed_batch(total: int, num_replicas: int, limits: BatchLimits) -> BatchConfig:
+    """How a given total batch is split over ``num_replicas``."""
+    device, accum = split_batch(total, num_replicas, limits)
+    return BatchConfig(max(int(device), 1), int(accum))
+
+
+def candidate_batches(
+    num_replicas: npt.ArrayLike, limits: BatchLimits
+) -> tuple[IntArray, IntArray, npt.NDArray[np.bool_]]:
+    """(m, s, allowed), each (..., NUM_CANDIDATES): totals from max(M0, m_min·K) up to the maximum."""
+    replicas = np.asarray(num_replicas)[..., None]
+    lowest = np.maximum(limits.minimum, limits.device_min * replicas).astype(float)
+    steps = np.linspace(0.0, 1.0, NUM_CANDIDATES)
+    with np.errstate(divide="ignore"):
+        totals = lowest * np.maximum(limits.maximum / lowest, 1.0) ** steps
+    device, accum = split_batch(totals, replicas, limits)
+    device = np.maximum(device, limits.device_min)
+    allowed = replicas * device * (accum + 1) <= limits.maximum
+    # With one replica, M0 itself (a single pass) may be too large for the device: it then accumulates,
+    # which split_batch has done; what is left over the device's bound cannot run.
+    allowed &= device <= limits.device_max
+    return device, accum, allowed
+
+
+def best_batch(
+    params: ThroughputParams,
+    phi: float,
+    limits: BatchLimits,
+    num_nodes: int,
+    num_replicas: int,
+    *,
+    current: BatchConfig | None = None,
+    threshold: float = KEEP_THRESHOLD,
+    measured: Mapping[int, Timing] | None = None,
+) -> tuple[BatchConfig, float]:
+    """The (m, s) with the highest goodput for this allocation, and that goodput.
+
+    ``current`` is kept unless the best beats it by more than ``threshold``. ``measured`` are step times
+    seen in this very allocation, by device batch: see :func:`corrected_times`.
+
+    Raises:
+        InvalidValueError: no batch within the limits fits on this many replicas.
+    """
+    device, accum, allowed = candidate_batches(num_replicas, limits)
+    if not allowed.any():
+        raise InvalidValueError(
+            f"{num_replicas} replicas of at least {limits.device_min} examples exceed "
+            f"the max batch size {limits.maximum}"
+        )
+    keeps = current is not None and _is_allowed(current, num_replicas, limits)
+    if current is not None and keeps:  # one more candidate, the last
+        device = np.append(device, current.device_batch)
+        accum = np.append(accum, current.accum_steps)
+        allowed = np.append(allowed, True)
+    pass_s, step_s = corrected_times(params, num_nodes, num_replicas, device, measured or {})
+    totals = num_replicas * device * (accum + 1)
+    values = totals / (accum * pass_s + step_s) * efficiency(phi, limits.initial, totals)
+    values = np.where(allowed, values, 0.0)
+    best = int(np.argmax(values))
+    if keeps and values[best] <= values[-1] * (1.0 + threshold):
+        best = len(values) - 1
+    return BatchConfig(int(device[best]), int(accum[best])), float(values[best])
+
+
+def corrected_times(
+    params: ThroughputParams,
+    num_nodes: int,
+    num_replicas: int,
+    device_batch: IntArray,
+    measured: Mapping[int, Timing],
+) -> tuple[FloatArray, FloatArray]:
+    """(T_grad, T_step) of device batches, by θ and by what was measured in this allocation.
+
+    Seven parameters for all placements leave errors of some percent in each. Where this allocation has been measured, the
+    ratio of measured to predicted corrects the prediction, interpolated between measured
+    batch sizes (both on logarithmic scales) and constant beyond them.
+    """
+    pass_s = grad_s(params, device_batch)
+    step_s = iteration_s(params, num_nodes, num_replicas, device_batch)
+    if measured:
+        known = np.array(sorted(measured))
+        seen = np.array([measured[batch][:2] for batch in known.tolist()])  # (num_known, 2)
+        expected = np.stack([grad_s(params, known), iteration_s(params, num_nodes, num_replicas, known)], axis=1)
+        log_ratio = np.log(seen / expected)
+        at, log_known = np.log(device_batch), np.log(known)
+        pass_s = pass_s * np.exp(np.interp(at, log_known, log_ratio[:, 0]))
+        step_s = step_s * np.exp(np.interp(at, log_known, log_ratio[:, 1]))
+    return pass_s, step_s
+
+
+def _is_allowed(config: BatchConfig, num_replicas: int, limits: BatchLimits) -> bool:
+    total = config.total(num_replicas)
+    return (
+        limits.device_min <= config.device_batch <= limits.device_max
+        and limits.minimum <= total <= limits.maximum
+        and not (num_replicas == 1 and total > limits.initial and config.accum_steps == 0)
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class GoodputModel:
+    """One job on one accelerator type: all that its goodput depends on."""
+
+    params: ThroughputParams
+    phi: float
+    limits: BatchLimits
+
+
+@dataclass(frozen=True, slots=True)
+class _RateGrid:
+    """Throughput of every candidate batch; depends on θ and the limits, not on φ."""
+
+    totals: FloatArray  # (2, num_counts, NUM_CANDIDATES): [on one node, spanning nodes]
+    rates: FloatArray  # the same shape; 0 where not allowed
+
+
+class GoodputTables:
+    """Best goodput of jobs for 1..R replicas, on one node and spanning nodes.
+
+    Grids of step times are remembered by (θ, limits), so a round in which only noise scales moved
+    costs one multiplication per candidate.
+    """
+
+    def __init__(self, max_remembered: int = 8192) -> None:
+        self._grids: dict[tuple[ThroughputParams, BatchLimits], _RateGrid] = {}
+        self._max_remembered = max_remembered
+
+    def clear(self) -> None:
+        self._grids.clear()
+
+    def best(self, models: Sequence[GoodputModel], max_replicas: Sequence[int]) -> list[FloatArray]:
+        """Per job an array (2, max_replicas + 1): row 0 on one node, row 1 on several; 0 where impossible."""
+        tables = []
+        for model, most in zip(models, max_replicas, strict=True):
+            grid = self._grid(model, most)
+            totals, rates = grid.totals[:, :most], grid.rates[:, :most]
+            phi, initial = model.phi, model.limits.initial
+            values = np.zeros((2, most + 1))
+            values[:, 1:] = np.max(rates / (totals + phi), axis=2) * (phi + initial)
+            values[1, 1] = 0.0  # a single replica cannot span nodes
+            tables.append(values)
+        return tables
+
+    def _grid(self, model: GoodputModel, most: int) -> _RateGrid:
+        key = (model.params, model.limits)
+        grid = self._grids.get(key)
+        if grid is None or grid.rates.shape[1] < most:
+            if len(self._grids) >= self._max_remembered:
+                for stale in list(self._grids)[: self._max_remembered // 2]:
+                    del self._grids[stale]
+            grid = _rate_grid(model.params, model.limits, most)
+            self._grids[key] = grid
+        return grid
+
+
+def _rate_grid(params: ThroughputParams, limits: BatchLimits, most: int) -> _RateGrid:
+    replicas = np.arange(1, most + 1)
+    device, accum, allowed = candidate_batches(replicas, limits)
+    column = replicas[:, None]
+    totals = (column * device * (accum + 1)).astype(float)
+    nodes = np.array([1, 2]).reshape(2, 1, 1)
+    rates = totals / iteration_s(params, nodes, column, device, accum)
+    return _RateGrid(np.broadcast_to(totals, rates.shape), np.where(allowed, rates, 0.0))

@@ -1,0 +1,76 @@
+"""How long a step takes: T_grad, T_sync and their overlap (OSDI'21, section 3.2).
+
+θ is an array whose last axis has the seven parameters in the order of
+:class:`~pollux.types.ThroughputParams`; everything broadcasts, so one call serves one
+configuration of one job or all configurations of all jobs.
+
+    T_grad(m)    = α_g + β_g·m
+    T_sync(N, K) = 0                    K = 1
+                   α_r + β_r·(K-2)      N = 1, K >= 2
+                   α_n + β_n·(K-2)      N >= 2
+    T_step       = (T_grad^γ + T_sync^γ)^(1/γ)
+    T_iter       = s·T_grad + T_step
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from pollux.types import FloatArray
+
+ALPHA_G, BETA_G, ALPHA_N, BETA_N, ALPHA_R, BETA_R, GAMMA = range(7)
+
+
+def grad_s(theta: npt.ArrayLike, device_batch: npt.ArrayLike) -> FloatArray:
+    """Seconds of one forward and backward pass over ``device_batch`` examples."""
+    theta = np.asarray(theta, dtype=float)
+    result: FloatArray = theta[..., ALPHA_G] + theta[..., BETA_G] * np.asarray(device_batch)
+    return result
+
+
+def sync_s(theta: npt.ArrayLike, num_nodes: npt.ArrayLike, num_replicas: npt.ArrayLike) -> FloatArray:
+    """Seconds to average gradients over ``num_replicas`` on ``num_nodes``."""
+    theta = np.asarray(theta, dtype=float)
+    num_nodes, num_replicas = np.asarray(num_nodes), np.asarray(num_replicas)
+    spans = num_nodes > 1
+    alpha = np.where(spans, theta[..., ALPHA_N], theta[..., ALPHA_R])
+    beta = np.where(spans, theta[..., BETA_N], theta[..., BETA_R])
+    return np.where(num_replicas > 1, alpha + beta * np.maximum(num_replicas - 2, 0), 0.0)
+
+
+def overlap(compute_s: FloatArray, communicate_s: FloatArray, gamma: npt.ArrayLike) -> FloatArray:
+    """γ-norm of two times: their sum at γ = 1, their maximum as γ grows. No overflow."""
+    longer = np.maximum(compute_s, communicate_s)
+    ratio = np.minimum(compute_s, communicate_s) / longer
+    result: FloatArray = longer * (1.0 + ratio**gamma) ** (1.0 / np.asarray(gamma))
+    return result
+
+
+def iteration_s(
+    theta: npt.ArrayLike,
+    num_nodes: npt.ArrayLike,
+    num_replicas: npt.ArrayLike,
+    device_batch: npt.ArrayLike,
+    accum_steps: npt.ArrayLike = 0,
+) -> FloatArray:
+    """Seconds of one optimizer step, accumulation passes included."""
+    theta = np.asarray(theta, dtype=float)
+    compute = grad_s(theta, device_batch)
+    step = overlap(compute, sync_s(theta, num_nodes, num_replicas), theta[..., GAMMA])
+    result: FloatArray = np.asarray(accum_steps) * compute + step
+    return result
+
+
+def throughput(
+    theta: npt.ArrayLike,
+    num_nodes: npt.ArrayLike,
+    num_replicas: npt.ArrayLike,
+    device_batch: npt.ArrayLike,
+    accum_steps: npt.ArrayLike = 0,
+) -> FloatArray:
+    """Examples per second, useful or not."""
+    accum_steps = np.asarray(accum_steps)
+    total = np.asarray(num_replicas) * np.asarray(device_batch) * (accum_steps + 1)
+    result: FloatArray = total / iteration_s(theta, num_nodes, num_replicas, device_batch, accum_steps)
+    return result

@@ -1,0 +1,61 @@
+"""Policies by name. Others join through the entry-point group ``pollux.policies``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib.metadata import entry_points
+
+from pollux.errors import InvalidValueError, UnknownNameError
+from pollux.policy.base import WEIGHTINGS, Policy, PolicySettings
+from pollux.policy.optimus import OptimusPolicy
+from pollux.policy.pollux import PolluxPolicy
+from pollux.policy.queueing import EqualPolicy, FifoPolicy, SrtfPolicy
+from pollux.policy.tiresias import TiresiasPolicy
+
+PolicyFactory = Callable[[PolicySettings], Policy]
+
+ENTRY_POINT_GROUP = "pollux.policies"
+
+_BUILT_IN: dict[str, PolicyFactory] = {
+    "equal": EqualPolicy,
+    "fifo": FifoPolicy,
+    "optimus": OptimusPolicy,
+    "pollux": PolluxPolicy,
+    "srtf": SrtfPolicy,
+    "tiresias": TiresiasPolicy,
+}
+
+
+def policy_names() -> list[str]:
+    """Every policy that :func:`make_policy` knows, ours and installed ones."""
+    return sorted({*_BUILT_IN, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
+
+
+def make_policy(name: str, settings: PolicySettings | None = None) -> Policy:
+    """A fresh policy.
+
+    Raises:
+        UnknownNameError: nobody knows this name.
+        InvalidValueError: an installed package claims a name that is already taken.
+    """
+    settings = settings or PolicySettings()
+    outside = [point for point in entry_points(group=ENTRY_POINT_GROUP) if point.name == name]
+    if outside and (name in _BUILT_IN or len(outside) > 1):
+        raise InvalidValueError(f"policy {name!r} is defined twice: {', '.join(str(p.value) for p in outside)}")
+    if outside:
+        factory: PolicyFactory = outside[0].load()
+        return factory(settings)
+    if name not in _BUILT_IN:
+        raise UnknownNameError("policy", name, policy_names())
+    return _BUILT_IN[name](settings)
+
+
+__all__ = [
+    "ENTRY_POINT_GROUP",
+    "WEIGHTINGS",
+    "Policy",
+    "PolicyFactory",
+    "PolicySettings",
+    "make_policy",
+    "policy_names",
+]

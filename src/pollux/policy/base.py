@@ -1,0 +1,54 @@
+"""What a policy is: snapshot in, plan out, no side effects.
+
+A policy reads nothing but the snapshot it is given (no clock, no files, no global random state). What it
+remembers from round to round are named fields that :meth:`Policy.reset` clears.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from pollux.errors import InvalidValueError
+from pollux.types import Plan, Snapshot
+
+WEIGHTINGS = ("equal", "remaining")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicySettings:
+    """What an operator may ask of a policy; each policy uses what applies to it."""
+
+    p: float = -1.0  # exponent of the fitness: towards -inf fairer, 1 greedier
+    resize_s: float = 30.0  # δ: what a resize costs a job, in seconds
+    weights: str = "equal"  # or "remaining": shorter remaining work weighs more
+    avoid_interference: bool = True  # at most one spanning job per node
+    charges_starts: bool = False  # charge δ to a job that holds nothing, as the OSDI'21 artifact does
+    max_nodes_per_job: int | None = None
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if not math.isfinite(self.p) or self.p > 1:
+            raise InvalidValueError(f"p = {self.p}; a finite number of at most 1 is needed (1: greedy, -10: very fair)")
+        if not (math.isfinite(self.resize_s) and self.resize_s >= 0):
+            raise InvalidValueError(f"resize cost of {self.resize_s} s; it must be a number >= 0")
+        if self.weights not in WEIGHTINGS:
+            raise InvalidValueError(f"weights {self.weights!r}; known: {', '.join(WEIGHTINGS)}")
+
+
+@runtime_checkable
+class Policy(Protocol):
+    """Decides, for all jobs together, which replicas sit where."""
+
+    name: str
+    adapts_batch: bool
+    """Jobs re-choose their batch size by goodput; otherwise they train with the requested one."""
+    needs_oracle: bool
+    """It reads what only a simulator knows, and cannot run on a live cluster."""
+
+    def decide(self, snapshot: Snapshot) -> Plan:
+        """The allocation every job of the snapshot should have."""
+
+    def reset(self) -> None:
+        """Forget what earlier rounds taught."""

@@ -1,0 +1,41 @@
+"""The cluster-level objective: a power mean of speedups, written as a sum of costs per job.
+
+Fitness_p = (mean_j w_j·(speedup_j + ε)^p)^(1/p). It grows exactly when the sum of per-job costs falls, with
+cost = w·(s+ε)^p for p < 0, -w·(s+ε)^p for p > 0 and -w·log(s+ε) for p = 0; a sum is what solvers like. ε keeps a waiting
+job's cost finite, so that which jobs wait still matters when there are more jobs than slots.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from pollux.types import FloatArray
+
+EPSILON = 0.004  # of the fair share's speedup; 0.001 x 4 GPUs a node in the artifact's scale
+
+
+def costs(speedups: npt.ArrayLike, weights: npt.ArrayLike, p: float) -> FloatArray:
+    """Cost per job and option; ``weights`` broadcasts over ``speedups``."""
+    shifted = np.asarray(speedups, dtype=float) + EPSILON
+    if p == 0:
+        powered = -np.log(shifted)
+    elif p == -1:
+        powered = 1.0 / shifted
+    else:
+        powered = -math.copysign(1.0, p) * shifted**p
+    result: FloatArray = np.asarray(weights) * powered
+    return result
+
+
+def fitness(total_cost: float, num_jobs: int, p: float) -> float:
+    """The power mean that a sum of costs stands for; 0 for no jobs."""
+    if num_jobs == 0:
+        return 0.0
+    mean = total_cost / num_jobs
+    if p == 0:
+        return math.exp(-mean) - EPSILON
+    power = -math.copysign(1.0, p) * mean
+    return max(power, 0.0) ** (1.0 / p) - EPSILON if power > 0 else 0.0

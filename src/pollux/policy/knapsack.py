@@ -1,0 +1,111 @@
+"""How many replicas each job should get, and a bound on how good any answer can be.
+
+Forgetting where replicas sit leaves a multiple-choice knapsack: per job one option (a replica count)
+with a cost, at most ``capacity`` replicas together, least total cost. Every allocation of the real
+problem is one of its answers, so its least cost bounds the real one from below.
+
+Small problems are solved exactly by dynamic programming; large ones by Lagrange's multiplier on the capacity, whose dual value
+is the bound (at most one job's worth of slots from exact) and whose minimisers, topped up greedily, are the answer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from pollux.types import FloatArray, IntArray
+
+_EXACT_LIMIT = 4_000_000  # table cells x options up to which dynamic programming is the quicker way
+_DUAL_STEPS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class KnapsackSolution:
+    counts: IntArray  # (num_jobs,) replicas
+    lower_bound: float  # no feasible choice costs less
+    is_exact: bool
+    price: float  # what one more slot would save, at the margin
+
+
+def solve_knapsack(costs: FloatArray, capacity: int) -> KnapsackSolution:
+    """Choose one column per row of ``costs`` (num_jobs, max_count + 1) with columns adding up to <= capacity.
+
+    Infinite entries are forbidden; each row's least finite column must fit together with the others'.
+    """
+    num_jobs, num_options = costs.shape
+    if num_jobs == 0:
+        return KnapsackSolution(np.zeros(0, dtype=np.int64), 0.0, True, 0.0)
+    if num_jobs * (capacity + 1) * num_options <= _EXACT_LIMIT:
+        return _solve_exactly(costs, capacity)
+    return _solve_by_price(costs, capacity)
+
+
+def _solve_exactly(costs: FloatArray, capacity: int) -> KnapsackSolution:
+    num_jobs, num_options = costs.shape
+    if num_options > capacity + 1:
+        costs, num_options = costs[:, : capacity + 1], capacity + 1
+    # best[c]: least cost of the jobs so far with c slots; padded in front so that a shift is a slice.
+    padded = np.full(capacity + num_options, np.inf)
+    padded[num_options - 1 :] = 0.0
+    windows = np.lib.stride_tricks.sliding_window_view(padded, capacity + 1)[::-1]  # [r, c] -> best[c - r]
+    choices = np.empty((num_jobs, capacity + 1), dtype=np.int16 if num_options < 2**15 else np.int64)
+    for job in range(num_jobs):
+        row = costs[job]
+        options = np.flatnonzero(np.isfinite(row))
+        candidates = windows[options] + row[options, None]  # (num_finite, capacity + 1)
+        pick = candidates.argmin(axis=0)
+        choices[job] = options[pick]
+        padded[num_options - 1 :] = np.take_along_axis(candidates, pick[None], axis=0)[0]
+    best = padded[num_options - 1 :]
+    counts = np.zeros(num_jobs, dtype=np.int64)
+    left = capacity
+    for job in range(num_jobs - 1, -1, -1):
+        counts[job] = choices[job, left]
+        left -= int(counts[job])
+    price = float(best[capacity - 1] - best[capacity]) if capacity >= 1 else 0.0
+    return KnapsackSolution(counts, float(best[capacity]), True, price if np.isfinite(price) else 0.0)
+
+
+def _solve_by_price(costs: FloatArray, capacity: int) -> KnapsackSolution:
+    num_jobs, num_options = costs.shape
+    rows = np.arange(num_jobs)
+    sizes = np.arange(num_options, dtype=float)
+
+    def respond(price: float) -> tuple[IntArray, float]:
+        priced = costs + price * sizes
+        counts = priced.argmin(axis=1)
+        return counts, float(priced[rows, counts].sum()) - price * capacity
+
+    generous, bound = respond(0.0)
+    if generous.sum() <= capacity:
+        return KnapsackSolution(generous, bound, True, 0.0)
+    with np.errstate(invalid="ignore"):
+        spread = np.where(np.isfinite(costs), costs, -np.inf).max() - costs.min()
+    low, high = 0.0, float(spread) + 1.0
+    frugal, value = respond(high)
+    while frugal.sum() > capacity and high < 1e300:
+        high *= 2.0
+        frugal, value = respond(high)
+    bound = max(bound, value)
+    for _ in range(_DUAL_STEPS):
+        middle = (low + high) / 2 if low == 0.0 or high / low < 4.0 else (low * high) ** 0.5
+        counts, value = respond(middle)
+        bound = max(bound, value)
+        if counts.sum() > capacity:
+            low, generous = middle, counts
+        else:
+            high, frugal = middle, counts
+        if high - low <= 1e-12 * high or np.array_equal(generous, frugal):
+            break
+    # Between the last price that asks too much and the first that does not: take what still fits.
+    counts = frugal.copy()
+    left = capacity - int(counts.sum())
+    wants = np.flatnonzero(generous > frugal)
+    saved = costs[wants, frugal[wants]] - costs[wants, generous[wants]]
+    extra = generous[wants] - frugal[wants]
+    for index in np.argsort(-saved / extra, kind="stable"):
+        if extra[index] <= left:
+            counts[wants[index]] = generous[wants[index]]
+            left -= int(extra[index])
+    return KnapsackSolution(counts, bound, False, high)

@@ -1,0 +1,254 @@
+"""Where replicas sit: turn replica counts into an allocation.
+
+Works on indices (job 0.., node 0..) and costs; the policy translates. A job's cost depends on its own
+allocation only: on its replica count, on whether it spans nodes, and on whether it is exactly what the job holds now
+(moving is dearer than staying). Jobs meet in the nodes' capacity, and in the rule that at most one job that spans nodes
+may touch a node.
+
+:func:`place` builds an allocation that keeps what need not move; :mod:`pollux.policy.search` improves it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import numpy.typing as npt
+
+from pollux.types import FloatArray, IntArray
+
+Shares = dict[int, int]  # node -> replicas of one job there
+
+
+@dataclass(frozen=True, slots=True)
+class PlacementProblem:
+    """Jobs, nodes and what every allocation would cost."""
+
+    capacity: IntArray  # (num_nodes,) slots
+    settled_cost: FloatArray  # (num_jobs, 2, max_count + 1): [on one node, spanning], for what a job holds already
+    moved_cost: FloatArray  # the same for what it would have to move to; inf: forbidden; [:, :, 0]: idle
+    current: Sequence[Shares]  # per job, what it holds now
+    is_fixed: npt.NDArray[np.bool_]  # (num_jobs,) must keep exactly what it holds
+    exclusive_spans: bool = True  # at most one spanning job per node
+    keep_cost: FloatArray = field(init=False)  # (num_jobs,) of exactly the current allocation
+
+    def __post_init__(self) -> None:
+        spans = np.array([len(shares) > 1 for shares in self.current], dtype=np.int64)
+        counts = np.array([sum(shares.values()) for shares in self.current], dtype=np.int64)
+        object.__setattr__(self, "keep_cost", self.settled_cost[np.arange(len(counts)), spans, counts])
+
+    @property
+    def num_jobs(self) -> int:
+        return len(self.current)
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.capacity)
+
+    @property
+    def max_count(self) -> int:
+        return self.moved_cost.shape[2] - 1
+
+    def count_costs(self, whole_nodes_from: int | None = None) -> FloatArray:
+        """(num_jobs, max_count + 1): the least any placement of that many replicas could cost.
+
+        With ``whole_nodes_from`` = g, jobs may span nodes with multiples of g replicas only: dearer
+        on paper, but always placeable, since spanning jobs then never meet on a node.
+        """
+        spanning = self.moved_cost[:, 1]
+        if whole_nodes_from is not None:
+            is_whole = np.arange(self.max_count + 1) % whole_nodes_from == 0
+            spanning = np.where(is_whole, spanning, np.inf)
+        costs = np.minimum(self.moved_cost[:, 0], spanning)
+        costs[self.is_fixed] = np.inf
+        jobs = np.arange(self.num_jobs)
+        counts = np.array([sum(shares.values()) for shares in self.current], dtype=np.int64)
+        costs[jobs, counts] = np.minimum(costs[jobs, counts], self.keep_cost)
+        return costs
+
+    def cost_of(self, job: int, shares: Shares) -> float:
+        if shares == self.current[job]:
+            return float(self.keep_cost[job])
+        count = sum(shares.values())
+        if self.is_fixed[job] or count > self.max_count:
+            return math.inf
+        return float(self.moved_cost[job, int(len(shares) > 1), count])
+
+
+@dataclass
+class Placement:
+    """A mutable allocation of all jobs, with the books kept: free slots, costs, who spans where."""
+
+    problem: PlacementProblem
+    shares: list[Shares] = field(init=False)
+    cost: FloatArray = field(init=False)  # (num_jobs,)
+    free: list[int] = field(init=False)
+    count: IntArray = field(init=False)  # (num_jobs,) replicas
+    num_held: IntArray = field(init=False)  # (num_jobs,) nodes
+    residents: list[set[int]] = field(init=False)  # per node, the jobs on it
+    spanners: list[int] = field(init=False)  # per node, how many spanning jobs touch it
+    _by_share: dict[int, dict[int, FloatArray]] = field(init=False, default_factory=dict)
+
+    def __post_init__(self) -> None:
+        problem = self.problem
+        self.shares = [{} for _ in range(problem.num_jobs)]
+        self.cost = np.array([problem.cost_of(job, {}) for job in range(problem.num_jobs)])
+        self.free = [int(slots) for slots in problem.capacity]
+        self.count = np.zeros(problem.num_jobs, dtype=np.int64)
+        self.num_held = np.zeros(problem.num_jobs, dtype=np.int64)
+        self.residents = [set() for _ in range(problem.num_nodes)]
+        self.spanners = [0] * problem.num_nodes
+
+    @property
+    def total_cost(self) -> float:
+        return float(self.cost.sum())
+
+    def assign(self, job: int, shares: Shares) -> None:
+        old = self.shares[job]
+        spanned, spans = len(old) > 1, len(shares) > 1
+        for node, count in old.items():
+            self.free[node] += count
+            self.residents[node].discard(job)
+            self.spanners[node] -= spanned
+        for node, count in shares.items():
+            self.free[node] -= count
+            self.residents[node].add(job)
+            self.spanners[node] += spans
+        self.shares[job] = shares
+        self.cost[job] = self.problem.cost_of(job, shares)
+        self.count[job] = sum(shares.values())
+        self.num_held[job] = len(shares)
+        self._by_share.pop(job, None)
+
+    def costs_by_share(self, job: int, node: int, most: int) -> FloatArray:
+        """(most + 1,): what ``job`` would cost with 0..most replicas on ``node`` and the rest as it is."""
+        remembered = self._by_share.setdefault(job, {})
+        if node in remembered:
+            return remembered[node]
+        shares, problem = self.shares[job], self.problem
+        num_others = len(shares) - (node in shares)
+        elsewhere = sum(shares.values()) - shares.get(node, 0)
+        costs = np.full(most + 1, np.inf)
+        row = problem.moved_cost[job, min(num_others, 1)]
+        shown = row[elsewhere : elsewhere + most + 1]
+        costs[: len(shown)] = shown
+        costs[0] = problem.moved_cost[job, int(num_others > 1), elsewhere]
+        current = problem.current[job]
+        if len(current) - (node in current) == num_others and all(
+            current.get(other) == count for other, count in shares.items() if other != node
+        ):
+            costs[current.get(node, 0)] = problem.keep_cost[job]
+        remembered[node] = costs
+        return costs
+
+    def may_span(self, node: int, job: int) -> bool:
+        """Whether ``job``, spanning, may touch ``node``."""
+        if not self.problem.exclusive_spans:
+            return True
+        others = self.spanners[node] - (len(self.shares[job]) > 1 and node in self.shares[job])
+        return others == 0
+
+    def copy_shares(self) -> list[Shares]:
+        return [dict(shares) for shares in self.shares]
+
+
+def place(problem: PlacementProblem, counts: IntArray) -> Placement:
+    """An allocation with about ``counts`` replicas per job. Jobs whose count is what they hold stay put."""
+    placement = Placement(problem)
+    movers: list[int] = []
+    for job, shares in enumerate(problem.current):
+        count = int(counts[job])
+        if problem.is_fixed[job] or (shares and count == sum(shares.values())):
+            placement.assign(job, dict(shares))
+        elif count > 0:
+            movers.append(job)
+    finder = _NodeFinder(placement)
+    movers.sort(key=lambda job: (-int(counts[job]), job))
+    for job in movers:
+        shares = _best_fit(placement, finder, job, int(counts[job]))
+        if shares:
+            placement.assign(job, shares)
+            finder.update(shares)
+    return placement
+
+
+class _NodeFinder:
+    """Nodes by free slots, so that the best fit is found without looking at all of them."""
+
+    def __init__(self, placement: Placement) -> None:
+        self._free = placement.free
+        most = max((int(slots) for slots in placement.problem.capacity), default=0)
+        self._buckets: list[dict[int, None]] = [{} for _ in range(most + 1)]  # dicts: ordered sets
+        self._bucket_of = list(self._free)
+        for node, free in enumerate(self._free):
+            self._buckets[free][node] = None
+
+    def update(self, nodes: Iterable[int]) -> None:
+        for node in nodes:
+            del self._buckets[self._bucket_of[node]][node]
+            self._bucket_of[node] = self._free[node]
+            self._buckets[self._free[node]][node] = None
+
+    def tightest(self, count: int) -> int | None:
+        """The node with the fewest free slots that still has ``count``."""
+        for bucket in self._buckets[count:]:
+            if bucket:
+                return next(iter(bucket))
+        return None
+
+    def roomiest_first(self) -> Iterable[int]:
+        for bucket in reversed(self._buckets[1:]):
+            yield from bucket
+
+    @property
+    def most_free(self) -> int:
+        return next((free for free in range(len(self._buckets) - 1, 0, -1) if self._buckets[free]), 0)
+
+
+def _best_fit(placement: Placement, finder: _NodeFinder, job: int, count: int) -> Shares:
+    """The cheapest way to give ``job`` up to ``count`` of the free slots; on its own nodes where that is as cheap."""
+    problem = placement.problem
+    costs = problem.moved_cost[job]
+    best: Shares = {}
+    best_cost = float(placement.cost[job])
+    single = min(count, finder.most_free)
+    if single > 0:
+        size = int(np.argmin(costs[0, : single + 1]))
+        if size > 0 and costs[0, size] < best_cost:
+            home = [node for node in problem.current[job] if placement.free[node] >= size]
+            node = home[0] if home else finder.tightest(size)
+            if node is not None:
+                best, best_cost = {node: size}, float(costs[0, size])
+    if count > 1 and problem.num_nodes > 1 and costs[1, 2 : count + 1].min(initial=np.inf) < best_cost:
+        spread = _spread(placement, finder, job, count)
+        size = sum(spread.values())
+        if len(spread) > 1 and costs[1, size] < best_cost:
+            best = spread
+    return best
+
+
+def _spread(placement: Placement, finder: _NodeFinder, job: int, count: int) -> Shares:
+    """Up to ``count`` free slots over few nodes, whole nodes first, the last piece where it fits tightest."""
+    spread: Shares = {}
+    left = count
+    for node in finder.roomiest_first():
+        if left == 0:
+            break
+        if not placement.may_span(node, job):
+            continue
+        if placement.free[node] > left and spread:
+            node = _tightest_spannable(placement, finder, job, left, spread) or node
+        take = min(placement.free[node], left)
+        spread[node] = take
+        left -= take
+    return spread
+
+
+def _tightest_spannable(placement: Placement, finder: _NodeFinder, job: int, count: int, taken: Shares) -> int | None:
+    for bucket in finder._buckets[count:]:
+        for node in bucket:
+            if node not in taken and placement.may_span(node, job):
+                return node
+    return None

@@ -1,0 +1,265 @@
+"""Improve an allocation on the true objective by two kinds of moves.
+
+:func:`redivide` takes pairs of nodes and divides their slots anew among the jobs on them, by dynamic programming, many
+pairs at once. :func:`take_over` lets one job take slots on a node from another, which is how jobs that span
+nodes grow and shrink at each other's expense. Both only ever lower the total cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from pollux.policy.placement import Placement, Shares
+from pollux.types import FloatArray, IntArray
+
+_IMPROVEMENT = 1e-9  # relative: less is rounding, not improvement
+_ALL_PAIRS_LIMIT = 24  # nodes up to which every pair is looked at
+_MAX_ITEMS = 12  # jobs per pair that are re-divided; further ones stay
+_MAX_WAITING_ITEMS = 2  # idle jobs that each pair is offered
+
+
+def improve(placement: Placement, rng: np.random.Generator, max_rounds: int) -> None:
+    """Alternate both kinds of moves until neither finds anything, at most ``max_rounds`` times."""
+    search = _PairSearch(placement)
+    is_small = placement.problem.num_nodes <= _ALL_PAIRS_LIMIT
+    for _ in range(max_rounds):
+        before = placement.total_cost
+        search.redivide(rng)
+        if is_small:
+            take_over(placement)
+        if not placement.total_cost < before - _IMPROVEMENT * abs(before):
+            return
+
+
+def take_over(placement: Placement) -> None:
+    """Let jobs take slots on a node from each other while that pays."""
+    problem = placement.problem
+    # One row per job; looking past the last column finds "forbidden".
+    width = int(problem.capacity.max(initial=0))
+    padding = np.full((problem.num_jobs, 2, width), np.inf)
+    costs = np.concatenate([problem.moved_cost, padding], axis=2)
+    costs[problem.is_fixed] = np.inf
+    is_pending = True
+    while is_pending:
+        is_pending = False
+        for node in range(problem.num_nodes):
+            for loser in (None, *sorted(placement.residents[node])):
+                if loser is None or (not problem.is_fixed[loser] and loser in placement.residents[node]):
+                    is_pending |= _take_from(placement, node, loser, costs, width)
+
+
+def _take_from(placement: Placement, node: int, loser: int | None, costs: FloatArray, width: int) -> bool:
+    """Give free slots on ``node``, and some of ``loser``'s, to the job that gains most; true if that paid."""
+    held, free = 0 if loser is None else placement.shares[loser][node], placement.free[node]
+    room = held + free
+    if room == 0:
+        return False
+    extra = np.arange(1, room + 1)  # what the taker gets on top of what it has here
+    left = np.minimum(held, room - extra)
+    loses: FloatArray | float = 0.0
+    if loser is not None:
+        loses = placement.costs_by_share(loser, node, width)[left] - placement.cost[loser]
+    others_held = placement.num_held.copy()
+    for resident in placement.residents[node]:
+        others_held[resident] -= 1
+    jobs = np.arange(len(others_held))
+    spans = np.minimum(others_held, 1)
+    gains = costs[jobs[:, None], spans[:, None], placement.count[:, None] + extra]
+    delta = gains - placement.cost[:, None] + loses  # (num_jobs, room)
+    if loser is not None:
+        delta[loser] = np.inf
+    threshold = -_IMPROVEMENT * max(1.0, abs(float(placement.cost.max())))
+    while True:
+        taker, choice = divmod(int(delta.argmin()), room)
+        if not delta[taker, choice] < threshold:
+            return False
+        if _may_share(placement, node, taker, loser, int(left[choice])):
+            break
+        delta[taker, choice] = np.inf
+    if loser is not None:
+        shrunk = {other: count for other, count in placement.shares[loser].items() if other != node}
+        if left[choice]:
+            shrunk[node] = int(left[choice])
+        placement.assign(loser, shrunk)
+    own = placement.shares[taker].get(node, 0)
+    placement.assign(taker, {**placement.shares[taker], node: own + int(extra[choice])})
+    return True
+
+
+def _may_share(placement: Placement, node: int, taker: int, loser: int | None, left: int) -> bool:
+    """Whether the rule of one spanning job per node would hold after the take-over."""
+    if not placement.problem.exclusive_spans:
+        return True
+    shares = placement.shares[taker]
+    others = [other for other in shares if other != node]
+    if not others:
+        return True
+    loser_spans = loser is not None and len(placement.shares[loser]) > 1
+    blocking = placement.spanners[node] - (len(shares) > 1 and node in shares) - (loser_spans and left == 0)
+    if blocking > 0:
+        return False
+    return len(shares) > 1 or placement.spanners[others[0]] == 0
+
+
+class _PairSearch:
+    """Exact re-division of many node pairs at once.
+
+    Per pair, its movable jobs choose among: nothing, 1..c slots of the first node, 1..c slots of the second.
+    """
+
+    def __init__(self, placement: Placement) -> None:
+        self.placement = placement
+        problem = placement.problem
+        self.width = int(problem.capacity.max(initial=0))
+        width = self.width
+        self.single_cost = np.full((problem.num_jobs, width + 1), np.inf)
+        shown = min(width, problem.max_count)
+        self.single_cost[:, : shown + 1] = problem.moved_cost[:, 0, : shown + 1]
+        self.home = np.full(problem.num_jobs, -1)  # node of a current single-node allocation
+        self.home_count = np.zeros(problem.num_jobs, dtype=np.int64)
+        for job, shares in enumerate(problem.current):
+            if len(shares) == 1:
+                ((self.home[job], self.home_count[job]),) = shares.items()
+        # predecessor[u, (ca, cb)]: the state before an item took option u; the last state is "impossible".
+        side = width + 1
+        states = np.arange(side * side)
+        state_a, state_b = states // side, states % side
+        self.option_a = np.array([0, *range(1, side), *([0] * width)])
+        self.option_b = np.array([0, *([0] * width), *range(1, side)])
+        before_a = state_a[None] - self.option_a[:, None]
+        before_b = state_b[None] - self.option_b[:, None]
+        impossible = side * side
+        self.predecessor = np.where((before_a >= 0) & (before_b >= 0), before_a * side + before_b, impossible)
+
+    def redivide(self, rng: np.random.Generator) -> None:
+        """Few nodes: every pair, until none gets better. Many: a random matching."""
+        num_nodes = self.placement.problem.num_nodes
+        if num_nodes > _ALL_PAIRS_LIMIT:
+            half = num_nodes // 2
+            order = rng.permutation(num_nodes).tolist()
+            self.solve(list(zip(order[:half], order[half : 2 * half], strict=True)))
+            return
+        pairs = [(a, b) for a in range(num_nodes) for b in range(a + 1, num_nodes)] or [(0, 0)]
+        dirty = set(range(num_nodes))
+        while dirty:
+            dirty = self.solve([pair for pair in pairs if pair[0] in dirty or pair[1] in dirty])
+
+    def solve(self, pairs: Sequence[tuple[int, int]]) -> set[int]:
+        """Solve every pair, apply the improvements that do not touch each other; the nodes that changed."""
+        placement, width = self.placement, self.width
+        waiting = [
+            job for job, shares in enumerate(placement.shares) if not shares and not placement.problem.is_fixed[job]
+        ][:_MAX_WAITING_ITEMS]
+        is_shared = [any(len(placement.shares[job]) == 1 for job in residents) for residents in placement.residents]
+        # Where all sit on several nodes there is nothing to re-divide; take_over sees to those.
+        pairs = [(a, b) for a, b in pairs if waiting or is_shared[a] or is_shared[b]]
+        items_of, rooms = [], []
+        for a, b in pairs:
+            items, room_a, room_b = self._items(a, b)
+            items_of.append((items + waiting)[:_MAX_ITEMS])
+            rooms.append((room_a, room_b))
+        num_items = max((len(items) for items in items_of), default=0)
+        if num_items == 0:
+            return set()
+        jobs = np.full((len(pairs), num_items), -1)
+        for row, items in enumerate(items_of):
+            jobs[row, : len(items)] = items
+        costs = self._costs(jobs, pairs)  # (num_pairs, num_items, num_options)
+        side = width + 1
+        best = np.zeros((len(pairs), side * side + 1))
+        best[:, -1] = np.inf
+        choices = np.empty((num_items, len(pairs), side * side), dtype=np.int8 if 2 * side < 128 else np.int16)
+        for item in range(num_items):
+            candidates = best[:, self.predecessor] + costs[:, item, :, None]
+            pick = candidates.argmin(axis=1)
+            choices[item] = pick
+            best[:, :-1] = np.take_along_axis(candidates, pick[:, None], axis=1)[:, 0]
+        final = np.array([room_a * side + room_b for room_a, room_b in rooms])
+        reached = best[np.arange(len(pairs)), final]
+        held = np.array([sum(placement.cost[job] for job in items) for items in items_of])
+        saved = held - reached
+        touched: set[int] = set()
+        moved: set[int] = set()
+        threshold = _IMPROVEMENT * max(1.0, float(np.abs(held).max()))
+        for row in np.argsort(-saved, kind="stable"):
+            if not saved[row] > threshold:
+                break
+            a, b = pairs[row]
+            items = items_of[row]
+            if a in touched or b in touched or not moved.isdisjoint(items):
+                continue
+            self._apply(items, (a, b), choices[:, row], int(final[row]))
+            touched.update((a, b))
+            moved.update(items)
+        return touched
+
+    def _items(self, a: int, b: int) -> tuple[list[int], int, int]:
+        """Jobs of the pair that may be re-divided, and the slots that they and nobody hold."""
+        placement = self.placement
+        room = {a: placement.free[a], b: placement.free[b]}
+        items = []
+        for node in (a, b) if a != b else (a,):
+            for job in placement.residents[node]:
+                shares = placement.shares[job]
+                if placement.problem.is_fixed[job] or (len(shares) > 1 and a in shares and b in shares):
+                    continue
+                room[node] += shares[node]
+                items.append(job)
+        items.sort()
+        if len(items) > _MAX_ITEMS:  # leave the rest where they are
+            for job in items[_MAX_ITEMS:]:
+                for node in (a, b):
+                    room[node] -= placement.shares[job].get(node, 0)
+            del items[_MAX_ITEMS:]
+        return items, room[a], room[b] if a != b else 0
+
+    def _costs(self, jobs: IntArray, pairs: Sequence[tuple[int, int]]) -> FloatArray:
+        width = self.width
+        costs = np.zeros((*jobs.shape, 2 * width + 1))
+        real = jobs >= 0
+        single = self.single_cost[jobs]  # (num_pairs, num_items, width + 1)
+        costs[..., 0] = single[..., 0]
+        costs[..., 1 : width + 1] = single[..., 1:]
+        costs[..., width + 1 :] = single[..., 1:]
+        costs[~real] = np.inf
+        costs[~real, 0] = 0.0
+        ends = np.array(pairs)
+        keep = self.placement.problem.keep_cost
+        for end, offset in ((0, 0), (1, width)):
+            rows, columns = np.nonzero(real & (self.home[jobs] == ends[:, end, None]))
+            stay = jobs[rows, columns]
+            costs[rows, columns, self.home_count[stay] + offset] = keep[stay]
+        spanning = real & (self.placement.num_held[jobs] > 1)
+        costs[spanning] = np.inf
+        for row, column in np.argwhere(spanning).tolist():
+            # A spanning job may change its share on the one node of the pair that it touches.
+            job, pair = int(jobs[row, column]), pairs[row]
+            end = 0 if pair[0] in self.placement.shares[job] else 1
+            by_share = self.placement.costs_by_share(job, pair[end], width)
+            costs[row, column, 0] = by_share[0]
+            costs[row, column, end * width + 1 : (end + 1) * width + 1] = by_share[1:]
+        if any(a == b for a, b in pairs):
+            costs[..., width + 1 :] = np.inf
+        return costs
+
+    def _apply(self, items: Sequence[int], pair: tuple[int, int], choices: IntArray, state: int) -> None:
+        placement = self.placement
+        new: dict[int, Shares] = {}
+        for item in range(len(choices) - 1, -1, -1):
+            option = int(choices[item, state])
+            state = int(self.predecessor[option, state])
+            if item >= len(items):
+                continue
+            job = items[item]
+            shares = {node: count for node, count in placement.shares[job].items() if node not in pair}
+            for node, count in zip(pair, (self.option_a[option], self.option_b[option]), strict=True):
+                if count:
+                    shares[node] = int(count)
+            current = placement.problem.current[job]
+            new[job] = current if shares == current else shares
+        for job in items:
+            placement.assign(job, {})
+        for job, shares in new.items():
+            placement.assign(job, dict(shares))

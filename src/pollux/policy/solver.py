@@ -1,0 +1,77 @@
+"""Find the allocation of least cost, with a proof of how much better any other could be.
+
+Counts by knapsack, then a placement that keeps what need not move, then a local search over pairs of nodes while
+the distance to the bound is worth it. The answer is a fixed point: asked again with the answer as the current allocation,
+the solver stays. (If B beats A once A is in place, B beats A from the original allocation too: moves away from A only get
+dearer and moves back to what was are no longer free. So any such B replaces A before it is returned.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pollux.policy.knapsack import solve_knapsack
+from pollux.policy.placement import Placement, PlacementProblem, Shares, place
+from pollux.policy.search import improve
+
+_WORTH_SEARCHING = 0.02  # distance to the bound, in mean job costs, below which searching stops
+_MAX_REFINEMENTS = 4
+_SEARCH_ROUNDS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    shares: list[Shares]
+    cost: float
+    lower_bound: float
+    method: str
+
+
+def solve(problem: PlacementProblem, rng: np.random.Generator) -> Solution:
+    """The best allocation found and a bound on all of them."""
+    knapsack = solve_knapsack(problem.count_costs(), int(problem.capacity.sum()))
+    bound = knapsack.lower_bound
+    tolerance = _WORTH_SEARCHING * abs(bound) / max(problem.num_jobs, 1)
+    best = place(problem, knapsack.counts)
+    method = "knapsack" if knapsack.is_exact else "price"
+    if best.total_cost - bound > tolerance:
+        method += "+search"
+        best = _search(problem, best, rng)
+        for _ in range(_MAX_REFINEMENTS):
+            if best.shares == problem.current:
+                break
+            settled = replace(problem, current=best.copy_shares())
+            again = solve_knapsack(settled.count_costs(), int(problem.capacity.sum()))
+            rival = _search(settled, place(settled, again.counts), rng)
+            if not _is_better(rival.total_cost, float(settled.keep_cost.sum())):
+                break
+            moved = _as_placement(problem, rival.shares)
+            if not _is_better(moved.total_cost, best.total_cost):
+                break
+            best = moved
+    return Solution(best.shares, best.total_cost, min(bound, best.total_cost), method)
+
+
+def _search(problem: PlacementProblem, first: Placement, rng: np.random.Generator) -> Placement:
+    """The best of three local optima: from ``first``, from whole nodes for spanning jobs, from where jobs are."""
+    slots_per_node = int(problem.capacity.max())
+    whole = solve_knapsack(problem.count_costs(slots_per_node), int(problem.capacity.sum()))
+    starts = [_as_placement(problem, problem.current), place(problem, whole.counts), first]
+    for start in starts:
+        improve(start, rng, _SEARCH_ROUNDS)
+    return min(starts, key=lambda placement: placement.total_cost)
+
+
+def _as_placement(problem: PlacementProblem, shares: Sequence[Shares]) -> Placement:
+    placement = Placement(problem)
+    for job, held in enumerate(shares):
+        if held:
+            placement.assign(job, dict(held))
+    return placement
+
+
+def _is_better(cost: float, than: float) -> bool:
+    return cost < than - 1e-9 * max(1.0, abs(than))

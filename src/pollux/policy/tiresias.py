@@ -1,0 +1,57 @@
+"""Tiresias: two-queue discretised least-attained-service (Gu et al., NSDI'19), as simulated in OSDI'21.
+
+Jobs keep the replicas they asked for. A job starts in the first queue and falls to the tail of the second once it has used
+``QUEUE_THRESHOLD`` GPU-seconds; the first queue goes first, each in order of arrival there, later smaller jobs filling the gaps.
+Simplifications: no promotion back to the first queue; fragmentation is not considered (a job may be spread).
+"""
+
+from __future__ import annotations
+
+from pollux.policy.base import PolicySettings
+from pollux.policy.dense import FreeSlots
+from pollux.types import Allocation, JobView, Plan, Snapshot
+
+QUEUE_THRESHOLD = 57_600.0  # GPU-seconds (16 GPU-hours)
+
+
+class TiresiasPolicy:
+    name = "tiresias"
+    adapts_batch = False
+    needs_oracle = False
+
+    def __init__(self, settings: PolicySettings) -> None:
+        self._queues: tuple[list[str], list[str]] = ([], [])
+
+    def reset(self) -> None:
+        self._queues = ([], [])
+
+    def decide(self, snapshot: Snapshot) -> Plan:
+        jobs = {job.name: job for job in snapshot.jobs}
+        first, second = ([name for name in queue if name in jobs] for queue in self._queues)
+        known = {*first, *second}
+        first += [name for name in jobs if name not in known]
+        for job in snapshot.jobs:  # in submission order, which is the order of falling in one round
+            if job.attained_s * _demand(job) >= QUEUE_THRESHOLD and job.name not in second:
+                first.remove(job.name)
+                second.append(job.name)
+        self._queues = (first, second)
+
+        allocations: dict[str, Allocation] = {job.name: job.allocation for job in snapshot.jobs if job.is_fixed}
+        left = snapshot.num_slots - sum(allocation.num_replicas for allocation in allocations.values())
+        admitted: list[JobView] = []
+        for name in (*first, *second):
+            job = jobs[name]
+            if name not in allocations and _demand(job) <= left:
+                left -= _demand(job)
+                admitted.append(job)
+        keeps = {job.name: job.allocation for job in admitted if job.allocation.num_replicas == _demand(job)}
+        allocations.update(keeps)
+        free = FreeSlots(snapshot.nodes, allocations.values())
+        for job in admitted:
+            if job.name not in keeps:
+                allocations[job.name] = free.place(_demand(job))
+        return Plan(allocations=allocations)
+
+
+def _demand(job: JobView) -> int:
+    return job.spec.requested_replicas or job.spec.min_replicas

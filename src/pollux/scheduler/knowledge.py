@@ -1,0 +1,64 @@
+"""What was learnt of a job's speed; shared by the jobs of one application if profiles are remembered.
+
+With profile memory on, all jobs that carry the same application name read and write one
+:class:`Knowledge`, so the next job of that name is understood from its first round.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, field
+
+from pollux.errors import FitError
+from pollux.model.fitting import Fit, fit
+from pollux.model.profile import Configuration, Profile, Timing
+from pollux.types import ThroughputParams
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Knowledge:
+    """Measured step times and the θ fitted to them, by accelerator type."""
+
+    label: str
+    profile: Profile = field(default_factory=Profile)
+    fits: dict[str, Fit] = field(default_factory=dict)
+    first_noise_scale: float | None = None  # of a young job: what the next one is likely to start with
+    _stale: set[str] = field(default_factory=set)
+
+    def observe(self, accelerator: str, configuration: Configuration, timing: Timing) -> None:
+        """Take in a measurement; a configuration not seen before makes the fit stale."""
+        if self.profile.add(accelerator, configuration, timing):
+            self._stale.add(accelerator)
+
+    def refit(self) -> bool:
+        """Fit θ where there are new measurements; true if anything changed. Keeps the last good fit on failure."""
+        if not self._stale:
+            return False
+        for accelerator in sorted(self._stale):
+            last = self.fits.get(accelerator)
+            try:
+                found = fit(self.profile.observations(accelerator), None if last is None else last.params)
+            except FitError as error:
+                logger.warning("%s on %s: %s", self.label, accelerator, error)
+                continue
+            if not found.has_converged:
+                logger.warning("%s on %s: %s", self.label, accelerator, found.message)
+            self.fits[accelerator] = found
+        self._stale.clear()
+        return True
+
+    @property
+    def params(self) -> dict[str, ThroughputParams]:
+        return {accelerator: found.params for accelerator, found in self.fits.items()}
+
+
+class ProfileMemory:
+    """Knowledge by application name."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, Knowledge] = {}
+
+    def of(self, application: str) -> Knowledge:
+        return self._known.setdefault(application, Knowledge(f"application {application}"))

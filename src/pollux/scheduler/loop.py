@@ -1,0 +1,316 @@
+"""The scheduler: clock + store + policy + engine.
+
+One :meth:`Scheduler.tick` takes in what happened, decides if it is time to, and sends the engine what follows.
+The simulator and the live server call the same ticks; only clock, store and engine differ.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from pollux.errors import InvalidPlanError, InvalidValueError
+from pollux.policy.base import Policy
+from pollux.scheduler.knowledge import Knowledge, ProfileMemory
+from pollux.scheduler.lifecycle import JobState
+from pollux.scheduler.ports import (
+    Clock,
+    Command,
+    Engine,
+    Event,
+    JobEnded,
+    JobReport,
+    JobRuns,
+    JobStopped,
+    NodesChanged,
+    OracleSource,
+    ResizeJob,
+    StartJob,
+    StopJob,
+    Store,
+    TuneJob,
+)
+from pollux.scheduler.reconcile import Actual, Change, Resize, Start, reconcile, verify_plan
+from pollux.scheduler.record import JobRecord, RoundRecord
+from pollux.types import NO_ALLOCATION, Allocation, JobSpec, Plan, Snapshot
+
+logger = logging.getLogger(__name__)
+
+_MAX_SETTLING = 8  # passes of reconcile in one tick; real engines need one, trades a few
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """How often to decide, and what to remember."""
+
+    interval_s: float = 60.0
+    decides_on_events: bool = False  # also when a job arrives or ends, or nodes change
+    remembers_profiles: bool = False
+    tunes_batches: bool = True  # hand fitted θ to jobs; off for policies that fix the batch
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.interval_s) and self.interval_s > 0):
+            raise InvalidValueError(f"scheduling interval of {self.interval_s} s; it must be a positive number")
+
+
+class Scheduler:
+    """Owns the jobs' records. Not thread-safe: one caller at a time."""
+
+    def __init__(
+        self,
+        *,
+        policy: Policy,
+        engine: Engine,
+        store: Store,
+        clock: Clock,
+        config: SchedulerConfig,
+        oracles: OracleSource | None = None,
+    ) -> None:
+        if policy.needs_oracle and oracles is None:
+            raise InvalidValueError(f"policy {policy.name!r} needs an oracle: it can only be simulated")
+        self.policy, self.config = policy, config
+        self._engine, self._store, self._clock, self._oracles = engine, store, clock, oracles
+        self._memory = ProfileMemory() if config.remembers_profiles else None
+        self._active: dict[str, JobRecord] = {}  # in order of submission
+        self._desired: dict[str, Allocation] = {}
+        self._next_round_at = clock.now() + config.interval_s
+        self._trigger: str | None = None  # an event that asks for a decision now
+        self._num_rounds = 0
+
+    @property
+    def active_jobs(self) -> list[JobRecord]:
+        return list(self._active.values())
+
+    @property
+    def num_rounds(self) -> int:
+        return self._num_rounds
+
+    def submit(self, spec: JobSpec, sequence: int | None = None) -> JobRecord:
+        """Take in a job; it is considered in the next round.
+
+        Raises:
+            InvalidValueError: an active job has this name.
+        """
+        if spec.name in self._active:
+            raise InvalidValueError(f"a job named {spec.name!r} is active; names must be unique")
+        if self._memory is not None and spec.application:
+            knowledge = self._memory.of(spec.application)
+        else:
+            knowledge = Knowledge(f"job {spec.name}")
+        record = JobRecord(
+            spec=spec,
+            sequence=len(self._active) if sequence is None else sequence,
+            knowledge=knowledge,
+            noise_scale=knowledge.first_noise_scale,
+            accounted_at=self._clock.now(),
+        )
+        in_order = not self._active or next(reversed(self._active.values())).sequence <= record.sequence
+        self._active[spec.name] = record
+        if not in_order:
+            self._active = dict(sorted(self._active.items(), key=lambda item: item[1].sequence))
+        self._store.save_job(record)
+        self._ask_for_round("submit")
+        return record
+
+    def run(self, is_done: Callable[[], bool]) -> None:
+        """Tick until ``is_done``."""
+        while not is_done():
+            self._clock.wait_until(self._next_round_at)
+            self.tick()
+
+    def tick(self) -> None:
+        """Take in events; decide if it is time; command."""
+        now = self._clock.now()
+        for record in self._active.values():
+            record.account(now)
+        self._take_in(now)
+        due = now >= self._next_round_at
+        if due or (self.config.decides_on_events and self._trigger is not None):
+            self._decide(now, "interval" if due else self._trigger or "event")
+        self._settle(now)
+
+    # Events -----------------------------------------------------------------------------------
+
+    def _take_in(self, now: float) -> bool:
+        events = self._engine.poll()
+        for event in events:
+            self._handle(event, now)
+        return bool(events)
+
+    def _handle(self, event: Event, now: float) -> None:
+        if isinstance(event, NodesChanged):
+            self._ask_for_round("nodes")
+            return
+        record = self._active.get(event.job)
+        if record is None:
+            logger.debug("event for a job that is not active: %s", event)
+            return
+        match event:
+            case JobReport():
+                self._take_report(record, event)
+            case JobRuns(generation=generation):
+                if generation == record.generation and record.state in (JobState.STARTING, JobState.RESIZING):
+                    record.leaving = NO_ALLOCATION
+                    record.move(JobState.RUNNING, now, f"generation {generation} trains")
+                    self._store.save_job(record)
+            case JobStopped():
+                record.allocation = record.leaving = NO_ALLOCATION
+                record.move(JobState.PENDING, now, "stopped")
+                self._store.save_job(record)
+            case JobEnded(state=state, at=at, reason=reason):
+                record.attained_s -= max(now - at, 0.0)
+                record.gpu_s -= max(now - at, 0.0) * record.allocation.num_replicas
+                record.allocation = NO_ALLOCATION
+                record.finished_at = at
+                record.move(state, at, reason or state.value)
+                del self._active[record.name]
+                self._desired.pop(record.name, None)
+                self._store.save_job(record)
+                self._ask_for_round("end")
+
+    def _take_report(self, record: JobRecord, report: JobReport) -> None:
+        knowledge = record.knowledge
+        for configuration, timing in report.timings:
+            knowledge.observe(report.accelerator, configuration, timing)
+        if report.noise_scale is not None:
+            record.noise_scale = report.noise_scale
+            if knowledge.first_noise_scale is None:
+                knowledge.first_noise_scale = report.noise_scale
+        if report.remaining_examples is not None:
+            record.remaining_examples = report.remaining_examples
+        if report.progress is not None:
+            record.progress = report.progress
+        if report.total_batch is not None:
+            record.total_batch = report.total_batch
+
+    def _ask_for_round(self, trigger: str) -> None:
+        if self._trigger is None:
+            self._trigger = trigger
+
+    # Decisions --------------------------------------------------------------------------------
+
+    def snapshot(self, now: float) -> Snapshot:
+        """All that a policy may read, as of now."""
+        oracle = self._oracles.oracle if self._oracles is not None else None
+        return Snapshot(
+            now=now,
+            nodes=tuple(self._engine.nodes()),
+            jobs=tuple(
+                record.view(now, oracle(record.name) if oracle is not None else None)
+                for record in self._active.values()
+            ),
+        )
+
+    def _decide(self, now: float, trigger: str) -> None:
+        self._next_round_at = now + self.config.interval_s
+        self._trigger = None
+        if not self._active:
+            return
+        self._learn()
+        snapshot = self.snapshot(now)
+        began = time.perf_counter()
+        plan, error = self._plan(snapshot)
+        decision_s = time.perf_counter() - began
+        if plan.explanation is not None:
+            explanation = dataclasses.replace(plan.explanation, decision_s=decision_s)
+            plan = dataclasses.replace(plan, explanation=explanation)
+        self._desired = {name: allocation for name, allocation in plan.allocations.items() if allocation}
+        self._num_rounds += 1
+        self._store.save_round(
+            RoundRecord(
+                number=self._num_rounds,
+                at=now,
+                trigger=trigger,
+                plan=plan,
+                num_jobs=len(snapshot.jobs),
+                num_slots=snapshot.num_slots,
+                decision_s=decision_s,
+                error=error,
+            ),
+            snapshot,
+        )
+
+    def _plan(self, snapshot: Snapshot) -> tuple[Plan, str]:
+        """The policy's plan; what is held already if that plan cannot be carried out."""
+        plan = self.policy.decide(snapshot)
+        try:
+            verify_plan(snapshot, plan)
+        except InvalidPlanError as error:
+            logger.error("policy %s made an invalid plan; nothing changes this round: %s", self.policy.name, error)
+            names = {node.name for node in snapshot.nodes}
+            kept = {
+                job.name: job.allocation
+                for job in snapshot.jobs
+                if all(node in names for node, _ in job.allocation.shares)
+            }
+            return Plan(allocations=kept), str(error)
+        return plan, ""
+
+    def _learn(self) -> None:
+        """Refit what was measured anew and tell the jobs concerned."""
+        if not self.config.tunes_batches:
+            return
+        fresh: dict[int, bool] = {}
+        commands: list[Command] = []
+        for record in self._active.values():
+            knowledge = record.knowledge
+            if id(knowledge) not in fresh:
+                fresh[id(knowledge)] = knowledge.refit()
+            if fresh[id(knowledge)] and record.allocation:
+                commands.append(TuneJob(job=record.name, params=knowledge.params))
+        if commands:
+            self._engine.apply(commands)
+
+    # Commands ---------------------------------------------------------------------------------
+
+    def _settle(self, now: float) -> None:
+        """Command what can be done now, and again as long as that makes more possible."""
+        for _ in range(_MAX_SETTLING):
+            changes = reconcile(
+                self._desired,
+                {
+                    name: Actual(record.state, record.allocation, record.leaving)
+                    for name, record in self._active.items()
+                },
+                self._engine.nodes(),
+                trades_at_once=self._engine.applies_at_once,
+            )
+            if not changes:
+                return
+            self._engine.apply([self._command(change, now) for change in changes])
+            if not self._take_in(now):
+                return
+
+    def _command(self, change: Change, now: float) -> Command:
+        record = self._active[change.job]
+        command: Command
+        match change:
+            case Start(allocation=allocation):
+                record.generation += 1
+                record.allocation = allocation
+                record.move(JobState.STARTING, now, f"{allocation.num_replicas} replicas")
+                command = StartJob(
+                    job=record.name,
+                    spec=record.spec,
+                    allocation=allocation,
+                    generation=record.generation,
+                    params=record.knowledge.params,
+                    noise_scale=record.noise_scale,
+                )
+            case Resize(allocation=allocation):
+                was = record.allocation.num_replicas
+                record.generation += 1
+                record.leaving = record.allocation
+                record.allocation = allocation
+                target = JobState.STARTING if record.state is JobState.STARTING else JobState.RESIZING
+                record.move(target, now, f"{was} -> {allocation.num_replicas} replicas")
+                command = ResizeJob(job=record.name, allocation=allocation, generation=record.generation)
+            case _:
+                record.move(JobState.STOPPING, now, "preempted")
+                command = StopJob(job=record.name, reason="preempted")
+        self._store.save_job(record)
+        return command

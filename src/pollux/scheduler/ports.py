@@ -1,0 +1,170 @@
+"""What the scheduler needs from outside: a clock, a store and an engine; and what it says to them.
+
+Commands go to the engine, events come back; both are plain values. Engines decide nothing: they carry out
+commands, report what happened, and say which nodes there are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from pollux.model.profile import Configuration, Timing
+from pollux.scheduler.lifecycle import JobState
+from pollux.types import Allocation, JobSpec, Node, Oracle, Snapshot, ThroughputParams
+
+if TYPE_CHECKING:
+    from pollux.scheduler.record import JobRecord, RoundRecord
+
+
+# Commands -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartJob:
+    """Bring a job up from nothing (or from its last checkpoint)."""
+
+    job: str
+    spec: JobSpec
+    allocation: Allocation
+    generation: int
+    params: Mapping[str, ThroughputParams] = field(default_factory=dict)
+    noise_scale: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResizeJob:
+    """Change a running job's replicas, in place where the engine can."""
+
+    job: str
+    allocation: Allocation
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StopJob:
+    """Let a job checkpoint and leave; its slots are free once the engine says it has stopped."""
+
+    job: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TuneJob:
+    """Tell a job what was learnt of its throughput, so that it can choose its batch size."""
+
+    job: str
+    params: Mapping[str, ThroughputParams]
+
+
+Command = StartJob | ResizeJob | StopJob | TuneJob
+
+
+# Events ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRuns:
+    """All replicas of this generation are training."""
+
+    job: str
+    generation: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobStopped:
+    """A job that was asked to stop has left its slots; it can be started again."""
+
+    job: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobEnded:
+    """A job is over, or one of its processes crashed beyond what survivors could mend."""
+
+    job: str
+    state: JobState
+    at: float
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobReport:
+    """What a job tells while it trains."""
+
+    job: str
+    accelerator: str
+    timings: Sequence[tuple[Configuration, Timing]] = ()
+    noise_scale: float | None = None
+    remaining_examples: float | None = None
+    progress: float | None = None  # share of its work that is done, 0..1
+    total_batch: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodesChanged:
+    """Nodes came or went; ask the engine which there are."""
+
+
+Event = JobRuns | JobStopped | JobEnded | JobReport | NodesChanged
+
+
+# Ports ----------------------------------------------------------------------------------------
+
+
+class Engine(Protocol):
+    """Runs jobs on nodes."""
+
+    applies_at_once: bool
+    """All releases of a batch of commands happen before its grabs, so a batch may trade slots."""
+
+    def nodes(self) -> Sequence[Node]:
+        """The nodes that can be used now."""
+
+    def apply(self, commands: Sequence[Command]) -> None:
+        """Begin to carry out commands, in order; outcomes arrive as events."""
+
+    def poll(self) -> Sequence[Event]:
+        """What happened since the last call. Never blocks."""
+
+
+class OracleSource(Protocol):
+    """Knows the truth about jobs (a simulator); given to policies that ask for it."""
+
+    def oracle(self, job: str) -> Oracle:
+        """The truth about one job."""
+
+
+class Clock(Protocol):
+    def now(self) -> float:
+        """Seconds; only differences mean anything."""
+
+    def wait_until(self, deadline: float) -> None:
+        """Return at ``deadline``, or earlier when something happened that the scheduler should see."""
+
+
+class Store(Protocol):
+    """Keeps what must survive: jobs, rounds. Called on every change, in order."""
+
+    def save_job(self, record: JobRecord) -> None:
+        """A job was submitted or changed."""
+
+    def save_round(self, round_record: RoundRecord, snapshot: Snapshot) -> None:
+        """A decision was made."""
+
+
+class MemoryStore:
+    """Forgets everything with the process: for simulations and tests."""
+
+    def __init__(self, keep_rounds: bool = True) -> None:
+        self.jobs: dict[str, JobRecord] = {}
+        self.rounds: list[RoundRecord] = []
+        self._keep_rounds = keep_rounds
+
+    def save_job(self, record: JobRecord) -> None:
+        self.jobs[record.name] = record
+
+    def save_round(self, round_record: RoundRecord, snapshot: Snapshot) -> None:
+        if self._keep_rounds:
+            self.rounds.append(round_record)

@@ -1,0 +1,154 @@
+"""Desired minus actual gives commands; and the check that a plan may be desired at all.
+
+Level-triggered: called after every event with what is wanted and what is, it says what can be done now.
+What must wait for slots to be freed is said by a later call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from pollux.errors import InvalidPlanError
+from pollux.scheduler.lifecycle import JobState
+from pollux.types import NO_ALLOCATION, Allocation, Node, Plan, Snapshot, slots_in_use
+
+
+@dataclass(frozen=True, slots=True)
+class Actual:
+    """What a job is doing right now, what it is being brought to, and what it has yet to leave."""
+
+    state: JobState
+    allocation: Allocation
+    leaving: Allocation = NO_ALLOCATION
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    job: str
+    allocation: Allocation
+
+
+@dataclass(frozen=True, slots=True)
+class Resize:
+    job: str
+    allocation: Allocation
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    job: str
+
+
+Change = Start | Resize | Stop
+
+
+def verify_plan(snapshot: Snapshot, plan: Plan) -> None:
+    """Refuse a plan that the cluster cannot carry out.
+
+    Raises:
+        InvalidPlanError: names every rule that is broken.
+    """
+    nodes = {node.name: node for node in snapshot.nodes}
+    jobs = {job.name: job for job in snapshot.jobs}
+    problems = []
+    for name, allocation in plan.allocations.items():
+        job = jobs.get(name)
+        if job is None:
+            problems.append(f"job {name!r} is not in the snapshot")
+            continue
+        unknown = [node for node, _ in allocation.shares if node not in nodes]
+        if unknown:
+            problems.append(f"job {name!r} is placed on unknown nodes {unknown}")
+            continue
+        types = {nodes[node].accelerator for node, _ in allocation.shares}
+        if len(types) > 1:
+            problems.append(f"job {name!r} is placed on several accelerator types: {sorted(types)}")
+        if job.spec.accelerators is not None and not types <= job.spec.accelerators:
+            problems.append(f"job {name!r} may run on {sorted(job.spec.accelerators)}, not on {sorted(types)}")
+        count = allocation.num_replicas
+        is_within = count == 0 or job.spec.min_replicas <= count <= job.spec.max_replicas
+        if not is_within and count != job.spec.requested_replicas and allocation != job.allocation:
+            problems.append(
+                f"job {name!r} is given {count} replicas; allowed: {job.spec.min_replicas}..{job.spec.max_replicas}"
+            )
+    for job in snapshot.jobs:
+        if job.is_fixed and plan.allocation_of(job.name) != job.allocation:
+            problems.append(f"job {job.name!r} must keep {job.allocation.shares}")
+    for node_name, used in slots_in_use(list(plan.allocations.values())).items():
+        if node_name in nodes and used > nodes[node_name].num_slots:
+            problems.append(f"node {node_name!r} has {nodes[node_name].num_slots} slots, {used} are given away")
+    if problems:
+        raise InvalidPlanError("; ".join(problems))
+
+
+def reconcile(
+    desired: Mapping[str, Allocation],
+    actual: Mapping[str, Actual],
+    nodes: Sequence[Node],
+    *,
+    trades_at_once: bool = False,
+) -> list[Change]:
+    """What to do now to get from ``actual`` towards ``desired``; releases come first.
+
+    With ``trades_at_once`` the whole difference is returned (an engine that releases all before it grabs).
+    Otherwise only what fits into slots that are free already; if jobs wait for each other's slots in a circle and
+    nothing else is under way, one of them is stopped, and starts again where it should be.
+    """
+    releases: list[Change] = []
+    grabs: list[Start | Resize] = []
+    for job, is_now in actual.items():
+        if is_now.state.is_final or is_now.state is JobState.STOPPING:
+            continue
+        target = desired.get(job, NO_ALLOCATION)
+        if is_now.state is JobState.PENDING:
+            if target:
+                grabs.append(Start(job, target))
+        elif not target:
+            releases.append(Stop(job))
+        elif target != is_now.allocation:
+            if _is_within(target, is_now.allocation):
+                releases.append(Resize(job, target))
+            else:
+                grabs.append(Resize(job, target))
+    if trades_at_once:
+        return [*releases, *grabs]
+
+    free = {node.name: node.num_slots for node in nodes}
+    for is_now in actual.values():
+        if is_now.state.holds_slots:
+            for node, count in _held(is_now).items():
+                free[node] = free.get(node, 0) - count
+    ready: list[Change] = list(releases)
+    blocked: list[Start | Resize] = []
+    for change in grabs:
+        held = _held(actual[change.job]) if isinstance(change, Resize) else {}
+        extra = {node: count - held.get(node, 0) for node, count in change.allocation.shares}
+        if all(count <= free.get(node, 0) for node, count in extra.items()):
+            for node, count in extra.items():
+                free[node] -= max(count, 0)
+            ready.append(change)
+        else:
+            blocked.append(change)
+    under_way = any(is_now.state in _UNDER_WAY for is_now in actual.values())
+    if not ready and not under_way:
+        circle = next((change for change in blocked if isinstance(change, Resize)), None)
+        if circle is not None:
+            ready.append(Stop(circle.job))
+    return ready
+
+
+_UNDER_WAY = frozenset({JobState.STARTING, JobState.RESIZING, JobState.STOPPING})
+
+
+def _held(is_now: Actual) -> dict[str, int]:
+    """Slots per node that nobody else may use: of what the job is coming to and of what it has yet to leave."""
+    held = is_now.allocation.as_mapping()
+    for node, count in is_now.leaving.shares:
+        held[node] = max(held.get(node, 0), count)
+    return held
+
+
+def _is_within(target: Allocation, held: Allocation) -> bool:
+    have = held.as_mapping()
+    return all(count <= have.get(node, 0) for node, count in target.shares)

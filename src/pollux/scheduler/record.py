@@ -1,0 +1,88 @@
+"""What the scheduler remembers of a job, and of a round."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from pollux.scheduler.knowledge import Knowledge
+from pollux.scheduler.lifecycle import JobState, Transition, check_transition
+from pollux.types import NO_ALLOCATION, Allocation, JobSpec, JobView, Oracle, Plan
+
+_HISTORY_LENGTH = 64
+
+
+@dataclass(slots=True, kw_only=True)
+class JobRecord:
+    """Mutable, owned by the scheduler loop; nobody else writes to it."""
+
+    spec: JobSpec
+    sequence: int  # order of submission
+    knowledge: Knowledge
+    state: JobState = JobState.PENDING
+    allocation: Allocation = NO_ALLOCATION  # what it holds, or is being brought to
+    leaving: Allocation = NO_ALLOCATION  # what a resize has yet to give back
+    generation: int = 0  # counts memberships; also the number of starts and resizes so far
+    num_crashes: int = 0
+    attained_s: float = 0.0
+    gpu_s: float = 0.0  # replica-seconds held
+    accounted_at: float = 0.0  # until when attained_s and gpu_s are up to date
+    finished_at: float | None = None
+    reason: str = ""
+    noise_scale: float | None = None
+    remaining_examples: float | None = None
+    progress: float | None = None
+    total_batch: int | None = None
+    history: list[Transition] = field(default_factory=list)
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def num_restarts(self) -> int | None:
+        """Starts and resizes after the first start; None before it."""
+        return None if self.generation == 0 else self.generation - 1
+
+    def move(self, target: JobState, at: float, reason: str) -> None:
+        """Change state by the lifecycle table."""
+        self.history.append(check_transition(self.name, self.state, target, at, reason, self.history))
+        del self.history[:-_HISTORY_LENGTH]
+        self.state = target
+        self.reason = reason
+
+    def account(self, now: float) -> None:
+        """Charge the time since the last call to what the job held meanwhile."""
+        if self.allocation:
+            held = max(now - self.accounted_at, 0.0)
+            self.attained_s += held
+            self.gpu_s += held * self.allocation.num_replicas
+        self.accounted_at = now
+
+    def view(self, now: float, oracle: Oracle | None = None) -> JobView:
+        return JobView(
+            spec=self.spec,
+            age_s=max(now - self.spec.submitted_at, 0.0),
+            allocation=self.allocation,
+            num_restarts=self.num_restarts,
+            attained_s=self.attained_s,
+            params=self.knowledge.params,
+            noise_scale=self.noise_scale,
+            max_profiled_replicas=self.knowledge.profile.max_replicas,
+            remaining_examples=self.remaining_examples,
+            is_pinned=self.state is JobState.STOPPING,
+            oracle=oracle,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RoundRecord:
+    """One decision: when, why then, what was planned, and how long that took."""
+
+    number: int
+    at: float
+    trigger: str
+    plan: Plan
+    num_jobs: int
+    num_slots: int
+    decision_s: float
+    error: str = ""

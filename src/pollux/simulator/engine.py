@@ -1,0 +1,365 @@
+"""The simulated engine: jobs that train by the physics of their application, in virtual time.
+
+Implements :class:`~pollux.scheduler.ports.Engine`. Semantics are those of the OSDI'21 artifact: a start or
+resize stands still for ``resize_s``; progress goes epoch by epoch at a rate that depends on placement,
+batch and epoch; whole seconds at the end of an epoch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pollux.errors import SimulationError
+from pollux.model.efficiency import noise_scale
+from pollux.model.goodput import best_batch, fixed_batch
+from pollux.model.profile import Configuration, Timing
+from pollux.scheduler.lifecycle import JobState
+from pollux.scheduler.ports import (
+    Command,
+    Event,
+    JobEnded,
+    JobReport,
+    JobRuns,
+    JobStopped,
+    NodesChanged,
+    ResizeJob,
+    StartJob,
+    StopJob,
+    TuneJob,
+)
+from pollux.simulator.application import Application
+from pollux.types import (
+    DEFAULT_ACCELERATOR,
+    NO_ALLOCATION,
+    Allocation,
+    BatchConfig,
+    JobSpec,
+    Node,
+    ThroughputParams,
+)
+
+
+@dataclass(slots=True)
+class SimulatedJob:
+    """One job's true state. Stands in for the processes and for the agent inside them."""
+
+    spec: JobSpec
+    application: Application
+    adapts_batch: bool
+    clock: float = 0.0  # simulated up to here
+    allocation: Allocation = NO_ALLOCATION
+    placement: tuple[int, ...] = ()
+    accelerator: str = DEFAULT_ACCELERATOR
+    generation: int = 0
+    delay_s: float = 0.0  # of the start or resize under way
+    is_announced: bool = True  # the scheduler knows that this generation trains
+    epoch: int = 0
+    progress: float = 0.0
+    completed_at: float | None = None
+    batch: BatchConfig = BatchConfig(1, 0)
+    batch_threshold: float = 0.0  # gain below which a batch is not changed
+    slowdown: float = 0.0  # by interference, 0..1
+    params: Mapping[str, ThroughputParams] = field(default_factory=dict)
+    chosen_for: tuple[object, ...] = ()  # what the batch was chosen from; same again, same choice
+    rate: float = math.nan  # progress per second; nan: to be computed
+    new_timings: dict[Configuration, Timing] = field(default_factory=dict)
+    measured: dict[tuple[int, int], dict[int, Timing]] = field(default_factory=dict)  # by (nodes, replicas)
+
+    @property
+    def num_replicas(self) -> int:
+        return sum(self.placement)
+
+    @property
+    def total_batch(self) -> int:
+        return self.batch.total(self.num_replicas)
+
+    def allocate(self, allocation: Allocation, accelerator: str, generation: int, delay_s: float) -> None:
+        self.allocation, self.placement, self.accelerator = allocation, allocation.counts, accelerator
+        self.generation, self.delay_s, self.is_announced = generation, delay_s, False
+        self.choose_batch(is_new_allocation=True)
+
+    def release(self) -> None:
+        self.allocation, self.placement = NO_ALLOCATION, ()
+
+    def phi(self) -> float:
+        """The noise scale that training now would measure."""
+        limits = self.application.limits
+        stats = self.application.gradient(self.epoch, max(self.total_batch, limits.initial))
+        return float(noise_scale(limits.initial, stats.sqr, stats.var))
+
+    def efficiency(self) -> float:
+        """Of the batch size it trains with now."""
+        scale = self.total_batch / self.application.limits.initial
+        return self.application.gradient(self.epoch, self.total_batch).gain(scale) / scale
+
+    def choose_batch(self, is_new_allocation: bool = False) -> None:
+        """Re-batch: by goodput if the policy lets jobs adapt, else as requested."""
+        limits, replicas = self.application.limits, self.num_replicas
+        self.rate = math.nan
+        if not self.adapts_batch:
+            total = self.spec.requested_batch_size or limits.initial
+            self.batch = fixed_batch(total, replicas, limits)
+            return
+        params = self.params.get(self.accelerator)
+        if params is None:
+            self.batch = fixed_batch(max(limits.minimum, limits.device_min * replicas), replicas, limits)
+            return
+        if is_new_allocation and self.total_batch == 0:
+            self.batch = fixed_batch(limits.initial, replicas, limits)
+        phi = self.phi()
+        measured = self.measured.get((len(self.placement), replicas), {})
+        basis = (params, phi, self.placement, len(measured))
+        if basis != self.chosen_for:
+            self.chosen_for = basis
+            self.batch, _ = best_batch(
+                params,
+                phi,
+                limits,
+                len(self.placement),
+                replicas,
+                current=None if is_new_allocation else self.batch,
+                threshold=self.batch_threshold,
+                measured=measured,
+            )
+
+    def current_rate(self) -> float:
+        """Progress per second; also notes the step time, as profiling would."""
+        if math.isnan(self.rate):
+            device_batch, accum_steps = self.batch
+            times = self.application.step_time(self.accelerator, self.placement, device_batch)
+            total = self.total_batch
+            stats = self.application.gradient(self.epoch, total)
+            gain = stats.gain(total / self.application.limits.initial)
+            self.rate = gain / times.iteration_s(accum_steps) * (1 - self.slowdown)
+            shape = (len(self.placement), self.num_replicas)
+            measured = self.measured.setdefault(shape, {})
+            if device_batch not in measured:
+                timing = Timing(max(times.grad_s, 1e-3 * times.step_s), times.step_s)
+                measured[device_batch] = self.new_timings[Configuration(*shape, device_batch)] = timing
+        return self.rate
+
+    def advance(self, until: float) -> None:
+        """Train up to ``until``; sets ``completed_at`` if the job is done by then."""
+        left = until - self.clock
+        if self.completed_at is not None or not self.placement or left <= 0:
+            self.clock = max(self.clock, until)
+            return
+        waited = min(self.delay_s, left)
+        self.delay_s -= waited
+        self.clock += waited
+        left -= waited
+        application = self.application
+        while left > 0:
+            rate = self.current_rate()
+            end = application.epoch_end(self.epoch)
+            if self.progress + rate * left < end:
+                self.progress += rate * left
+                self.clock += left
+                return
+            spent = min(round((end - self.progress) / rate), left)
+            self.epoch += 1
+            self.progress = end
+            self.clock += spent
+            left -= spent
+            if self.epoch == application.num_epochs:
+                self.completed_at = self.clock
+                return
+            self.rate = math.nan
+            if self.adapts_batch:
+                self.choose_batch()
+
+    def report(self) -> JobReport:
+        limits = self.application.limits
+        total = self.application.epoch_end(self.application.num_epochs - 1)
+        timings, self.new_timings = list(self.new_timings.items()), {}
+        return JobReport(
+            job=self.spec.name,
+            accelerator=self.accelerator,
+            timings=timings,
+            noise_scale=self.phi(),
+            remaining_examples=(total - self.progress) * limits.initial,
+            progress=self.progress / total,
+            total_batch=self.total_batch,
+        )
+
+
+@dataclass(slots=True)
+class _Checkpoint:
+    """Enough of a simulated job to go back to before an advance that overshot an event."""
+
+    job: SimulatedJob
+    state: tuple[object, ...]
+
+    FIELDS = ("clock", "delay_s", "epoch", "progress", "completed_at", "batch", "chosen_for", "rate")
+
+    @classmethod
+    def of(cls, job: SimulatedJob) -> _Checkpoint:
+        return cls(job, tuple(getattr(job, name) for name in cls.FIELDS))
+
+    def restore(self) -> None:
+        for name, value in zip(self.FIELDS, self.state, strict=True):
+            setattr(self.job, name, value)
+
+
+class SimulatedEngine:
+    """All simulated jobs, and the nodes they share."""
+
+    applies_at_once = True
+
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        applications: Mapping[str, Application],
+        *,
+        adapts_batch: bool,
+        resize_s: float = 30.0,
+        interference: float = 0.0,
+        batch_threshold: float = 0.0,
+        node_start_s: float = 0.0,
+    ) -> None:
+        self.jobs: dict[str, SimulatedJob] = {}
+        self.now = 0.0
+        self._nodes = tuple(nodes)
+        self._accelerator_of = {node.name: node.accelerator for node in nodes}
+        self._applications = applications
+        self._adapts_batch, self._batch_threshold = adapts_batch, batch_threshold
+        self._resize_s, self._interference, self._node_start_s = resize_s, interference, node_start_s
+        self._running: dict[str, SimulatedJob] = {}
+        self._events: list[Event] = []
+        self._arriving: list[tuple[float, Sequence[Node]]] = []
+
+    # Engine -----------------------------------------------------------------------------------
+
+    def nodes(self) -> Sequence[Node]:
+        return self._nodes
+
+    def apply(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            match command:
+                case StartJob():
+                    job = self.jobs.get(command.job) or self._create(command)
+                    job.params = command.params
+                    job.clock = self.now
+                    self._allocate(job, command.allocation, command.generation)
+                    self._running[command.job] = job
+                case ResizeJob():
+                    self._allocate(self._known(command.job), command.allocation, command.generation)
+                case StopJob():
+                    self._known(command.job).release()
+                    self._running.pop(command.job, None)
+                    self._events.append(JobStopped(job=command.job))
+                case TuneJob():
+                    job = self._known(command.job)
+                    job.params = command.params
+                    job.choose_batch()
+        self._update_interference()
+
+    def poll(self) -> Sequence[Event]:
+        events, self._events = self._events, []
+        return events
+
+    def scale_to(self, nodes: Sequence[Node]) -> None:
+        """Ask for exactly these nodes: missing ones arrive after ``node_start_s``, surplus idle ones leave at once."""
+        wanted = {node.name for node in nodes}
+        busy = {share.node for job in self._running.values() for share in job.allocation.shares}
+        staying = [node for node in self._nodes if node.name in wanted or node.name in busy]
+        have = {node.name for node in staying} | {node.name for _, batch in self._arriving for node in batch}
+        missing = [node for node in nodes if node.name not in have]
+        if len(staying) != len(self._nodes):
+            self._nodes = tuple(staying)
+            self._events.append(NodesChanged())
+        if missing:
+            self._arriving.append((self.now + self._node_start_s, missing))
+
+    # World ------------------------------------------------------------------------------------
+
+    def advance(self, until: float, *, stops_at_event: bool = False) -> float:
+        """Let time pass up to ``until``, or to the first end of a job; returns the time reached."""
+        if self._arriving:
+            first = min(at for at, _ in self._arriving)
+            until = min(until, max(first, self.now)) if stops_at_event else until
+        running = list(self._running.values())
+        before = [_Checkpoint.of(job) for job in running] if stops_at_event else []
+        for job in running:
+            job.advance(until)
+        ends = [job.completed_at for job in running if job.completed_at is not None]
+        if stops_at_event and ends and min(ends) < until:
+            until = min(ends)
+            for checkpoint in before:
+                if checkpoint.job.completed_at != until:
+                    checkpoint.restore()
+                    checkpoint.job.advance(until)
+        self.now = until
+        for job in running:
+            self._observe(job)
+        self._admit_nodes()
+        return until
+
+    def _observe(self, job: SimulatedJob) -> None:
+        name = job.spec.name
+        if job.delay_s == 0 and not job.is_announced:
+            job.is_announced = True
+            self._events.append(JobRuns(job=name, generation=job.generation))
+        if job.completed_at is not None:
+            if job.new_timings:
+                self._events.append(
+                    JobReport(job=name, accelerator=job.accelerator, timings=list(job.new_timings.items()))
+                )
+            self._events.append(JobEnded(job=name, state=JobState.SUCCEEDED, at=job.completed_at))
+            job.release()
+            del self._running[name]
+            self._update_interference()
+        elif job.is_announced:
+            if job.adapts_batch:
+                job.choose_batch()
+            self._events.append(job.report())
+
+    def _admit_nodes(self) -> None:
+        arrived = [nodes for at, nodes in self._arriving if at <= self.now]
+        if arrived:
+            self._arriving = [(at, nodes) for at, nodes in self._arriving if at > self.now]
+            self._nodes = (*self._nodes, *(node for nodes in arrived for node in nodes))
+            self._accelerator_of = {node.name: node.accelerator for node in self._nodes}
+            self._events.append(NodesChanged())
+
+    # Jobs -------------------------------------------------------------------------------------
+
+    def job_for(self, spec: JobSpec) -> SimulatedJob:
+        """A job that has not started yet."""
+        application = self._applications.get(spec.application)
+        if application is None:
+            raise SimulationError(f"job {spec.name!r}: nothing is known of application {spec.application!r}")
+        return SimulatedJob(spec, application, self._adapts_batch, batch_threshold=self._batch_threshold)
+
+    def _create(self, command: StartJob) -> SimulatedJob:
+        job = self.jobs[command.job] = self.job_for(command.spec)
+        return job
+
+    def _known(self, name: str) -> SimulatedJob:
+        job = self.jobs.get(name)
+        if job is None:
+            raise SimulationError(f"job {name!r} was never started")
+        return job
+
+    def _allocate(self, job: SimulatedJob, allocation: Allocation, generation: int) -> None:
+        accelerator = self._accelerator_of[allocation.shares[0].node]
+        job.allocate(allocation, accelerator, generation, self._resize_s)
+
+    def _update_interference(self) -> None:
+        """Spanning jobs that share a node with another spanning job are slowed."""
+        if self._interference == 0:
+            return
+        spanners: dict[str, int] = {}
+        for job in self._running.values():
+            if job.allocation.num_nodes > 1:
+                for node, _ in job.allocation.shares:
+                    spanners[node] = spanners.get(node, 0) + 1
+        for job in self._running.values():
+            shares_network = job.allocation.num_nodes > 1 and any(
+                spanners[node] > 1 for node, _ in job.allocation.shares
+            )
+            slowdown = self._interference if shares_network else 0.0
+            if slowdown != job.slowdown:
+                job.slowdown, job.rate = slowdown, math.nan

@@ -1,0 +1,160 @@
+"""Run a workload under a policy: the scheduler's loop with a virtual clock and the simulated engine."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pollux.errors import InvalidValueError
+from pollux.policy.base import Policy
+from pollux.scheduler.loop import Scheduler, SchedulerConfig
+from pollux.scheduler.ports import MemoryStore
+from pollux.simulator.application import Application
+from pollux.simulator.clock import VirtualClock
+from pollux.simulator.engine import SimulatedEngine
+from pollux.simulator.oracle import SimulationOracle
+from pollux.simulator.workload import Workload
+from pollux.types import Node
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationConfig:
+    """The cluster and its physics. Defaults are the OSDI'21 artifact's."""
+
+    num_nodes: int = 16
+    gpus_per_node: int = 4
+    interval_s: float = 60.0
+    resize_s: float = 30.0
+    interference: float = 0.0
+    batch_threshold: float = 0.0  # jobs re-batch for any gain; live jobs ask for 5 %
+    decides_on_events: bool = False
+    remembers_profiles: bool = False
+
+    def __post_init__(self) -> None:
+        for label, value, least in (
+            ("nodes", self.num_nodes, 1),
+            ("GPUs per node", self.gpus_per_node, 1),
+            ("resize seconds", self.resize_s, 0),
+        ):
+            if not (math.isfinite(value) and value >= least):
+                raise InvalidValueError(f"{label}: {value}; at least {least} is needed")
+        if not 0 <= self.interference < 1:
+            raise InvalidValueError(f"interference {self.interference}; a share from 0 up to below 1 is needed")
+
+    def nodes(self) -> tuple[Node, ...]:
+        return tuple(Node(name=f"node{i}", num_slots=self.gpus_per_node) for i in range(self.num_nodes))
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The cluster right after a decision."""
+
+    at: float
+    num_slots: int
+    num_waiting: int
+    replicas: Mapping[str, int]  # by job, of jobs that hold any
+    efficiency: Mapping[str, float]  # by job, statistical efficiency of its batch size now
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationRun:
+    """What a simulation leaves behind, before it is summed up (:mod:`pollux.simulator.result`)."""
+
+    workload: Workload
+    applications: Mapping[str, Application]
+    policy: Policy
+    config: SimulationConfig
+    store: MemoryStore  # .jobs: every JobRecord by name; .rounds: every RoundRecord
+    samples: Sequence[Sample]
+    node_s: float  # node-seconds that were up, for the cost of an auto-scaled cluster
+    wall_s: float
+    ended_at: float
+
+
+def simulate(
+    workload: Workload,
+    applications: Mapping[str, Application],
+    policy: Policy,
+    config: SimulationConfig,
+    on_round: Callable[[float, int], None] | None = None,
+) -> SimulationRun:
+    """Run ``workload`` to its end. ``on_round(now, jobs done)`` is called after every decision."""
+    began = time.perf_counter()
+    nodes = config.nodes()
+    engine = SimulatedEngine(
+        nodes,
+        applications,
+        adapts_batch=policy.adapts_batch,
+        resize_s=config.resize_s,
+        interference=config.interference,
+        batch_threshold=config.batch_threshold,
+    )
+    arrivals = sorted(enumerate(workload.jobs), key=lambda item: item[1].submitted_at)
+    arrivals.reverse()  # next one last
+
+    def advance(deadline: float) -> float:
+        if config.decides_on_events and arrivals:
+            deadline = min(deadline, max(arrivals[-1][1].submitted_at, engine.now))
+        now = engine.advance(deadline, stops_at_event=config.decides_on_events)
+        while arrivals and arrivals[-1][1].submitted_at <= now:
+            sequence, spec = arrivals.pop()
+            scheduler.submit(spec, sequence)
+        return now
+
+    store = MemoryStore()
+    clock = VirtualClock(advance)
+    scheduler = Scheduler(
+        policy=policy,
+        engine=engine,
+        store=store,
+        clock=clock,
+        config=SchedulerConfig(
+            interval_s=config.interval_s,
+            decides_on_events=config.decides_on_events,
+            remembers_profiles=config.remembers_profiles,
+            tunes_batches=policy.adapts_batch,
+        ),
+        oracles=SimulationOracle(engine, {job.name: job for job in workload.jobs}, config.gpus_per_node),
+    )
+    policy.reset()
+
+    samples: list[Sample] = []
+    node_s = 0.0
+    last_at = 0.0
+
+    def is_done() -> bool:
+        nonlocal node_s, last_at
+        now, active = clock.now(), scheduler.active_jobs
+        node_s += len(engine.nodes()) * (now - last_at)
+        last_at = now
+        if active:
+            samples.append(_sample(engine, now, len(active)))
+        if on_round is not None:
+            on_round(now, len(store.jobs) - len(active))
+        return not arrivals and not active
+
+    scheduler.run(is_done)
+    return SimulationRun(
+        workload=workload,
+        applications=applications,
+        policy=policy,
+        config=config,
+        store=store,
+        samples=samples,
+        node_s=node_s,
+        wall_s=time.perf_counter() - began,
+        ended_at=clock.now(),
+    )
+
+
+def _sample(engine: SimulatedEngine, now: float, num_active: int) -> Sample:
+    running = [job for job in engine.jobs.values() if job.placement]
+    return Sample(
+        at=now,
+        num_slots=sum(node.num_slots for node in engine.nodes()),
+        num_waiting=num_active - len(running),
+        replicas={job.spec.name: job.num_replicas for job in running},
+        efficiency={job.spec.name: job.efficiency() for job in running},
+    )

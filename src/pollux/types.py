@@ -1,0 +1,311 @@
+"""The frozen values every package shares: nodes, jobs, allocations, snapshots and plans.
+
+Leftmost in the arrows: this module imports nothing of ours but :mod:`pollux.errors`. It holds data only;
+what the numbers mean is in :mod:`pollux.model`, what is decided from them in :mod:`pollux.policy`.
+
+Letters, as in the paper: K replicas on N nodes, m examples per device and pass, s accumulation
+steps, M = K·m·(s+1) the total batch, M0 the batch size the user tuned, φ the noise scale.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from pollux.errors import InvalidValueError
+
+DEFAULT_ACCELERATOR = "gpu"
+UNBOUNDED_REPLICAS = 1 << 20
+
+FloatArray = npt.NDArray[np.float64]
+IntArray = npt.NDArray[np.int64]
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise InvalidValueError(message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node:
+    """A machine with ``num_slots`` identical accelerators (or CPU slots)."""
+
+    name: str
+    num_slots: int
+    accelerator: str = DEFAULT_ACCELERATOR
+
+    def __post_init__(self) -> None:
+        _require(bool(self.name), "a node needs a name")
+        _require(self.num_slots >= 1, f"node {self.name!r} has {self.num_slots} slots; it needs at least 1")
+
+
+class NodeShare(NamedTuple):
+    """Consecutive ranks of one job on one node."""
+
+    node: str
+    num_replicas: int
+
+
+@dataclass(frozen=True, slots=True)
+class Allocation:
+    """Replicas per node for one job, in rank order. The empty one means: not running."""
+
+    shares: tuple[NodeShare, ...] = ()
+
+    def __post_init__(self) -> None:
+        for node, num_replicas in self.shares:
+            _require(num_replicas >= 1, f"{num_replicas} replicas on node {node!r}; leave the node out instead")
+        names = [share.node for share in self.shares]
+        _require(len(set(names)) == len(names), f"a node is named twice in one allocation: {names}")
+
+    @classmethod
+    def of(cls, *shares: tuple[str, int]) -> Allocation:
+        return cls(tuple(NodeShare(node, count) for node, count in shares))
+
+    @property
+    def num_replicas(self) -> int:
+        return sum(share.num_replicas for share in self.shares)
+
+    @property
+    def num_nodes(self) -> int:
+        return len(self.shares)
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Replicas per node in rank order: the placement without the nodes' names."""
+        return tuple(share.num_replicas for share in self.shares)
+
+    @property
+    def node_of_rank(self) -> tuple[str, ...]:
+        return tuple(share.node for share in self.shares for _ in range(share.num_replicas))
+
+    def as_mapping(self) -> dict[str, int]:
+        return dict(self.shares)
+
+    def __bool__(self) -> bool:
+        return bool(self.shares)
+
+
+NO_ALLOCATION = Allocation()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchLimits:
+    """Which batch sizes a job may train with.
+
+    ``initial`` is M0; ``maximum`` bounds the total M; ``device_min``/``device_max`` bound m;
+    ``minimum`` is the least total (M0 unless the job must train with larger batches).
+    """
+
+    initial: int
+    maximum: int
+    device_min: int = 1
+    device_max: int
+    minimum: int = 0
+
+    def __post_init__(self) -> None:
+        if self.minimum == 0:
+            object.__setattr__(self, "minimum", self.initial)
+        _require(self.initial >= 1, f"initial batch size {self.initial}; it must be at least 1")
+        _require(
+            self.maximum >= self.initial,
+            f"max batch size {self.maximum} is below the initial batch size {self.initial}",
+        )
+        _require(
+            1 <= self.device_min <= self.device_max,
+            f"device batch bounds {self.device_min}..{self.device_max}; they need 1 <= min <= max",
+        )
+        _require(
+            self.device_min <= self.maximum,
+            f"device batch size of at least {self.device_min} exceeds the max batch size {self.maximum}",
+        )
+        _require(
+            self.initial <= self.minimum <= self.maximum,
+            f"min batch size {self.minimum} lies outside {self.initial}..{self.maximum}",
+        )
+
+    @property
+    def max_replicas(self) -> int:
+        """More replicas than this could not all be given ``device_min`` examples."""
+        return max(1, self.maximum // self.device_min)
+
+
+class BatchConfig(NamedTuple):
+    """How one step is made up on every replica: m examples, s extra accumulation passes."""
+
+    device_batch: int
+    accum_steps: int
+
+    def total(self, num_replicas: int) -> int:
+        return num_replicas * self.device_batch * (self.accum_steps + 1)
+
+
+class ThroughputParams(NamedTuple):
+    """θ of the throughput model (seconds; γ has no unit). See :mod:`pollux.model.throughput`."""
+
+    alpha_g: float
+    beta_g: float
+    alpha_n: float
+    beta_n: float
+    alpha_r: float
+    beta_r: float
+    gamma: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSpec:
+    """What the user asked for. ``None`` means: not said, let the scheduler find out."""
+
+    name: str
+    application: str = ""
+    submitted_at: float = 0.0
+    batch: BatchLimits | None = None
+    min_replicas: int = 1
+    max_replicas: int = UNBOUNDED_REPLICAS
+    requested_replicas: int | None = None
+    requested_batch_size: int | None = None
+    is_preemptible: bool = True
+    weight: float = 1.0
+    accelerators: frozenset[str] | None = None
+
+    def __post_init__(self) -> None:
+        _require(bool(self.name), "a job needs a name")
+        _require(
+            1 <= self.min_replicas <= self.max_replicas,
+            f"job {self.name!r}: replicas {self.min_replicas}..{self.max_replicas}; they need 1 <= min <= max",
+        )
+        _require(
+            math.isfinite(self.submitted_at) and self.submitted_at >= 0,
+            f"job {self.name!r}: submission time {self.submitted_at}; it must be a number >= 0",
+        )
+        _require(
+            math.isfinite(self.weight) and self.weight > 0,
+            f"job {self.name!r}: weight {self.weight}; it must be a positive number",
+        )
+        _require(
+            self.requested_replicas is None or self.requested_replicas >= 1,
+            f"job {self.name!r}: {self.requested_replicas} replicas requested; at least 1 is needed",
+        )
+
+
+class Oracle(Protocol):
+    """What only a simulator can know of a job; policies that need it say so (``needs_oracle``)."""
+
+    def iteration_s(self, num_replicas: int) -> float:
+        """True time of one step at the requested batch size, densely placed."""
+
+    def remaining_iterations(self) -> float:
+        """True number of steps left at the requested batch size."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobView:
+    """One job as a policy may see it."""
+
+    spec: JobSpec
+    age_s: float
+    allocation: Allocation = NO_ALLOCATION
+    num_restarts: int | None = None  # None: never started
+    attained_s: float = 0.0  # seconds spent holding an allocation, starts and resizes included
+    params: Mapping[str, ThroughputParams] = field(default_factory=dict)  # by accelerator type
+    noise_scale: float | None = None  # φ in examples
+    max_profiled_replicas: int = 0
+    remaining_examples: float | None = None  # useful examples (goodput x time) left, if known
+    is_pinned: bool = False  # its allocation must stay as it is this round
+    oracle: Oracle | None = None
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def has_started(self) -> bool:
+        return self.num_restarts is not None
+
+    @property
+    def is_fixed(self) -> bool:
+        """Nobody may change what this job holds: pinned, or running and not preemptible."""
+        return self.is_pinned or (bool(self.allocation) and not self.spec.is_preemptible)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """All that a policy may read. Jobs are in submission order, which also breaks ties."""
+
+    now: float
+    nodes: tuple[Node, ...]
+    jobs: tuple[JobView, ...]
+
+    def __post_init__(self) -> None:
+        _require(len({node.name for node in self.nodes}) == len(self.nodes), "two nodes share a name")
+        _require(len({job.name for job in self.jobs}) == len(self.jobs), "two jobs share a name")
+
+    @property
+    def num_slots(self) -> int:
+        return sum(node.num_slots for node in self.nodes)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobDecision:
+    """Why one job got what it got: the options weighed, and what the change gains."""
+
+    job: str
+    before: Allocation
+    after: Allocation
+    speedup_before: float  # of keeping everything as it was
+    speedup_after: float  # move penalty included
+    move_factor: float  # what a move would multiply the speedup with
+    option_replicas: IntArray  # (num_options,)
+    option_speedups: FloatArray  # (num_options,) best speedup at that many replicas, without penalty
+    note: str = ""
+
+    @property
+    def has_changed(self) -> bool:
+        return self.before != self.after
+
+    @property
+    def gain(self) -> float:
+        return self.speedup_after - self.speedup_before
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Explanation:
+    """The decision as data: how good it is, how good any could be, and why per job."""
+
+    fitness_before: float
+    fitness: float
+    upper_bound: float
+    jobs: tuple[JobDecision, ...] = ()
+    method: str = ""
+    decision_s: float = math.nan  # filled in by the loop, which has a clock
+
+    @property
+    def gap(self) -> float:
+        """Relative distance to the bound: no allocation is better by more than this."""
+        return 0.0 if self.upper_bound <= 0 else max(0.0, 1.0 - self.fitness / self.upper_bound)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """A proposal: the allocation every job should have. A job left out gets nothing."""
+
+    allocations: Mapping[str, Allocation]
+    explanation: Explanation | None = None
+    notes: Mapping[str, Any] = field(default_factory=dict)
+
+    def allocation_of(self, job: str) -> Allocation:
+        return self.allocations.get(job, NO_ALLOCATION)
+
+
+def slots_in_use(allocations: Sequence[Allocation]) -> dict[str, int]:
+    """Replicas per node over several allocations."""
+    used: dict[str, int] = {}
+    for allocation in allocations:
+        for node, count in allocation.shares:
+            used[node] = used.get(node, 0) + count
+    return used
