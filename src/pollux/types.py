@@ -9,8 +9,9 @@ steps, M = K·m·(s+1) the total batch, M0 the batch size the user tuned, φ the
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
@@ -235,15 +236,34 @@ class JobView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Snapshot:
-    """All that a policy may read. Jobs are in submission order, which also breaks ties."""
+    """All that a policy may read. Jobs are in submission order, which also breaks ties.
+
+    Jobs hold slots of these nodes only: one that sits on a node that is lost or leaving is shown as holding nothing.
+    """
 
     now: float
     nodes: tuple[Node, ...]
     jobs: tuple[JobView, ...]
 
     def __post_init__(self) -> None:
-        _require(len({node.name for node in self.nodes}) == len(self.nodes), "two nodes share a name")
+        names = {node.name for node in self.nodes}
+        _require(len(names) == len(self.nodes), "two nodes share a name")
         _require(len({job.name for job in self.jobs}) == len(self.jobs), "two jobs share a name")
+        for job in self.jobs:
+            for node, _ in job.allocation.shares:
+                _require(node in names, f"job {job.name!r} holds slots of node {node!r}, which is not in the snapshot")
+
+    @classmethod
+    def of(cls, now: float, nodes: Sequence[Node], jobs: Iterable[JobView]) -> Snapshot:
+        """A snapshot of ``nodes``: jobs that sit elsewhere are shown as holding nothing."""
+        names = {node.name for node in nodes}
+        views = tuple(
+            job
+            if all(node in names for node, _ in job.allocation.shares)
+            else dataclasses.replace(job, allocation=NO_ALLOCATION)
+            for job in jobs
+        )
+        return cls(now=now, nodes=tuple(nodes), jobs=views)
 
     @property
     def num_slots(self) -> int:

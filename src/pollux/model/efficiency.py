@@ -26,12 +26,13 @@ def noise_scale(initial_batch: float, grad_sqr: npt.ArrayLike, grad_var: npt.Arr
 def efficiency(phi: npt.ArrayLike, initial_batch: npt.ArrayLike, total_batch: npt.ArrayLike) -> FloatArray:
     """Progress per example relative to training with M0; at most 1 for M >= M0."""
     phi = np.minimum(np.asarray(phi, dtype=float), MAX_NOISE_SCALE)
-    result: FloatArray = (phi + np.asarray(initial_batch)) / (phi + np.asarray(total_batch))
+    initial, total = np.asarray(initial_batch, dtype=float), np.asarray(total_batch, dtype=float)
+    result: FloatArray = (phi + initial) / (phi + total)
     return result
 
 
 def gain(phi: npt.ArrayLike, initial_batch: npt.ArrayLike, total_batch: npt.ArrayLike) -> FloatArray:
     """AdaScale's r: how many steps at M0 one step at M is worth; S·efficiency with S = M/M0."""
-    scale = np.asarray(total_batch) / np.asarray(initial_batch)
+    scale = np.asarray(total_batch, dtype=float) / np.asarray(initial_batch, dtype=float)
     result: FloatArray = scale * efficiency(phi, initial_batch, total_batch)
     return result

@@ -52,16 +52,17 @@ class Fit:
 
 
 def fit(observations: Observations, last_good: ThroughputParams | None = None) -> Fit:
-    """θ that explains ``observations`` best; ``last_good`` if none can be found.
-
-    The answer depends on the observations alone, not on earlier fits.
+    """θ that explains ``observations`` best; ``last_good`` is a second place to start from, and the fall-back.
 
     Raises:
         FitError: the search failed and there is no ``last_good``.
     """
     problem = _Problem(observations)
     with np.errstate(all="ignore"):
-        x, value = _descend(problem, problem.initial_guess())
+        starts = [problem.initial_guess()]
+        if last_good is not None:
+            starts.append(problem.project(np.array(last_good)))
+        x, value = _descend(problem, min(starts, key=lambda start: problem.expand(start)[0]))
     if not math.isfinite(value):
         message = "the fit of the throughput model did not converge"
         if last_good is None:
@@ -86,22 +87,20 @@ def _descend(problem: _Problem, x: FloatArray) -> tuple[FloatArray, float]:
     damping = 1e-3
     value, slope, curvature = problem.expand(x)
     for _ in range(_MAX_ITERATIONS):
-        stuck = ((x <= _LOWER) & (slope > 0)) | ((x >= _UPPER) & (slope < 0))
-        moving = np.flatnonzero(problem.free & ~stuck)
-        if not moving.size:
+        stuck = ~problem.free | ((x <= _LOWER) & (slope > 0)) | ((x >= _UPPER) & (slope < 0))
+        if stuck.all():
             break
-        hessian = curvature[np.ix_(moving, moving)]
+        hessian, target = curvature.copy(), -slope
+        hessian[stuck] = 0.0
+        hessian[:, stuck] = 0.0
+        target[stuck] = 0.0
         scale = hessian.diagonal() + 1e-9
         improved = False
         while damping < _MAX_DAMPING:
-            try:
-                step = np.linalg.solve(hessian + np.diag(damping * scale), -slope[moving])
-            except np.linalg.LinAlgError:
-                damping *= 10.0
-                continue
-            trial = x.copy()
-            trial[moving] += np.clip(step, -3.0, 3.0)
-            trial = np.minimum(np.maximum(trial, _LOWER), _UPPER)
+            damped = hessian.copy()
+            damped.flat[::8] += damping * scale  # the diagonal of a 7 x 7 matrix
+            step = np.linalg.solve(damped, target)
+            trial = np.minimum(np.maximum(x + np.minimum(np.maximum(step, -3.0), 3.0), _LOWER), _UPPER)
             trial_value, trial_slope, trial_curvature = problem.expand(trial)
             if trial_value < value:
                 improved = True
@@ -178,6 +177,10 @@ class _Problem:
         """θ as a point of this problem: logarithms, inside the bounds, fixed coordinates in place."""
         x = np.log(np.maximum(theta, LOWER_BOUND))
         x[GAMMA] = theta[GAMMA]
+        # What could not be told before sat at the bound, where a logarithm has no slope to leave it by.
+        unborn = self.free & (np.arange(7) < GAMMA) & (x < _LOG_LOWER + 1.0)
+        if unborn.any():
+            x[unborn] = math.log(0.1 * float(np.mean(self.step_s)))
         return np.where(self.free, np.minimum(np.maximum(x, _LOWER), _UPPER), self.fixed_x)
 
     def errors(self, x: FloatArray) -> tuple[float, float]:
@@ -196,7 +199,7 @@ class _Problem:
     def expand(self, x: FloatArray) -> tuple[float, FloatArray, FloatArray]:
         """Loss, gradient and Gauss-Newton curvature at ``x``."""
         theta = _to_theta(x)
-        alpha_g, beta_g, alpha_n, beta_n, alpha_r, beta_r, gamma = theta.tolist()
+        alpha_g, _, alpha_n, beta_n, alpha_r, beta_r, gamma = theta.tolist()
         n = len(self.m)
         grad, sync = self._times(theta)
         longer = np.maximum(grad, sync)

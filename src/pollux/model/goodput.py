@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -79,6 +80,14 @@ def candidate_batches(
     return device, accum, allowed
 
 
+@lru_cache(maxsize=4096)
+def _remembered_candidates(num_replicas: int, limits: BatchLimits) -> tuple[IntArray, IntArray, npt.NDArray[np.bool_]]:
+    candidates = candidate_batches(num_replicas, limits)
+    for array in candidates:
+        array.setflags(write=False)
+    return candidates
+
+
 def best_batch(
     params: ThroughputParams,
     phi: float,
@@ -98,7 +107,7 @@ def best_batch(
     Raises:
         InvalidValueError: no batch within the limits fits on this many replicas.
     """
-    device, accum, allowed = candidate_batches(num_replicas, limits)
+    device, accum, allowed = _remembered_candidates(num_replicas, limits)
     if not allowed.any():
         raise InvalidValueError(
             f"{num_replicas} replicas of at least {limits.device_min} examples exceed "

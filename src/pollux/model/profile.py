@@ -22,11 +22,11 @@ class Configuration(NamedTuple):
 
 
 class Timing(NamedTuple):
-    """Mean seconds of one pass (T_grad) and of one un-accumulated step (T_step), over ``count`` steps."""
+    """Mean seconds of one pass (T_grad) and of one un-accumulated step (T_step), over ``num_steps`` steps."""
 
     grad_s: float
     step_s: float
-    count: int = 1
+    num_steps: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,12 +63,12 @@ class Profile:
                 del timings[next(iter(timings))]
             timings[configuration] = timing
             return True
-        count = known.count + timing.count
-        share = timing.count / count
+        num_steps = known.num_steps + timing.num_steps
+        share = timing.num_steps / num_steps
         timings[configuration] = Timing(
             known.grad_s + (timing.grad_s - known.grad_s) * share,
             known.step_s + (timing.step_s - known.step_s) * share,
-            count,
+            num_steps,
         )
         return False
 
@@ -105,5 +105,5 @@ def _validate(configuration: Configuration, timing: Timing) -> None:
     for name, value in (("grad_s", timing.grad_s), ("step_s", timing.step_s)):
         if not (math.isfinite(value) and value > 0):
             raise ProfileError(f"{name} = {value} at {configuration}: a measured time is a positive number")
-    if timing.count < 1:
-        raise ProfileError(f"count = {timing.count} at {configuration}: at least one step must be measured")
+    if timing.num_steps < 1:
+        raise ProfileError(f"num_steps = {timing.num_steps} at {configuration}: at least one step must be measured")

@@ -39,11 +39,11 @@ def sync_s(theta: npt.ArrayLike, num_nodes: npt.ArrayLike, num_replicas: npt.Arr
     return np.where(num_replicas > 1, alpha + beta * np.maximum(num_replicas - 2, 0), 0.0)
 
 
-def overlap(compute_s: FloatArray, communicate_s: FloatArray, gamma: npt.ArrayLike) -> FloatArray:
+def overlap(compute_s: FloatArray, communicate_s: FloatArray, gamma: FloatArray | float) -> FloatArray:
     """γ-norm of two times: their sum at γ = 1, their maximum as γ grows. No overflow."""
     longer = np.maximum(compute_s, communicate_s)
     ratio = np.minimum(compute_s, communicate_s) / longer
-    result: FloatArray = longer * (1.0 + ratio**gamma) ** (1.0 / np.asarray(gamma))
+    result: FloatArray = longer * (1.0 + ratio**gamma) ** (1.0 / gamma)
     return result
 
 

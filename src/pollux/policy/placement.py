@@ -49,7 +49,7 @@ class PlacementProblem:
 
     @property
     def max_count(self) -> int:
-        return self.moved_cost.shape[2] - 1
+        return int(self.moved_cost.shape[2]) - 1
 
     def count_costs(self, whole_nodes_from: int | None = None) -> FloatArray:
         """(num_jobs, max_count + 1): the least any placement of that many replicas could cost.
@@ -154,27 +154,43 @@ class Placement:
         return [dict(shares) for shares in self.shares]
 
 
-def place(problem: PlacementProblem, counts: IntArray) -> Placement:
-    """An allocation with about ``counts`` replicas per job. Jobs whose count is what they hold stay put."""
+def place(problem: PlacementProblem, counts: IntArray, *, displaces: bool = False) -> Placement:
+    """An allocation with about ``counts`` replicas per job, large jobs first.
+
+    Jobs whose count is what they hold stay put; with ``displaces`` only if no larger job needs their slots.
+    """
     placement = Placement(problem)
     movers: list[int] = []
     for job, shares in enumerate(problem.current):
         count = int(counts[job])
-        if problem.is_fixed[job] or (shares and count == sum(shares.values())):
+        is_settled = bool(shares) and count == sum(shares.values()) and math.isfinite(problem.keep_cost[job])
+        if problem.is_fixed[job] or (is_settled and not displaces):
             placement.assign(job, dict(shares))
         elif count > 0:
             movers.append(job)
-    finder = _NodeFinder(placement)
+    finder = NodeFinder(placement)
     movers.sort(key=lambda job: (-int(counts[job]), job))
     for job in movers:
-        shares = _best_fit(placement, finder, job, int(counts[job]))
+        shares = problem.current[job]
+        if not (sum(shares.values()) == counts[job] and _can_return(placement, job)):
+            shares = best_fit(placement, finder, job, int(counts[job]))
         if shares:
-            placement.assign(job, shares)
+            placement.assign(job, dict(shares))
             finder.update(shares)
     return placement
 
 
-class _NodeFinder:
+def _can_return(placement: Placement, job: int) -> bool:
+    """Whether the slots that ``job`` holds now are still free for it."""
+    shares = placement.problem.current[job]
+    spans = len(shares) > 1
+    return math.isfinite(placement.problem.keep_cost[job]) and all(
+        count <= placement.free[node] and (not spans or placement.may_span(node, job))
+        for node, count in shares.items()
+    )
+
+
+class NodeFinder:
     """Nodes by free slots, so that the best fit is found without looking at all of them."""
 
     def __init__(self, placement: Placement) -> None:
@@ -207,7 +223,7 @@ class _NodeFinder:
         return next((free for free in range(len(self._buckets) - 1, 0, -1) if self._buckets[free]), 0)
 
 
-def _best_fit(placement: Placement, finder: _NodeFinder, job: int, count: int) -> Shares:
+def best_fit(placement: Placement, finder: NodeFinder, job: int, count: int) -> Shares:
     """The cheapest way to give ``job`` up to ``count`` of the free slots; on its own nodes where that is as cheap."""
     problem = placement.problem
     costs = problem.moved_cost[job]
@@ -229,7 +245,7 @@ def _best_fit(placement: Placement, finder: _NodeFinder, job: int, count: int) -
     return best
 
 
-def _spread(placement: Placement, finder: _NodeFinder, job: int, count: int) -> Shares:
+def _spread(placement: Placement, finder: NodeFinder, job: int, count: int) -> Shares:
     """Up to ``count`` free slots over few nodes, whole nodes first, the last piece where it fits tightest."""
     spread: Shares = {}
     left = count
@@ -246,7 +262,7 @@ def _spread(placement: Placement, finder: _NodeFinder, job: int, count: int) -> 
     return spread
 
 
-def _tightest_spannable(placement: Placement, finder: _NodeFinder, job: int, count: int, taken: Shares) -> int | None:
+def _tightest_spannable(placement: Placement, finder: NodeFinder, job: int, count: int, taken: Shares) -> int | None:
     for bucket in finder._buckets[count:]:
         for node in bucket:
             if node not in taken and placement.may_span(node, job):

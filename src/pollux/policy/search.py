@@ -1,8 +1,9 @@
-"""Improve an allocation on the true objective by two kinds of moves.
+"""Improve an allocation on the true objective by three kinds of moves.
 
 :func:`redivide` takes pairs of nodes and divides their slots anew among the jobs on them, by dynamic programming, many
 pairs at once. :func:`take_over` lets one job take slots on a node from another, which is how jobs that span
-nodes grow and shrink at each other's expense. Both only ever lower the total cost.
+nodes grow and shrink at each other's expense. :func:`admit` makes room for idle jobs that fit nowhere.
+All only ever lower the total cost.
 """
 
 from __future__ import annotations
@@ -11,17 +12,18 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from pollux.policy.placement import Placement, Shares
+from pollux.policy.placement import NodeFinder, Placement, Shares, best_fit
 from pollux.types import FloatArray, IntArray
 
 _IMPROVEMENT = 1e-9  # relative: less is rounding, not improvement
 _ALL_PAIRS_LIMIT = 24  # nodes up to which every pair is looked at
 _MAX_ITEMS = 12  # jobs per pair that are re-divided; further ones stay
+_MAX_ADMITTED = 4  # idle jobs that room is made for, per round of search
 _MAX_WAITING_ITEMS = 2  # idle jobs that each pair is offered
 
 
 def improve(placement: Placement, rng: np.random.Generator, max_rounds: int) -> None:
-    """Alternate both kinds of moves until neither finds anything, at most ``max_rounds`` times."""
+    """Alternate all kinds of moves until none finds anything, at most ``max_rounds`` times."""
     search = _PairSearch(placement)
     is_small = placement.problem.num_nodes <= _ALL_PAIRS_LIMIT
     for _ in range(max_rounds):
@@ -29,6 +31,7 @@ def improve(placement: Placement, rng: np.random.Generator, max_rounds: int) -> 
         search.redivide(rng)
         if is_small:
             take_over(placement)
+            admit(placement)
         if not placement.total_cost < before - _IMPROVEMENT * abs(before):
             return
 
@@ -86,6 +89,63 @@ def _take_from(placement: Placement, node: int, loser: int | None, costs: FloatA
     own = placement.shares[taker].get(node, 0)
     placement.assign(taker, {**placement.shares[taker], node: own + int(extra[choice])})
     return True
+
+
+def admit(placement: Placement) -> None:
+    """Make room for idle jobs that fit nowhere: empty nodes for them and settle the evicted elsewhere, if that pays."""
+    problem = placement.problem
+    idle = np.flatnonzero((placement.count == 0) & ~problem.is_fixed)
+    if not idle.size:
+        return
+    gains = placement.cost[idle] - problem.moved_cost[idle].min(axis=(1, 2))
+    for job in idle[np.argsort(-gains, kind="stable")][:_MAX_ADMITTED].tolist():
+        width = int(problem.capacity.max())
+        costs = problem.moved_cost[job]
+        single = int(np.argmin(costs[0, : width + 1]))
+        choices = [{node} for node in range(problem.num_nodes) if problem.capacity[node] >= single > 0]
+        spanning = int(np.argmin(costs[1]))
+        if spanning > width:
+            roomiest = sorted(range(problem.num_nodes), key=lambda node: (-_movable_slots(placement, node), node))
+            taken: set[int] = set()
+            while roomiest and sum(int(problem.capacity[node]) for node in taken) < spanning:
+                taken.add(roomiest.pop(0))
+            choices.append(taken)
+        for nodes in choices:
+            if _admit_on(placement, job, nodes):
+                break
+
+
+def _movable_slots(placement: Placement, node: int) -> int:
+    is_fixed = placement.problem.is_fixed
+    held = sum(placement.shares[job][node] for job in placement.residents[node] if not is_fixed[job])
+    return placement.free[node] + held
+
+
+def _admit_on(placement: Placement, job: int, nodes: set[int]) -> bool:
+    """Empty ``nodes``, place ``job``, then those who had to go, largest first; undo it all if it did not pay."""
+    before = placement.total_cost
+    evicted = {
+        other
+        for node in nodes
+        for other in placement.residents[node]
+        if not placement.problem.is_fixed[other]
+    }
+    old = {other: placement.shares[other] for other in evicted}
+    for other in evicted:
+        placement.assign(other, {})
+    finder = NodeFinder(placement)
+    for one in (job, *sorted(evicted, key=lambda other: (-sum(old[other].values()), other))):
+        most = placement.problem.max_count if one == job else sum(old[one].values())
+        shares = best_fit(placement, finder, one, most)
+        placement.assign(one, shares)
+        finder.update(shares)
+    if placement.total_cost < before - _IMPROVEMENT * max(1.0, abs(before)):
+        return True
+    for one in (job, *evicted):
+        placement.assign(one, {})
+    for other, shares in old.items():
+        placement.assign(other, shares)
+    return False
 
 
 def _may_share(placement: Placement, node: int, taker: int, loser: int | None, left: int) -> bool:

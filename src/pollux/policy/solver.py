@@ -39,13 +39,13 @@ def solve(problem: PlacementProblem, rng: np.random.Generator) -> Solution:
     method = "knapsack" if knapsack.is_exact else "price"
     if best.total_cost - bound > tolerance:
         method += "+search"
-        best = _search(problem, best, rng)
+        best = _search(problem, best, bound + tolerance, rng)
         for _ in range(_MAX_REFINEMENTS):
             if best.shares == problem.current:
                 break
             settled = replace(problem, current=best.copy_shares())
             again = solve_knapsack(settled.count_costs(), int(problem.capacity.sum()))
-            rival = _search(settled, place(settled, again.counts), rng)
+            rival = _search(settled, place(settled, again.counts), again.lower_bound + tolerance, rng)
             if not _is_better(rival.total_cost, float(settled.keep_cost.sum())):
                 break
             moved = _as_placement(problem, rival.shares)
@@ -55,14 +55,29 @@ def solve(problem: PlacementProblem, rng: np.random.Generator) -> Solution:
     return Solution(best.shares, best.total_cost, min(bound, best.total_cost), method)
 
 
-def _search(problem: PlacementProblem, first: Placement, rng: np.random.Generator) -> Placement:
-    """The best of three local optima: from ``first``, from whole nodes for spanning jobs, from where jobs are."""
+def _search(problem: PlacementProblem, first: Placement, target: float, rng: np.random.Generator) -> Placement:
+    """A local optimum of cost ``target`` or less, or the best of four.
+
+    They start from ``first``, from whole nodes for spanning jobs, the same with large jobs displacing small
+    ones, and from where jobs are.
+    """
     slots_per_node = int(problem.capacity.max())
     whole = solve_knapsack(problem.count_costs(slots_per_node), int(problem.capacity.sum()))
-    starts = [_as_placement(problem, problem.current), place(problem, whole.counts), first]
+    starts = [
+        _as_placement(problem, problem.current),
+        place(problem, whole.counts),
+        place(problem, whole.counts, displaces=True),
+        first,
+    ]
+    starts.sort(key=lambda start: start.total_cost)
+    best = starts[0]
     for start in starts:
         improve(start, rng, _SEARCH_ROUNDS)
-    return min(starts, key=lambda placement: placement.total_cost)
+        if start.total_cost < best.total_cost:
+            best = start
+        if best.total_cost <= target:
+            break
+    return best
 
 
 def _as_placement(problem: PlacementProblem, shares: Sequence[Shares]) -> Placement:

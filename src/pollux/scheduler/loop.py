@@ -10,11 +10,13 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from pollux.errors import InvalidPlanError, InvalidValueError
 from pollux.policy.base import Policy
+from pollux.scheduler.autoscale import AutoscaleConfig, SizeDecision, decide_size, nodes_to_have
 from pollux.scheduler.knowledge import Knowledge, ProfileMemory
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.ports import (
@@ -26,6 +28,7 @@ from pollux.scheduler.ports import (
     JobReport,
     JobRuns,
     JobStopped,
+    NodePool,
     NodesChanged,
     OracleSource,
     ResizeJob,
@@ -36,7 +39,7 @@ from pollux.scheduler.ports import (
 )
 from pollux.scheduler.reconcile import Actual, Change, Resize, Start, reconcile, verify_plan
 from pollux.scheduler.record import JobRecord, RoundRecord
-from pollux.types import NO_ALLOCATION, Allocation, JobSpec, Plan, Snapshot
+from pollux.types import NO_ALLOCATION, Allocation, JobSpec, Node, Plan, Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +54,7 @@ class SchedulerConfig:
     decides_on_events: bool = False  # also when a job arrives or ends, or nodes change
     remembers_profiles: bool = False
     tunes_batches: bool = True  # hand fitted θ to jobs; off for policies that fix the batch
+    autoscale: AutoscaleConfig | None = None
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.interval_s) and self.interval_s > 0):
@@ -69,6 +73,7 @@ class Scheduler:
         clock: Clock,
         config: SchedulerConfig,
         oracles: OracleSource | None = None,
+        pool: NodePool | None = None,
     ) -> None:
         if policy.needs_oracle and oracles is None:
             raise InvalidValueError(f"policy {policy.name!r} needs an oracle: it can only be simulated")
@@ -80,6 +85,14 @@ class Scheduler:
         self._next_round_at = clock.now() + config.interval_s
         self._trigger: str | None = None  # an event that asks for a decision now
         self._num_rounds = 0
+        if config.autoscale is not None and pool is None:
+            raise InvalidValueError("auto-scaling needs an engine whose nodes can come and go")
+        self._pool = pool
+        self._draining: set[str] = set()
+        self._resized_at = -math.inf
+        self._slot_s_spent: deque[tuple[float, float]] = deque()  # (until, slot-seconds) of the budget's window
+        self._wanted_nodes: tuple[Node, ...] = ()
+        self.last_size: SizeDecision | None = None
 
     @property
     def active_jobs(self) -> list[JobRecord]:
@@ -196,21 +209,57 @@ class Scheduler:
     def snapshot(self, now: float) -> Snapshot:
         """All that a policy may read, as of now."""
         oracle = self._oracles.oracle if self._oracles is not None else None
-        return Snapshot(
-            now=now,
-            nodes=tuple(self._engine.nodes()),
-            jobs=tuple(
-                record.view(now, oracle(record.name) if oracle is not None else None)
-                for record in self._active.values()
-            ),
+        return Snapshot.of(
+            now,
+            [node for node in self._engine.nodes() if node.name not in self._draining],
+            (record.view(now, oracle(record.name) if oracle is not None else None) for record in self._active.values()),
         )
+
+    def drain(self, nodes: Iterable[str]) -> None:
+        """Use these nodes no longer, and no others are drained; jobs leave them with the next decision."""
+        draining = set(nodes)
+        if draining != self._draining:
+            self._draining = draining
+            self._ask_for_round("drain")
+
+    def _autoscale(self, now: float) -> None:
+        """Ask for more nodes, or drain some and give back those that nobody uses any more."""
+        config, pool = self.config.autoscale, self._pool
+        if config is None or pool is None:
+            return
+        up = self._engine.nodes()
+        since = now - (self._slot_s_spent[-1][0] if self._slot_s_spent else now)
+        self._slot_s_spent.append((now, since * sum(node.num_slots for node in up)))
+        while self._slot_s_spent[0][0] < now - config.budget_window_s:
+            self._slot_s_spent.popleft()
+        snapshot = self.snapshot(now)
+        decision = decide_size(
+            snapshot,
+            config,
+            pool.template,
+            self.policy.decide,
+            since_change_s=now - self._resized_at,
+            spent_slot_s=sum(spent for _, spent in self._slot_s_spent),
+        )
+        self.last_size = decision
+        if decision.num_nodes != len(snapshot.nodes):
+            self._resized_at = now
+            wanted = nodes_to_have(
+                up, [record.allocation for record in self._active.values()], decision.num_nodes, pool.template
+            )
+            logger.info("%d -> %d nodes: %s", len(snapshot.nodes), decision.num_nodes, decision.reason)
+            self.drain({node.name for node in up} - {node.name for node in wanted})
+            self._wanted_nodes = wanted
+        if self._wanted_nodes:
+            pool.scale_to(self._wanted_nodes)
 
     def _decide(self, now: float, trigger: str) -> None:
         self._next_round_at = now + self.config.interval_s
         self._trigger = None
+        self._learn()
+        self._autoscale(now)
         if not self._active:
             return
-        self._learn()
         snapshot = self.snapshot(now)
         began = time.perf_counter()
         plan, error = self._plan(snapshot)
@@ -241,13 +290,7 @@ class Scheduler:
             verify_plan(snapshot, plan)
         except InvalidPlanError as error:
             logger.error("policy %s made an invalid plan; nothing changes this round: %s", self.policy.name, error)
-            names = {node.name for node in snapshot.nodes}
-            kept = {
-                job.name: job.allocation
-                for job in snapshot.jobs
-                if all(node in names for node, _ in job.allocation.shares)
-            }
-            return Plan(allocations=kept), str(error)
+            return Plan(allocations={job.name: job.allocation for job in snapshot.jobs}), str(error)
         return plan, ""
 
     def _learn(self) -> None:

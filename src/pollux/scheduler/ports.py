@@ -129,6 +129,16 @@ class Engine(Protocol):
         """What happened since the last call. Never blocks."""
 
 
+class NodePool(Protocol):
+    """An engine whose nodes can come and go."""
+
+    template: Node
+    """What a new node looks like; its name does not matter."""
+
+    def scale_to(self, nodes: Sequence[Node]) -> None:
+        """Have exactly these nodes: missing ones will join later; surplus ones leave once nobody is on them."""
+
+
 class OracleSource(Protocol):
     """Knows the truth about jobs (a simulator); given to policies that ask for it."""
 

@@ -41,6 +41,9 @@ from pollux.types import (
 )
 
 
+_NO_BATCH = BatchConfig(0, 0)
+
+
 @dataclass(slots=True)
 class SimulatedJob:
     """One job's true state. Stands in for the processes and for the agent inside them."""
@@ -58,7 +61,7 @@ class SimulatedJob:
     epoch: int = 0
     progress: float = 0.0
     completed_at: float | None = None
-    batch: BatchConfig = BatchConfig(1, 0)
+    batch: BatchConfig = _NO_BATCH
     batch_threshold: float = 0.0  # gain below which a batch is not changed
     slowdown: float = 0.0  # by interference, 0..1
     params: Mapping[str, ThroughputParams] = field(default_factory=dict)
@@ -222,6 +225,7 @@ class SimulatedEngine:
         self.jobs: dict[str, SimulatedJob] = {}
         self.now = 0.0
         self._nodes = tuple(nodes)
+        self.template = nodes[0]
         self._accelerator_of = {node.name: node.accelerator for node in nodes}
         self._applications = applications
         self._adapts_batch, self._batch_threshold = adapts_batch, batch_threshold
@@ -261,7 +265,7 @@ class SimulatedEngine:
         return events
 
     def scale_to(self, nodes: Sequence[Node]) -> None:
-        """Ask for exactly these nodes: missing ones arrive after ``node_start_s``, surplus idle ones leave at once."""
+        """Missing nodes arrive after ``node_start_s``, surplus ones leave as soon as they are idle."""
         wanted = {node.name for node in nodes}
         busy = {share.node for job in self._running.values() for share in job.allocation.shares}
         staying = [node for node in self._nodes if node.name in wanted or node.name in busy]

@@ -149,7 +149,9 @@ class TraceApplication:
         distance = np.abs(np.log(keys[:, 0] / num_nodes)) + np.abs(np.log(keys[:, 1] / num_replicas))
         nearest = keys[int(np.argmin(distance))]
         rows = np.flatnonzero((self._points[:, :2] == nearest).all(axis=1))
-        line = _Line(sorted((int(self._points[i, 2]), *map(float, self._values[i])) for i in rows))
+        line = _Line(
+            sorted((int(self._points[i, 2]), float(self._values[i, 0]), float(self._values[i, 1])) for i in rows)
+        )
         return line.at(device_batch)
 
     # Learning ---------------------------------------------------------------------------------

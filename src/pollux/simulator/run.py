@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from pollux.errors import InvalidValueError
 from pollux.policy.base import Policy
+from pollux.scheduler.autoscale import AutoscaleConfig
 from pollux.scheduler.loop import Scheduler, SchedulerConfig
 from pollux.scheduler.ports import MemoryStore
 from pollux.simulator.application import Application
@@ -31,20 +32,35 @@ class SimulationConfig:
     batch_threshold: float = 0.0  # jobs re-batch for any gain; live jobs ask for 5 %
     decides_on_events: bool = False
     remembers_profiles: bool = False
+    min_nodes: int | None = None  # with max_nodes: auto-scale between them, starting with the fewest
+    max_nodes: int | None = None
+    node_start_s: float = 120.0  # until a node that was asked for can be used
 
     def __post_init__(self) -> None:
         for label, value, least in (
             ("nodes", self.num_nodes, 1),
             ("GPUs per node", self.gpus_per_node, 1),
             ("resize seconds", self.resize_s, 0),
+            ("node start seconds", self.node_start_s, 0),
         ):
             if not (math.isfinite(value) and value >= least):
                 raise InvalidValueError(f"{label}: {value}; at least {least} is needed")
         if not 0 <= self.interference < 1:
             raise InvalidValueError(f"interference {self.interference}; a share from 0 up to below 1 is needed")
 
+        if (self.min_nodes is None) != (self.max_nodes is None):
+            raise InvalidValueError("auto-scaling needs both the fewest and the most nodes; one of them is missing")
+
+    @property
+    def autoscale(self) -> AutoscaleConfig | None:
+        if self.min_nodes is None or self.max_nodes is None:
+            return None
+        return AutoscaleConfig(min_nodes=self.min_nodes, max_nodes=self.max_nodes)
+
     def nodes(self) -> tuple[Node, ...]:
-        return tuple(Node(name=f"node{i}", num_slots=self.gpus_per_node) for i in range(self.num_nodes))
+        """Those the simulation starts with."""
+        num_nodes = self.num_nodes if self.min_nodes is None else self.min_nodes
+        return tuple(Node(name=f"node{i}", num_slots=self.gpus_per_node) for i in range(num_nodes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,6 +106,7 @@ def simulate(
         resize_s=config.resize_s,
         interference=config.interference,
         batch_threshold=config.batch_threshold,
+        node_start_s=config.node_start_s,
     )
     arrivals = sorted(enumerate(workload.jobs), key=lambda item: item[1].submitted_at)
     arrivals.reverse()  # next one last
@@ -115,7 +132,9 @@ def simulate(
             decides_on_events=config.decides_on_events,
             remembers_profiles=config.remembers_profiles,
             tunes_batches=policy.adapts_batch,
+            autoscale=config.autoscale,
         ),
+        pool=engine,
         oracles=SimulationOracle(engine, {job.name: job for job in workload.jobs}, config.gpus_per_node),
     )
     policy.reset()

@@ -1,0 +1,171 @@
+"""``pollux workload``: make up a workload, or look at one.
+
+Data goes to stdout, everything else to stderr; errors are left to the main command, which prints them in one line.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from pollux.errors import InputFileError, InvalidValueError
+from pollux.simulator.application import Application
+from pollux.simulator.generate import BUILTIN_WORKLOADS, generate_workload, training_s
+from pollux.simulator.source import BUILTIN_PREFIX, load_applications, load_source
+from pollux.simulator.workload import Workload, workload_csv
+
+app = typer.Typer(help="Make up workloads for the simulator, or look at one.", no_args_is_help=True)
+
+_BAR_WIDTH = 40
+_MAX_BARS = 48  # longer workloads are counted by several hours at a time
+_BUILTIN_NAMES = ", ".join(BUILTIN_PREFIX + name for name in BUILTIN_WORKLOADS)
+
+TracesOption = Annotated[
+    str | None,
+    typer.Option("--traces", metavar="DIR", help="Traces of applications; built-in profiles by default."),
+]
+SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Same seed, same workload.")]
+
+
+@app.command()
+def generate(
+    jobs: Annotated[int, typer.Option("--jobs", min=1, help="Number of jobs at load 1.")] = 160,
+    hours: Annotated[float, typer.Option("--hours", help="They arrive within this many hours.")] = 8.0,
+    load: Annotated[float, typer.Option("--load", help="Multiplies the number of jobs.")] = 1.0,
+    seed: SeedOption = 0,
+    mix: Annotated[
+        str | None,
+        typer.Option("--mix", metavar="APP=SHARE,...", help='Shares of applications, as in "cifar10=0.5,ncf=0.5".'),
+    ] = None,
+    gpus: Annotated[int, typer.Option("--gpus", min=1, help="No job asks for more GPUs than this.")] = 64,
+    traces: TracesOption = None,
+    output: Annotated[
+        Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write here instead of to stdout.")
+    ] = None,
+) -> None:
+    """Make up a workload: arrivals over the day, configurations as tuned by their users. Prints CSV."""
+    workload = generate_workload(
+        load_applications(traces),
+        num_jobs=jobs,
+        hours=hours,
+        load=load,
+        seed=seed,
+        mix=None if mix is None else parse_mix(mix),
+        max_replicas=gpus,
+    )
+    text = workload_csv(workload.jobs)
+    if output is None:
+        typer.echo(text, nl=False)
+    else:
+        _write(output, text)
+        typer.echo(f"{len(workload.jobs)} jobs written to {output}", err=True)
+
+
+@app.command()
+def describe(
+    workload: Annotated[str, typer.Argument(metavar="WORKLOAD", help=f"A CSV file, or one of {_BUILTIN_NAMES}.")],
+    traces: TracesOption = None,
+    seed: SeedOption = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Say what is in a workload: jobs, arrivals, and the work its jobs ask for."""
+    summary = summarize(*load_source(workload, traces, seed))
+    if as_json:
+        typer.echo(json.dumps(summary, indent=2))
+    else:
+        _print(summary)
+
+
+def parse_mix(text: str) -> dict[str, float]:
+    """Shares by application from ``"cifar10=0.5,ncf=0.5"``.
+
+    Raises:
+        InvalidValueError: it is not of that form, or names an application twice.
+    """
+    shares: dict[str, float] = {}
+    for part in text.split(","):
+        name, equals, share = (piece.strip() for piece in part.partition("="))
+        if not (name and equals):
+            raise InvalidValueError(f"mix: {part.strip()!r}; APPLICATION=SHARE is needed, as in cifar10=0.5,ncf=0.5")
+        if name in shares:
+            raise InvalidValueError(f"mix: {name} is named twice")
+        try:
+            shares[name] = float(share)
+        except ValueError as error:
+            raise InvalidValueError(f"mix: {name} = {share!r}; a number is needed") from error
+    return shares
+
+
+def summarize(workload: Workload, applications: Mapping[str, Application]) -> dict[str, Any]:
+    """The workload in numbers. GPU-hours are those of each job alone, from start to end as it asks to run."""
+    gpu_hours_of: dict[tuple[str, int, int], float] = {}
+    by_application: dict[str, dict[str, float]] = {}
+    last_s = max((job.submitted_at for job in workload.jobs), default=0.0)
+    hours_per_bar = math.floor(last_s / 3600 / _MAX_BARS) + 1
+    arrivals = [0] * (math.floor(last_s / 3600 / hours_per_bar) + 1)
+    for job in workload.jobs:
+        application = applications[job.application]
+        replicas = job.requested_replicas or 1
+        batch_size = job.requested_batch_size or application.limits.initial
+        key = (job.application, replicas, batch_size)
+        if key not in gpu_hours_of:
+            gpu_hours_of[key] = replicas * training_s(application, replicas, batch_size) / 3600
+        entry = by_application.setdefault(job.application, {"num_jobs": 0, "num_gpus": 0, "gpu_hours": 0.0})
+        entry["num_jobs"] += 1
+        entry["num_gpus"] += replicas
+        entry["gpu_hours"] += gpu_hours_of[key]
+        arrivals[math.floor(job.submitted_at / 3600 / hours_per_bar)] += 1
+    return {
+        "name": workload.name,
+        "num_jobs": len(workload.jobs),
+        "span_s": last_s - min((job.submitted_at for job in workload.jobs), default=0.0),
+        "gpu_hours": sum(entry["gpu_hours"] for entry in by_application.values()),
+        "applications": dict(sorted(by_application.items(), key=lambda item: (-item[1]["num_jobs"], item[0]))),
+        "arrivals": {"hours_per_bar": hours_per_bar, "num_jobs": arrivals},
+    }
+
+
+def _print(summary: Mapping[str, Any]) -> None:
+    console = Console()
+    num_jobs = summary["num_jobs"]
+    table = Table(title=f"{summary['name']}: {num_jobs} jobs, first to last arrival {summary['span_s'] / 3600:.1f} h")
+    table.add_column("application")
+    for column in ("jobs", "share", "GPUs asked for", "GPU-hours"):
+        table.add_column(column, justify="right")
+    for name, entry in summary["applications"].items():
+        count = entry["num_jobs"]
+        asked = f"{entry['num_gpus'] / count:.1f}"
+        table.add_row(name, str(count), f"{count / num_jobs:.0%}", asked, f"{entry['gpu_hours']:.1f}")
+    table.add_section()
+    asked = f"{sum(entry['num_gpus'] for entry in summary['applications'].values()) / num_jobs:.1f}"
+    table.add_row("all", str(num_jobs), "100%", asked, f"{summary['gpu_hours']:.1f}")
+    console.print(table)
+
+    arrivals, hours_per_bar = summary["arrivals"]["num_jobs"], summary["arrivals"]["hours_per_bar"]
+    scale = min(1.0, _BAR_WIDTH / max(arrivals))  # one mark per job while that fits
+    mark = "█" if console.encoding.startswith("utf") else "#"
+    sketch = Table("hour", "arrivals", "", box=None)
+    for index, count in enumerate(arrivals):
+        sketch.add_row(str(index * hours_per_bar), str(count), mark * (max(1, round(count * scale)) if count else 0))
+    console.print(sketch)
+
+
+def _write(path: Path, text: str) -> None:
+    """All of it or nothing: a reader never sees half a file, and a failure leaves the old one."""
+    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
+    try:
+        try:
+            partial.write_text(text, encoding="utf-8")
+            os.replace(partial, path)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise InputFileError(path, f"cannot be written: {error.strerror or error}") from error

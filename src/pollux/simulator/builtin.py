@@ -1,0 +1,220 @@
+"""Applications from a profile: a throughput model, an epoch grid and a noise scale per epoch.
+
+:class:`ProfiledApplication` needs plain values only, so it serves both the built-in profiles (:func:`load_builtin`,
+condensed from the OSDI'21 traces by ``scripts/condense_profiles.py``) and jobs that were recorded on a real cluster.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import resources
+from itertools import accumulate, pairwise
+
+import numpy as np
+
+from pollux.errors import InvalidValueError, UnknownNameError
+from pollux.model.efficiency import MAX_NOISE_SCALE
+from pollux.model.throughput import grad_s, overlap, sync_s
+from pollux.simulator.application import GradientStats, StepTime
+from pollux.types import BatchLimits, ThroughputParams
+
+BUILTIN_PROFILES = "osdi21.json"  # in the folder profiles/ of this package
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise InvalidValueError(message)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepCorrections:
+    """How measured times differ from θ's straight lines, as factors on T_grad and T_sync.
+
+    ``pass_factors`` are by device batch, ``sync_factors`` by (nodes, replicas). Between known ones the logarithm is
+    interpolated over the logarithms of batch, replicas and nodes; beyond them the last one holds. None known: 1.
+    """
+
+    pass_factors: Mapping[int, float] = field(default_factory=dict)
+    sync_factors: Mapping[tuple[int, int], float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for batch, factor in self.pass_factors.items():
+            _require(batch >= 1, f"correction for a device batch of {batch}; at least 1 is needed")
+            _require(_is_positive(factor), f"correction {factor} at device batch {batch}; it must be positive")
+        for (num_nodes, num_replicas), factor in self.sync_factors.items():
+            where = f"{num_replicas} replicas on {num_nodes} nodes"
+            _require(1 <= num_nodes <= num_replicas, f"correction for {where}; 1 <= nodes <= replicas is needed")
+            _require(_is_positive(factor), f"correction {factor} at {where}; it must be positive")
+
+    def pass_factor(self, device_batch: int) -> float:
+        return math.exp(_interpolate(device_batch, {batch: math.log(f) for batch, f in self.pass_factors.items()}))
+
+    def sync_factor(self, num_nodes: int, num_replicas: int) -> float:
+        spans = num_nodes > 1  # within a node and across nodes are two networks: never mix them
+        rows: dict[int, dict[int, float]] = {}
+        for (nodes, replicas), factor in self.sync_factors.items():
+            if (nodes > 1) == spans:
+                rows.setdefault(nodes, {})[replicas] = math.log(factor)
+        at_replicas = {nodes: _interpolate(num_replicas, row) for nodes, row in rows.items()}
+        return math.exp(_interpolate(num_nodes, at_replicas))
+
+
+def _is_positive(value: float) -> bool:
+    return math.isfinite(value) and value > 0
+
+
+def _interpolate(at: int, values: Mapping[int, float]) -> float:
+    """Linear over log(key), constant beyond the ends; 0 where nothing is known."""
+    if not values:
+        return 0.0
+    known = sorted(values)
+    return float(np.interp(math.log(at), np.log(known), [values[key] for key in known]))
+
+
+NO_CORRECTIONS = StepCorrections()
+
+
+class ProfiledApplication:
+    """An application made of plain values. Implements :class:`~pollux.simulator.application.Application`.
+
+    ``params`` is θ by accelerator type, ``corrections`` what θ misses (optional, by the same names).
+    ``epoch_ends`` is the progress (steps at M0) at which each epoch ends, ``noise_scales`` φ in examples during each
+    epoch; an epoch is any stretch of training over which φ may be taken as constant. The number of steps at
+    another batch size follows from φ: progress divided by gain.
+
+    Raises:
+        InvalidValueError: a value cannot be; the message names it.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        limits: BatchLimits,
+        max_replicas: int,
+        params: Mapping[str, ThroughputParams],
+        epoch_ends: Sequence[float],
+        noise_scales: Sequence[float],
+        corrections: Mapping[str, StepCorrections] | None = None,
+    ) -> None:
+        self.name, self.limits, self.max_replicas = name, limits, max_replicas
+        self.num_epochs = len(epoch_ends)
+        self._params = dict(params)
+        self._corrections = dict(corrections or {})
+        self._ends = [float(end) for end in epoch_ends]
+        self._validate(noise_scales)
+        initial = limits.initial
+        phis = [min(float(phi), MAX_NOISE_SCALE) for phi in noise_scales]
+        self._gradients = [GradientStats(1.0, phi / initial) for phi in phis]
+        # Steps at M over progress d are d/gain = M0/M·(d + (M - M0)·d/(φ + M0)): two running sums give any stretch.
+        lengths = [end - start for start, end in pairwise([0.0, *self._ends])]
+        self._slowed = list(accumulate(d / (phi + initial) for d, phi in zip(lengths, phis, strict=True)))
+        self._step_times: dict[tuple[str, tuple[int, ...], int], StepTime] = {}
+
+    def _validate(self, noise_scales: Sequence[float]) -> None:
+        name, ends = self.name, self._ends
+        _require(bool(name), "an application needs a name")
+        _require(self.max_replicas >= 1, f"{name}: max_replicas = {self.max_replicas}; at least 1 is needed")
+        _require(bool(self._params), f"{name}: no throughput parameters; those of one accelerator type are needed")
+        for accelerator, theta in self._params.items():
+            _require(
+                all(math.isfinite(value) and value >= 0 for value in theta)
+                and theta.gamma >= 1
+                and theta.alpha_g + theta.beta_g > 0,
+                f"{name}: throughput parameters on {accelerator!r} are {tuple(theta)}; "
+                "numbers >= 0 with γ >= 1 and a positive T_grad are needed",
+            )
+        unknown = sorted(self._corrections.keys() - self._params.keys())
+        _require(not unknown, f"{name}: corrections for {unknown}, but parameters for {sorted(self._params)}")
+        _require(bool(ends), f"{name}: no epochs; at least one is needed")
+        _require(
+            all(math.isfinite(end) for end in ends) and all(start < end for start, end in pairwise([0.0, *ends])),
+            f"{name}: epoch ends must be increasing numbers above 0",
+        )
+        _require(
+            len(noise_scales) == len(ends),
+            f"{name}: {len(noise_scales)} noise scales for {len(ends)} epochs; one per epoch is needed",
+        )
+        _require(all(phi >= 0 for phi in noise_scales), f"{name}: noise scales must be numbers >= 0")
+
+    @property
+    def accelerators(self) -> tuple[str, ...]:
+        """The types it can be simulated on."""
+        return tuple(self._params)
+
+    def step_time(self, accelerator: str, placement: tuple[int, ...], device_batch: int) -> StepTime:
+        """By the throughput model, times the corrections.
+
+        Raises:
+            UnknownNameError: there are no parameters for ``accelerator``.
+        """
+        key = (accelerator, placement, device_batch)
+        found = self._step_times.get(key)
+        if found is None:
+            found = self._step_times[key] = self._predict(accelerator, placement, device_batch)
+        return found
+
+    def _predict(self, accelerator: str, placement: tuple[int, ...], device_batch: int) -> StepTime:
+        theta = self._params.get(accelerator)
+        if theta is None:
+            raise UnknownNameError(f"accelerator of application {self.name!r}", accelerator, self._params)
+        _require(bool(placement) and min(placement) >= 1, f"placement {placement}; at least one replica per node")
+        _require(device_batch >= 1, f"device batch {device_batch}; at least 1 is needed")
+        corrections = self._corrections.get(accelerator, NO_CORRECTIONS)
+        num_nodes, num_replicas = len(placement), sum(placement)
+        compute = grad_s(theta, device_batch) * corrections.pass_factor(device_batch)
+        communicate = sync_s(theta, num_nodes, num_replicas) * corrections.sync_factor(num_nodes, num_replicas)
+        step = overlap(compute, communicate, theta.gamma)
+        return StepTime(float(step), float(step - compute))
+
+    def epoch_end(self, epoch: int) -> float:
+        return self._ends[epoch]
+
+    def gradient(self, epoch: int, total_batch: int) -> GradientStats:
+        return self._gradients[epoch]
+
+    def iterations_between(self, epoch: int, last: int, total_batch: int) -> float:
+        initial = self.limits.initial
+        progress = self._ends[last] - self._ends[epoch]
+        slowed = self._slowed[last] - self._slowed[epoch]
+        return initial / total_batch * (progress + (total_batch - initial) * slowed)
+
+
+@cache
+def _read_builtin() -> tuple[ProfiledApplication, ...]:
+    text = resources.files(__package__).joinpath("profiles", BUILTIN_PROFILES).read_text(encoding="utf-8")
+    table = json.loads(text)
+    applications = []
+    for name, row in table["applications"].items():
+        num_epochs = row["num_epochs"]
+        accelerators = row["accelerators"]
+        applications.append(
+            ProfiledApplication(
+                name=name,
+                limits=BatchLimits(**row["limits"]),
+                max_replicas=row["max_replicas"],
+                params={kind: ThroughputParams(**entry["params"]) for kind, entry in accelerators.items()},
+                epoch_ends=[row["progress_per_epoch"] * epoch for epoch in range(1, num_epochs + 1)],
+                noise_scales=row["noise_scales"],
+                corrections={kind: _corrections(entry) for kind, entry in accelerators.items()},
+            )
+        )
+    return tuple(applications)
+
+
+def _corrections(entry: Mapping[str, Mapping[str, float]]) -> StepCorrections:
+    """JSON has string keys: a batch size, and ``nodes x replicas``."""
+    shapes = {tuple(map(int, shape.split("x"))): factor for shape, factor in entry["sync_factors"].items()}
+    return StepCorrections(
+        pass_factors={int(batch): factor for batch, factor in entry["pass_factors"].items()},
+        sync_factors={(nodes, replicas): factor for (nodes, replicas), factor in shapes.items()},
+    )
+
+
+def load_builtin() -> dict[str, ProfiledApplication]:
+    """The built-in applications by name: those of the OSDI'21 evaluation on its GPUs. Read once per process."""
+    return {application.name: application for application in _read_builtin()}

@@ -1,0 +1,41 @@
+"""Where a simulation's input comes from: a workload and the applications its jobs train.
+
+The commands that simulate all take the same two words: a workload (a CSV file, or ``builtin:NAME``) and a
+directory of traces (or nothing: the built-in profiles).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from pollux.simulator.application import Application
+from pollux.simulator.builtin import load_builtin
+from pollux.simulator.generate import builtin_workload
+from pollux.simulator.osdi21 import load_traces
+from pollux.simulator.workload import Workload, load_workload
+
+BUILTIN_PREFIX = "builtin:"
+
+
+def load_applications(traces: str | None) -> Mapping[str, Application]:
+    """The applications below directory ``traces``, or the built-in ones.
+
+    Raises:
+        InputFileError: ``traces`` is not a directory of usable traces.
+    """
+    return load_builtin() if traces is None else load_traces(traces)
+
+
+def load_source(workload: str, traces: str | None, seed: int = 0) -> tuple[Workload, Mapping[str, Application]]:
+    """The workload and the applications of its jobs.
+
+    ``workload`` is a file's path or ``builtin:NAME``; ``seed`` is for the latter only, which are generated.
+
+    Raises:
+        InputFileError: a file cannot be used.
+        UnknownNameError: there is no built-in workload of that name.
+    """
+    applications = load_applications(traces)
+    if workload.startswith(BUILTIN_PREFIX):
+        return builtin_workload(workload.removeprefix(BUILTIN_PREFIX), applications, seed=seed), applications
+    return load_workload(workload, applications), applications
