@@ -1,0 +1,27 @@
+"""The ``pollux`` command. Parses, calls, prints; everything it does can be done from Python without it."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Console entry point. Its libraries are an extra, so they are looked for here and not at import."""
+    try:
+        import rich  # noqa: F401
+        import typer  # noqa: F401
+
+        from pollux.cli.main import app
+    except KeyboardInterrupt:  # before the command that would answer it is there
+        raise SystemExit(130) from None
+    except ModuleNotFoundError as error:
+        if error.name not in ("rich", "typer"):
+            raise
+        print(
+            f'the pollux command needs {error.name}, which is not installed: pip install "pollux[cli]"', file=sys.stderr
+        )
+        raise SystemExit(2) from None
+    app(prog_name="pollux")
+
+
+__all__ = ["main"]

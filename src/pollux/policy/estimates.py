@@ -23,7 +23,7 @@ def step_s(job: JobView, num_replicas: int, nodes: tuple[Node, ...]) -> float:
         return math.inf
     total = job.spec.requested_batch_size or limits.initial
     batch = fixed_batch(total, num_replicas, limits)
-    spans = num_replicas > max(node.num_slots for node in nodes)
+    spans = num_replicas > max((node.num_slots for node in nodes), default=0)
     return float(iteration_s(params, 2 if spans else 1, num_replicas, *batch))
 
 

@@ -1,6 +1,6 @@
 """Optimus: greedy by marginal gain in completion time (Peng et al., EuroSys'18), with oracle, as in OSDI'21.
 
-Everybody gets one replica in order of submission, then one replica at a time goes to the job whose estimated remaining time it
+Everybody gets one replica (or the least it runs with) in order of submission, then one replica at a time goes to the job whose estimated remaining time it
 shortens most. Simplifications: the oracle replaces Optimus' convergence prediction; only workers are
 scheduled (the original also placed parameter servers). On a live cluster the fitted model stands in for the oracle.
 """
@@ -35,11 +35,12 @@ class OptimusPolicy:
         counts = [0] * len(jobs)
         queue: list[tuple[float, int]] = []  # (-gain, index): ties go to the job submitted first
         for index, job in enumerate(jobs):
-            if left < 1:
-                break
-            counts[index] = 1
-            left -= 1
-            gain = _gain(job, 1, remaining[index], snapshot.nodes) if left >= 1 else 0.0
+            least = job.spec.min_replicas
+            if left < least:
+                continue
+            counts[index] = least
+            left -= least
+            gain = _gain(job, least, remaining[index], snapshot.nodes) if left >= 1 else 0.0
             if gain > 0:
                 queue.append((-gain, index))
         heapq.heapify(queue)

@@ -32,6 +32,7 @@ from pollux.types import (
 )
 
 _EXPLORATION = 2  # a job may ask for this many times the replicas it has been profiled with
+_TIE = 1e-7  # of an idle job's cost: breaks ties, and is not seen otherwise
 _REMAINING_EXPONENT = -0.5  # weight of a job by its remaining time
 
 
@@ -112,10 +113,10 @@ def speedup_tables(snapshot: Snapshot, tables: GoodputTables) -> list[SpeedupTab
 def move_factor(job: JobView, settings: PolicySettings) -> float:
     """What a change of allocation multiplies the speedup with.
 
-    A job that holds nothing pays δ whenever it starts and wherever, so charging it would only make young jobs
-    count for more than older ones, and leave one that arrives this instant no reason to start at all.
+    A first start costs δ whenever and wherever it happens, so charging it would only make the youngest jobs count for more
+    than others, and leave one that arrives this instant no reason to start at all.
     """
-    if not job.allocation and not settings.charges_starts:
+    if not job.has_started and not settings.charges_starts:
         return 1.0
     resize_s = settings.resize_s
     return max(job.age_s - (job.num_restarts or 0) * resize_s, 0.0) / max(job.age_s + resize_s, 1e-9)
@@ -156,12 +157,13 @@ class Round:
         allowed[:, :, 0] = True
         column = weights[:, None, None]
         settled_cost = costs(settled, column, settings.p)
-        moved_cost = np.where(allowed, costs(settled * factors[:, None, None], column, settings.p), np.inf)
-        for row, job in enumerate(jobs):
-            count = job.allocation.num_replicas
-            is_within = count == 0 or job.spec.min_replicas <= count <= job.spec.max_replicas
-            if not (is_within or job.is_fixed):
-                settled_cost[row, :, count] = np.inf
+        moved_cost = costs(settled * factors[:, None, None], column, settings.p)
+        # Where a move is charged everything, running is still better than not running: a tie goes to running.
+        hopeless = factors < 1e-6
+        moved_cost[hopeless, :, 1:] -= _TIE * np.abs(moved_cost[hopeless, :, :1])
+        moved_cost = np.where(allowed, moved_cost, np.inf)
+        for row in _must_change(jobs, settings.avoid_interference):
+            settled_cost[row, :, jobs[row].allocation.num_replicas] = np.inf
         problem = PlacementProblem(
             capacity=capacity,
             settled_cost=settled_cost,
@@ -226,6 +228,22 @@ class Round:
             option_speedups=best,
             note="" if not math.isnan(table.fair_goodput) else "not measured yet: assumed to scale perfectly",
         )
+
+
+def _must_change(jobs: Sequence[JobView], exclusive_spans: bool) -> list[int]:
+    """Jobs that cannot keep what they hold: out of their bounds, or spanning onto a node that another job spans."""
+    spanned: set[str] = set()
+    found = []
+    for row, job in sorted(enumerate(jobs), key=lambda item: not item[1].is_fixed):
+        nodes = [node for node, _ in job.allocation.shares]
+        spans = len(nodes) > 1
+        is_within = not nodes or job.spec.min_replicas <= job.allocation.num_replicas <= job.spec.max_replicas
+        clashes = exclusive_spans and spans and not spanned.isdisjoint(nodes)
+        if (not is_within or clashes) and not job.is_fixed:
+            found.append(row)
+        elif spans:
+            spanned.update(nodes)
+    return found
 
 
 def _weights(jobs: Sequence[JobView], tables: Sequence[SpeedupTable], settings: PolicySettings) -> FloatArray:

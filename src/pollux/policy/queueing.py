@@ -26,7 +26,7 @@ class FifoPolicy:
 
     def decide(self, snapshot: Snapshot) -> Plan:
         running = [job for job in snapshot.jobs if job.allocation]
-        waiting = [job for job in snapshot.jobs if not job.allocation]
+        waiting = [job for job in snapshot.jobs if not job.allocation and not job.is_fixed]
         counts = {job.name: job.allocation.num_replicas for job in running}
         counts |= _admit(waiting, snapshot.num_slots - sum(counts.values()), lets_overtake=False)
         return Plan(allocations=place_counts(snapshot.nodes, snapshot.jobs, counts))

@@ -17,7 +17,7 @@ from pollux.policy.knapsack import solve_knapsack
 from pollux.policy.placement import Placement, PlacementProblem, Shares, place
 from pollux.policy.search import improve
 
-_WORTH_SEARCHING = 0.02  # distance to the bound, in mean job costs, below which searching stops
+_WORTH_IT = 0.02  # gain, in mean job costs, that is worth searching for, and worth moving jobs for
 _MAX_REFINEMENTS = 4
 _SEARCH_ROUNDS = 20
 
@@ -34,7 +34,7 @@ def solve(problem: PlacementProblem, rng: np.random.Generator) -> Solution:
     """The best allocation found and a bound on all of them."""
     knapsack = solve_knapsack(problem.count_costs(), int(problem.capacity.sum()))
     bound = knapsack.lower_bound
-    tolerance = _WORTH_SEARCHING * abs(bound) / max(problem.num_jobs, 1)
+    tolerance = _WORTH_IT * abs(bound) / max(problem.num_jobs, 1)
     best = place(problem, knapsack.counts)
     method = "knapsack" if knapsack.is_exact else "price"
     if best.total_cost - bound > tolerance:
@@ -52,6 +52,9 @@ def solve(problem: PlacementProblem, rng: np.random.Generator) -> Solution:
             if not _is_better(moved.total_cost, best.total_cost):
                 break
             best = moved
+    stay = float(problem.keep_cost.sum())
+    if stay <= best.total_cost + tolerance:
+        best, method = _as_placement(problem, problem.current), "stay"
     return Solution(best.shares, best.total_cost, min(bound, best.total_cost), method)
 
 

@@ -69,7 +69,9 @@ class SoloTimes:
         device, accum, allowed = candidate_batches(num_replicas, application.limits)
         configs = sorted(set(zip(device[allowed].tolist(), accum[allowed].tolist(), strict=True)))
         if not configs:
-            raise SimulationError(f"application {name!r}: no batch within {application.limits} fits {num_replicas} GPUs")
+            raise SimulationError(
+                f"application {name!r}: no batch within {application.limits} fits {num_replicas} GPUs"
+            )
         placement = dense_placement(num_replicas, self._gpus_per_node)
         times_s = np.array(
             [application.step_time(DEFAULT_ACCELERATOR, placement, m).iteration_s(s) for m, s in configs]

@@ -1,7 +1,7 @@
 """Workloads made up: jobs that arrive over the day, sized as users who tuned them would.
 
-As in the OSDI'21 paper's evaluation: jobs arrive by the time of day of Microsoft's Philly trace, small ones are many and
-large ones few, and each asks for a configuration that makes fair use of its GPUs. Everything is drawn from one
+As in the OSDI'21 paper's evaluation: jobs arrive by the time of day of Microsoft's Philly trace, small ones are many
+and large ones few, and each asks for a configuration that makes fair use of its GPUs. Everything is drawn from one
 seeded generator, so a seed names a workload.
 """
 

@@ -1,8 +1,8 @@
 """One HTML file that shows what simulations came to; it works offline and needs nothing beside itself.
 
-Figures are made here as plain data; the page's own few lines of JavaScript colour them for a light or dark screen and hand
-them to plotly.js, which comes out of the installed plotly package. Colours are names ("@0", "@muted") until then.
-Everything that a user may have named is escaped.
+Figures are made here as plain data; the page's own few lines of JavaScript colour them for a light or dark screen
+and hand them to plotly.js, which comes out of the installed plotly package. Colours are names ("@0", "@muted") until
+then. Everything that a user may have named is escaped.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from pollux.errors import PolluxError
-from pollux.simulator.result import SimulationResult, group_results
+from pollux.simulator.result import SimulationResult, group_results, mean_of
 
 MAX_GANTT_JOBS = 60  # the busiest; more rows than these cannot be told apart
 _MAX_CDF_POINTS = 500
@@ -99,7 +99,7 @@ def _workload_section(key: str, workload: str, by_policy: ByPolicy, figures: dic
     span = max(seeds[0].makespan_s for seeds in by_policy.values())
     rows = _busiest_jobs(by_policy)
     gantts = [
-        figure(f"gantt{index}", _gantt(seeds[0], rows, unit, span), policy)
+        figure(f"gantt{index}", _gantt(seeds[0], rows, unit, span), policy, is_wide=len(by_policy) == 1)
         for index, (policy, seeds) in enumerate(by_policy.items())
     ]
     decided = "".join(
@@ -108,10 +108,14 @@ def _workload_section(key: str, workload: str, by_policy: ByPolicy, figures: dic
         for index, (policy, seeds) in enumerate(by_policy.items())
         if seeds[0].decisions.time_s
     )
-    chips = "".join(
-        f'<button class="chip" data-policy="{index}" aria-pressed="true">'
-        f'<i style="background:var(--c{index % _NUM_POLICY_COLOURS})"></i>{html.escape(policy)}</button>'
-        for index, policy in enumerate(by_policy)
+    chips = (
+        ""
+        if len(by_policy) == 1
+        else "".join(
+            f'<button class="chip" data-policy="{index}" aria-pressed="true">'
+            f'<i style="background:var(--c{index % _NUM_POLICY_COLOURS})"></i>{html.escape(policy)}</button>'
+            for index, policy in enumerate(by_policy)
+        )
     )
     heat = "".join(
         f'<span class="key"><i style="background:var(--h{index})"></i>{label}</span>'
@@ -138,19 +142,8 @@ def _workload_section(key: str, workload: str, by_policy: ByPolicy, figures: dic
 </section>"""
 
 
-def _mean(seeds: Sequence[SimulationResult], name: str) -> float:
-    """A headline number of one policy; dots reach into spreads."""
-    total = 0.0
-    for result in seeds:
-        value: Any = result
-        for part in name.split("."):
-            value = getattr(value, part)
-        total += float(value)
-    return total / len(seeds)
-
-
 def _headline(by_policy: ByPolicy) -> str:
-    ranked = sorted((_mean(seeds, "jct_s.mean"), policy) for policy, seeds in by_policy.items())
+    ranked = sorted((mean_of(seeds, "jct_s.mean"), policy) for policy, seeds in by_policy.items())
     best_s, best = ranked[0]
     text = f"<b>{html.escape(best)}</b> finishes a job after {_duration(best_s)} on average"
     if len(ranked) > 1 and best_s > 0:
@@ -177,7 +170,7 @@ _HIGHER_IS_BETTER = {"efficiency_mean"}
 
 def _table(by_policy: ByPolicy) -> str:
     heads = "".join(f'<th title="{html.escape(tip)}">{html.escape(head)}</th>' for head, tip, *_ in _COLUMNS)
-    values = {policy: [_mean(seeds, column[2]) for column in _COLUMNS] for policy, seeds in by_policy.items()}
+    values = {policy: [mean_of(seeds, column[2]) for column in _COLUMNS] for policy, seeds in by_policy.items()}
     best = [
         (max if column[2] in _HIGHER_IS_BETTER else min)(row[index] for row in values.values())
         for index, column in enumerate(_COLUMNS)
@@ -187,7 +180,7 @@ def _table(by_policy: ByPolicy) -> str:
         cells = []
         for (_, _, _, form, has_ratio), value, least in zip(_COLUMNS, row, best, strict=True):
             text = {"duration": _duration, "ms": _milliseconds}.get(form, lambda v, f=form: format(v, f))(value)
-            ratio = f"<small>{value / least:.2f}×</small>" if has_ratio and least > 0 else ""
+            ratio = f"<small>{value / least:.2f}×</small>" if has_ratio and least > 0 and len(values) > 1 else ""
             is_best = ' class="best"' if value == least and len(values) > 1 else ""
             cells.append(f"<td{is_best}>{text}{ratio}</td>")
         swatch = f'<i style="background:var(--c{index % _NUM_POLICY_COLOURS})"></i>'
@@ -362,10 +355,15 @@ def _decisions(result: SimulationResult, unit: _TimeUnit, index: int) -> Figure:
     start = min(job.submitted_at for job in result.jobs)
     x = [unit.of(at - start) for at in decisions.time_s]
     lines: tuple[tuple[str, Sequence[float], str, dict[str, Any]], ...] = (
-        ("upper bound", decisions.upper_bound, "%{y:.3f}", {"line": _DOTTED}),
-        ("changing nothing", decisions.fitness_before, "%{y:.3f}", {"line": {"color": "@6", "width": 1}}),
-        ("fitness", decisions.fitness, "%{y:.3f}", {}),
-        ("gap", decisions.gap, "%{y:.2%}", {"yaxis": "y2", "line": {"color": "@3", "width": 1.5}}),
+        ("upper bound", decisions.upper_bound, "%{y:.3f}", {"line": {**_DOTTED, "shape": "hv"}}),
+        (
+            "changing nothing",
+            decisions.fitness_before,
+            "%{y:.3f}",
+            {"line": {"color": "@6", "width": 1, "shape": "hv"}},
+        ),
+        ("fitness", decisions.fitness, "%{y:.3f}", {"line": {"shape": "hv"}}),
+        ("gap", decisions.gap, "%{y:.2%}", {"yaxis": "y2", "line": {"color": "@3", "width": 1.5, "shape": "hv"}}),
     )
     traces = [_line(index, name, x, _numbers(y), hovertemplate=form, **more) for name, y, form, more in lines]
     for trace in traces:

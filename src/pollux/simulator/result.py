@@ -1,8 +1,9 @@
 """What came out of a simulation: one value per run that can be printed, plotted, written down and compared.
 
-Definitions. JCT: end of a job minus its submission. Makespan: last end minus first submission. Utilisation: GPU-seconds held
-by jobs / GPU-seconds of the cluster while at least one job was present. Efficiency: statistical efficiency of the batch
-sizes in use, weighted by replicas and time. ρ: see :mod:`pollux.simulator.fairness`. Percentiles interpolate linearly.
+Definitions. JCT: end of a job minus its submission. Makespan: last end minus first submission. Utilisation:
+GPU-seconds held by jobs / GPU-seconds of the cluster while at least one job was present. Efficiency: statistical
+efficiency of the batch sizes in use, weighted by replicas and time. ρ: see :mod:`pollux.simulator.fairness`.
+Percentiles interpolate linearly.
 """
 
 from __future__ import annotations
@@ -248,6 +249,17 @@ def group_results(results: Iterable[SimulationResult]) -> dict[str, dict[str, li
     for result in results:
         groups.setdefault(result.workload, {}).setdefault(result.policy, []).append(result)
     return groups
+
+
+def mean_of(results: Sequence[SimulationResult], name: str) -> float:
+    """The mean of a number over results (seeds, say); dots in its name reach into spreads: "jct_s.p99"."""
+    values = []
+    for result in results:
+        value: Any = result
+        for part in name.split("."):
+            value = getattr(value, part)
+        values.append(float(value))
+    return math.fsum(values) / len(values)
 
 
 # Files ----------------------------------------------------------------------------------------

@@ -1,0 +1,270 @@
+"""``pollux compare``: every policy on every workload with every seed, in parallel processes, side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pollux.cli.parallel import run_all
+from pollux.cli.simulate import (
+    WORKLOAD_HELP,
+    EventsOption,
+    GpusOption,
+    HtmlOption,
+    InterferenceOption,
+    IntervalOption,
+    JsonOption,
+    MaxNodesOption,
+    MemoryOption,
+    MinNodesOption,
+    NodesOption,
+    OutputOption,
+    POption,
+    ResizeOption,
+    Setup,
+    Switch,
+    TracesOption,
+    Weights,
+    WeightsOption,
+    announce,
+    check_outputs,
+    check_setup,
+    command_line,
+    load_setup,
+    make_config,
+    output_console,
+)
+from pollux.errors import InvalidValueError
+from pollux.policy import PolicySettings
+from pollux.simulator.report import html_report, require_plotly
+from pollux.simulator.result import SimulationResult, group_results, mean_of, write_json, write_text
+from pollux.simulator.workload import Workload
+from pollux.version import __version__
+
+FORMAT = "pollux-compare/1"
+
+
+def parse_seeds(text: str | None, single: Sequence[int]) -> list[int]:
+    """Of ``--seeds 0,1`` or ``--seed 0 --seed 1``; 0 if neither is given.
+
+    Raises:
+        InvalidValueError: both are, or one is not a whole number from 0 on.
+    """
+    if text is not None and single:
+        raise InvalidValueError("--seeds and --seed say the same thing; give one of them")
+    words = [word.strip() for word in text.split(",")] if text is not None else [str(seed) for seed in single]
+    for word in words:
+        if not word.isdecimal():
+            raise InvalidValueError(f"seeds {text or ', '.join(words)!r}; whole numbers from 0 on, as in 0,1,2")
+    return list(dict.fromkeys(int(word) for word in words)) or [0]
+
+
+def check_all(setups: Sequence[Setup]) -> tuple[list[int], list[str]]:
+    """(number of jobs, name of the workload) of each, once all of them are known to be usable.
+
+    Two files of the same name in different directories are told apart by their whole path.
+    """
+    loaded: dict[tuple[str, int], Workload] = {}
+    for setup in setups:
+        key = (setup.workload, setup.settings.seed)
+        if key not in loaded:
+            loaded[key] = load_setup(setup)
+        check_setup(setup, loaded[key])
+    workloads = [loaded[setup.workload, setup.settings.seed] for setup in setups]
+    origins: dict[str, set[str]] = {}
+    for setup, workload in zip(setups, workloads, strict=True):
+        origins.setdefault(workload.name, set()).add(setup.workload)
+    names = [
+        workload.name if len(origins[workload.name]) == 1 else setup.workload
+        for setup, workload in zip(setups, workloads, strict=True)
+    ]
+    return [len(workload.jobs) for workload in workloads], names
+
+
+def run_setups(setups: Sequence[Setup], num_processes: int) -> list[SimulationResult]:
+    """Check all, then run all; results are in the order of the setups."""
+    num_jobs, names = check_all(setups)
+    results = run_all(setups, num_jobs, num_processes)
+    return [dataclasses.replace(result, workload=name) for result, name in zip(results, names, strict=True)]
+
+
+# Printing -------------------------------------------------------------------------------------
+
+# (heading, attribute, format, factor, rank: the highest are left out first where the terminal is narrow)
+_COLUMNS: tuple[tuple[str, str, str, float, int], ...] = (
+    ("avg JCT s", "jct_s.mean", ",.0f", 1, 0),
+    ("p50 JCT s", "jct_s.p50", ",.0f", 1, 6),
+    ("p99 JCT s", "jct_s.p99", ",.0f", 1, 1),
+    ("makespan h", "makespan_s", ",.2f", 1 / 3600, 2),
+    ("ρ p99", "rho.p99", ".2f", 1, 5),
+    ("ρ worst", "rho.max", ".2f", 1, 3),
+    ("restarts", "restarts_mean", ".2f", 1, 8),
+    ("GPU-h", "gpu_hours", ",.0f", 1, 7),
+    ("effic. %", "efficiency_mean", ".0f", 100, 4),
+    ("decision ms", "decision_s.mean", ".2f", 1000, 9),
+)
+
+
+def policy_table(console: Console, title: str, by_policy: Mapping[str, Sequence[SimulationResult]]) -> Table:
+    """Policies as rows, with as many columns as fit."""
+    unlimited = console.options.update(width=10_000)
+    for max_rank in range(len(_COLUMNS), 0, -1):
+        table = _table(title, by_policy, max_rank)
+        if console.measure(table, options=unlimited).maximum <= console.width:
+            break
+    return table
+
+
+def _table(title: str, by_policy: Mapping[str, Sequence[SimulationResult]], max_rank: int) -> Table:
+    """The mean over each policy's results, and how many times the best one's JCT that is."""
+    columns = [column for column in _COLUMNS if column[-1] <= max_rank]
+    table = Table(title=Text(title), title_justify="left")
+    table.add_column("policy", no_wrap=True)
+    table.add_column("× best", justify="right", no_wrap=True)
+    for heading, *_ in columns:
+        table.add_column(heading, justify="right", no_wrap=True)
+    averages = {policy: mean_of(results, "jct_s.mean") for policy, results in by_policy.items()}
+    best = min(averages.values())
+    for policy, results in by_policy.items():
+        is_best = averages[policy] == best
+        ratio = averages[policy] / best if best > 0 else 1.0
+        cells = [f"{mean_of(results, name) * factor:{form}}" for _, name, form, factor, _ in columns]
+        table.add_row(Text(policy), f"{ratio:.2f}", *cells, style="bold" if is_best else "")
+    return table
+
+
+def print_tables(console: Console, results: Sequence[SimulationResult]) -> None:
+    """One table per workload; with several, one more of the means over them."""
+    groups = group_results(results)
+    for workload, by_policy in groups.items():
+        num_seeds = max(len(seeds) for seeds in by_policy.values())
+        title = workload + (f" (mean of {num_seeds} seeds)" if num_seeds > 1 else "")
+        console.print(policy_table(console, title, by_policy))
+    if len(groups) > 1:
+        by_policy = {}
+        for result in results:
+            by_policy.setdefault(result.policy, []).append(result)
+        console.print(policy_table(console, f"all {len(groups)} workloads (mean)", by_policy))
+
+
+def comparison_json(results: Sequence[SimulationResult]) -> dict[str, Any]:
+    """What ``--output`` and ``--json`` give: the means by workload and policy, and every run without its series."""
+    summary = []
+    for workload, by_policy in group_results(results).items():
+        best = min(mean_of(seeds, "jct_s.mean") for seeds in by_policy.values())
+        for policy, seeds in by_policy.items():
+            average = mean_of(seeds, "jct_s.mean")
+            summary.append(
+                {
+                    "workload": workload,
+                    "policy": policy,
+                    "seeds": [result.config["policy_settings"]["seed"] for result in seeds],
+                    "ratio_to_best": average / best if best > 0 else 1.0,
+                    "avg_jct_s": average,
+                    "p50_jct_s": mean_of(seeds, "jct_s.p50"),
+                    "p99_jct_s": mean_of(seeds, "jct_s.p99"),
+                    "makespan_s": mean_of(seeds, "makespan_s"),
+                    "rho_p99": mean_of(seeds, "rho.p99"),
+                    "rho_max": mean_of(seeds, "rho.max"),
+                    "restarts_mean": mean_of(seeds, "restarts_mean"),
+                    "gpu_hours": mean_of(seeds, "gpu_hours"),
+                    "efficiency_mean": mean_of(seeds, "efficiency_mean"),
+                    "decision_s": mean_of(seeds, "decision_s.mean"),
+                }
+            )
+    return {
+        "format": FORMAT,
+        "pollux_version": __version__,
+        "summary": summary,
+        "results": [result.to_json(with_series=False) for result in results],
+    }
+
+
+# Command --------------------------------------------------------------------------------------
+
+
+def compare(
+    workload: Annotated[
+        list[str], typer.Option("--workload", metavar="FILE|builtin:NAME", help=WORKLOAD_HELP + " May be repeated.")
+    ],
+    policy: Annotated[list[str], typer.Option("--policy", metavar="NAME", help="A policy. May be repeated.")],
+    traces: TracesOption = None,
+    seeds: Annotated[str | None, typer.Option("--seeds", metavar="0,1,..", help="Seeds to average over.")] = None,
+    seed: Annotated[list[int] | None, typer.Option("--seed", help="One seed. May be repeated.")] = None,
+    jobs: Annotated[int | None, typer.Option("--jobs", help="Processes; one per core if left out.", min=1)] = None,
+    nodes: NodesOption = 16,
+    gpus_per_node: GpusOption = 4,
+    interval: IntervalOption = 60.0,
+    resize_s: ResizeOption = 30.0,
+    interference: InterferenceOption = 0.0,
+    min_nodes: MinNodesOption = None,
+    max_nodes: MaxNodesOption = None,
+    p: POption = -1.0,
+    weights: WeightsOption = Weights.EQUAL,
+    events: EventsOption = Switch.OFF,
+    profile_memory: MemoryOption = Switch.OFF,
+    output: OutputOption = None,
+    html: HtmlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run every policy on every workload and print them side by side."""
+    check_outputs(output, html)
+    if html is not None:
+        require_plotly()
+    config = make_config(
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        interval=interval,
+        resize_s=resize_s,
+        interference=interference,
+        events=events,
+        profile_memory=profile_memory,
+        min_nodes=min_nodes,
+        max_nodes=max_nodes,
+    )
+    all_seeds = parse_seeds(seeds, seed or [])
+    workloads, policies = list(dict.fromkeys(workload)), list(dict.fromkeys(policy))
+    setups = [
+        Setup(
+            workload=source,
+            traces=traces,
+            policy=name,
+            config=config,
+            settings=PolicySettings(p=p, resize_s=resize_s, weights=weights.value, seed=number),
+        )
+        for source, name, number in itertools.product(workloads, policies, all_seeds)
+    ]
+    results = run_setups(setups, jobs or os.cpu_count() or 1)
+    if output is not None:
+        write_json(output, comparison_json(results))
+        announce(output)
+    if html is not None:
+        arguments = [
+            *(("--workload", source) for source in workloads),
+            *(("--policy", name) for name in policies),
+            ("--seeds", ",".join(map(str, all_seeds))),
+        ]
+        command = command_line("compare", arguments, setups[0])
+        write_text(html, html_report(results, title=report_title(results), command=command))
+        announce(html)
+    if as_json:
+        typer.echo(json.dumps(comparison_json(results), indent=1, allow_nan=False))
+    else:
+        print_tables(output_console(), results)
+
+
+def report_title(results: Sequence[SimulationResult]) -> str:
+    groups = group_results(results)
+    num_policies = len({result.policy for result in results})
+    where = next(iter(groups)) if len(groups) == 1 else f"{len(groups)} workloads"
+    return f"{num_policies} {'policies' if num_policies > 1 else 'policy'} on {Path(where).name}"

@@ -1,0 +1,65 @@
+"""The ``pollux`` command line: its sub-commands, and how they fail.
+
+Errors raised on purpose become one line on stderr and exit code 2, as bad usage does; Ctrl-C is 130. Anything else is
+a bug and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+from typer.core import TyperGroup
+
+from pollux.cli.compare import compare
+from pollux.cli.demo import demo
+from pollux.cli.simulate import simulate
+from pollux.cli.workload import app as workload_app
+from pollux.errors import PolluxError
+from pollux.version import __version__
+
+EXIT_BAD_USAGE = 2
+EXIT_INTERRUPTED = 130
+
+
+class OneLineErrors(TyperGroup):
+    """Turns our own exceptions into one line and an exit code, for every command below it."""
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except PolluxError as error:
+            typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+            raise typer.Exit(EXIT_BAD_USAGE) from None
+        except KeyboardInterrupt:
+            raise typer.Exit(EXIT_INTERRUPTED) from None
+
+
+app = typer.Typer(
+    cls=OneLineErrors,
+    help="A co-adaptive scheduler for deep-learning clusters.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"pollux {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+    ] = False,
+) -> None:
+    """A co-adaptive scheduler for deep-learning clusters."""
+
+
+app.command()(simulate)
+app.command()(compare)
+app.command()(demo)
+app.add_typer(workload_app, name="workload")

@@ -1,0 +1,174 @@
+"""Many simulations at once: one process each, a live display, and nothing left running afterwards.
+
+Workers write how many jobs are done into shared memory and look there whether to stop, so there is no queue to drain
+and no lock to be left held by a process that was killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
+from typing import Any
+
+from rich.progress import Progress
+
+from pollux.cli.simulate import Setup, progress_bar, run_setup
+from pollux.errors import SimulationError
+from pollux.simulator.result import SimulationResult
+
+_REFRESH_S = 0.1
+_SINGLE_THREADED = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")  # one core per worker is enough
+
+
+def run_all(setups: Sequence[Setup], num_jobs: Sequence[int], num_processes: int) -> list[SimulationResult]:
+    """Simulate all; results are in the order of ``setups``, ``num_jobs`` are theirs.
+
+    Raises:
+        PolluxError: what the first failing simulation raised; the others are stopped.
+    """
+    with progress_bar() as progress:
+        display = _Display(progress, setups, num_jobs)
+        if min(len(setups), num_processes) == 1:
+            results = []
+            for index, setup in enumerate(setups):
+                results.append(run_setup(setup, functools.partial(display.show, index)))
+                display.finish(index)
+            return results
+        return _run_in_processes(setups, min(len(setups), num_processes), display)
+
+
+class _Display:
+    """One bar for everything, and one for each simulation under way."""
+
+    def __init__(self, progress: Progress, setups: Sequence[Setup], num_jobs: Sequence[int]) -> None:
+        self._progress, self._num_jobs = progress, num_jobs
+        self._done = [0] * len(setups)
+        self._total = progress.add_task(f"{len(setups)} simulations", total=sum(num_jobs))
+        several_seeds = len({setup.settings.seed for setup in setups}) > 1
+        self._bars = [
+            progress.add_task(
+                f"  {setup.policy} · {setup.workload}" + (f" · seed {setup.settings.seed}" if several_seeds else ""),
+                total=total,
+                visible=False,
+            )
+            for setup, total in zip(setups, num_jobs, strict=True)
+        ]
+
+    def show(self, index: int, num_done: int) -> None:
+        if num_done != self._done[index]:
+            self._done[index] = num_done
+            self._progress.update(self._bars[index], completed=num_done, visible=num_done < self._num_jobs[index])
+            self._progress.update(self._total, completed=sum(self._done))
+
+    def finish(self, index: int) -> None:
+        self.show(index, self._num_jobs[index])
+
+
+def _run_in_processes(setups: Sequence[Setup], num_processes: int, display: _Display) -> list[SimulationResult]:
+    context = multiprocessing.get_context("spawn")  # a fork would copy this process's threads' locks
+    done = context.RawArray("i", len(setups))
+    stop = context.RawValue("b", 0)
+    pool = ProcessPoolExecutor(num_processes, context, _begin_work, (done, stop))
+    futures: list[Future[SimulationResult]] = []
+    try:
+        with _terminate_as_interrupt():
+            with _worker_environment():
+                futures += [pool.submit(_work, index, setup) for index, setup in enumerate(setups)]
+            pending = set(futures)
+            while pending:
+                finished, pending = wait(pending, timeout=_REFRESH_S, return_when=FIRST_COMPLETED)
+                for index, num_done in enumerate(done):
+                    display.show(index, num_done)
+                for future in finished:
+                    future.result()  # an error ends the comparison now
+                    display.finish(futures.index(future))
+        return [future.result() for future in futures]
+    except BrokenProcessPool as error:
+        raise SimulationError("a worker process died (out of memory?); try fewer with --jobs") from error
+    finally:
+        stop.value = 1
+        pool.shutdown(wait=True, cancel_futures=True)
+
+
+@contextlib.contextmanager
+def _worker_environment() -> Iterator[None]:
+    """What processes started inside inherit: one thread each, and deaf to Ctrl-C, which this process answers for them.
+
+    Both have to be in place before a worker imports anything, so its initialiser would be too late. A Ctrl-C that
+    comes meanwhile is kept and answered afterwards.
+    """
+    before = {name: os.environ.get(name) for name in _SINGLE_THREADED}
+    os.environ.update(dict.fromkeys(_SINGLE_THREADED, "1"))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
+def _terminate_as_interrupt() -> Iterator[None]:
+    """SIGTERM stops the workers too: it becomes an exception, as Ctrl-C is."""
+    if not _is_main_thread():
+        yield
+        return
+
+    def leave(number: int, frame: Any) -> None:
+        raise SystemExit(128 + number)
+
+    handler = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, handler)
+
+
+def _is_main_thread() -> bool:
+    return threading.current_thread() is threading.main_thread()
+
+
+# In a worker ----------------------------------------------------------------------------------
+
+_shared: tuple[Any, Any] | None = None  # (jobs done by setup, whether to stop)
+
+
+class _Stopped(Exception):
+    """The comparison is over; nobody waits for this simulation."""
+
+
+def _begin_work(done: Any, stop: Any) -> None:
+    global _shared
+    _shared = done, stop
+    threading.Thread(target=_leave_with_parent, daemon=True).start()
+
+
+def _leave_with_parent() -> None:
+    """A parent that was killed cannot stop its workers; they notice."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _work(index: int, setup: Setup) -> SimulationResult:
+    assert _shared is not None, "the initialiser runs before any work"
+    done, stop = _shared
+
+    def note(num_done: int) -> None:
+        if stop.value:
+            raise _Stopped
+        done[index] = num_done
+
+    return run_setup(setup, note)

@@ -1,0 +1,332 @@
+"""``pollux simulate``: one workload under one policy. Also what all simulating commands share: options and checks."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from pollux.errors import InputFileError, SimulationError
+from pollux.policy import PolicySettings, make_policy
+from pollux.scheduler.loop import SchedulerConfig
+from pollux.simulator.report import html_report, require_plotly
+from pollux.simulator.result import SimulationResult, summarise, write_json, write_text
+from pollux.simulator.run import SimulationConfig
+from pollux.simulator.run import simulate as run_simulation
+from pollux.simulator.source import load_source
+from pollux.simulator.workload import Workload
+from pollux.types import JobView, Snapshot
+
+# Options --------------------------------------------------------------------------------------
+
+
+class Switch(StrEnum):
+    ON = "on"
+    OFF = "off"
+
+
+class Weights(StrEnum):
+    EQUAL = "equal"
+    REMAINING = "remaining"
+
+
+_CLUSTER, _POLICY, _OUTPUT = "Cluster", "Policy", "Output"
+
+TracesOption = Annotated[
+    str | None,
+    typer.Option("--traces", metavar="DIR", help="Traces of the applications; built-in profiles if left out."),
+]
+NodesOption = Annotated[int, typer.Option("--nodes", help="Nodes.", rich_help_panel=_CLUSTER)]
+GpusOption = Annotated[int, typer.Option("--gpus-per-node", help="GPUs of each node.", rich_help_panel=_CLUSTER)]
+IntervalOption = Annotated[
+    float, typer.Option("--interval", help="Seconds between decisions.", rich_help_panel=_CLUSTER)
+]
+ResizeOption = Annotated[
+    float, typer.Option("--resize-s", help="Seconds that a start or resize takes.", rich_help_panel=_CLUSTER)
+]
+InterferenceOption = Annotated[
+    float,
+    typer.Option(
+        "--interference", help="Slowdown (0..1) of spanning jobs that share a node.", rich_help_panel=_CLUSTER
+    ),
+]
+MinNodesOption = Annotated[
+    int | None, typer.Option("--min-nodes", help="Auto-scale from this many nodes ...", rich_help_panel=_CLUSTER)
+]
+MaxNodesOption = Annotated[
+    int | None, typer.Option("--max-nodes", help="... up to this many.", rich_help_panel=_CLUSTER)
+]
+POption = Annotated[
+    float, typer.Option("--p", help="Exponent of the fitness: 1 is greedy, -10 very fair.", rich_help_panel=_POLICY)
+]
+WeightsOption = Annotated[
+    Weights,
+    typer.Option("--weights", help="All jobs alike, or shorter remaining work first.", rich_help_panel=_POLICY),
+]
+EventsOption = Annotated[
+    Switch, typer.Option("--events", help="Also decide when a job arrives or ends.", rich_help_panel=_POLICY)
+]
+MemoryOption = Annotated[
+    Switch,
+    typer.Option("--profile-memory", help="Let jobs start from what earlier ones measured.", rich_help_panel=_POLICY),
+]
+HtmlOption = Annotated[
+    Path | None, typer.Option("--html", metavar="FILE", help="Write a report to look at.", rich_help_panel=_OUTPUT)
+]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.", rich_help_panel=_OUTPUT)]
+OutputOption = Annotated[
+    Path | None, typer.Option("--output", metavar="FILE", help="Write the result as JSON.", rich_help_panel=_OUTPUT)
+]
+WORKLOAD_HELP = "A CSV file, or builtin:NAME."
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """One simulation, as plain data that can be handed to another process."""
+
+    workload: str
+    traces: str | None
+    policy: str
+    config: SimulationConfig
+    settings: PolicySettings
+
+
+def make_config(
+    *,
+    nodes: int,
+    gpus_per_node: int,
+    interval: float,
+    resize_s: float,
+    interference: float,
+    events: Switch,
+    profile_memory: Switch,
+    min_nodes: int | None = None,
+    max_nodes: int | None = None,
+) -> SimulationConfig:
+    """The options that describe the cluster, checked."""
+    config = SimulationConfig(
+        num_nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        interval_s=interval,
+        resize_s=resize_s,
+        interference=interference,
+        decides_on_events=events is Switch.ON,
+        remembers_profiles=profile_memory is Switch.ON,
+        min_nodes=min_nodes,
+        max_nodes=max_nodes,
+    )
+    SchedulerConfig(interval_s=interval, autoscale=config.autoscale)  # raises now what a run would raise later
+    return config
+
+
+# Before a run ---------------------------------------------------------------------------------
+
+
+def check_outputs(*paths: Path | None) -> None:
+    """Fail before a long run, not after it.
+
+    Raises:
+        InputFileError: one of the paths cannot be written, or two are the same.
+    """
+    seen: set[str] = set()
+    for path in paths:
+        if path is None:
+            continue
+        folder = path.parent
+        if path.is_dir():
+            raise InputFileError(path, "cannot be written: it is a directory; a file's name is needed")
+        if not folder.is_dir():
+            raise InputFileError(path, f"cannot be written: there is no directory {str(folder)!r}; create it first")
+        if not os.access(path if path.exists() else folder, os.W_OK):
+            raise InputFileError(path, "cannot be written: permission denied")
+        if os.path.realpath(path) in seen:
+            raise InputFileError(path, "named for two outputs; each needs its own file")
+        seen.add(os.path.realpath(path))
+
+
+def load_setup(setup: Setup) -> Workload:
+    """The workload of a simulation.
+
+    Raises:
+        PolluxError: the workload or the traces cannot be used.
+    """
+    workload, _ = load_source(setup.workload, setup.traces, setup.settings.seed)
+    return workload
+
+
+def check_setup(setup: Setup, workload: Workload) -> None:
+    """Fail before a long run, not in the middle of it.
+
+    Raises:
+        PolluxError: the policy cannot be used, or would never run one of the jobs.
+    """
+    policy = make_policy(setup.policy, setup.settings)
+    # A policy that gives jobs what they asked for would wait for ever for GPUs that there are not.
+    num_nodes = setup.config.max_nodes or setup.config.num_nodes
+    num_gpus = num_nodes * setup.config.gpus_per_node
+    large = [job for job in workload.jobs if (job.requested_replicas or 1) > num_gpus]
+    if large and not policy.needs_oracle:
+        nodes = SimulationConfig(num_nodes=num_nodes, gpus_per_node=setup.config.gpus_per_node).nodes()
+        for job in large:
+            alone = Snapshot(now=job.submitted_at, nodes=nodes, jobs=(JobView(spec=job, age_s=0.0),))
+            if not policy.decide(alone).allocation_of(job.name):
+                raise SimulationError(
+                    f"workload {setup.workload}: job {job.name!r} asks for {job.requested_replicas} GPUs, the cluster "
+                    f"has {num_gpus}; policy {setup.policy} would never run it"
+                )
+
+
+def run_setup(setup: Setup, on_jobs_done: Callable[[int], None]) -> SimulationResult:
+    """Simulate and sum up. ``on_jobs_done(number)`` is called after every decision."""
+    workload, applications = load_source(setup.workload, setup.traces, setup.settings.seed)
+    policy = make_policy(setup.policy, setup.settings)
+    run = run_simulation(workload, applications, policy, setup.config, lambda _, num_done: on_jobs_done(num_done))
+    return summarise(run, setup.settings)
+
+
+# Printing -------------------------------------------------------------------------------------
+
+
+def output_console() -> Console:
+    """For data. What goes to a file or pipe is not cut to the width of a terminal."""
+    return Console(width=None if sys.stdout.isatty() else 140, highlight=False)
+
+
+def progress_bar() -> Progress:
+    """On stderr, and only where somebody can see it move."""
+    return Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TextColumn("jobs"),
+        TimeElapsedColumn(),
+        console=Console(stderr=True),
+        disable=not sys.stderr.isatty(),
+        transient=True,
+    )
+
+
+def announce(path: Path) -> None:
+    typer.echo(f"wrote {path}", err=True)
+
+
+def command_line(command: str, arguments: Sequence[tuple[str, object]], setup: Setup) -> str:
+    """The command that repeats this: its own arguments, then every option that is not as by default."""
+    usual, usual_settings = SimulationConfig(), PolicySettings()
+    config, settings = setup.config, setup.settings
+    options: list[tuple[str, object, object]] = [
+        ("--traces", setup.traces, None),
+        ("--nodes", config.num_nodes, usual.num_nodes),
+        ("--gpus-per-node", config.gpus_per_node, usual.gpus_per_node),
+        ("--interval", config.interval_s, usual.interval_s),
+        ("--resize-s", config.resize_s, usual.resize_s),
+        ("--interference", config.interference, usual.interference),
+        ("--events", "on" if config.decides_on_events else "off", "off"),
+        ("--profile-memory", "on" if config.remembers_profiles else "off", "off"),
+        ("--min-nodes", config.min_nodes, None),
+        ("--max-nodes", config.max_nodes, None),
+        ("--p", settings.p, usual_settings.p),
+        ("--weights", settings.weights, usual_settings.weights),
+    ]
+    words = ["pollux", command]
+    for name, value in [*arguments, *((name, value) for name, value, default in options if value != default)]:
+        words += [name, f"{value:g}" if isinstance(value, float) else str(value)]
+    return shlex.join(words)
+
+
+def result_table(result: SimulationResult) -> Table:
+    table = Table(title=Text(f"{result.policy} on {result.workload}"), show_header=False, title_justify="left")
+    table.add_column()
+    table.add_column(justify="right")
+    jct, rho, decision = result.jct_s, result.rho, result.decision_s
+    for name, value in (
+        ("jobs", f"{result.num_jobs}"),
+        ("average JCT", f"{jct.mean:,.1f} s"),
+        ("median JCT", f"{jct.p50:,.1f} s"),
+        ("99th percentile JCT", f"{jct.p99:,.1f} s"),
+        ("makespan", f"{result.makespan_s / 3600:,.2f} h"),
+        ("finish-time fairness ρ (mean, p99, worst)", f"{rho.mean:.2f}, {rho.p99:.2f}, {rho.max:.2f}"),
+        ("restarts per job", f"{result.restarts_mean:.2f}"),
+        ("GPU-hours held", f"{result.gpu_hours:,.1f}"),
+        ("node-hours", f"{result.node_hours:,.1f}"),
+        ("utilisation", f"{result.utilisation_mean:.1%}"),
+        ("statistical efficiency", f"{result.efficiency_mean:.1%}"),
+        ("decisions", f"{result.rounds:,}"),
+        ("one decision (mean, p99)", f"{decision.mean * 1e3:.2f} ms, {decision.p99 * 1e3:.2f} ms"),
+        ("simulated in", f"{result.wall_s:.2f} s"),
+    ):
+        table.add_row(name, value)
+    return table
+
+
+# Command --------------------------------------------------------------------------------------
+
+
+def simulate(
+    workload: Annotated[str, typer.Option("--workload", metavar="FILE|builtin:NAME", help=WORKLOAD_HELP)],
+    policy: Annotated[str, typer.Option("--policy", metavar="NAME", help="Which policy decides.")],
+    traces: TracesOption = None,
+    nodes: NodesOption = 16,
+    gpus_per_node: GpusOption = 4,
+    interval: IntervalOption = 60.0,
+    resize_s: ResizeOption = 30.0,
+    interference: InterferenceOption = 0.0,
+    min_nodes: MinNodesOption = None,
+    max_nodes: MaxNodesOption = None,
+    seed: Annotated[
+        int, typer.Option("--seed", help="Of the policy and of built-in workloads.", min=0, rich_help_panel=_POLICY)
+    ] = 0,
+    p: POption = -1.0,
+    weights: WeightsOption = Weights.EQUAL,
+    events: EventsOption = Switch.OFF,
+    profile_memory: MemoryOption = Switch.OFF,
+    output: OutputOption = None,
+    html: HtmlOption = None,
+    as_json: JsonOption = False,
+) -> None:
+    """Run a workload under a policy, in virtual time, and print how its jobs fared."""
+    check_outputs(output, html)
+    if html is not None:
+        require_plotly()
+    config = make_config(
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        interval=interval,
+        resize_s=resize_s,
+        interference=interference,
+        events=events,
+        profile_memory=profile_memory,
+        min_nodes=min_nodes,
+        max_nodes=max_nodes,
+    )
+    settings = PolicySettings(p=p, resize_s=resize_s, weights=weights.value, seed=seed)
+    setup = Setup(workload=workload, traces=traces, policy=policy, config=config, settings=settings)
+    loaded = load_setup(setup)
+    check_setup(setup, loaded)
+    with progress_bar() as progress:
+        bar = progress.add_task(policy, total=len(loaded.jobs))
+        result = run_setup(setup, lambda num_done: progress.update(bar, completed=num_done))
+    if output is not None:
+        write_json(output, result.to_json())
+        announce(output)
+    if html is not None:
+        arguments = [("--workload", workload), ("--policy", policy), ("--seed", seed)]
+        command = command_line("simulate", arguments, setup)
+        write_text(html, html_report([result], title=f"{result.policy} on {result.workload}", command=command))
+        announce(html)
+    if as_json:
+        typer.echo(json.dumps(result.to_json(), indent=1, allow_nan=False))
+    else:
+        output_console().print(result_table(result))

@@ -1,0 +1,234 @@
+from __future__ import annotations
+
+import dataclasses
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pollux.model.goodput import GoodputTables
+from pollux.policy import PolicySettings, make_policy
+from pollux.policy.fitness import EPSILON, costs, fitness
+from pollux.policy.pollux import PolluxPolicy, Round, max_replicas, move_factor, speedup_tables
+from pollux.policy.solver import solve
+from pollux.types import Allocation, Plan, Snapshot
+from tests.property.brute_force import least_cost
+from tests.snapshots import LIMITS, PARAMS, make_job, make_nodes, snapshots
+
+settings_of_interest = st.builds(
+    PolicySettings,
+    p=st.sampled_from([-1.0, -1.0, -3.0, 0.0, 0.5, 1.0]),
+    weights=st.sampled_from(["equal", "remaining"]),
+    resize_s=st.sampled_from([0.0, 5.0, 30.0]),
+    avoid_interference=st.booleans(),
+    charges_starts=st.booleans(),
+)
+
+
+def obvious_fitness(snapshot: Snapshot, plan: Plan, rules: PolicySettings) -> float:
+    """DESIGN's formula, job by job, for p = -1 and equal weights."""
+    tables = speedup_tables(snapshot, GoodputTables())
+    total = 0.0
+    for job, table in zip(snapshot.jobs, tables, strict=True):
+        allocation = plan.allocation_of(job.name)
+        speedup = float(table.speedups[int(allocation.num_nodes > 1), allocation.num_replicas])
+        if allocation != job.allocation:
+            speedup *= move_factor(job, rules)
+        total += job.spec.weight / (speedup + EPSILON)
+    return len(snapshot.jobs) / total - EPSILON
+
+
+@settings(max_examples=200)
+@given(snapshots(), settings_of_interest)
+def test_fitness_never_exceeds_its_bound_nor_falls_below_staying(snapshot, rules):
+    explanation = PolluxPolicy(rules).decide(snapshot).explanation
+    assert explanation is not None
+    tolerance = 1e-9 * max(1.0, abs(explanation.upper_bound))
+    assert explanation.fitness <= explanation.upper_bound + tolerance
+    assert explanation.fitness >= explanation.fitness_before - tolerance
+    assert 0 <= explanation.gap <= 1 + 1e-9
+
+
+@settings(max_examples=100)
+@given(snapshots())
+def test_the_reported_fitness_is_the_formula(snapshot):
+    if not snapshot.jobs:
+        return
+    rules = PolicySettings()
+    plan = PolluxPolicy(rules).decide(snapshot)
+    assert plan.explanation is not None
+    assert plan.explanation.fitness == pytest.approx(obvious_fitness(snapshot, plan, rules), rel=1e-6, abs=1e-9)
+
+
+@settings(max_examples=150)
+@given(snapshots())
+def test_at_most_one_spanning_job_per_node(snapshot):
+    plan = PolluxPolicy(PolicySettings()).decide(snapshot)
+    spans: dict[str, int] = {}
+    for allocation in plan.allocations.values():
+        if allocation.num_nodes > 1:
+            for node, _ in allocation.shares:
+                spans[node] = spans.get(node, 0) + 1
+    assert all(count == 1 for count in spans.values())
+
+
+@settings(max_examples=150)
+@given(snapshots())
+def test_nobody_is_given_more_than_twice_what_was_profiled(snapshot):
+    plan = PolluxPolicy(PolicySettings()).decide(snapshot)
+    for job in snapshot.jobs:
+        given_now = plan.allocation_of(job.name).num_replicas
+        assert given_now <= max(max_replicas(job, snapshot.num_slots), job.allocation.num_replicas)
+
+
+@settings(max_examples=150)
+@given(snapshots(max_nodes=3, max_slots=3, max_jobs=3), settings_of_interest)
+def test_against_brute_force(snapshot, rules):
+    """The bound holds, and what is found is the best there is, or very near it."""
+    if not snapshot.jobs:
+        return
+    round_ = Round.of(snapshot, speedup_tables(snapshot, GoodputTables()), rules)
+    solution = solve(round_.problem, np.random.default_rng(0))
+    best = least_cost(round_.problem)
+    slack = 1e-9 * max(1.0, abs(best))
+    assert solution.lower_bound <= best + slack
+    assert solution.cost >= best - slack
+    if rules.p == -1.0:
+        num_jobs = len(snapshot.jobs)
+        assert fitness(solution.cost, num_jobs, rules.p) + EPSILON >= 0.3 * (fitness(best, num_jobs, rules.p) + EPSILON)
+
+
+def test_almost_always_optimal_on_small_clusters():
+    """Brute force over a fixed sample: the mean ratio of fitness to the optimum."""
+    rng = np.random.default_rng(7)
+    ratios = []
+    for _ in range(150):
+        nodes = make_nodes(int(rng.integers(1, 4)), int(rng.integers(1, 4)))
+        free = {node.name: node.num_slots for node in nodes}
+        jobs = []
+        for index in range(int(rng.integers(1, 4))):
+            node = nodes[int(rng.integers(len(nodes)))]
+            count = int(rng.integers(0, free[node.name] + 1))
+            free[node.name] -= count
+            held = Allocation.of((node.name, count)) if count else Allocation()
+            theta = PARAMS._replace(alpha_n=float(rng.uniform(0.01, 1)), alpha_g=float(rng.uniform(0.01, 0.3)))
+            jobs.append(
+                make_job(
+                    f"j{index}",
+                    allocation=held,
+                    params={"gpu": theta},
+                    noise_scale=float(10 ** rng.uniform(1, 5)),
+                    age_s=float(rng.uniform(30, 5000)),
+                )
+            )
+        snapshot = Snapshot(now=0, nodes=nodes, jobs=tuple(jobs))
+        round_ = Round.of(snapshot, speedup_tables(snapshot, GoodputTables()), PolicySettings())
+        found = solve(round_.problem, rng).cost
+        ratios.append(least_cost(round_.problem) / found)
+    assert np.mean(ratios) > 0.99
+    assert np.mean(np.array(ratios) > 1 - 1e-9) > 0.95
+
+
+class TestObjective:
+    @given(st.lists(st.floats(0, 10), min_size=1, max_size=6), st.sampled_from([-2.0, -1.0, 0.5, 1.0]))
+    def test_costs_sum_up_to_the_power_mean(self, speedups, p):
+        total = float(costs(np.array(speedups), 1.0, p).sum())
+        shifted = np.array(speedups) + EPSILON
+        assert fitness(total, len(speedups), p) == pytest.approx(
+            float(np.mean(shifted**p) ** (1 / p)) - EPSILON, rel=1e-9, abs=1e-12
+        )
+
+    def test_p_zero_is_the_geometric_mean(self):
+        total = float(costs(np.array([1.0, 4.0]), 1.0, 0.0).sum())
+        assert fitness(total, 2, 0.0) == pytest.approx(2.0, rel=0.01)
+
+    def test_smaller_p_is_fairer(self):
+        """With one job that scales badly, a fairer mean gives it more."""
+        good = PARAMS._replace(alpha_r=1e-4, beta_r=1e-6, alpha_n=1e-4, beta_n=1e-6)
+        bad = PARAMS._replace(alpha_r=0.5, beta_r=0.2, alpha_n=1.0, beta_n=0.3)
+        jobs = (
+            make_job("bad", params={"gpu": bad}, noise_scale=10.0),
+            make_job("good", params={"gpu": good}, noise_scale=1e6),
+        )
+        snapshot = Snapshot(now=0, nodes=make_nodes(2), jobs=jobs)
+        given_to_good = {
+            p: PolluxPolicy(PolicySettings(p=p)).decide(snapshot).allocation_of("good").num_replicas
+            for p in (-4.0, 1.0)
+        }
+        assert given_to_good[1.0] >= given_to_good[-4.0]
+
+
+class TestBehaviour:
+    def test_a_job_that_arrives_this_instant_starts(self):
+        snapshot = Snapshot(now=0, nodes=make_nodes(1), jobs=(make_job("new", measured=False, age_s=0.0),))
+        assert PolluxPolicy(PolicySettings()).decide(snapshot).allocation_of("new").num_replicas == 1
+
+    def test_a_young_job_is_not_worth_moving_for_little(self):
+        held = Allocation.of(("n0", 4))
+        young = make_job("young", allocation=held, age_s=40.0, num_restarts=1)
+        snapshot = Snapshot(now=0, nodes=make_nodes(2), jobs=(young,))
+        assert PolluxPolicy(PolicySettings()).decide(snapshot).allocations == {"young": held}
+
+    def test_short_remaining_work_weighs_more_if_asked_to(self):
+        def share(weights: str) -> int:
+            jobs = tuple(
+                make_job(name, remaining_examples=examples) for name, examples in (("short", 1e5), ("long", 1e9))
+            )
+            snapshot = Snapshot(now=0, nodes=make_nodes(1, 8), jobs=jobs)
+            return PolluxPolicy(PolicySettings(weights=weights)).decide(snapshot).allocation_of("short").num_replicas
+
+        assert share("remaining") > share("equal")
+
+    def test_survivors_keep_their_rank(self):
+        held = Allocation.of(("n1", 4))
+        job = make_job("a", allocation=held, noise_scale=1e6, age_s=1e6)
+        snapshot = Snapshot(now=0, nodes=make_nodes(2), jobs=(job,))
+        after = PolluxPolicy(PolicySettings()).decide(snapshot).allocation_of("a")
+        assert after.num_replicas == 8
+        assert after.shares[0].node == "n1"
+
+    def test_the_plan_explains_itself(self):
+        jobs = (make_job("a", allocation=Allocation.of(("n0", 1)), age_s=1e5), make_job("b", measured=False))
+        plan = PolluxPolicy(PolicySettings()).decide(Snapshot(now=0, nodes=make_nodes(1), jobs=jobs))
+        assert plan.explanation is not None
+        a, b = plan.explanation.jobs
+        assert (a.job, a.before.num_replicas, a.after.num_replicas) == ("a", 1, 3)
+        assert a.has_changed and a.gain > 0
+        assert a.option_replicas.tolist() == [0, 1, 2, 3, 4]
+        assert np.all(np.diff(a.option_speedups) > 0)
+        assert a.option_speedups[2] == pytest.approx(1.0)  # the fair share of four slots for two jobs
+        assert "not measured" in b.note
+
+    @pytest.mark.parametrize("num_jobs", [1, 5, 17])
+    def test_commands_that_do_not_adapt_get_what_they_ask_for(self, num_jobs):
+        jobs = tuple(make_job(f"j{i}", batch=None, measured=False, requested_replicas=2) for i in range(num_jobs))
+        jobs = tuple(dataclasses.replace(job, spec=dataclasses.replace(job.spec, min_replicas=2)) for job in jobs)
+        plan = PolluxPolicy(PolicySettings()).decide(Snapshot(now=0, nodes=make_nodes(2), jobs=jobs))
+        found = [plan.allocation_of(job.name).num_replicas for job in jobs]
+        assert found.count(2) == min(num_jobs, 4)
+        assert set(found) <= {0, 2}
+
+
+def test_interference_avoidance_can_be_switched_off():
+    """Three jobs that want to span two nodes of three slots: only one may, unless interference is accepted."""
+    theta = PARAMS._replace(alpha_n=1e-6, beta_n=1e-8, alpha_r=1e-6, beta_r=1e-8)
+    jobs = tuple(make_job(f"j{i}", params={"gpu": theta}, noise_scale=1e9, min_replicas=2) for i in range(3))
+    snapshot = Snapshot(now=0, nodes=make_nodes(2, 3), jobs=jobs)
+
+    def running(avoid: bool) -> int:
+        plan = make_policy("pollux", PolicySettings(avoid_interference=avoid)).decide(snapshot)
+        return sum(bool(plan.allocation_of(job.name)) for job in jobs)
+
+    assert running(True) == 3  # 2 + 2 on a node each, and one that spans what is left
+    assert running(False) == 3
+
+
+def test_batch_limits_bound_the_replicas():
+    small = dataclasses.replace(LIMITS, maximum=256, device_min=64, device_max=128)
+    job = make_job("a", batch=small, max_profiled_replicas=64)
+    assert max_replicas(job, 64) == 4
+    for capacity, profiled in itertools.product((1, 8), (0, 2)):
+        explored = dataclasses.replace(make_job("a"), max_profiled_replicas=profiled)
+        assert max_replicas(explored, capacity) == min(capacity, max(2 * profiled, 1))
