@@ -202,46 +202,47 @@ class _Problem:
         alpha_g, _, alpha_n, beta_n, alpha_r, beta_r, gamma = theta.tolist()
         n = len(self.m)
         grad, sync = self._times(theta)
-        longer = np.maximum(grad, sync)
-        relative_grad, relative_sync = grad / longer, sync / longer
-        power_grad, power_sync = relative_grad**gamma, relative_sync**gamma
-        norm = power_grad + power_sync
-        log_norm = np.log(norm)
 
-        # d log T / dx, one row per coordinate.
-        jac_grad = np.zeros((7, n))
-        jac_grad[ALPHA_G] = alpha_g / grad
-        jac_grad[BETA_G] = 1.0 - jac_grad[ALPHA_G]
-        share_grad = power_grad / norm
-        jac_step = jac_grad * share_grad
+        # d log T / dx: the first n columns for T_grad, the others for T_step.
+        jac, errors = np.zeros((7, 2 * n)), np.empty(2 * n)
+        share_alpha = alpha_g / grad
+        jac[ALPHA_G, :n], jac[BETA_G, :n] = share_alpha, 1.0 - share_alpha
+        log_grad = np.log(grad)
+        np.subtract(log_grad, self.log_grad, out=errors[:n])
         if self.has_multi_node or self.has_local:
-            per_sync = power_sync / norm / np.where(sync > 0, sync, 1.0)
+            ratio = sync / grad
+            power = ratio**gamma
+            share_grad = 1.0 / (1.0 + power)
+            log_norm = -np.log(share_grad)
+            errors[n:] = log_grad + log_norm / gamma - self.log_step
+            np.multiply(jac[: BETA_G + 1, :n], share_grad, out=jac[: BETA_G + 1, n:])
+            share_sync = 1.0 - share_grad
+            per_sync = share_sync / np.maximum(sync, 1e-300)
             per_sync_n, per_sync_r = per_sync * self.spans, per_sync * self.local
-            jac_step[ALPHA_N] = alpha_n * per_sync_n
-            jac_step[BETA_N] = beta_n * self.extra * per_sync_n
-            jac_step[ALPHA_R] = alpha_r * per_sync_r
-            jac_step[BETA_R] = beta_r * self.extra * per_sync_r
-            # The longer of the two has relative time 1, whose logarithm drops out.
-            shorter = np.minimum(relative_grad, relative_sync)
-            log_shorter = np.log(np.where(shorter > 0, shorter, 1.0))
-            jac_step[GAMMA] = (np.minimum(power_grad, power_sync) * log_shorter / norm - log_norm / gamma) / gamma
+            jac[ALPHA_N, n:] = alpha_n * per_sync_n
+            jac[BETA_N, n:] = beta_n * (self.extra * per_sync_n)
+            jac[ALPHA_R, n:] = alpha_r * per_sync_r
+            jac[BETA_R, n:] = beta_r * (self.extra * per_sync_r)
+            jac[GAMMA, n:] = (share_sync * np.log(np.maximum(ratio, 1e-300)) - log_norm / gamma) / gamma
+        else:
+            np.subtract(log_grad, self.log_step, out=errors[n:])
+            jac[: BETA_G + 1, n:] = jac[: BETA_G + 1, :n]
 
-        error_grad = np.log(grad) - self.log_grad
-        error_step = np.log(longer) + log_norm / gamma - self.log_step
-        rmsle_grad = math.sqrt(float(error_grad @ error_grad) / n + _SMOOTH)
-        rmsle_step = math.sqrt(float(error_step @ error_step) / n + _SMOOTH)
+        rmsle_grad = math.sqrt(float(errors[:n] @ errors[:n]) / n + _SMOOTH)
+        rmsle_step = math.sqrt(float(errors[n:] @ errors[n:]) / n + _SMOOTH)
+        weighted = jac.copy()
+        weighted[:, :n] /= n * rmsle_grad
+        weighted[:, n:] /= n * rmsle_step
+        slope, curvature = weighted @ errors, weighted @ jac.T
+
         ratio_n, ratio_r = beta_n / alpha_n, beta_r / alpha_r
         priors = _GAMMA_WEIGHT * (gamma - 1.0) ** 2 + _RATIO_WEIGHT * (ratio_n**2 + ratio_r**2)
-
-        slope, curvature = np.zeros(7), np.zeros((7, 7))
-        for jac, error, rmsle in ((jac_grad, error_grad, rmsle_grad), (jac_step, error_step, rmsle_step)):
-            scaled = jac / (n * rmsle)
-            slope += scaled @ error
-            curvature += scaled @ jac.T
         slope[GAMMA] += 2 * _GAMMA_WEIGHT * (gamma - 1.0)
         curvature[GAMMA, GAMMA] += 2 * _GAMMA_WEIGHT
-        for alpha, beta, ratio in ((ALPHA_N, BETA_N, ratio_n), (ALPHA_R, BETA_R, ratio_r)):
-            pull = 2 * _RATIO_WEIGHT * ratio**2
+        for alpha, beta, pull in (
+            (ALPHA_N, BETA_N, 2 * _RATIO_WEIGHT * ratio_n**2),
+            (ALPHA_R, BETA_R, 2 * _RATIO_WEIGHT * ratio_r**2),
+        ):
             slope[alpha] -= pull
             slope[beta] += pull
             curvature[alpha, alpha] += pull

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from pollux.errors import InvalidValueError
+from pollux.policy.fitness import EPSILON
 from pollux.types import Plan, Snapshot
 
 WEIGHTINGS = ("equal", "remaining")
@@ -21,6 +22,7 @@ class PolicySettings:
     """What an operator may ask of a policy; each policy uses what applies to it."""
 
     p: float = -1.0  # exponent of the fitness: towards -inf fairer, 1 greedier
+    epsilon: float = EPSILON  # added to every speedup, so that waiting has a finite cost
     resize_s: float = 30.0  # δ: what a resize costs a job, in seconds
     weights: str = "equal"  # or "remaining": shorter remaining work weighs more
     avoid_interference: bool = True  # at most one spanning job per node
@@ -33,6 +35,8 @@ class PolicySettings:
             raise InvalidValueError(f"p = {self.p}; a finite number of at most 1 is needed (1: greedy, -10: very fair)")
         if not (math.isfinite(self.resize_s) and self.resize_s >= 0):
             raise InvalidValueError(f"resize cost of {self.resize_s} s; it must be a number >= 0")
+        if not (math.isfinite(self.epsilon) and self.epsilon > 0):
+            raise InvalidValueError(f"epsilon = {self.epsilon}; a small positive number is needed")
         if self.weights not in WEIGHTINGS:
             raise InvalidValueError(f"weights {self.weights!r}; known: {', '.join(WEIGHTINGS)}")
 

@@ -14,12 +14,14 @@ import numpy.typing as npt
 
 from pollux.types import FloatArray
 
-EPSILON = 0.004  # of the fair share's speedup; 0.001 x 4 GPUs a node in the artifact's scale
+EPSILON = 0.004  # of a speedup; the artifact has 0.001 times the GPUs of a node
 
 
-def costs(speedups: npt.ArrayLike, weights: npt.ArrayLike, p: float) -> FloatArray:
+def costs(
+    speedups: npt.ArrayLike, weights: npt.ArrayLike, p: float, epsilon: float = EPSILON
+) -> FloatArray:
     """Cost per job and option; ``weights`` broadcasts over ``speedups``."""
-    shifted = np.asarray(speedups, dtype=float) + EPSILON
+    shifted = np.asarray(speedups, dtype=float) + epsilon
     if p == 0:
         powered = -np.log(shifted)
     elif p == -1:
@@ -30,12 +32,12 @@ def costs(speedups: npt.ArrayLike, weights: npt.ArrayLike, p: float) -> FloatArr
     return result
 
 
-def fitness(total_cost: float, num_jobs: int, p: float) -> float:
+def fitness(total_cost: float, num_jobs: int, p: float, epsilon: float = EPSILON) -> float:
     """The power mean that a sum of costs stands for; 0 for no jobs."""
     if num_jobs == 0:
         return 0.0
     mean = total_cost / num_jobs
     if p == 0:
-        return math.exp(-mean) - EPSILON
+        return math.exp(-mean) - epsilon
     power = -math.copysign(1.0, p) * mean
-    return max(power, 0.0) ** (1.0 / p) - EPSILON if power > 0 else 0.0
+    return max(power, 0.0) ** (1.0 / p) - epsilon if power > 0 else 0.0

@@ -156,8 +156,8 @@ class Round:
         # An idle job has zero speedup whichever way one looks at it, and may always be idle.
         allowed[:, :, 0] = True
         column = weights[:, None, None]
-        settled_cost = costs(settled, column, settings.p)
-        moved_cost = costs(settled * factors[:, None, None], column, settings.p)
+        settled_cost = costs(settled, column, settings.p, settings.epsilon)
+        moved_cost = costs(settled * factors[:, None, None], column, settings.p, settings.epsilon)
         # Where a move is charged everything, running is still better than not running: a tie goes to running.
         hopeless = factors < 1e-6
         moved_cost[hopeless, :, 1:] -= _TIE * np.abs(moved_cost[hopeless, :, :1])
@@ -176,7 +176,7 @@ class Round:
 
     def plan(self, solution: Solution) -> Plan:
         """The solution by name, with its explanation."""
-        num_jobs, p = len(self.snapshot.jobs), self.settings.p
+        num_jobs, p, epsilon = len(self.snapshot.jobs), self.settings.p, self.settings.epsilon
         allocations: dict[str, Allocation] = {}
         decisions: list[JobDecision] = []
         for index, (job, shares) in enumerate(zip(self.snapshot.jobs, solution.shares, strict=True)):
@@ -187,9 +187,9 @@ class Round:
         return Plan(
             allocations=allocations,
             explanation=Explanation(
-                fitness_before=fitness(float(self.problem.keep_cost.sum()), num_jobs, p),
-                fitness=fitness(solution.cost, num_jobs, p),
-                upper_bound=fitness(solution.lower_bound, num_jobs, p),
+                fitness_before=fitness(float(self.problem.keep_cost.sum()), num_jobs, p, epsilon),
+                fitness=fitness(solution.cost, num_jobs, p, epsilon),
+                upper_bound=fitness(solution.lower_bound, num_jobs, p, epsilon),
                 jobs=tuple(decisions),
                 method=solution.method,
             ),

@@ -78,8 +78,9 @@ def _workload_section(key: str, workload: str, by_policy: ByPolicy, figures: dic
     first = runs[0]
     unit = _TimeUnit(max(result.makespan_s for result in runs))
     num_seeds = max(len(seeds) for seeds in by_policy.values())
-    num_gpus = max(first.series.gpus_total, default=0.0)
-    note = f"{first.num_jobs} jobs, {num_gpus:g} GPUs"
+    totals = first.series.gpus_total or (0.0,)
+    varies = max(totals) > min(totals)  # auto-scaled
+    note = f"{first.num_jobs} jobs, {'up to ' if varies else ''}{max(totals):.0f} GPUs"
     if num_seeds > 1:
         note += f", mean of {num_seeds} seeds; curves over time show the first seed, distributions all of them"
 
@@ -235,7 +236,7 @@ def _line(index: int, policy: str, x: Sequence[float], y: Sequence[float | None]
     return {
         "type": "scatter",
         "mode": "lines",
-        "name": html.escape(policy),
+        "name": html.escape(policy, quote=False),  # plotly's text knows &lt; but not &quot;
         "x": x,
         "y": y,
         "meta": index,
@@ -262,12 +263,15 @@ def _cdf(by_policy: ByPolicy, name: str) -> Figure:
                 hovertemplate="%{x:.3g}" + ("" if is_rho else " min") + ": %{y:.0%}",
             )
         )
+    seen = [value for trace in traces for value in trace["x"]]
+    mantissas = (1, 1.5, 2, 3, 5, 7) if max(seen) < 12 * min(seen) else (1, 3)
+    ticks = [mantissa * 10.0**power for power in range(-3, 6) for mantissa in mantissas]
     layout: dict[str, Any] = {
         "xaxis": {
             "type": "log",
             "title": {"text": "ρ (1: as fast as alone on a fair share)" if is_rho else "minutes"},
-            "tickvals": _LOG_TICKS,
-            "ticktext": [f"{tick:g}" for tick in _LOG_TICKS],
+            "tickvals": ticks,
+            "ticktext": [f"{tick:g}" for tick in ticks],
         },
         "yaxis": {"tickformat": ".0%", "range": [0, 1.02]},
     }
@@ -276,7 +280,6 @@ def _cdf(by_policy: ByPolicy, name: str) -> Figure:
     return {"data": traces, "layout": layout, "height": 320}
 
 
-_LOG_TICKS = [value * 10.0**power for power in range(-3, 6) for value in (1, 3)]
 _DOTTED = {"color": "@muted", "width": 1.5, "dash": "dot"}
 
 
@@ -330,9 +333,8 @@ def _gantt(result: SimulationResult, rows: set[str], unit: _TimeUnit, span_s: fl
             bars["base"].append(unit.of(begin - start))
             bars["x"].append(unit.of(end - begin))
             bars["colour"].append(f"@h{_replica_class(replicas)}")
-            bars["text"].append(
-                f"{html.escape(job.name)}<br>{replicas} GPU{'s' if replicas > 1 else ''} for {_duration(end - begin)}"
-            )
+            held = f"{replicas} GPU{'s' if replicas > 1 else ''} for {_duration(end - begin)}"
+            bars["text"].append(f"{html.escape(job.name, quote=False)}<br>{held}")
     common = {"type": "bar", "orientation": "h", "showlegend": False}
     traces = [
         {**common, "y": waits["y"], "base": waits["base"], "x": waits["x"], "width": 0.18, "hoverinfo": "skip"}

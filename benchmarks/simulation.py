@@ -1,0 +1,98 @@
+"""Whole simulations: average JCT and CPU time of Pollux, Tiresias and Optimus on the OSDI'21 workloads.
+
+    python benchmarks/simulation.py [--json] [--all]
+
+Uses ../shared/osdi21 where it is there (``--all``: every workload and load found), else the built-in workload. The artifact's own
+simulation of Pollux on workload 6 took 62.6 CPU-minutes; its average JCTs stand beside ours where published.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from pollux.policy import PolicySettings, make_policy
+from pollux.simulator.result import summarise
+from pollux.simulator.run import SimulationConfig, simulate
+from pollux.simulator.source import load_source
+
+OSDI21 = Path(__file__).resolve().parents[2] / "shared" / "osdi21"
+ARTIFACT_CPU_S = 62.6 * 60
+# Average JCT in seconds of the artifact's Pollux, by folder and workload.
+ARTIFACT_JCT_S = {
+    "workloads/workload-1": 2088.77,
+    "workloads/workload-3": 2188.49,
+    "workloads/workload-6": 2446.13,
+    "workloads-0.5/workload-6": 1288.0,
+    "workloads-1.5/workload-6": 3474.0,
+    "workloads-2.0/workload-6": 5105.0,
+}
+OURS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "pollux": ({}, {}),
+    "pollux, remaining": ({"weights": "remaining"}, {}),
+    "pollux, our physics": (
+        {"weights": "remaining", "resize_s": 5.0},
+        {"resize_s": 5.0, "decides_on_events": True, "remembers_profiles": True},
+    ),
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="one JSON line per simulation")
+    parser.add_argument("--all", action="store_true", help="every published workload found, not only number 6")
+    arguments = parser.parse_args()
+    if OSDI21.is_dir():
+        names = [name for name in ARTIFACT_JCT_S if (OSDI21 / f"{name}.csv").is_file()]
+        sources = [(name, str(OSDI21 / f"{name}.csv"), str(OSDI21 / "traces")) for name in names]
+        if not arguments.all:
+            sources = [source for source in sources if source[0] == "workloads/workload-6"]
+    else:
+        print("../shared/osdi21 not found: the built-in workload instead", file=sys.stderr)
+        sources = [("builtin:day", "builtin:day", None)]
+    if not arguments.json:
+        print(f"{'workload':26} {'policy':20} {'avg JCT s':>10} {'artifact':>9} {'CPU s':>7} {'decision ms':>12}")
+    for name, workload, traces in sources:
+        for policy in ("tiresias", "optimus", *OURS):
+            row = measure(name, workload, traces, policy)
+            if arguments.json:
+                print(json.dumps(row), flush=True)
+            else:
+                published = f"{row['artifact_jct_s']:.0f}" if row["artifact_jct_s"] else ""
+                print(
+                    f"{name:26} {policy:20} {row['avg_jct_s']:>10.2f} {published:>9} {row['cpu_s']:>7.2f} "
+                    f"{row['decision_ms']:>12.2f}",
+                    flush=True,
+                )
+    return 0
+
+
+def measure(name: str, workload: str, traces: str | None, policy: str) -> dict[str, Any]:
+    settings, physics = OURS.get(policy, ({}, {}))
+    jobs, applications = load_source(workload, traces)
+    began = time.process_time()
+    run = simulate(
+        jobs,
+        applications,
+        make_policy(policy.split(",")[0], PolicySettings(**settings)),
+        SimulationConfig(**physics),
+    )
+    cpu_s = time.process_time() - began
+    result = summarise(run).to_json()
+    return {
+        "workload": name,
+        "policy": policy,
+        "avg_jct_s": result["avg_jct_s"],
+        "artifact_jct_s": ARTIFACT_JCT_S.get(name) if policy in OURS else None,
+        "cpu_s": round(cpu_s, 2),
+        "times_faster_than_artifact": round(ARTIFACT_CPU_S / cpu_s) if policy in OURS else None,
+        "decision_ms": round(result["decision_s"]["mean"] * 1e3, 2),
+    }
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,89 @@
+"""Keeps the arrows honest: imports point left, and the core stays light."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).resolve().parents[1] / "src" / "pollux"
+
+MAY_IMPORT = {
+    "version": set(),
+    "errors": set(),
+    "types": {"errors"},
+    "model": {"types", "errors"},
+    "policy": {"model", "types", "errors"},
+    "scheduler": {"policy", "model", "types", "errors"},
+    "simulator": {"scheduler", "policy", "model", "types", "errors", "version"},
+    "cli": {"simulator", "scheduler", "policy", "model", "types", "errors", "version"},
+}
+PURE = ("types.py", "errors.py", "model", "policy", "scheduler/lifecycle.py", "scheduler/reconcile.py")
+IMPURE = {"os", "time", "datetime", "random", "socket", "subprocess", "threading", "pathlib", "requests"}
+LIGHT = {"numpy", "scipy"}
+ONLY_IN = {"typer": ("cli",), "rich": ("cli",), "plotly": ("cli", "simulator/report"), "torch": ("train",)}
+
+
+def modules() -> list[Path]:
+    return sorted(SOURCE.rglob("*.py"))
+
+
+def imports(path: Path) -> set[str]:
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
+            names.add(node.module)
+    return names
+
+
+def package_of(path: Path) -> str:
+    return path.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_imports_point_left(path):
+    package = package_of(path)
+    if package == "__init__":
+        return
+    assert package in MAY_IMPORT, f"{package} has no place in the arrows yet: add it to MAY_IMPORT and to the README"
+    for name in imports(path):
+        parts = name.split(".")
+        if parts[0] == "pollux" and len(parts) > 1 and parts[1] != package:
+            assert parts[1] in MAY_IMPORT[package], f"{path.name} may not import {name}"
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_heavy_libraries_stay_where_they_belong(path):
+    where = str(path.relative_to(SOURCE))
+    for name in imports(path):
+        allowed = ONLY_IN.get(name.split(".")[0])
+        assert allowed is None or where.startswith(allowed), f"{where} may not import {name}"
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_the_pure_core_reads_no_clock_and_no_environment(path):
+    where = str(path.relative_to(SOURCE))
+    if where.startswith(PURE) and where != "errors.py":
+        assert not {name.split(".")[0] for name in imports(path)} & IMPURE
+
+
+def test_importing_pollux_needs_numpy_and_scipy_alone():
+    code = (
+        "import sys; before = set(sys.modules); import pollux, pollux.policy, pollux.scheduler.loop, pollux.simulator.run;"
+        "print(*sorted({name.split('.')[0] for name in set(sys.modules) - before}))"
+    )
+    loaded = set(
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    )
+    foreign = loaded - set(sys.stdlib_module_names) - LIGHT - {"pollux"}
+    assert {name for name in foreign if not name.startswith("_")} == set()
+
+
+def test_modules_are_readable_in_a_sitting():
+    long = {str(path.relative_to(SOURCE)): len(path.read_text().splitlines()) for path in modules()}
+    assert {name: lines for name, lines in long.items() if lines > 600} == {}

@@ -1,0 +1,212 @@
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from pollux.errors import InvalidValueError
+from pollux.model.profile import Configuration, Timing
+from pollux.policy import make_policy
+from pollux.scheduler.lifecycle import JobState
+from pollux.scheduler.loop import Scheduler, SchedulerConfig
+from pollux.scheduler.ports import JobReport, MemoryStore, ResizeJob, StartJob, StopJob, TuneJob
+from pollux.types import Allocation, JobSpec, Plan, Snapshot
+from tests.fakes import HandClock, SlowEngine
+from tests.snapshots import LIMITS, make_nodes
+
+
+class World:
+    """A scheduler with a slow engine; time passes by hand."""
+
+    def __init__(self, policy: str | object = "equal", num_nodes: int = 2, **config: object) -> None:
+        self.clock, self.engine, self.store = HandClock(), SlowEngine(make_nodes(num_nodes)), MemoryStore()
+        self.scheduler = Scheduler(
+            policy=make_policy(policy) if isinstance(policy, str) else policy,  # type: ignore[arg-type]
+            engine=self.engine,
+            store=self.store,
+            clock=self.clock,
+            config=SchedulerConfig(**config),  # type: ignore[arg-type]
+        )
+
+    def submit(self, name: str, **spec: object) -> None:
+        defaults = {"batch": LIMITS, "application": "app", "submitted_at": self.clock.time}
+        self.scheduler.submit(JobSpec(name=name, **(defaults | spec)))  # type: ignore[arg-type]
+
+    def round(self, ticks: int = 6) -> None:
+        """One interval passes, and then all that was commanded gets done."""
+        self.clock.time += 60
+        for _ in range(ticks):
+            self.scheduler.tick()
+            self.engine.finish()
+        self.scheduler.tick()
+
+    def replicas(self) -> dict[str, int]:
+        return {
+            name: record.allocation.num_replicas
+            for name, record in self.store.jobs.items()
+            if record.state is JobState.RUNNING
+        }
+
+
+def test_jobs_start_grow_and_shrink_without_overlap():
+    world = World()
+    world.submit("a")
+    world.round()
+    assert world.replicas() == {"a": 8}
+    world.submit("b")
+    world.round()
+    assert world.replicas() == {"a": 4, "b": 4}
+    world.engine.end("a", world.clock.time)
+    world.round()
+    assert world.replicas() == {"b": 8}
+    assert world.store.jobs["a"].state is JobState.SUCCEEDED
+    assert [type(command) for command in world.engine.commands] == [StartJob, ResizeJob, StartJob, ResizeJob]
+
+
+def test_nothing_is_decided_between_rounds_unless_events_count():
+    quiet, alert = World(), World(decides_on_events=True)
+    for world in (quiet, alert):
+        world.round()
+        world.submit("a")
+        world.scheduler.tick()
+    assert quiet.engine.commands == []
+    assert len(alert.engine.commands) == 1
+    assert alert.store.rounds[-1].trigger == "submit"
+
+
+def test_a_preempted_job_waits_and_comes_back():
+    world = World("srtf", num_nodes=1)
+    world.submit("long", requested_replicas=4)
+    world.round()
+    world.scheduler.active_jobs[0].remaining_examples = 1e12
+    world.engine.events.append(_report("long", 1e12))
+    world.submit("short", requested_replicas=4)
+    world.engine.events.append(_report("short", 1.0))
+    world.round()
+    assert world.replicas() == {"short": 4}
+    assert world.store.jobs["long"].state is JobState.PENDING
+    world.engine.end("short", world.clock.time)
+    world.round()
+    assert world.replicas() == {"long": 4}
+    assert world.store.jobs["long"].num_restarts == 1
+    assert any(isinstance(command, StopJob) for command in world.engine.commands)
+
+
+def _report(job: str, remaining: float) -> JobReport:
+    times = [(Configuration(1, 4, 128), Timing(0.1, 0.12))]
+    return JobReport(job=job, accelerator="gpu", timings=times, noise_scale=500.0, remaining_examples=remaining)
+
+
+def test_reports_are_learnt_from_and_jobs_are_told():
+    world = World("pollux")
+    world.submit("a")
+    world.round()
+    world.engine.events.append(_report("a", 1e9))
+    world.round()
+    record = world.store.jobs["a"]
+    assert record.noise_scale == 500.0
+    assert record.knowledge.profile.max_replicas == 4
+    assert "gpu" in record.knowledge.params
+    tuned = [command for command in world.engine.commands if isinstance(command, TuneJob)]
+    assert tuned and tuned[-1].params == record.knowledge.params
+
+
+def test_profile_memory_serves_the_next_job_of_the_application():
+    for remembers in (True, False):
+        world = World("pollux", remembers_profiles=remembers)
+        world.submit("first")
+        world.round()
+        world.engine.events.append(_report("first", 1e9))
+        world.round()
+        world.engine.end("first", world.clock.time)
+        world.submit("second")
+        world.round()
+        view = world.scheduler.snapshot(world.clock.time).jobs[0]
+        assert (view.max_profiled_replicas == 4) == remembers
+        assert (view.noise_scale == 500.0) == remembers
+        start = next(c for c in world.engine.commands if isinstance(c, StartJob) and c.job == "second")
+        assert (start.allocation.num_replicas > 1) == remembers
+        assert bool(start.params) == remembers
+
+
+def test_a_lost_node_moves_its_jobs():
+    world = World(num_nodes=2)
+    world.submit("a", max_replicas=4)
+    world.submit("b", max_replicas=4)
+    world.round()
+    lost = world.store.jobs["a"].allocation.shares[0].node
+    world.engine.lose(lost)
+    world.round()
+    assert all(node != lost for record in world.store.jobs.values() for node, _ in record.allocation.shares)
+
+
+def test_draining_a_node_empties_it():
+    world = World(num_nodes=2)
+    world.submit("a")
+    world.round()
+    assert world.store.jobs["a"].allocation.num_nodes == 2
+    world.scheduler.drain({"n0"})
+    world.round()
+    assert world.store.jobs["a"].allocation == Allocation.of(("n1", 4))
+
+
+class Reckless:
+    """Gives away more than there is."""
+
+    name = "reckless"
+    adapts_batch = True
+    needs_oracle = False
+
+    def decide(self, snapshot: Snapshot) -> Plan:
+        return Plan(allocations={job.name: Allocation.of(("n0", 3)) for job in snapshot.jobs})
+
+    def reset(self) -> None:
+        pass
+
+
+def test_an_invalid_plan_changes_nothing_and_is_recorded(caplog):
+    world = World(Reckless())
+    world.submit("a")
+    world.round()
+    assert world.replicas() == {"a": 3}
+    world.submit("b")
+    with caplog.at_level(logging.ERROR):
+        world.round()
+    assert world.replicas() == {"a": 3}
+    assert "given away" in world.store.rounds[-1].error
+    assert "invalid plan" in caplog.text
+
+
+def test_impossible_requests_are_refused():
+    world = World()
+    world.submit("a")
+    with pytest.raises(InvalidValueError, match="unique"):
+        world.submit("a")
+    with pytest.raises(InvalidValueError, match="positive"):
+        SchedulerConfig(interval_s=0)
+
+
+def test_events_of_jobs_long_gone_are_ignored():
+    world = World()
+    world.engine.events.append(_report("ghost", 1.0))
+    world.round()
+    assert world.store.jobs == {}
+
+
+def test_time_held_ends_when_the_job_did():
+    world = World()
+    world.submit("a", max_replicas=2)
+    world.round()
+    started = world.clock.time
+    world.clock.time += 30
+    world.engine.end("a", world.clock.time)
+    world.round()
+    assert world.store.jobs["a"].attained_s == world.store.jobs["a"].finished_at - started == 30
+    assert world.store.jobs["a"].gpu_s == 60
+
+
+def test_jobs_keep_their_order_of_submission():
+    world = World()
+    for sequence, name in ((5, "late"), (1, "early")):
+        world.scheduler.submit(JobSpec(name=name, batch=LIMITS), sequence)
+    assert [record.name for record in world.scheduler.active_jobs] == ["early", "late"]
