@@ -158,6 +158,17 @@ class ThroughputParams(NamedTuple):
     gamma: float
 
 
+class ShapeFactor(NamedTuple):
+    """How much faster (> 1) or slower than θ predicts a job was seen to run with this many replicas."""
+
+    spans: bool  # on several nodes
+    num_replicas: int
+    factor: float
+
+
+ShapeFactors = tuple[ShapeFactor, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobSpec:
     """What the user asked for. ``None`` means: not said, let the scheduler find out."""
@@ -214,6 +225,7 @@ class JobView:
     num_restarts: int | None = None  # None: never started
     attained_s: float = 0.0  # seconds spent holding an allocation, starts and resizes included
     params: Mapping[str, ThroughputParams] = field(default_factory=dict)  # by accelerator type
+    shape_factors: Mapping[str, ShapeFactors] = field(default_factory=dict)  # by accelerator type
     noise_scale: float | None = None  # φ in examples
     max_profiled_replicas: int = 0
     remaining_examples: float | None = None  # useful examples (goodput x time) left, if known

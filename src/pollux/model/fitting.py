@@ -22,8 +22,8 @@ import numpy.typing as npt
 
 from pollux.errors import FitError
 from pollux.model.profile import Observations
-from pollux.model.throughput import ALPHA_G, ALPHA_N, ALPHA_R, BETA_G, BETA_N, BETA_R, GAMMA
-from pollux.types import FloatArray, ThroughputParams
+from pollux.model.throughput import ALPHA_G, ALPHA_N, ALPHA_R, BETA_G, BETA_N, BETA_R, GAMMA, iteration_s
+from pollux.types import FloatArray, ShapeFactor, ShapeFactors, ThroughputParams
 
 LOWER_BOUND = 1e-8
 MAX_GAMMA = 10.0
@@ -36,17 +36,22 @@ _LOG_LOWER = math.log(LOWER_BOUND)
 _LOWER = np.array([_LOG_LOWER] * 6 + [1.0])
 _UPPER = np.array([math.log(1e6)] * 6 + [MAX_GAMMA])
 _MAX_ITERATIONS = 100
-_TOLERANCE = 1e-5  # relative decrease of the loss below which the search ends
+_TOLERANCE = 1e-4  # relative decrease of the loss below which the search ends
 _MAX_DAMPING = 1e8
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
-    """θ, how well it explains the data, and whether it is new (or the last good one, and why)."""
+    """θ, how well it explains the data, and whether it is new (or the last good one, and why).
+
+    Seven parameters for all placements leave errors of some percent; ``shape_factors`` tell for each
+    number of replicas that was measured by how much.
+    """
 
     params: ThroughputParams
     rmsle_grad: float
     rmsle_step: float
+    shape_factors: ShapeFactors = ()
     has_converged: bool = True
     message: str = ""
 
@@ -67,13 +72,28 @@ def fit(observations: Observations, last_good: ThroughputParams | None = None) -
         message = "the fit of the throughput model did not converge"
         if last_good is None:
             raise FitError(f"{message}, and there is no earlier fit to fall back to")
-        return Fit(last_good, math.nan, math.nan, False, f"{message}; keeping the last good one")
+        return Fit(last_good, math.nan, math.nan, has_converged=False, message=f"{message}; keeping the last good one")
     rmsle_grad, rmsle_step = problem.errors(x)
     theta = _to_theta(x)
     if not problem.has_multi_node:
         theta[ALPHA_N] = max(theta[ALPHA_N], _ACROSS_NODES * theta[ALPHA_R])
         theta[BETA_N] = max(theta[BETA_N], _ACROSS_NODES * theta[BETA_R])
-    return Fit(ThroughputParams(*theta.tolist()), rmsle_grad, rmsle_step)
+    params = ThroughputParams(*theta.tolist())
+    return Fit(params, rmsle_grad, rmsle_step, _shape_factors(observations, params))
+
+
+def _shape_factors(data: Observations, params: ThroughputParams) -> ShapeFactors:
+    """Geometric mean of predicted to measured step time, for each measured shape."""
+    predicted = iteration_s(params, data.num_nodes, data.num_replicas, data.device_batch)
+    ratios: dict[tuple[bool, int], list[float]] = {}
+    for nodes, replicas, log_ratio in zip(
+        data.num_nodes.tolist(), data.num_replicas.tolist(), np.log(predicted / data.step_s).tolist(), strict=True
+    ):
+        ratios.setdefault((nodes > 1, int(replicas)), []).append(log_ratio)
+    return tuple(
+        ShapeFactor(spans, replicas, math.exp(sum(logs) / len(logs)))
+        for (spans, replicas), logs in sorted(ratios.items())
+    )
 
 
 def _to_theta(x: FloatArray) -> FloatArray:

@@ -1,6 +1,6 @@
 """Goodput = throughput x efficiency, and the batch size that maximises it for an allocation.
 
-Two uses, one computation: a job re-chooses its own batch (:func:`best_batch`), and a policy wants the best
+Two uses, one computation: a job re-chooses its own batch (:class:`BatchTuner`), and a policy wants the best
 goodput of many jobs for many allocations (:class:`GoodputTables`). Step times depend on θ only and efficiency on
 φ only, so the tables keep the first and recompute the second when the noise scale moves.
 """
@@ -18,7 +18,7 @@ from pollux.errors import InvalidValueError
 from pollux.model.efficiency import efficiency
 from pollux.model.profile import Timing
 from pollux.model.throughput import grad_s, iteration_s
-from pollux.types import BatchConfig, BatchLimits, FloatArray, IntArray, ThroughputParams
+from pollux.types import BatchConfig, BatchLimits, FloatArray, IntArray, JobView, ShapeFactors, ThroughputParams
 
 NUM_CANDIDATES = 50  # totals tried between the smallest and the largest, geometrically spaced
 KEEP_THRESHOLD = 0.05  # a change of batch that gains less is not worth a change
@@ -88,6 +88,58 @@ def _remembered_candidates(num_replicas: int, limits: BatchLimits) -> tuple[IntA
     return candidates
 
 
+class BatchTuner:
+    """The candidates of one job on one allocation with their rates; only the noise scale is left to be told.
+
+    ``measured`` are step times seen in this very allocation, by device batch: see :func:`corrected_times`.
+
+    Raises:
+        InvalidValueError: no batch within the limits fits on this many replicas.
+    """
+
+    def __init__(
+        self,
+        params: ThroughputParams,
+        limits: BatchLimits,
+        num_nodes: int,
+        num_replicas: int,
+        measured: Mapping[int, Timing] | None = None,
+    ) -> None:
+        self._params, self._limits = params, limits
+        self._num_nodes, self._num_replicas, self._measured = num_nodes, num_replicas, measured or {}
+        self._device, self._accum, allowed = _remembered_candidates(num_replicas, limits)
+        if not allowed.any():
+            raise InvalidValueError(
+                f"{num_replicas} replicas of at least {limits.device_min} examples exceed "
+                f"the max batch size {limits.maximum}"
+            )
+        self._totals, rates = self._rates(self._device, self._accum)
+        self._allowed_rates = np.where(allowed, rates, 0.0)
+
+    def _rates(self, device: IntArray, accum: IntArray) -> tuple[FloatArray, FloatArray]:
+        pass_s, step_s = corrected_times(self._params, self._num_nodes, self._num_replicas, device, self._measured)
+        totals = (self._num_replicas * device * (accum + 1)).astype(float)
+        return totals, totals / (accum * pass_s + step_s)
+
+    def best(
+        self, phi: float, current: BatchConfig | None = None, threshold: float = KEEP_THRESHOLD
+    ) -> tuple[BatchConfig, float]:
+        """The (m, s) with the highest goodput, and that goodput.
+
+        ``current`` is kept unless the best beats it by more than ``threshold``.
+        """
+        initial = self._limits.initial
+        values = self._allowed_rates * efficiency(phi, initial, self._totals)
+        best = int(values.argmax())
+        config, value = BatchConfig(int(self._device[best]), int(self._accum[best])), float(values[best])
+        if current is not None and current != config and _is_allowed(current, self._num_replicas, self._limits):
+            total, rate = self._rates(np.array([current.device_batch]), np.array([current.accum_steps]))
+            kept = float((rate * efficiency(phi, initial, total))[0])
+            if value <= kept * (1.0 + threshold):
+                return current, kept
+        return config, value
+
+
 def best_batch(
     params: ThroughputParams,
     phi: float,
@@ -99,33 +151,8 @@ def best_batch(
     threshold: float = KEEP_THRESHOLD,
     measured: Mapping[int, Timing] | None = None,
 ) -> tuple[BatchConfig, float]:
-    """The (m, s) with the highest goodput for this allocation, and that goodput.
-
-    ``current`` is kept unless the best beats it by more than ``threshold``. ``measured`` are step times
-    seen in this very allocation, by device batch: see :func:`corrected_times`.
-
-    Raises:
-        InvalidValueError: no batch within the limits fits on this many replicas.
-    """
-    device, accum, allowed = _remembered_candidates(num_replicas, limits)
-    if not allowed.any():
-        raise InvalidValueError(
-            f"{num_replicas} replicas of at least {limits.device_min} examples exceed "
-            f"the max batch size {limits.maximum}"
-        )
-    keeps = current is not None and _is_allowed(current, num_replicas, limits)
-    if current is not None and keeps:  # one more candidate, the last
-        device = np.append(device, current.device_batch)
-        accum = np.append(accum, current.accum_steps)
-        allowed = np.append(allowed, True)
-    pass_s, step_s = corrected_times(params, num_nodes, num_replicas, device, measured or {})
-    totals = num_replicas * device * (accum + 1)
-    values = totals / (accum * pass_s + step_s) * efficiency(phi, limits.initial, totals)
-    values = np.where(allowed, values, 0.0)
-    best = int(np.argmax(values))
-    if keeps and values[best] <= values[-1] * (1.0 + threshold):
-        best = len(values) - 1
-    return BatchConfig(int(device[best]), int(accum[best])), float(values[best])
+    """:meth:`BatchTuner.best` for a single use."""
+    return BatchTuner(params, limits, num_nodes, num_replicas, measured).best(phi, current, threshold)
 
 
 def corrected_times(
@@ -170,6 +197,29 @@ class GoodputModel:
     params: ThroughputParams
     phi: float
     limits: BatchLimits
+    factors: ShapeFactors = ()
+
+    @classmethod
+    def of(cls, job: JobView, accelerator: str) -> GoodputModel | None:
+        """What is known of ``job`` on this accelerator; None before it was measured."""
+        params = job.params.get(accelerator)
+        if params is None or job.noise_scale is None or job.spec.batch is None:
+            return None
+        return cls(params, job.noise_scale, job.spec.batch, job.shape_factors.get(accelerator, ()))
+
+
+@lru_cache(maxsize=8192)
+def _factor_table(factors: ShapeFactors, most: int) -> FloatArray:
+    """(2, most + 1): corrections for 0..most replicas; between measured shapes interpolated on logarithmic scales."""
+    table = np.ones((2, most + 1))
+    at = np.log(np.arange(1, most + 1))
+    for row, spans in enumerate((False, True)):
+        known = [factor for factor in factors if factor.spans == spans]
+        if known:
+            where = np.log([factor.num_replicas for factor in known])
+            table[row, 1:] = np.exp(np.interp(at, where, np.log([factor.factor for factor in known])))
+    table.setflags(write=False)
+    return table
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +254,8 @@ class GoodputTables:
             values = np.zeros((2, most + 1))
             values[:, 1:] = np.max(rates / (totals + phi), axis=2) * (phi + initial)
             values[1, 1] = 0.0  # a single replica cannot span nodes
+            if model.factors:
+                values *= _factor_table(model.factors, most)
             tables.append(values)
         return tables
 

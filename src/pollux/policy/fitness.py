@@ -17,9 +17,7 @@ from pollux.types import FloatArray
 EPSILON = 0.004  # of a speedup; the artifact has 0.001 times the GPUs of a node
 
 
-def costs(
-    speedups: npt.ArrayLike, weights: npt.ArrayLike, p: float, epsilon: float = EPSILON
-) -> FloatArray:
+def costs(speedups: npt.ArrayLike, weights: npt.ArrayLike, p: float, epsilon: float = EPSILON) -> FloatArray:
     """Cost per job and option; ``weights`` broadcasts over ``speedups``."""
     shifted = np.asarray(speedups, dtype=float) + epsilon
     if p == 0:

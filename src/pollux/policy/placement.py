@@ -89,6 +89,7 @@ class Placement:
     num_held: IntArray = field(init=False)  # (num_jobs,) nodes
     residents: list[set[int]] = field(init=False)  # per node, the jobs on it
     spanners: list[int] = field(init=False)  # per node, how many spanning jobs touch it
+    changes: list[int] = field(init=False)  # per node, how often it was changed
     _by_share: dict[int, dict[int, FloatArray]] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -100,6 +101,7 @@ class Placement:
         self.num_held = np.zeros(problem.num_jobs, dtype=np.int64)
         self.residents = [set() for _ in range(problem.num_nodes)]
         self.spanners = [0] * problem.num_nodes
+        self.changes = [0] * problem.num_nodes
 
     @property
     def total_cost(self) -> float:
@@ -112,10 +114,12 @@ class Placement:
             self.free[node] += count
             self.residents[node].discard(job)
             self.spanners[node] -= spanned
+            self.changes[node] += 1
         for node, count in shares.items():
             self.free[node] -= count
             self.residents[node].add(job)
             self.spanners[node] += spans
+            self.changes[node] += 1
         self.shares[job] = shares
         self.cost[job] = self.problem.cost_of(job, shares)
         self.count[job] = sum(shares.values())
@@ -185,8 +189,7 @@ def _can_return(placement: Placement, job: int) -> bool:
     shares = placement.problem.current[job]
     spans = len(shares) > 1
     return math.isfinite(placement.problem.keep_cost[job]) and all(
-        count <= placement.free[node] and (not spans or placement.may_span(node, job))
-        for node, count in shares.items()
+        count <= placement.free[node] and (not spans or placement.may_span(node, job)) for node, count in shares.items()
     )
 
 

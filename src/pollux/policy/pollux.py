@@ -91,15 +91,14 @@ def speedup_tables(snapshot: Snapshot, tables: GoodputTables) -> list[SpeedupTab
     for index, job in enumerate(snapshot.jobs):
         most = max_replicas(job, num_slots)
         width = max(most, job.allocation.num_replicas)
-        params = job.params.get(accelerator)
-        if params is None or job.noise_scale is None or job.spec.batch is None:
+        model = GoodputModel.of(job, accelerator)
+        if model is None:
             proportional = np.arange(width + 1) / fair
             pair = np.stack([proportional, proportional])
             pair[1, : min(2, width + 1)] = 0.0
             result.append(SpeedupTable(pair, most, math.nan))
         else:
-            model = GoodputModel(params, job.noise_scale, job.spec.batch)
-            known.append((index, model, max(width, min(fair, job.spec.batch.max_replicas))))
+            known.append((index, model, max(width, min(fair, model.limits.max_replicas))))
             result.append(SpeedupTable(np.zeros((2, width + 1)), most, math.nan))
     goodputs = tables.best([model for _, model, _ in known], [width for _, _, width in known])
     for (index, _, width), table in zip(known, goodputs, strict=True):

@@ -22,17 +22,21 @@ _MAX_ADMITTED = 4  # idle jobs that room is made for, per round of search
 _MAX_WAITING_ITEMS = 2  # idle jobs that each pair is offered
 
 
-def improve(placement: Placement, rng: np.random.Generator, max_rounds: int) -> None:
-    """Alternate all kinds of moves until none finds anything, at most ``max_rounds`` times."""
-    search = _PairSearch(placement)
+def improve(placement: Placement, rng: np.random.Generator, *, target: float, max_rounds: int) -> None:
+    """Alternate all kinds of moves until none finds anything, the cost is ``target``, or ``max_rounds`` are over."""
     is_small = placement.problem.num_nodes <= _ALL_PAIRS_LIMIT
+    search: _PairSearch | None = None
     for _ in range(max_rounds):
         before = placement.total_cost
-        search.redivide(rng)
         if is_small:
             take_over(placement)
             admit(placement)
-        if not placement.total_cost < before - _IMPROVEMENT * abs(before):
+            if placement.total_cost <= target:
+                return
+        search = search or _PairSearch(placement)
+        search.redivide(rng)
+        reached = placement.total_cost
+        if reached <= target or not reached < before - _IMPROVEMENT * abs(before):
             return
 
 
@@ -124,12 +128,7 @@ def _movable_slots(placement: Placement, node: int) -> int:
 def _admit_on(placement: Placement, job: int, nodes: set[int]) -> bool:
     """Empty ``nodes``, place ``job``, then those who had to go, largest first; undo it all if it did not pay."""
     before = placement.total_cost
-    evicted = {
-        other
-        for node in nodes
-        for other in placement.residents[node]
-        if not placement.problem.is_fixed[other]
-    }
+    evicted = {other for node in nodes for other in placement.residents[node] if not placement.problem.is_fixed[other]}
     old = {other: placement.shares[other] for other in evicted}
     for other in evicted:
         placement.assign(other, {})
@@ -171,6 +170,7 @@ class _PairSearch:
 
     def __init__(self, placement: Placement) -> None:
         self.placement = placement
+        self._seen = [-1] * placement.problem.num_nodes  # changes of each node when it was last looked at
         problem = placement.problem
         self.width = int(problem.capacity.max(initial=0))
         width = self.width
@@ -202,12 +202,14 @@ class _PairSearch:
             self.solve(list(zip(order[:half], order[half : 2 * half], strict=True)))
             return
         pairs = [(a, b) for a in range(num_nodes) for b in range(a + 1, num_nodes)] or [(0, 0)]
-        dirty = set(range(num_nodes))
-        while dirty:
-            dirty = self.solve([pair for pair in pairs if pair[0] in dirty or pair[1] in dirty])
+        changes = self.placement.changes
+        while self._seen != changes:
+            dirty = {node for node in range(num_nodes) if self._seen[node] != changes[node]}
+            self._seen = list(changes)
+            self.solve([pair for pair in pairs if pair[0] in dirty or pair[1] in dirty])
 
-    def solve(self, pairs: Sequence[tuple[int, int]]) -> set[int]:
-        """Solve every pair, apply the improvements that do not touch each other; the nodes that changed."""
+    def solve(self, pairs: Sequence[tuple[int, int]]) -> None:
+        """Solve every pair, apply the improvements that do not touch each other."""
         placement, width = self.placement, self.width
         waiting = [
             job for job, shares in enumerate(placement.shares) if not shares and not placement.problem.is_fixed[job]
@@ -222,7 +224,7 @@ class _PairSearch:
             rooms.append((room_a, room_b))
         num_items = max((len(items) for items in items_of), default=0)
         if num_items == 0:
-            return set()
+            return
         jobs = np.full((len(pairs), num_items), -1)
         for row, items in enumerate(items_of):
             jobs[row, : len(items)] = items
@@ -253,7 +255,6 @@ class _PairSearch:
             self._apply(items, (a, b), choices[:, row], int(final[row]))
             touched.update((a, b))
             moved.update(items)
-        return touched
 
     def _items(self, a: int, b: int) -> tuple[list[int], int, int]:
         """Jobs of the pair that may be re-divided, and the slots that they and nobody hold."""

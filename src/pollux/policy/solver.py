@@ -17,7 +17,7 @@ from pollux.policy.knapsack import solve_knapsack
 from pollux.policy.placement import Placement, PlacementProblem, Shares, place
 from pollux.policy.search import improve
 
-_WORTH_IT = 0.02  # gain, in mean job costs, that is worth searching for, and worth moving jobs for
+_WORTH_IT = 0.05  # gain, in mean job costs, that is worth searching for, and worth moving jobs for
 _MAX_REFINEMENTS = 4
 _SEARCH_ROUNDS = 20
 
@@ -75,7 +75,7 @@ def _search(problem: PlacementProblem, first: Placement, target: float, rng: np.
     starts.sort(key=lambda start: start.total_cost)
     best = starts[0]
     for start in starts:
-        improve(start, rng, _SEARCH_ROUNDS)
+        improve(start, rng, target=target, max_rounds=_SEARCH_ROUNDS)
         if start.total_cost < best.total_cost:
             best = start
         if best.total_cost <= target:

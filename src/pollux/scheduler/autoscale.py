@@ -61,11 +61,11 @@ def utility(snapshot: Snapshot, plan: Plan, tables: GoodputTables) -> float:
         if count <= 1:
             total += count
             continue
-        params = job.params.get(type_of[allocation.shares[0].node])
-        if params is None or job.noise_scale is None or job.spec.batch is None:
+        model = GoodputModel.of(job, type_of[allocation.shares[0].node])
+        if model is None:
             total += count
             continue
-        (table,) = tables.best([GoodputModel(params, job.noise_scale, job.spec.batch)], [count])
+        (table,) = tables.best([model], [count])
         alone = table[0, 1]
         total += float(table[int(allocation.num_nodes > 1), count] / alone) if alone > 0 else count
     return total / snapshot.num_slots

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pollux.errors import FitError
 from pollux.model.fitting import Fit, fit
 from pollux.model.profile import Configuration, Profile, Timing
-from pollux.types import ThroughputParams
+from pollux.types import ShapeFactors, ThroughputParams
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +48,10 @@ class Knowledge:
             self.fits[accelerator] = found
         self._stale.clear()
         return True
+
+    @property
+    def shape_factors(self) -> dict[str, ShapeFactors]:
+        return {accelerator: found.shape_factors for accelerator, found in self.fits.items()}
 
     @property
     def params(self) -> dict[str, ThroughputParams]:

@@ -66,6 +66,7 @@ class JobRecord:
             num_restarts=self.num_restarts,
             attained_s=self.attained_s,
             params=self.knowledge.params,
+            shape_factors=self.knowledge.shape_factors,
             noise_scale=self.noise_scale,
             max_profiled_replicas=self.knowledge.profile.max_replicas,
             remaining_examples=self.remaining_examples,

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from pollux.errors import SimulationError
-from pollux.model.efficiency import noise_scale
-from pollux.model.goodput import best_batch, fixed_batch
+from pollux.model.efficiency import MAX_NOISE_SCALE
+from pollux.model.goodput import BatchTuner, fixed_batch
 from pollux.model.profile import Configuration, Timing
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.ports import (
@@ -65,7 +65,9 @@ class SimulatedJob:
     batch_threshold: float = 0.0  # gain below which a batch is not changed
     slowdown: float = 0.0  # by interference, 0..1
     params: Mapping[str, ThroughputParams] = field(default_factory=dict)
-    chosen_for: tuple[object, ...] = ()  # what the batch was chosen from; same again, same choice
+    tuner: BatchTuner | None = None
+    tuner_basis: tuple[object, ...] = ()  # what the tuner was made from
+    tuned_for: float = math.nan  # the noise scale that the batch was chosen for
     rate: float = math.nan  # progress per second; nan: to be computed
     new_timings: dict[Configuration, Timing] = field(default_factory=dict)
     measured: dict[tuple[int, int], dict[int, Timing]] = field(default_factory=dict)  # by (nodes, replicas)
@@ -90,7 +92,7 @@ class SimulatedJob:
         """The noise scale that training now would measure."""
         limits = self.application.limits
         stats = self.application.gradient(self.epoch, max(self.total_batch, limits.initial))
-        return float(noise_scale(limits.initial, stats.sqr, stats.var))
+        return min(limits.initial * stats.var / stats.sqr, MAX_NOISE_SCALE) if stats.sqr > 0 else MAX_NOISE_SCALE
 
     def efficiency(self) -> float:
         """Of the batch size it trains with now."""
@@ -112,20 +114,15 @@ class SimulatedJob:
         if is_new_allocation and self.total_batch == 0:
             self.batch = fixed_batch(limits.initial, replicas, limits)
         phi = self.phi()
-        measured = self.measured.get((len(self.placement), replicas), {})
-        basis = (params, phi, self.placement, len(measured))
-        if basis != self.chosen_for:
-            self.chosen_for = basis
-            self.batch, _ = best_batch(
-                params,
-                phi,
-                limits,
-                len(self.placement),
-                replicas,
-                current=None if is_new_allocation else self.batch,
-                threshold=self.batch_threshold,
-                measured=measured,
-            )
+        shape = (len(self.placement), replicas)
+        measured = self.measured.get(shape, {})
+        basis = (params, shape, len(measured))
+        if self.tuner is None or basis != self.tuner_basis:
+            self.tuner, self.tuner_basis = BatchTuner(params, limits, *shape, measured), basis
+        elif phi == self.tuned_for and not is_new_allocation:
+            return
+        self.tuned_for = phi
+        self.batch, _ = self.tuner.best(phi, None if is_new_allocation else self.batch, self.batch_threshold)
 
     def current_rate(self) -> float:
         """Progress per second; also notes the step time, as profiling would."""
@@ -195,7 +192,7 @@ class _Checkpoint:
     job: SimulatedJob
     state: tuple[object, ...]
 
-    FIELDS = ("clock", "delay_s", "epoch", "progress", "completed_at", "batch", "chosen_for", "rate")
+    FIELDS = ("clock", "delay_s", "epoch", "progress", "completed_at", "batch", "tuned_for", "rate")
 
     @classmethod
     def of(cls, job: SimulatedJob) -> _Checkpoint:
