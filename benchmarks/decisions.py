@@ -2,9 +2,9 @@
 
     python benchmarks/decisions.py [INSTANCE.json ...] [--allocations]
 
-Without arguments: every instance in ../shared/instances, or a generated one where that is missing. The fitness is the OSDI'21 artifact's:
-((1/J) Σ_j (speedup_j/G + eps)^p)^(1/p) with G GPUs a node, recomputed here from the allocation alone.
-Where the genetic algorithm's own figure is known it stands beside ours.
+Without arguments: every instance in ../shared/instances, or a generated one where that is missing. The
+fitness is the OSDI'21 artifact's: ((1/J) Σ_j (speedup_j/G + eps)^p)^(1/p) with G GPUs a node, recomputed
+here from the allocation alone. Where the genetic algorithm's own figure is known it stands beside ours.
 """
 
 from __future__ import annotations

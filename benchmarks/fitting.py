@@ -1,6 +1,6 @@
 """Fit of θ: CPU time per fit against the profile's size, ours and scipy's L-BFGS-B on the same loss in the same run.
 
-    python benchmarks/fitting.py [--json]
+python benchmarks/fitting.py [--json]
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
     python benchmarks/simulation.py [--json] [--all]
 
-Uses ../shared/osdi21 where it is there (``--all``: every workload and load found), else the built-in workload. The artifact's own
-simulation of Pollux on workload 6 took 62.6 CPU-minutes; its average JCTs stand beside ours where published.
+Uses ../shared/osdi21 where it is there (``--all``: every workload and load found), else the built-in
+workload. The artifact's own simulation of Pollux on workload 6 took 62.6 CPU-minutes; its average JCTs
+stand beside ours where published.
 """
 
 from __future__ import annotations

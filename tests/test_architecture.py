@@ -74,7 +74,8 @@ def test_the_pure_core_reads_no_clock_and_no_environment(path):
 
 def test_importing_pollux_needs_numpy_and_scipy_alone():
     code = (
-        "import sys; before = set(sys.modules); import pollux, pollux.policy, pollux.scheduler.loop, pollux.simulator.run;"
+        "import sys; before = set(sys.modules);"
+        "import pollux, pollux.policy, pollux.scheduler.loop, pollux.simulator.run;"
         "print(*sorted({name.split('.')[0] for name in set(sys.modules) - before}))"
     )
     loaded = set(

@@ -11,7 +11,7 @@ def main() -> None:
         import rich  # noqa: F401
         import typer  # noqa: F401
 
-        from pollux.cli.main import app
+        from pollux.cli.app import app
     except KeyboardInterrupt:  # before the command that would answer it is there
         raise SystemExit(130) from None
     except ModuleNotFoundError as error:

@@ -25,9 +25,9 @@ def noise_scale(initial_batch: float, grad_sqr: npt.ArrayLike, grad_var: npt.Arr
 
 def efficiency(phi: npt.ArrayLike, initial_batch: npt.ArrayLike, total_batch: npt.ArrayLike) -> FloatArray:
     """Progress per example relative to training with M0; at most 1 for M >= M0."""
-    phi = np.minimum(np.asarray(phi, dtype=float), MAX_NOISE_SCALE)
+    noise: FloatArray = np.minimum(np.asarray(phi, dtype=float), MAX_NOISE_SCALE)
     initial, total = np.asarray(initial_batch, dtype=float), np.asarray(total_batch, dtype=float)
-    result: FloatArray = (phi + initial) / (phi + total)
+    result: FloatArray = (noise + initial) / (noise + total)
     return result
 
 

@@ -5,9 +5,9 @@ Minimises
     RMSLE(T_grad) + RMSLE(T_step) + 1e-3·(γ-1)² + 1e-2·((β_n/α_n)² + (β_r/α_r)²)
 
 over α, β >= 1e-8 and 1 <= γ <= 10. Times vary over orders of magnitude, so α and β are searched by their
-logarithms: the same minimum, better conditioned. The loss is a sum of norms of smooth residuals, which a damped Gauss-Newton
-step (Levenberg-Marquardt, each norm replaced by the parabola that touches it from above) descends in a
-dozen cheap iterations where L-BFGS-B needs forty; the tests hold it against L-BFGS-B.
+logarithms: the same minimum, better conditioned. The loss is a sum of norms of smooth residuals, which a
+damped Gauss-Newton step (Levenberg-Marquardt, each norm replaced by the parabola that touches it from
+above) descends in a dozen cheap iterations where L-BFGS-B needs forty; the tests hold it against L-BFGS-B.
 
 Priors make what is unexplored look good, so that jobs explore: see :meth:`_Problem.fix_the_unexplored`.
 """

@@ -164,8 +164,8 @@ def corrected_times(
 ) -> tuple[FloatArray, FloatArray]:
     """(T_grad, T_step) of device batches, by θ and by what was measured in this allocation.
 
-    Seven parameters for all placements leave errors of some percent in each. Where this allocation has been measured, the
-    ratio of measured to predicted corrects the prediction, interpolated between measured
+    Seven parameters for all placements leave errors of some percent in each. Where this allocation has been
+    measured, the ratio of measured to predicted corrects the prediction, interpolated between measured
     batch sizes (both on logarithmic scales) and constant beyond them.
     """
     pass_s = grad_s(params, device_batch)

@@ -4,8 +4,9 @@ Forgetting where replicas sit leaves a multiple-choice knapsack: per job one opt
 with a cost, at most ``capacity`` replicas together, least total cost. Every allocation of the real
 problem is one of its answers, so its least cost bounds the real one from below.
 
-Small problems are solved exactly by dynamic programming; large ones by Lagrange's multiplier on the capacity, whose dual value
-is the bound (at most one job's worth of slots from exact) and whose minimisers, topped up greedily, are the answer.
+Small problems are solved exactly by dynamic programming; large ones by Lagrange's multiplier on the
+capacity, whose dual value is the bound (at most one job's worth of slots from exact) and whose minimisers,
+topped up greedily, are the answer.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Find the allocation of least cost, with a proof of how much better any other could be.
 
-Counts by knapsack, then a placement that keeps what need not move, then a local search over pairs of nodes while
-the distance to the bound is worth it. The answer is a fixed point: asked again with the answer as the current allocation,
-the solver stays. (If B beats A once A is in place, B beats A from the original allocation too: moves away from A only get
-dearer and moves back to what was are no longer free. So any such B replaces A before it is returned.)
+Counts by knapsack, then a placement that keeps what need not move, then a local search over pairs of nodes
+while the distance to the bound is worth it. The answer is a fixed point: asked again with the answer as the
+current allocation, the solver stays. (If B beats A once A is in place, B beats A from the original
+allocation too: moves away from A only get dearer and moves back to what was are no longer free. So any such
+B replaces A before it is returned.)
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Tiresias: two-queue discretised least-attained-service (Gu et al., NSDI'19), as simulated in OSDI'21.
 
-Jobs keep the replicas they asked for. A job starts in the first queue and falls to the tail of the second once it has used
-``QUEUE_THRESHOLD`` GPU-seconds; the first queue goes first, each in order of arrival there, later smaller jobs filling the gaps.
-Simplifications: no promotion back to the first queue; fragmentation is not considered (a job may be spread).
+Jobs keep the replicas they asked for. A job starts in the first queue and falls to the tail of the second
+once it has used ``QUEUE_THRESHOLD`` GPU-seconds; the first queue goes first, each in order of arrival
+there, later smaller jobs filling the gaps. Simplifications: no promotion back to the first queue;
+fragmentation is not considered (a job may be spread).
 """
 
 from __future__ import annotations

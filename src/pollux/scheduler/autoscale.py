@@ -1,9 +1,9 @@
 """How many nodes the cluster should have: a pure decision from a snapshot.
 
-utility(A) = Σ_j speedup of A_j over one replica / slots of the cluster: 1 if every slot helped as much as a first
-replica does, towards 0 as slots are wasted. It falls as the cluster grows, so bisection finds the
-size whose best plan comes closest to the middle of the wanted band. Inside the band nothing changes (hysteresis), and after a
-change the next one waits a while.
+utility(A) = Σ_j speedup of A_j over one replica / slots of the cluster: 1 if every slot helped as much as a
+first replica does, towards 0 as slots are wasted. It falls as the cluster grows, so bisection finds the
+size whose best plan comes closest to the middle of the wanted band. Inside the band nothing changes
+(hysteresis), and after a change the next one waits a while.
 """
 
 from __future__ import annotations

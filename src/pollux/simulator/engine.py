@@ -40,7 +40,6 @@ from pollux.types import (
     ThroughputParams,
 )
 
-
 _NO_BATCH = BatchConfig(0, 0)
 
 

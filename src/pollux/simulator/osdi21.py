@@ -1,9 +1,10 @@
 """Importer of the OSDI'21 artifact's traces: step times by placement, training runs by batch size.
 
-Semantics (petuum/adaptdl, branch osdi21-artifact, ``simulator/``): a placement is looked up by its smallest rotation
-and interpolated in the device batch; five or more nodes go through a three-dimensional interpolation over (nodes, replicas, device batch),
-whose triangulation depends on the order of its points, so that order is kept. Where the artifact stops
-with an error (outside what was measured) the nearest measured edge is extended instead.
+Semantics (petuum/adaptdl, branch osdi21-artifact, ``simulator/``): a placement is looked up by its smallest
+rotation and interpolated in the device batch; five or more nodes go through a three-dimensional
+interpolation over (nodes, replicas, device batch), whose triangulation depends on the order of its points,
+so that order is kept. Where the artifact stops with an error (outside what was measured) the nearest
+measured edge is extended instead.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pollux.errors import InvalidValueError
+from pollux.errors import InvalidValueError, SimulationError
 from pollux.policy.base import Policy
 from pollux.scheduler.autoscale import AutoscaleConfig
 from pollux.scheduler.loop import Scheduler, SchedulerConfig
@@ -18,6 +18,8 @@ from pollux.simulator.engine import SimulatedEngine
 from pollux.simulator.oracle import SimulationOracle
 from pollux.simulator.workload import Workload
 from pollux.types import Node
+
+_STALLED_S = 6 * 3600.0  # jobs wait, nobody runs, nobody will come: after this long nothing is going to change
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,15 +143,23 @@ def simulate(
 
     samples: list[Sample] = []
     node_s = 0.0
-    last_at = 0.0
+    last_at = alive_at = 0.0
 
     def is_done() -> bool:
-        nonlocal node_s, last_at
+        nonlocal node_s, last_at, alive_at
         now, active = clock.now(), scheduler.active_jobs
         node_s += len(engine.nodes()) * (now - last_at)
         last_at = now
         if active:
             samples.append(_sample(engine, now, len(active)))
+            if samples[-1].replicas or arrivals:
+                alive_at = now
+            elif now - alive_at > _STALLED_S:
+                names = ", ".join(record.name for record in active[:5])
+                raise SimulationError(
+                    f"policy {policy.name!r} has run nothing for {_STALLED_S / 3600:.0f} h although jobs wait "
+                    f"({names}); they may ask for more GPUs than the cluster has"
+                )
         if on_round is not None:
             on_round(now, len(store.jobs) - len(active))
         return not arrivals and not active

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from pollux.cli import demo as demo_module
 from pollux.cli import parallel
+from pollux.cli.app import app
 from pollux.cli.compare import parse_seeds
-from pollux.cli.main import app
 from pollux.cli.simulate import Setup
 from pollux.errors import InvalidValueError, SimulationError
 from pollux.policy import PolicySettings

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 
 from pollux import __version__
 from pollux.cli import simulate as simulate_module
-from pollux.cli.main import app
+from pollux.cli.app import app
 
 runner = CliRunner()
 
