@@ -75,7 +75,11 @@ def _search(problem: PlacementProblem, first: Placement, target: float, rng: np.
     ]
     starts.sort(key=lambda start: start.total_cost)
     best = starts[0]
+    tried: list[list[Shares]] = []
     for start in starts:
+        if start.shares in tried:
+            continue
+        tried.append(start.copy_shares())
         improve(start, rng, target=target, max_rounds=_SEARCH_ROUNDS)
         if start.total_cost < best.total_cost:
             best = start
