@@ -36,7 +36,8 @@ _FINAL = frozenset({JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED})
 _HOLDING = frozenset({JobState.STARTING, JobState.RUNNING, JobState.RESIZING, JobState.STOPPING})
 
 TRANSITIONS: dict[JobState, frozenset[JobState]] = {
-    JobState.PENDING: frozenset({JobState.STARTING}) | _FINAL - {JobState.SUCCEEDED},
+    # A job that was asked to stop may turn out to have finished instead.
+    JobState.PENDING: frozenset({JobState.STARTING}) | _FINAL,
     # A start may be re-directed before it is done; a crash sends a job back to PENDING.
     JobState.STARTING: frozenset({JobState.STARTING, JobState.RUNNING, JobState.STOPPING, JobState.PENDING}) | _FINAL,
     JobState.RUNNING: frozenset({JobState.RESIZING, JobState.STOPPING, JobState.PENDING}) | _FINAL,

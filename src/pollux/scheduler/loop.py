@@ -170,7 +170,7 @@ class Scheduler:
                     record.leaving = NO_ALLOCATION
                     record.move(JobState.RUNNING, now, f"generation {generation} trains")
                     self._store.save_job(record)
-            case JobStopped():
+            case JobStopped() if record.state.holds_slots:
                 record.allocation = record.leaving = NO_ALLOCATION
                 record.move(JobState.PENDING, now, "stopped")
                 self._store.save_job(record)

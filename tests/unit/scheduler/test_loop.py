@@ -9,7 +9,16 @@ from pollux.model.profile import Configuration, Timing
 from pollux.policy import make_policy
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.loop import Scheduler, SchedulerConfig
-from pollux.scheduler.ports import JobReport, MemoryStore, ResizeJob, StartJob, StopJob, TuneJob
+from pollux.scheduler.ports import (
+    JobReport,
+    JobRuns,
+    JobStopped,
+    MemoryStore,
+    ResizeJob,
+    StartJob,
+    StopJob,
+    TuneJob,
+)
 from pollux.types import Allocation, JobSpec, Plan, Snapshot
 from tests.fakes import HandClock, SlowEngine
 from tests.snapshots import LIMITS, make_nodes
@@ -191,6 +200,22 @@ def test_events_of_jobs_long_gone_are_ignored():
     world.engine.events.append(_report("ghost", 1.0))
     world.round()
     assert world.store.jobs == {}
+
+
+def test_late_and_repeated_events_do_no_harm():
+    world = World()
+    world.submit("a", max_replicas=2)
+    world.engine.events.append(JobStopped(job="a"))  # it never started
+    world.round()
+    assert world.replicas() == {"a": 2}
+    world.engine.events.append(JobRuns(job="a", generation=99))
+    world.round()
+    assert world.store.jobs["a"].state is JobState.RUNNING
+    world.engine.events.append(JobStopped(job="a"))  # it left unasked: it is started again
+    world.engine.held.clear()
+    world.round()
+    assert world.replicas() == {"a": 2}
+    assert world.store.jobs["a"].generation == 2
 
 
 def test_time_held_ends_when_the_job_did():
