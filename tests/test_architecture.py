@@ -19,6 +19,7 @@ MAY_IMPORT = {
     "policy": {"model", "types", "errors"},
     "scheduler": {"policy", "model", "types", "errors"},
     "simulator": {"scheduler", "policy", "model", "types", "errors", "version"},
+    "train": {"model", "types", "errors"},
     "cli": {"simulator", "scheduler", "policy", "model", "types", "errors", "version"},
 }
 PURE = ("types.py", "errors.py", "model", "policy", "scheduler/lifecycle.py", "scheduler/reconcile.py")

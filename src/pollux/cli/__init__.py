@@ -18,7 +18,8 @@ def main() -> None:
         if error.name not in ("rich", "typer"):
             raise
         print(
-            f'the pollux command needs {error.name}, which is not installed: pip install "pollux[cli]"', file=sys.stderr
+            f'the pollux command needs {error.name}, which is not installed: pip install "pollux-scheduler[cli]"',
+            file=sys.stderr,
         )
         raise SystemExit(2) from None
     app(prog_name="pollux")

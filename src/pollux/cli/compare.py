@@ -17,6 +17,7 @@ from rich.text import Text
 
 from pollux.cli.parallel import run_all
 from pollux.cli.simulate import (
+    POLICY_HELP,
     WORKLOAD_HELP,
     EventsOption,
     GpusOption,
@@ -197,7 +198,7 @@ def compare(
     workload: Annotated[
         list[str], typer.Option("--workload", metavar="FILE|builtin:NAME", help=WORKLOAD_HELP + " May be repeated.")
     ],
-    policy: Annotated[list[str], typer.Option("--policy", metavar="NAME", help="A policy. May be repeated.")],
+    policy: Annotated[list[str], typer.Option("--policy", metavar="NAME", help=f"{POLICY_HELP} May be repeated.")],
     traces: TracesOption = None,
     seeds: Annotated[str | None, typer.Option("--seeds", metavar="0,1,..", help="Seeds to average over.")] = None,
     seed: Annotated[list[int] | None, typer.Option("--seed", help="One seed. May be repeated.")] = None,

@@ -9,9 +9,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import multiprocessing
+import multiprocessing.process
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
@@ -24,6 +26,7 @@ from pollux.errors import SimulationError
 from pollux.simulator.result import SimulationResult
 
 _REFRESH_S = 0.1
+_PATIENCE_S = 5.0
 _SINGLE_THREADED = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")  # one core per worker is enough
 
 
@@ -75,6 +78,7 @@ def _run_in_processes(setups: Sequence[Setup], num_processes: int, display: _Dis
     context = multiprocessing.get_context("spawn")  # a fork would copy this process's threads' locks
     done = context.RawArray("i", len(setups))
     stop = context.RawValue("b", 0)
+    others = set(multiprocessing.active_children())
     pool = ProcessPoolExecutor(num_processes, context, _begin_work, (done, stop))
     futures: list[Future[SimulationResult]] = []
     try:
@@ -94,7 +98,18 @@ def _run_in_processes(setups: Sequence[Setup], num_processes: int, display: _Dis
         raise SimulationError("a worker process died (out of memory?); try fewer with --jobs") from error
     finally:
         stop.value = 1
-        pool.shutdown(wait=True, cancel_futures=True)
+        pool.shutdown(wait=False, cancel_futures=True)
+        _see_off([worker for worker in multiprocessing.active_children() if worker not in others])
+
+
+def _see_off(workers: Sequence[multiprocessing.process.BaseProcess]) -> None:
+    """Workers stop at their next round; one that does not in time (still importing, swapped out) is killed."""
+    deadline = time.monotonic() + _PATIENCE_S
+    for worker in workers:
+        worker.join(max(deadline - time.monotonic(), 0.0))
+        if worker.is_alive():
+            worker.kill()
+            worker.join(_PATIENCE_S)
 
 
 @contextlib.contextmanager

@@ -19,8 +19,9 @@ from rich.table import Table
 from rich.text import Text
 
 from pollux.errors import InputFileError, SimulationError
-from pollux.policy import PolicySettings, make_policy
+from pollux.policy import PolicySettings, make_policy, policy_names
 from pollux.scheduler.loop import SchedulerConfig
+from pollux.simulator.generate import BUILTIN_WORKLOADS
 from pollux.simulator.report import html_report, require_plotly
 from pollux.simulator.result import SimulationResult, summarise, write_json, write_text
 from pollux.simulator.run import SimulationConfig
@@ -48,7 +49,7 @@ TracesOption = Annotated[
     str | None,
     typer.Option("--traces", metavar="DIR", help="Traces of the applications; built-in profiles if left out."),
 ]
-NodesOption = Annotated[int, typer.Option("--nodes", help="Nodes.", rich_help_panel=_CLUSTER)]
+NodesOption = Annotated[int, typer.Option("--nodes", help="Nodes (not with auto-scaling).", rich_help_panel=_CLUSTER)]
 GpusOption = Annotated[int, typer.Option("--gpus-per-node", help="GPUs of each node.", rich_help_panel=_CLUSTER)]
 IntervalOption = Annotated[
     float, typer.Option("--interval", help="Seconds between decisions.", rich_help_panel=_CLUSTER)
@@ -89,7 +90,8 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of 
 OutputOption = Annotated[
     Path | None, typer.Option("--output", metavar="FILE", help="Write the result as JSON.", rich_help_panel=_OUTPUT)
 ]
-WORKLOAD_HELP = "A CSV file, or builtin:NAME."
+WORKLOAD_HELP = f"A CSV file, or one of {', '.join(f'builtin:{name}' for name in BUILTIN_WORKLOADS)}."
+POLICY_HELP = f"Which policy decides: {', '.join(policy_names())}."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -276,7 +278,7 @@ def result_table(result: SimulationResult) -> Table:
 
 def simulate(
     workload: Annotated[str, typer.Option("--workload", metavar="FILE|builtin:NAME", help=WORKLOAD_HELP)],
-    policy: Annotated[str, typer.Option("--policy", metavar="NAME", help="Which policy decides.")],
+    policy: Annotated[str, typer.Option("--policy", metavar="NAME", help=POLICY_HELP)],
     traces: TracesOption = None,
     nodes: NodesOption = 16,
     gpus_per_node: GpusOption = 4,

@@ -43,12 +43,12 @@ class PolicySettings:
 
 @runtime_checkable
 class Policy(Protocol):
-    """Decides, for all jobs together, which replicas sit where."""
+    """Decides, for all jobs together, which replicas sit where. Inherit from it to get the defaults."""
 
     name: str
-    adapts_batch: bool
+    adapts_batch: bool = True
     """Jobs re-choose their batch size by goodput; otherwise they train with the requested one."""
-    needs_oracle: bool
+    needs_oracle: bool = False
     """It reads what only a simulator knows, and cannot run on a live cluster."""
 
     def decide(self, snapshot: Snapshot) -> Plan:
@@ -56,3 +56,4 @@ class Policy(Protocol):
 
     def reset(self) -> None:
         """Forget what earlier rounds taught."""
+        return None

@@ -35,7 +35,7 @@ def require_plotly() -> None:
         PolluxError: plotly is not installed.
     """
     if find_spec("plotly") is None:
-        raise PolluxError('an HTML report needs plotly, which is not installed: pip install "pollux[cli]"')
+        raise PolluxError('an HTML report needs plotly, which is not installed: pip install "pollux-scheduler[cli]"')
 
 
 def html_report(results: Sequence[SimulationResult], *, title: str, command: str) -> str:

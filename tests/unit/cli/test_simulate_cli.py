@@ -194,7 +194,7 @@ def test_without_its_libraries_it_says_what_to_install(missing: str) -> None:
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.count("\n") == 1
     assert missing in done.stderr
-    assert 'pip install "pollux[cli]"' in done.stderr
+    assert 'pip install "pollux-scheduler[cli]"' in done.stderr
 
 
 def test_the_installed_script(here: Path) -> None:
