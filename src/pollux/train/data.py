@@ -1,0 +1,385 @@
+"""A data loader whose replicas, device batch and accumulation may change at any step boundary.
+
+:mod:`pollux.train.position` says which positions of an epoch a rank reads next; here those become batches, through
+torch's own DataLoader. Later owned by ``run.dataloader(...)``; it works alone too:
+
+    loader = ElasticLoader(dataset, StepShape(device_batch=32), shuffle=True, num_workers=2)
+    for x, y in loader:                     # one pass; a step is loader.step.num_passes of them
+        (loss_fn(model(x), y) * loader.current.weight).backward()
+        if loader.current.is_last:
+            optimizer.step()
+            loader.commit()                 # only now are these examples consumed
+            loader.configure(StepShape(device_batch=64))   # from the next step on
+
+Rules:
+
+- Nothing is consumed before :meth:`ElasticLoader.commit`. A step that fails (out of memory, a lost peer) is begun again
+  on the same examples by :meth:`ElasticLoader.retry`, or by iterating anew.
+- Worker processes live as long as the loader. The DataLoader is fed by a stream of index lists that runs at most
+  ``prefetch_factor`` passes per worker ahead; on a change of shape, what was read ahead is discarded and the stream
+  starts again at the committed position. Skipping is by index. Only what was read ahead and discarded is read twice.
+- A pass in which this rank has no example (only in the last step of an epoch) still yields a batch, of one example
+  of the step, with ``weight`` 0: forward and backward must run, or the other ranks would wait in their collectives.
+  Models that cannot take a batch of one (batch normalisation over vectors) want ``drop_last``.
+- A ``sampler`` gives the order and length of an epoch. It is drawn once per epoch, on every rank, with its
+  ``generator`` set from (seed, epoch). One without a generator is drawn on every rank too, but the order of rank 0
+  counts, which ``share_order`` must fetch; that order is part of the state, as nobody could draw it again.
+- With a ``batch_sampler`` the user's batch is the unit: one per rank and pass, never split or joined. Position and
+  ``Step.count`` then count batches, ``device_batch`` is ignored, and weights still count examples.
+- An IterableDataset is read by every worker *in full*: worker w of rank r keeps every (K·W)-th example. The dataset
+  must give every worker the same stream (no sharding of its own, no unseeded shuffling; ``set_epoch`` is called
+  if there is one). Its batches are collated in the training process, so that m may change without loss. Starting in
+  the middle (a restore, or a change of replicas) means reading and dropping what lies before, unless
+  its ``__iter__`` takes ``start``, the number of examples to leave out. Its ``state_dict`` is not used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset, IterableDataset, default_collate
+from torch.utils.data.distributed import DistributedSampler
+
+from pollux.errors import InvalidValueError, PolluxError
+from pollux.train.position import Position, Step, StepShape, check_seed, count_passes
+from pollux.train.sources import (
+    DatasetOrder,
+    MapSource,
+    Order,
+    SamplerOrder,
+    ShareOrder,
+    StreamSource,
+    length_of,
+    torch_seed,
+)
+
+STATE_VERSION = 1
+DEFAULT_PREFETCH_FACTOR = 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pass:
+    """The pass whose batch was yielded last."""
+
+    step: Step
+    index: int
+    num_examples: int  # own, in this pass
+    step_examples: int  # of all ranks and passes of the step
+
+    @property
+    def is_last(self) -> bool:
+        return self.index == self.step.num_passes - 1
+
+    @property
+    def is_filler(self) -> bool:
+        """This rank had nothing left to read; the batch is there for the collectives' sake and weighs 0."""
+        return self.num_examples == 0
+
+    @property
+    def weight(self) -> float:
+        """What to multiply a mean loss with: see :meth:`Step.weight`."""
+        return self.num_examples * self.step.shape.num_replicas / self.step_examples
+
+
+class ElasticLoader:
+    """Yields this rank's batches, pass by pass, to the end of the epoch. See the module's rules.
+
+    Iterating goes on at the committed position; after an epoch has been iterated to its end, the next ``iter`` starts
+    the next one. ``auto_commit`` takes asking for the next step as the commit of this one.
+    Raises InvalidValueError at once for options that contradict each other.
+    """
+
+    def __init__(
+        self,
+        dataset: Dataset[Any],
+        shape: StepShape,
+        *,
+        shuffle: bool = False,
+        seed: int = 0,
+        sampler: Iterable[Any] | None = None,
+        batch_sampler: Iterable[Sequence[Any]] | None = None,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+        num_workers: int = 0,
+        pin_memory: bool = False,
+        prefetch_factor: int | None = None,
+        drop_last: bool = False,
+        timeout_s: float = 0.0,
+        worker_init_fn: Callable[[int], None] | None = None,
+        multiprocessing_context: Any = None,
+        share_order: ShareOrder | None = None,
+        auto_commit: bool = False,
+    ) -> None:
+        check_seed(seed)
+        _check_options(dataset, shuffle, sampler, batch_sampler, drop_last, num_workers, prefetch_factor)
+        self._shape, self._seed, self._drop_last, self._auto_commit = shape, seed, drop_last, auto_commit
+        self._shuffle, self._length = shuffle, length_of(dataset)
+        # The workers' random seeds come from a generator of our own: a resize must not move the global random state.
+        generator = torch.Generator().manual_seed(torch_seed(seed, shape.rank))
+        workers: dict[str, Any] = {
+            "num_workers": num_workers,
+            "persistent_workers": num_workers > 0,
+            "timeout": timeout_s,
+            "worker_init_fn": worker_init_fn,
+            "multiprocessing_context": multiprocessing_context,
+            "generator": generator,
+        }
+        prefetch = (prefetch_factor or DEFAULT_PREFETCH_FACTOR) if num_workers else None
+        pins = pin_memory and torch.cuda.is_available()  # torch warns where there is nothing to pin for
+        self._source: MapSource | StreamSource
+        if isinstance(dataset, IterableDataset):
+            if prefetch:  # in single examples here, in passes elsewhere
+                workers["prefetch_factor"] = prefetch * shape.device_batch
+            self._source = StreamSource(dataset, collate_fn or default_collate, pins, drop_last, workers)
+        else:
+            order = _order_of(dataset, self._length, shuffle, seed, sampler, batch_sampler, share_order)
+            workers |= {"prefetch_factor": prefetch, "collate_fn": collate_fn, "pin_memory": pins}
+            self._source = MapSource(dataset, order, drop_last, workers)
+        self._position = Position()
+        self._open: Step | None = None  # begun, neither committed nor given up
+        self._current: Pass | None = None
+        self._is_exhausted = False
+        self._turn = 0
+        self._check_fit(shape)
+
+    @property
+    def epoch(self) -> int:
+        return self._position.epoch
+
+    @property
+    def position(self) -> int:
+        """Global examples (batches, with a batch_sampler) of this epoch that are consumed."""
+        return self._position.consumed
+
+    @property
+    def shape(self) -> StepShape:
+        """That of the next step to begin."""
+        return self._shape
+
+    @property
+    def current(self) -> Pass:
+        if self._current is None:
+            raise PolluxError("no pass is under way: ask for a batch first")
+        return self._current
+
+    @property
+    def step(self) -> Step:
+        return self.current.step
+
+    def configure(self, shape: StepShape) -> None:
+        """The shape of the steps to come. A step that is under way is not touched, unless it is retried."""
+        self._check_fit(shape)
+        self._shape = shape
+
+    def commit(self) -> None:
+        """The step under way is done on all ranks: its examples are consumed."""
+        if self._open is None:
+            raise PolluxError("no step to commit: it was committed or given up already, or none was begun")
+        if not self.current.is_last:
+            raise PolluxError(
+                f"commit after pass {self.current.index + 1} of {self._open.num_passes}: a step is committed after its "
+                "last pass (current.is_last)"
+            )
+        self._position.commit(self._open.count)
+        self._open = None
+
+    def retry(self) -> None:
+        """Give up the step under way: the next batch is the first of a new attempt at the same examples."""
+        self._open = None
+
+    def set_epoch(self, epoch: int) -> None:
+        """To the start of another epoch; naming the current one keeps the position."""
+        if epoch != self.epoch:
+            self._position.set_epoch(epoch)
+            self._open, self._is_exhausted = None, False
+
+    def __len__(self) -> int:
+        """Passes per epoch with the present shape; TypeError where the length is unknown, as ``len`` expects."""
+        length = self._source.epoch_length
+        if length is None:
+            raise TypeError("the number of examples is not known in advance")
+        return count_passes(length, self._source.units_shape(self._shape), drop_last=self._drop_last)
+
+    def __iter__(self) -> Iterator[Any]:
+        if self._is_exhausted:
+            self.set_epoch(self.epoch + 1)
+        self._turn += 1
+        self._open = None
+        return self._passes(self._turn)
+
+    def _passes(self, turn: int) -> Iterator[Any]:
+        while True:
+            with self._closing_on_error():
+                step = self._source.begin(self._position, self._seed, self._shape)
+            if step is None:
+                break
+            self._open = step
+            for index in range(step.num_passes):
+                with self._closing_on_error():
+                    batch = self._source.fetch(step, index)
+                    self._current = Pass(
+                        step=step,
+                        index=index,
+                        num_examples=self._source.num_examples(step.passes[index]),
+                        step_examples=self._source.num_examples(range(step.start, step.start + step.count)),
+                    )
+                yield batch
+                if turn != self._turn:
+                    raise PolluxError("this loader is being iterated elsewhere: one iteration at a time")
+                if self._open is not step:  # committed, or given up
+                    break
+            else:
+                if not self._auto_commit:
+                    raise PolluxError(
+                        "the next step was asked for, but this one was neither committed nor given up: "
+                        "call commit() or retry(), or use auto_commit=True"
+                    )
+                self.commit()
+        self._current, self._is_exhausted = None, True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the committed steps end. Says nothing of ranks: any number of them can go on from it."""
+        return {
+            "version": STATE_VERSION,
+            "unit": self._source.unit,
+            "epoch": self.epoch,
+            "position": self.position,
+            "seed": self._seed,
+            "shuffle": self._shuffle,
+            "length": self._length,
+            **self._source.order_state(self.epoch, self._seed),
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from there, on this rank of the present shape. A step under way is given up.
+
+        Raises InvalidValueError, and changes nothing, when the state is of another dataset, order or version.
+        """
+        _check_state(state)
+        expected = {"unit": self._source.unit, "shuffle": self._shuffle, "length": self._length}
+        for key, own in expected.items():
+            if state[key] != own:
+                raise InvalidValueError(
+                    f"this data state was saved with {key} = {state[key]!r}, but the loader has {own!r}: "
+                    "it belongs to another dataset or loader"
+                )
+        self._source.adopt(state)
+        self._position = Position(epoch=state["epoch"], consumed=state["position"])
+        self._seed = state["seed"]
+        self._open, self._is_exhausted = None, False
+
+    def close(self) -> None:
+        """End the worker processes. Iterating again starts new ones: the way to go on after one was killed."""
+        self._open = None
+        self._source.close()
+
+    def __enter__(self) -> ElasticLoader:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def _check_fit(self, shape: StepShape) -> None:
+        length = self._source.epoch_length
+        total = self._source.units_shape(shape).total
+        if self._drop_last and length is not None and total > length:
+            raise InvalidValueError(
+                f"a step of {total} examples never fits into an epoch of {length} with drop_last: "
+                "no step would ever be made; use a smaller batch or drop_last=False"
+            )
+
+    @contextmanager
+    def _closing_on_error(self) -> Iterator[None]:
+        # After a failed read the DataLoader may have lost a worker, and resetting it would wait for that one for ever.
+        try:
+            yield
+        except BaseException:
+            self.close()
+            raise
+
+
+# --- what is refused, and what a sampler is ----------------------------------------------------------------------
+
+
+def _check_options(
+    dataset: Dataset[Any],
+    shuffle: bool,
+    sampler: Iterable[Any] | None,
+    batch_sampler: Iterable[Any] | None,
+    drop_last: bool,
+    num_workers: int,
+    prefetch_factor: int | None,
+) -> None:
+    if num_workers < 0:
+        raise InvalidValueError(f"{num_workers} workers; 0 (read in the training process) or more are needed")
+    if prefetch_factor is not None and (prefetch_factor < 1 or num_workers == 0):
+        raise InvalidValueError(
+            f"prefetch_factor {prefetch_factor} with {num_workers} workers; it must be at least 1 and needs workers"
+        )
+    given = [name for name, one in (("sampler", sampler), ("batch_sampler", batch_sampler)) if one is not None]
+    if len(given) == 2:
+        raise InvalidValueError("both sampler and batch_sampler were given; only one can say what comes next")
+    if given and shuffle:
+        raise InvalidValueError(f"shuffle=True with a {given[0]}: the {given[0]} already gives the order")
+    if batch_sampler is not None and drop_last:
+        raise InvalidValueError("drop_last with a batch_sampler: let the batch_sampler drop its last batch")
+    if isinstance(dataset, IterableDataset) and (given or shuffle):
+        raise InvalidValueError(
+            f"{given[0] if given else 'shuffle=True'} with an IterableDataset, which gives its own order; "
+            "shuffle inside the dataset (seeded by set_epoch)"
+        )
+    for one in (sampler, batch_sampler):
+        if isinstance(one, DistributedSampler) or isinstance(getattr(one, "sampler", None), DistributedSampler):
+            raise InvalidValueError(
+                "a DistributedSampler gives one rank's share, but Pollux divides among ranks itself: use shuffle=True "
+                "or a sampler over the whole dataset"
+            )
+        if isinstance(one, Iterator):
+            raise InvalidValueError(
+                f"{type(one).__name__} can be iterated once only; a sampler is iterated every epoch"
+            )
+
+
+def _order_of(
+    dataset: Dataset[Any],
+    length: int | None,
+    shuffle: bool,
+    seed: int,
+    sampler: Iterable[Any] | None,
+    batch_sampler: Iterable[Any] | None,
+    share: ShareOrder | None,
+) -> Order:
+    if length == 0:
+        raise InvalidValueError(f"{type(dataset).__name__} has 0 examples; at least 1 is needed")
+    order: Order
+    if batch_sampler is not None:
+        order = SamplerOrder(batch_sampler, "batch", share)
+    elif sampler is not None:
+        order = SamplerOrder(sampler, "example", share)
+    elif length is None:
+        raise InvalidValueError(
+            f"{type(dataset).__name__} has no length: add __len__, pass a sampler that names what to read, or make it "
+            "an IterableDataset"
+        )
+    else:
+        return DatasetOrder(length, shuffle, seed)
+    if order.length == 0:
+        raise InvalidValueError(
+            f"{type(batch_sampler if sampler is None else sampler).__name__} has length 0; an epoch needs an example"
+        )
+    return order
+
+
+def _check_state(state: Mapping[str, Any]) -> None:
+    missing = {"version", "unit", "epoch", "position", "seed", "shuffle", "length", "checksum", "order"} - set(state)
+    if missing:
+        raise InvalidValueError(f"not a data state: {', '.join(sorted(missing))} missing")
+    if state["version"] != STATE_VERSION:
+        raise InvalidValueError(f"data state of version {state['version']!r}; this Pollux reads {STATE_VERSION}")
+    for key in ("epoch", "position", "seed"):
+        value = state[key]
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise InvalidValueError(f"data state with {key} = {value!r}; a whole number, 0 or more, is needed")

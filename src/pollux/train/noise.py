@@ -1,0 +1,530 @@
+"""The gradient noise scale φ = tr(Σ)/|G|², in examples: how large a batch is still worth its examples.
+
+Stands in ``train``: it imports torch, :mod:`pollux.model` and nothing else that runs. Three parts, each usable alone:
+
+- :class:`GradientMoments` turns two squared norms per step into smoothed |G|² and tr(Σ). It never sees a gradient,
+  so a DDP communication hook can feed it from flat buffers.
+- :class:`Preconditioner` says what Adam, AdamW and RMSprop divide a gradient by.
+- :class:`NoiseScale` does the measuring in anybody's loop::
+
+      noise = NoiseScale(optimizer)
+      for batches in steps:                       # one or more passes per optimizer step
+          for x, y in batches:
+              (loss_fn(model(x), y) / len(batches)).backward()
+              noise.micro(len(x))
+          noise.step()
+          optimizer.step()
+          optimizer.zero_grad()
+      print(noise.noise_scale)
+
+Measuring queues work on the gradients' device and never waits for it; only reading a number does.
+
+Letters: c micro-gradients g_i of m examples each, ḡ their mean, G the true gradient, Σ the covariance of one
+example's gradient.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pollux.errors import InvalidValueError, UnknownNameError
+from pollux.model import efficiency
+
+DEFAULT_SMOOTHING = 0.999  # AdaScale (Johnson et al., 2020) averages over about a thousand steps of the tuned batch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoiseStats:
+    """What is known of the gradient, on the host: |G|² and tr(Σ) of one example, both at least 0."""
+
+    sqr: float
+    var: float
+    is_biased: bool = False  # from differences of successive steps only
+
+    def __post_init__(self) -> None:
+        for name in ("sqr", "var"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise InvalidValueError(f"noise statistic {name} is {value}; it must be a number >= 0")
+
+    @property
+    def noise_scale(self) -> float:
+        """φ in examples."""
+        return float(efficiency.noise_scale(1.0, self.sqr, self.var))
+
+
+class GradientMoments:
+    """Smoothed |G|² and tr(Σ) from squared norms of micro-gradients and of their mean.
+
+    Both estimates are unbiased for every c >= 2 (McCandlish et al., 2018, appendix A), hence may be negative; they
+    are averaged apart and clipped only when read, since clipping each would add a bias that no averaging removes.
+    The average is exponential and debiased; a step at batch scale S counts as S steps (factor smoothing^S).
+
+    The state is one tensor (|G|², tr(Σ), weight) on the device of the norms: one operation updates it, one
+    transfer reads it.
+    """
+
+    def __init__(self, smoothing: float = DEFAULT_SMOOTHING) -> None:
+        if not 0 <= smoothing < 1:
+            raise InvalidValueError(f"smoothing is {smoothing}; it must lie in [0, 1)")
+        self.smoothing = smoothing
+        self._averages: Tensor | None = None  # (3,) float32: sums of |G|², of tr(Σ), and of the weights given
+        self._has_unbiased = False
+
+    @property
+    def is_biased(self) -> bool:
+        """No unbiased sample has arrived yet; what there is comes from successive steps."""
+        return not self._has_unbiased
+
+    def update(
+        self,
+        mean_sqr: Tensor,
+        sqr_mean: Tensor,
+        *,
+        batch_size: float,
+        count: int,
+        scale: float = 1.0,
+        is_biased: bool = False,
+    ) -> None:
+        """Add one sample: mean_i |g_i|² and |ḡ|² of ``count`` micro-gradients, as 0-d tensors.
+
+        ``batch_size`` is m; where the micro-batches differ in size, their harmonic mean, which keeps both estimates
+        unbiased. ``scale`` is S = M/M0. A sample that is not finite (an overflowed loss scale) is ignored, on the
+        device. Biased samples are ignored once an unbiased one has arrived, which itself discards earlier biased ones.
+        """
+        if count < 2:
+            raise InvalidValueError(f"{count} micro-gradients; the noise shows only between at least 2")
+        _require_positive("batch size", batch_size)
+        _require_positive("batch scale", scale)
+        if is_biased and self._has_unbiased:
+            return
+        if not is_biased and not self._has_unbiased:
+            self._has_unbiased = True
+            self._averages = None
+        mean_sqr, sqr_mean = mean_sqr.detach().float(), sqr_mean.detach().float()
+        averages = self._averages
+        if averages is None:
+            averages = torch.zeros(3, device=mean_sqr.device)
+        averages = self._averages = averages.to(mean_sqr.device)
+        spread = mean_sqr - sqr_mean
+        sqr = torch.add(sqr_mean, spread, alpha=-1.0 / (count - 1))  # = (c·|ḡ|² − mean|g_i|²)/(c − 1)
+        var = spread * (batch_size * count / (count - 1))
+        sample = torch.stack((sqr, var, torch.ones_like(spread)))
+        sample = torch.where(torch.isfinite(sample).all(), sample, averages)
+        averages.lerp_(sample, 1.0 - self.smoothing**scale)
+
+    def read(self) -> NoiseStats | None:
+        """The statistics now, or None before the first sample. Waits for the device."""
+        if self._averages is None:
+            return None
+        sqr, var, weight = self._averages.tolist()
+        if weight <= 0:
+            return None
+        return NoiseStats(sqr=max(sqr / weight, 0.0), var=max(var / weight, 0.0), is_biased=self.is_biased)
+
+    @property
+    def sqr(self) -> float:
+        """|G|², NaN before the first sample. Waits for the device."""
+        stats = self.read()
+        return math.nan if stats is None else stats.sqr
+
+    @property
+    def var(self) -> float:
+        """tr(Σ) of one example, NaN before the first sample. Waits for the device."""
+        stats = self.read()
+        return math.nan if stats is None else stats.var
+
+    @property
+    def noise_scale(self) -> float:
+        """φ in examples, NaN before the first sample. Waits for the device."""
+        stats = self.read()
+        return math.nan if stats is None else stats.noise_scale
+
+    def reset(self) -> None:
+        """Forget every sample; biased ones are welcome again."""
+        self._averages = None
+        self._has_unbiased = False
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state, with tensors left on their device."""
+        averages = None if self._averages is None else self._averages.clone()
+        return {"averages": averages, "has_unbiased": self._has_unbiased}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what :meth:`state_dict` gave, on whatever device; it moves with the next sample."""
+        averages = _entry(state, "averages")
+        if averages is not None and not (isinstance(averages, Tensor) and averages.shape == (3,)):
+            raise InvalidValueError("the noise scale's state is not ours: 'averages' must be a tensor of 3 numbers")
+        has_unbiased = bool(_entry(state, "has_unbiased"))
+        self._averages = None if averages is None else averages.detach().float().clone()
+        self._has_unbiased = has_unbiased
+
+
+ParameterGroups = Sequence[tuple[Mapping[str, Any], Sequence[Tensor]]]  # each group's options, some of its parameters
+
+
+class Preconditioner:
+    """What an optimizer divides a gradient by: √v̂ + ε of its own state, elementwise.
+
+    ``kind`` is "adam" (Adam, AdamW, and any optimizer that keeps ``exp_avg_sq`` and ``step``) or "rmsprop".
+    """
+
+    KINDS = ("adam", "rmsprop")
+
+    def __init__(self, optimizer: torch.optim.Optimizer, kind: str) -> None:
+        if kind not in self.KINDS:
+            raise UnknownNameError("preconditioner", kind, self.KINDS)
+        self.optimizer = optimizer
+        self.kind = kind
+
+    @classmethod
+    def for_optimizer(cls, optimizer: torch.optim.Optimizer) -> Preconditioner | None:
+        """The one that fits, or None for optimizers that take the gradient as it is."""
+        optim = torch.optim
+        if isinstance(optimizer, (optim.Adam, optim.AdamW, optim.NAdam)):
+            return cls(optimizer, "adam")
+        return cls(optimizer, "rmsprop") if isinstance(optimizer, optim.RMSprop) else None
+
+    def inverse(self, groups: ParameterGroups) -> list[Tensor] | None:
+        """1/(√v̂ + ε) of each parameter, as new tensors in float32 or wider; None while one of them has no state.
+
+        v̂ is that of the steps taken so far, so it is independent of the gradients about to be measured.
+        """
+        inverses: list[Tensor] = []
+        for options, parameters in groups:
+            states = [self.optimizer.state.get(parameter, {}) for parameter in parameters]
+            if not states:
+                continue
+            if any(self._second_moment_name(options) not in state for state in states):
+                return None
+            roots = self._roots(options, states)
+            torch._foreach_add_(roots, options["eps"])
+            torch._foreach_reciprocal_(roots)
+            inverses += roots
+        return inverses
+
+    def _second_moment_name(self, options: Mapping[str, Any]) -> str:
+        if self.kind == "rmsprop":
+            return "square_avg"
+        return "max_exp_avg_sq" if options.get("amsgrad") else "exp_avg_sq"
+
+    def _roots(self, options: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+        moments = [_widened(state[self._second_moment_name(options)]) for state in states]
+        if self.kind == "rmsprop":
+            if options.get("centered"):
+                means = [_widened(state["grad_avg"]) for state in states]
+                moments = list(torch._foreach_addcmul(moments, means, means, value=-1.0))
+                torch._foreach_clamp_min_(moments, 0.0)  # rounding; the optimizer itself would make a NaN of it
+            return list(torch._foreach_sqrt(moments))
+        roots = list(torch._foreach_sqrt(moments))
+        # The step counts may sit on the CPU or on the device: arithmetic on the tensors works for both without reading.
+        beta2, steps = options["betas"][1], [state["step"] for state in states]
+        if isinstance(beta2, Tensor):
+            corrections = [beta2**step for step in steps]
+        else:
+            corrections = list(torch._foreach_pow(beta2, steps))
+        torch._foreach_sub_(corrections, 1.0)
+        torch._foreach_neg_(corrections)
+        torch._foreach_sqrt_(corrections)
+        torch._foreach_div_(roots, corrections)
+        return roots
+
+
+@dataclass(slots=True)
+class _Passes:
+    """What has been measured since the last optimizer step."""
+
+    sizes: list[int]
+    sum_sqr: Tensor  # Σ|increment of .grad|², 0-d
+    scale: Tensor | float  # the loss scale
+    pair: tuple[Tensor, Tensor, float] | None  # mean squared norm, squared norm of the mean, m: with the step before
+    is_void: bool  # the optimizer has no state to precondition with yet
+
+
+class NoiseScale:
+    """The gradient noise scale in a training loop of one's own; see the module's docstring for the calls.
+
+    With two or more passes per step the estimate is unbiased. With one, the gradient of the previous step stands in
+    for a second one: the parameters have moved in between, so this differenced estimate is biased. It is dropped,
+    and single passes are ignored, as soon as an unbiased sample has arrived (:meth:`reset` starts anew).
+
+    ``target``: an optimizer (its parameter groups are read at every pass) or parameters. ``precondition``: "auto"
+    (Adam, AdamW, NAdam, RMSprop), "adam" or "rmsprop" for optimizers that keep their state under these names, "none".
+    ``accumulation``: "mean" where each loss is divided by the number of passes, so that ``.grad`` ends up as the mean,
+    "sum" where it is not. ``initial_batch``: M0, the batch whose steps count once in the smoothing; the first step's
+    if not given.
+
+    Memory: one copy of the gradients, in their type. Backward accumulates in place, so a pass's own gradient is
+    what ``.grad`` has gained, and that needs the value before. Setting the gradients aside instead would save one
+    operation per pass, but would break everything that holds on to ``.grad`` (DDP's bucket views, captured graphs,
+    clipping). The copy also serves as previous gradient, and makes ``step()`` indifferent to clipping and unscaling
+    in between. Preconditioning takes one temporary more (two for the differenced estimate), freed before the next
+    pass. Gradients in bf16 or fp16 are subtracted in that type; norms are accumulated in float32.
+    """
+
+    def __init__(
+        self,
+        target: torch.optim.Optimizer | Iterable[Tensor],
+        *,
+        precondition: str = "auto",
+        smoothing: float = DEFAULT_SMOOTHING,
+        accumulation: str = "mean",
+        initial_batch: int | None = None,
+    ) -> None:
+        self._groups: Sequence[Mapping[str, Any]]
+        self._preconditioner: Preconditioner | None = None
+        if precondition not in ("auto", "none", *Preconditioner.KINDS):
+            raise UnknownNameError("preconditioner", precondition, ("auto", "none", *Preconditioner.KINDS))
+        if accumulation not in ("mean", "sum"):
+            raise UnknownNameError("accumulation", accumulation, ("mean", "sum"))
+        if initial_batch is not None:
+            _require_positive("initial batch size", initial_batch)
+        if isinstance(target, torch.optim.Optimizer):
+            self._groups = target.param_groups
+            if precondition == "auto":
+                self._preconditioner = Preconditioner.for_optimizer(target)
+            elif precondition != "none":
+                self._preconditioner = Preconditioner(target, precondition)
+        else:
+            self._groups = [{"params": list(target)}]
+            if precondition in Preconditioner.KINDS:
+                raise InvalidValueError(f"preconditioning as {precondition!r} needs the optimizer, not its parameters")
+            if not self._groups[0]["params"]:
+                raise InvalidValueError("no parameters to measure the noise scale of")
+        self._target = target  # an optimizer replaces its list of groups when a checkpoint is loaded
+        self._moments = GradientMoments(smoothing)
+        self._accumulation = accumulation
+        self._initial_batch = initial_batch
+        self._held: dict[Tensor, Tensor] = {}  # by parameter: .grad as it was after the last pass
+        self._previous: tuple[int, Tensor | float] | None = None  # batch and loss scale of the last step, if one pass
+        self._passes: _Passes | None = None
+
+    @torch.no_grad()
+    def micro(self, batch_size: int, scale: Tensor | float | None = None) -> None:
+        """Measure the pass whose ``backward()`` has just ended, over ``batch_size`` examples.
+
+        ``scale`` is the loss scale still in the gradients. Of a ``torch.amp.GradScaler`` it comes without waiting as
+        ``scaler.scale(torch.ones((), device=device))``. Call this before clipping and before ``unscale_``.
+        """
+        _require_positive("batch size", batch_size)
+        if isinstance(scale, Tensor):
+            scale = scale.detach().reshape(())
+        else:
+            scale = 1.0 if scale is None else float(scale)
+            _require_positive("loss scale", scale)
+        groups, grads, held = self._gather()
+        inverse = None if self._preconditioner is None else self._preconditioner.inverse(groups)
+        is_void = self._preconditioner is not None and inverse is None
+        passes, pair = self._passes, None
+        if is_void:
+            sum_sqr = torch.zeros((), device=grads[0].device)
+        elif passes is not None:
+            torch._foreach_sub_(held, grads)  # minus the increment: its norm is the same
+            sum_sqr = _squared_norm(_times(inverse, held), scale)
+        elif self._moments.is_biased and self._previous is not None:
+            sum_sqr, pair = self._compare_with_previous(grads, held, inverse, batch_size, scale)
+        else:
+            sum_sqr = _squared_norm(_times(inverse, grads), scale)
+        torch._foreach_copy_(held, grads)
+        if passes is None:
+            self._passes = _Passes([batch_size], sum_sqr, scale, pair, is_void)
+        else:
+            passes.sizes.append(batch_size)
+            passes.sum_sqr = passes.sum_sqr + sum_sqr
+            passes.scale = scale
+            passes.is_void |= is_void
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Take the passes since the last call as one sample. Call it just before ``optimizer.step()``."""
+        passes = self._passes
+        if passes is None:
+            raise InvalidValueError("step() without a measured pass; call micro(batch_size) after each backward()")
+        self._passes = None
+        count, total = len(passes.sizes), sum(passes.sizes)
+        if self._initial_batch is None:
+            self._initial_batch = total
+        self._previous = (total, passes.scale) if count == 1 else None
+        batch_scale = total / self._initial_batch
+        if passes.is_void:
+            return
+        if count == 1:
+            if passes.pair is not None:
+                mean_sqr, sqr_mean, batch = passes.pair
+                self._moments.update(mean_sqr, sqr_mean, batch_size=batch, count=2, scale=batch_scale, is_biased=True)
+            return
+        groups, _, held = self._gather(needs_grads=False)
+        inverse = None if self._preconditioner is None else self._preconditioner.inverse(groups)
+        if self._preconditioner is not None and inverse is None:
+            return
+        sum_sqr, sqr_sum = passes.sum_sqr, _squared_norm(_times(inverse, held), passes.scale)
+        # "mean": an increment is g_i/c and the last .grad is ḡ. "sum": an increment is g_i and the last .grad is c·ḡ.
+        is_mean = self._accumulation == "mean"
+        self._moments.update(
+            sum_sqr * count if is_mean else sum_sqr / count,
+            sqr_sum if is_mean else sqr_sum / count**2,
+            batch_size=_harmonic_mean(passes.sizes),
+            count=count,
+            scale=batch_scale,
+        )
+
+    def discard(self) -> None:
+        """Forget the passes since the last :meth:`step`: they failed, or will be repeated."""
+        self._passes = None
+        self._previous = None  # its copy has been overwritten
+
+    def reset(self) -> None:
+        """Forget everything measured so far, and free the copy of the gradients."""
+        self.discard()
+        self._held.clear()
+        self._moments.reset()
+
+    def read(self) -> NoiseStats | None:
+        """|G|², tr(Σ) and φ together, or None before the first sample. Waits for the device."""
+        return self._moments.read()
+
+    @property
+    def noise_scale(self) -> float:
+        """φ in examples, NaN before the first sample. Waits for the device."""
+        return self._moments.noise_scale
+
+    @property
+    def sqr(self) -> float:
+        """|G|² (preconditioned, if the optimizer is), NaN before the first sample. Waits for the device."""
+        return self._moments.sqr
+
+    @property
+    def var(self) -> float:
+        """tr(Σ) of one example (preconditioned, if the optimizer is), NaN before the first. Waits for the device."""
+        return self._moments.var
+
+    @property
+    def is_biased(self) -> bool:
+        """Only differences of successive steps have been seen so far."""
+        return self._moments.is_biased
+
+    def state_dict(self) -> dict[str, Any]:
+        """The averages and M0; the held gradients are not in it, so the first pair after loading is skipped."""
+        return {"moments": self._moments.state_dict(), "initial_batch": self._initial_batch}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        moments, initial_batch = _entry(state, "moments"), _entry(state, "initial_batch")
+        if initial_batch is not None:
+            _require_positive("initial batch size", initial_batch)
+        self._moments.load_state_dict(moments)
+        self._initial_batch = initial_batch
+        self.discard()
+
+    def _compare_with_previous(
+        self,
+        grads: list[Tensor],
+        held: list[Tensor],
+        inverse: list[Tensor] | None,
+        batch_size: int,
+        scale: Tensor | float,
+    ) -> tuple[Tensor, tuple[Tensor, Tensor, float]]:
+        """Squared norm of this gradient, and the sample it makes with the last step's. Overwrites ``held``."""
+        assert self._previous is not None
+        previous_size, previous_scale = self._previous
+        if isinstance(scale, Tensor) or isinstance(previous_scale, Tensor) or scale != previous_scale:
+            ratio = scale / previous_scale
+            if isinstance(ratio, Tensor):
+                ratio = ratio.to(held[0].device)
+            torch._foreach_mul_(held, ratio)
+        # Both are divided by the newer √v̂: dividing each by its own would take the drift of v̂ for noise.
+        before = held if inverse is None else list(torch._foreach_mul(inverse, held))
+        now = _times(inverse, grads)
+        sqr_before, sqr_now = _squared_norm(before, scale), _squared_norm(now, scale)
+        torch._foreach_sub_(before, now)
+        mean_sqr = (sqr_before + sqr_now) / 2
+        sqr_mean = mean_sqr - _squared_norm(before, scale) / 4  # parallelogram law
+        return sqr_now, (mean_sqr, sqr_mean, _harmonic_mean((previous_size, batch_size)))
+
+    def _gather(self, needs_grads: bool = True) -> tuple[ParameterGroups, list[Tensor], list[Tensor]]:
+        """Parameters by group, their gradients, and the copies held of them, all in the same order.
+
+        A parameter without gradient that had one before counts as zero; one that never had any is left out.
+        """
+        if isinstance(self._target, torch.optim.Optimizer):
+            self._groups = self._target.param_groups
+        groups: list[tuple[Mapping[str, Any], list[Tensor]]] = []
+        grads: list[Tensor] = []
+        copies: list[Tensor] = []
+        for options in self._groups:
+            members: list[Tensor] = []
+            for parameter in options["params"]:
+                grad, held = parameter.grad if needs_grads else None, self._held.get(parameter)
+                if grad is not None:
+                    if grad.layout is not torch.strided:
+                        raise InvalidValueError(
+                            f"a parameter of shape {tuple(parameter.shape)} has a gradient of layout {grad.layout}; "
+                            "the noise scale needs dense gradients. Use sparse=False, or leave the parameter out"
+                        )
+                    grad = torch.view_as_real(grad) if grad.is_complex() else grad
+                    if held is None or (held.shape, held.dtype, held.device) != (grad.shape, grad.dtype, grad.device):
+                        held = self._held[parameter] = torch.zeros_like(grad)
+                elif held is None:
+                    continue
+                elif needs_grads:
+                    if not parameter.requires_grad:  # frozen since
+                        del self._held[parameter]
+                        continue
+                    grad = torch.zeros_like(held)
+                members.append(parameter)
+                copies.append(held)
+                if grad is not None:
+                    grads.append(grad)
+            groups.append((options, members))
+        if not copies:
+            raise InvalidValueError("no parameter has a gradient; call micro() after backward() and before zero_grad()")
+        return groups, grads, copies
+
+
+def _require_positive(name: str, value: float) -> None:
+    if not (value > 0 and math.isfinite(value)):
+        raise InvalidValueError(f"{name} is {value}; it must be a positive number")
+
+
+def _entry(state: Mapping[str, Any], name: str) -> Any:
+    if name not in state:
+        raise InvalidValueError(
+            f"the noise scale's state lacks {name!r}; it has {', '.join(map(repr, state)) or 'nothing'}"
+        )
+    return state[name]
+
+
+def _harmonic_mean(sizes: Sequence[int]) -> float:
+    return len(sizes) / sum(1.0 / size for size in sizes)
+
+
+def _widened(moment: Tensor) -> Tensor:
+    """An optimizer's second moment as real float32 or float64: in half precision 1/ε would overflow."""
+    moment = torch.view_as_real(moment) if moment.is_complex() else moment
+    return moment.float() if moment.dtype in (torch.float16, torch.bfloat16) else moment
+
+
+def _times(inverse: list[Tensor] | None, tensors: list[Tensor]) -> list[Tensor]:
+    """The product, which takes the place of ``inverse``; without one, ``tensors`` themselves."""
+    if inverse is None:
+        return tensors
+    torch._foreach_mul_(inverse, tensors)
+    return inverse
+
+
+def _squared_norm(tensors: Sequence[Tensor], scale: Tensor | float) -> Tensor:
+    """|x/scale|² over all tensors as one 0-d float32, on the device of the first."""
+    device = tensors[0].device
+    # Half-precision norms overflow at 65504; float32 is enough for a sum whose terms are all positive.
+    narrow = [tensor for tensor in tensors if tensor.dtype != torch.float64]
+    wide = [tensor for tensor in tensors if tensor.dtype == torch.float64]
+    norms = list(torch._foreach_norm(narrow, 2, torch.float32)) if narrow else []
+    norms += [norm.float() for norm in torch._foreach_norm(wide, 2)] if wide else []
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device, non_blocking=True) for norm in norms]))
+    # Dividing before squaring: the squared norm of a scaled gradient may be beyond float32.
+    return (total / scale).square()

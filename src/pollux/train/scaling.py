@@ -1,0 +1,249 @@
+"""Learning-rate rules: by how much to multiply the tuned rate when the batch is S = M/M0 times the tuned one.
+
+Stands in ``train``. A rule is anything with ``factor(step) -> float``; :func:`rule_for` finds one by name.
+:class:`ScaledRate` applies a rule to an optimizer during ``optimizer.step()`` alone, through the optimizer's own
+step hooks: before and after, the parameter groups hold the rate that the user and the LR scheduler set, so schedulers
+and checkpoints never see the scaled one.
+
+The factor is computed on the host at every step, from what the step's context says. AdaScale needs |G|² and tr(Σ)
+there: whoever makes the context decides how old the statistics may be (reading them waits for the device).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from pollux.errors import InvalidValueError, UnknownNameError
+from pollux.model import efficiency
+from pollux.train.noise import NoiseStats
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepContext:
+    """What a rule may know about the step that is about to be taken.
+
+    One value rather than a list of arguments, so that it can grow without breaking the rules that users wrote.
+    """
+
+    total_batch: float  # M, examples in this step
+    initial_batch: float  # M0, the batch for which the rate was tuned
+    noise: NoiseStats | None = None  # None: not measured yet
+    num_examples: float = 0.0  # examples in all steps before this one
+    progress: float = 0.0  # scale-invariant iterations before this one: the sum of their gains
+
+    def __post_init__(self) -> None:
+        for name in ("total_batch", "initial_batch"):
+            _require(0 < getattr(self, name) < math.inf, name, getattr(self, name), "a positive number")
+        for name in ("num_examples", "progress"):
+            _require(0 <= getattr(self, name) < math.inf, name, getattr(self, name), "a number >= 0")
+
+    @property
+    def scale(self) -> float:
+        """S = M/M0."""
+        return self.total_batch / self.initial_batch
+
+    @property
+    def gain(self) -> float:
+        """r = (v + q)/(v/S + q) with v = tr(Σ)/M0, q = |G|²: how many steps at M0 this one is worth.
+
+        Between 1 (no noise: a larger batch teaches nothing more) and S (all noise); 1, the cautious end, while
+        nothing has been measured.
+        """
+        if self.noise is None:
+            return 1.0
+        return float(efficiency.gain(self.noise.noise_scale, self.initial_batch, self.total_batch))
+
+
+@runtime_checkable
+class ScalingRule(Protocol):
+    """By how much to multiply the tuned learning rate in one step: a positive number."""
+
+    def factor(self, step: StepContext) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class AdaScale:
+    """The gain r itself (Johnson et al., 2020): linear while noise dominates, none once it does not. For SGD."""
+
+    def factor(self, step: StepContext) -> float:
+        return step.gain
+
+
+@dataclass(frozen=True, slots=True)
+class SquareRoot:
+    """√S: keeps the variance of the step constant (Krizhevsky, 2014). For Adam and its like."""
+
+    def factor(self, step: StepContext) -> float:
+        return math.sqrt(step.scale)
+
+
+@dataclass(frozen=True, slots=True)
+class Linear:
+    """S (Goyal et al., 2017). Right while noise dominates; too much later, and at the start without a warm-up."""
+
+    def factor(self, step: StepContext) -> float:
+        return step.scale
+
+
+@dataclass(frozen=True, slots=True)
+class LEGW:
+    """Linear-epoch gradual warm-up (You et al., 2019): √S, reached over S times the epochs that M0 warms up for.
+
+    ``warmup_steps`` is the warm-up's length at M0, in steps. S times the epochs are the same number of steps,
+    each of them S times as large; position is counted in examples, so it holds when the batch changes on the way.
+    The rule does the warm-up itself: do not put another one into the LR scheduler.
+    """
+
+    warmup_steps: float
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.warmup_steps < math.inf, "warmup_steps", self.warmup_steps, "a number >= 0")
+
+    def factor(self, step: StepContext) -> float:
+        length = step.total_batch * self.warmup_steps  # examples: S times warmup_steps batches of M0
+        reached = step.num_examples + step.total_batch  # this step included, or the first would have rate 0
+        return math.sqrt(step.scale) * (1.0 if reached >= length else reached / length)
+
+
+@dataclass(frozen=True, slots=True)
+class NoScaling:
+    """1: the rate as the user set it."""
+
+    def factor(self, step: StepContext) -> float:
+        return 1.0
+
+
+def _legw_by_name() -> ScalingRule:
+    raise InvalidValueError(
+        "the rule 'legw' needs the warm-up's length: pass LEGW(warmup_steps=...) instead of its name"
+    )
+
+
+RULES: dict[str, Callable[[], ScalingRule]] = {
+    "adascale": AdaScale,
+    "legw": _legw_by_name,
+    "linear": Linear,
+    "none": NoScaling,
+    "sqrt": SquareRoot,
+}
+AUTO = "auto"
+
+
+def rule_for(rule: str | ScalingRule, optimizer: torch.optim.Optimizer) -> ScalingRule:
+    """A rule by name, or the given one.
+
+    "auto" is AdaScale for SGD, whose theory it is, and the square root for every other optimizer: most others adapt
+    to the gradient's size themselves, and for the rest it is the cautious choice.
+
+    Raises :class:`UnknownNameError` for a name nobody knows and :class:`InvalidValueError` for what is no rule.
+    """
+    if isinstance(rule, str):
+        if rule == AUTO:
+            return AdaScale() if isinstance(optimizer, torch.optim.SGD) else SquareRoot()
+        if rule not in RULES:
+            raise UnknownNameError("learning-rate rule", rule, (AUTO, *RULES))
+        return RULES[rule]()
+    if isinstance(rule, type) or not isinstance(rule, ScalingRule):
+        raise InvalidValueError(
+            f"{rule!r} is no learning-rate rule; pass one of {', '.join((AUTO, *RULES))}, or an object with "
+            "factor(step) -> float"
+        )
+    return rule
+
+
+@dataclass(slots=True)
+class _ScaledGroup:
+    """One parameter group (or several that share a tensor) whose rate is multiplied at the moment."""
+
+    group: dict[str, Any]
+    unscaled: Any  # for a tensor, a copy of it
+    scaled: Any  # for a tensor, the very tensor in the group
+
+    def restore(self) -> None:
+        current = self.group["lr"]
+        if isinstance(self.scaled, Tensor):
+            # In place: captured graphs and fused kernels hold on to the tensor.
+            self.scaled.copy_(self.unscaled)
+        elif not isinstance(current, Tensor) and current == self.scaled:
+            # Anything else was set by somebody since, and is theirs.
+            self.group["lr"] = self.unscaled
+
+
+class ScaledRate:
+    """Multiplies an optimizer's learning rates by a rule's factor while it steps, and only then.
+
+    ``context`` is called once before every step and must not wait for the device if training should not.
+    A step that raises cannot be noticed by a hook: the rate is then put back at the next step, when the optimizer's
+    state is saved, or by :meth:`restore`, whichever comes first. (Loading a state replaces the groups, and wins.)
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        rule: str | ScalingRule,
+        context: Callable[[], StepContext],
+    ) -> None:
+        if not all("lr" in group for group in optimizer.param_groups):
+            raise InvalidValueError(f"{type(optimizer).__name__} has a parameter group without 'lr' to scale")
+        self.rule = rule_for(rule, optimizer)
+        self._context = context
+        self._factor = 1.0
+        self._pending: list[_ScaledGroup] = []
+        self._handles = [
+            optimizer.register_step_pre_hook(self._before_step),
+            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_state_dict_pre_hook(self._after_step),
+        ]
+
+    @property
+    def factor(self) -> float:
+        """What the last step's rates were multiplied by; 1 before the first."""
+        return self._factor
+
+    def restore(self) -> None:
+        """Put back the unscaled rates if a step raised; nothing to do otherwise."""
+        pending, self._pending = self._pending, []
+        with torch.no_grad():
+            for entry in pending:
+                entry.restore()
+
+    def detach(self) -> None:
+        """Leave the optimizer as it was found. May be called twice."""
+        self.restore()
+        for handle in self._handles:
+            handle.remove()
+        self._handles.clear()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        self.restore()
+        factor = float(self.rule.factor(self._context()))
+        if not 0 < factor < math.inf:
+            raise InvalidValueError(
+                f"{self.rule!r} gave the learning-rate factor {factor}; it must be a positive number"
+            )
+        self._factor = factor
+        seen: set[int] = set()
+        with torch.no_grad():
+            for group in optimizer.param_groups:
+                rate = group["lr"]
+                if not isinstance(rate, Tensor):
+                    group["lr"] = rate * factor
+                    self._pending.append(_ScaledGroup(group, rate, group["lr"]))
+                elif id(rate) not in seen:  # groups made from one default share its tensor
+                    seen.add(id(rate))
+                    self._pending.append(_ScaledGroup(group, rate.clone(), rate))
+                    rate.mul_(factor)
+
+    def _after_step(self, *_: Any) -> None:
+        self.restore()
+
+
+def _require(condition: bool, name: str, value: float, allowed: str) -> None:
+    if not condition:
+        raise InvalidValueError(f"{name} is {value}; it must be {allowed}")
