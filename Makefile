@@ -22,6 +22,7 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+bench: export OPENBLAS_NUM_THREADS = 1
 bench: $(STAMP)
 	$(BIN)/python benchmarks/decisions.py
 	$(BIN)/python benchmarks/fitting.py

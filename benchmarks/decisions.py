@@ -104,7 +104,6 @@ def measure(name: str, instance: dict[str, Any], with_allocations: bool) -> dict
         charges_starts=True,
         p=float(instance.get("p", -1)),
         epsilon=instance.get("eps", 0.001) * instance["gpus_per_node"],
-        max_nodes_per_job=instance.get("max_nodes_per_job"),
     )
     seconds = []
     for _ in range(REPEATS):
@@ -210,6 +209,8 @@ def is_valid(instance: dict[str, Any], allocations: Any) -> bool:
     held = {job["name"]: len(job["allocation"]) for job in instance["jobs"]}
     for name, allocation in allocations.items():
         if allocation.num_replicas > max(limits[name], held[name]):
+            return False
+        if allocation.num_nodes > instance.get("max_nodes_per_job", instance["num_nodes"]):
             return False
         for node, count in allocation.shares:
             used[node] = used.get(node, 0) + count

@@ -13,7 +13,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -328,7 +328,6 @@ class Plan:
 
     allocations: Mapping[str, Allocation]
     explanation: Explanation | None = None
-    notes: Mapping[str, Any] = field(default_factory=dict)
 
     def allocation_of(self, job: str) -> Allocation:
         return self.allocations.get(job, NO_ALLOCATION)

@@ -28,7 +28,7 @@ settings_of_interest = st.builds(
 
 
 def obvious_fitness(snapshot: Snapshot, plan: Plan, rules: PolicySettings) -> float:
-    """DESIGN's formula, job by job, for p = -1 and equal weights."""
+    """The formula of the objective, job by job, for p = -1 and equal weights."""
     tables = speedup_tables(snapshot, GoodputTables())
     total = 0.0
     for job, table in zip(snapshot.jobs, tables, strict=True):
@@ -212,17 +212,19 @@ class TestBehaviour:
 
 
 def test_interference_avoidance_can_be_switched_off():
-    """Three jobs that want to span two nodes of three slots: only one may, unless interference is accepted."""
+    """Two jobs of three replicas on three nodes of two slots would have to share the middle node."""
     theta = PARAMS._replace(alpha_n=1e-6, beta_n=1e-8, alpha_r=1e-6, beta_r=1e-8)
-    jobs = tuple(make_job(f"j{i}", params={"gpu": theta}, noise_scale=1e9, min_replicas=2) for i in range(3))
-    snapshot = Snapshot(now=0, nodes=make_nodes(2, 3), jobs=jobs)
+    jobs = tuple(
+        make_job(f"j{i}", params={"gpu": theta}, noise_scale=1e9, min_replicas=3, max_replicas=3) for i in range(2)
+    )
+    snapshot = Snapshot(now=0, nodes=make_nodes(3, 2), jobs=jobs)
 
     def running(avoid: bool) -> int:
         plan = make_policy("pollux", PolicySettings(avoid_interference=avoid)).decide(snapshot)
         return sum(bool(plan.allocation_of(job.name)) for job in jobs)
 
-    assert running(True) == 3  # 2 + 2 on a node each, and one that spans what is left
-    assert running(False) == 3
+    assert running(True) == 1
+    assert running(False) == 2
 
 
 def test_batch_limits_bound_the_replicas():
@@ -232,3 +234,11 @@ def test_batch_limits_bound_the_replicas():
     for capacity, profiled in itertools.product((1, 8), (0, 2)):
         explored = dataclasses.replace(make_job("a"), max_profiled_replicas=profiled)
         assert max_replicas(explored, capacity) == min(capacity, max(2 * profiled, 1))
+
+
+def test_a_job_that_cannot_run_does_not_hold_up_the_others():
+    """Its cost is hundreds of times that of a running job; what the others could gain must not pale beside it."""
+    jobs = [make_job(f"j{i}", allocation=Allocation.of((f"n{i}", 2)), age_s=1e5) for i in range(3)]
+    stuck = make_job("stuck", is_pinned=True)
+    plan = PolluxPolicy(PolicySettings()).decide(Snapshot(now=0, nodes=make_nodes(4), jobs=(*jobs, stuck)))
+    assert sum(allocation.num_replicas for allocation in plan.allocations.values()) > 6

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 
 def main() -> None:
     """Console entry point. Its libraries are an extra, so they are looked for here and not at import."""
+    # A scheduler's matrices are tiny: threads for them only burn time. Must be said before numpy is loaded.
+    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ.setdefault(name, "1")
     try:
         import rich  # noqa: F401
         import typer  # noqa: F401

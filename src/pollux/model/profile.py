@@ -54,7 +54,7 @@ class Profile:
 
     def add(self, accelerator: str, configuration: Configuration, timing: Timing) -> bool:
         """Take in a measurement; true if this configuration had not been seen before."""
-        _validate(configuration, timing)
+        check_measurement(configuration, timing)
         self.max_replicas = max(self.max_replicas, configuration.num_replicas)
         timings = self._timings.setdefault(accelerator, {})
         known = timings.get(configuration)
@@ -95,7 +95,12 @@ class Profile:
         return sum(len(timings) for timings in self._timings.values())
 
 
-def _validate(configuration: Configuration, timing: Timing) -> None:
+def check_measurement(configuration: Configuration, timing: Timing) -> None:
+    """Refuse what cannot have been measured.
+
+    Raises:
+        ProfileError: says which value and why.
+    """
     nodes, replicas, batch = configuration
     if not (1 <= nodes <= replicas and batch >= 1):
         raise ProfileError(

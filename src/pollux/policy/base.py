@@ -27,12 +27,13 @@ class PolicySettings:
     weights: str = "equal"  # or "remaining": shorter remaining work weighs more
     avoid_interference: bool = True  # at most one spanning job per node
     charges_starts: bool = False  # charge δ to a job that holds nothing, as the OSDI'21 artifact does
-    max_nodes_per_job: int | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if not math.isfinite(self.p) or self.p > 1:
-            raise InvalidValueError(f"p = {self.p}; a finite number of at most 1 is needed (1: greedy, -10: very fair)")
+        if not -20 <= self.p <= 1 or 0 < abs(self.p) < 0.01:
+            raise InvalidValueError(
+                f"p = {self.p}; 0 or a number from -20 to 1, not nearer to 0 than 0.01 (1: greedy, -10: very fair)"
+            )
         if not (math.isfinite(self.resize_s) and self.resize_s >= 0):
             raise InvalidValueError(f"resize cost of {self.resize_s} s; it must be a number >= 0")
         if not (math.isfinite(self.epsilon) and self.epsilon > 0):

@@ -1,4 +1,4 @@
-"""Greedy dense placement: roomiest node first. What the baselines use (FORMATS of the OSDI'21 artifact)."""
+"""Greedy dense placement: roomiest node first. What the baselines use, as in the OSDI'21 artifact."""
 
 from __future__ import annotations
 

@@ -169,9 +169,6 @@ class Round:
         allowed[:, 1, :2] = False
         if len(capacity) == 1:
             allowed[:, 1] = False
-        elif settings.max_nodes_per_job is not None:
-            most = int(np.sort(capacity)[-settings.max_nodes_per_job :].sum())
-            allowed[:, 1, most + 1 :] = False
         # An idle job has zero speedup whichever way one looks at it, and may always be idle.
         allowed[:, :, 0] = True
         factors = _move_factors(jobs, tables, settled, settings)

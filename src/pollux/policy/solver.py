@@ -17,8 +17,9 @@ import numpy as np
 from pollux.policy.knapsack import solve_knapsack
 from pollux.policy.placement import Placement, PlacementProblem, Shares, place
 from pollux.policy.search import improve
+from pollux.types import FloatArray, IntArray
 
-_WORTH_IT = 0.05  # gain, in mean job costs, that is worth searching for, and worth moving jobs for
+_WORTH_IT = 0.05  # gain, in mean costs of a running job, that is worth searching for, and worth moving jobs for
 _MAX_REFINEMENTS = 4
 _SEARCH_ROUNDS = 20
 
@@ -33,9 +34,10 @@ class Solution:
 
 def solve(problem: PlacementProblem, rng: np.random.Generator) -> Solution:
     """The best allocation found and a bound on all of them."""
-    knapsack = solve_knapsack(problem.count_costs(), int(problem.capacity.sum()))
+    costs = problem.count_costs()
+    knapsack = solve_knapsack(costs, int(problem.capacity.sum()))
     bound = knapsack.lower_bound
-    tolerance = _WORTH_IT * abs(bound) / max(problem.num_jobs, 1)
+    tolerance = _tolerance(problem, costs, knapsack.counts)
     best = place(problem, knapsack.counts)
     method = "knapsack" if knapsack.is_exact else "price"
     if best.total_cost - bound > tolerance:
@@ -56,7 +58,18 @@ def solve(problem: PlacementProblem, rng: np.random.Generator) -> Solution:
     stay = float(problem.keep_cost.sum())
     if stay <= best.total_cost + tolerance:
         best, method = _as_placement(problem, problem.current), "stay"
-    return Solution(best.shares, best.total_cost, min(bound, best.total_cost), method)
+    cost = best.total_cost
+    assert bound <= cost + 1e-6 * max(1.0, abs(cost)), f"lower bound {bound} above cost {cost}"
+    return Solution(best.shares, cost, min(bound, cost), method)
+
+
+def _tolerance(problem: PlacementProblem, costs: FloatArray, counts: IntArray) -> float:
+    """A gain that is not worth a move: a share of what a running job costs on average.
+
+    Jobs that have to wait cost hundreds of times more and would make everything else look like nothing.
+    """
+    running = np.flatnonzero(counts > 0)
+    return _WORTH_IT * float(np.abs(costs[running, counts[running]]).mean()) if running.size else 0.0
 
 
 def _search(problem: PlacementProblem, first: Placement, target: float, rng: np.random.Generator) -> Placement:
@@ -68,7 +81,7 @@ def _search(problem: PlacementProblem, first: Placement, target: float, rng: np.
     slots_per_node = int(problem.capacity.max())
     whole = solve_knapsack(problem.count_costs(slots_per_node), int(problem.capacity.sum()))
     starts = [
-        _as_placement(problem, problem.current),
+        *([_as_placement(problem, problem.current)] if np.isfinite(problem.keep_cost).all() else []),
         place(problem, whole.counts),
         place(problem, whole.counts, displaces=True),
         first,

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from pollux.errors import InvalidPlanError, InvalidValueError
+from pollux.errors import InvalidValueError, PolluxError
 from pollux.policy.base import Policy
 from pollux.scheduler.autoscale import AutoscaleConfig, SizeDecision, decide_size, nodes_to_have
 from pollux.scheduler.knowledge import Knowledge, ProfileMemory
@@ -36,13 +36,15 @@ from pollux.scheduler.ports import (
     StopJob,
     Store,
     TuneJob,
+    check_report,
 )
-from pollux.scheduler.reconcile import Actual, Change, Resize, Start, reconcile, verify_plan
+from pollux.scheduler.reconcile import Actual, Change, Resize, Start, reconcile, together, verify_plan
 from pollux.scheduler.record import JobRecord, RoundRecord
 from pollux.types import NO_ALLOCATION, Allocation, JobSpec, Node, Plan, Snapshot
 
 logger = logging.getLogger(__name__)
 
+_MAY_STOP = frozenset({JobState.STOPPING, JobState.RUNNING, JobState.RESIZING})
 _MAX_SETTLING = 8  # passes of reconcile in one tick; real engines need one, trades a few
 
 
@@ -85,6 +87,7 @@ class Scheduler:
         self._next_round_at = clock.now() + config.interval_s
         self._trigger: str | None = None  # an event that asks for a decision now
         self._num_rounds = 0
+        self._next_sequence = 0
         if config.autoscale is not None and pool is None:
             raise InvalidValueError("auto-scaling needs an engine whose nodes can come and go")
         self._pool = pool
@@ -116,11 +119,12 @@ class Scheduler:
             knowledge = Knowledge(f"job {spec.name}")
         record = JobRecord(
             spec=spec,
-            sequence=len(self._active) if sequence is None else sequence,
+            sequence=self._next_sequence if sequence is None else sequence,
             knowledge=knowledge,
             noise_scale=knowledge.first_noise_scale,
             accounted_at=self._clock.now(),
         )
+        self._next_sequence = max(self._next_sequence, record.sequence) + 1
         in_order = not self._active or next(reversed(self._active.values())).sequence <= record.sequence
         self._active[spec.name] = record
         if not in_order:
@@ -170,14 +174,16 @@ class Scheduler:
                     record.leaving = NO_ALLOCATION
                     record.move(JobState.RUNNING, now, f"generation {generation} trains")
                     self._store.save_job(record)
-            case JobStopped() if record.state.holds_slots:
+            case JobStopped() if record.state in _MAY_STOP:  # otherwise it is late: the job is starting again
                 record.allocation = record.leaving = NO_ALLOCATION
                 record.move(JobState.PENDING, now, "stopped")
                 self._store.save_job(record)
+                self._ask_for_round("stop")
             case JobEnded(state=state, at=at, reason=reason):
-                record.attained_s -= max(now - at, 0.0)
-                record.gpu_s -= max(now - at, 0.0) * record.allocation.num_replicas
-                record.allocation = NO_ALLOCATION
+                if record.allocation:  # time since it ended was not its own
+                    record.attained_s -= max(now - at, 0.0)
+                    record.gpu_s -= max(now - at, 0.0) * record.allocation.num_replicas
+                record.allocation = record.leaving = NO_ALLOCATION
                 record.finished_at = at
                 record.move(state, at, reason or state.value)
                 del self._active[record.name]
@@ -187,6 +193,11 @@ class Scheduler:
 
     def _take_report(self, record: JobRecord, report: JobReport) -> None:
         knowledge = record.knowledge
+        try:
+            check_report(report)
+        except InvalidValueError as error:
+            logger.warning("job %s: report refused: %s", record.name, error)
+            return
         for configuration, timing in report.timings:
             knowledge.observe(report.accelerator, configuration, timing)
         if report.noise_scale is not None:
@@ -260,14 +271,19 @@ class Scheduler:
         self._autoscale(now)
         if not self._active:
             return
-        snapshot = self.snapshot(now)
+        snapshot = self._placeable(self.snapshot(now))
         began = time.perf_counter()
         plan, error = self._plan(snapshot)
         decision_s = time.perf_counter() - began
         if plan.explanation is not None:
             explanation = dataclasses.replace(plan.explanation, decision_s=decision_s)
             plan = dataclasses.replace(plan, explanation=explanation)
-        self._desired = {name: allocation for name, allocation in plan.allocations.items() if allocation}
+        # A job that is stopping keeps its slots until it has; what it held is not what it should get back.
+        self._desired = {
+            name: allocation
+            for name, allocation in plan.allocations.items()
+            if allocation and self._active[name].state is not JobState.STOPPING
+        }
         self._num_rounds += 1
         self._store.save_round(
             RoundRecord(
@@ -285,13 +301,21 @@ class Scheduler:
 
     def _plan(self, snapshot: Snapshot) -> tuple[Plan, str]:
         """The policy's plan; what is held already if that plan cannot be carried out."""
-        plan = self.policy.decide(snapshot)
         try:
+            plan = self.policy.decide(snapshot)
             verify_plan(snapshot, plan)
-        except InvalidPlanError as error:
+        except PolluxError as error:
             logger.error("policy %s made an invalid plan; nothing changes this round: %s", self.policy.name, error)
-            return Plan(allocations={job.name: job.allocation for job in snapshot.jobs}), str(error)
+            return Plan(allocations=dict(self._desired)), str(error)
         return plan, ""
+
+    def _placeable(self, snapshot: Snapshot) -> Snapshot:
+        """Without the jobs that may run on none of the accelerators there are: they wait, and hold up nobody."""
+        types = {node.accelerator for node in snapshot.nodes}
+        jobs = tuple(
+            job for job in snapshot.jobs if job.spec.accelerators is None or not types.isdisjoint(job.spec.accelerators)
+        )
+        return snapshot if len(jobs) == len(snapshot.jobs) else dataclasses.replace(snapshot, jobs=jobs)
 
     def _learn(self) -> None:
         """Refit what was measured anew and tell the jobs concerned."""
@@ -347,7 +371,7 @@ class Scheduler:
             case Resize(allocation=allocation):
                 was = record.allocation.num_replicas
                 record.generation += 1
-                record.leaving = record.allocation
+                record.leaving = together(record.leaving, record.allocation)
                 record.allocation = allocation
                 target = JobState.STARTING if record.state is JobState.STARTING else JobState.RESIZING
                 record.move(target, now, f"{was} -> {allocation.num_replicas} replicas")

@@ -6,11 +6,13 @@ commands, report what happened, and say which nodes there are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
-from pollux.model.profile import Configuration, Timing
+from pollux.errors import InvalidValueError, ProfileError
+from pollux.model.profile import Configuration, Timing, check_measurement
 from pollux.scheduler.lifecycle import JobState
 from pollux.types import Allocation, JobSpec, Node, Oracle, Snapshot, ThroughputParams
 
@@ -108,6 +110,23 @@ class NodesChanged:
 
 
 Event = JobRuns | JobStopped | JobEnded | JobReport | NodesChanged
+
+
+def check_report(report: JobReport) -> None:
+    """Refuse a report that cannot be true; nothing of it is then used.
+
+    Raises:
+        InvalidValueError: says which value and why.
+    """
+    try:
+        for configuration, timing in report.timings:
+            check_measurement(configuration, timing)
+    except ProfileError as error:
+        raise InvalidValueError(str(error)) from error
+    for name in ("noise_scale", "remaining_examples", "progress", "total_batch"):
+        value = getattr(report, name)
+        if value is not None and not (math.isfinite(value) and value >= 0):
+            raise InvalidValueError(f"{name} = {value}; a number of at least 0 is needed")
 
 
 # Ports ----------------------------------------------------------------------------------------

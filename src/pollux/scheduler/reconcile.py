@@ -95,12 +95,15 @@ def reconcile(
     Otherwise only what fits into slots that are free already; if jobs wait for each other's slots in a circle and
     nothing else is under way, one of them is stopped, and starts again where it should be.
     """
+    names = {node.name for node in nodes}
     releases: list[Change] = []
     grabs: list[Start | Resize] = []
     for job, is_now in actual.items():
         if is_now.state.is_final or is_now.state is JobState.STOPPING:
             continue
         target = desired.get(job, NO_ALLOCATION)
+        if not all(node in names for node, _ in target.shares):
+            continue  # a node of the plan is gone: the next decision will know
         if is_now.state is JobState.PENDING:
             if target:
                 grabs.append(Start(job, target))
@@ -141,12 +144,17 @@ def reconcile(
 _UNDER_WAY = frozenset({JobState.STARTING, JobState.RESIZING, JobState.STOPPING})
 
 
+def together(one: Allocation, other: Allocation) -> Allocation:
+    """Slots per node that either needs."""
+    most = one.as_mapping()
+    for node, count in other.shares:
+        most[node] = max(most.get(node, 0), count)
+    return Allocation.of(*most.items())
+
+
 def _held(is_now: Actual) -> dict[str, int]:
     """Slots per node that nobody else may use: of what the job is coming to and of what it has yet to leave."""
-    held = is_now.allocation.as_mapping()
-    for node, count in is_now.leaving.shares:
-        held[node] = max(held.get(node, 0), count)
-    return held
+    return together(is_now.allocation, is_now.leaving).as_mapping()
 
 
 def _is_within(target: Allocation, held: Allocation) -> bool:

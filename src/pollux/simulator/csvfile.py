@@ -41,6 +41,8 @@ def read_rows(path: Path, columns: Sequence[str]) -> Iterator[tuple[int, dict[st
         raise InputFileError(path, "no such file") from error
     except IsADirectoryError as error:
         raise InputFileError(path, "a directory, not a file") from error
+    except OSError as error:
+        raise InputFileError(path, f"cannot be read ({error.strerror})") from error
     except (UnicodeDecodeError, csv.Error) as error:
         raise InputFileError(path, f"not a CSV text file ({error})") from error
 

@@ -191,15 +191,23 @@ class _Checkpoint:
     job: SimulatedJob
     state: tuple[object, ...]
 
-    FIELDS = ("clock", "delay_s", "epoch", "progress", "completed_at", "batch", "tuned_for", "rate")
+    new_timings: dict[Configuration, Timing]
+    measured: dict[tuple[int, int], dict[int, Timing]]
+
+    FIELDS = (
+        *("clock", "delay_s", "epoch", "progress", "completed_at"),
+        *("batch", "tuner", "tuner_basis", "tuned_for", "rate"),
+    )
 
     @classmethod
     def of(cls, job: SimulatedJob) -> _Checkpoint:
-        return cls(job, tuple(getattr(job, name) for name in cls.FIELDS))
+        measured = {shape: dict(timings) for shape, timings in job.measured.items()}
+        return cls(job, tuple(getattr(job, name) for name in cls.FIELDS), dict(job.new_timings), measured)
 
     def restore(self) -> None:
         for name, value in zip(self.FIELDS, self.state, strict=True):
             setattr(self.job, name, value)
+        self.job.new_timings, self.job.measured = self.new_timings, self.measured
 
 
 class SimulatedEngine:

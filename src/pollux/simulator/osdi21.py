@@ -102,7 +102,7 @@ class TraceApplication:
         path = self._folder / "placements.csv"
         for number, row in read_rows(path, ("placement", "local_bsz", "step_time", "sync_time")):
             digits = row["placement"]
-            if not digits.isdigit() or "0" in digits:
+            if not (digits.isascii() and digits.isdecimal()) or "0" in digits:
                 raise InputFileError(path, f"placement {digits!r}; digits 1-9, one per node, are allowed", number)
             batch, step, sync = _times(path, number, row)
             rows.setdefault(digits, []).append((batch, step, sync))
@@ -137,8 +137,15 @@ class TraceApplication:
         if self._interpolator is None:
             # Here and not above: scipy.interpolate is slow to import, and small clusters never need it.
             from scipy.interpolate import LinearNDInterpolator
+            from scipy.spatial import QhullError
 
-            self._interpolator = LinearNDInterpolator(self._points, self._values)
+            try:
+                self._interpolator = LinearNDInterpolator(self._points, self._values)
+            except QhullError as error:
+                raise InputFileError(
+                    self._folder,
+                    "too few step times to interpolate between: placements on five or more nodes need more",
+                ) from error
         step, sync = self._interpolator(np.array([[num_nodes, num_replicas, device_batch]], dtype=float))[0]
         if np.isfinite(step):
             return StepTime(float(step), float(sync))
@@ -172,6 +179,7 @@ class TraceApplication:
                 )
                 for number, row in read_rows(path, ("progress", "iteration", "grad_sqr", "grad_var"))
             ]
+            _check_run(path, runs[int(size)])
         if not runs:
             raise InputFileError(self._folder, "no validation-<batch size>.csv; at least one is needed")
         self._batch_sizes = sorted(runs)
@@ -213,8 +221,19 @@ class TraceApplication:
 def _times(path: Path, number: int, row: dict[str, str]) -> tuple[int, float, float]:
     batch = to_int(path, number, row, "local_bsz")
     step, sync = to_float(path, number, row, "step_time"), to_float(path, number, row, "sync_time")
-    if batch < 1 or step <= 0 or sync < 0:
+    if batch < 1 or not 0 <= sync < step:
         raise InputFileError(
-            path, f"local_bsz {batch}, step_time {step}, sync_time {sync}; positive times are needed", number
+            path, f"local_bsz {batch}, step_time {step}, sync_time {sync}; 0 <= sync_time < step_time is needed", number
         )
     return batch, step, sync
+
+
+def _check_run(path: Path, rows: Sequence[tuple[float, float, float, float]]) -> None:
+    """Progress goes forward, and gradients have a size."""
+    before = 0.0
+    for number, (progress, _, sqr, var) in enumerate(rows, start=2):
+        if progress < before or (number == 2 and progress <= 0):
+            raise InputFileError(path, f"progress = {progress} after {before}; it must grow", number)
+        if sqr < 0 or var < 0 or sqr + var <= 0:
+            raise InputFileError(path, f"grad_sqr = {sqr}, grad_var = {var}; not negative, and not both 0", number)
+        before = progress

@@ -17,6 +17,7 @@ from pollux.simulator.application import Application
 from pollux.simulator.csvfile import read_rows, to_float, to_int
 from pollux.types import JobSpec
 
+MAX_TIME_S = 1e8  # three years: further off is a slip of the pen
 COLUMNS = ("name", "time", "application", "num_replicas", "batch_size")
 
 
@@ -60,8 +61,8 @@ def load_workload(path: str | Path, applications: Mapping[str, Application]) -> 
             raise InputFileError(path, f"job name {row['name']!r} is used twice; names must be unique", number)
         names.add(row["name"])
         time_s = to_float(path, number, row, "time")
-        if time_s < 0:
-            raise InputFileError(path, f"time = {row['time']}; seconds from the start, at least 0", number)
+        if not 0 <= time_s <= MAX_TIME_S:
+            raise InputFileError(path, f"time = {row['time']}; seconds from the start, 0 to {MAX_TIME_S:.0f}", number)
         num_replicas = to_int(path, number, row, "num_replicas")
         if num_replicas < 1:
             raise InputFileError(path, f"num_replicas = {num_replicas}; at least 1 is needed", number)

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import logging
 
 import pytest
@@ -235,3 +236,119 @@ def test_jobs_keep_their_order_of_submission():
     for sequence, name in ((5, "late"), (1, "early")):
         world.scheduler.submit(JobSpec(name=name, batch=LIMITS), sequence)
     assert [record.name for record in world.scheduler.active_jobs] == ["early", "late"]
+
+
+def test_a_stop_that_takes_several_rounds_is_not_undone():
+    world = World("srtf", num_nodes=1)
+    world.submit("long", requested_replicas=4)
+    world.round()
+    world.submit("short", requested_replicas=4)
+    world.engine.events += [_report("long", 1e12), _report("short", 1.0)]
+    for _ in range(3):  # rounds pass while the job writes its checkpoint
+        world.clock.time += 60
+        world.scheduler.tick()
+    world.round()  # it has stopped
+    world.round()
+    assert world.replicas() == {"short": 4}
+    told = [type(command) for command in world.engine.commands if command.job == "long"]
+    assert (told.count(StartJob), told.count(StopJob)) == (1, 1)
+
+
+class Scripted:
+    """Plans what it is told to."""
+
+    name = "scripted"
+    adapts_batch = True
+    needs_oracle = False
+
+    def __init__(self) -> None:
+        self.next: dict[str, Allocation] = {}
+
+    def decide(self, snapshot: Snapshot) -> Plan:
+        names = {job.name for job in snapshot.jobs}
+        return Plan(allocations={name: allocation for name, allocation in self.next.items() if name in names})
+
+    def reset(self) -> None:
+        pass
+
+
+def test_a_second_resize_remembers_what_the_first_has_yet_to_leave():
+    policy = Scripted()
+    world = World(policy, num_nodes=3)
+    world.submit("a")
+    policy.next = {"a": Allocation.of(("n0", 4))}
+    world.round()
+    for node in ("n1", "n2"):
+        policy.next = {"a": Allocation.of((node, 4))}
+        world.clock.time += 60
+        world.scheduler.tick()  # none of these gets done in time
+    world.submit("b")
+    policy.next["b"] = Allocation.of(("n0", 4))
+    world.round()  # SlowEngine refuses to over-commit n0
+    assert world.replicas() == {"a": 4, "b": 4}
+
+
+def test_later_jobs_do_not_overtake_earlier_ones():
+    world = World()
+    for name in "abc":
+        world.submit(name)
+    world.round()
+    for name in "ab":
+        world.engine.end(name, world.clock.time)
+    world.round()
+    for name in "de":
+        world.submit(name)
+    assert [record.name for record in world.scheduler.active_jobs] == ["c", "d", "e"]
+
+
+@pytest.mark.parametrize(
+    "bad", [{"noise_scale": float("nan")}, {"noise_scale": -1.0}, {"remaining_examples": float("inf")}]
+)
+def test_a_report_that_cannot_be_true_is_refused_whole(bad, caplog):
+    world = World("pollux")
+    world.submit("a")
+    world.round()
+    world.engine.events.append(dataclasses.replace(_report("a", 1e6), **bad))
+    timing = (Configuration(1, 1, 64), Timing(float("nan"), 1.0))
+    world.engine.events.append(dataclasses.replace(_report("a", 1e6), timings=[timing]))
+    world.round()
+    record = world.store.jobs["a"]
+    assert (record.noise_scale, record.remaining_examples, len(record.knowledge.profile)) == (None, None, 0)
+    assert caplog.text.count("report refused") == 2
+
+
+@pytest.mark.parametrize("policy", ["equal", "fifo", "optimus", "pollux", "srtf", "tiresias"])
+def test_a_job_that_fits_no_accelerator_waits_alone(policy):
+    world = World(policy)
+    world.submit("picky", accelerators=frozenset({"a100"}))
+    world.submit("ok")
+    world.round()
+    assert set(world.replicas()) == {"ok"}
+
+
+def test_a_policy_that_fails_changes_nothing():
+    class Failing(Scripted):
+        def decide(self, snapshot: Snapshot) -> Plan:
+            if self.next:
+                raise InvalidValueError("cannot")
+            return Plan(allocations={job.name: Allocation.of(("n0", 2)) for job in snapshot.jobs})
+
+    policy = Failing()
+    world = World(policy)
+    world.submit("a")
+    world.round()
+    policy.next = {"a": Allocation()}
+    world.round()
+    assert world.replicas() == {"a": 2}
+    assert world.store.rounds[-1].error == "cannot"
+
+
+def test_a_stop_reported_late_does_not_start_the_job_twice():
+    world = World()
+    world.submit("a", max_replicas=2)
+    world.clock.time += 60
+    world.scheduler.tick()
+    assert world.store.jobs["a"].state is JobState.STARTING
+    world.engine.events.append(JobStopped(job="a"))
+    world.scheduler.tick()
+    assert [type(command) for command in world.engine.commands] == [StartJob]

@@ -141,3 +141,8 @@ def test_values_are_checked_where_they_are_born():
         Allocation.of(("n0", 1), ("n0", 2))
     with pytest.raises(ValueError, match="not in the snapshot"):
         Snapshot(now=0, nodes=(), jobs=(make_job("a", allocation=ONE),))
+
+
+def test_a_plan_for_a_node_that_vanished_waits_for_the_next_decision():
+    only = make_nodes(1)
+    assert reconcile({"a": BOTH}, {"a": running(ONE)}, only) == []

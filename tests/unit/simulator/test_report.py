@@ -131,7 +131,7 @@ def test_nothing_to_show_or_nothing_to_show_it_with(monkeypatch: pytest.MonkeyPa
     with pytest.raises(PolluxError, match="at least one result"):
         html_report([], title="t", command="c")
     monkeypatch.setattr(report, "find_spec", lambda name: None)
-    with pytest.raises(PolluxError, match=r"pip install \"pollux\[cli\]\""):
+    with pytest.raises(PolluxError, match=r"pip install \"pollux-scheduler\[cli\]\""):
         report.require_plotly()
 
 
