@@ -116,12 +116,12 @@ def _see_off(workers: Sequence[multiprocessing.process.BaseProcess]) -> None:
 def _worker_environment() -> Iterator[None]:
     """What processes started inside inherit: one thread each, and deaf to Ctrl-C, which this process answers for them.
 
-    Both have to be in place before a worker imports anything, so its initialiser would be too late. A Ctrl-C that
-    comes meanwhile is kept and answered afterwards.
+    Both have to be in place before a worker imports anything, so its initialiser would be too late. A signal that
+    comes meanwhile is kept and answered afterwards: a worker half started would complain of a pipe without an end.
     """
     before = {name: os.environ.get(name) for name in _SINGLE_THREADED}
     os.environ.update(dict.fromkeys(_SINGLE_THREADED, "1"))
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
     try:
         yield
     finally:
@@ -166,6 +166,7 @@ class _Stopped(Exception):
 def _begin_work(done: Any, stop: Any) -> None:
     global _shared
     _shared = done, stop
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     threading.Thread(target=_leave_with_parent, daemon=True).start()
 
 

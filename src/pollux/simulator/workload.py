@@ -62,7 +62,9 @@ def load_workload(path: str | Path, applications: Mapping[str, Application]) -> 
         names.add(row["name"])
         time_s = to_float(path, number, row, "time")
         if not 0 <= time_s <= MAX_TIME_S:
-            raise InputFileError(path, f"time = {row['time']}; seconds from the start, 0 to {MAX_TIME_S:.0f}", number)
+            raise InputFileError(
+                path, f"time = {row['time']}; seconds from the start, at least 0, at most {MAX_TIME_S:.0f}", number
+            )
         num_replicas = to_int(path, number, row, "num_replicas")
         if num_replicas < 1:
             raise InputFileError(path, f"num_replicas = {num_replicas}; at least 1 is needed", number)

@@ -165,6 +165,7 @@ def test_a_signal_ends_the_workers_too(here: Path, number: signal.Signals, code:
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background shell may have it ignored
     ) as process:
         _wait_until(lambda: len(_group_members(process.pid)) >= 3)  # itself, two workers (and their tracker)
         process.send_signal(number)

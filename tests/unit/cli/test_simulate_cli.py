@@ -143,7 +143,7 @@ def test_bad_workloads_name_file_row_and_what_is_allowed(here: Path, command: st
         (simulate("--nodes", "0"), ["nodes: 0", "at least 1"]),
         (simulate("--resize-s", "-1"), ["resize", "-1", "0"]),
         (simulate("--interference", "1.5"), ["interference 1.5"]),
-        (simulate("--p", "2"), ["p = 2.0", "at most 1"]),
+        (simulate("--p", "2"), ["p = 2.0", "from -20 to 1"]),
         (simulate("--min-nodes", "2"), ["both the fewest and the most"]),
         (simulate("--min-nodes", "3", "--max-nodes", "2"), ["nodes 3..2"]),
         (simulate("--output", "no/r.json"), ["no/r.json", "no directory 'no'"]),
