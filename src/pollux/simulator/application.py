@@ -39,6 +39,12 @@ class GradientStats:
         return (self.var + self.sqr) / (self.var / scale + self.sqr)
 
 
+def dense_placement(num_replicas: int, gpus_per_node: int) -> tuple[int, ...]:
+    """Full nodes first, the rest on one more."""
+    full, rest = divmod(num_replicas, gpus_per_node)
+    return (gpus_per_node,) * full + ((rest,) if rest else ())
+
+
 class Application(Protocol):
     """The physics of one kind of training job."""
 

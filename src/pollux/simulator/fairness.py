@@ -15,14 +15,8 @@ import numpy.typing as npt
 
 from pollux.errors import InvalidValueError, SimulationError
 from pollux.model.goodput import candidate_batches
-from pollux.simulator.application import Application
+from pollux.simulator.application import Application, dense_placement
 from pollux.types import DEFAULT_ACCELERATOR, FloatArray
-
-
-def dense_placement(num_replicas: int, gpus_per_node: int) -> tuple[int, ...]:
-    """Full nodes first, the rest on one more."""
-    full, rest = divmod(num_replicas, gpus_per_node)
-    return (gpus_per_node,) * full + ((rest,) if rest else ())
 
 
 class SoloTimes:

@@ -15,7 +15,7 @@ import numpy as np
 
 from pollux.errors import InvalidValueError, UnknownNameError
 from pollux.model.goodput import fixed_batch
-from pollux.simulator.application import Application
+from pollux.simulator.application import Application, dense_placement
 from pollux.simulator.workload import Workload, job_spec
 from pollux.types import DEFAULT_ACCELERATOR, FloatArray
 
@@ -203,8 +203,7 @@ def training_s(application: Application, num_replicas: int, batch_size: int, gpu
     """True seconds to train to the end with a fixed configuration, densely placed, alone."""
     limits = application.limits
     device_batch, accum_steps = config = fixed_batch(batch_size, num_replicas, limits)
-    full, rest = divmod(num_replicas, gpus_per_node)
-    placement = (gpus_per_node,) * full + ((rest,) if rest else ())
+    placement = dense_placement(num_replicas, gpus_per_node)
     times = application.step_time(DEFAULT_ACCELERATOR, placement, device_batch)
     total = config.total(num_replicas)
     num_steps, start = 0.0, 0.0

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from pollux.model.goodput import fixed_batch
-from pollux.simulator.application import Application
+from pollux.simulator.application import Application, dense_placement
 from pollux.simulator.engine import SimulatedEngine
 from pollux.types import DEFAULT_ACCELERATOR, JobSpec
 
@@ -58,8 +58,7 @@ class JobOracle:
         if num_replicas == 1 and accum_steps == 0:
             # The artifact's predictor accumulates on one replica even at the initial batch size.
             device_batch, accum_steps = min(math.ceil(self._total / 2), limits.maximum // 2), 1
-        full, rest = divmod(num_replicas, self._slots_per_node)
-        placement = (self._slots_per_node,) * full + ((rest,) if rest else ())
+        placement = dense_placement(num_replicas, self._slots_per_node)
         times = self._application.step_time(DEFAULT_ACCELERATOR, placement, device_batch)
         return times.iteration_s(accum_steps)
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from pollux.errors import InvalidValueError, SimulationError
 from pollux.model.goodput import candidate_batches
-from pollux.simulator.application import GradientStats, StepTime
+from pollux.simulator.application import GradientStats, StepTime, dense_placement
 from pollux.simulator.builtin import load_builtin
-from pollux.simulator.fairness import SoloTimes, dense_placement, finish_time_fairness, mean_jobs_present
+from pollux.simulator.fairness import SoloTimes, finish_time_fairness, mean_jobs_present
 from pollux.types import BatchLimits
 
 LIMITS = BatchLimits(initial=8, maximum=64, device_min=1, device_max=64)
