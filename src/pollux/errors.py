@@ -8,7 +8,11 @@
     ├── FitError (RuntimeError)            the throughput model could not be fitted and there is no older fit
     ├── InvalidPlanError (ValueError)      a policy's plan breaks a rule of the cluster
     ├── InvalidTransitionError (RuntimeError)  a job was asked to change state against the lifecycle table
-    └── SimulationError (RuntimeError)     a simulation cannot go on
+    ├── SimulationError (RuntimeError)     a simulation cannot go on
+    ├── MembershipError (RuntimeError)     a replica cannot find its group, or asks it for what it cannot do
+    ├── PeerLostError (RuntimeError)       other replicas are gone and nobody replaced them in time
+    └── CheckpointError (RuntimeError)     a checkpoint cannot be written or is damaged
+        └── ForeignCheckpointError         it belongs to another model, or to a newer Pollux
 
 A message says what was wrong, what was seen, and what is allowed.
 """
@@ -66,4 +70,20 @@ class InvalidTransitionError(PolluxError, RuntimeError):
 
 
 class SimulationError(PolluxError, RuntimeError):
+    pass
+
+
+class MembershipError(PolluxError, RuntimeError):
+    pass
+
+
+class PeerLostError(PolluxError, RuntimeError):
+    pass
+
+
+class CheckpointError(PolluxError, RuntimeError):
+    pass
+
+
+class ForeignCheckpointError(CheckpointError):
     pass

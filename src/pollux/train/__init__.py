@@ -3,6 +3,7 @@
 from pollux.train.data import ElasticLoader, Pass
 from pollux.train.noise import GradientMoments, NoiseScale, NoiseStats, Preconditioner
 from pollux.train.position import Step, StepShape
+from pollux.train.run import Run, init
 from pollux.train.scaling import (
     LEGW,
     AdaScale,
@@ -26,11 +27,13 @@ __all__ = [
     "NoiseStats",
     "Pass",
     "Preconditioner",
+    "Run",
     "ScaledRate",
     "ScalingRule",
     "SquareRoot",
     "Step",
     "StepContext",
     "StepShape",
+    "init",
     "rule_for",
 ]

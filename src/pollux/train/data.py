@@ -169,6 +169,16 @@ class ElasticLoader:
     def step(self) -> Step:
         return self.current.step
 
+    @property
+    def identity(self) -> tuple[Any, ...]:
+        """Equal on replicas that read the same data in the same order."""
+        return (self._source.unit, self._shuffle, self._length, self._source.epoch_length, self._drop_last)
+
+    @property
+    def unit(self) -> str:
+        """What is counted: an "example", the user's "batch", or an example of a "stream"."""
+        return self._source.unit
+
     def configure(self, shape: StepShape) -> None:
         """The shape of the steps to come. A step that is under way is not touched, unless it is retried."""
         self._check_fit(shape)

@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from pollux.errors import InvalidValueError, UnknownNameError
-from pollux.model import efficiency
+from pollux.model.efficiency import MAX_NOISE_SCALE
 
 DEFAULT_SMOOTHING = 0.999  # AdaScale (Johnson et al., 2020) averages over about a thousand steps of the tuned batch
 
@@ -55,8 +55,10 @@ class NoiseStats:
 
     @property
     def noise_scale(self) -> float:
-        """φ in examples."""
-        return float(efficiency.noise_scale(1.0, self.sqr, self.var))
+        """φ in examples; :func:`pollux.model.efficiency.noise_scale` on plain numbers, as every step asks for it."""
+        if self.var <= 0:
+            return 0.0
+        return min(self.var / self.sqr, MAX_NOISE_SCALE) if self.sqr > 0 else MAX_NOISE_SCALE
 
 
 class GradientMoments:
@@ -66,7 +68,10 @@ class GradientMoments:
     are averaged apart and clipped only when read, since clipping each would add a bias that no averaging removes.
     The average is exponential and debiased; a step at batch scale S counts as S steps (factor smoothing^S).
 
-    The state is one tensor (|G|², tr(Σ), weight) on the device of the norms: one operation updates it, one
+    |G|² cannot be told from 0 while it lies within the standard error of its average: what is read is never below
+    that error. So the noise scale grows as far as the samples can resolve it, and not to infinity by chance.
+
+    The state is one tensor (|G|², tr(Σ), weight, |G|⁴) on the device of the norms: one operation updates it, one
     transfer reads it.
     """
 
@@ -74,7 +79,8 @@ class GradientMoments:
         if not 0 <= smoothing < 1:
             raise InvalidValueError(f"smoothing is {smoothing}; it must lie in [0, 1)")
         self.smoothing = smoothing
-        self._averages: Tensor | None = None  # (3,) float32: sums of |G|², of tr(Σ), and of the weights given
+        self._averages: Tensor | None = None  # (4,) float32: sums of |G|², of tr(Σ), of the weights given, of (|G|²)²
+        self._sqr_weights = 0.0  # Σw², on the host: what the variance of a weighted mean needs
         self._has_unbiased = False
 
     @property
@@ -106,27 +112,34 @@ class GradientMoments:
             return
         if not is_biased and not self._has_unbiased:
             self._has_unbiased = True
-            self._averages = None
+            self._averages, self._sqr_weights = None, 0.0
         mean_sqr, sqr_mean = mean_sqr.detach().float(), sqr_mean.detach().float()
         averages = self._averages
         if averages is None:
-            averages = torch.zeros(3, device=mean_sqr.device)
+            averages = torch.zeros(4, device=mean_sqr.device)
         averages = self._averages = averages.to(mean_sqr.device)
         spread = mean_sqr - sqr_mean
         sqr = torch.add(sqr_mean, spread, alpha=-1.0 / (count - 1))  # = (c·|ḡ|² − mean|g_i|²)/(c − 1)
         var = spread * (batch_size * count / (count - 1))
-        sample = torch.stack((sqr, var, torch.ones_like(spread)))
+        sample = torch.stack((sqr, var, torch.ones_like(spread), sqr.square()))
         sample = torch.where(torch.isfinite(sample).all(), sample, averages)
-        averages.lerp_(sample, 1.0 - self.smoothing**scale)
+        decay = self.smoothing**scale
+        averages.lerp_(sample, 1.0 - decay)
+        self._sqr_weights = decay**2 * self._sqr_weights + (1.0 - decay) ** 2
 
     def read(self) -> NoiseStats | None:
         """The statistics now, or None before the first sample. Waits for the device."""
         if self._averages is None:
             return None
-        sqr, var, weight = self._averages.tolist()
+        sqr, var, weight, fourth = self._averages.tolist()
         if weight <= 0:
             return None
-        return NoiseStats(sqr=max(sqr / weight, 0.0), var=max(var / weight, 0.0), is_biased=self.is_biased)
+        sqr /= weight
+        num_samples = weight**2 / self._sqr_weights  # as many equal ones would tell as much
+        variance = max(fourth / weight - sqr**2, 0.0) / max(1.0 - 1.0 / num_samples, 1e-9)
+        # A single sample shows no variance: its own size is then all that is known of its error.
+        error = math.sqrt(variance / num_samples) if num_samples > 1.5 else abs(sqr)
+        return NoiseStats(sqr=max(sqr, error), var=max(var / weight, 0.0), is_biased=self.is_biased)
 
     @property
     def sqr(self) -> float:
@@ -148,22 +161,22 @@ class GradientMoments:
 
     def reset(self) -> None:
         """Forget every sample; biased ones are welcome again."""
-        self._averages = None
+        self._averages, self._sqr_weights = None, 0.0
         self._has_unbiased = False
 
     def state_dict(self) -> dict[str, Any]:
         """The state, with tensors left on their device."""
         averages = None if self._averages is None else self._averages.clone()
-        return {"averages": averages, "has_unbiased": self._has_unbiased}
+        return {"averages": averages, "sqr_weights": self._sqr_weights, "has_unbiased": self._has_unbiased}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what :meth:`state_dict` gave, on whatever device; it moves with the next sample."""
         averages = _entry(state, "averages")
-        if averages is not None and not (isinstance(averages, Tensor) and averages.shape == (3,)):
-            raise InvalidValueError("the noise scale's state is not ours: 'averages' must be a tensor of 3 numbers")
-        has_unbiased = bool(_entry(state, "has_unbiased"))
+        if averages is not None and not (isinstance(averages, Tensor) and averages.shape == (4,)):
+            raise InvalidValueError("the noise scale's state is not ours: 'averages' must be a tensor of 4 numbers")
+        has_unbiased, sqr_weights = bool(_entry(state, "has_unbiased")), float(_entry(state, "sqr_weights"))
         self._averages = None if averages is None else averages.detach().float().clone()
-        self._has_unbiased = has_unbiased
+        self._has_unbiased, self._sqr_weights = has_unbiased, sqr_weights
 
 
 ParameterGroups = Sequence[tuple[Mapping[str, Any], Sequence[Tensor]]]  # each group's options, some of its parameters
@@ -192,22 +205,33 @@ class Preconditioner:
         return cls(optimizer, "rmsprop") if isinstance(optimizer, optim.RMSprop) else None
 
     def inverse(self, groups: ParameterGroups) -> list[Tensor] | None:
-        """1/(√v̂ + ε) of each parameter, as new tensors in float32 or wider; None while one of them has no state.
+        """1/(√v̂ + ε) of each parameter (0 where v̂ is), as new tensors in float32 or wider; None while one has no state.
 
         v̂ is that of the steps taken so far, so it is independent of the gradients about to be measured.
         """
+        if not self.is_ready(groups):
+            return None
         inverses: list[Tensor] = []
         for options, parameters in groups:
-            states = [self.optimizer.state.get(parameter, {}) for parameter in parameters]
+            states = [self.optimizer.state[parameter] for parameter in parameters]
             if not states:
                 continue
-            if any(self._second_moment_name(options) not in state for state in states):
-                return None
             roots = self._roots(options, states)
+            # 0 where v̂ is 0 (an embedding's row that no example has used): the coordinate has shown no scale yet, and
+            # 1/ε would let the first one to use it drown everything else.
+            is_known = torch._foreach_sign(roots)
             torch._foreach_add_(roots, options["eps"])
-            torch._foreach_reciprocal_(roots)
-            inverses += roots
+            torch._foreach_div_(is_known, roots)
+            inverses += is_known
         return inverses
+
+    def is_ready(self, groups: ParameterGroups) -> bool:
+        """Every parameter has been stepped at least once."""
+        return all(
+            self._second_moment_name(options) in self.optimizer.state.get(parameter, {})
+            for options, parameters in groups
+            for parameter in parameters
+        )
 
     def _second_moment_name(self, options: Mapping[str, Any]) -> str:
         if self.kind == "rmsprop":
@@ -326,11 +350,11 @@ class NoiseScale:
             sum_sqr = torch.zeros((), device=grads[0].device)
         elif passes is not None:
             torch._foreach_sub_(held, grads)  # minus the increment: its norm is the same
-            sum_sqr = _squared_norm(_times(inverse, held), scale)
+            sum_sqr = squared_norm(weighed(inverse, held), scale)
         elif self._moments.is_biased and self._previous is not None:
             sum_sqr, pair = self._compare_with_previous(grads, held, inverse, batch_size, scale)
         else:
-            sum_sqr = _squared_norm(_times(inverse, grads), scale)
+            sum_sqr = squared_norm(weighed(inverse, grads), scale)
         torch._foreach_copy_(held, grads)
         if passes is None:
             self._passes = _Passes([batch_size], sum_sqr, scale, pair, is_void)
@@ -363,7 +387,7 @@ class NoiseScale:
         inverse = None if self._preconditioner is None else self._preconditioner.inverse(groups)
         if self._preconditioner is not None and inverse is None:
             return
-        sum_sqr, sqr_sum = passes.sum_sqr, _squared_norm(_times(inverse, held), passes.scale)
+        sum_sqr, sqr_sum = passes.sum_sqr, squared_norm(weighed(inverse, held), passes.scale)
         # "mean": an increment is g_i/c and the last .grad is ḡ. "sum": an increment is g_i and the last .grad is c·ḡ.
         is_mean = self._accumulation == "mean"
         self._moments.update(
@@ -439,11 +463,11 @@ class NoiseScale:
             torch._foreach_mul_(held, ratio)
         # Both are divided by the newer √v̂: dividing each by its own would take the drift of v̂ for noise.
         before = held if inverse is None else list(torch._foreach_mul(inverse, held))
-        now = _times(inverse, grads)
-        sqr_before, sqr_now = _squared_norm(before, scale), _squared_norm(now, scale)
+        now = weighed(inverse, grads)
+        sqr_before, sqr_now = squared_norm(before, scale), squared_norm(now, scale)
         torch._foreach_sub_(before, now)
         mean_sqr = (sqr_before + sqr_now) / 2
-        sqr_mean = mean_sqr - _squared_norm(before, scale) / 4  # parallelogram law
+        sqr_mean = mean_sqr - squared_norm(before, scale) / 4  # parallelogram law
         return sqr_now, (mean_sqr, sqr_mean, _harmonic_mean((previous_size, batch_size)))
 
     def _gather(self, needs_grads: bool = True) -> tuple[ParameterGroups, list[Tensor], list[Tensor]]:
@@ -509,7 +533,7 @@ def _widened(moment: Tensor) -> Tensor:
     return moment.float() if moment.dtype in (torch.float16, torch.bfloat16) else moment
 
 
-def _times(inverse: list[Tensor] | None, tensors: list[Tensor]) -> list[Tensor]:
+def weighed(inverse: list[Tensor] | None, tensors: list[Tensor]) -> list[Tensor]:
     """The product, which takes the place of ``inverse``; without one, ``tensors`` themselves."""
     if inverse is None:
         return tensors
@@ -517,7 +541,7 @@ def _times(inverse: list[Tensor] | None, tensors: list[Tensor]) -> list[Tensor]:
     return inverse
 
 
-def _squared_norm(tensors: Sequence[Tensor], scale: Tensor | float) -> Tensor:
+def squared_norm(tensors: Sequence[Tensor], scale: Tensor | float) -> Tensor:
     """|x/scale|² over all tensors as one 0-d float32, on the device of the first."""
     device = tensors[0].device
     # Half-precision norms overflow at 65504; float32 is enough for a sum whose terms are all positive.

@@ -30,12 +30,16 @@ from pollux.types import IntArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
-    """How steps are made up: K replicas of which this is ``rank``, m examples a pass, s + 1 passes."""
+    """How steps are made up: K replicas of which this is ``rank``, at most m examples a pass, s + 1 passes.
+
+    ``limit`` bounds a step's examples where the batch does not divide evenly: shares then differ by at most one.
+    """
 
     num_replicas: int = 1
     rank: int = 0
     device_batch: int = 1
     accum_steps: int = 0
+    limit: int | None = None
 
     def __post_init__(self) -> None:
         if self.num_replicas < 1:
@@ -46,6 +50,8 @@ class StepShape:
             raise InvalidValueError(f"device batch size {self.device_batch}; it must be at least 1")
         if self.accum_steps < 0:
             raise InvalidValueError(f"{self.accum_steps} accumulation steps; 0 (none) or more are needed")
+        if self.limit is not None and self.limit < 1:
+            raise InvalidValueError(f"at most {self.limit} examples in a step; at least 1 is needed")
 
     @property
     def num_passes(self) -> int:
@@ -53,8 +59,9 @@ class StepShape:
 
     @property
     def total(self) -> int:
-        """M = K·m·(s+1)."""
-        return self.num_replicas * self.device_batch * self.num_passes
+        """M = K·m·(s+1), or the limit where that is less."""
+        most = self.num_replicas * self.device_batch * self.num_passes
+        return most if self.limit is None else min(most, self.limit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from pollux.errors import InvalidValueError, UnknownNameError
-from pollux.model import efficiency
 from pollux.train.noise import NoiseStats
+from pollux.train.progress import gain_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +55,7 @@ class StepContext:
         Between 1 (no noise: a larger batch teaches nothing more) and S (all noise); 1, the cautious end, while
         nothing has been measured.
         """
-        if self.noise is None:
-            return 1.0
-        return float(efficiency.gain(self.noise.noise_scale, self.initial_batch, self.total_batch))
+        return gain_of(None if self.noise is None else self.noise.noise_scale, self.initial_batch, self.total_batch)
 
 
 @runtime_checkable
@@ -77,7 +75,13 @@ class AdaScale:
 
 @dataclass(frozen=True, slots=True)
 class SquareRoot:
-    """√S: keeps the variance of the step constant (Krizhevsky, 2014). For Adam and its like."""
+    """√S: keeps the variance of the step constant (Krizhevsky, 2014). For Adam and its like.
+
+    With ``scales_betas`` Adam's β become β^S, so that its averages span the same number of examples at any batch
+    (to first order 1 − β grows by S, which Malladi et al., 2022, derive together with √S).
+    """
+
+    scales_betas: bool = True
 
     def factor(self, step: StepContext) -> float:
         return math.sqrt(step.scale)
@@ -159,18 +163,21 @@ def rule_for(rule: str | ScalingRule, optimizer: torch.optim.Optimizer) -> Scali
 
 @dataclass(slots=True)
 class _ScaledGroup:
-    """One parameter group (or several that share a tensor) whose rate is multiplied at the moment."""
+    """One parameter group whose rate is multiplied at the moment."""
 
     group: dict[str, Any]
-    unscaled: Any  # for a tensor, a copy of it
+    unscaled: Any  # for a tensor, a copy of it; None where another group restores it
     scaled: Any  # for a tensor, the very tensor in the group
+    betas: tuple[float, float] | None = None
 
     def restore(self) -> None:
+        if self.betas is not None:
+            self.group["betas"] = self.betas
         current = self.group["lr"]
         if isinstance(self.scaled, Tensor):
             # In place: captured graphs and fused kernels hold on to the tensor.
             self.scaled.copy_(self.unscaled)
-        elif not isinstance(current, Tensor) and current == self.scaled:
+        elif self.scaled is not None and not isinstance(current, Tensor) and current == self.scaled:
             # Anything else was set by somebody since, and is theirs.
             self.group["lr"] = self.unscaled
 
@@ -222,26 +229,40 @@ class ScaledRate:
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
         self.restore()
-        factor = float(self.rule.factor(self._context()))
+        context = self._context()
+        factor = float(self.rule.factor(context))
         if not 0 < factor < math.inf:
             raise InvalidValueError(
                 f"{self.rule!r} gave the learning-rate factor {factor}; it must be a positive number"
             )
         self._factor = factor
+        exponent = context.scale if getattr(self.rule, "scales_betas", False) else 1.0
         seen: set[int] = set()
         with torch.no_grad():
             for group in optimizer.param_groups:
+                betas = _scale_betas(group, exponent)
                 rate = group["lr"]
                 if not isinstance(rate, Tensor):
                     group["lr"] = rate * factor
-                    self._pending.append(_ScaledGroup(group, rate, group["lr"]))
-                elif id(rate) not in seen:  # groups made from one default share its tensor
+                    self._pending.append(_ScaledGroup(group, rate, group["lr"], betas))
+                elif id(rate) in seen:  # groups made from one default share its tensor
+                    self._pending.append(_ScaledGroup(group, None, None, betas))
+                else:
                     seen.add(id(rate))
-                    self._pending.append(_ScaledGroup(group, rate.clone(), rate))
+                    self._pending.append(_ScaledGroup(group, rate.clone(), rate, betas))
                     rate.mul_(factor)
 
     def _after_step(self, *_: Any) -> None:
         self.restore()
+
+
+def _scale_betas(group: dict[str, Any], exponent: float) -> tuple[float, float] | None:
+    """β^exponent in the group, and what was there before; None where nothing was changed."""
+    betas = group.get("betas")
+    if exponent == 1.0 or not (isinstance(betas, tuple) and all(isinstance(beta, float) for beta in betas)):
+        return None
+    group["betas"] = tuple(beta**exponent for beta in betas)
+    return betas
 
 
 def _require(condition: bool, name: str, value: float, allowed: str) -> None:

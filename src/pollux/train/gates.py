@@ -1,0 +1,92 @@
+"""Makes ``optimizer.step()``, ``lr_scheduler.step()`` and a GradScaler wait for the last pass of a step.
+
+Stands in ``train``. A user's loop calls them after every pass, as in plain PyTorch; with accumulation only the last
+pass of a step may have an effect. The objects stay the users' own: their methods are wrapped on the instance, nothing
+is subclassed or proxied, and :meth:`Gate.open` undoes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+
+class Gate:
+    """Wraps methods of one object; what they do then is decided call by call."""
+
+    def __init__(self, target: Any) -> None:
+        self.target = target
+        self._wrapped: dict[str, Any] = {}
+
+    def guard(self, name: str, decide: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
+        """``decide(original, args, kwargs)`` is called instead of ``target.name``."""
+        original = getattr(self.target, name)
+        self._wrapped[name] = self.target.__dict__.get(name)
+
+        def gated(*args: Any, **kwargs: Any) -> Any:
+            return decide(original, args, kwargs)
+
+        gated.__wrapped__ = original  # type: ignore[attr-defined]
+        setattr(self.target, name, gated)
+
+    def open(self) -> None:
+        """Leave the object as it was found."""
+        for name, before in self._wrapped.items():
+            if before is None:
+                delattr(self.target, name)
+            else:
+                setattr(self.target, name, before)
+        self._wrapped.clear()
+
+
+def gate_optimizer(
+    optimizer: torch.optim.Optimizer, is_last_pass: Callable[[], bool], on_step: Callable[[], bool]
+) -> Gate:
+    """``step`` does nothing but in a step's last pass, and there only if ``on_step()`` says that gradients are good."""
+
+    def step(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if is_last_pass() and on_step():
+            optimizer._opt_called = True  # type: ignore[attr-defined]
+            return original(*args, **kwargs)
+        return None
+
+    gate = Gate(optimizer)
+    gate.guard("step", step)
+    # LR schedulers wrap ``step`` to see whether it is called before theirs, and warn when it is not; one made
+    # after this would wrap a plain function as if it were a method. They leave alone what bears this mark.
+    optimizer.step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+    return gate
+
+
+def gate_scheduler(scheduler: Any, num_steps: Callable[[], int]) -> Gate:
+    """``step`` is carried out ``num_steps()`` times: 0 in a pass that accumulates, more where a step teaches more.
+
+    ``state_dict`` must not carry the wrapper: schedulers put every attribute of theirs into it.
+    """
+
+    def step(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for _ in range(num_steps()):
+            original(*args, **kwargs)
+
+    def state_dict(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        state = original(*args, **kwargs)
+        return {key: value for key, value in state.items() if key not in ("step", "state_dict")}
+
+    gate = Gate(scheduler)
+    gate.guard("state_dict", state_dict)
+    gate.guard("step", step)
+    return gate
+
+
+def gate_scaler(scaler: Any, is_last_pass: Callable[[], bool]) -> Gate:
+    """``unscale_``, ``step`` and ``update`` do nothing in passes that accumulate: the loss scale is a step's."""
+
+    def wait(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return original(*args, **kwargs) if is_last_pass() else None
+
+    gate = Gate(scaler)
+    for name in ("unscale_", "step", "update"):
+        gate.guard(name, wait)
+    return gate

@@ -1,0 +1,400 @@
+"""One job's replicas on this machine: started, resized in place, replaced when they crash, stopped.
+
+:class:`LocalJob` joins the two halves below it: a :class:`~pollux.train.controller.JobController` says who trains
+together, a :class:`~pollux.train.nursery.Starter` makes and ends processes. It is a state machine without threads:
+somebody calls :meth:`LocalJob.pump` often, as :meth:`LocalJob.wait` does. For tests, benchmarks and the local engine.
+
+A replica is first a *newcomer* (started, in no roster), then a *member* (in the newest roster), and, when a smaller
+roster leaves it out, *leaving*. Rules:
+
+- Growing: newcomers start at once, the roster with them is published when all of them are ready. Until then the
+  members train on. Shrinking: newcomers go first, then the highest ranks, so that the state's holders stay.
+- A member that crashes is named as lost at once, in a roster of the survivors; its replacement joins later.
+- When nobody survives, all start again, after a pause that doubles; the checkpoint is all that is left then.
+- A member that ends with 0 is finishing, and nobody new is started any more.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
+
+from pollux.errors import InvalidValueError, MembershipError
+from pollux.train.controller import JobController, Member
+from pollux.train.nursery import Command, Replica, Starter
+
+STOPPED_CODE = 143  # as after SIGTERM: checkpointed and left
+MAX_SPAWN_FAILURES = 3
+FIRST_PAUSE_S = 0.5
+LONGEST_PAUSE_S = 30.0
+PUMP_PERIOD_S = 0.01
+TAIL_BYTES = 4000
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobEvent:
+    """``kind``: spawned, ready, published, formed, exited, killed, restarting, stopping, failed or finished.
+
+    ``time`` is in seconds since the epoch; that of "formed" was taken by the replica that came last.
+    """
+
+    time: float
+    kind: str
+    detail: str = ""
+    replica_id: str | None = None
+    generation: int | None = None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Process:
+    member: Member
+    slot: int
+    handle: Replica
+    is_ready: bool = False
+    was_member: bool = False
+    is_noted: bool = False  # its end is among the events
+    kill_at: float | None = None  # only while leaving
+
+    @property
+    def exit_code(self) -> int | None:
+        return self.handle.exit_code
+
+
+class LocalJob:
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        num_replicas: int,
+        starter: Starter,
+        log_dir: str | Path,
+        name: str = "job",
+        env: Mapping[str, str] | None = None,
+        cwd: str | Path | None = None,
+        node_of: Callable[[int], str] = lambda _slot: "localhost",
+        max_restarts: int = 3,
+        replace_lost: bool = True,
+        grace_s: float = 30.0,
+        finish_grace_s: float = 60.0,
+    ) -> None:
+        """``argv`` is a script and its arguments, or -m, a module and its. The starter stays the caller's.
+
+        ``node_of`` maps a slot to the node that it pretends to be on: slots count from 0, and a replacement takes the
+        slot that became free. ``max_restarts`` counts starts of the whole job after a loss of all, nothing else.
+        """
+        self._argv, self._starter, self._name = tuple(argv), starter, name
+        self._env = dict(os.environ if env is None else env)
+        self._cwd, self._log_dir = str(cwd or Path.cwd()), Path(log_dir).absolute()
+        self._node_of, self._max_restarts, self._replace_lost = node_of, max_restarts, replace_lost
+        self._grace_s, self._finish_grace_s = grace_s, finish_grace_s
+        self._requested = self._target = self._checked(num_replicas)
+        self._controller = JobController(name)
+        self._newcomers: list[_Process] = []
+        self._members: list[_Process] = []
+        self._leaving: list[_Process] = []
+        self._num_spawned = self._num_restarts = self._num_failures = self._formed = 0
+        self._is_started = self._is_closed = False
+        self._early_finishers = 0  # ended with 0 before there was any generation: a script that joins none
+        self._spawn_at = 0.0
+        self._finish_by: float | None = None
+        self._stop_by: float | None = None
+        self._result: int | None = None
+        self.events: list[JobEvent] = []
+        self.failure = ""
+
+    @property
+    def result(self) -> int | None:
+        """The job's exit code; None while it runs."""
+        return self._result
+
+    @property
+    def controller(self) -> JobController:
+        return self._controller
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """Of the newest generation, in rank order."""
+        return tuple(process.member for process in self._members)
+
+    @property
+    def num_restarts(self) -> int:
+        return self._num_restarts
+
+    def start(self) -> None:
+        if not self._is_started:
+            self._log_dir.mkdir(parents=True, exist_ok=True)
+            self._is_started = True
+            self.pump()
+
+    def resize(self, num_replicas: int) -> None:
+        """The latest target wins; what was started for an older one and is not needed any more ends."""
+        self._requested = self._target = self._checked(num_replicas)
+        if self._is_started:
+            self.pump()
+
+    def kill(self, rank: int, signum: int = signal.SIGKILL) -> None:
+        """For tests: send a signal to the member of this rank."""
+        if not 0 <= rank < len(self._members):
+            raise InvalidValueError(f"there is no rank {rank}; the newest generation has {len(self._members)} members")
+        self._starter.signal(self._members[rank].handle, signum)
+
+    def request_stop(self, grace_s: float = 30.0) -> None:
+        """SIGTERM to every replica now, SIGKILL to the process groups that are left after ``grace_s``."""
+        if self._result is None and self._stop_by is None:
+            self._note("stopping")
+            self._stop_by = time.monotonic() + grace_s
+            for process in self._all():
+                # Who is not ready holds nothing worth a checkpoint.
+                is_busy = process.is_ready or process in self._members
+                self._starter.signal(process.handle, signal.SIGTERM if is_busy else signal.SIGKILL)
+
+    def stop(self, grace_s: float = 30.0) -> int:
+        """:meth:`request_stop`, and wait for it. 143, unless the job had ended before."""
+        self.request_stop(grace_s)
+        result = self.wait(grace_s + 10.0)
+        if result is None:
+            raise MembershipError(f"{self._name}: replicas outlived SIGKILL by 10 s: see the kernel's log")
+        return result
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Pump until the job ends; its exit code, or None when ``timeout_s`` is over."""
+        deadline = time.monotonic() + timeout_s
+        while self.pump() is None and time.monotonic() < deadline:
+            time.sleep(PUMP_PERIOD_S)
+        return self._result
+
+    def close(self) -> None:
+        """End every process that is left, by force."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        deadline = time.monotonic() + 10.0
+        for process in self._all():
+            self._starter.signal(process.handle, signal.SIGKILL)
+        while any(process.exit_code is None for process in self._all()) and time.monotonic() < deadline:
+            self._starter.poll()
+            time.sleep(PUMP_PERIOD_S)
+        self._controller.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def pump(self) -> int | None:
+        """One turn, without waiting. The job's exit code once it has one."""
+        if self._is_started and not self._is_closed and self._result is None:
+            self._starter.poll()
+            self._see_progress()
+            self._bury_newcomers()
+            self._bury_members(self._bury_leavers())
+            if self._result is None and self._stop_by is not None:
+                self._finish_stop()
+            elif self._result is None:
+                self._fit_to_target()
+        return self._result
+
+    def _all(self) -> list[_Process]:
+        return [*self._members, *self._newcomers, *self._leaving]
+
+    def _checked(self, num_replicas: int) -> int:
+        if num_replicas < 1:
+            raise InvalidValueError(f"a job has at least 1 replica, got {num_replicas}; to end it use stop()")
+        return num_replicas
+
+    def _note(self, kind: str, detail: str = "", process: _Process | None = None, at: float | None = None) -> None:
+        replica_id = None if process is None else process.member.replica_id
+        generation, at = self._controller.generation or None, time.time() if at is None else at
+        self.events.append(JobEvent(time=at, kind=kind, detail=detail, replica_id=replica_id, generation=generation))
+        logger.info("%s: generation %s: %s %s %s", self._name, generation, kind, replica_id or "", detail)
+
+    def _see_progress(self) -> None:
+        for process in self._newcomers:
+            if not process.is_ready and self._controller.is_ready(process.member.replica_id):
+                process.is_ready = True
+                self._note("ready", process=process)
+        generation = self._controller.generation
+        if self._formed < generation and (at := self._controller.formed_at(generation)) is not None:
+            self._formed, self._num_failures = generation, 0
+            self._note("formed", at=at)
+
+    def _ended(self, group: list[_Process]) -> list[_Process]:
+        """Take the ended ones out of a list. A list changes here only, so that each end is seen once."""
+        ended = [process for process in group if process.exit_code is not None]
+        for process in ended:
+            group.remove(process)
+            self._note("exited", f"code {process.exit_code}", process)
+        return ended
+
+    def _bury_newcomers(self) -> None:
+        for process in self._ended(self._newcomers):
+            if self._stop_by is not None:
+                continue
+            if process.exit_code == 0 and not self._controller.generation:
+                self._early_finishers += 1
+                continue
+            self._num_failures += 1
+            if self._num_failures >= MAX_SPAWN_FAILURES:
+                why = f"{self._num_failures} replicas in a row ended before they were ready"
+                self._fail(f"{why}, the last ({process.member.replica_id}) {self._how(process)}", process)
+                return
+            self._pause(self._num_failures)
+        if self._early_finishers and not self._newcomers and not self._members and self._result is None:
+            self._end(0)
+
+    def _bury_leavers(self) -> list[_Process]:
+        """Those that broke off while the members may still be in a collective with them."""
+        ended = self._ended(self._leaving)
+        broken = [process for process in ended if process.was_member and process.exit_code not in (0, STOPPED_CODE)]
+        for process in self._leaving:
+            if process.kill_at is not None and time.monotonic() > process.kill_at:
+                process.kill_at = None
+                self._kill(process, "did not leave in time")
+        return broken if self._formed < self._controller.generation else []
+
+    def _bury_members(self, broken_leavers: list[_Process]) -> None:
+        survivors = [process for process in self._members if process.exit_code is None]
+        crashed = [process for process in self._members if process.exit_code not in (None, 0)]
+        for process in self._members:
+            if process.exit_code is not None and not process.is_noted:
+                process.is_noted = True
+                self._note("exited", f"code {process.exit_code}", process)
+        if self._stop_by is not None or not self._members:
+            return
+        if not survivors and not crashed:
+            self._end(0)
+            return
+        if len(survivors) + len(crashed) < len(self._members) and self._finish_by is None:
+            self._finish_by = time.monotonic() + self._finish_grace_s
+        if not survivors:
+            self._restart(crashed)
+        elif crashed or broken_leavers:
+            # Who ended with 0 cannot take part in a collective either, and so is named with the lost.
+            gone = [*(process for process in self._members if process not in survivors), *broken_leavers]
+            if not self._replace_lost:
+                self._target = min(self._target, len(survivors) + len(self._newcomers))
+            self._publish(survivors, lost=[process.member.replica_id for process in gone])
+        elif self._finish_by is not None and time.monotonic() > self._finish_by:
+            for process in survivors:
+                self._kill(process, f"still ran {self._finish_grace_s:g} s after another had finished")
+            self._finish_by = time.monotonic() + self._finish_grace_s
+
+    def _restart(self, crashed: list[_Process]) -> None:
+        self._num_restarts += 1
+        first = crashed[0]
+        if self._num_restarts > self._max_restarts:
+            self._num_restarts = self._max_restarts
+            what = f"all replicas were lost, after {self._max_restarts} restarts"
+            self._fail(f"{what}; {first.member.replica_id} {self._how(first)}", first)
+            return
+        self._note("restarting", f"{self._num_restarts} of {self._max_restarts}: {self._how(first)}", first)
+        self._members, self._finish_by, self._target, self._early_finishers = [], None, self._requested, 0
+        self._pause(self._num_restarts)
+
+    def _pause(self, num_times: int) -> None:
+        self._spawn_at = time.monotonic() + min(FIRST_PAUSE_S * 2 ** (num_times - 1), LONGEST_PAUSE_S)
+
+    def _fit_to_target(self) -> None:
+        if self._finish_by is not None:
+            self._drop(list(self._newcomers), "the job is finishing")
+            return
+        self._shrink(len(self._members) + len(self._newcomers) - self._target)
+        missing = self._target - len(self._members) - len(self._newcomers) - self._early_finishers
+        if missing > 0 and time.monotonic() >= self._spawn_at:
+            for _ in range(missing):
+                self._spawn()
+        elif missing <= 0 and self._newcomers and all(process.is_ready for process in self._newcomers):
+            joining, self._newcomers = self._newcomers, []
+            self._publish([*self._members, *joining])
+
+    def _shrink(self, num_surplus: int) -> None:
+        # Newcomers hold no state, those not ready have cost the least; stable, so that the latest goes first.
+        dropped = sorted(reversed(self._newcomers), key=lambda process: process.is_ready)[: max(num_surplus, 0)]
+        self._drop(dropped, "not needed any more")
+        if num_surplus > len(dropped):
+            staying = self._members[: len(self._members) + len(dropped) - num_surplus]
+            leaving = self._members[len(staying) :]
+            for process in leaving:
+                process.kill_at = time.monotonic() + self._grace_s
+            self._leaving += leaving
+            self._publish(staying)
+
+    def _drop(self, newcomers: list[_Process], why: str) -> None:
+        for process in newcomers:
+            self._newcomers.remove(process)
+            self._leaving.append(process)
+            self._kill(process, why)
+
+    def _publish(self, members: list[_Process], lost: Sequence[str] = ()) -> None:
+        self._members = members
+        for process in members:
+            process.was_member = True
+        self._controller.publish([process.member for process in members], lost)
+        names = " ".join(process.member.replica_id for process in members)
+        self._note("published", f"{names}; lost {' '.join(lost)}" if lost else names)
+
+    def _spawn(self) -> None:
+        living = [*self._members, *self._newcomers]
+        taken = {process.slot for process in living}
+        slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
+        nodes = [process.member.node for process in living]
+        member = Member(replica_id=f"{self._name}-{self._num_spawned}", node=self._node_of(slot))
+        self._num_spawned += 1
+        known = list(dict.fromkeys([*nodes, member.node]))
+        environment = self._controller.environment(
+            member,
+            planned_rank=len(living),
+            planned_world=self._target,
+            local_rank=nodes.count(member.node),
+            local_world=[self._node_of(other) for other in range(self._target)].count(member.node),
+            group_rank=known.index(member.node),
+            num_restarts=self._num_restarts,
+        )
+        log = str(self._log_dir / member.replica_id)
+        logs = {"stdout": f"{log}.out", "stderr": f"{log}.err"}
+        command = Command(argv=self._argv, env={**self._env, **environment}, cwd=self._cwd, **logs)
+        process = _Process(member=member, slot=slot, handle=self._starter.spawn(command))
+        self._newcomers.append(process)
+        self._note("spawned", f"slot {slot} on {member.node}", process)
+
+    def _kill(self, process: _Process, why: str) -> None:
+        self._starter.signal(process.handle, signal.SIGKILL)
+        self._note("killed", why, process)
+
+    def _finish_stop(self) -> None:
+        left = [process for process in self._all() if process.exit_code is None]
+        if not left:
+            self._end(STOPPED_CODE)
+        elif self._stop_by is not None and time.monotonic() > self._stop_by:
+            for process in left:
+                self._kill(process, "did not stop in time")
+            self._stop_by = time.monotonic() + self._grace_s
+
+    def _end(self, code: int) -> None:
+        self._result = code
+        for process in self._all():
+            if process.exit_code is None:
+                self._kill(process, "the job has ended")
+        self._note("finished", f"code {code}")
+
+    def _fail(self, why: str, process: _Process) -> None:
+        path = self._log_dir / f"{process.member.replica_id}.err"
+        tail = path.read_bytes()[-TAIL_BYTES:].decode(errors="replace").strip() if path.is_file() else ""
+        self.failure = f"{self._name}: {why}. Its stderr ({path}) ends with:\n{tail or '(nothing)'}"
+        self._note("failed", self.failure, process)
+        code = process.exit_code or 1
+        self._end(code if code > 0 else 128 - code)
+
+    @staticmethod
+    def _how(process: _Process) -> str:
+        code = process.exit_code or 0
+        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"

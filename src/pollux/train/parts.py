@@ -1,0 +1,171 @@
+"""What a run is made of, and all of its state in one place.
+
+Stands in ``train``, below :mod:`pollux.train.session`, which moves the parts from step to step.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from pollux.errors import InvalidValueError
+from pollux.train.batching import BatchChoice
+from pollux.train.checkpoint import AsyncSaver, CheckpointDirectory, CheckpointInfo, checkpoint_interval_s
+from pollux.train.data import ElasticLoader
+from pollux.train.progress import Progress, gain_of
+from pollux.train.pulse import Pulse
+from pollux.train.report import Report
+from pollux.train.state import FlatState, flatten, random_state, set_random_state, unflatten
+from pollux.train.trainee import Trainee
+from pollux.train.tuning import Tuner
+
+SAVE_TIMEOUT_S = 600.0
+FIRST_SAVE_S = 30.0
+MEAN_TIME_BETWEEN_FAILURES_S = 12 * 3600.0  # of one replica; public traces of GPU clusters say hours to days
+
+
+class Stateful(Protocol):
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any]) -> Any: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class Parts:
+    """Complete once ``run.dataloader`` and ``run.prepare`` have been called."""
+
+    device: torch.device
+    loader: ElasticLoader
+    trainee: Trainee
+    tuner: Tuner
+    pulse: Pulse
+    progress: Progress
+    tracked: dict[str, Stateful]
+    choice: BatchChoice
+    interval: int = 1  # steps between measurements of the noise scale
+    num_measured: int = 0
+    last_measured: int = 0
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def noise_scale(self) -> float | None:
+        return None if self.pulse.noise is None else self.pulse.noise.noise_scale
+
+    def gain(self, num_examples: float) -> float:
+        return gain_of(self.noise_scale, self.tuner.limits.initial, num_examples)
+
+    def capture(self) -> FlatState:
+        return flatten(
+            {
+                "trainee": self.trainee.state_dict(),
+                "loader": self.loader.state_dict(),
+                "progress": self.progress.state_dict(),
+                "moments": self.pulse.moments.state_dict(),
+                "tuner": self.tuner.state_dict(),
+                "tracked": {name: stateful.state_dict() for name, stateful in self.tracked.items()},
+                "measured": (self.interval, self.num_measured, self.last_measured),
+                "random": random_state(self.device),
+            }
+        )
+
+    def restore(self, flat: FlatState) -> None:
+        """Raises InvalidValueError, with nothing changed, for the state of another dataset or another set of parts."""
+        state = unflatten(flat)
+        different = set(state["tracked"]) ^ set(self.tracked)
+        if different:
+            raise InvalidValueError(
+                f"tracked state differs from the saved one: {', '.join(sorted(different))}; "
+                "call run.track with the same names as before"
+            )
+        self.loader.load_state_dict(state["loader"])
+        self.trainee.load_state_dict(state["trainee"])
+        self.progress.load_state_dict(state["progress"])
+        self.pulse.moments.load_state_dict(state["moments"])
+        self.pulse.reset()
+        self.tuner.load_state_dict(state["tuner"])
+        self.interval, self.num_measured, self.last_measured = state["measured"]
+        for name, stateful in self.tracked.items():
+            stateful.load_state_dict(state["tracked"][name])
+        set_random_state(state["random"], self.device)
+
+    def report(self, generation: int, num_replicas: int, num_epochs: tuple[int, bool] | None) -> Report:
+        tuner, choice, phi = self.tuner, self.choice, self.noise_scale
+        gain = self.gain(choice.total)
+        efficiency = None if phi is None else min(1.0, gain * tuner.limits.initial / choice.total)
+        throughput = tuner.throughput(choice)
+        progress = None
+        if num_epochs is not None and num_epochs[0] > 0:
+            done = self.progress.num_passes
+            progress = done / max(done + self.progress.remaining_passes(*num_epochs), 1e-9)
+        return Report(
+            generation=generation,
+            num_replicas=num_replicas,
+            num_nodes=tuner.num_nodes,
+            accelerator=tuner.accelerator,
+            epoch=self.loader.epoch,
+            num_steps=self.progress.num_steps,
+            progress=progress,
+            device_batch=choice.config.device_batch,
+            accum_steps=choice.config.accum_steps,
+            total_batch=choice.total,
+            noise_scale=phi,
+            efficiency=efficiency,
+            gain=gain,
+            throughput=throughput,
+            goodput=None if throughput is None or efficiency is None else throughput * efficiency,
+            timings=tuner.take_timings(),
+            metrics=dict(self.metrics),
+        )
+
+
+class Keeper:
+    """Saves the parts now and then, and finds them again. Used by rank 0 alone."""
+
+    def __init__(self, directory: CheckpointDirectory) -> None:
+        self._directory, self._saver = directory, AsyncSaver(directory)
+        self._saved_s, self._interval_s = time.monotonic(), FIRST_SAVE_S
+
+    def load(self, parts: Parts) -> bool:
+        """Whether there was something to go on from. Raises CheckpointError where there is, but nothing usable."""
+        checkpoint = self._directory.load(parts.trainee.signature, device="cpu")
+        if checkpoint is None:
+            return False
+        parts.restore(FlatState(dict(checkpoint.tensors), checkpoint.blob))
+        return True
+
+    def is_due(self) -> bool:
+        return time.monotonic() - self._saved_s >= self._interval_s
+
+    def begin(self, parts: Parts, generation: int, num_replicas: int) -> None:
+        """Save in the background; the next one is due after an interval that follows from what this one costs."""
+        self._saved_s = time.monotonic()
+        state = parts.capture()
+        if self._saver.begin(state.tensors, state.blob, _info(parts, generation, num_replicas)):
+            cost_s = max(self._saver.last_stall_s or 0.0, 1e-3)
+            self._interval_s = checkpoint_interval_s(cost_s, MEAN_TIME_BETWEEN_FAILURES_S / num_replicas)
+
+    def save(self, parts: Parts, generation: int, num_replicas: int) -> None:
+        """Save, and wait for it."""
+        self.wait()
+        state = parts.capture()
+        self._directory.save(state.tensors, state.blob, _info(parts, generation, num_replicas))
+        self._saved_s = time.monotonic()
+
+    def wait(self) -> None:
+        self._saver.wait(SAVE_TIMEOUT_S)
+
+    def close(self) -> None:
+        self._saver.close(SAVE_TIMEOUT_S)
+
+
+def _info(parts: Parts, generation: int, num_replicas: int) -> CheckpointInfo:
+    return CheckpointInfo(
+        step=parts.progress.num_steps,
+        epoch=parts.loader.epoch,
+        signature=parts.trainee.signature,
+        generation=max(generation, 0),
+        created_s=time.time(),
+        extra={"num_examples": parts.progress.num_examples, "num_replicas": num_replicas},
+    )

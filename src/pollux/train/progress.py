@@ -1,0 +1,94 @@
+"""How far training is: in steps, in examples, and in learning, whatever the batch sizes on the way.
+
+Pure. A step of M examples teaches as much as min(M, r·M0) examples at the tuned batch M0, r being AdaScale's gain.
+One pass over the data is an epoch's worth of learning only if it was made with batches that were all useful; with
+larger ones it is less, and ``epochs`` goes on until the learning asked for is done, rounded to whole passes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from pollux.model.efficiency import MAX_NOISE_SCALE
+
+
+def gain_of(noise_scale: float | None, initial_batch: float, total_batch: float) -> float:
+    """AdaScale's r for one step on plain numbers; 1, the cautious end, while the noise scale is unknown."""
+    if noise_scale is None:
+        return 1.0
+    phi = min(noise_scale, MAX_NOISE_SCALE)
+    return total_batch / initial_batch * (phi + initial_batch) / (phi + total_batch)
+
+
+@dataclass(slots=True)
+class Progress:
+    """Counts of committed steps. Equal on all ranks, and part of the state."""
+
+    num_steps: int = 0
+    num_examples: int = 0
+    num_useful: float = 0.0  # examples at M0 that would have taught as much
+    iterations: float = 0.0  # steps at M0 likewise; every step counts at least once
+    epochs: float = 0.0  # learning of the passes that are over, in passes at M0
+    num_passes: int = 0  # over the data
+    is_idle: bool = False  # the last pass had no step
+    pass_examples: int = 0  # in the pass under way
+    pass_useful: float = 0.0
+    scheduled_iterations: int = 0  # how often the LR scheduler was stepped inside the loop
+    scheduled_epochs: int = 0  # and outside it
+
+    def add_step(self, num_examples: int, gain: float, initial_batch: int) -> None:
+        useful = min(float(num_examples), gain * initial_batch) if num_examples > initial_batch else float(num_examples)
+        self.num_steps += 1
+        self.num_examples += num_examples
+        self.num_useful += useful
+        self.pass_examples += num_examples
+        self.pass_useful += useful
+        self.iterations += max(gain, 1.0)
+
+    def end_pass(self) -> None:
+        """The pass is over. An empty one (a step larger than all that was left) taught nothing."""
+        self.epochs += self.pass_efficiency
+        self.num_passes += 1
+        self.is_idle = self.pass_examples == 0
+        self.pass_examples, self.pass_useful = 0, 0.0
+
+    @property
+    def pass_efficiency(self) -> float:
+        return self.pass_useful / self.pass_examples if self.pass_examples else 0.0
+
+    def is_done(self, num_epochs: int, by_passes: bool) -> bool:
+        """Whether another pass would lead further away from what was asked than stopping here.
+
+        A loop that has ceased to train (early stopping by a flag) would never learn what is missing: its passes count.
+        """
+        if by_passes or self.num_passes == 0 or self.is_idle:
+            return self.num_passes >= num_epochs
+        mean = self.epochs / self.num_passes
+        return num_epochs - self.epochs < 0.5 * mean
+
+    def remaining_passes(self, num_epochs: int, by_passes: bool) -> float:
+        """Estimated passes to go, by how useful the past ones were."""
+        if by_passes or self.num_passes == 0:
+            done = self.num_passes
+            return max(num_epochs - done, 0)
+        return max(num_epochs - self.epochs, 0.0) / max(self.epochs / self.num_passes, 1e-9)
+
+    def due_in_loop(self, gain: float) -> int:
+        """How often to step an LR scheduler that is stepped after every batch, in the step that is being made."""
+        due = int(self.iterations + max(gain, 1.0) + 1e-6)
+        num_calls, self.scheduled_iterations = due - self.scheduled_iterations, due
+        return max(num_calls, 0)
+
+    def due_between_passes(self) -> int:
+        """The same for one that is stepped once per pass; asked when the pass's batches are all done."""
+        due = round(self.epochs + self.pass_efficiency)
+        num_calls, self.scheduled_epochs = due - self.scheduled_epochs, due
+        return max(num_calls, 0)
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)

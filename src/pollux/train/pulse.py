@@ -1,0 +1,115 @@
+"""One small all-reduce per step, among hosts: squared norms of gradients, and "somebody wants a word".
+
+Stands in ``train``, above :mod:`pollux.train.team` and :mod:`pollux.train.noise`. It starts when a step's gradients are
+complete and ends long before anybody waits for it. Norms are read off the device a fixed number of steps late, when
+they have long been there, so that nothing waits for the device; a fixed number and not "when ready", as all ranks
+must use the same statistics in the same step: learning rates depend on them. For the same reason the mean's norm,
+which every rank could compute, is taken from rank 0.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pollux.train.gradients import Norms
+from pollux.train.noise import GradientMoments, NoiseStats
+from pollux.train.team import Sum, Team
+
+LAG_STEPS = {"cpu": 1, "cuda": 2}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """A measured step: what its norms are worth. Known on every rank alike."""
+
+    count: int  # micro-gradients: replicas × passes, or 2 for a pair of steps
+    batch_size: float  # examples in each; where they differ, the harmonic mean
+    scale: float  # M/M0, times the steps since the last measurement
+    is_biased: bool
+
+
+@dataclass(slots=True)
+class _Unread:
+    step: int
+    sample: Sample
+    values: Tensor  # (2,) on the host: sum_sqr, sqr_mean
+    arrived: torch.cuda.Event | None
+    host_s: float
+    marks: tuple[tuple[torch.cuda.Event, torch.cuda.Event], ...]
+
+    def cost_s(self) -> float:
+        device_ms = sum(float(start.elapsed_time(end)) for start, end in self.marks)
+        return max(self.host_s, device_ms / 1000.0)
+
+
+class Pulse:
+    """``add`` a step's norms at its end; ``beat`` when the next gradients are there; ``read`` at the boundary."""
+
+    def __init__(self, team: Team, moments: GradientMoments) -> None:
+        self._team, self.moments = team, moments
+        self._lag = LAG_STEPS.get(team.device.type, 2)
+        self._unread: deque[_Unread] = deque()
+        self._sum: Sum | None = None
+        self._sent: _Unread | None = None
+        self.noise: NoiseStats | None = moments.read()
+        self.cost_s = 0.0  # what the last measurement took that was read
+
+    def add(self, step: int, norms: Norms, sample: Sample) -> None:
+        """Norms of a step whose gradients were used; they are on their way from the device."""
+        values = torch.stack((norms.sum_sqr, norms.sqr_mean))
+        arrived = None
+        if values.is_cuda:
+            host = torch.empty(2, dtype=values.dtype, pin_memory=True)
+            host.copy_(values, non_blocking=True)
+            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            arrived.record()
+            values = host
+        self._unread.append(_Unread(step, sample, values, arrived, norms.host_s, norms.marks))
+
+    def beat(self, step: int, *, wants_attention: bool, interval: int) -> None:
+        """Start the all-reduce of ``step``; ``interval`` counts on rank 0 alone."""
+        if self._sum is not None:
+            return
+        is_first = self._team.rank == 0
+        vector = [0.0, 0.0, float(interval) if is_first else 0.0, float(wants_attention)]
+        self._sent = None
+        if self._unread and self._unread[0].step + self._lag <= step:
+            self._sent = self._unread.popleft()
+            if self._sent.arrived is not None:
+                self._sent.arrived.synchronize()  # the device passed it two steps ago
+            self.cost_s = self._sent.cost_s()
+            sum_sqr, sqr_mean = self._sent.values.tolist()
+            vector[:2] = sum_sqr, sqr_mean if is_first else 0.0
+        self._sum = self._team.start_sum(vector)
+
+    def read(self) -> tuple[bool, int]:
+        """(somebody wants a word, steps between measurements). Raises BrokenGroup."""
+        assert self._sum is not None
+        sums, self._sum = self._sum, None
+        sum_sqr, sqr_mean, interval, attention = sums.wait()
+        if self._sent is not None:
+            sample, self._sent = self._sent.sample, None
+            self.moments.update(
+                torch.tensor(sum_sqr / sample.count),
+                torch.tensor(sqr_mean),
+                batch_size=sample.batch_size,
+                count=sample.count,
+                scale=sample.scale,
+                is_biased=sample.is_biased,
+            )
+            self.noise = self.moments.read()
+        return attention > 0, int(interval)
+
+    @property
+    def has_started(self) -> bool:
+        return self._sum is not None
+
+    def reset(self) -> None:
+        """Drop what is under way: the group is another one now. What has been averaged stays."""
+        self._unread.clear()
+        self._sum = self._sent = None
+        self.noise = self.moments.read()

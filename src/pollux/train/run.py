@@ -1,0 +1,322 @@
+"""The run: what ``train.init()`` returns and a training script holds.
+
+Stands on top of ``train``; everything else there is one of its parts. What happens between two steps is in
+:mod:`pollux.train.session`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import Dataset
+
+from pollux.errors import InvalidValueError
+from pollux.train.batching import BatchChoice, BatchPolicy, batch_policy, make_limits
+from pollux.train.checkpoint import CheckpointDirectory
+from pollux.train.data import ElasticLoader
+from pollux.train.leaving import LeaveSignals
+from pollux.train.loader import AdaptiveLoader
+from pollux.train.membership import Group, Membership, membership_from_environment
+from pollux.train.noise import GradientMoments
+from pollux.train.parts import Keeper, Parts, Stateful
+from pollux.train.progress import Progress
+from pollux.train.pulse import Pulse
+from pollux.train.report import FileReporter, Reporter
+from pollux.train.scaling import ScalingRule
+from pollux.train.session import Session, shape_of
+from pollux.train.team import Team
+from pollux.train.trainee import Trainee
+from pollux.train.tuning import Tuner
+
+logger = logging.getLogger(__name__)
+
+
+def init(
+    *,
+    checkpoint_dir: str | Path | None = None,
+    device: str | torch.device | None = None,
+    membership: Membership | None = None,
+    reporter: Reporter | None = None,
+    timeout_s: float = 600.0,
+) -> Run:
+    """Begin a run: alone, under torchrun, or in a cluster, by what the environment says.
+
+    ``checkpoint_dir`` (or POLLUX_CHECKPOINT_DIR) is where checkpoints go and where an interrupted run resumes; without
+    it there are none. ``device`` is this replica's GPU if there is one. ``timeout_s`` bounds every wait for other
+    replicas.
+    """
+    environment = os.environ
+    checkpoint_dir = checkpoint_dir or environment.get("POLLUX_CHECKPOINT_DIR") or None
+    if reporter is None and environment.get("POLLUX_REPORT_FILE"):
+        reporter = FileReporter(environment["POLLUX_REPORT_FILE"])
+    membership = membership or membership_from_environment(environment)
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", membership.local_rank % torch.cuda.device_count())
+    return Run(membership, device, checkpoint_dir, reporter, timeout_s)
+
+
+class Run:
+    """One training run as one replica sees it. Made by :func:`init`."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        device: torch.device,
+        checkpoint_dir: str | Path | None,
+        reporter: Reporter | None,
+        timeout_s: float,
+    ) -> None:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        self.device = device
+        self._team = Team(device, timeout_s)
+        if dist.is_initialized():
+            if membership.is_elastic:
+                raise InvalidValueError("torch.distributed is initialised already: in a cluster, leave that to Pollux")
+            self._team.adopt(membership.join(timeout_s))
+        elif membership.is_elastic:
+            # Others may be training already: this replica joins them once it is set up, and is on its own until then.
+            self._team.form(_alone())
+        else:
+            self._team.form(membership.join(timeout_s))
+        self._signals = LeaveSignals()
+        keeper = None if checkpoint_dir is None else Keeper(CheckpointDirectory(checkpoint_dir))
+        self._session = Session(membership, self._team, self._signals, keeper, reporter, timeout_s)
+        self._pulse = Pulse(self._team, GradientMoments())
+        self._progress = Progress()
+        self._tracked: dict[str, Stateful] = {}
+        self._loader: AdaptiveLoader | None = None
+        self._tuner: Tuner | None = None
+        self._trainee: Trainee | None = None
+        self._is_closed = False
+        self._signals.install()
+        atexit.register(self.close)
+
+    # --- how it stands ------------------------------------------------------------------------------------------
+
+    @property
+    def rank(self) -> int:
+        return self._session.membership.rank
+
+    @property
+    def world_size(self) -> int:
+        return self._session.membership.world_size
+
+    @property
+    def generation(self) -> int:
+        """Which membership of replicas this is; -1 before this replica is in one."""
+        return self._session.generation
+
+    @property
+    def noise_scale(self) -> float:
+        """φ in examples, smoothed; NaN before the first measurement."""
+        return float("nan") if self._pulse.noise is None else self._pulse.noise.noise_scale
+
+    @property
+    def measured_every(self) -> int:
+        """Steps from one measurement of the noise scale to the next, chosen by what measuring costs."""
+        return 1 if self._session.parts is None else self._session.parts.interval
+
+    @property
+    def num_steps(self) -> int:
+        """Optimizer steps so far, resizes and restarts included."""
+        return self._progress.num_steps
+
+    @property
+    def progress(self) -> Progress:
+        return self._progress
+
+    @property
+    def batch(self) -> BatchChoice | None:
+        """The batch that the next step trains with; None before the loop."""
+        return None if self._session.parts is None else self._session.parts.choice
+
+    @property
+    def learning_rate_factor(self) -> float:
+        """What the last step's learning rates were multiplied with."""
+        return 1.0 if self._trainee is None else self._trainee.rate.factor
+
+    # --- setting up ---------------------------------------------------------------------------------------------
+
+    def dataloader(
+        self,
+        dataset: Dataset[Any],
+        batch_size: int = 1,
+        *,
+        max_batch_size: int | None = None,
+        device_batch_size: int | tuple[int, int] | None = None,
+        policy: str | BatchPolicy | None = None,
+        **options: Any,
+    ) -> AdaptiveLoader:
+        """The training data. ``batch_size`` is M0, for which the learning rate was tuned.
+
+        With ``max_batch_size`` the batch adapts between the two; ``device_batch_size`` bounds what one device takes in
+        one pass. ``policy`` is "adaptive", "fixed" or "linear" (see :mod:`pollux.train.batching`) or one's own; it is
+        "fixed" where no ``max_batch_size`` gives room. Other options are those of
+        :class:`~pollux.train.data.ElasticLoader` (shuffle, seed, sampler, batch_sampler, collate_fn, num_workers,
+        pin_memory, drop_last, ...).
+
+        One per run: evaluation data wants torch's own DataLoader.
+        """
+        if self._loader is not None:
+            raise InvalidValueError(
+                "run.dataloader was called before: a run trains on one loader; use torch's DataLoader for evaluation"
+            )
+        limits = make_limits(batch_size, max_batch_size, device_batch_size)
+        has_batches = options.get("batch_sampler") is not None
+        if policy is None:
+            policy = "fixed" if max_batch_size is None or has_batches else "adaptive"
+        tuner = Tuner(limits, batch_policy(policy), self.device)
+        shape = shape_of(tuner.choose(None, None), 1, 0)
+        elastic = ElasticLoader(dataset, shape, share_order=self._team.share, **options)
+        self._tuner, self._loader = tuner, AdaptiveLoader(elastic, self._session, self._complete)
+        return self._loader
+
+    def prepare(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        lr_scheduler: Any = None,
+        *,
+        scaling: str | ScalingRule = "auto",
+        grad_scaler: Any = None,
+        **ddp_options: Any,
+    ) -> tuple[nn.Module, torch.optim.Optimizer]:
+        """Returns the model, replicated, and the optimizer.
+
+        ``lr_scheduler`` is stepped by the loop as before, after batches or between epochs; it counts learning, so
+        it may take several steps at once, or none. ``scaling`` is the learning-rate rule ("auto", "adascale", "sqrt",
+        "linear", "none", or an object; see :mod:`pollux.train.scaling`). ``grad_scaler``: a torch.amp.GradScaler, if
+        there is one. Other options go to DistributedDataParallel (``find_unused_parameters``, ``static_graph``,
+        ``bucket_cap_mb``). Compile the model before, not after.
+        """
+        if self._trainee is not None:
+            raise InvalidValueError("run.prepare was called before: a run trains one model")
+        session = self._session
+        self._trainee = Trainee(model, optimizer, lr_scheduler, grad_scaler, scaling, self._team, session, ddp_options)
+        return self._trainee.model, optimizer
+
+    def track(self, name: str, stateful: Stateful) -> None:
+        """More state to keep through checkpoints and resizes: anything with state_dict and load_state_dict."""
+        if name in self._tracked:
+            raise InvalidValueError(f"{name!r} is tracked already")
+        for method in ("state_dict", "load_state_dict"):
+            if not callable(getattr(stateful, method, None)):
+                raise InvalidValueError(f"{type(stateful).__name__} has no {method}(): it cannot be tracked")
+        if self._session.is_started:
+            raise InvalidValueError(f"{name!r} is tracked too late: call run.track before the loop")
+        self._tracked[name] = stateful
+
+    # --- training -----------------------------------------------------------------------------------------------
+
+    def epochs(self, num_epochs: int, *, by: str = "progress") -> Iterator[int]:
+        """Passes over the data, numbered from 0, beginning where an interrupted run stopped.
+
+        ``by="progress"``: as much learning as ``num_epochs`` passes at M0 give. Larger batches teach less per example
+        and need more passes (rounded to whole ones; exactly ``num_epochs`` if the batch never exceeds M0).
+        ``by="passes"``: exactly ``num_epochs``, however much is learnt.
+        """
+        if num_epochs < 0:
+            raise InvalidValueError(f"{num_epochs} epochs; 0 or more are needed")
+        if by not in ("progress", "passes"):
+            raise InvalidValueError(f"by={by!r}; 'progress' or 'passes' is needed")
+        parts, session = self._complete(), self._session
+        asked = session.num_epochs = num_epochs, by == "passes"
+        session.start()
+        while not self._progress.is_done(*asked):
+            epoch = parts.loader.epoch
+            yield epoch
+            session.end_pass()  # of a loop that was left by ``break``
+            if parts.loader.epoch == epoch:  # otherwise the state of replicas that were ahead has been taken over
+                self._progress.end_pass()
+                parts.loader.set_epoch(epoch + 1)
+            parts.tuner.timer.disturb()
+        session.finish()
+
+    def log(self, **metrics: Any) -> None:
+        """Metrics of this moment: reported, and written to the log by rank 0."""
+        if self._session.parts is not None:
+            self._session.parts.metrics.update(metrics)
+        if self.rank == 0:
+            text = ", ".join(
+                f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}"
+                for name, value in metrics.items()
+            )
+            logger.info("epoch %d, step %d: %s", self._progress.num_passes, self.num_steps, text)
+            self._session.report()
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Around the body of the loop, optional: what fails in it for want of memory or of a peer is tried again.
+
+        Out of memory: all replicas halve what they put on a device, and begin the step again on the same examples.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if not self._session.note_error(error):
+                raise
+        if self._session.redo is not None and self._trainee is not None:
+            self._trainee.optimizer.zero_grad()
+            if self.device.type == "cuda":
+                torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        """Give back what the run holds. Called when the process ends; calling it earlier, or twice, is fine."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        atexit.unregister(self.close)
+        self._signals.restore()
+        try:
+            if self._session.keeper is not None:
+                self._session.keeper.close()
+        finally:
+            if self._loader is not None:
+                self._loader.elastic.close()
+            if self._trainee is not None:
+                self._trainee.detach()
+            self._session.membership.close()
+            self._team.dissolve()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _complete(self) -> Parts:
+        """All parts together, when the loop begins."""
+        if self._session.parts is None:
+            if self._loader is None or self._tuner is None or self._trainee is None:
+                missing = "dataloader" if self._loader is None else "prepare"
+                raise InvalidValueError(f"call run.{missing}(...) before the loop")
+            self._session.parts = Parts(
+                device=self.device,
+                loader=self._loader.elastic,
+                trainee=self._trainee,
+                tuner=self._tuner,
+                pulse=self._pulse,
+                progress=self._progress,
+                tracked=self._tracked,
+                choice=self._tuner.choose(None, None),
+            )
+        return self._session.parts
+
+
+def _alone() -> Group:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    return Group(generation=-1, attempt=0, rank=0, world_size=1, local_rank=0, num_nodes=1, store=store)

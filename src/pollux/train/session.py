@@ -1,0 +1,441 @@
+"""A run's step boundaries, and what happens at them.
+
+Stands in ``train``, below :mod:`pollux.train.run`, which is what users see of it. A boundary is the moment when the
+user's loop asks for the next batch:
+
+1. the step's gradients turned out worthless (a peer was lost, memory ran out): re-form the group, begin the step
+   again on the same examples;
+2. otherwise the step is committed: position, progress, statistics;
+3. if any replica asked for a word (the flag rides on the step's small all-reduce), all agree what to do: leave
+   with a checkpoint, move to another generation, train with another batch;
+4. now and then rank 0 saves a checkpoint, in the background.
+
+State lives in replicas. When a group forms, the replica that has committed most steps hands its state to those that
+have fewer: to newcomers, and to survivors that missed the last step of a group that broke. If nobody has any, rank 0
+reads the last checkpoint.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+
+import torch
+import torch.distributed as dist
+
+from pollux.errors import InvalidValueError, PeerLostError, PolluxError
+from pollux.train.batching import BatchChoice
+from pollux.train.data import Pass
+from pollux.train.gradients import PassPlan
+from pollux.train.leaving import Leave, LeaveSignals
+from pollux.train.membership import Group, Membership
+from pollux.train.parts import Keeper, Parts
+from pollux.train.position import StepShape
+from pollux.train.pulse import Sample
+from pollux.train.replicate import broadcast_buffers
+from pollux.train.report import Reporter
+from pollux.train.scaling import StepContext
+from pollux.train.state import broadcast, random_state, set_random_state
+from pollux.train.team import BrokenGroup, Team
+
+MEASURING_BUDGET = 0.002  # share of a step's time that measuring its noise may take, on average
+MAX_INTERVAL = 32  # steps between measurements at most
+FIRST_MEASUREMENTS = 10  # made every step: until then there is no average worth the name
+REPORT_INTERVAL_S = 1.0
+
+logger = logging.getLogger(__name__)
+
+
+class Session:
+    """One replica's part in a run. Between :meth:`begin_pass` and :meth:`end_pass` the user's code runs."""
+
+    def __init__(
+        self,
+        membership: Membership,
+        team: Team,
+        signals: LeaveSignals,
+        keeper: Keeper | None,
+        reporter: Reporter | None,
+        timeout_s: float,
+    ) -> None:
+        self.membership, self.team, self.signals = membership, team, signals
+        self.keeper, self.reporter, self._timeout_s = keeper, reporter, timeout_s
+        self.parts: Parts | None = None
+        self.num_epochs: tuple[int, bool] | None = None
+        self.is_started = False
+        self.current: Pass | None = None  # the pass in the user's hands
+        self.redo: str | None = None  # why the step under way must be begun again
+        self._is_measured = False
+        self._is_applied = False  # the optimizer has made the step under way
+        self._has_state = False
+        self._wish: BatchChoice | None = None  # rank 0: the batch to change to
+        self._reported_s = time.monotonic()
+        membership.on_lost(self._on_lost)
+
+    @property
+    def _parts(self) -> Parts:
+        if self.parts is None:
+            raise InvalidValueError("call run.dataloader(...) and run.prepare(...) before the loop")
+        return self.parts
+
+    @property
+    def generation(self) -> int:
+        return -1 if self.team.group is None else self.team.group.generation
+
+    # --- the step -----------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Join the others and get the state."""
+        if self.is_started:
+            return
+        group = self.team.group
+        if self.membership.is_elastic:
+            group = self.membership.join(self._timeout_s)
+        assert group is not None
+        self._enter(group, forms=self.membership.is_elastic)
+        self.is_started = True
+
+    def begin_pass(self, current: Pass) -> None:
+        """The loader has a batch for the user."""
+        self.current = current
+        parts, step = self._parts, current.step
+        hook, is_first = parts.trainee.hook, current.index == 0
+        if is_first:
+            self._is_applied = False
+            is_due = parts.progress.num_steps % parts.interval == 0 or hook.holds_previous
+            self._is_measured = is_due and not step.is_short
+        weight = current.num_examples / current.step_examples
+        hook.begin_pass(PassPlan(weight=weight, is_first=is_first, is_last=current.is_last, measures=self._is_measured))
+        timer = parts.tuner.timer
+        configuration = parts.tuner.configuration(parts.choice.config.device_batch)
+        timer.begin(configuration, is_only=step.num_passes == 1, is_last=current.is_last)
+        if step.is_short:
+            timer.disturb()
+
+    def end_pass(self) -> None:
+        """The user asks for the next batch: the pass is over, and perhaps the step."""
+        current, self.current = self.current, None
+        if current is None:
+            return
+        reason = self.redo
+        if reason is None and current.is_last and self.has_failed():
+            reason = str(self._parts.trainee.hook.failure)
+        if not current.is_last:
+            if reason is not None:
+                self._recover(reason)
+            return
+        if reason is None and not self._parts.pulse.has_started:  # no backward pass: the others had none either
+            self._beat()
+        # What befell the group after the optimizer's step is for the next one: this one counts.
+        if reason is None or self._is_applied:
+            self._commit(current)
+        try:
+            if reason is not None:
+                raise BrokenGroup(reason)
+            self._finish_step()
+        except BrokenGroup as error:
+            self._recover(str(error))
+
+    def recover(self, error: BrokenGroup) -> None:
+        """A peer was lost outside a step, while the order of an epoch was shared."""
+        self.current = None
+        self._recover(str(error))
+
+    def _commit(self, current: Pass) -> None:
+        """The step counts now, on this rank; whatever breaks from here on is for the next one."""
+        parts = self._parts
+        progress, tuner = parts.progress, parts.tuner
+        index = progress.num_steps
+        parts.loader.commit()
+        progress.add_step(current.step_examples, parts.gain(current.step_examples), tuner.limits.initial)
+        norms = parts.trainee.hook.take_norms()
+        if norms is not None:
+            count = 2 if norms.is_pair else current.step.shape.num_replicas * current.step.num_passes
+            since = min(max(index - parts.last_measured, 1), MAX_INTERVAL)
+            sample = Sample(
+                count=count,
+                batch_size=current.step_examples / (1 if norms.is_pair else count),
+                scale=current.step_examples / tuner.limits.initial * since,
+                is_biased=norms.is_pair,
+            )
+            parts.pulse.add(index, norms, sample)
+            parts.last_measured = index
+            parts.num_measured += 1
+
+    def _finish_step(self) -> None:
+        parts, tuner = self._parts, self._parts.tuner
+        wants_word, interval = parts.pulse.read()
+        parts.interval = interval or parts.interval
+        tuner.observe()
+        if wants_word:
+            tuner.timer.disturb()
+            self._attend()
+        if self.team.rank == 0:
+            self._look_around()
+
+    def _look_around(self) -> None:
+        """Rank 0 between two steps: is another batch better, is a report or a checkpoint due?"""
+        parts = self._parts
+        if self._wish is None and parts.loader.unit != "batch":
+            advice = self.reporter.advice() if self.reporter is not None else None
+            self._wish = parts.tuner.reconsider(parts.noise_scale, parts.choice, advice)
+            if self._wish is not None and self.team.size == 1:
+                self._rebatch(self._wish)
+        now = time.monotonic()
+        if now - self._reported_s >= REPORT_INTERVAL_S:
+            self._reported_s = now
+            self.report()
+        if self.keeper is not None and self.keeper.is_due():
+            self.keeper.begin(parts, self.generation, self.team.size)
+            parts.tuner.timer.disturb()
+
+    def _attend(self) -> None:
+        """Somebody wants a word: find out what, and do it, all together."""
+        mine = self.signals.received, self.membership.has_newer(), self._wish if self.team.rank == 0 else None
+        wants = self.team.gather(mine)
+        signals = [received for received, _, _ in wants if received is not None]
+        if signals:
+            self._leave(signals[0])
+        if any(newer for _, newer, _ in wants):
+            self._resize()
+        elif wants[0][2] is not None:
+            self._rebatch(wants[0][2])
+
+    def _leave(self, name: str) -> None:
+        """All leave, when rank 0 has saved."""
+        num_steps = self._parts.progress.num_steps
+        if self.keeper is None:
+            logger.warning("%s: leaving without a checkpoint, as there is no checkpoint_dir", name)
+        elif self.team.rank == 0:
+            self.keeper.save(self._parts, self.generation, self.team.size)
+        self.team.share(None)
+        raise Leave(f"{name}: left after step {num_steps}")
+
+    def _resize(self) -> None:
+        if self.keeper is not None and self.team.rank == 0:
+            self.keeper.wait()  # another replica may be rank 0 next, and write to the same place
+        self._enter(self.membership.advance(self._timeout_s))
+
+    def _recover(self, reason: str) -> None:
+        """The group is broken, or this replica breaks it: find each other again, and go on from the last step."""
+        parts = self._parts
+        logger.warning("rank %d, step %d: %s; re-forming", self.team.rank, parts.progress.num_steps, reason)
+        self.redo = None
+        parts.loader.retry()
+        parts.trainee.hook.abandon(PeerLostError(reason))
+        self._break_up()
+        self._enter(self.membership.recover(self._timeout_s))
+
+    def _break_up(self) -> None:
+        """So that peers who still wait for this replica see that it has left the group."""
+        self._parts.trainee.model.release()
+        self.team.dissolve(is_broken=True)
+
+    def _be_gone(self) -> None:
+        self.team.dissolve()
+        raise Leave(f"not needed any more after step {self._parts.progress.num_steps}")
+
+    # --- groups and state ---------------------------------------------------------------------------------------
+
+    def _enter(self, group: Group | None, forms: bool = True) -> None:
+        """Form ``group``, or whatever follows it until one holds, and agree on the state to go on from."""
+        parts = self._parts
+        while group is not None:
+            try:
+                begun = time.perf_counter()
+                if forms:
+                    parts.trainee.model.release()
+                    self.team.form(group)
+                formed = time.perf_counter()
+                if forms:
+                    parts.trainee.move(self.team)
+                moved = time.perf_counter()
+                parts.pulse.reset()
+                parts.tuner.enter(group.num_nodes, group.world_size)
+                self._agree()
+                self.membership.note_formed(group)
+                logger.info(
+                    "generation %d: rank %d of %d, step %d; group %.3f s, model %.3f s, state %.3f s",
+                    group.generation, group.rank, group.world_size, parts.progress.num_steps,
+                    formed - begun, moved - formed, time.perf_counter() - moved,
+                )  # fmt: skip
+                return
+            except BrokenGroup as error:
+                logger.warning("generation %d did not form: %s", group.generation, error)
+                self._break_up()
+                forms = True
+                group = self.membership.recover(self._timeout_s)
+        self._be_gone()
+
+    def _agree(self) -> None:
+        """Compare notes; hand state to those who are behind; settle on a batch."""
+        parts, team = self._parts, self.team
+        limits = parts.tuner.limits
+        mine = {
+            "steps": parts.progress.num_steps if self._has_state else -1,
+            "device_max": limits.device_max,
+            "model": parts.trainee.signature,
+            "data": parts.loader.identity,
+            "batch": (limits.initial, limits.maximum, limits.device_min),
+        }
+        notes = team.gather(mine)
+        for key, what in (("model", "model or optimizer"), ("data", "dataset or sampler"), ("batch", "batch bounds")):
+            odd = [rank for rank, note in enumerate(notes) if note[key] != notes[0][key]]
+            if odd:
+                raise InvalidValueError(
+                    f"the {what} of rank {', '.join(map(str, odd))} is not that of rank 0 "
+                    f"({notes[odd[0]][key]} instead of {notes[0][key]}): all replicas must run the same script"
+                )
+        parts.tuner.bound(min(note["device_max"] for note in notes))
+        steps = [note["steps"] for note in notes]
+        if max(steps) < 0:
+            self._begin_or_resume()
+            steps[0] = 0  # rank 0 has the state to begin with, from a checkpoint or from the script
+        source = steps.index(max(steps))
+        if team.size > 1:
+            if min(steps) < max(steps):
+                with team.watching("handing over the state"):
+                    state = broadcast(parts.capture() if team.rank == source else None, source, team.device, team)
+                if steps[team.rank] < max(steps):
+                    parts.restore(state)
+            set_random_state(team.share(random_state(team.device), source), team.device)
+        self._has_state = True
+        self._settle_batch()
+
+    def _begin_or_resume(self) -> None:
+        """Nobody has trained yet: rank 0 looks for a checkpoint. An error there is everybody's."""
+        error: PolluxError | None = None
+        if self.team.rank == 0 and self.keeper is not None:
+            try:
+                if self.keeper.load(self._parts):
+                    logger.info("resumed after step %d", self._parts.progress.num_steps)
+            except PolluxError as caught:
+                error = caught
+        error = self.team.share(error)
+        if error is not None:
+            raise error
+
+    def _settle_batch(self) -> None:
+        """The batch for this allocation, by rank 0. Where none fits, everybody says so."""
+        answer: BatchChoice | PolluxError | None = None
+        if self.team.rank == 0:
+            try:
+                answer = self._parts.tuner.choose(self._parts.noise_scale, None)
+            except PolluxError as error:
+                answer = error
+        answer = self.team.share(answer)
+        if isinstance(answer, PolluxError):
+            raise answer
+        assert answer is not None
+        self._rebatch(answer)
+
+    def _rebatch(self, choice: BatchChoice) -> None:
+        parts = self._parts
+        self._wish = None
+        parts.choice = choice
+        parts.trainee.hook.forget_previous()
+        parts.loader.configure(shape_of(choice, self.team.size, self.team.rank))
+
+    def finish(self) -> None:
+        """Training is over: keep the result."""
+        if self.team.rank == 0:
+            if self.keeper is not None:
+                self.keeper.save(self._parts, self.generation, self.team.size)
+            self.report()
+
+    def report(self) -> None:
+        if self.reporter is not None and self.team.rank == 0 and self.is_started:
+            self.reporter.send(self._parts.report(self.generation, self.team.size, self.num_epochs))
+
+    # --- called from inside the step ----------------------------------------------------------------------------
+
+    def is_last_pass(self) -> bool:
+        return self.current is None or self.current.is_last
+
+    def gradients_are_good(self) -> bool:
+        """Of the step under way; once the optimizer has used them, they were."""
+        return self._is_applied or (self.redo is None and not self.has_failed())
+
+    def on_step(self) -> bool:
+        """Whether the optimizer may make its step."""
+        self._is_applied = self.gradients_are_good()
+        return self._is_applied
+
+    def has_failed(self) -> bool:
+        return self.parts is not None and self.parts.trainee.hook.failure is not None
+
+    def on_ready(self) -> None:
+        self._parts.tuner.timer.ready()
+
+    def on_last(self) -> None:
+        if self.current is not None:
+            self._beat()
+
+    def on_forward(self) -> None:
+        """Rank 0's buffers for everybody, once a step, as DDP does it."""
+        current = self.current
+        if self.team.size == 1 or current is None or current.index > 0 or self.has_failed():
+            return
+        try:
+            broadcast_buffers(self._parts.trainee.module, self.team)
+        except RuntimeError as error:
+            self._parts.trainee.hook.abandon(error)
+
+    def context(self) -> StepContext:
+        parts, current = self._parts, self.current
+        initial = parts.tuner.limits.initial
+        return StepContext(
+            total_batch=initial if current is None else current.step_examples,
+            initial_batch=initial,
+            noise=parts.pulse.noise,
+            num_examples=parts.progress.num_examples,
+            progress=parts.progress.iterations,
+        )
+
+    def num_scheduler_steps(self) -> int:
+        """How often an LR scheduler's ``step`` is to be carried out when the user calls it."""
+        current = self.current
+        if self.parts is None:
+            return 1
+        if current is None:
+            return self.parts.progress.due_between_passes()
+        if not current.is_last or not self.gradients_are_good():
+            return 0
+        return self.parts.progress.due_in_loop(self.parts.gain(current.step_examples))
+
+    def note_error(self, error: RuntimeError) -> bool:
+        """Whether an error of the loop's body is one that a new attempt may mend; it is then made."""
+        parts = self._parts
+        if isinstance(error, torch.OutOfMemoryError):
+            batch = parts.choice.config.device_batch
+            parts.tuner.halve(batch)
+            self.redo = f"out of memory with {batch} examples on the device"
+        elif isinstance(error, dist.DistBackendError | dist.DistNetworkError) or self.has_failed():
+            self.redo = f"a peer was lost: {error}"
+        return self.redo is not None
+
+    def _beat(self) -> None:
+        parts = self._parts
+        wants = self.signals.received is not None or self.membership.has_newer() or self._wish is not None
+        cost_s, step_s = parts.pulse.cost_s, parts.tuner.timer.step_s
+        interval = 1
+        if parts.num_measured >= FIRST_MEASUREMENTS and step_s:
+            interval = max(1, min(MAX_INTERVAL, round(cost_s / (MEASURING_BUDGET * step_s))))
+        parts.pulse.beat(parts.progress.num_steps, wants_attention=wants, interval=interval)
+
+    def _on_lost(self) -> None:
+        """From the membership's thread: collectives with a lost member will never end."""
+        if self.parts is not None:
+            self.parts.trainee.hook.abandon(PeerLostError("the job's owner says that a replica was lost"))
+        self.team.give_up()
+
+
+def shape_of(choice: BatchChoice, num_replicas: int, rank: int) -> StepShape:
+    config = choice.config
+    return StepShape(
+        num_replicas=num_replicas,
+        rank=rank,
+        device_batch=config.device_batch,
+        accum_steps=config.accum_steps,
+        limit=choice.total,
+    )

@@ -1,0 +1,172 @@
+"""All state of a training run in one flat form, for checkpoints and for newcomers alike.
+
+Stands in ``train``, above torch alone. A state is a tree of dictionaries and lists; :func:`flatten` takes the tensors
+out of it, by name, so that a checkpoint writes them and a process group broadcasts them without pickling; what is
+left is small and travels as bytes. One form for both means that whatever survives a restart survives a resize.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import groupby
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+CHUNK_BYTES = 64 * 2**20  # tensors travel in flat pieces of about this size: few messages, little extra memory
+
+
+@dataclass(frozen=True, slots=True)
+class TensorName:
+    """Stands in a tree where a tensor was."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class FlatState:
+    tensors: dict[str, Tensor]
+    blob: bytes
+
+
+def flatten(tree: Any) -> FlatState:
+    """The tensors by path, and everything else as bytes. Tensors are not copied."""
+    tensors: dict[str, Tensor] = {}
+
+    def strip(node: Any, path: str) -> Any:
+        if isinstance(node, Tensor):
+            while path in tensors:  # keys may read alike: 1 and "1", or with a stroke inside
+                path += "'"
+            tensors[path] = node.detach()
+            return TensorName(path)
+        if type(node) in (list, tuple):
+            return type(node)(strip(child, f"{path}/{index}") for index, child in enumerate(node))
+        if isinstance(node, Mapping):  # a state_dict is an OrderedDict with metadata: a plain dict loads as well
+            return {key: strip(child, f"{path}/{key}") for key, child in node.items()}
+        return node
+
+    buffer = io.BytesIO()
+    torch.save(strip(tree, "state"), buffer)
+    return FlatState(tensors, buffer.getvalue())
+
+
+def unflatten(state: FlatState) -> Any:
+    def fill(node: Any) -> Any:
+        if isinstance(node, TensorName):
+            return state.tensors[node.name]
+        if type(node) in (list, tuple):
+            return type(node)(fill(child) for child in node)
+        if isinstance(node, dict):
+            return {key: fill(child) for key, child in node.items()}
+        return node
+
+    # What users track may be of any type; the bytes come from our own group or from a checkpoint of our own.
+    return fill(torch.load(io.BytesIO(state.blob), weights_only=False))
+
+
+def signature_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    """The same for the same architecture and kind of optimizer, whatever the values."""
+    shapes = [(name, tuple(value.shape), str(value.dtype)) for name, value in model.state_dict().items()
+              if isinstance(value, Tensor)]  # fmt: skip
+    groups = [len(group["params"]) for group in optimizer.param_groups]
+    text = repr((shapes, type(optimizer).__name__, groups))
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
+    """``optimizer.load_state_dict``, with each moment laid out in memory as its parameter is.
+
+    Fused kernels walk parameter and moments side by side; a moment that lost the parameter's strides on the
+    way (channels_last) would be paired with the wrong elements.
+    """
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    entries: dict[Any, Any] = {}
+    for index, entry in state["state"].items():
+        parameter = parameters[index] if isinstance(index, int) and index < len(parameters) else None
+        entries[index] = {
+            key: torch.empty_like(parameter, dtype=value.dtype).copy_(value)
+            if isinstance(value, Tensor) and parameter is not None and value.shape == parameter.shape
+            else value
+            for key, value in entry.items()
+        }
+    optimizer.load_state_dict({**state, "state": entries})
+
+
+def random_state(device: torch.device) -> dict[str, Any]:
+    """Python's, numpy's, torch's and the device's generators."""
+    return {
+        "python": random.getstate(),
+        "numpy": np.random.get_state(),
+        "torch": torch.get_rng_state(),
+        "device": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+    }
+
+
+def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+    version, internal, gauss = state["python"]
+    random.setstate((version, tuple(internal), gauss))
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"].cpu())
+    if device.type == "cuda" and state["device"] is not None:
+        torch.cuda.set_rng_state(state["device"].cpu(), device)
+
+
+class Peers(Protocol):
+    """Who the state is handed to: see :class:`~pollux.train.team.Team`."""
+
+    @property
+    def rank(self) -> int: ...
+
+    def share(self, value: Any, source: int = 0) -> Any: ...
+    def broadcast(self, tensor: Tensor, source: int) -> None: ...
+
+
+def broadcast(state: FlatState | None, source: int, device: torch.device, peers: Peers) -> FlatState:
+    """Hand ``source``'s state to all ranks. Tensors of a device arrive on ``device``.
+
+    ``state`` is read on the source alone. Raises what ``peers`` raises when a rank is lost on the way.
+    """
+    header: tuple[bytes, list[Any]] | None = None
+    is_source = peers.rank == source
+    if is_source:
+        assert state is not None
+        entries = [(name, tuple(t.shape), t.dtype, t.device.type != "cpu") for name, t in state.tensors.items()]
+        header = state.blob, entries
+    blob, entries = peers.share(header, source)
+    received: dict[str, Tensor] = {}
+    for chunk in _chunks(entries):
+        _, _, dtype, on_device = chunk[0]
+        where = device if on_device else torch.device("cpu")
+        sizes = [int(np.prod(shape, dtype=np.int64)) for _, shape, _, _ in chunk]
+        if is_source:
+            assert state is not None
+            flat = torch.cat([state.tensors[name].reshape(-1) for name, *_ in chunk])
+        else:
+            flat = torch.empty(sum(sizes), dtype=dtype, device=where)
+        peers.broadcast(flat.view(torch.uint8), source)  # gloo knows few types: no bool, no int16, no complex
+        if not is_source:
+            for (name, shape, _, _), part in zip(chunk, torch.split(flat, sizes), strict=True):
+                received[name] = part.view(shape)
+    return state if is_source and state is not None else FlatState(received, blob)
+
+
+def _chunks(entries: list[tuple[str, tuple[int, ...], torch.dtype, bool]]) -> Iterator[list[Any]]:
+    """Entries of one type and place, together about CHUNK_BYTES; empty tensors ride along."""
+    order = sorted(entries, key=lambda entry: (entry[3], str(entry[2])))
+    for _, group in groupby(order, key=lambda entry: (entry[3], entry[2])):
+        chunk: list[Any] = []
+        total = 0
+        for entry in group:
+            size = int(np.prod(entry[1], dtype=np.int64)) * entry[2].itemsize
+            if chunk and total + size > CHUNK_BYTES:
+                yield chunk
+                chunk, total = [], 0
+            chunk.append(entry)
+            total += size
+        yield chunk

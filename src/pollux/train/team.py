@@ -1,0 +1,223 @@
+"""The torch process group of one generation: formed, used for small talk, left behind.
+
+Stands in ``train``, above :mod:`pollux.train.membership`, which says who is in it and where they meet. Both
+backends are there on a GPU: NCCL for gradients and state, gloo for what hosts tell each other, so that agreeing on
+something never waits for the device.
+"""
+
+from __future__ import annotations
+
+import logging
+import pickle
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import distributed_c10d
+
+from pollux.errors import MembershipError, PeerLostError
+from pollux.train.membership import Group
+
+FORM_TIMEOUT_S = 8.0  # members are known to be there when they connect; one that dies in between costs this
+POLL_S = 0.2
+
+logger = logging.getLogger(__name__)
+
+
+class BrokenGroup(PeerLostError):
+    """A collective failed: a peer is gone, or has given this group up. Recoverable; never leaves the library."""
+
+
+class Team:
+    """At most one process group at a time: torch's default one, so that users' own collectives work in it."""
+
+    def __init__(self, device: torch.device, timeout_s: float) -> None:
+        self.device = device
+        self.timeout_s = timeout_s
+        self.group: Group | None = None
+        self._is_lost = threading.Event()
+
+    @property
+    def rank(self) -> int:
+        return 0 if self.group is None else self.group.rank
+
+    @property
+    def size(self) -> int:
+        return 1 if self.group is None else self.group.world_size
+
+    @property
+    def process_group(self) -> dist.ProcessGroup:
+        group = dist.group.WORLD
+        if group is None:
+            raise MembershipError("there is no process group: it was destroyed by somebody else")
+        return group
+
+    def form(self, group: Group) -> None:
+        """Connect to the others, leaving any group before. Raises BrokenGroup when they do not come."""
+        self.dissolve()
+        self._is_lost.clear()
+        backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
+        is_alone = group.world_size == 1
+        # Part of the store's keys, and not taken back when forming a group fails: after that, a survivor and a newcomer
+        # would look for each other under different names.
+        distributed_c10d._world.group_count = 0
+        with _broken("forming the group"):
+            dist.init_process_group(
+                backend,
+                store=dist.HashStore() if is_alone else group.store,  # type: ignore[attr-defined]
+                rank=group.rank,
+                world_size=group.world_size,
+                timeout=timedelta(seconds=FORM_TIMEOUT_S),
+            )
+            self.group = group
+            if not is_alone:
+                self.share(None)
+            distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout_s))
+
+    def adopt(self, group: Group) -> None:
+        """Use the default group that the script has made itself."""
+        self.group = group
+
+    def dissolve(self, *, is_broken: bool = False) -> None:
+        """Leave the group: peers that wait for this rank notice, and what is under way is given up.
+
+        The group itself ends in the background. NCCL takes half a second for it, and where a peer is frozen a
+        thread of gloo's waits for it until its time-out; neither is worth waiting for.
+        """
+        self.group = None
+        world = dist.group.WORLD
+        if world is None:
+            return
+        distributed_c10d._world.pg_names.pop(world, None)  # destroy_process_group would wait for its shutdown
+        with suppress(RuntimeError, AssertionError):
+            dist.destroy_process_group()
+        box = [world]
+        del world
+        threading.Thread(
+            target=_end, args=(box, self.device, is_broken), name="pollux-end-of-group", daemon=True
+        ).start()
+
+    def give_up(self) -> None:
+        """Let whoever waits for a lost peer here go on with an error. May be called from another thread."""
+        self._is_lost.set()
+        world = dist.group.WORLD
+        if world is not None and self.device.type == "cuda":
+            with suppress(RuntimeError, AttributeError):
+                world._get_backend(self.device).abort()
+
+    # --- small talk ---------------------------------------------------------------------------------------------
+
+    def gather(self, value: Any) -> list[Any]:
+        """Everybody's value, by rank. Raises BrokenGroup."""
+        return [self.share(value, source) for source in range(self.size)]
+
+    def share(self, value: Any, source: int = 0) -> Any:
+        """``source``'s value, on every rank. Raises BrokenGroup."""
+        if self.size == 1:
+            return value
+        data = bytearray(pickle.dumps(value)) if self.rank == source else bytearray()
+        size = torch.tensor([len(data)])
+        self.broadcast(size, source)
+        if self.rank != source:
+            data = bytearray(int(size))
+        self.broadcast(torch.frombuffer(data, dtype=torch.uint8), source)
+        return value if self.rank == source else pickle.loads(data)
+
+    def broadcast(self, tensor: Tensor, source: int) -> None:
+        """``source``'s values into everybody's tensor. Raises BrokenGroup."""
+        with _broken("talking to the others"):
+            work = dist.broadcast(tensor, src=source, async_op=True)
+            assert work is not None
+            if tensor.is_cuda:
+                work.wait()  # for the stream alone; what never ends there is aborted
+            else:
+                _Watch(self, work).wait()
+
+    def start_sum(self, values: list[float]) -> Sum:
+        """Begin to add ``values`` up over all ranks."""
+        return Sum(self, values)
+
+    @contextmanager
+    def watching(self, what: str) -> Iterator[None]:
+        with _broken(what):
+            yield
+
+    def is_lost(self) -> bool:
+        return self._is_lost.is_set()
+
+
+class Sum:
+    """A small all-reduce among hosts, waited for later. With one replica it is done already."""
+
+    def __init__(self, team: Team, values: list[float]) -> None:
+        self._values = values
+        self._watch: _Watch | None = None
+        if team.size > 1:
+            self._sums = torch.tensor(values, dtype=torch.float64)
+            try:
+                self._watch = _Watch(team, dist.all_reduce(self._sums, async_op=True))
+            except RuntimeError as error:
+                self._watch = _Watch(team, error)
+
+    def wait(self) -> list[float]:
+        """The sums. Raises BrokenGroup when a peer is lost, in the collective or by what the owner says."""
+        if self._watch is None:
+            return self._values
+        self._watch.wait()
+        result: list[float] = self._sums.tolist()
+        return result
+
+
+class _Watch:
+    """A collective among hosts, waited for with an ear for the owner: one with a frozen peer ends by no other word."""
+
+    def __init__(self, team: Team, work: dist.Work | RuntimeError | None) -> None:
+        self._team, self._ended = team, threading.Event()
+        self._error: BaseException | None = None
+        if isinstance(work, RuntimeError):
+            self._error = work
+            self._ended.set()
+        else:
+            assert work is not None
+            work.get_future().then(self._end)
+
+    def wait(self) -> None:
+        while not self._ended.wait(POLL_S):
+            if self._team.is_lost():
+                raise BrokenGroup("a replica was lost while the others waited for it")
+        if self._error is not None:
+            raise BrokenGroup(f"the group broke: {self._error}") from self._error
+
+    def _end(self, future: torch.futures.Future[Any]) -> None:
+        try:
+            future.value()
+        except BaseException as error:
+            self._error = error
+        self._ended.set()
+
+
+def _end(box: list[dist.ProcessGroup], device: torch.device, is_broken: bool) -> None:
+    """In a thread of its own: end the group in the box, which holds the last reference to it."""
+    with suppress(RuntimeError, AttributeError):
+        if device.type == "cuda":
+            backend = box[0]._get_backend(device)
+            # A kernel that waits for a lost peer never ends by itself, and everything on the device waits for it.
+            backend.abort() if is_broken else backend.shutdown()
+        else:
+            box[0].shutdown()
+    box.clear()
+
+
+@contextmanager
+def _broken(what: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # torch's DistBackendError, DistNetworkError and gloo's own are all RuntimeErrors
+        if isinstance(error, PeerLostError):
+            raise
+        raise BrokenGroup(f"{what} failed: {error}") from error

@@ -1,0 +1,129 @@
+"""What is being trained: model, optimizer, LR scheduler, GradScaler, and how the run is woven into them.
+
+Stands in ``train``. Users keep their own objects; what a step needs is attached to them (a communication hook, step
+hooks, gates) and comes off again with :meth:`Trainee.detach`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from pollux.errors import InvalidValueError
+from pollux.train.gates import Gate, gate_optimizer, gate_scaler, gate_scheduler
+from pollux.train.gradients import GradientHook
+from pollux.train.replicate import ElasticModel
+from pollux.train.scaling import ScaledRate, ScalingRule, StepContext
+from pollux.train.state import load_optimizer, signature_of
+from pollux.train.team import Team
+
+
+class Steps(Protocol):
+    """What the user's objects ask and tell while they are being used."""
+
+    def is_last_pass(self) -> bool: ...
+    def on_step(self) -> bool: ...
+    def num_scheduler_steps(self) -> int: ...
+    def context(self) -> StepContext: ...
+    def on_ready(self) -> None: ...
+    def on_last(self) -> None: ...
+    def on_forward(self) -> None: ...
+
+
+class Trainee:
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        lr_scheduler: Any,
+        grad_scaler: Any,
+        scaling: str | ScalingRule,
+        team: Team,
+        steps: Steps,
+        ddp_options: dict[str, Any],
+    ) -> None:
+        check_trainable(model, optimizer, lr_scheduler)
+        self.module, self.optimizer = model, optimizer
+        self._scheduler, self._scaler = lr_scheduler, grad_scaler
+        self.signature = signature_of(model, optimizer)
+        self.hook = GradientHook(optimizer, loss_scale=self._loss_scale, on_ready=steps.on_ready, on_last=steps.on_last)
+        self.rate = ScaledRate(optimizer, scaling, steps.context)
+        try:
+            self.model = ElasticModel(model, self.hook.reduce, team.process_group, **ddp_options)
+        except BaseException:
+            self.rate.detach()  # a second attempt would scale twice
+            raise
+        if any(True for _ in model.buffers()):
+            self.model.on_forward = steps.on_forward
+        self._gates: list[Gate] = [gate_optimizer(optimizer, steps.is_last_pass, steps.on_step)]
+        if lr_scheduler is not None:
+            self._gates.append(gate_scheduler(lr_scheduler, steps.num_scheduler_steps))
+        if grad_scaler is not None:
+            self._gates.append(gate_scaler(grad_scaler, steps.is_last_pass))
+
+    def move(self, team: Team) -> None:
+        """To the team's new process group."""
+        self.hook.reset()
+        self.model.move(team.process_group)
+
+    def state_dict(self) -> dict[str, Any]:
+        self.rate.restore()
+        return {
+            "model": self.module.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
+            "scaler": None if self._scaler is None else self._scaler.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.module.load_state_dict(state["model"])
+        load_optimizer(self.optimizer, state["optimizer"])
+        if self._scheduler is not None and state["scheduler"] is not None:
+            self._scheduler.load_state_dict(state["scheduler"])
+        if self._scaler is not None and state["scaler"]:
+            self._scaler.load_state_dict(state["scaler"])
+
+    def detach(self) -> None:
+        self.rate.detach()
+        for gate in self._gates:
+            gate.open()
+        self._gates.clear()
+
+    def _loss_scale(self) -> Tensor | float:
+        if self._scaler is None or not self._scaler.is_enabled():
+            return 1.0
+        device = next(self.module.parameters()).device
+        scale: Tensor = self._scaler.scale(torch.ones((), device=device))  # not get_scale(), which waits
+        return scale
+
+
+def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, lr_scheduler: Any) -> None:
+    """Raises InvalidValueError for what could not train, in words."""
+    if not isinstance(model, nn.Module):
+        raise InvalidValueError(f"the model is a {type(model).__name__}; a torch.nn.Module is needed")
+    if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
+        raise InvalidValueError(
+            f"the model is wrapped in {type(model).__name__} already: pass the plain model, replicating is done here"
+        )
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise InvalidValueError(f"the optimizer is a {type(optimizer).__name__}; a torch.optim.Optimizer is needed")
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    trained = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    foreign = sum(id(parameter) not in names for parameter in trained)
+    if foreign:
+        raise InvalidValueError(
+            f"{foreign} of the optimizer's {len(trained)} parameters are not the model's: "
+            "make the optimizer from model.parameters() after the model has its final form and device"
+        )
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise InvalidValueError("no parameter of the model requires a gradient: there is nothing to train")
+    devices = {parameter.device.type for parameter in model.parameters()}
+    if len(devices) > 1:
+        raise InvalidValueError(
+            f"the model lies on several kinds of device ({', '.join(sorted(devices))}); one is needed"
+        )
+    held = getattr(lr_scheduler, "optimizer", optimizer)
+    if held is not optimizer:
+        raise InvalidValueError("the LR scheduler belongs to another optimizer than the one given")
