@@ -42,12 +42,20 @@ class Gate:
 
 
 def gate_optimizer(
-    optimizer: torch.optim.Optimizer, is_last_pass: Callable[[], bool], on_step: Callable[[], bool]
+    optimizer: torch.optim.Optimizer,
+    is_last_pass: Callable[[], bool],
+    on_step: Callable[[], bool],
+    on_pass: Callable[[], None] = lambda: None,
 ) -> Gate:
-    """``step`` does nothing but in a step's last pass, and there only if ``on_step()`` says that gradients are good."""
+    """``step`` does nothing but in a step's last pass, and there only if ``on_step()`` says that gradients are good.
+
+    ``on_pass()`` is called in the other passes, while their gradients are there.
+    """
 
     def step(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if is_last_pass() and on_step():
+        if not is_last_pass():
+            on_pass()
+        elif on_step():
             optimizer._opt_called = True  # type: ignore[attr-defined]
             return original(*args, **kwargs)
         return None

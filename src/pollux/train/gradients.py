@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pollux.train.noise import Preconditioner, squared_norm, weighed
+from pollux.train.noise import WARM_UP_STEPS, Preconditioner, squared_norm, weighed
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -89,12 +89,18 @@ class GradientHook:
         optimizer: torch.optim.Optimizer,
         *,
         loss_scale: Callable[[], Tensor | float] = lambda: 1.0,
+        beta_exponent: Callable[[], float] = lambda: 1.0,
         on_ready: Callable[[], None] = lambda: None,
         on_last: Callable[[], None] = lambda: None,
+        keeps_views: bool = False,
     ) -> None:
         self._optimizer = optimizer
         self._preconditioner = Preconditioner.for_optimizer(optimizer)
+        self.warm_up_steps = 0 if self._preconditioner is None else WARM_UP_STEPS
         self._loss_scale, self._on_ready, self._on_last = loss_scale, on_ready, on_last
+        self._beta_exponent = beta_exponent
+        self._keeps_views = keeps_views
+        self.views: dict[int, Tensor] = {}  # by parameter's identity, the step's gradient in its bucket
         self._plan: PassPlan | None = None
         self._accumulated: dict[BucketKey, Tensor] = {}
         self._pieces: dict[int, Tensor] = {}  # the same by parameter, while buckets are being laid out anew
@@ -128,12 +134,13 @@ class GradientHook:
     def take_norms(self) -> Norms | None:
         """The measurement of the step that has just ended; None if it was not measured, or says nothing."""
         measurement, self._measurement = self._measurement, None
+        self._plan = None  # the step's weights end with it
         if self._expects_pair:
             self._previous.clear()  # compared with; or of buckets that have been laid out anew since
         if measurement is None or measurement.is_void or not measurement.mean:
             return None
         return Norms(
-            torch.stack(measurement.own).sum(),
+            torch.stack(measurement.own or [torch.zeros_like(measurement.mean[0])]).sum(),
             torch.stack(measurement.mean).sum(),
             measurement.is_pair,
             self._host_s,
@@ -183,6 +190,10 @@ class GradientHook:
         if self._measurement is not None:
             with self._costs(buffer):
                 self._measure_pass(self._measurement, bucket, buffer, plan, group.size())
+        if plan.is_last and self._keeps_views:
+            self.views.update(
+                (id(one), view) for one, view in zip(bucket.parameters(), bucket.gradients(), strict=True)
+            )
         if not plan.is_last:
             if plan.weight != 0.0:
                 self._accumulate(bucket, buffer, plan.weight)
@@ -275,9 +286,7 @@ class GradientHook:
             self._end(outcome, buffer, error)
         return outcome
 
-    def _end(
-        self, outcome: torch.futures.Future[Tensor], buffer: Tensor, error: BaseException | None = None
-    ) -> None:
+    def _end(self, outcome: torch.futures.Future[Tensor], buffer: Tensor, error: BaseException | None = None) -> None:
         """A collective is over. One that had been given up may end much later, and is no business of this group's."""
         with self._lock:
             before = len(self._pending)
@@ -315,7 +324,8 @@ class GradientHook:
         if self._preconditioner is not None and views is None:
             measurement.is_void = True
         elif not (plan.is_first and plan.is_last and num_replicas == 1):
-            measurement.own.append(self._squared_norm(buffer, views))
+            if plan.weight > 0:  # a filler is no sample
+                measurement.own.append(self._squared_norm(buffer, views))
         else:
             self._measure_pair(measurement, _key(bucket), buffer, views)
 
@@ -349,6 +359,7 @@ class GradientHook:
 
     def _inverse(self, views: _Views) -> list[Tensor]:
         assert self._preconditioner is not None
+        self._preconditioner.beta_exponent = self._beta_exponent()
         inverse = self._preconditioner.inverse(views.groups)
         assert inverse is not None  # views are made only where it is there
         return inverse

@@ -10,7 +10,9 @@ roster leaves it out, *leaving*. Rules:
 - Growing: newcomers start at once, the roster with them is published when all of them are ready. Until then the
   members train on. Shrinking: newcomers go first, then the highest ranks, so that the state's holders stay.
 - A member that crashes is named as lost at once, in a roster of the survivors; its replacement joins later.
-- When nobody survives, all start again, after a pause that doubles; the checkpoint is all that is left then.
+- When nobody survives, all start again; the checkpoint is all that is left then. The pause before doubles from one
+  time to the next, and begins anew when there was training for a while in between.
+- Losses are told while the job stops, too: survivors could not agree on a last checkpoint otherwise.
 - A member that ends with 0 is finishing, and nobody new is started any more.
 """
 
@@ -33,6 +35,7 @@ STOPPED_CODE = 143  # as after SIGTERM: checkpointed and left
 MAX_SPAWN_FAILURES = 3
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
+HEALTHY_S = 5.0  # who trained for so long was not started in vain
 PUMP_PERIOD_S = 0.01
 TAIL_BYTES = 4000
 
@@ -59,9 +62,13 @@ class _Process:
     slot: int
     handle: Replica
     is_ready: bool = False
-    was_member: bool = False
+    first_generation: int | None = None  # with this one among its members
     is_noted: bool = False  # its end is among the events
     kill_at: float | None = None  # only while leaving
+
+    @property
+    def was_member(self) -> bool:
+        return self.first_generation is not None
 
     @property
     def exit_code(self) -> int | None:
@@ -103,9 +110,12 @@ class LocalJob:
         self._num_spawned = self._num_restarts = self._num_failures = self._formed = 0
         self._is_started = self._is_closed = False
         self._early_finishers = 0  # ended with 0 before there was any generation: a script that joins none
+        self._num_pauses = 0
+        self._trained_since: float | None = None
         self._spawn_at = 0.0
         self._finish_by: float | None = None
         self._stop_by: float | None = None
+        self._stop_generation = 0  # the one that was told to stop
         self._result: int | None = None
         self.events: list[JobEvent] = []
         self.failure = ""
@@ -150,11 +160,10 @@ class LocalJob:
         """SIGTERM to every replica now, SIGKILL to the process groups that are left after ``grace_s``."""
         if self._result is None and self._stop_by is None:
             self._note("stopping")
-            self._stop_by = time.monotonic() + grace_s
+            self._stop_by, self._stop_generation = time.monotonic() + grace_s, self._controller.generation
             for process in self._all():
-                # Who is not ready holds nothing worth a checkpoint.
-                is_busy = process.is_ready or process in self._members
-                self._starter.signal(process.handle, signal.SIGTERM if is_busy else signal.SIGKILL)
+                # Who was never in a group holds nothing worth a checkpoint, and may wait for one for a long time.
+                self._starter.signal(process.handle, signal.SIGTERM if process.was_member else signal.SIGKILL)
 
     def stop(self, grace_s: float = 30.0) -> int:
         """:meth:`request_stop`, and wait for it. 143, unless the job had ended before."""
@@ -225,6 +234,7 @@ class LocalJob:
         generation = self._controller.generation
         if self._formed < generation and (at := self._controller.formed_at(generation)) is not None:
             self._formed, self._num_failures = generation, 0
+            self._trained_since = self._trained_since or time.monotonic()
             self._note("formed", at=at)
 
     def _ended(self, group: list[_Process]) -> list[_Process]:
@@ -268,9 +278,17 @@ class LocalJob:
             if process.exit_code is not None and not process.is_noted:
                 process.is_noted = True
                 self._note("exited", f"code {process.exit_code}", process)
+        if self._stop_by is not None and survivors:
+            gone = [process for process in self._members if process not in survivors]
+            has_broken = any(process.exit_code != STOPPED_CODE for process in crashed)
+            if gone and (has_broken or self._controller.generation > self._stop_generation):
+                self._publish(survivors, lost=[process.member.replica_id for process in gone])
         if self._stop_by is not None or not self._members:
             return
-        if not survivors and not crashed:
+        # Newcomers whose first group never began wait in vain for members that have finished.
+        newest = self._controller.generation
+        late = [process for process in survivors if process.first_generation == newest and self._formed < newest]
+        if len(late) == len(survivors) < len(self._members) and not crashed:
             self._end(0)
             return
         if len(survivors) + len(crashed) < len(self._members) and self._finish_by is None:
@@ -298,7 +316,10 @@ class LocalJob:
             return
         self._note("restarting", f"{self._num_restarts} of {self._max_restarts}: {self._how(first)}", first)
         self._members, self._finish_by, self._target, self._early_finishers = [], None, self._requested, 0
-        self._pause(self._num_restarts)
+        if self._trained_since is not None and time.monotonic() - self._trained_since > HEALTHY_S:
+            self._num_pauses = 0
+        self._num_pauses, self._trained_since = self._num_pauses + 1, None
+        self._pause(self._num_pauses)
 
     def _pause(self, num_times: int) -> None:
         self._spawn_at = time.monotonic() + min(FIRST_PAUSE_S * 2 ** (num_times - 1), LONGEST_PAUSE_S)
@@ -336,9 +357,9 @@ class LocalJob:
 
     def _publish(self, members: list[_Process], lost: Sequence[str] = ()) -> None:
         self._members = members
+        generation = self._controller.publish([process.member for process in members], lost)
         for process in members:
-            process.was_member = True
-        self._controller.publish([process.member for process in members], lost)
+            process.first_generation = process.first_generation or generation
         names = " ".join(process.member.replica_id for process in members)
         self._note("published", f"{names}; lost {' '.join(lost)}" if lost else names)
 

@@ -155,7 +155,10 @@ class StaticMembership(_Ranks):
         deadline = Deadline(timeout_s)
         if self._store is None:
             # The agent's store may have seen another world of this job: its counts are not ours.
-            self._store = PrefixStore(f"pollux/{self.world_size}", self._open(deadline))
+            store = PrefixStore(f"pollux/{self.world_size}", self._open(deadline))
+            # Nor are those of an earlier run of this process: each rank counts its runs, and all count alike.
+            number = store.add(f"runs/{self._generation}/{self.rank}", 1)
+            self._store = PrefixStore(f"run/{number}", store)
         return self._meet(0, deadline)
 
     def has_newer(self) -> bool:

@@ -2,8 +2,7 @@
 
 Stands in ``train``: it imports torch, :mod:`pollux.model` and nothing else that runs. Three parts, each usable alone:
 
-- :class:`GradientMoments` turns two squared norms per step into smoothed |G|² and tr(Σ). It never sees a gradient,
-  so a DDP communication hook can feed it from flat buffers.
+- :class:`~pollux.train.moments.GradientMoments` turns two squared norms per step into smoothed |G|² and tr(Σ).
 - :class:`Preconditioner` says what Adam, AdamW and RMSprop divide a gradient by.
 - :class:`NoiseScale` does the measuring in anybody's loop::
 
@@ -25,7 +24,6 @@ example's gradient.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -34,150 +32,9 @@ import torch
 from torch import Tensor
 
 from pollux.errors import InvalidValueError, UnknownNameError
-from pollux.model.efficiency import MAX_NOISE_SCALE
+from pollux.train.moments import DEFAULT_SMOOTHING, GradientMoments, NoiseStats, entry, require_positive
 
-DEFAULT_SMOOTHING = 0.999  # AdaScale (Johnson et al., 2020) averages over about a thousand steps of the tuned batch
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NoiseStats:
-    """What is known of the gradient, on the host: |G|² and tr(Σ) of one example, both at least 0."""
-
-    sqr: float
-    var: float
-    is_biased: bool = False  # from differences of successive steps only
-
-    def __post_init__(self) -> None:
-        for name in ("sqr", "var"):
-            value = getattr(self, name)
-            if not (math.isfinite(value) and value >= 0):
-                raise InvalidValueError(f"noise statistic {name} is {value}; it must be a number >= 0")
-
-    @property
-    def noise_scale(self) -> float:
-        """φ in examples; :func:`pollux.model.efficiency.noise_scale` on plain numbers, as every step asks for it."""
-        if self.var <= 0:
-            return 0.0
-        return min(self.var / self.sqr, MAX_NOISE_SCALE) if self.sqr > 0 else MAX_NOISE_SCALE
-
-
-class GradientMoments:
-    """Smoothed |G|² and tr(Σ) from squared norms of micro-gradients and of their mean.
-
-    Both estimates are unbiased for every c >= 2 (McCandlish et al., 2018, appendix A), hence may be negative; they
-    are averaged apart and clipped only when read, since clipping each would add a bias that no averaging removes.
-    The average is exponential and debiased; a step at batch scale S counts as S steps (factor smoothing^S).
-
-    |G|² cannot be told from 0 while it lies within the standard error of its average: what is read is never below
-    that error. So the noise scale grows as far as the samples can resolve it, and not to infinity by chance.
-
-    The state is one tensor (|G|², tr(Σ), weight, |G|⁴) on the device of the norms: one operation updates it, one
-    transfer reads it.
-    """
-
-    def __init__(self, smoothing: float = DEFAULT_SMOOTHING) -> None:
-        if not 0 <= smoothing < 1:
-            raise InvalidValueError(f"smoothing is {smoothing}; it must lie in [0, 1)")
-        self.smoothing = smoothing
-        self._averages: Tensor | None = None  # (4,) float32: sums of |G|², of tr(Σ), of the weights given, of (|G|²)²
-        self._sqr_weights = 0.0  # Σw², on the host: what the variance of a weighted mean needs
-        self._has_unbiased = False
-
-    @property
-    def is_biased(self) -> bool:
-        """No unbiased sample has arrived yet; what there is comes from successive steps."""
-        return not self._has_unbiased
-
-    def update(
-        self,
-        mean_sqr: Tensor,
-        sqr_mean: Tensor,
-        *,
-        batch_size: float,
-        count: int,
-        scale: float = 1.0,
-        is_biased: bool = False,
-    ) -> None:
-        """Add one sample: mean_i |g_i|² and |ḡ|² of ``count`` micro-gradients, as 0-d tensors.
-
-        ``batch_size`` is m; where the micro-batches differ in size, their harmonic mean, which keeps both estimates
-        unbiased. ``scale`` is S = M/M0. A sample that is not finite (an overflowed loss scale) is ignored, on the
-        device. Biased samples are ignored once an unbiased one has arrived, which itself discards earlier biased ones.
-        """
-        if count < 2:
-            raise InvalidValueError(f"{count} micro-gradients; the noise shows only between at least 2")
-        _require_positive("batch size", batch_size)
-        _require_positive("batch scale", scale)
-        if is_biased and self._has_unbiased:
-            return
-        if not is_biased and not self._has_unbiased:
-            self._has_unbiased = True
-            self._averages, self._sqr_weights = None, 0.0
-        mean_sqr, sqr_mean = mean_sqr.detach().float(), sqr_mean.detach().float()
-        averages = self._averages
-        if averages is None:
-            averages = torch.zeros(4, device=mean_sqr.device)
-        averages = self._averages = averages.to(mean_sqr.device)
-        spread = mean_sqr - sqr_mean
-        sqr = torch.add(sqr_mean, spread, alpha=-1.0 / (count - 1))  # = (c·|ḡ|² − mean|g_i|²)/(c − 1)
-        var = spread * (batch_size * count / (count - 1))
-        sample = torch.stack((sqr, var, torch.ones_like(spread), sqr.square()))
-        sample = torch.where(torch.isfinite(sample).all(), sample, averages)
-        decay = self.smoothing**scale
-        averages.lerp_(sample, 1.0 - decay)
-        self._sqr_weights = decay**2 * self._sqr_weights + (1.0 - decay) ** 2
-
-    def read(self) -> NoiseStats | None:
-        """The statistics now, or None before the first sample. Waits for the device."""
-        if self._averages is None:
-            return None
-        sqr, var, weight, fourth = self._averages.tolist()
-        if weight <= 0:
-            return None
-        sqr /= weight
-        num_samples = weight**2 / self._sqr_weights  # as many equal ones would tell as much
-        variance = max(fourth / weight - sqr**2, 0.0) / max(1.0 - 1.0 / num_samples, 1e-9)
-        # A single sample shows no variance: its own size is then all that is known of its error.
-        error = math.sqrt(variance / num_samples) if num_samples > 1.5 else abs(sqr)
-        return NoiseStats(sqr=max(sqr, error), var=max(var / weight, 0.0), is_biased=self.is_biased)
-
-    @property
-    def sqr(self) -> float:
-        """|G|², NaN before the first sample. Waits for the device."""
-        stats = self.read()
-        return math.nan if stats is None else stats.sqr
-
-    @property
-    def var(self) -> float:
-        """tr(Σ) of one example, NaN before the first sample. Waits for the device."""
-        stats = self.read()
-        return math.nan if stats is None else stats.var
-
-    @property
-    def noise_scale(self) -> float:
-        """φ in examples, NaN before the first sample. Waits for the device."""
-        stats = self.read()
-        return math.nan if stats is None else stats.noise_scale
-
-    def reset(self) -> None:
-        """Forget every sample; biased ones are welcome again."""
-        self._averages, self._sqr_weights = None, 0.0
-        self._has_unbiased = False
-
-    def state_dict(self) -> dict[str, Any]:
-        """The state, with tensors left on their device."""
-        averages = None if self._averages is None else self._averages.clone()
-        return {"averages": averages, "sqr_weights": self._sqr_weights, "has_unbiased": self._has_unbiased}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what :meth:`state_dict` gave, on whatever device; it moves with the next sample."""
-        averages = _entry(state, "averages")
-        if averages is not None and not (isinstance(averages, Tensor) and averages.shape == (4,)):
-            raise InvalidValueError("the noise scale's state is not ours: 'averages' must be a tensor of 4 numbers")
-        has_unbiased, sqr_weights = bool(_entry(state, "has_unbiased")), float(_entry(state, "sqr_weights"))
-        self._averages = None if averages is None else averages.detach().float().clone()
-        self._has_unbiased, self._sqr_weights = has_unbiased, sqr_weights
-
+WARM_UP_STEPS = 30  # steps until √v̂ can be divided by: the inverse of a variance of few samples has no mean to speak of
 
 ParameterGroups = Sequence[tuple[Mapping[str, Any], Sequence[Tensor]]]  # each group's options, some of its parameters
 
@@ -195,6 +52,7 @@ class Preconditioner:
             raise UnknownNameError("preconditioner", kind, self.KINDS)
         self.optimizer = optimizer
         self.kind = kind
+        self.beta_exponent = 1.0  # the optimizer steps with β to this power: see ``SquareRoot.scales_betas``
 
     @classmethod
     def for_optimizer(cls, optimizer: torch.optim.Optimizer) -> Preconditioner | None:
@@ -249,6 +107,8 @@ class Preconditioner:
         roots = list(torch._foreach_sqrt(moments))
         # The step counts may sit on the CPU or on the device: arithmetic on the tensors works for both without reading.
         beta2, steps = options["betas"][1], [state["step"] for state in states]
+        if self.beta_exponent != 1.0:
+            beta2 = beta2**self.beta_exponent
         if isinstance(beta2, Tensor):
             corrections = [beta2**step for step in steps]
         else:
@@ -282,7 +142,7 @@ class NoiseScale:
     (Adam, AdamW, NAdam, RMSprop), "adam" or "rmsprop" for optimizers that keep their state under these names, "none".
     ``accumulation``: "mean" where each loss is divided by the number of passes, so that ``.grad`` ends up as the mean,
     "sum" where it is not. ``initial_batch``: M0, the batch whose steps count once in the smoothing; the first step's
-    if not given.
+    if not given. ``warm_up_steps``: with preconditioning, the optimizer's steps before the first sample.
 
     Memory: one copy of the gradients, in their type. Backward accumulates in place, so a pass's own gradient is
     what ``.grad`` has gained, and that needs the value before. Setting the gradients aside instead would save one
@@ -300,6 +160,7 @@ class NoiseScale:
         smoothing: float = DEFAULT_SMOOTHING,
         accumulation: str = "mean",
         initial_batch: int | None = None,
+        warm_up_steps: int = WARM_UP_STEPS,
     ) -> None:
         self._groups: Sequence[Mapping[str, Any]]
         self._preconditioner: Preconditioner | None = None
@@ -308,7 +169,7 @@ class NoiseScale:
         if accumulation not in ("mean", "sum"):
             raise UnknownNameError("accumulation", accumulation, ("mean", "sum"))
         if initial_batch is not None:
-            _require_positive("initial batch size", initial_batch)
+            require_positive("initial batch size", initial_batch)
         if isinstance(target, torch.optim.Optimizer):
             self._groups = target.param_groups
             if precondition == "auto":
@@ -325,6 +186,7 @@ class NoiseScale:
         self._moments = GradientMoments(smoothing)
         self._accumulation = accumulation
         self._initial_batch = initial_batch
+        self._num_steps, self._warm_up_steps = 0, warm_up_steps if self._preconditioner is not None else 0
         self._held: dict[Tensor, Tensor] = {}  # by parameter: .grad as it was after the last pass
         self._previous: tuple[int, Tensor | float] | None = None  # batch and loss scale of the last step, if one pass
         self._passes: _Passes | None = None
@@ -336,22 +198,22 @@ class NoiseScale:
         ``scale`` is the loss scale still in the gradients. Of a ``torch.amp.GradScaler`` it comes without waiting as
         ``scaler.scale(torch.ones((), device=device))``. Call this before clipping and before ``unscale_``.
         """
-        _require_positive("batch size", batch_size)
+        require_positive("batch size", batch_size)
         if isinstance(scale, Tensor):
             scale = scale.detach().reshape(())
         else:
             scale = 1.0 if scale is None else float(scale)
-            _require_positive("loss scale", scale)
+            require_positive("loss scale", scale)
         groups, grads, held = self._gather()
         inverse = None if self._preconditioner is None else self._preconditioner.inverse(groups)
-        is_void = self._preconditioner is not None and inverse is None
+        is_void = self._preconditioner is not None and (inverse is None or self._num_steps < self._warm_up_steps)
         passes, pair = self._passes, None
         if is_void:
             sum_sqr = torch.zeros((), device=grads[0].device)
         elif passes is not None:
             torch._foreach_sub_(held, grads)  # minus the increment: its norm is the same
             sum_sqr = squared_norm(weighed(inverse, held), scale)
-        elif self._moments.is_biased and self._previous is not None:
+        elif self._previous is not None:
             sum_sqr, pair = self._compare_with_previous(grads, held, inverse, batch_size, scale)
         else:
             sum_sqr = squared_norm(weighed(inverse, grads), scale)
@@ -371,6 +233,7 @@ class NoiseScale:
         if passes is None:
             raise InvalidValueError("step() without a measured pass; call micro(batch_size) after each backward()")
         self._passes = None
+        self._num_steps += 1
         count, total = len(passes.sizes), sum(passes.sizes)
         if self._initial_batch is None:
             self._initial_batch = total
@@ -435,14 +298,18 @@ class NoiseScale:
 
     def state_dict(self) -> dict[str, Any]:
         """The averages and M0; the held gradients are not in it, so the first pair after loading is skipped."""
-        return {"moments": self._moments.state_dict(), "initial_batch": self._initial_batch}
+        return {
+            "moments": self._moments.state_dict(),
+            "initial_batch": self._initial_batch,
+            "num_steps": self._num_steps,
+        }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        moments, initial_batch = _entry(state, "moments"), _entry(state, "initial_batch")
+        moments, initial_batch, num_steps = (entry(state, name) for name in ("moments", "initial_batch", "num_steps"))
         if initial_batch is not None:
-            _require_positive("initial batch size", initial_batch)
+            require_positive("initial batch size", initial_batch)
         self._moments.load_state_dict(moments)
-        self._initial_batch = initial_batch
+        self._initial_batch, self._num_steps = initial_batch, int(num_steps)
         self.discard()
 
     def _compare_with_previous(
@@ -508,19 +375,6 @@ class NoiseScale:
         if not copies:
             raise InvalidValueError("no parameter has a gradient; call micro() after backward() and before zero_grad()")
         return groups, grads, copies
-
-
-def _require_positive(name: str, value: float) -> None:
-    if not (value > 0 and math.isfinite(value)):
-        raise InvalidValueError(f"{name} is {value}; it must be a positive number")
-
-
-def _entry(state: Mapping[str, Any], name: str) -> Any:
-    if name not in state:
-        raise InvalidValueError(
-            f"the noise scale's state lacks {name!r}; it has {', '.join(map(repr, state)) or 'nothing'}"
-        )
-    return state[name]
 
 
 def _harmonic_mean(sizes: Sequence[int]) -> float:

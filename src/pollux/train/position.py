@@ -82,6 +82,15 @@ class Step:
         return len(self.passes)
 
     @property
+    def sizes(self) -> list[int]:
+        """How many positions each pass of every rank has, empty ones left out."""
+        sizes = []
+        for rank in range(self.shape.num_replicas):
+            base, extra = divmod(len(range(rank, self.count, self.shape.num_replicas)), self.num_passes)
+            sizes += [base + 1] * extra + ([base] * (self.num_passes - extra) if base else [])
+        return sizes
+
+    @property
     def own_count(self) -> int:
         return sum(map(len, self.passes))
 

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from pollux.train.gradients import Norms
-from pollux.train.noise import GradientMoments, NoiseStats
+from pollux.train.moments import GradientMoments, NoiseStats
 from pollux.train.team import Sum, Team
 
+MIN_SAMPLES = 5
 LAG_STEPS = {"cpu": 1, "cuda": 2}
 
 
@@ -26,8 +27,9 @@ LAG_STEPS = {"cpu": 1, "cuda": 2}
 class Sample:
     """A measured step: what its norms are worth. Known on every rank alike."""
 
-    count: int  # micro-gradients: replicas × passes, or 2 for a pair of steps
-    batch_size: float  # examples in each; where they differ, the harmonic mean
+    num_gradients: int  # replicas × passes, or 2 for a pair of steps
+    batch_size: float  # h, examples in each; where they differ, the harmonic mean
+    count: float  # M/h: the number of gradients; a little more where they differ in size
     scale: float  # M/M0, times the steps since the last measurement
     is_biased: bool
 
@@ -55,7 +57,7 @@ class Pulse:
         self._unread: deque[_Unread] = deque()
         self._sum: Sum | None = None
         self._sent: _Unread | None = None
-        self.noise: NoiseStats | None = moments.read()
+        self.noise = self._read()
         self.cost_s = 0.0  # what the last measurement took that was read
 
     def add(self, step: int, norms: Norms, sample: Sample) -> None:
@@ -94,15 +96,19 @@ class Pulse:
         if self._sent is not None:
             sample, self._sent = self._sent.sample, None
             self.moments.update(
-                torch.tensor(sum_sqr / sample.count),
+                torch.tensor(sum_sqr / sample.num_gradients),
                 torch.tensor(sqr_mean),
                 batch_size=sample.batch_size,
                 count=sample.count,
                 scale=sample.scale,
                 is_biased=sample.is_biased,
             )
-            self.noise = self.moments.read()
+            self.noise = self._read()
         return attention > 0, int(interval)
+
+    def _read(self) -> NoiseStats | None:
+        """None while there are too few samples to base a learning rate or a batch on."""
+        return self.moments.read() if self.moments.num_samples >= MIN_SAMPLES else None
 
     @property
     def has_started(self) -> bool:
@@ -112,4 +118,4 @@ class Pulse:
         """Drop what is under way: the group is another one now. What has been averaged stays."""
         self._unread.clear()
         self._sum = self._sent = None
-        self.noise = self.moments.read()
+        self.noise = self._read()

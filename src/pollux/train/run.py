@@ -27,7 +27,7 @@ from pollux.train.data import ElasticLoader
 from pollux.train.leaving import LeaveSignals
 from pollux.train.loader import AdaptiveLoader
 from pollux.train.membership import Group, Membership, membership_from_environment
-from pollux.train.noise import GradientMoments
+from pollux.train.moments import GradientMoments
 from pollux.train.parts import Keeper, Parts, Stateful
 from pollux.train.progress import Progress
 from pollux.train.pulse import Pulse
@@ -288,7 +288,7 @@ class Run:
             if self._trainee is not None:
                 self._trainee.detach()
             self._session.membership.close()
-            self._team.dissolve()
+            self._team.close()
 
     def __enter__(self) -> Run:
         return self

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pollux.errors import InvalidValueError, UnknownNameError
-from pollux.train.noise import NoiseStats
+from pollux.train.moments import NoiseStats
 from pollux.train.progress import gain_of
 
 
@@ -78,7 +78,8 @@ class SquareRoot:
     """√S: keeps the variance of the step constant (Krizhevsky, 2014). For Adam and its like.
 
     With ``scales_betas`` Adam's β become β^S, so that its averages span the same number of examples at any batch
-    (to first order 1 − β grows by S, which Malladi et al., 2022, derive together with √S).
+    (to first order 1 − β grows by S, which Malladi et al., 2022, derive together with √S), as long as β2^S leaves an
+    average to speak of (0.9, some twenty steps).
     """
 
     scales_betas: bool = True
@@ -201,17 +202,25 @@ class ScaledRate:
         self.rule = rule_for(rule, optimizer)
         self._context = context
         self._factor = 1.0
+        self._optimizer = optimizer
         self._pending: list[_ScaledGroup] = []
+        self._exponent = 1.0  # the unit in which the optimizer's state counts steps: see _count_steps_in
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
-            optimizer.register_state_dict_pre_hook(self._after_step),
+            optimizer.register_state_dict_pre_hook(self._before_saving),
+            optimizer.register_load_state_dict_post_hook(self._after_loading),
         ]
 
     @property
     def factor(self) -> float:
         """What the last step's rates were multiplied by; 1 before the first."""
         return self._factor
+
+    @property
+    def beta_exponent(self) -> float:
+        """The power to which Adam's β were raised in the last step."""
+        return self._exponent
 
     def restore(self) -> None:
         """Put back the unscaled rates if a step raised; nothing to do otherwise."""
@@ -236,7 +245,8 @@ class ScaledRate:
                 f"{self.rule!r} gave the learning-rate factor {factor}; it must be a positive number"
             )
         self._factor = factor
-        exponent = context.scale if getattr(self.rule, "scales_betas", False) else 1.0
+        exponent = _exponent_for(optimizer, context.scale) if getattr(self.rule, "scales_betas", False) else 1.0
+        self._count_steps_in(exponent)
         seen: set[int] = set()
         with torch.no_grad():
             for group in optimizer.param_groups:
@@ -254,6 +264,40 @@ class ScaledRate:
 
     def _after_step(self, *_: Any) -> None:
         self.restore()
+
+    def _before_saving(self, *_: Any) -> None:
+        self.restore()
+        self._count_steps_in(1.0)
+
+    def _after_loading(self, *_: Any) -> None:
+        self._exponent = 1.0
+
+    @torch.no_grad()
+    def _count_steps_in(self, exponent: float) -> None:
+        """Adam corrects its averages' bias by 1 − β^step. With β^S in place of β that is right if steps are counted in
+        units of S: t steps at β and u at β^S have the weight of t/S + u steps at β^S."""
+        if exponent == self._exponent:
+            return
+        steps = [state["step"] for state in self._optimizer.state.values() if isinstance(state.get("step"), Tensor)]
+        if steps:
+            torch._foreach_mul_(steps, self._exponent / exponent)
+        self._exponent = exponent
+
+
+LEAST_BETA2 = 0.9
+
+
+def _exponent_for(optimizer: torch.optim.Optimizer, scale: float) -> float:
+    """S, or less where β2^S would forget too fast; 1 for optimizers without β."""
+    largest = math.inf
+    for group in optimizer.param_groups:
+        betas = group.get("betas")
+        if not (isinstance(betas, tuple) and all(isinstance(beta, float) for beta in betas)):
+            return 1.0
+        if not 0 < betas[1] < 1:
+            return 1.0
+        largest = min(largest, math.log(LEAST_BETA2) / math.log(betas[1]))
+    return min(scale, max(largest, 1.0))
 
 
 def _scale_betas(group: dict[str, Any], exponent: float) -> tuple[float, float] | None:

@@ -23,7 +23,7 @@ import time
 import torch
 import torch.distributed as dist
 
-from pollux.errors import InvalidValueError, PeerLostError, PolluxError
+from pollux.errors import CheckpointError, InvalidValueError, PeerLostError, PolluxError
 from pollux.train.batching import BatchChoice
 from pollux.train.data import Pass
 from pollux.train.gradients import PassPlan
@@ -36,7 +36,7 @@ from pollux.train.replicate import broadcast_buffers
 from pollux.train.report import Reporter
 from pollux.train.scaling import StepContext
 from pollux.train.state import broadcast, random_state, set_random_state
-from pollux.train.team import BrokenGroup, Team
+from pollux.train.team import BrokenGroup, Team, let_go
 
 MEASURING_BUDGET = 0.002  # share of a step's time that measuring its noise may take, on average
 MAX_INTERVAL = 32  # steps between measurements at most
@@ -103,7 +103,8 @@ class Session:
         if is_first:
             self._is_applied = False
             is_due = parts.progress.num_steps % parts.interval == 0 or hook.holds_previous
-            self._is_measured = is_due and not step.is_short
+            is_warm = parts.progress.num_steps >= hook.warm_up_steps
+            self._is_measured = is_due and is_warm and not step.is_short
         weight = current.num_examples / current.step_examples
         hook.begin_pass(PassPlan(weight=weight, is_first=is_first, is_last=current.is_last, measures=self._is_measured))
         timer = parts.tuner.timer
@@ -134,11 +135,13 @@ class Session:
                 raise BrokenGroup(reason)
             self._finish_step()
         except BrokenGroup as error:
+            let_go(error)
             self._recover(str(error))
 
     def recover(self, error: BrokenGroup) -> None:
         """A peer was lost outside a step, while the order of an epoch was shared."""
         self.current = None
+        let_go(error)
         self._recover(str(error))
 
     def _commit(self, current: Pass) -> None:
@@ -150,14 +153,16 @@ class Session:
         progress.add_step(current.step_examples, parts.gain(current.step_examples), tuner.limits.initial)
         norms = parts.trainee.hook.take_norms()
         if norms is not None:
-            count = 2 if norms.is_pair else current.step.shape.num_replicas * current.step.num_passes
             since = min(max(index - parts.last_measured, 1), MAX_INTERVAL)
-            sample = Sample(
-                count=count,
-                batch_size=current.step_examples / (1 if norms.is_pair else count),
-                scale=current.step_examples / tuner.limits.initial * since,
-                is_biased=norms.is_pair,
-            )
+            scale = current.step_examples / tuner.limits.initial * since
+            if norms.is_pair:
+                sample = Sample(num_gradients=2, count=2, batch_size=current.step_examples, scale=scale, is_biased=True)
+            else:
+                sizes = current.step.sizes
+                mean = len(sizes) / sum(1 / size for size in sizes)
+                mean *= current.step_examples / current.step.count  # a user's batch may be the unit
+                count = current.step_examples / mean
+                sample = Sample(num_gradients=len(sizes), count=count, batch_size=mean, scale=scale, is_biased=False)
             parts.pulse.add(index, norms, sample)
             parts.last_measured = index
             parts.num_measured += 1
@@ -228,6 +233,7 @@ class Session:
 
     def _break_up(self) -> None:
         """So that peers who still wait for this replica see that it has left the group."""
+        let_go(self._parts.trainee.hook.failure)
         self._parts.trainee.model.release()
         self.team.dissolve(is_broken=True)
 
@@ -262,6 +268,7 @@ class Session:
                 return
             except BrokenGroup as error:
                 logger.warning("generation %d did not form: %s", group.generation, error)
+                let_go(error)
                 self._break_up()
                 forms = True
                 group = self.membership.recover(self._timeout_s)
@@ -271,15 +278,22 @@ class Session:
         """Compare notes; hand state to those who are behind; settle on a batch."""
         parts, team = self._parts, self.team
         limits = parts.tuner.limits
-        mine = {
+        note = {
             "steps": parts.progress.num_steps if self._has_state else -1,
             "device_max": limits.device_max,
             "model": parts.trainee.signature,
             "data": parts.loader.identity,
             "batch": (limits.initial, limits.maximum, limits.device_min),
+            "tracked": sorted(parts.tracked),
         }
-        notes = team.gather(mine)
-        for key, what in (("model", "model or optimizer"), ("data", "dataset or sampler"), ("batch", "batch bounds")):
+        notes = team.gather(note)
+        compared = {
+            "model": "model or optimizer",
+            "data": "dataset or sampler",
+            "batch": "batch bounds",
+            "tracked": "tracked state",
+        }
+        for key, what in compared.items():
             odd = [rank for rank, note in enumerate(notes) if note[key] != notes[0][key]]
             if odd:
                 raise InvalidValueError(
@@ -298,7 +312,14 @@ class Session:
                     state = broadcast(parts.capture() if team.rank == source else None, source, team.device, team)
                 if steps[team.rank] < max(steps):
                     parts.restore(state)
-            set_random_state(team.share(random_state(team.device), source), team.device)
+            # Those with the same steps need not be equal either: the last sum may have reached some of them only.
+            measured = parts.interval, parts.num_measured, parts.last_measured
+            mine = random_state(team.device), parts.pulse.moments.state_dict(), measured
+            randoms, moments, measured = team.share(mine, source)
+            set_random_state(randoms, team.device)
+            parts.pulse.moments.load_state_dict(moments)
+            parts.pulse.reset()
+            parts.interval, parts.num_measured, parts.last_measured = measured
         self._has_state = True
         self._settle_batch()
 
@@ -311,6 +332,9 @@ class Session:
                     logger.info("resumed after step %d", self._parts.progress.num_steps)
             except PolluxError as caught:
                 error = caught
+            except Exception as caught:  # of somebody's load_state_dict: the others must not wait for this rank
+                logger.exception("the checkpoint could not be loaded")
+                error = CheckpointError(f"the checkpoint could not be loaded: {caught!r}")
         error = self.team.share(error)
         if error is not None:
             raise error
@@ -332,6 +356,9 @@ class Session:
     def _rebatch(self, choice: BatchChoice) -> None:
         parts = self._parts
         self._wish = None
+        is_pair = self.team.size == 1 and choice.config.accum_steps == 0
+        if is_pair != parts.pulse.moments.is_biased:
+            parts.num_measured = 0  # samples of the other kind come now: some in a row, to begin an average with
         parts.choice = choice
         parts.trainee.hook.forget_previous()
         parts.loader.configure(shape_of(choice, self.team.size, self.team.rank))

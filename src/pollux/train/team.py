@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import pickle
 import threading
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -24,6 +25,7 @@ from pollux.errors import MembershipError, PeerLostError
 from pollux.train.membership import Group
 
 FORM_TIMEOUT_S = 8.0  # members are known to be there when they connect; one that dies in between costs this
+END_TIMEOUT_S = 5.0
 POLL_S = 0.2
 
 logger = logging.getLogger(__name__)
@@ -41,6 +43,8 @@ class Team:
         self.timeout_s = timeout_s
         self.group: Group | None = None
         self._is_lost = threading.Event()
+        self._is_adopted = False
+        self._ending: threading.Thread | None = None
 
     @property
     def rank(self) -> int:
@@ -61,6 +65,7 @@ class Team:
         """Connect to the others, leaving any group before. Raises BrokenGroup when they do not come."""
         self.dissolve()
         self._is_lost.clear()
+        self._is_adopted = False
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         is_alone = group.world_size == 1
         # Part of the store's keys, and not taken back when forming a group fails: after that, a survivor and a newcomer
@@ -80,8 +85,8 @@ class Team:
             distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout_s))
 
     def adopt(self, group: Group) -> None:
-        """Use the default group that the script has made itself."""
-        self.group = group
+        """Use the default group that the script has made itself, and leave it to the script."""
+        self.group, self._is_adopted = group, True
 
     def dissolve(self, *, is_broken: bool = False) -> None:
         """Leave the group: peers that wait for this rank notice, and what is under way is given up.
@@ -98,9 +103,17 @@ class Team:
             dist.destroy_process_group()
         box = [world]
         del world
-        threading.Thread(
+        self._ending = threading.Thread(
             target=_end, args=(box, self.device, is_broken), name="pollux-end-of-group", daemon=True
-        ).start()
+        )
+        self._ending.start()
+
+    def close(self) -> None:
+        """Leave for good. The interpreter may end after this, so the group is given a moment to end before."""
+        if not self._is_adopted:
+            self.dissolve()
+        if self._ending is not None:
+            self._ending.join(END_TIMEOUT_S)
 
     def give_up(self) -> None:
         """Let whoever waits for a lost peer here go on with an error. May be called from another thread."""
@@ -199,6 +212,13 @@ class _Watch:
         except BaseException as error:
             self._error = error
         self._ended.set()
+
+
+def let_go(error: BaseException | None) -> None:
+    """Clear the frames that an error has gone through: some hold the group, which peers would still see open."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
 
 
 def _end(box: list[dist.ProcessGroup], device: torch.device, is_broken: bool) -> None:

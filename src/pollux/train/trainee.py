@@ -46,10 +46,19 @@ class Trainee:
     ) -> None:
         check_trainable(model, optimizer, lr_scheduler)
         self.module, self.optimizer = model, optimizer
-        self._scheduler, self._scaler = lr_scheduler, grad_scaler
+        self._scheduler, self._scaler, self._steps = lr_scheduler, grad_scaler, steps
         self.signature = signature_of(model, optimizer)
-        self.hook = GradientHook(optimizer, loss_scale=self._loss_scale, on_ready=steps.on_ready, on_last=steps.on_last)
+        self._may_skip = bool(ddp_options.get("find_unused_parameters"))
+        self._used: set[int] = set()  # identities of parameters that earlier passes of the step have used
         self.rate = ScaledRate(optimizer, scaling, steps.context)
+        self.hook = GradientHook(
+            optimizer,
+            loss_scale=self._loss_scale,
+            beta_exponent=lambda: self.rate.beta_exponent,
+            on_ready=steps.on_ready,
+            on_last=steps.on_last,
+            keeps_views=self._may_skip,
+        )
         try:
             self.model = ElasticModel(model, self.hook.reduce, team.process_group, **ddp_options)
         except BaseException:
@@ -57,11 +66,26 @@ class Trainee:
             raise
         if any(True for _ in model.buffers()):
             self.model.on_forward = steps.on_forward
-        self._gates: list[Gate] = [gate_optimizer(optimizer, steps.is_last_pass, steps.on_step)]
+        self._gates: list[Gate] = [gate_optimizer(optimizer, steps.is_last_pass, self._on_step, self._note_used)]
         if lr_scheduler is not None:
             self._gates.append(gate_scheduler(lr_scheduler, steps.num_scheduler_steps))
         if grad_scaler is not None:
             self._gates.append(gate_scaler(grad_scaler, steps.is_last_pass))
+
+    def _on_step(self) -> bool:
+        """Gives back the gradients of parameters that were used in earlier passes of the step, but not in its last.
+
+        DDP takes a parameter that a backward pass has not used for unused, and leaves it without a gradient.
+        """
+        for parameter in self.module.parameters() if self._used else ():
+            if id(parameter) in self._used and parameter.grad is None:
+                parameter.grad = self.hook.views.get(id(parameter))
+        self._used.clear()
+        return self._steps.on_step()
+
+    def _note_used(self) -> None:
+        if self._may_skip:
+            self._used |= {id(parameter) for parameter in self.module.parameters() if parameter.grad is not None}
 
     def move(self, team: Team) -> None:
         """To the team's new process group."""

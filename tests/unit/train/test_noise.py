@@ -163,26 +163,31 @@ def test_differenced_estimate_of_two_steps_is_the_formula_for_unequal_batches():
         noise.step()
         problem.zero_grad()
     g1, g2 = first.mean(0), second.mean(0)
-    stats = noise._moments._averages / noise._moments._averages[2]
+    sums = noise._moments._averages[True].sums
+    stats = sums / sums[2]
     torch.testing.assert_close(stats[0], g1 @ g2, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(stats[1], (g1 - g2).square().sum() / (1 / 8 + 1 / 24), rtol=1e-4, atol=1e-4)
 
 
-def test_an_unbiased_sample_drops_the_differenced_ones_for_good():
+def test_the_kind_of_samples_that_arrives_takes_over_after_a_few():
     problem = Problem.make()
     noise = NoiseScale(problem.parameters, initial_batch=32)
     fresh = NoiseScale(problem.parameters, initial_batch=32)
-    for _ in range(5):
+    for _ in range(6):
         problem.step(noise, [4])
-    problem.generator.manual_seed(7)
-    problem.step(noise, [16, 16])
-    problem.generator.manual_seed(7)
-    problem.step(fresh, [16, 16])
-    before = noise.read()
-    assert before == fresh.read() and not noise.is_biased
-    for _ in range(3):
+    differenced = noise.read()
+    for index in range(5):
+        assert noise.is_biased and noise.read() == differenced  # a lone sample is no average
+        for one in (noise, fresh):
+            problem.generator.manual_seed(index)
+            problem.step(one, [16, 16])
+    unbiased = noise.read()
+    assert unbiased == fresh.read() and not noise.is_biased
+    for _ in range(5):  # the first of them has no predecessor
+        assert noise.read() == unbiased
         problem.step(noise, [16])
-    assert noise.read() == before
+    problem.step(noise, [16])
+    assert noise.is_biased and noise.read() != unbiased
     noise.reset()
     assert noise.read() is None and noise.is_biased
 
@@ -260,7 +265,7 @@ def test_preconditioner_is_what_the_optimizer_divides_by(make, options):
 def test_steps_before_the_optimizer_has_a_state_are_skipped():
     problem = Problem.make()
     optimizer = torch.optim.AdamW(problem.parameters, lr=1e-3)
-    noise = NoiseScale(optimizer)
+    noise = NoiseScale(optimizer, warm_up_steps=0)
     for expected in (False, True):
         for _ in range(2):
             (problem.loss(problem.examples(8)) / 2).backward()
@@ -269,6 +274,20 @@ def test_steps_before_the_optimizer_has_a_state_are_skipped():
         optimizer.step()
         optimizer.zero_grad()
         assert (noise.read() is not None) is expected
+
+
+def test_preconditioning_waits_until_its_variances_are_worth_dividing_by():
+    problem = Problem.make()
+    optimizer = torch.optim.AdamW(problem.parameters, lr=1e-3)
+    noise = NoiseScale(optimizer, warm_up_steps=4)
+    for step in range(6):
+        for _ in range(2):
+            (problem.loss(problem.examples(8)) / 2).backward()
+            noise.micro(8)
+        noise.step()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert (noise.read() is not None) == (step >= 4)
 
 
 def test_precondition_none_measures_the_raw_gradient():
@@ -540,9 +559,9 @@ def test_state_is_a_copy():
     moments = GradientMoments()
     moments.update(torch.tensor(2.0), torch.tensor(1.5), batch_size=8, count=2)
     state = moments.state_dict()
-    before = state["averages"].clone()
+    before = state["unbiased"]["sums"].clone()
     moments.update(torch.tensor(5.0), torch.tensor(1.0), batch_size=8, count=2)
-    assert torch.equal(state["averages"], before)
+    assert torch.equal(state["unbiased"]["sums"], before)
 
 
 @pytest.mark.parametrize("state", [{}, {"averages": 3, "sqr_weights": 0.1, "has_unbiased": True}, {"averages": None}])
