@@ -27,6 +27,7 @@ from torch.utils.data import DataLoader, Dataset
 from models import GPT, resnet18, resnet50
 from pollux import train
 
+PEAK_STEPS = 40  # the noise is measured among them, for Adam too
 WARM_UP_STEPS = 64  # also what it takes to choose how often to measure
 
 
@@ -172,8 +173,8 @@ def peak_mib(case: Case, device: torch.device, with_pollux: bool, num_steps: int
 
 
 def compare(case: Case, device: torch.device, rounds: int) -> Row:
-    plain_mib = peak_mib(case, device, False, 8)
-    pollux_mib = peak_mib(case, device, True, 8)
+    plain_mib = peak_mib(case, device, False, PEAK_STEPS)
+    pollux_mib = peak_mib(case, device, True, PEAK_STEPS)
     gc.collect()
     run = train.init(device=device)
     warm_up = WARM_UP_STEPS if device.type == "cuda" else 16

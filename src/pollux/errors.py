@@ -11,6 +11,7 @@
     ├── SimulationError (RuntimeError)     a simulation cannot go on
     ├── MembershipError (RuntimeError)     a replica cannot find its group, or asks it for what it cannot do
     ├── PeerLostError (RuntimeError)       other replicas are gone and nobody replaced them in time
+    ├── StoreError (RuntimeError)          the server's database cannot be used: damaged, of a newer version, disk full
     └── CheckpointError (RuntimeError)     a checkpoint cannot be written or is damaged
         └── ForeignCheckpointError         it belongs to another model, or to a newer Pollux
 
@@ -78,6 +79,10 @@ class MembershipError(PolluxError, RuntimeError):
 
 
 class PeerLostError(PolluxError, RuntimeError):
+    pass
+
+
+class StoreError(PolluxError, RuntimeError):
     pass
 
 

@@ -64,5 +64,12 @@ class ProfileMemory:
     def __init__(self) -> None:
         self._known: dict[str, Knowledge] = {}
 
+    def adopt(self, application: str, knowledge: Knowledge) -> Knowledge:
+        """What is known of an application, after a job of it was taken over with what it knew."""
+        known = self._known.setdefault(application, knowledge)
+        if known is not knowledge and len(knowledge.profile) > len(known.profile):
+            known.profile, known._stale = knowledge.profile, set(knowledge.profile.accelerators)
+        return known
+
     def of(self, application: str) -> Knowledge:
         return self._known.setdefault(application, Knowledge(f"application {application}"))

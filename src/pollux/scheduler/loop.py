@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from pollux.errors import InvalidValueError, PolluxError
+from pollux.errors import InvalidValueError, PolluxError, UnknownNameError
 from pollux.policy.base import Policy
 from pollux.scheduler.autoscale import AutoscaleConfig, SizeDecision, decide_size, nodes_to_have
 from pollux.scheduler.knowledge import Knowledge, ProfileMemory
@@ -133,6 +133,43 @@ class Scheduler:
         self._ask_for_round("submit")
         return record
 
+    def restore(self, records: Iterable[JobRecord]) -> None:
+        """Take over jobs of a scheduler that is gone; the engine will say what has become of them.
+
+        Jobs that hold slots keep them until a decision says otherwise.
+        """
+        for record in sorted(records, key=lambda record: record.sequence):
+            if record.state.is_final:
+                continue
+            self._active[record.name] = record
+            self._next_sequence = max(self._next_sequence, record.sequence + 1)
+            if record.allocation and record.state is not JobState.STOPPING:
+                self._desired[record.name] = record.allocation
+            if self._memory is not None and record.spec.application:
+                record.knowledge = self._memory.adopt(record.spec.application, record.knowledge)
+        self._ask_for_round("restart")
+
+    def cancel(self, name: str, reason: str = "cancelled", state: JobState = JobState.CANCELLED) -> None:
+        """End a job: at once if it waits, as soon as it has stopped if it runs.
+
+        Raises:
+            UnknownNameError: no active job has this name.
+        """
+        record = self._active.get(name)
+        if record is None:
+            raise UnknownNameError("active job", name, self._active)
+        now = self._clock.now()
+        record.account(now)
+        record.stops_as, record.stop_reason = state, reason
+        self._desired.pop(name, None)
+        if not record.state.holds_slots:
+            self._end(record, state, now, reason)
+        elif record.state is not JobState.STOPPING:
+            record.move(JobState.STOPPING, now, reason)
+            self._store.save_job(record)
+            self._engine.apply([StopJob(job=name, reason=reason)])
+        self._ask_for_round("cancel")
+
     def run(self, is_done: Callable[[], bool]) -> None:
         """Tick until ``is_done``."""
         while not is_done():
@@ -176,20 +213,26 @@ class Scheduler:
                     self._store.save_job(record)
             case JobStopped() if record.state in _MAY_STOP:  # otherwise it is late: the job is starting again
                 record.allocation = record.leaving = NO_ALLOCATION
-                record.move(JobState.PENDING, now, "stopped")
-                self._store.save_job(record)
+                if record.stops_as.is_final:
+                    self._end(record, record.stops_as, now, record.stop_reason)
+                else:
+                    record.move(JobState.PENDING, now, "stopped")
+                    self._store.save_job(record)
                 self._ask_for_round("stop")
             case JobEnded(state=state, at=at, reason=reason):
                 if record.allocation:  # time since it ended was not its own
                     record.attained_s -= max(now - at, 0.0)
                     record.gpu_s -= max(now - at, 0.0) * record.allocation.num_replicas
                 record.allocation = record.leaving = NO_ALLOCATION
-                record.finished_at = at
-                record.move(state, at, reason or state.value)
-                del self._active[record.name]
-                self._desired.pop(record.name, None)
-                self._store.save_job(record)
+                self._end(record, state, at, reason)
                 self._ask_for_round("end")
+
+    def _end(self, record: JobRecord, state: JobState, at: float, reason: str) -> None:
+        record.finished_at = at
+        record.move(state, at, reason or state.value)
+        del self._active[record.name]
+        self._desired.pop(record.name, None)
+        self._store.save_job(record)
 
     def _take_report(self, record: JobRecord, report: JobReport) -> None:
         knowledge = record.knowledge
@@ -210,6 +253,9 @@ class Scheduler:
             record.progress = report.progress
         if report.total_batch is not None:
             record.total_batch = report.total_batch
+        if report.batch is not None and report.batch != record.spec.batch:
+            record.spec = dataclasses.replace(record.spec, batch=report.batch)
+            self._store.save_job(record)
 
     def _ask_for_round(self, trigger: str) -> None:
         if self._trigger is None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from pollux.errors import InvalidValueError, ProfileError
 from pollux.model.profile import Configuration, Timing, check_measurement
 from pollux.scheduler.lifecycle import JobState
-from pollux.types import Allocation, JobSpec, Node, Oracle, Snapshot, ThroughputParams
+from pollux.types import Allocation, BatchLimits, JobSpec, Node, Oracle, Snapshot, ThroughputParams
 
 if TYPE_CHECKING:
     from pollux.scheduler.record import JobRecord, RoundRecord
@@ -102,6 +102,7 @@ class JobReport:
     remaining_examples: float | None = None
     progress: float | None = None  # share of its work that is done, 0..1
     total_batch: int | None = None
+    batch: BatchLimits | None = None  # which batch sizes its script allows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

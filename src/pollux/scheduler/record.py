@@ -28,6 +28,8 @@ class JobRecord:
     accounted_at: float = 0.0  # until when attained_s and gpu_s are up to date
     finished_at: float | None = None
     reason: str = ""
+    stops_as: JobState = JobState.PENDING  # what it becomes when it has stopped; a final state ends it
+    stop_reason: str = ""
     noise_scale: float | None = None
     remaining_examples: float | None = None
     progress: float | None = None

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from pollux.errors import InvalidValueError
+from pollux.errors import InvalidValueError, UnknownNameError
 from pollux.model.profile import Configuration, Timing
 from pollux.policy import make_policy
 from pollux.scheduler.lifecycle import JobState
@@ -352,3 +352,78 @@ def test_a_stop_reported_late_does_not_start_the_job_twice():
     world.engine.events.append(JobStopped(job="a"))
     world.scheduler.tick()
     assert [type(command) for command in world.engine.commands] == [StartJob]
+
+
+# Cancelling, and taking over from a scheduler that is gone
+
+
+def test_a_waiting_job_is_cancelled_at_once_and_a_running_one_when_it_has_stopped():
+    world = World(num_nodes=1, decides_on_events=True)
+    world.submit("runs", min_replicas=4)
+    world.round()
+    world.submit("waits", min_replicas=4)
+    world.scheduler.cancel("waits", "not wanted")
+    assert world.store.jobs["waits"].state is JobState.CANCELLED
+    assert world.store.jobs["waits"].reason == "not wanted"
+    world.scheduler.cancel("runs")
+    world.scheduler.cancel("runs")  # again does no harm
+    assert world.store.jobs["runs"].state is JobState.STOPPING
+    assert [type(command) for command in world.engine.commands] == [StartJob, StopJob]
+    world.round()
+    assert world.store.jobs["runs"].state is JobState.CANCELLED
+    assert world.store.jobs["runs"].finished_at == world.clock.time
+    assert world.scheduler.active_jobs == []
+    with pytest.raises(UnknownNameError, match="runs"):
+        world.scheduler.cancel("runs")
+
+
+def test_a_job_can_be_stopped_as_failed():
+    world = World()
+    world.submit("slow")
+    world.round()
+    world.scheduler.cancel("slow", "time limit of 60 s", JobState.FAILED)
+    world.round()
+    assert world.store.jobs["slow"].state is JobState.FAILED and "time limit" in world.store.jobs["slow"].reason
+
+
+def test_a_job_that_ends_while_it_is_cancelled_has_ended_as_it_did():
+    world = World()
+    world.submit("a")
+    world.round()
+    world.scheduler.cancel("a")
+    world.engine.end("a", world.clock.time)
+    world.round()
+    assert world.store.jobs["a"].state is JobState.SUCCEEDED
+
+
+def test_another_scheduler_takes_over_without_starting_anything_twice():
+    world = World(decides_on_events=True)
+    world.submit("a")
+    world.submit("b")
+    world.round()
+    before = world.replicas()
+    num_commands = len(world.engine.commands)
+    heir = Scheduler(
+        policy=make_policy("equal"),
+        engine=world.engine,
+        store=world.store,
+        clock=world.clock,
+        config=SchedulerConfig(decides_on_events=True, remembers_profiles=True),
+    )
+    heir.restore(world.store.jobs.values())
+    world.scheduler = heir
+    world.round()
+    assert world.replicas() == before and len(world.engine.commands) == num_commands
+    world.engine.end("a", world.clock.time)
+    world.submit("c")
+    world.round()
+    assert world.replicas() == {"b": 4, "c": 4}
+    assert world.store.jobs["c"].sequence == 2
+
+
+def test_batch_limits_come_with_a_report():
+    world = World("pollux")
+    world.submit("a", batch=None)
+    world.engine.events.append(JobReport(job="a", accelerator="gpu", batch=LIMITS))
+    world.scheduler.tick()
+    assert world.store.jobs["a"].spec.batch == LIMITS
