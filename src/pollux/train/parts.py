@@ -123,9 +123,9 @@ class Parts:
 class Keeper:
     """Saves the parts now and then, and finds them again. Used by rank 0 alone."""
 
-    def __init__(self, directory: CheckpointDirectory) -> None:
-        self._directory, self._saver = directory, AsyncSaver(directory)
-        self._saved_s, self._interval_s = time.monotonic(), FIRST_SAVE_S
+    def __init__(self, directory: CheckpointDirectory, every_s: float | None = None) -> None:
+        self._directory, self._saver, self._every_s = directory, AsyncSaver(directory), every_s
+        self._saved_s, self._interval_s = time.monotonic(), FIRST_SAVE_S if every_s is None else every_s
 
     def load(self, parts: Parts) -> bool:
         """Whether there was something to go on from. Raises CheckpointError where there is, but nothing usable."""
@@ -142,7 +142,8 @@ class Keeper:
         """Save in the background; the next one is due after an interval that follows from what this one costs."""
         self._saved_s = time.monotonic()
         state = parts.capture()
-        if self._saver.begin(state.tensors, state.blob, _info(parts, generation, num_replicas)):
+        has_begun = self._saver.begin(state.tensors, state.blob, _info(parts, generation, num_replicas))
+        if has_begun and self._every_s is None:
             cost_s = max(self._saver.last_stall_s or 0.0, 1e-3)
             self._interval_s = checkpoint_interval_s(cost_s, MEAN_TIME_BETWEEN_FAILURES_S / num_replicas)
 

@@ -44,6 +44,7 @@ logger = logging.getLogger(__name__)
 def init(
     *,
     checkpoint_dir: str | Path | None = None,
+    checkpoint_every_s: float | None = None,
     device: str | torch.device | None = None,
     membership: Membership | None = None,
     reporter: Reporter | None = None,
@@ -52,8 +53,8 @@ def init(
     """Begin a run: alone, under torchrun, or in a cluster, by what the environment says.
 
     ``checkpoint_dir`` (or POLLUX_CHECKPOINT_DIR) is where checkpoints go and where an interrupted run resumes; without
-    it there are none. ``device`` is this replica's GPU if there is one. ``timeout_s`` bounds every wait for other
-    replicas.
+    it there are none. ``checkpoint_every_s`` replaces the interval that follows from what one costs. ``device`` is this
+    replica's GPU if there is one. ``timeout_s`` bounds every wait for other replicas.
     """
     environment = os.environ
     checkpoint_dir = checkpoint_dir or environment.get("POLLUX_CHECKPOINT_DIR") or None
@@ -63,7 +64,10 @@ def init(
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", membership.local_rank % torch.cuda.device_count())
-    return Run(membership, device, checkpoint_dir, reporter, timeout_s)
+    if checkpoint_every_s is not None and not checkpoint_every_s > 0:
+        raise InvalidValueError(f"checkpoint_every_s is {checkpoint_every_s}; it must be a positive number of seconds")
+    keeper = None if checkpoint_dir is None else Keeper(CheckpointDirectory(checkpoint_dir), checkpoint_every_s)
+    return Run(membership, device, keeper, reporter, timeout_s)
 
 
 class Run:
@@ -73,7 +77,7 @@ class Run:
         self,
         membership: Membership,
         device: torch.device,
-        checkpoint_dir: str | Path | None,
+        keeper: Keeper | None,
         reporter: Reporter | None,
         timeout_s: float,
     ) -> None:
@@ -91,7 +95,6 @@ class Run:
         else:
             self._team.form(membership.join(timeout_s))
         self._signals = LeaveSignals()
-        keeper = None if checkpoint_dir is None else Keeper(CheckpointDirectory(checkpoint_dir))
         self._session = Session(membership, self._team, self._signals, keeper, reporter, timeout_s)
         self._pulse = Pulse(self._team, GradientMoments())
         self._progress = Progress()

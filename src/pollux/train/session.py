@@ -90,6 +90,7 @@ class Session:
             return
         group = self.team.group
         if self.membership.is_elastic:
+            self.team.seek()
             group = self.membership.join(self._timeout_s)
         assert group is not None
         self._enter(group, forms=self.membership.is_elastic)
@@ -219,6 +220,7 @@ class Session:
     def _resize(self) -> None:
         if self.keeper is not None and self.team.rank == 0:
             self.keeper.wait()  # another replica may be rank 0 next, and write to the same place
+        self.team.seek()
         self._enter(self.membership.advance(self._timeout_s))
 
     def _recover(self, reason: str) -> None:
@@ -229,6 +231,7 @@ class Session:
         parts.loader.retry()
         parts.trainee.hook.abandon(PeerLostError(reason))
         self._break_up()
+        self.team.seek()
         self._enter(self.membership.recover(self._timeout_s))
 
     def _break_up(self) -> None:
@@ -271,6 +274,7 @@ class Session:
                 let_go(error)
                 self._break_up()
                 forms = True
+                self.team.seek()
                 group = self.membership.recover(self._timeout_s)
         self._be_gone()
 

@@ -24,7 +24,7 @@ from torch.distributed import distributed_c10d
 from pollux.errors import MembershipError, PeerLostError
 from pollux.train.membership import Group
 
-FORM_TIMEOUT_S = 8.0  # members are known to be there when they connect; one that dies in between costs this
+FORM_TIMEOUT_S = 4.0  # members are known to be there when they connect; one that dies in between costs this
 END_TIMEOUT_S = 5.0
 POLL_S = 0.2
 
@@ -64,7 +64,6 @@ class Team:
     def form(self, group: Group) -> None:
         """Connect to the others, leaving any group before. Raises BrokenGroup when they do not come."""
         self.dissolve()
-        self._is_lost.clear()
         self._is_adopted = False
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         is_alone = group.world_size == 1
@@ -114,6 +113,13 @@ class Team:
             self.dissolve()
         if self._ending is not None:
             self._ending.join(END_TIMEOUT_S)
+
+    def seek(self) -> None:
+        """Another group is about to be found: losses told before belong to the last one.
+
+        Not part of :meth:`form`: a loss may be told between finding a group and forming it, and must not be forgotten.
+        """
+        self._is_lost.clear()
 
     def give_up(self) -> None:
         """Let whoever waits for a lost peer here go on with an error. May be called from another thread."""

@@ -1,0 +1,271 @@
+"""Members that die, freeze or are told to leave: training ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from pollux.train import launcher
+from pollux.train.launcher import LocalJob
+from tests.e2e.jobs import SCRIPTS, Bench, is_formed, of_kind, pump_for, pump_until
+
+NUM_KILLS = 10  # in each run
+
+
+def checkpoint_names(bench: Bench) -> list[str]:
+    return sorted(path.name for path in bench.checkpoints.glob("step-*"))
+
+
+def pids(bench: Bench) -> dict[int, int]:
+    """By rank, of the newest generation that a step was begun in."""
+    rows = {pid: rows[-1] for pid, rows in bench.traces().items()}
+    newest = max(row.generation for row in rows.values())
+    return {row.rank: pid for pid, row in rows.items() if row.generation == newest}
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_random_members_are_killed_at_random_moments(bench: Bench, seed: int) -> None:
+    """5 seeds with 10 kills each: survivors go on in place, and when there are none the checkpoint does."""
+    chance = random.Random(seed)
+    args = ["--epochs", 30, "--step-s", 0.01, "--after-s", 0.005, "--save-s", 0.5]
+    job = bench.start(chance.randint(2, 4), args=args, max_restarts=NUM_KILLS)
+    killed: set[str] = set()
+    while len(killed) < NUM_KILLS and job.result is None:
+        # Some hit a group that is still forming after the kill before.
+        pump_for(job, chance.choice([0.02, 0.1, 0.3, 0.6]) * chance.random() * 2)
+        if chance.random() < 0.2:
+            job.resize(chance.randint(2, 4))
+        alive = [rank for rank, member in enumerate(job.members) if member.replica_id not in killed]
+        if alive:
+            rank = chance.choice(alive)
+            killed.add(job.members[rank].replica_id)
+            job.kill(rank)
+    assert job.result is None, f"seed {seed}: over after {len(killed)} kills\n{bench.story(job)}"
+    bench.finish(job, timeout_s=90.0)  # a group of which several die while they connect waits for one after the other
+    exits = {event.replica_id for event in of_kind(job, "exited") if event.detail == "code -9"}
+    assert killed <= exits, f"seed {seed}"
+    bench.check_ledger(30, job)
+
+
+def test_a_loss_told_after_the_optimizers_step_does_not_repeat_it(bench: Bench) -> None:
+    """The gradients were good when they were used; what became of the group since is for the next step."""
+    job = bench.start(3, args=["--epochs", 1, "--step-s", 0.0, "--after-s", 0.25])
+    for num_left in (2, 1):
+        pump_until(bench, job, lambda: is_formed(job, len(job.members)))
+        step = bench.step() + 2
+        pump_until(bench, job, lambda step=step: bench.step() >= step)
+        pump_for(job, 0.05)  # all of them are past the optimizer's step now, for another 0.2 s
+        job._replace_lost = False
+        job.kill(num_left)
+        pump_until(bench, job, lambda num_left=num_left: is_formed(job, num_left))
+    bench.finish(job)
+    bench.check_ledger(1, job)
+
+
+def test_memory_runs_out_on_one_replica(bench: Bench) -> None:
+    """All begin the step again, on the same examples, with smaller passes; the others are not kept waiting."""
+    job = bench.start(3, args=["--epochs", 2, "--oom-at", 7])
+    bench.finish(job, timeout_s=15.0)
+    bench.check_ledger(2, job)
+    assert "out of memory with 4 examples on the device" in bench.story()
+    assert len(of_kind(job, "spawned")) == 3
+
+
+def test_a_sum_that_not_all_replicas_got(bench: Bench) -> None:
+    """They have made the same steps, but some have measured more: they must agree on that too."""
+    job = bench.start(3, args=["--epochs", 2, "--deaf-at", 7])
+    bench.finish(job, timeout_s=15.0)
+    assert "pretended; re-forming" in bench.story()
+    bench.check_ledger(2, job)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_frozen_member_is_left_behind(bench: Bench, rank: int) -> None:
+    """Its connections stay open and its collectives never end: only the owner can tell, by naming it as lost."""
+    job = bench.start(3, args=["--epochs", 12, "--step-s", 0.005], replace_lost=False)
+    pump_until(bench, job, lambda: bench.step() >= 10)
+    frozen = pids(bench)[rank]
+    job.kill(rank, signal.SIGSTOP)
+    pump_for(job, 0.5)
+    step = bench.step()
+    pump_for(job, 0.5)
+    assert bench.step() == step  # nobody goes on without it
+    survivors = [member for number, member in enumerate(job.members) if number != rank]
+    told = time.time()
+    generation = job.controller.publish(survivors, lost=[job.members[rank].replica_id])
+    pump_until(bench, job, lambda: bench.step() > step + 5, timeout_s=10.0)
+    assert (job.controller.formed_at(generation) or 0.0) - told < 5.0
+    names = checkpoint_names(bench)
+    job.kill(rank, signal.SIGCONT)
+    pump_until(bench, job, lambda: of_kind(job, "exited"), timeout_s=10.0)
+    assert [event.detail for event in of_kind(job, "exited")] == ["code 143"]
+    assert checkpoint_names(bench) == names == []
+    assert bench.traces()[frozen][-1].generation < generation  # no step of its own in between
+    bench.finish(job)
+    bench.check_ledger(12, job)
+
+
+def test_a_member_that_is_frozen_while_a_group_forms_is_left_behind(bench: Bench) -> None:
+    job = bench.start(2, args=["--epochs", 20, "--step-s", 0.005])
+    pump_until(bench, job, lambda: bench.step() >= 5)
+    job.resize(3)
+    pump_until(bench, job, lambda: len(job.members) == 3)  # published: now they all meet
+    job.kill(2, signal.SIGSTOP)
+    pump_for(job, 0.7)
+    told = time.monotonic()
+    generation = job.controller.publish(job.members[:2], lost=[job.members[2].replica_id])
+    pump_until(bench, job, lambda: job.controller.is_formed(generation), timeout_s=20.0)
+    assert time.monotonic() - told < 10.0  # connecting to a frozen one ends by a time limit of its own
+    job.kill(2)
+    bench.finish(job)
+    bench.check_ledger(20, job)
+
+
+def test_the_last_survivor_of_a_group_that_was_re_forming_goes_on_alone(bench: Bench) -> None:
+    job = bench.start(4, args=["--epochs", 12, "--step-s", 0.01], replace_lost=False)
+    pump_until(bench, job, lambda: bench.step() >= 10)
+    step, survivor = bench.step(), pids(bench)[2]
+    job.kill(0)
+    pump_until(bench, job, lambda: len(job.members) == 3)  # published, and the others are about to meet
+    job.kill(0)  # the old rank 1
+    job.kill(2)  # the old rank 3
+    pump_until(bench, job, lambda: is_formed(job, 1), timeout_s=30.0)
+    bench.finish(job)
+    bench.check_ledger(12, job)
+    rows = bench.traces()[survivor]
+    assert rows[-1].size == 1 and rows[-1].step == 12 * 20 - 1
+    assert job.num_restarts == 0 and min(row.step for row in rows if row.generation > 1) >= step
+
+
+def test_who_cannot_recover_leaves_for_the_last_checkpoint(bench: Bench) -> None:
+    """One member freezes, nobody says so: the others give up in bounded time, and all start again."""
+    args = ["--epochs", 20, "--step-s", 0.01, "--save-s", 0.2, "--timeout-s", 1.5]
+    job = bench.start(3, args=args)
+    pump_until(bench, job, lambda: checkpoint_names(bench))
+    pump_until(bench, job, lambda: bench.step() >= 25)
+    job.kill(1, signal.SIGSTOP)
+    first = set(bench.traces())
+    pump_until(bench, job, lambda: len(of_kind(job, "exited")) == 2, timeout_s=15.0)
+    assert [event.detail for event in of_kind(job, "exited")] == ["code 1", "code 1"]
+    saved = max(int(name.split("-")[1].split(".")[0]) for name in checkpoint_names(bench))
+    for number in range(len(job.members)):
+        job.kill(number)
+    pump_until(bench, job, lambda: job.num_restarts == 1)
+    pump_until(bench, job, lambda: set(bench.traces()) - first)
+    resumed = next(rows for pid, rows in bench.traces().items() if pid not in first)
+    assert resumed[0].step >= saved > 0
+    bench.finish(job)
+    bench.check_ledger(20, job)
+
+
+def test_pauses_before_restarts_grow_only_while_there_is_no_training(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "HEALTHY_S", 0.3)
+    job = bench.start(1, args=["--epochs", 12, "--save-s", 0.1], max_restarts=5)
+    for trains_s in (0.5, 0.5, 0.5, 0.0):
+        num_restarts = job.num_restarts
+        pump_until(bench, job, lambda: is_formed(job, 1))
+        pump_for(job, trains_s)
+        job.kill(0)
+        pump_until(bench, job, lambda num_restarts=num_restarts: job.num_restarts > num_restarts)
+    bench.finish(job)
+    bench.check_ledger(12, job)
+    spawned = [event.time for event in of_kind(job, "spawned")]
+    pauses = [spawned[n + 1] - event.time for n, event in enumerate(of_kind(job, "restarting"))]
+    assert [round(pause, 1) for pause in pauses] == pytest.approx([0.5, 0.5, 0.5, 1.0], abs=0.2)
+
+
+# --- told to leave ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"])
+def test_signals_leave_a_checkpoint_for_any_number_of_replicas(bench: Bench, name: str) -> None:
+    before, after = {"SIGTERM": (3, 1), "SIGUSR1": (1, 2), "SIGUSR2": (2, 4), "SIGHUP": (4, 3)}[name]
+    # Whoever leaves unasked would be replaced at once, perhaps before the others are gone.
+    job = bench.start(before, args=["--epochs", 5], max_restarts=0, replace_lost=False)
+    pump_until(bench, job, lambda: bench.step() >= 10)
+    told = time.time()
+    if name == "SIGTERM":
+        job.request_stop(10.0)
+    else:
+        job.kill(before - 1, signal.Signals[name])  # one is told, all leave
+    assert job.wait(10.0) == 143
+    assert [event.detail for event in of_kind(job, "exited")] == ["code 143"] * before, bench.story(job)
+    last = max(row.step for rows in bench.traces().values() for row in rows)
+    late = [row for rows in bench.traces().values() for row in rows if row.time > told]
+    assert len(late) <= 3 * before  # at the next boundary at which all can know
+    assert checkpoint_names(bench) == [f"step-{last + 1:012d}"]
+    resumed = bench.start(after, args=["--epochs", 5])
+    bench.finish(resumed)
+    bench.check_ledger(5, resumed)
+    assert min(rows[0].step for rows in list(bench.traces().values())[before:]) == last + 1
+
+
+def test_a_job_that_loses_a_member_while_it_stops_leaves_a_checkpoint_all_the_same(bench: Bench) -> None:
+    job = bench.start(3, args=["--epochs", 10])
+    pump_until(bench, job, lambda: bench.step() >= 10)
+    job.kill(1)
+    told = time.monotonic()
+    assert job.stop(20.0) == 143
+    assert time.monotonic() - told < 15.0  # a group that had begun to connect waits for 3 s
+    assert sorted(event.detail for event in of_kind(job, "exited")) == ["code -9", "code 143", "code 143"]
+    last = max(row.step for rows in bench.traces().values() for row in rows)
+    assert checkpoint_names(bench) == [f"step-{last + 1:012d}"]
+
+
+def stop(bench: Bench, job: LocalJob, step: int) -> int:
+    """Preempt a job after this step; what its checkpoint is of."""
+    pump_until(bench, job, lambda: bench.step() >= step)
+    assert job.stop(10.0) == 143
+    return int(checkpoint_names(bench)[-1].split("-")[1])
+
+
+def test_a_torn_checkpoint_is_passed_over(bench: Bench) -> None:
+    first = stop(bench, bench.start(2, args=["--epochs", 5]), 10)
+    second = stop(bench, bench.start(3, args=["--epochs", 5]), first + 10)
+    assert second > first
+    torn = bench.checkpoints / checkpoint_names(bench)[-1]
+    largest = max(torn.rglob("*.distcp"), key=lambda path: path.stat().st_size)
+    os.truncate(largest, largest.stat().st_size // 2)
+    known = len(bench.traces())
+    job = bench.start(2, args=["--epochs", 5])
+    bench.finish(job)
+    bench.check_ledger(5, job)
+    assert list(bench.traces().values())[known][0].step == first
+    assert f"resumed after step {first}" in bench.story() and "Trying the one before" in bench.story()
+
+
+def test_under_torchrun_and_then_alone(bench: Bench) -> None:
+    args = ["--epochs", "30", "--step-s", "0.02", "--out", str(bench.out), "--hurry", str(bench.hurry)]
+    piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    command: dict[str, Any] = {"cwd": bench.folder, "env": bench.env, "text": True, **piped}
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    with subprocess.Popen([*torchrun, str(SCRIPTS / "ledger.py"), *args], **command) as process:
+        try:
+            deadline = time.monotonic() + 60.0
+            while bench.step() < 10:
+                assert process.poll() is None and time.monotonic() < deadline, process.communicate()[0]
+                time.sleep(0.05)
+            process.terminate()
+            log, _ = process.communicate(timeout=40.0)
+        finally:
+            process.kill()
+    traces = bench.traces()
+    assert [rows[-1].size for rows in traces.values()] == [2, 2]
+    last = max(row.step for rows in traces.values() for row in rows)
+    assert checkpoint_names(bench) == [f"step-{last + 1:012d}"], log
+    bench.hurry.touch()
+    alone = subprocess.run([sys.executable, str(SCRIPTS / "ledger.py"), *args], **command, timeout=60.0)
+    assert alone.returncode == 0, alone.stdout
+    assert list(bench.traces().values())[2][0].step == last + 1
+    bench.check_ledger(30)
