@@ -15,17 +15,35 @@ MAY_IMPORT = {
     "version": set(),
     "errors": set(),
     "types": {"errors"},
+    "jobs": {"types", "errors"},
     "model": {"types", "errors"},
+    "wire": {"model", "types", "errors"},
     "policy": {"model", "types", "errors"},
     "scheduler": {"policy", "model", "types", "errors"},
     "simulator": {"scheduler", "policy", "model", "types", "errors", "version"},
-    "train": {"model", "types", "errors"},
-    "cli": {"simulator", "scheduler", "policy", "model", "types", "errors", "version"},
+    "train": {"wire", "model", "types", "errors"},
+    "server": {"jobs", "wire", "scheduler", "policy", "model", "types", "errors", "version"},
+    "cli": {"jobs", "simulator", "scheduler", "policy", "model", "types", "errors", "version"},
 }
-PURE = ("types.py", "errors.py", "model", "policy", "scheduler/lifecycle.py", "scheduler/reconcile.py")
+PURE = (
+    "types.py",
+    "errors.py",
+    "jobs.py",
+    "wire.py",
+    "model",
+    "policy",
+    "scheduler/lifecycle.py",
+    "scheduler/reconcile.py",
+)
 IMPURE = {"os", "time", "datetime", "random", "socket", "subprocess", "threading", "pathlib", "requests"}
 LIGHT = {"numpy", "scipy"}
-ONLY_IN = {"typer": ("cli",), "rich": ("cli",), "plotly": ("cli", "simulator/report"), "torch": ("train",)}
+ONLY_IN = {
+    "typer": ("cli",),
+    "rich": ("cli",),
+    "plotly": ("cli", "simulator/report"),
+    "torch": ("train",),
+    "sqlalchemy": ("server",),
+}
 
 
 def modules() -> list[Path]:

@@ -44,7 +44,7 @@ class Bench:
         env = {name: value for name, value in os.environ.items() if not name.startswith(("POLLUX_", "TORCH"))}
         return {**env, "OMP_NUM_THREADS": "1", "POLLUX_CHECKPOINT_DIR": str(self.checkpoints)}
 
-    def start(self, num_replicas: int, script: str = "ledger.py", *, args: Any = (), **options: Any) -> LocalJob:
+    def start(self, num_replicas: int | None, script: str = "ledger.py", *, args: Any = (), **options: Any) -> LocalJob:
         argv = [SCRIPTS / script, "--out", self.out, "--hurry", self.hurry, *args]
         options.setdefault("starter", self.nursery)
         job = LocalJob(

@@ -13,6 +13,7 @@ pytest.importorskip("torch")
 import torch
 
 from pollux.train.data import ElasticLoader
+from pollux.train.launcher import Slot
 from pollux.train.position import StepShape
 from tests.e2e.jobs import BATCH, Bench, is_formed, of_kind, pump_for, pump_until, stalls
 from tests.e2e.scripts import regression
@@ -138,3 +139,30 @@ def test_members_train_on_while_newcomers_come(bench: Bench) -> None:
         rows = [row for row in bench.traces()[pid] if spawned < row.time < published]
         assert rows[-1].step - rows[0].step >= 30  # of about 100 in that second, on a busy machine
         assert {row.size for row in rows} == {2}
+
+
+def test_a_job_moves_to_other_slots_and_takes_its_state_along(bench: Bench) -> None:
+    a, b, c = (Slot(node, number) for node, number in (("one", 0), ("one", 1), ("two", 0)))
+    job = bench.start(
+        None,
+        args=["--epochs", 40, "--step-s", 0.01],
+        slots=[a, b],
+        slot_env=lambda slot: {"WHERE": f"{slot.node}-{slot.number}"},
+    )
+    pump_until(bench, job, lambda: is_formed(job, 2))
+    first, second = job.members
+    job.place([b, c])  # one stays, one goes, one comes: in one step
+    pump_until(bench, job, lambda: job.slots == (b, c) and is_formed(job, 2))
+    assert job.members[0] == second and job.controller.generation == 2
+    job.place([a])  # nobody stays: all meet once, then the newcomer is alone
+    pump_until(bench, job, lambda: job.slots == (a,) and is_formed(job, 1))
+    assert job.members[0] not in (first, second) and job.controller.generation == 4
+    assert job.num_restarts == 0
+    bench.finish(job)
+    bench.check_ledger(40, job)
+    assert [event.detail for event in of_kind(job, "spawned")] == [
+        "slot 0 on one",
+        "slot 1 on one",
+        "slot 0 on two",
+        "slot 0 on one",
+    ]

@@ -8,7 +8,8 @@ A replica is first a *newcomer* (started, in no roster), then a *member* (in the
 roster leaves it out, *leaving*. Rules:
 
 - Growing: newcomers start at once, the roster with them is published when all of them are ready. Until then the
-  members train on. Shrinking: newcomers go first, then the highest ranks, so that the state's holders stay.
+  members train on, also those that will leave: one roster makes the whole change. Where nobody stays, a roster of all
+  comes first, for the state to be handed over. Shrinking: newcomers go first, then the highest ranks.
 - A member that crashes is named as lost at once, in a roster of the survivors; its replacement joins later.
 - When nobody survives, all start again; the checkpoint is all that is left then. The pause before doubles from one
   time to the next, and begins anew when there was training for a while in between.
@@ -18,6 +19,7 @@ roster leaves it out, *leaving*. Rules:
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import signal
@@ -25,7 +27,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import NamedTuple, Self
 
 from pollux.errors import InvalidValueError, MembershipError
 from pollux.train.controller import JobController, Member
@@ -56,10 +58,17 @@ class JobEvent:
     generation: int | None = None
 
 
+class Slot(NamedTuple):
+    """A place for one replica: a device of a node."""
+
+    node: str
+    number: int
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Process:
     member: Member
-    slot: int
+    slot: Slot
     handle: Replica
     is_ready: bool = False
     first_generation: int | None = None  # with this one among its members
@@ -80,13 +89,15 @@ class LocalJob:
         self,
         argv: Sequence[str],
         *,
-        num_replicas: int,
+        num_replicas: int | None = None,
+        slots: Sequence[Slot] | None = None,
         starter: Starter,
         log_dir: str | Path,
         name: str = "job",
         env: Mapping[str, str] | None = None,
         cwd: str | Path | None = None,
-        node_of: Callable[[int], str] = lambda _slot: "localhost",
+        node_of: Callable[[int], str] = lambda _index: "localhost",
+        slot_env: Callable[[Slot], Mapping[str, str]] = lambda _slot: {},
         max_restarts: int = 3,
         replace_lost: bool = True,
         grace_s: float = 30.0,
@@ -94,19 +105,22 @@ class LocalJob:
     ) -> None:
         """``argv`` is a script and its arguments, or -m, a module and its. The starter stays the caller's.
 
-        ``node_of`` maps a slot to the node that it pretends to be on: slots count from 0, and a replacement takes the
-        slot that became free. ``max_restarts`` counts starts of the whole job after a loss of all, nothing else.
+        Where the replicas go is said by ``slots``, or by their number: slots then count from 0, ``node_of`` says which
+        node each pretends to be on, and a replacement takes the slot that became free. ``slot_env`` gives more
+        environment to who sits there (its device). ``max_restarts`` counts starts of the whole job after a loss of all,
+        nothing else.
         """
         self._argv, self._starter, self._name = tuple(argv), starter, name
         self._env = dict(os.environ if env is None else env)
         self._cwd, self._log_dir = str(cwd or Path.cwd()), Path(log_dir).absolute()
-        self._node_of, self._max_restarts, self._replace_lost = node_of, max_restarts, replace_lost
+        self._node_of, self._slot_env = node_of, slot_env
+        self._max_restarts, self._replace_lost = max_restarts, replace_lost
         self._grace_s, self._finish_grace_s = grace_s, finish_grace_s
-        self._requested = self._target = self._checked(num_replicas)
-        self._controller = JobController(name)
         self._newcomers: list[_Process] = []
         self._members: list[_Process] = []
         self._leaving: list[_Process] = []
+        self._requested = self._target = _checked(self._slots_for(num_replicas or 0) if slots is None else slots)
+        self._controller = JobController(name)
         self._num_spawned = self._num_restarts = self._num_failures = self._formed = 0
         self._is_started = self._is_closed = False
         self._early_finishers = 0  # ended with 0 before there was any generation: a script that joins none
@@ -144,9 +158,21 @@ class LocalJob:
             self._is_started = True
             self.pump()
 
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Those of the members, in rank order."""
+        return tuple(process.slot for process in self._members)
+
     def resize(self, num_replicas: int) -> None:
-        """The latest target wins; what was started for an older one and is not needed any more ends."""
-        self._requested = self._target = self._checked(num_replicas)
+        """So many replicas, wherever they are: :meth:`place` with as little change as possible."""
+        self.place(self._slots_for(num_replicas))
+
+    def place(self, slots: Sequence[Slot]) -> None:
+        """Replicas in exactly these slots; who sits in one of them stays.
+
+        The latest target wins; what was started for an older one and is not needed any more ends.
+        """
+        self._requested = self._target = _checked(slots)
         if self._is_started:
             self.pump()
 
@@ -215,10 +241,15 @@ class LocalJob:
     def _all(self) -> list[_Process]:
         return [*self._members, *self._newcomers, *self._leaving]
 
-    def _checked(self, num_replicas: int) -> int:
-        if num_replicas < 1:
-            raise InvalidValueError(f"a job has at least 1 replica, got {num_replicas}; to end it use stop()")
-        return num_replicas
+    def _slots_for(self, num_replicas: int) -> list[Slot]:
+        """Those of members first, then of newcomers, who hold no state, then the lowest free ones."""
+        newcomers = sorted(self._newcomers, key=lambda process: not process.is_ready)
+        slots = [process.slot for process in [*self._members, *newcomers]][:num_replicas]
+        taken = {slot.number for slot in slots}
+        free = (index for index in itertools.count() if index not in taken)
+        return slots + [
+            Slot(self._node_of(index), index) for index in itertools.islice(free, num_replicas - len(slots))
+        ]
 
     def _note(self, kind: str, detail: str = "", process: _Process | None = None, at: float | None = None) -> None:
         replica_id = None if process is None else process.member.replica_id
@@ -299,7 +330,8 @@ class LocalJob:
             # Who ended with 0 cannot take part in a collective either, and so is named with the lost.
             gone = [*(process for process in self._members if process not in survivors), *broken_leavers]
             if not self._replace_lost:
-                self._target = min(self._target, len(survivors) + len(self._newcomers))
+                held = {process.slot for process in [*survivors, *self._newcomers]}
+                self._target = tuple(slot for slot in self._target if slot in held)
             self._publish(survivors, lost=[process.member.replica_id for process in gone])
         elif self._finish_by is not None and time.monotonic() > self._finish_by:
             for process in survivors:
@@ -328,26 +360,32 @@ class LocalJob:
         if self._finish_by is not None:
             self._drop(list(self._newcomers), "the job is finishing")
             return
-        self._shrink(len(self._members) + len(self._newcomers) - self._target)
-        missing = self._target - len(self._members) - len(self._newcomers) - self._early_finishers
-        if missing > 0 and time.monotonic() >= self._spawn_at:
-            for _ in range(missing):
-                self._spawn()
-        elif missing <= 0 and self._newcomers and all(process.is_ready for process in self._newcomers):
-            joining, self._newcomers = self._newcomers, []
-            self._publish([*self._members, *joining])
+        wanted = set(self._target)
+        self._drop([process for process in self._newcomers if process.slot not in wanted], "not needed any more")
+        held = {process.slot for process in [*self._members, *self._newcomers]}
+        missing = [slot for slot in self._target if slot not in held][self._early_finishers :]
+        staying = [process for process in self._members if process.slot in wanted]
+        if missing:
+            if time.monotonic() >= self._spawn_at:
+                for slot in missing:
+                    self._spawn(slot)
+        elif self._newcomers:
+            if all(process.is_ready for process in self._newcomers):
+                joining, self._newcomers = self._newcomers, []
+                self._change([*(staying or self._members), *joining])
+        elif len(staying) < len(self._members) and self._holds_state(staying):
+            self._change(staying)
 
-    def _shrink(self, num_surplus: int) -> None:
-        # Newcomers hold no state, those not ready have cost the least; stable, so that the latest goes first.
-        dropped = sorted(reversed(self._newcomers), key=lambda process: process.is_ready)[: max(num_surplus, 0)]
-        self._drop(dropped, "not needed any more")
-        if num_surplus > len(dropped):
-            staying = self._members[: len(self._members) + len(dropped) - num_surplus]
-            leaving = self._members[len(staying) :]
-            for process in leaving:
-                process.kill_at = time.monotonic() + self._grace_s
-            self._leaving += leaving
-            self._publish(staying)
+    def _holds_state(self, staying: list[_Process]) -> bool:
+        """Whether the others may go: one of these trains, or nobody does yet."""
+        return not self._formed or any((process.first_generation or 0) <= self._formed for process in staying)
+
+    def _change(self, members: list[_Process]) -> None:
+        leaving = [process for process in self._members if process not in members]
+        for process in leaving:
+            process.kill_at = time.monotonic() + self._grace_s
+        self._leaving += leaving
+        self._publish(members)
 
     def _drop(self, newcomers: list[_Process], why: str) -> None:
         for process in newcomers:
@@ -363,29 +401,28 @@ class LocalJob:
         names = " ".join(process.member.replica_id for process in members)
         self._note("published", f"{names}; lost {' '.join(lost)}" if lost else names)
 
-    def _spawn(self) -> None:
+    def _spawn(self, slot: Slot) -> None:
         living = [*self._members, *self._newcomers]
-        taken = {process.slot for process in living}
-        slot = next(slot for slot in range(len(taken) + 1) if slot not in taken)
         nodes = [process.member.node for process in living]
-        member = Member(replica_id=f"{self._name}-{self._num_spawned}", node=self._node_of(slot))
+        member = Member(replica_id=f"{self._name}-{self._num_spawned}", node=slot.node)
         self._num_spawned += 1
         known = list(dict.fromkeys([*nodes, member.node]))
         environment = self._controller.environment(
             member,
             planned_rank=len(living),
-            planned_world=self._target,
+            planned_world=len(self._target),
             local_rank=nodes.count(member.node),
-            local_world=[self._node_of(other) for other in range(self._target)].count(member.node),
+            local_world=[other.node for other in self._target].count(member.node),
             group_rank=known.index(member.node),
             num_restarts=self._num_restarts,
         )
         log = str(self._log_dir / member.replica_id)
         logs = {"stdout": f"{log}.out", "stderr": f"{log}.err"}
-        command = Command(argv=self._argv, env={**self._env, **environment}, cwd=self._cwd, **logs)
+        environment = {**self._env, **self._slot_env(slot), **environment}
+        command = Command(argv=self._argv, env=environment, cwd=self._cwd, **logs)
         process = _Process(member=member, slot=slot, handle=self._starter.spawn(command))
         self._newcomers.append(process)
-        self._note("spawned", f"slot {slot} on {member.node}", process)
+        self._note("spawned", f"slot {slot.number} on {slot.node}", process)
 
     def _kill(self, process: _Process, why: str) -> None:
         self._starter.signal(process.handle, signal.SIGKILL)
@@ -419,3 +456,11 @@ class LocalJob:
     def _how(process: _Process) -> str:
         code = process.exit_code or 0
         return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+
+
+def _checked(slots: Sequence[Slot]) -> tuple[Slot, ...]:
+    if not slots:
+        raise InvalidValueError("a job has at least 1 replica, got 0; to end it use stop()")
+    if len(set(slots)) < len(slots):
+        raise InvalidValueError("a slot is named twice; it holds one replica")
+    return tuple(slots)
