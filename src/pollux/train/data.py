@@ -175,6 +175,11 @@ class ElasticLoader:
         return (self._source.unit, self._shuffle, self._length, self._source.epoch_length, self._drop_last)
 
     @property
+    def epoch_length(self) -> int | None:
+        """Examples per epoch, where that is known beforehand and what is counted."""
+        return self._source.epoch_length if self._source.unit == "example" else None
+
+    @property
     def unit(self) -> str:
         """What is counted: an "example", the user's "batch", or an example of a "stream"."""
         return self._source.unit

@@ -44,20 +44,28 @@ class Gate:
 def gate_optimizer(
     optimizer: torch.optim.Optimizer,
     is_last_pass: Callable[[], bool],
-    on_step: Callable[[], bool],
+    may_step: Callable[[], bool],
+    on_stepped: Callable[[bool], None] = lambda _is_whole: None,
     on_pass: Callable[[], None] = lambda: None,
 ) -> Gate:
-    """``step`` does nothing but in a step's last pass, and there only if ``on_step()`` says that gradients are good.
+    """``step`` does nothing but in a step's last pass, and there only if ``may_step()`` says that gradients are good.
 
+    ``on_stepped`` is told afterwards whether the step was made in full; one that raised may be made in part.
     ``on_pass()`` is called in the other passes, while their gradients are there.
     """
 
     def step(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not is_last_pass():
             on_pass()
-        elif on_step():
+        elif may_step():
             optimizer._opt_called = True  # type: ignore[attr-defined]
-            return original(*args, **kwargs)
+            is_whole = False
+            try:
+                result = original(*args, **kwargs)
+                is_whole = True
+            finally:
+                on_stepped(is_whole)
+            return result
         return None
 
     gate = Gate(optimizer)
@@ -88,11 +96,14 @@ def gate_scheduler(scheduler: Any, num_steps: Callable[[], int]) -> Gate:
     return gate
 
 
-def gate_scaler(scaler: Any, is_last_pass: Callable[[], bool]) -> Gate:
-    """``unscale_``, ``step`` and ``update`` do nothing in passes that accumulate: the loss scale is a step's."""
+def gate_scaler(scaler: Any, is_last_pass: Callable[[], bool], is_good: Callable[[], bool]) -> Gate:
+    """``unscale_``, ``step`` and ``update`` do nothing in passes that accumulate: the loss scale is a step's.
+
+    Nor where the gradients turned out worthless: replicas would come to different scales.
+    """
 
     def wait(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return original(*args, **kwargs) if is_last_pass() else None
+        return original(*args, **kwargs) if is_last_pass() and is_good() else None
 
     gate = Gate(scaler)
     for name in ("unscale_", "step", "update"):

@@ -108,12 +108,15 @@ class GradientHook:
         self._previous_scale: Tensor | float = 1.0
         self._expects_pair = False
         self._measurement: _Measurement | None = None
-        self._groups: dict[BucketKey, tuple[Groups, list[int]]] = {}
+        self._groups: dict[BucketKey, list[tuple[Mapping[str, Any], list[tuple[Tensor, int]]]]] = {}
         self._layouts: dict[BucketKey, list[Layout]] = {}
         self._pending: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
         self._lock = threading.Lock()  # collectives end, and are given up, in other threads
         self._is_abandoned = False
         self.failure: BaseException | None = None
+        self.misuse: str | None = None  # what the user's loop does that cannot give the right gradient
+        self._arrived: set[int] = set()  # buckets of the pass
+        self.reductions: list[torch.cuda.Event] = []  # of steps whose sums the device may not have made yet
         self._host_s = 0.0
         self._marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
@@ -121,6 +124,7 @@ class GradientHook:
 
     def begin_pass(self, plan: PassPlan) -> None:
         self._plan = plan
+        self._arrived.clear()
         if plan.is_first:
             self._accumulated.clear()
             self._pieces.clear()
@@ -185,6 +189,12 @@ class GradientHook:
         is_last_bucket = bucket.is_last()
         if plan is None:  # a backward pass outside the loader's iteration: plain averaging
             plan = PassPlan(weight=1.0 / group.size())
+        if bucket.index() in self._arrived and plan.is_last and not plan.is_first:
+            self.misuse = (
+                "backward() was called twice for one batch of a step that accumulates several: "
+                "add the losses up and call it once"
+            )
+        self._arrived.add(bucket.index())
         if is_last_bucket:
             self._on_ready()
         if self._measurement is not None:
@@ -272,6 +282,8 @@ class GradientHook:
                 reduced.value()
                 if measurement is not None:
                     measurement.mean.append(self._squared_norm(buffer, views))
+                if buffer.is_cuda and is_last_bucket:
+                    self._note_reduction()
                 self._end(outcome, buffer)
             except BaseException as error:
                 self._end(outcome, buffer, error)
@@ -296,6 +308,18 @@ class GradientHook:
                 self.failure = self.failure or error
         if was_pending:
             outcome.set_result(buffer)
+
+    def _note_reduction(self) -> None:
+        """On the device a sum is only queued when its future ends; the event tells when it has been made."""
+        self.reductions = [event for event in self.reductions if not _has_passed(event)]
+        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        event.record()
+        self.reductions.append(event)
+
+    def is_reduced(self) -> bool:
+        """Whether the device has made every sum whose result an optimizer step was queued behind."""
+        self.reductions = [event for event in self.reductions if not _has_passed(event)]
+        return not self.reductions
 
     @contextmanager
     def _costs(self, buffer: Tensor) -> Iterator[None]:
@@ -338,6 +362,11 @@ class GradientHook:
             self._previous_scale = scale
             return
         measurement.is_pair = True
+        if views is not None and not views.gradients:
+            zero = torch.zeros((), device=buffer.device)
+            measurement.own.append(zero)
+            measurement.mean.append(zero)
+            return
         if isinstance(scale, Tensor) or scale != self._previous_scale:
             previous.mul_(scale / self._previous_scale)
         if views is None:
@@ -355,6 +384,8 @@ class GradientHook:
 
     def _squared_norm(self, buffer: Tensor, views: _Views | None) -> Tensor:
         tensors = [buffer] if views is None else weighed(self._inverse(views), views.gradients)
+        if not tensors:
+            return torch.zeros((), device=buffer.device)
         return squared_norm(tensors, self._loss_scale())
 
     def _inverse(self, views: _Views) -> list[Tensor]:
@@ -371,28 +402,32 @@ class GradientHook:
         key = _key(bucket)
         if key not in self._groups:
             self._groups[key] = _by_group(self._optimizer, bucket.parameters())
-        groups, order = self._groups[key]
-        if not self._preconditioner.is_ready(groups):
+        if not self._optimizer.state:
             return None
         gradients = bucket.gradients()
-        return _Views(groups, [gradients[index] for index in order])
+        groups: Groups = []
+        chosen: list[Tensor] = []
+        for options, members in self._groups[key]:
+            # A parameter that was never stepped has no scale to be measured in, and no part in the norm.
+            stepped = [(one, place) for one, place in members if self._preconditioner.is_ready([(options, [one])])]
+            groups.append((options, [one for one, _ in stepped]))
+            chosen += [gradients[place] for _, place in stepped]
+        return _Views(groups, chosen)
 
 
 def _key(bucket: GradBucket) -> BucketKey:
     return tuple(map(id, bucket.parameters()))
 
 
-def _by_group(optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]) -> tuple[Groups, list[int]]:
-    """A bucket's parameters by the optimizer's group, and where each stands in the bucket."""
+def _by_group(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]
+) -> list[tuple[Mapping[str, Any], list[tuple[Tensor, int]]]]:
+    """A bucket's parameters by the optimizer's group, each with its place in the bucket."""
     places = {id(parameter): index for index, parameter in enumerate(parameters)}
-    groups: Groups = []
-    order: list[int] = []
-    for options in optimizer.param_groups:
-        members = [parameter for parameter in options["params"] if id(parameter) in places]
-        if members:
-            groups.append((options, members))
-            order += [places[id(parameter)] for parameter in members]
-    return groups, order
+    return [
+        (options, [(one, places[id(one)]) for one in options["params"] if id(one) in places])
+        for options in optimizer.param_groups
+    ]
 
 
 def _views_like(views: _Views, other: Tensor, buffer: Tensor) -> list[Tensor]:
@@ -405,6 +440,10 @@ def _completed(buffer: Tensor) -> torch.futures.Future[Tensor]:
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(buffer)
     return future
+
+
+def _has_passed(event: torch.cuda.Event) -> bool:
+    return bool(event.query())  # type: ignore[no-untyped-call]
 
 
 def _timing_event() -> torch.cuda.Event:

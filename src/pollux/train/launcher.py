@@ -101,7 +101,7 @@ class LocalJob:
         max_restarts: int = 3,
         replace_lost: bool = True,
         grace_s: float = 30.0,
-        finish_grace_s: float = 60.0,
+        finish_grace_s: float = 3600.0,
     ) -> None:
         """``argv`` is a script and its arguments, or -m, a module and its. The starter stays the caller's.
 

@@ -19,6 +19,8 @@ class Loop(Protocol):
     def start(self) -> None: ...
     def begin_pass(self, current: Pass) -> None: ...
     def end_pass(self) -> None: ...
+    def leave_loop(self) -> None: ...
+    def end_loop(self) -> None: ...
     def recover(self, error: BrokenGroup) -> None: ...
 
 
@@ -44,11 +46,16 @@ class AdaptiveLoader:
             try:
                 batch = next(batches)
             except StopIteration:
+                session.end_loop()
                 return
             except BrokenGroup as error:
                 session.recover(error)
                 batches = iter(elastic)
                 continue
             session.begin_pass(elastic.current)
-            yield batch
+            try:
+                yield batch
+            except GeneratorExit:  # ``break``, or an iterator that was let go of: no place for collectives
+                session.leave_loop()
+                raise
             session.end_pass()

@@ -72,8 +72,11 @@ class Membership(Protocol):
     def recover(self, timeout_s: float) -> Group | None:
         """After a broken collective: a newer generation, or the same members again. PeerLostError if neither comes."""
 
-    def on_lost(self, callback: Callable[[], None]) -> None:
-        """Call back, from a thread, when a newer roster names lost members. The callback must not use this object."""
+    def on_lost(self, callback: Callable[[int], None]) -> None:
+        """Call back, from a thread, with the generation of a newer roster that names lost members.
+
+        The callback must not use this object.
+        """
 
     def note_formed(self, group: Group) -> None:
         """Tell the owner that this replica trains in ``group``."""
@@ -172,7 +175,7 @@ class StaticMembership(_Ranks):
     def recover(self, timeout_s: float) -> Group | None:
         return self._meet(self._current().attempt + 1, Deadline(timeout_s))
 
-    def on_lost(self, callback: Callable[[], None]) -> None:
+    def on_lost(self, callback: Callable[[int], None]) -> None:
         """Nobody watches the replicas here: losses show as broken collectives only."""
 
     def note_formed(self, group: Group) -> None:
@@ -232,7 +235,7 @@ class StoreMembership(_Ranks):
         self._control: Store | None = None
         self._came: set[tuple[int, int]] = set()
         self._published = 0
-        self._callbacks: list[Callable[[], None]] = []
+        self._callbacks: list[Callable[[int], None]] = []
         self._moving = threading.Lock()  # held while the group changes, and while the callbacks run
         self._closing = threading.Event()
         self._watcher: threading.Thread | None = None
@@ -283,7 +286,7 @@ class StoreMembership(_Ranks):
             roster = read_roster(self._open_control(), current.generation)
             return self._follow(roster, current.attempt + 1, Deadline(timeout_s))
 
-    def on_lost(self, callback: Callable[[], None]) -> None:
+    def on_lost(self, callback: Callable[[int], None]) -> None:
         self._callbacks.append(callback)
 
     def note_formed(self, group: Group) -> None:
@@ -391,6 +394,6 @@ class StoreMembership(_Ranks):
             logger.warning("%s: generation %d: lost %s", self._replica_id, roster.generation, ", ".join(roster.lost))
             for callback in self._callbacks:
                 try:
-                    callback()
+                    callback(roster.generation)
                 except Exception:
                     logger.exception("%s: a callback for lost members failed", self._replica_id)

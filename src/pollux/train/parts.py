@@ -5,13 +5,14 @@ Stands in ``train``, below :mod:`pollux.train.session`, which moves the parts fr
 
 from __future__ import annotations
 
+import logging
 import time
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 
-from pollux.errors import InvalidValueError
+from pollux.errors import CheckpointError, InvalidValueError
 from pollux.train.batching import BatchChoice
 from pollux.train.checkpoint import AsyncSaver, CheckpointDirectory, CheckpointInfo, checkpoint_interval_s
 from pollux.train.data import ElasticLoader
@@ -21,6 +22,8 @@ from pollux.train.report import Report
 from pollux.train.state import FlatState, flatten, random_state, set_random_state, unflatten
 from pollux.train.trainee import Trainee
 from pollux.train.tuning import Tuner
+
+logger = logging.getLogger(__name__)
 
 SAVE_TIMEOUT_S = 600.0
 FIRST_SAVE_S = 30.0
@@ -142,7 +145,11 @@ class Keeper:
         """Save in the background; the next one is due after an interval that follows from what this one costs."""
         self._saved_s = time.monotonic()
         state = parts.capture()
-        has_begun = self._saver.begin(state.tensors, state.blob, _info(parts, generation, num_replicas))
+        try:
+            has_begun = self._saver.begin(state.tensors, state.blob, _info(parts, generation, num_replicas))
+        except CheckpointError as error:  # of the one before; the next may find room
+            logger.error("the last checkpoint could not be written, training goes on: %s", error)
+            return
         if has_begun and self._every_s is None:
             cost_s = max(self._saver.last_stall_s or 0.0, 1e-3)
             self._interval_s = checkpoint_interval_s(cost_s, MEAN_TIME_BETWEEN_FAILURES_S / num_replicas)
@@ -155,9 +162,14 @@ class Keeper:
         self._saved_s = time.monotonic()
 
     def wait(self) -> None:
-        self._saver.wait(SAVE_TIMEOUT_S)
+        """Until nothing is being written any more."""
+        try:
+            self._saver.wait(SAVE_TIMEOUT_S)
+        except CheckpointError as error:
+            logger.error("the last checkpoint could not be written: %s", error)
 
     def close(self) -> None:
+        self.wait()
         self._saver.close(SAVE_TIMEOUT_S)
 
 

@@ -83,10 +83,17 @@ class StepTimer:
         if self._current is not None and self._current.is_only and self._current.ready is None:
             self._current.ready = self._mark()
 
+    def end(self) -> None:
+        """The pass under way is over, and no other follows at once: an epoch's last."""
+        if self._current is not None:
+            self._current.end = self._mark()
+            self._unread.append(self._current)
+        self._current = None
+
     def disturb(self) -> None:
         """What happens now is no part of a step: the pass under way does not count."""
         if self._current is not None:
-            self._recycle(self._current.start, self._current.ready)
+            self._recycle(self._current.ready)  # its start is the end of the pass before, and may be unread
         self._current = None
 
     def reset(self) -> None:

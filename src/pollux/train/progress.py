@@ -34,8 +34,10 @@ class Progress:
     is_idle: bool = False  # the last pass had no step
     pass_examples: int = 0  # in the pass under way
     pass_useful: float = 0.0
-    scheduled_iterations: int = 0  # how often the LR scheduler was stepped inside the loop
-    scheduled_epochs: int = 0  # and outside it
+    last_efficiency: float = 1.0  # of the pass before this one
+    iteration_credit: float = 0.0  # of an LR scheduler that is stepped inside the loop: learning not yet passed on
+    epoch_credit: float = 0.0  # and outside it
+    credited_pass: int = -1  # the last one that gave credit
 
     def add_step(self, num_examples: int, gain: float, initial_batch: int) -> None:
         useful = min(float(num_examples), gain * initial_batch) if num_examples > initial_batch else float(num_examples)
@@ -50,7 +52,7 @@ class Progress:
         """The pass is over. An empty one (a step larger than all that was left) taught nothing."""
         self.epochs += self.pass_efficiency
         self.num_passes += 1
-        self.is_idle = self.pass_examples == 0
+        self.is_idle, self.last_efficiency = self.pass_examples == 0, self.pass_efficiency
         self.pass_examples, self.pass_useful = 0, 0.0
 
     @property
@@ -75,16 +77,27 @@ class Progress:
         return max(num_epochs - self.epochs, 0.0) / max(self.epochs / self.num_passes, 1e-9)
 
     def due_in_loop(self, gain: float) -> int:
-        """How often to step an LR scheduler that is stepped after every batch, in the step that is being made."""
-        due = int(self.iterations + max(gain, 1.0) + 1e-6)
-        num_calls, self.scheduled_iterations = due - self.scheduled_iterations, due
-        return max(num_calls, 0)
+        """How often to step an LR scheduler, called after a batch, for the step that is being made."""
+        self.iteration_credit += max(gain, 1.0)
+        due = int(self.iteration_credit + 1e-6)
+        self.iteration_credit -= due
+        return due
 
     def due_between_passes(self) -> int:
-        """The same for one that is stepped once per pass; asked when the pass's batches are all done."""
-        due = round(self.epochs + self.pass_efficiency)
-        num_calls, self.scheduled_epochs = due - self.scheduled_epochs, due
-        return max(num_calls, 0)
+        """The same for one that is called between passes, for the pass that is over; each counts once.
+
+        A replica that has taken over the state of others may call again for a pass that they have counted.
+        """
+        number, efficiency = self.num_passes, self.pass_efficiency
+        if not self.pass_examples:  # called before the pass begins, not after it
+            number, efficiency = number - 1, self.last_efficiency
+        if number <= self.credited_pass:
+            return 0
+        self.credited_pass = number
+        self.epoch_credit += efficiency
+        due = int(self.epoch_credit + 0.5)
+        self.epoch_credit -= due
+        return due
 
     def state_dict(self) -> dict[str, Any]:
         return asdict(self)

@@ -30,6 +30,7 @@ _HOOKS = (
     "_state_dict_hooks",
     "_load_state_dict_pre_hooks",
 )
+OnForward = Callable[[BaseException | None], bool]
 Reduce = Callable[[dist.ProcessGroup, Any], torch.futures.Future[Tensor]]
 
 
@@ -61,13 +62,23 @@ class ElasticModel(DistributedDataParallel):
         self._remember(reduce, options)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if self.on_forward is not None and self.training and torch.is_grad_enabled():
-            self.on_forward()
+        if self.training and torch.is_grad_enabled() and not self._is_whole():
+            return self.module(*inputs, **kwargs)  # the group is broken: the step will be begun again
         return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+
+    def _is_whole(self) -> bool:
+        """Whether the group stands. DDP's own collective of a forward pass is made here, where it may fail."""
+        if self.on_forward is None:
+            return True
+        try:
+            self.reducer._rebuild_buckets()
+        except RuntimeError as error:
+            return self.on_forward(error)
+        return self.on_forward(None)
 
     def _remember(self, reduce: Reduce, options: dict[str, Any]) -> None:
         self._reduce, self._options = reduce, options
-        self.on_forward: Callable[[], None] | None = getattr(self, "on_forward", None)
+        self.on_forward: OnForward | None = getattr(self, "on_forward", None)
         # DDP insists on its own annotations, or none.
         self.register_comm_hook(self.process_group, lambda group, bucket: reduce(group, bucket))
 

@@ -34,6 +34,7 @@ from pollux.train.pulse import Pulse
 from pollux.train.report import FileReporter, Reporter
 from pollux.train.scaling import ScalingRule
 from pollux.train.session import Session, shape_of
+from pollux.train.sources import length_of
 from pollux.train.team import Team
 from pollux.train.trainee import Trainee
 from pollux.train.tuning import Tuner
@@ -88,7 +89,15 @@ class Run:
         if dist.is_initialized():
             if membership.is_elastic:
                 raise InvalidValueError("torch.distributed is initialised already: in a cluster, leave that to Pollux")
-            self._team.adopt(membership.join(timeout_s))
+            group = membership.join(timeout_s)
+            ranks = dist.get_rank(), dist.get_world_size()
+            if (group.rank, group.world_size) != ranks:
+                raise InvalidValueError(
+                    f"torch.distributed says rank {ranks[0]} of {ranks[1]}, the environment rank {group.rank} of "
+                    f"{group.world_size}: set RANK and WORLD_SIZE and the other variables of torchrun, or leave "
+                    "init_process_group to train.init()"
+                )
+            self._team.adopt(group)
         elif membership.is_elastic:
             # Others may be training already: this replica joins them once it is set up, and is on its own until then.
             self._team.form(_alone())
@@ -181,7 +190,8 @@ class Run:
         if policy is None:
             policy = "fixed" if max_batch_size is None or has_batches else "adaptive"
         tuner = Tuner(limits, batch_policy(policy), self.device)
-        shape = shape_of(tuner.choose(None, None), 1, 0)
+        length = None if has_batches or options.get("drop_last") else length_of(options.get("sampler") or dataset)
+        shape = shape_of(tuner.choose(None, None), 1, 0, length or None)
         elastic = ElasticLoader(dataset, shape, share_order=self._team.share, **options)
         self._tuner, self._loader = tuner, AdaptiveLoader(elastic, self._session, self._complete)
         return self._loader
@@ -271,7 +281,7 @@ class Run:
             if not self._session.note_error(error):
                 raise
         if self._session.redo is not None and self._trainee is not None:
-            self._trainee.optimizer.zero_grad()
+            self._trainee.begin_again()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 

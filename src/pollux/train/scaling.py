@@ -208,7 +208,7 @@ class ScaledRate:
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
-            optimizer.register_state_dict_pre_hook(self._before_saving),
+            optimizer.register_state_dict_pre_hook(self._after_step),
             optimizer.register_load_state_dict_post_hook(self._after_loading),
         ]
 
@@ -219,8 +219,16 @@ class ScaledRate:
 
     @property
     def beta_exponent(self) -> float:
-        """The power to which Adam's β were raised in the last step."""
+        """The power to which Adam's β were raised in the last step, and the unit in which its state counts steps.
+
+        Whoever keeps the optimizer's state for later keeps this beside it. Converting the steps instead would not come
+        back to the same number, and replicas that saved would differ from those that did not.
+        """
         return self._exponent
+
+    @beta_exponent.setter
+    def beta_exponent(self, exponent: float) -> None:
+        self._exponent = exponent
 
     def restore(self) -> None:
         """Put back the unscaled rates if a step raised; nothing to do otherwise."""
@@ -264,10 +272,6 @@ class ScaledRate:
 
     def _after_step(self, *_: Any) -> None:
         self.restore()
-
-    def _before_saving(self, *_: Any) -> None:
-        self.restore()
-        self._count_steps_in(1.0)
 
     def _after_loading(self, *_: Any) -> None:
         self._exponent = 1.0

@@ -17,6 +17,7 @@ reads the last checkpoint.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 
@@ -37,11 +38,13 @@ from pollux.train.report import Reporter
 from pollux.train.scaling import StepContext
 from pollux.train.state import broadcast, random_state, set_random_state
 from pollux.train.team import BrokenGroup, Team, let_go
+from pollux.types import BatchConfig
 
 MEASURING_BUDGET = 0.002  # share of a step's time that measuring its noise may take, on average
 MAX_INTERVAL = 32  # steps between measurements at most
 FIRST_MEASUREMENTS = 10  # made every step: until then there is no average worth the name
 REPORT_INTERVAL_S = 1.0
+MAX_ATTEMPTS = 50  # at forming a group
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +70,9 @@ class Session:
         self.redo: str | None = None  # why the step under way must be begun again
         self._is_measured = False
         self._is_applied = False  # the optimizer has made the step under way
+        self._has_left = False  # the loop was left with the pass under way
         self._has_state = False
+        self._is_damaged = False  # there was a state, and it cannot be trusted any more
         self._wish: BatchChoice | None = None  # rank 0: the batch to change to
         self._reported_s = time.monotonic()
         membership.on_lost(self._on_lost)
@@ -90,7 +95,6 @@ class Session:
             return
         group = self.team.group
         if self.membership.is_elastic:
-            self.team.seek()
             group = self.membership.join(self._timeout_s)
         assert group is not None
         self._enter(group, forms=self.membership.is_elastic)
@@ -116,9 +120,11 @@ class Session:
 
     def end_pass(self) -> None:
         """The user asks for the next batch: the pass is over, and perhaps the step."""
-        current, self.current = self.current, None
+        current, self.current, self._has_left = self.current, None, False
         if current is None:
             return
+        if self._parts.trainee.hook.misuse is not None:
+            raise InvalidValueError(self._parts.trainee.hook.misuse)
         reason = self.redo
         if reason is None and current.is_last and self.has_failed():
             reason = str(self._parts.trainee.hook.failure)
@@ -138,6 +144,22 @@ class Session:
         except BrokenGroup as error:
             let_go(error)
             self._recover(str(error))
+
+    def leave_loop(self) -> None:
+        """The loop was left: by ``break``, with the step made or not, or an iterator was only looked into."""
+        current = self.current
+        if current is None:
+            return
+        if current.is_last and (self._is_applied or self._parts.pulse.has_started):
+            self._has_left = True  # finished when the user comes back
+        else:
+            self.current = None
+            self._parts.loader.retry()
+            self._parts.trainee.hook.take_norms()  # forget the passes so far
+
+    def end_loop(self) -> None:
+        """The loop came to the epoch's end. Epochs of one step each would not be timed otherwise."""
+        self._parts.tuner.timer.end()
 
     def recover(self, error: BrokenGroup) -> None:
         """A peer was lost outside a step, while the order of an epoch was shared."""
@@ -183,8 +205,7 @@ class Session:
         """Rank 0 between two steps: is another batch better, is a report or a checkpoint due?"""
         parts = self._parts
         if self._wish is None and parts.loader.unit != "batch":
-            advice = self.reporter.advice() if self.reporter is not None else None
-            self._wish = parts.tuner.reconsider(parts.noise_scale, parts.choice, advice)
+            self._wish = parts.tuner.reconsider(parts.noise_scale, parts.choice, self._advice())
             if self._wish is not None and self.team.size == 1:
                 self._rebatch(self._wish)
         now = time.monotonic()
@@ -213,25 +234,35 @@ class Session:
         if self.keeper is None:
             logger.warning("%s: leaving without a checkpoint, as there is no checkpoint_dir", name)
         elif self.team.rank == 0:
-            self.keeper.save(self._parts, self.generation, self.team.size)
+            try:
+                self.keeper.save(self._parts, self.generation, self.team.size)
+            except CheckpointError as error:
+                logger.error("%s: leaving without a new checkpoint: %s", name, error)
         self.team.share(None)
         raise Leave(f"{name}: left after step {num_steps}")
 
     def _resize(self) -> None:
         if self.keeper is not None and self.team.rank == 0:
             self.keeper.wait()  # another replica may be rank 0 next, and write to the same place
-        self.team.seek()
         self._enter(self.membership.advance(self._timeout_s))
 
     def _recover(self, reason: str) -> None:
         """The group is broken, or this replica breaks it: find each other again, and go on from the last step."""
         parts = self._parts
         logger.warning("rank %d, step %d: %s; re-forming", self.team.rank, parts.progress.num_steps, reason)
+        if self.team.is_adopted and self.team.size > 1:
+            raise PeerLostError(
+                f"{reason}; the process group was made by the script, so it cannot be formed anew here: leave "
+                "torch.distributed.init_process_group to train.init(), or start the script again"
+            )
         self.redo = None
         parts.loader.retry()
+        if not parts.trainee.hook.is_reduced():
+            # Optimizer steps are queued behind sums that will never be right: breaking the group lets them run.
+            self._has_state, self._is_damaged = False, True
         parts.trainee.hook.abandon(PeerLostError(reason))
+        parts.trainee.begin_again()
         self._break_up()
-        self.team.seek()
         self._enter(self.membership.recover(self._timeout_s))
 
     def _break_up(self) -> None:
@@ -249,7 +280,10 @@ class Session:
     def _enter(self, group: Group | None, forms: bool = True) -> None:
         """Form ``group``, or whatever follows it until one holds, and agree on the state to go on from."""
         parts = self._parts
-        while group is not None:
+        for attempt in itertools.count(1):
+            if group is None:
+                self._be_gone()
+            assert group is not None
             try:
                 begun = time.perf_counter()
                 if forms:
@@ -274,9 +308,12 @@ class Session:
                 let_go(error)
                 self._break_up()
                 forms = True
-                self.team.seek()
+                if attempt >= MAX_ATTEMPTS:
+                    raise PeerLostError(
+                        f"no group formed in {attempt} attempts: the replicas find each other, but cannot connect. "
+                        "Check the network between them"
+                    ) from None
                 group = self.membership.recover(self._timeout_s)
-        self._be_gone()
 
     def _agree(self) -> None:
         """Compare notes; hand state to those who are behind; settle on a batch."""
@@ -289,6 +326,7 @@ class Session:
             "data": parts.loader.identity,
             "batch": (limits.initial, limits.maximum, limits.device_min),
             "tracked": sorted(parts.tracked),
+            "is_damaged": self._is_damaged,
         }
         notes = team.gather(note)
         compared = {
@@ -307,7 +345,7 @@ class Session:
         parts.tuner.bound(min(note["device_max"] for note in notes))
         steps = [note["steps"] for note in notes]
         if max(steps) < 0:
-            self._begin_or_resume()
+            self._begin_or_resume(must_resume=any(note["is_damaged"] for note in notes))
             steps[0] = 0  # rank 0 has the state to begin with, from a checkpoint or from the script
         source = steps.index(max(steps))
         if team.size > 1:
@@ -315,30 +353,38 @@ class Session:
                 with team.watching("handing over the state"):
                     state = broadcast(parts.capture() if team.rank == source else None, source, team.device, team)
                 if steps[team.rank] < max(steps):
+                    self._has_state, self._is_damaged = False, True  # until all of it is there
                     parts.restore(state)
+                    if team.device.type == "cuda":
+                        torch.cuda.synchronize(team.device)
             # Those with the same steps need not be equal either: the last sum may have reached some of them only.
             measured = parts.interval, parts.num_measured, parts.last_measured
-            mine = random_state(team.device), parts.pulse.moments.state_dict(), measured
-            randoms, moments, measured = team.share(mine, source)
+            scaler = parts.trainee.scaler_state()
+            mine = random_state(team.device), parts.pulse.moments.state_dict(), measured, scaler
+            randoms, moments, measured, scaler = team.share(mine, source)
+            parts.trainee.load_scaler_state(scaler)
             set_random_state(randoms, team.device)
             parts.pulse.moments.load_state_dict(moments)
             parts.pulse.reset()
             parts.interval, parts.num_measured, parts.last_measured = measured
-        self._has_state = True
+        self._has_state, self._is_damaged = True, False
         self._settle_batch()
 
-    def _begin_or_resume(self) -> None:
-        """Nobody has trained yet: rank 0 looks for a checkpoint. An error there is everybody's."""
+    def _begin_or_resume(self, must_resume: bool) -> None:
+        """Nobody has a state to go on from: rank 0 looks for a checkpoint. An error there is everybody's."""
         error: PolluxError | None = None
         if self.team.rank == 0 and self.keeper is not None:
             try:
                 if self.keeper.load(self._parts):
                     logger.info("resumed after step %d", self._parts.progress.num_steps)
+                    must_resume = False
             except PolluxError as caught:
                 error = caught
             except Exception as caught:  # of somebody's load_state_dict: the others must not wait for this rank
                 logger.exception("the checkpoint could not be loaded")
                 error = CheckpointError(f"the checkpoint could not be loaded: {caught!r}")
+        if error is None and must_resume and self.team.rank == 0:
+            error = PeerLostError("a step failed half-way on every replica, and there is no checkpoint to go on from")
         error = self.team.share(error)
         if error is not None:
             raise error
@@ -365,18 +411,34 @@ class Session:
             parts.num_measured = 0  # samples of the other kind come now: some in a row, to begin an average with
         parts.choice = choice
         parts.trainee.hook.forget_previous()
-        parts.loader.configure(shape_of(choice, self.team.size, self.team.rank))
+        parts.loader.configure(shape_of(choice, self.team.size, self.team.rank, parts.loader.epoch_length))
 
     def finish(self) -> None:
-        """Training is over: keep the result."""
-        if self.team.rank == 0:
-            if self.keeper is not None:
-                self.keeper.save(self._parts, self.generation, self.team.size)
-            self.report()
+        """Training is over: keep the result. All wait for it, as the first to end may end the others."""
+        self.end_pass()
+        if self.team.rank == 0 and self.keeper is not None:
+            self.keeper.save(self._parts, self.generation, self.team.size)
+        self.report()
+        try:
+            self.team.share(None)
+        except BrokenGroup as error:
+            logger.warning("a replica was lost after the last step: %s", error)
+        self.signals.restore()
 
     def report(self) -> None:
-        if self.reporter is not None and self.team.rank == 0 and self.is_started:
+        if self.reporter is None or self.team.rank != 0 or not self.is_started:
+            return
+        try:
             self.reporter.send(self._parts.report(self.generation, self.team.size, self.num_epochs))
+        except Exception as error:  # whatever it is, it is no reason to stop training
+            logger.warning("a report could not be sent: %s", error)
+
+    def _advice(self) -> BatchConfig | None:
+        try:
+            return None if self.reporter is None else self.reporter.advice()
+        except Exception as error:
+            logger.warning("there is no advice to be had: %s", error)
+            return None
 
     # --- called from inside the step ----------------------------------------------------------------------------
 
@@ -387,30 +449,44 @@ class Session:
         """Of the step under way; once the optimizer has used them, they were."""
         return self._is_applied or (self.redo is None and not self.has_failed())
 
-    def on_step(self) -> bool:
+    def may_step(self) -> bool:
         """Whether the optimizer may make its step."""
-        self._is_applied = self.gradients_are_good()
-        return self._is_applied
+        if self.parts is not None and self.parts.trainee.hook.misuse is not None:
+            raise InvalidValueError(self.parts.trainee.hook.misuse)
+        return self.gradients_are_good()
+
+    def on_stepped(self, is_whole: bool) -> None:
+        if is_whole:
+            self._is_applied = True
+        else:
+            self._has_state, self._is_damaged = False, True
 
     def has_failed(self) -> bool:
         return self.parts is not None and self.parts.trainee.hook.failure is not None
 
     def on_ready(self) -> None:
-        self._parts.tuner.timer.ready()
+        if self.parts is not None:
+            self.parts.tuner.timer.ready()
 
     def on_last(self) -> None:
         if self.current is not None:
             self._beat()
 
-    def on_forward(self) -> None:
-        """Rank 0's buffers for everybody, once a step, as DDP does it."""
-        current = self.current
-        if self.team.size == 1 or current is None or current.index > 0 or self.has_failed():
-            return
-        try:
-            broadcast_buffers(self._parts.trainee.module, self.team)
-        except RuntimeError as error:
-            self._parts.trainee.hook.abandon(error)
+    def on_forward(self, error: BaseException | None) -> bool:
+        """Before a forward pass: whether the group stands. Rank 0's buffers for everybody, once a step, as in DDP."""
+        if self.parts is None:
+            return error is None
+        trainee, current = self.parts.trainee, self.current
+        if error is not None:
+            trainee.hook.abandon(error)
+        if self.has_failed():
+            return False
+        if trainee.has_buffers and self.team.size > 1 and current is not None and current.index == 0:
+            try:
+                broadcast_buffers(trainee.module, self.team)
+            except RuntimeError as caught:
+                trainee.hook.abandon(caught)
+        return not self.has_failed()
 
     def context(self) -> StepContext:
         parts, current = self._parts, self.current
@@ -428,7 +504,7 @@ class Session:
         current = self.current
         if self.parts is None:
             return 1
-        if current is None:
+        if current is None or self._has_left:
             return self.parts.progress.due_between_passes()
         if not current.is_last or not self.gradients_are_good():
             return 0
@@ -454,19 +530,20 @@ class Session:
             interval = max(1, min(MAX_INTERVAL, round(cost_s / (MEASURING_BUDGET * step_s))))
         parts.pulse.beat(parts.progress.num_steps, wants_attention=wants, interval=interval)
 
-    def _on_lost(self) -> None:
-        """From the membership's thread: collectives with a lost member will never end."""
-        if self.parts is not None:
+    def _on_lost(self, generation: int) -> None:
+        """From the membership's thread: collectives of groups older than ``generation`` will never end."""
+        self.team.give_up(generation)
+        if self.parts is not None and self.team.is_lost():
             self.parts.trainee.hook.abandon(PeerLostError("the job's owner says that a replica was lost"))
-        self.team.give_up()
 
 
-def shape_of(choice: BatchChoice, num_replicas: int, rank: int) -> StepShape:
+def shape_of(choice: BatchChoice, num_replicas: int, rank: int, epoch_length: int | None = None) -> StepShape:
+    """A step is never larger than an epoch: a batch that is takes the whole of it."""
     config = choice.config
     return StepShape(
         num_replicas=num_replicas,
         rank=rank,
         device_batch=config.device_batch,
         accum_steps=config.accum_steps,
-        limit=choice.total,
+        limit=choice.total if epoch_length is None else min(choice.total, epoch_length),
     )

@@ -8,6 +8,7 @@ something never waits for the device.
 from __future__ import annotations
 
 import logging
+import os
 import pickle
 import threading
 import traceback
@@ -42,8 +43,8 @@ class Team:
         self.device = device
         self.timeout_s = timeout_s
         self.group: Group | None = None
-        self._is_lost = threading.Event()
-        self._is_adopted = False
+        self._lost_before = 0  # groups of older generations have lost a member
+        self.is_adopted = False
         self._ending: threading.Thread | None = None
 
     @property
@@ -64,7 +65,9 @@ class Team:
     def form(self, group: Group) -> None:
         """Connect to the others, leaving any group before. Raises BrokenGroup when they do not come."""
         self.dissolve()
-        self._is_adopted = False
+        self.is_adopted = False
+        # A lost peer is ours to handle; torch would end the process.
+        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
         is_alone = group.world_size == 1
         # Part of the store's keys, and not taken back when forming a group fails: after that, a survivor and a newcomer
@@ -79,13 +82,15 @@ class Team:
                 timeout=timedelta(seconds=FORM_TIMEOUT_S),
             )
             self.group = group
+            if self.is_lost():
+                raise BrokenGroup("a member was lost before the group formed")
             if not is_alone:
                 self.share(None)
             distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout_s))
 
     def adopt(self, group: Group) -> None:
         """Use the default group that the script has made itself, and leave it to the script."""
-        self.group, self._is_adopted = group, True
+        self.group, self.is_adopted = group, True
 
     def dissolve(self, *, is_broken: bool = False) -> None:
         """Leave the group: peers that wait for this rank notice, and what is under way is given up.
@@ -109,23 +114,19 @@ class Team:
 
     def close(self) -> None:
         """Leave for good. The interpreter may end after this, so the group is given a moment to end before."""
-        if not self._is_adopted:
+        if not self.is_adopted:
             self.dissolve()
         if self._ending is not None:
             self._ending.join(END_TIMEOUT_S)
 
-    def seek(self) -> None:
-        """Another group is about to be found: losses told before belong to the last one.
+    def give_up(self, generation: int) -> None:
+        """Let whoever waits for a lost peer go on with an error: groups older than ``generation`` have lost a member.
 
-        Not part of :meth:`form`: a loss may be told between finding a group and forming it, and must not be forgotten.
+        May be called from another thread.
         """
-        self._is_lost.clear()
-
-    def give_up(self) -> None:
-        """Let whoever waits for a lost peer here go on with an error. May be called from another thread."""
-        self._is_lost.set()
+        self._lost_before = max(self._lost_before, generation)
         world = dist.group.WORLD
-        if world is not None and self.device.type == "cuda":
+        if self.is_lost() and world is not None and self.device.type == "cuda":
             with suppress(RuntimeError, AttributeError):
                 world._get_backend(self.device).abort()
 
@@ -167,7 +168,7 @@ class Team:
             yield
 
     def is_lost(self) -> bool:
-        return self._is_lost.is_set()
+        return self.size > 1 and self.group is not None and self.group.generation < self._lost_before
 
 
 class Sum:

@@ -24,12 +24,14 @@ class Steps(Protocol):
     """What the user's objects ask and tell while they are being used."""
 
     def is_last_pass(self) -> bool: ...
-    def on_step(self) -> bool: ...
+    def gradients_are_good(self) -> bool: ...
+    def may_step(self) -> bool: ...
+    def on_stepped(self, is_whole: bool) -> None: ...
     def num_scheduler_steps(self) -> int: ...
     def context(self) -> StepContext: ...
     def on_ready(self) -> None: ...
     def on_last(self) -> None: ...
-    def on_forward(self) -> None: ...
+    def on_forward(self, error: BaseException | None) -> bool: ...
 
 
 class Trainee:
@@ -64,15 +66,17 @@ class Trainee:
         except BaseException:
             self.rate.detach()  # a second attempt would scale twice
             raise
-        if any(True for _ in model.buffers()):
-            self.model.on_forward = steps.on_forward
-        self._gates: list[Gate] = [gate_optimizer(optimizer, steps.is_last_pass, self._on_step, self._note_used)]
+        self.has_buffers = any(True for _ in model.buffers())
+        self.model.on_forward = steps.on_forward
+        self._gates: list[Gate] = [
+            gate_optimizer(optimizer, steps.is_last_pass, self._may_step, steps.on_stepped, self._note_used)
+        ]
         if lr_scheduler is not None:
             self._gates.append(gate_scheduler(lr_scheduler, steps.num_scheduler_steps))
         if grad_scaler is not None:
-            self._gates.append(gate_scaler(grad_scaler, steps.is_last_pass))
+            self._gates.append(gate_scaler(grad_scaler, steps.is_last_pass, steps.gradients_are_good))
 
-    def _on_step(self) -> bool:
+    def _may_step(self) -> bool:
         """Gives back the gradients of parameters that were used in earlier passes of the step, but not in its last.
 
         DDP takes a parameter that a backward pass has not used for unused, and leaves it without a gradient.
@@ -81,7 +85,7 @@ class Trainee:
             if id(parameter) in self._used and parameter.grad is None:
                 parameter.grad = self.hook.views.get(id(parameter))
         self._used.clear()
-        return self._steps.on_step()
+        return self._steps.may_step()
 
     def _note_used(self) -> None:
         if self._may_skip:
@@ -92,22 +96,37 @@ class Trainee:
         self.hook.reset()
         self.model.move(team.process_group)
 
+    def begin_again(self) -> None:
+        """The step under way is given up: what it has left in the user's objects goes."""
+        self.optimizer.zero_grad()
+        self._used.clear()
+        if self._scaler is not None:
+            self._scaler._per_optimizer_states.clear()  # or a second unscale_ would be refused
+
+    def scaler_state(self) -> dict[str, Any] | None:
+        return None if self._scaler is None else dict(self._scaler.state_dict())
+
+    def load_scaler_state(self, state: dict[str, Any] | None) -> None:
+        if self._scaler is not None and state:
+            self._scaler.load_state_dict(state)
+
     def state_dict(self) -> dict[str, Any]:
         self.rate.restore()
         return {
             "model": self.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
+            "beta_exponent": self.rate.beta_exponent,
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
-            "scaler": None if self._scaler is None else self._scaler.state_dict(),
+            "scaler": self.scaler_state(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.module.load_state_dict(state["model"])
         load_optimizer(self.optimizer, state["optimizer"])
+        self.rate.beta_exponent = state["beta_exponent"]
         if self._scheduler is not None and state["scheduler"] is not None:
             self._scheduler.load_state_dict(state["scheduler"])
-        if self._scaler is not None and state["scaler"]:
-            self._scaler.load_state_dict(state["scaler"])
+        self.load_scaler_state(state["scaler"])
 
     def detach(self) -> None:
         self.rate.detach()

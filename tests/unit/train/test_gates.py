@@ -154,7 +154,7 @@ def test_a_scheduler_that_follows_a_metric_gets_it(moment):
 def test_a_loss_scale_is_a_steps_not_a_passes(moment):
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=1)
     before = set(scaler.__dict__)
-    gate, guard = moment.gate(), gate_scaler(scaler, lambda: moment.is_last)
+    gate, guard = moment.gate(), gate_scaler(scaler, lambda: moment.is_last, lambda: True)
     for is_last, expected, scale in ((False, 0.0, 4.0), (True, -1.0, 8.0)):
         moment.is_last = is_last
         moment.parameter.grad = None
