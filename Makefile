@@ -27,6 +27,9 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/decisions.py
 	$(BIN)/python benchmarks/fitting.py
 	$(BIN)/python benchmarks/simulation.py
+	$(BIN)/python benchmarks/train_overhead.py
+	$(BIN)/python benchmarks/resize.py
+	$(BIN)/python benchmarks/scaling_rules.py
 
 clean:
 	rm -rf $(VENV) out build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info

@@ -35,6 +35,7 @@ class LeaveSignals:
 
     def __init__(self) -> None:
         self.received: str | None = None
+        self.is_given_back = False  # installed once, and not any more
         self._before: dict[signal.Signals, Any] = {}
 
     def install(self) -> None:
@@ -43,12 +44,14 @@ class LeaveSignals:
             return
         for number in SIGNALS:
             self._before[number] = signal.signal(number, self._receive)
+        self.is_given_back = False
 
     def restore(self) -> None:
         if threading.current_thread() is threading.main_thread():
             for number, handler in self._before.items():
                 signal.signal(number, signal.SIG_DFL if handler is None else handler)
             self._before.clear()
+            self.is_given_back = True
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name

@@ -247,6 +247,8 @@ class Run:
         parts, session = self._complete(), self._session
         asked = session.num_epochs = num_epochs, by == "passes"
         session.start()
+        if self._signals.is_given_back:  # by the loop before this one
+            self._signals.install()
         while not self._progress.is_done(*asked):
             epoch = parts.loader.epoch
             yield epoch

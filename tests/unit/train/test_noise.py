@@ -607,7 +607,7 @@ def test_measuring_does_not_synchronise_the_gpu(make):
     (examples @ parameter).mean().backward()
     optimizer.step()
     optimizer.zero_grad()
-    noise = NoiseScale(optimizer)
+    noise = NoiseScale(optimizer, warm_up_steps=0)
     torch.cuda.set_sync_debug_mode("error")
     try:
         for num_passes in (1, 1, 1, 2, 4):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
 import resource
 import signal
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -247,7 +247,7 @@ def train_by_scaled_betas(scale: int, folder: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("scale", [3, 7])
 def test_saving_on_one_rank_and_a_hand_over_leave_adam_equal_bit_by_bit(tmp_path, scale):
-    """An eighth of β's exponent is exact in binary, a third or a seventh is not."""
+    """Steps converted by a power of two and back stay what they were; by 3 or 7 they do not."""
     first, second = replicas(2, train_by_scaled_betas, scale, str(tmp_path))
     assert first["steps"] == second["steps"] == 30
     assert len(first["saved"]) >= 8 and not second["saved"]
@@ -680,6 +680,25 @@ def be_told_alone() -> str:
 def test_after_the_loop_a_signal_ends_the_process_again():
     with pytest.raises(ReplicaFailed, match="ended without a word"):
         replicas(1, be_told_alone)
+
+
+def test_a_second_loop_heeds_signals_again(tmp_path):
+    module = small_model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with train.init(device="cpu", checkpoint_dir=tmp_path) as run:
+        before = signal.signal(signal.SIGUSR1, signal.getsignal(signal.SIGUSR1))
+        loader = run.dataloader(Rows(80), 8)
+        model, _ = run.prepare(module, optimizer)
+        for num_epochs in (1, 2):
+            with pytest.raises(Leave) if num_epochs == 2 else nullcontext():
+                for _ in run.epochs(num_epochs, by="passes"):
+                    for _, x, y in loader:
+                        if run.num_steps == 13:
+                            assert signal.getsignal(signal.SIGUSR1) == before
+                            os.kill(os.getpid(), signal.SIGUSR1)
+                        make_step(model, optimizer, x, y)
+        assert run.num_steps == 14
+    assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
 
 
 class Moment:
