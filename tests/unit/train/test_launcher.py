@@ -229,20 +229,29 @@ def test_without_replacement_the_survivors_stay_fewer(bench):
     assert len(of_kind(job, "spawned")) == 2
 
 
+def kill_all(job):
+    """All members, and the job sees none die before the others."""
+    pids = [process.handle.pid for process in job._members]
+    for rank in range(len(pids)):
+        job.kill(rank)
+    deadline = time.monotonic() + 20.0
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.2)  # for the nursery to tell
+
+
 def test_when_all_are_lost_the_job_starts_again_up_to_a_bound(bench):
     job = bench.job(num_replicas=2, max_restarts=1)
     pump_until(job, formed(job, 2))
     pump_until(job, lambda: bench.step() > 3)
-    for rank in (0, 1):
-        job.kill(rank)
+    kill_all(job)
     pump_until(job, lambda: job.num_restarts == 1)
     pump_until(job, formed(job, 2))
     assert ids(job) == ["t-2", "t-3"]
     assert int(bench.log("t-2").split()[5]) >= 3  # from the checkpoint
     (restarting,) = of_kind(job, "restarting")
     assert of_kind(job, "spawned")[2].time - restarting.time >= 0.45
-    for rank in (0, 1):
-        job.kill(rank)
+    kill_all(job)
     assert job.wait(20.0) == 128 + signal.SIGKILL
     assert "all replicas were lost, after 1 restarts; t-" in job.failure and "killed by SIGKILL" in job.failure
 
