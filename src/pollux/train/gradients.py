@@ -156,6 +156,11 @@ class GradientHook:
         """The last step's gradient is kept: measuring the next one gives a pair."""
         return bool(self._previous)
 
+    @property
+    def has_arrived(self) -> bool:
+        """Some gradient of the pass under way, or of the last one, has come here."""
+        return bool(self._arrived)
+
     def forget_previous(self) -> None:
         """The next step is no second one to the last: its batch is another."""
         self._previous.clear()

@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import FrameType
 from typing import Any
 
@@ -35,6 +37,7 @@ class LeaveSignals:
 
     def __init__(self) -> None:
         self.received: str | None = None
+        self._raises = False
         self.is_given_back = False  # installed once, and not any more
         self._before: dict[signal.Signals, Any] = {}
 
@@ -53,8 +56,21 @@ class LeaveSignals:
             self._before.clear()
             self.is_given_back = True
 
+    @contextmanager
+    def raising(self) -> Iterator[None]:
+        """Within this, a signal does not wait for a step boundary: there may be none. Leave is raised at once."""
+        if self.received is not None:
+            raise Leave(f"{self.received}: left while waiting for other replicas")
+        self._raises = True
+        try:
+            yield
+        finally:
+            self._raises = False
+
     def _receive(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
         if self.received == name:
             raise Leave(f"{name} twice: leaving without a checkpoint")
         self.received = self.received or name
+        if self._raises:
+            raise Leave(f"{name}: left while waiting for other replicas")

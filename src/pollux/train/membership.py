@@ -72,10 +72,11 @@ class Membership(Protocol):
     def recover(self, timeout_s: float) -> Group | None:
         """After a broken collective: a newer generation, or the same members again. PeerLostError if neither comes."""
 
-    def on_lost(self, callback: Callable[[int], None]) -> None:
-        """Call back, from a thread, with the generation of a newer roster that names lost members.
+    def on_lost(self, callback: Callable[[int, int], None]) -> None:
+        """Call back, from a thread, with (generation, attempt): groups before that one have lost a member.
 
-        The callback must not use this object.
+        So it is when a newer roster names lost members, and when a member has come to the next attempt. The callback
+        must not use this object.
         """
 
     def note_formed(self, group: Group) -> None:
@@ -175,7 +176,7 @@ class StaticMembership(_Ranks):
     def recover(self, timeout_s: float) -> Group | None:
         return self._meet(self._current().attempt + 1, Deadline(timeout_s))
 
-    def on_lost(self, callback: Callable[[int], None]) -> None:
+    def on_lost(self, callback: Callable[[int, int], None]) -> None:
         """Nobody watches the replicas here: losses show as broken collectives only."""
 
     def note_formed(self, group: Group) -> None:
@@ -235,7 +236,8 @@ class StoreMembership(_Ranks):
         self._control: Store | None = None
         self._came: set[tuple[int, int]] = set()
         self._published = 0
-        self._callbacks: list[Callable[[int], None]] = []
+        self._callbacks: list[Callable[[int, int], None]] = []
+        self._left: set[tuple[int, int]] = set()  # groups that a member is known to have left
         self._moving = threading.Lock()  # held while the group changes, and while the callbacks run
         self._closing = threading.Event()
         self._watcher: threading.Thread | None = None
@@ -286,7 +288,7 @@ class StoreMembership(_Ranks):
             roster = read_roster(self._open_control(), current.generation)
             return self._follow(roster, current.attempt + 1, Deadline(timeout_s))
 
-    def on_lost(self, callback: Callable[[int], None]) -> None:
+    def on_lost(self, callback: Callable[[int, int], None]) -> None:
         self._callbacks.append(callback)
 
     def note_formed(self, group: Group) -> None:
@@ -376,6 +378,7 @@ class StoreMembership(_Ranks):
                 for generation in range(seen + 1, newest + 1):
                     self._tell_lost(read_roster(store, generation))
                 seen, self._published = newest, max(self._published, newest)
+                self._look_for_leavers(store)
                 silent_since, has_complained = time.monotonic(), False
             except RuntimeError as error:
                 store = None
@@ -387,13 +390,27 @@ class StoreMembership(_Ranks):
                 self._closing.wait(1.0)
 
     def _tell_lost(self, roster: Roster) -> None:
+        if roster.lost:
+            self._tell(roster.generation, 0, f"lost {', '.join(roster.lost)}")
+
+    def _look_for_leavers(self, store: Store) -> None:
+        """Who has come to the next attempt has left this group: its connections may stay open for a while."""
+        group = self._group
+        if group is None or (group.generation, group.attempt) in self._left:
+            return
+        if store.check([f"here/{group.generation}/{group.attempt + 1}"]):
+            self._left.add((group.generation, group.attempt))
+            self._tell(group.generation, group.attempt + 1, "a member has left the group")
+
+    def _tell(self, generation: int, attempt: int, what: str) -> None:
         # Under the lock the group cannot change: a callback never hits a group newer than the loss.
         with self._moving:
-            if not roster.lost or self._group is None or self._group.generation >= roster.generation:
+            group = self._group
+            if group is None or (group.generation, group.attempt) >= (generation, attempt):
                 return
-            logger.warning("%s: generation %d: lost %s", self._replica_id, roster.generation, ", ".join(roster.lost))
+            logger.warning("%s: generation %d: %s", self._replica_id, generation, what)
             for callback in self._callbacks:
                 try:
-                    callback(roster.generation)
+                    callback(generation, attempt)
                 except Exception:
                     logger.exception("%s: a callback for lost members failed", self._replica_id)

@@ -34,6 +34,7 @@ from torch import Tensor
 from pollux.errors import InvalidValueError, UnknownNameError
 from pollux.train.moments import DEFAULT_SMOOTHING, GradientMoments, NoiseStats, entry, require_positive
 
+LEAST_ROOT = 0.1  # of the root mean square over a parameter's √v̂: smaller ones count as this
 WARM_UP_STEPS = 30  # steps until √v̂ can be divided by: the inverse of a variance of few samples has no mean to speak of
 
 ParameterGroups = Sequence[tuple[Mapping[str, Any], Sequence[Tensor]]]  # each group's options, some of its parameters
@@ -78,6 +79,10 @@ class Preconditioner:
             # 0 where v̂ is 0 (an embedding's row that no example has used): the coordinate has shown no scale yet, and
             # 1/ε would let the first one to use it drown everything else.
             is_known = torch._foreach_sign(roots)
+            # Nearly the same where v̂ is far below the tensor's others (a pixel that is hardly ever lit): the few
+            # examples that use it would make up the whole norm.
+            floors = [root.square().mean().sqrt_().mul_(LEAST_ROOT) for root in roots]
+            torch._foreach_maximum_(roots, floors)
             torch._foreach_add_(roots, options["eps"])
             torch._foreach_div_(is_known, roots)
             inverses += is_known

@@ -17,6 +17,7 @@ reads the last checkpoint.
 
 from __future__ import annotations
 
+import gc
 import itertools
 import logging
 import time
@@ -28,7 +29,7 @@ from pollux.errors import CheckpointError, InvalidValueError, PeerLostError, Pol
 from pollux.train.batching import BatchChoice
 from pollux.train.data import Pass
 from pollux.train.gradients import PassPlan
-from pollux.train.leaving import Leave, LeaveSignals
+from pollux.train.leaving import EXIT_CODE, Leave, LeaveSignals
 from pollux.train.membership import Group, Membership
 from pollux.train.parts import Keeper, Parts
 from pollux.train.position import StepShape
@@ -44,6 +45,7 @@ MEASURING_BUDGET = 0.002  # share of a step's time that measuring its noise may 
 MAX_INTERVAL = 32  # steps between measurements at most
 FIRST_MEASUREMENTS = 10  # made every step: until then there is no average worth the name
 REPORT_INTERVAL_S = 1.0
+UNUSED_STEPS = 20
 MAX_ATTEMPTS = 50  # at forming a group
 
 logger = logging.getLogger(__name__)
@@ -70,6 +72,7 @@ class Session:
         self.redo: str | None = None  # why the step under way must be begun again
         self._is_measured = False
         self._is_applied = False  # the optimizer has made the step under way
+        self._num_unused = 0  # batches in a row without a step of the optimizer
         self._has_left = False  # the loop was left with the pass under way
         self._has_state = False
         self._is_damaged = False  # there was a state, and it cannot be trusted any more
@@ -95,7 +98,8 @@ class Session:
             return
         group = self.team.group
         if self.membership.is_elastic:
-            group = self.membership.join(self._timeout_s)
+            with self.signals.raising():
+                group = self.membership.join(self._timeout_s)
         assert group is not None
         self._enter(group, forms=self.membership.is_elastic)
         self.is_started = True
@@ -136,6 +140,8 @@ class Session:
             self._beat()
         # What befell the group after the optimizer's step is for the next one: this one counts.
         if reason is None or self._is_applied:
+            if reason is None:
+                self._check_use()
             self._commit(current)
         try:
             if reason is not None:
@@ -144,6 +150,18 @@ class Session:
         except BrokenGroup as error:
             let_go(error)
             self._recover(str(error))
+
+    def _check_use(self) -> None:
+        """A step that was made without our hook, or a gradient that nobody uses: mistakes that would stay silent."""
+        hook = self._parts.trainee.hook
+        if self._is_applied and not hook.has_arrived:
+            raise InvalidValueError(
+                "the optimizer has made a step, but no gradient came through the replicated model: use the model that "
+                "run.prepare returned (model, optimizer = run.prepare(model, optimizer)), not the one given to it"
+            )
+        self._num_unused = 0 if self._is_applied else self._num_unused + 1
+        if self._num_unused == UNUSED_STEPS:
+            logger.warning("%d batches without optimizer.step(): is it called in the loop?", UNUSED_STEPS)
 
     def leave_loop(self) -> None:
         """The loop was left: by ``break``, with the step made or not, or an iterator was only looked into."""
@@ -236,6 +254,7 @@ class Session:
         elif self.team.rank == 0:
             try:
                 self.keeper.save(self._parts, self.generation, self.team.size)
+                logger.warning("%s: saved after step %d, leaving with code %d", name, num_steps, EXIT_CODE)
             except CheckpointError as error:
                 logger.error("%s: leaving without a new checkpoint: %s", name, error)
         self.team.share(None)
@@ -263,13 +282,26 @@ class Session:
         parts.trainee.hook.abandon(PeerLostError(reason))
         parts.trainee.begin_again()
         self._break_up()
-        self._enter(self.membership.recover(self._timeout_s))
+        self._enter(self._find_again())
+
+    def _find_again(self) -> Group | None:
+        """The next group. Under torchrun nobody may ever come, and a signal does not wait for it."""
+        if self.membership.is_elastic:
+            return self.membership.recover(self._timeout_s)
+        try:
+            with self.signals.raising():
+                return self.membership.recover(self._timeout_s)
+        except Leave:
+            if self.keeper is not None and self._has_state:
+                self.keeper.save(self._parts, max(self.generation, 0), 1)
+            raise
 
     def _break_up(self) -> None:
         """So that peers who still wait for this replica see that it has left the group."""
         let_go(self._parts.trainee.hook.failure)
         self._parts.trainee.model.release()
         self.team.dissolve(is_broken=True)
+        gc.collect()  # circles of frames and errors may hold the group open, for peers to wait on
 
     def _be_gone(self) -> None:
         self.team.dissolve()
@@ -313,7 +345,7 @@ class Session:
                         f"no group formed in {attempt} attempts: the replicas find each other, but cannot connect. "
                         "Check the network between them"
                     ) from None
-                group = self.membership.recover(self._timeout_s)
+                group = self._find_again()
 
     def _agree(self) -> None:
         """Compare notes; hand state to those who are behind; settle on a batch."""
@@ -376,7 +408,7 @@ class Session:
         if self.team.rank == 0 and self.keeper is not None:
             try:
                 if self.keeper.load(self._parts):
-                    logger.info("resumed after step %d", self._parts.progress.num_steps)
+                    logger.warning("resumed after step %d", self._parts.progress.num_steps)
                     must_resume = False
             except PolluxError as caught:
                 error = caught
@@ -530,11 +562,11 @@ class Session:
             interval = max(1, min(MAX_INTERVAL, round(cost_s / (MEASURING_BUDGET * step_s))))
         parts.pulse.beat(parts.progress.num_steps, wants_attention=wants, interval=interval)
 
-    def _on_lost(self, generation: int) -> None:
-        """From the membership's thread: collectives of groups older than ``generation`` will never end."""
-        self.team.give_up(generation)
+    def _on_lost(self, generation: int, attempt: int = 0) -> None:
+        """From the membership's thread: collectives of groups before this one will never end."""
+        self.team.give_up(generation, attempt)
         if self.parts is not None and self.team.is_lost():
-            self.parts.trainee.hook.abandon(PeerLostError("the job's owner says that a replica was lost"))
+            self.parts.trainee.hook.abandon(PeerLostError("a replica was lost"))
 
 
 def shape_of(choice: BatchChoice, num_replicas: int, rank: int, epoch_length: int | None = None) -> StepShape:

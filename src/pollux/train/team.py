@@ -43,7 +43,7 @@ class Team:
         self.device = device
         self.timeout_s = timeout_s
         self.group: Group | None = None
-        self._lost_before = 0  # groups of older generations have lost a member
+        self._lost_before = (-1, 0)  # groups before this generation and attempt have lost a member
         self.is_adopted = False
         self._ending: threading.Thread | None = None
 
@@ -119,12 +119,12 @@ class Team:
         if self._ending is not None:
             self._ending.join(END_TIMEOUT_S)
 
-    def give_up(self, generation: int) -> None:
-        """Let whoever waits for a lost peer go on with an error: groups older than ``generation`` have lost a member.
+    def give_up(self, generation: int, attempt: int = 0) -> None:
+        """Let whoever waits for a lost peer go on with an error: groups before this one have lost a member.
 
         May be called from another thread.
         """
-        self._lost_before = max(self._lost_before, generation)
+        self._lost_before = max(self._lost_before, (generation, attempt))
         world = dist.group.WORLD
         if self.is_lost() and world is not None and self.device.type == "cuda":
             with suppress(RuntimeError, AttributeError):
@@ -168,7 +168,8 @@ class Team:
             yield
 
     def is_lost(self) -> bool:
-        return self.size > 1 and self.group is not None and self.group.generation < self._lost_before
+        group = self.group
+        return group is not None and group.world_size > 1 and (group.generation, group.attempt) < self._lost_before
 
 
 class Sum:

@@ -356,8 +356,8 @@ def test_a_newcomer_left_out_before_its_first_group_is_told_to_leave(job):
 def test_on_lost_is_called_for_losses_alone_and_once(job):
     job.formed(A, B)
     calls: list[str] = []
-    job.replicas["a"].on_lost(lambda generation: 1 / 0)  # type: ignore[arg-type, return-value]
-    job.replicas["a"].on_lost(lambda generation: calls.append("a"))
+    job.replicas["a"].on_lost(lambda generation, attempt: 1 / 0)  # type: ignore[arg-type, return-value]
+    job.replicas["a"].on_lost(lambda generation, attempt: calls.append("a"))
     job.controller.publish([B, A])
     until(lambda: job.replicas["a"].has_newer())
     assert calls == []
