@@ -13,6 +13,7 @@ from typing import Any
 
 from pollux.train.launcher import JobEvent, LocalJob
 from pollux.train.nursery import Nursery
+from tests.leftovers import processes_in
 
 SCRIPTS = Path(__file__).parent / "scripts"
 LENGTH, BATCH = 240, 12  # the ledger's
@@ -118,18 +119,6 @@ class Bench:
 
 
 NO_STEP = Trace(0.0, -1, 0, 0, 0, "nan")
-
-
-def processes_in(folder: Path) -> list[int]:
-    """Whoever works in this folder, children of replicas included."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdecimal() and os.readlink(entry / "cwd") == str(folder):
-                found.append(int(entry.name))
-        except OSError:
-            continue
-    return found
 
 
 def pump_until(bench: Bench, job: LocalJob, condition: Callable[[], object], timeout_s: float = 25.0) -> None:

@@ -210,8 +210,9 @@ class NoiseScale:
             scale = 1.0 if scale is None else float(scale)
             require_positive("loss scale", scale)
         groups, grads, held = self._gather()
-        inverse = None if self._preconditioner is None else self._preconditioner.inverse(groups)
-        is_void = self._preconditioner is not None and (inverse is None or self._num_steps < self._warm_up_steps)
+        is_warm = self._num_steps >= self._warm_up_steps
+        inverse = self._preconditioner.inverse(groups) if self._preconditioner is not None and is_warm else None
+        is_void = self._preconditioner is not None and inverse is None
         passes, pair = self._passes, None
         if is_void:
             sum_sqr = torch.zeros((), device=grads[0].device)

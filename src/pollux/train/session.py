@@ -382,8 +382,7 @@ class Session:
         source = steps.index(max(steps))
         if team.size > 1:
             if min(steps) < max(steps):
-                with team.watching("handing over the state"):
-                    state = broadcast(parts.capture() if team.rank == source else None, source, team.device, team)
+                state = broadcast(parts.capture() if team.rank == source else None, source, team.device, team)
                 if steps[team.rank] < max(steps):
                     self._has_state, self._is_damaged = False, True  # until all of it is there
                     parts.restore(state)

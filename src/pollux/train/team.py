@@ -162,11 +162,6 @@ class Team:
         """Begin to add ``values`` up over all ranks."""
         return Sum(self, values)
 
-    @contextmanager
-    def watching(self, what: str) -> Iterator[None]:
-        with _broken(what):
-            yield
-
     def is_lost(self) -> bool:
         group = self.group
         return group is not None and group.world_size > 1 and (group.generation, group.attempt) < self._lost_before

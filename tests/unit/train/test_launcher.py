@@ -16,6 +16,7 @@ pytest.importorskip("torch")
 from pollux.errors import InvalidValueError
 from pollux.train.launcher import JobEvent, LocalJob
 from pollux.train.nursery import ColdStarter, Nursery
+from tests.leftovers import processes_in
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -110,25 +111,13 @@ class Bench:
         return int(path.read_text()) if path.exists() else 0
 
 
-def processes_of(folder: Path) -> list[int]:
-    """Whoever works in this folder, children of replicas included."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        try:
-            if entry.name.isdecimal() and os.readlink(entry / "cwd") == str(folder):
-                found.append(int(entry.name))
-        except OSError:
-            continue
-    return found
-
-
 @pytest.fixture
 def bench(tmp_path: Path, nursery: Nursery) -> Iterator[Bench]:
     bench = Bench(tmp_path, nursery)
     yield bench
     for job in bench.jobs:
         job.close()
-    assert processes_of(tmp_path) == []
+    assert processes_in(tmp_path) == []
 
 
 def pump_until(job: LocalJob, condition: Callable[[], object], timeout_s: float = 25.0) -> None:
@@ -286,13 +275,13 @@ time.sleep(60)
 def test_who_does_not_leave_or_stop_is_killed_with_its_children(bench):
     job = bench.job(DEAF.replace("DEAF", "''"), num_replicas=2, grace_s=0.3)
     pump_until(job, formed(job, 2))
-    assert len(processes_of(bench.folder)) == 4
+    assert len(processes_in(bench.folder)) == 4
     job.resize(1)
     pump_until(job, lambda: of_kind(job, "exited"))
     assert of_kind(job, "exited")[0].detail == "code -9"
-    pump_until(job, lambda: len(processes_of(bench.folder)) == 2)
+    pump_until(job, lambda: len(processes_in(bench.folder)) == 2)
     assert job.stop(0.3) == 143
-    pump_until(job, lambda: processes_of(bench.folder) == [])
+    pump_until(job, lambda: processes_in(bench.folder) == [])
 
 
 def test_waiting_for_others_to_finish_is_bounded(bench):
