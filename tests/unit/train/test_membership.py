@@ -369,6 +369,19 @@ def test_on_lost_is_called_for_losses_alone_and_once(job):
     assert calls == ["a"]
 
 
+def test_who_comes_to_the_next_attempt_has_left_this_one(job):
+    job.formed(A, B)
+    told: list[tuple[int, int]] = []
+    job.replicas["b"].on_lost(lambda generation, attempt: told.append((generation, attempt)))
+    leaving = job.each(recover, A)  # its connections may stay open: the store tells
+    until(lambda: bool(told), 3.0)
+    assert told == [(1, 1)]
+    again = groups([*leaving, *job.each(recover, B)])
+    assert {group.attempt for group in again} == {1}
+    time.sleep(0.15)
+    assert told == [(1, 1)]
+
+
 def test_a_dead_store_is_logged_once_and_blocks_nobody(monkeypatch, caplog):
     monkeypatch.setattr(membership_module, "UNREACHABLE_S", 0.2)
     controller = JobController()

@@ -290,6 +290,15 @@ def test_preconditioning_waits_until_its_variances_are_worth_dividing_by():
         assert (noise.read() is not None) == (step >= 4)
 
 
+def test_a_coordinate_that_is_hardly_ever_used_does_not_make_up_the_norm():
+    parameter = torch.nn.Parameter(torch.zeros(4))
+    optimizer = torch.optim.RMSprop([parameter], eps=1e-8)
+    optimizer.state[parameter] = {"square_avg": torch.tensor([1.0, 1.0, 1e-12, 0.0])}
+    inverse = Preconditioner.for_optimizer(optimizer).inverse([(optimizer.param_groups[0], [parameter])])[0]
+    # A tenth of the root mean square √(2/4); nothing at all where no scale was ever shown.
+    torch.testing.assert_close(inverse, torch.tensor([1.0, 1.0, 10 * 2**0.5, 0.0]))
+
+
 def test_precondition_none_measures_the_raw_gradient():
     problem = Problem.make()
     plain, adam = NoiseScale(problem.parameters), NoiseScale(torch.optim.Adam(problem.parameters), precondition="none")
@@ -582,7 +591,7 @@ def test_measuring_reads_nothing_on_the_host(make, request):
     problem.loss(problem.examples(8)).backward()
     optimizer.step()  # so that there is a state to precondition with
     problem.zero_grad()
-    noise = NoiseScale(optimizer)
+    noise = NoiseScale(optimizer, warm_up_steps=0)
     scale = torch.tensor(256.0)
     request.getfixturevalue("no_reading")
     drive(problem, noise, scale)

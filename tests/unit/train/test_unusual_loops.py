@@ -749,3 +749,59 @@ def test_a_disturbed_pass_leaves_the_time_of_the_one_before_alone(monkeypatch):
     step()
     assert len(counted) >= 12 and counted == [1.0] * len(counted)
     assert timer.step_s == pytest.approx(1.0)
+
+
+# What would stay silent
+
+
+def test_a_loop_over_the_model_given_to_prepare_is_refused():
+    module = small_model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with train.init() as run:
+        loader = run.dataloader(Rows(16), 4)
+        run.prepare(module, optimizer)
+        with pytest.raises(InvalidValueError, match=r"use the model that run\.prepare returned"):
+            for _, x, y in loader:
+                make_step(module, optimizer, x, y)
+
+
+def test_a_loop_without_optimizer_step_is_warned_of_once(caplog):
+    module = small_model()
+    with train.init() as run:
+        loader = run.dataloader(Rows(200), 4)
+        model, _ = run.prepare(module, torch.optim.SGD(module.parameters(), lr=0.1))
+        for _ in run.epochs(1):
+            for _, x, y in loader:
+                loss_of(model, x, y).backward()
+    assert [record.getMessage() for record in caplog.records] == [
+        "20 batches without optimizer.step(): is it called in the loop?"
+    ]
+
+
+def lose_the_other(folder: str) -> int | None:
+    """Rank 1 goes; rank 0 waits for it in vain, and is told to end."""
+    module = small_model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with a_run(checkpoint_dir=folder, timeout_s=30.0) as run:
+        loader = run.dataloader(Rows(64), 4)
+        model, _ = run.prepare(module, optimizer)
+        try:
+            for _ in run.epochs(2):
+                for _, x, y in loader:
+                    if run.num_steps == 3 and run.rank == 1:
+                        return None
+                    if run.num_steps == 3:
+                        signal.setitimer(signal.ITIMER_REAL, 1.0)
+                        signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+                    make_step(model, optimizer, x, y)
+        except Leave as leave:
+            return int(leave.code)
+    raise AssertionError("it trained on alone")
+
+
+def test_a_survivor_that_nobody_comes_to_saves_and_leaves_when_told(tmp_path):
+    begun = time.monotonic()
+    assert replicas(2, lose_the_other, str(tmp_path)) == [143, None]
+    assert time.monotonic() - begun < 20.0  # not the time-out
+    latest = train.CheckpointDirectory(tmp_path).latest()
+    assert latest is not None and latest.step == 3
