@@ -22,8 +22,13 @@ MAY_IMPORT = {
     "scheduler": {"policy", "model", "types", "errors"},
     "simulator": {"scheduler", "policy", "model", "types", "errors", "version"},
     "train": {"wire", "model", "types", "errors"},
-    "server": {"jobs", "wire", "scheduler", "policy", "model", "types", "errors", "version"},
-    "cli": {"jobs", "simulator", "scheduler", "policy", "model", "types", "errors", "version"},
+    "engines": {"train", "wire", "scheduler", "model", "types", "errors"},
+    "server": {"engines", "jobs", "wire", "scheduler", "policy", "model", "types", "errors", "version"},
+    "client": {"jobs", "wire", "types", "errors", "version"},
+    "cli": {
+        *("client", "server", "engines", "jobs", "wire", "simulator"),
+        *("scheduler", "policy", "model", "types", "errors", "version"),
+    },
 }
 PURE = (
     "types.py",
@@ -43,6 +48,10 @@ ONLY_IN = {
     "plotly": ("cli", "simulator/report"),
     "torch": ("train",),
     "sqlalchemy": ("server",),
+    "fastapi": ("server",),
+    "uvicorn": ("server",),
+    "httpx": ("client",),
+    "pynvml": ("engines/devices",),
 }
 
 

@@ -361,7 +361,7 @@ _REPORT_INTEGERS = {  # the least that each may be
 }
 _REPORT_NUMBERS = {  # the most that each may be; the least is 0, and null means: not known yet
     **dict.fromkeys(("progress", "efficiency"), 1.0),
-    **dict.fromkeys(("noise_scale", "throughput", "goodput"), math.inf),
+    **dict.fromkeys(("noise_scale", "throughput", "goodput", "remaining_examples"), math.inf),
 }
 
 
@@ -384,6 +384,8 @@ class WireReport:
     epoch: int
     num_steps: int
     progress: float | None
+    remaining_examples: float | None
+    stalled_s: float
     device_batch: int
     accum_steps: int
     total_batch: int
@@ -406,7 +408,8 @@ class WireReport:
             raise InvalidValueError(
                 f"report.num_nodes = {self.num_nodes}; at most num_replicas = {self.num_replicas} is allowed"
             )
-        object.__setattr__(self, "gain", read_number(self.gain, "report.gain", minimum=0))
+        for name in ("gain", "stalled_s"):
+            object.__setattr__(self, name, read_number(getattr(self, name), f"report.{name}", minimum=0))
         for name, most in _REPORT_NUMBERS.items():
             if getattr(self, name) is not None:
                 number = read_number(getattr(self, name), f"report.{name}", minimum=0, maximum=most)

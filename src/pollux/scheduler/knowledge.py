@@ -7,12 +7,15 @@ With profile memory on, all jobs that carry the same application name read and w
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from pollux.errors import FitError
 from pollux.model.fitting import Fit, fit
 from pollux.model.profile import Configuration, Profile, Timing
 from pollux.types import ShapeFactors, ThroughputParams
+
+_PREFIX = "application "
 
 logger = logging.getLogger(__name__)
 
@@ -27,10 +30,12 @@ class Knowledge:
     first_noise_scale: float | None = None  # of a young job: what the next one is likely to start with
     _stale: set[str] = field(default_factory=set)
 
-    def observe(self, accelerator: str, configuration: Configuration, timing: Timing) -> None:
-        """Take in a measurement; a configuration not seen before makes the fit stale."""
-        if self.profile.add(accelerator, configuration, timing):
+    def observe(self, accelerator: str, configuration: Configuration, timing: Timing) -> bool:
+        """Take in a measurement; a configuration not seen before (true) makes the fit stale."""
+        is_new = self.profile.add(accelerator, configuration, timing)
+        if is_new:
             self._stale.add(accelerator)
+        return is_new
 
     def refit(self) -> bool:
         """Fit θ where there are new measurements; true if anything changed. Keeps the last good fit on failure."""
@@ -72,4 +77,10 @@ class ProfileMemory:
         return known
 
     def of(self, application: str) -> Knowledge:
-        return self._known.setdefault(application, Knowledge(f"application {application}"))
+        return self._known.setdefault(application, Knowledge(f"{_PREFIX}{application}"))
+
+    def recall(self, learnt: Iterable[Knowledge]) -> None:
+        """What was kept of applications, by their labels."""
+        for knowledge in learnt:
+            if knowledge.label.startswith(_PREFIX):
+                self._known.setdefault(knowledge.label.removeprefix(_PREFIX), knowledge)

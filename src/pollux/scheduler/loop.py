@@ -10,8 +10,8 @@ import dataclasses
 import logging
 import math
 import time
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from pollux.errors import InvalidValueError, PolluxError, UnknownNameError
@@ -25,6 +25,7 @@ from pollux.scheduler.ports import (
     Engine,
     Event,
     JobEnded,
+    JobLost,
     JobReport,
     JobRuns,
     JobStopped,
@@ -40,7 +41,7 @@ from pollux.scheduler.ports import (
 )
 from pollux.scheduler.reconcile import Actual, Change, Resize, Start, reconcile, together, verify_plan
 from pollux.scheduler.record import JobRecord, RoundRecord
-from pollux.types import NO_ALLOCATION, Allocation, JobSpec, Node, Plan, Snapshot
+from pollux.types import NO_ALLOCATION, Allocation, JobSpec, JobView, Node, Plan, Snapshot
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,9 @@ class SchedulerConfig:
 
     interval_s: float = 60.0
     decides_on_events: bool = False  # also when a job arrives or ends, or nodes change
+    decides_on_models: bool = False  # and when a job was measured in a configuration not seen before
+    min_pause_s: float = 0.0  # from one decision to the next
+    max_duty: float = 1.0  # share of the time that deciding may take
     remembers_profiles: bool = False
     tunes_batches: bool = True  # hand fitted θ to jobs; off for policies that fix the batch
     autoscale: AutoscaleConfig | None = None
@@ -61,6 +65,10 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         if not (math.isfinite(self.interval_s) and self.interval_s > 0):
             raise InvalidValueError(f"scheduling interval of {self.interval_s} s; it must be a positive number")
+        if not (math.isfinite(self.min_pause_s) and self.min_pause_s >= 0):
+            raise InvalidValueError(f"a pause of {self.min_pause_s} s between decisions; a number >= 0 is needed")
+        if not 0 < self.max_duty <= 1:
+            raise InvalidValueError(f"max_duty = {self.max_duty}; a share above 0 and up to 1 is needed")
 
 
 class Scheduler:
@@ -85,6 +93,7 @@ class Scheduler:
         self._active: dict[str, JobRecord] = {}  # in order of submission
         self._desired: dict[str, Allocation] = {}
         self._next_round_at = clock.now() + config.interval_s
+        self._not_before = -math.inf  # for decisions that events ask for
         self._trigger: str | None = None  # an event that asks for a decision now
         self._num_rounds = 0
         self._next_sequence = 0
@@ -104,6 +113,19 @@ class Scheduler:
     @property
     def num_rounds(self) -> int:
         return self._num_rounds
+
+    @property
+    def next_tick_at(self) -> float:
+        """When to tick at the latest, if nothing happens before."""
+        return min(self._next_round_at, self._not_before) if self._is_asked else self._next_round_at
+
+    @property
+    def _is_asked(self) -> bool:
+        return self.config.decides_on_events and self._trigger is not None
+
+    @property
+    def draining(self) -> frozenset[str]:
+        return frozenset(self._draining)
 
     def submit(self, spec: JobSpec, sequence: int | None = None) -> JobRecord:
         """Take in a job; it is considered in the next round.
@@ -133,11 +155,13 @@ class Scheduler:
         self._ask_for_round("submit")
         return record
 
-    def restore(self, records: Iterable[JobRecord]) -> None:
+    def restore(self, records: Iterable[JobRecord], learnt: Iterable[Knowledge] = ()) -> None:
         """Take over jobs of a scheduler that is gone; the engine will say what has become of them.
 
-        Jobs that hold slots keep them until a decision says otherwise.
+        Jobs that hold slots keep them until a decision says otherwise. ``learnt``: also of jobs that are over.
         """
+        if self._memory is not None:
+            self._memory.recall(learnt)
         for record in sorted(records, key=lambda record: record.sequence):
             if record.state.is_final:
                 continue
@@ -170,6 +194,22 @@ class Scheduler:
             self._engine.apply([StopJob(job=name, reason=reason)])
         self._ask_for_round("cancel")
 
+    def suspend(self, reason: str) -> None:
+        """Ask every job to checkpoint and leave its slots; they wait then. No decisions after this: see `settle`."""
+        self._desired.clear()
+        now = self._clock.now()
+        for record in self._active.values():
+            if record.state.holds_slots and record.state is not JobState.STOPPING:
+                record.account(now)
+                record.move(JobState.STOPPING, now, reason)
+                self._store.save_job(record)
+                self._engine.apply([StopJob(job=record.name, reason=reason)])
+
+    def settle(self) -> bool:
+        """Take in events without deciding anything; whether all slots are free."""
+        self._take_in(self._clock.now())
+        return not any(record.state.holds_slots for record in self._active.values())
+
     def run(self, is_done: Callable[[], bool]) -> None:
         """Tick until ``is_done``."""
         while not is_done():
@@ -183,7 +223,7 @@ class Scheduler:
             record.account(now)
         self._take_in(now)
         due = now >= self._next_round_at
-        if due or (self.config.decides_on_events and self._trigger is not None):
+        if due or (self._is_asked and now >= self._not_before):
             self._decide(now, "interval" if due else self._trigger or "event")
         self._settle(now)
 
@@ -219,11 +259,21 @@ class Scheduler:
                     record.move(JobState.PENDING, now, "stopped")
                     self._store.save_job(record)
                 self._ask_for_round("stop")
-            case JobEnded(state=state, at=at, reason=reason):
+            case JobLost(reason=reason) if record.state.holds_slots:
+                record.allocation = record.leaving = NO_ALLOCATION
+                record.num_crashes += 1
+                if record.stops_as.is_final:
+                    self._end(record, record.stops_as, now, record.stop_reason)
+                else:
+                    record.move(JobState.PENDING, now, reason)
+                    self._store.save_job(record)
+                self._ask_for_round("loss")
+            case JobEnded(state=state, at=at, reason=reason, exit_code=exit_code):
                 if record.allocation:  # time since it ended was not its own
                     record.attained_s -= max(now - at, 0.0)
                     record.gpu_s -= max(now - at, 0.0) * record.allocation.num_replicas
                 record.allocation = record.leaving = NO_ALLOCATION
+                record.exit_code = exit_code
                 self._end(record, state, at, reason)
                 self._ask_for_round("end")
 
@@ -242,7 +292,9 @@ class Scheduler:
             logger.warning("job %s: report refused: %s", record.name, error)
             return
         for configuration, timing in report.timings:
-            knowledge.observe(report.accelerator, configuration, timing)
+            is_new = knowledge.observe(report.accelerator, configuration, timing)
+            if is_new and self.config.decides_on_models:
+                self._ask_for_round("model")
         if report.noise_scale is not None:
             record.noise_scale = report.noise_scale
             if knowledge.first_noise_scale is None:
@@ -256,6 +308,8 @@ class Scheduler:
         if report.batch is not None and report.batch != record.spec.batch:
             record.spec = dataclasses.replace(record.spec, batch=report.batch)
             self._store.save_job(record)
+            if self.config.decides_on_models:
+                self._ask_for_round("model")
 
     def _ask_for_round(self, trigger: str) -> None:
         if self._trigger is None:
@@ -266,11 +320,11 @@ class Scheduler:
     def snapshot(self, now: float) -> Snapshot:
         """All that a policy may read, as of now."""
         oracle = self._oracles.oracle if self._oracles is not None else None
-        return Snapshot.of(
-            now,
-            [node for node in self._engine.nodes() if node.name not in self._draining],
-            (record.view(now, oracle(record.name) if oracle is not None else None) for record in self._active.values()),
-        )
+        views = [record.view(now, oracle(record.name) if oracle else None) for record in self._active.values()]
+        nodes = self._engine.nodes()
+        if self._draining:
+            nodes, views = _without(self._draining, nodes, views)
+        return Snapshot.of(now, nodes, views)
 
     def drain(self, nodes: Iterable[str]) -> None:
         """Use these nodes no longer, and no others are drained; jobs leave them with the next decision."""
@@ -321,6 +375,7 @@ class Scheduler:
         began = time.perf_counter()
         plan, error = self._plan(snapshot)
         decision_s = time.perf_counter() - began
+        self._not_before = now + max(self.config.min_pause_s, decision_s * (1 / self.config.max_duty - 1))
         if plan.explanation is not None:
             explanation = dataclasses.replace(plan.explanation, decision_s=decision_s)
             plan = dataclasses.replace(plan, explanation=explanation)
@@ -375,6 +430,7 @@ class Scheduler:
                 fresh[id(knowledge)] = knowledge.refit()
             if fresh[id(knowledge)] and record.allocation:
                 commands.append(TuneJob(job=record.name, params=knowledge.params))
+                self._store.save_job(record)
         if commands:
             self._engine.apply(commands)
 
@@ -405,6 +461,7 @@ class Scheduler:
             case Start(allocation=allocation):
                 record.generation += 1
                 record.allocation = allocation
+                record.started_at = now if record.started_at is None else record.started_at
                 record.move(JobState.STARTING, now, f"{allocation.num_replicas} replicas")
                 command = StartJob(
                     job=record.name,
@@ -427,3 +484,23 @@ class Scheduler:
                 command = StopJob(job=record.name, reason="preempted")
         self._store.save_job(record)
         return command
+
+
+def _without(
+    draining: Collection[str], nodes: Sequence[Node], views: Sequence[JobView]
+) -> tuple[list[Node], list[JobView]]:
+    """Draining nodes keep what jobs hold that must not be moved, and nothing else; the others hold nothing there."""
+    held: Counter[str] = Counter()
+    staying = []
+    for view in views:
+        if view.is_fixed:
+            held.update(view.allocation.as_mapping())
+        elif any(node in draining for node, _ in view.allocation.shares):
+            view = dataclasses.replace(view, allocation=NO_ALLOCATION)
+        staying.append(view)
+    kept = (
+        dataclasses.replace(node, num_slots=held[node.name]) if node.name in draining else node
+        for node in nodes
+        if node.name not in draining or held[node.name]
+    )
+    return list(kept), staying

@@ -88,7 +88,16 @@ class JobEnded:
     job: str
     state: JobState
     at: float
-    reason: str = ""
+    reason: str = ""  # the first line is a summary; a traceback may follow
+    exit_code: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobLost:
+    """The engine has nothing of a job any more; it starts again from its last checkpoint."""
+
+    job: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +119,7 @@ class NodesChanged:
     """Nodes came or went; ask the engine which there are."""
 
 
-Event = JobRuns | JobStopped | JobEnded | JobReport | NodesChanged
+Event = JobRuns | JobStopped | JobEnded | JobLost | JobReport | NodesChanged
 
 
 def check_report(report: JobReport) -> None:

@@ -26,7 +26,9 @@ class JobRecord:
     attained_s: float = 0.0
     gpu_s: float = 0.0  # replica-seconds held
     accounted_at: float = 0.0  # until when attained_s and gpu_s are up to date
+    started_at: float | None = None  # the first time
     finished_at: float | None = None
+    exit_code: int | None = None
     reason: str = ""
     stops_as: JobState = JobState.PENDING  # what it becomes when it has stopped; a final state ends it
     stop_reason: str = ""

@@ -29,6 +29,15 @@ from pollux.scheduler.lifecycle import JobState, Transition
 from pollux.scheduler.record import JobRecord, RoundRecord
 from pollux.server import forms
 from pollux.server.forms import StoredJob, StoredReport, StoredResize, StoredRound
+from pollux.server.tables import jobs as _jobs
+from pollux.server.tables import knowledge as _knowledge
+from pollux.server.tables import meta as _meta
+from pollux.server.tables import reports as _reports
+from pollux.server.tables import resizes as _resizes
+from pollux.server.tables import rounds as _rounds
+from pollux.server.tables import secrets as _secrets
+from pollux.server.tables import tables as _tables
+from pollux.server.tables import transitions as _transitions
 from pollux.types import NO_ALLOCATION, Snapshot
 from pollux.wire import WireReport, dumps, loads, read_integer, read_number
 
@@ -37,86 +46,6 @@ __all__ = ["MIGRATIONS", "SqlStore", "StoredJob", "StoredReport", "StoredResize"
 _BUSY_TIMEOUT_S = 10.0
 _NUM_SUGGESTIONS = 10
 _MAX_COMPARED = 1000  # names, when looking for one like the unknown one
-
-_tables = sa.MetaData()
-
-
-def _of_job(is_key: bool = False) -> sa.Column[str]:
-    return sa.Column("job", sa.Text, sa.ForeignKey("jobs.name"), primary_key=is_key, nullable=False)
-
-
-_meta = sa.Table(
-    "meta",
-    _tables,
-    sa.Column("version", sa.Integer, nullable=False),
-    sa.Column("created", sa.Float, nullable=False),
-)
-_jobs = sa.Table(
-    "jobs",
-    _tables,
-    sa.Column("sequence", sa.Integer, primary_key=True),  # order of arrival
-    sa.Column("name", sa.Text, nullable=False, unique=True),
-    sa.Column("request", sa.Text),  # JSON of the server's own; null: nobody asked over the network
-    sa.Column("record", sa.Text),  # JSON without its knowledge; null: the scheduler has not taken it in yet
-    sa.Column("knowledge", sa.Text, sa.ForeignKey("knowledge.label")),
-    sa.Column("state", sa.Text, nullable=False, index=True),
-    sa.Column("submitted_at", sa.Float, nullable=False),
-    sa.Column("finished_at", sa.Float),
-    sqlite_autoincrement=True,
-)
-_knowledge = sa.Table(  # shared by the jobs of an application, where profiles are remembered
-    "knowledge",
-    _tables,
-    sa.Column("label", sa.Text, primary_key=True),
-    sa.Column("form", sa.Text, nullable=False),
-)
-_transitions = sa.Table(
-    "transitions",
-    _tables,
-    sa.Column("id", sa.Integer, primary_key=True),
-    _of_job(),
-    sa.Column("at", sa.Float, nullable=False),
-    *(sa.Column(name, sa.Text, nullable=False) for name in ("source", "target", "reason")),
-    sa.Index("transitions_by_job", "job", "id"),
-    sqlite_autoincrement=True,
-)
-_rounds = sa.Table(
-    "rounds",
-    _tables,
-    sa.Column("id", sa.Integer, primary_key=True),
-    sa.Column("number", sa.Integer, nullable=False),  # of the scheduler: may begin again with a restart
-    sa.Column("at", sa.Float, nullable=False),
-    *(sa.Column(name, sa.Text, nullable=False) for name in ("trigger", "plan", "error", "snapshot")),
-    sa.Column("decision_s", sa.Float, nullable=False),
-    *(sa.Column(name, sa.Integer, nullable=False) for name in ("num_jobs", "num_slots")),
-    sqlite_autoincrement=True,
-)
-_reports = sa.Table(
-    "reports",
-    _tables,
-    sa.Column("id", sa.Integer, primary_key=True),
-    _of_job(),
-    sa.Column("at", sa.Float, nullable=False),
-    sa.Column("report", sa.Text, nullable=False),
-    sa.Index("reports_by_job", "job", "id"),
-    sqlite_autoincrement=True,
-)
-_resizes = sa.Table(
-    "resizes",
-    _tables,
-    _of_job(is_key=True),
-    sa.Column("generation", sa.Integer, primary_key=True, autoincrement=False),
-    sa.Column("at", sa.Float, nullable=False),
-    sa.Column("before", sa.Text, nullable=False),
-    sa.Column("after", sa.Text, nullable=False),
-    sa.Column("runs_at", sa.Float),
-)
-_secrets = sa.Table(
-    "secrets",
-    _tables,
-    _of_job(is_key=True),
-    sa.Column("token_hash", sa.Text, nullable=False, unique=True),
-)
 
 
 def _create_all(connection: sa.Connection) -> None:
@@ -243,6 +172,16 @@ class SqlStore:
                     self._require_job(connection, job)
             raise
 
+    def save_reports(self, reports: Sequence[tuple[float, WireReport]]) -> None:
+        """Several at once, each with when it came; all of jobs that are here."""
+        rows = [
+            {"job": report.job, "at": read_number(at, "at"), "report": dumps(wire.report_to_dict(report), "report")}
+            for at, report in reports
+        ]
+        if rows:
+            with self._writing() as connection:
+                connection.execute(_reports.insert(), rows)
+
     def prune(self, keep_rounds: int, keep_reports_per_job: int) -> tuple[int, int]:
         """Forget the oldest rounds and reports beyond these numbers; how many of each went."""
         keep_rounds, keep_reports = (
@@ -264,14 +203,39 @@ class SqlStore:
         self, states: Iterable[JobState] | None = None, limit: int = 100, offset: int = 0, newest_first: bool = False
     ) -> list[StoredJob]:
         """In order of arrival, or the other way round."""
-        order = _jobs.c.sequence.desc() if newest_first else _jobs.c.sequence
-        query = _job_rows.order_by(order).limit(_count(limit, "limit")).offset(_count(offset, "offset"))
-        if states is not None:
-            query = query.where(_jobs.c.state.in_([state.value for state in states]))
-        return self._read_jobs(query)
+        return self._read_jobs(self._page_of_jobs(_job_rows, states, limit, offset, newest_first))
 
     def job(self, name: str) -> StoredJob:
         return self._read_jobs(_job_rows.where(_jobs.c.name == _storable(name)), name)[0]
+
+    def names(self) -> set[str]:
+        """Of all jobs there ever were."""
+        with self._reading() as connection:
+            return set(connection.scalars(sa.select(_jobs.c.name)))
+
+    def counts(self) -> dict[JobState, int]:
+        """How many jobs are in each state, as they were last saved."""
+        query = sa.select(_jobs.c.state, sa.func.count()).group_by(_jobs.c.state)
+        with self._reading() as connection:
+            return {JobState(state): count for state, count in connection.execute(query).all()}
+
+    def job_names(
+        self, states: Iterable[JobState] | None = None, limit: int = 100, offset: int = 0, newest_first: bool = False
+    ) -> list[str]:
+        """As :meth:`jobs`, the names alone."""
+        with self._reading() as connection:
+            page = self._page_of_jobs(sa.select(_jobs.c.name), states, limit, offset, newest_first)
+            return list(connection.scalars(page))
+
+    def active(self) -> list[StoredJob]:
+        """Jobs that are not over, in order of arrival."""
+        return self._read_jobs(_job_rows.where(_is_active).order_by(_jobs.c.sequence))
+
+    def latest_time(self) -> float:
+        """The latest time that is kept of anything; 0 if nothing is."""
+        columns = (_jobs.c.submitted_at, _jobs.c.finished_at, _transitions.c.at, _rounds.c.at)
+        with self._reading() as connection:
+            return max((connection.scalar(sa.select(sa.func.max(column))) or 0.0 for column in columns), default=0.0)
 
     def records(self) -> list[JobRecord]:
         """Jobs that are not over, by sequence: what a restarted server goes on with.
@@ -435,6 +399,14 @@ class SqlStore:
         if moved is not None and moved.target is record.state is JobState.RUNNING:
             this = (columns.job == record.name, columns.generation == record.generation, columns.runs_at.is_(None))
             connection.execute(_resizes.update().where(*this).values(runs_at=moved.at))
+
+    @staticmethod
+    def _page_of_jobs(
+        query: sa.Select[Any], states: Iterable[JobState] | None, limit: int, offset: int, newest_first: bool
+    ) -> sa.Select[Any]:
+        order = _jobs.c.sequence.desc() if newest_first else _jobs.c.sequence
+        query = query.order_by(order).limit(_count(limit, "limit")).offset(_count(offset, "offset"))
+        return query if states is None else query.where(_jobs.c.state.in_([state.value for state in states]))
 
     def _require_job(self, connection: sa.Connection, name: str) -> None:
         if _storable(name) == name:

@@ -51,6 +51,7 @@ class Parts:
     num_measured: int = 0
     last_measured: int = 0
     metrics: dict[str, Any] = field(default_factory=dict)
+    stalled_s: float = 0.0  # in resizes and recoveries
 
     @property
     def noise_scale(self) -> float | None:
@@ -69,6 +70,7 @@ class Parts:
                 "tuner": self.tuner.state_dict(),
                 "tracked": {name: stateful.state_dict() for name, stateful in self.tracked.items()},
                 "measured": (self.interval, self.num_measured, self.last_measured),
+                "stalled_s": self.stalled_s,
                 "random": random_state(self.device),
             }
         )
@@ -89,6 +91,7 @@ class Parts:
         self.pulse.reset()
         self.tuner.load_state_dict(state["tuner"])
         self.interval, self.num_measured, self.last_measured = state["measured"]
+        self.stalled_s = state.get("stalled_s", 0.0)
         for name, stateful in self.tracked.items():
             stateful.load_state_dict(state["tracked"][name])
         set_random_state(state["random"], self.device)
@@ -98,10 +101,10 @@ class Parts:
         gain = self.gain(choice.total)
         efficiency = None if phi is None else min(1.0, gain * tuner.limits.initial / choice.total)
         throughput = tuner.throughput(choice)
-        progress = None
+        progress = remaining = None
         if num_epochs is not None and num_epochs[0] > 0:
-            done = self.progress.num_passes
-            progress = done / max(done + self.progress.remaining_passes(*num_epochs), 1e-9)
+            progress = self.progress.share_done(*num_epochs, self.loader.epoch_length)
+            remaining = self.progress.remaining_useful(*num_epochs, self.loader.epoch_length)
         return Report(
             generation=generation,
             num_replicas=num_replicas,
@@ -110,6 +113,9 @@ class Parts:
             epoch=self.loader.epoch,
             num_steps=self.progress.num_steps,
             progress=progress,
+            remaining_examples=remaining,
+            stalled_s=self.stalled_s,
+            batch=tuner.limits,
             device_batch=choice.config.device_batch,
             accum_steps=choice.config.accum_steps,
             total_batch=choice.total,

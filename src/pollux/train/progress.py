@@ -76,6 +76,22 @@ class Progress:
             return max(num_epochs - done, 0)
         return max(num_epochs - self.epochs, 0.0) / max(self.epochs / self.num_passes, 1e-9)
 
+    def share_done(self, num_epochs: int, by_passes: bool, epoch_length: int | None) -> float:
+        """How much of what was asked for is done, 0..1; the pass under way counts where its length is known."""
+        done = float(self.num_passes) if by_passes else self.epochs
+        if epoch_length:
+            done += (self.pass_examples if by_passes else self.pass_useful) / epoch_length
+        return min(done / num_epochs, 1.0)
+
+    def remaining_useful(self, num_epochs: int, by_passes: bool, epoch_length: int | None) -> float | None:
+        """Useful examples still to come; None where nobody knows how many a pass has."""
+        if not epoch_length:
+            return None
+        useful_per_pass = float(epoch_length)
+        if by_passes and self.num_examples:  # passes are made, however much they teach
+            useful_per_pass *= self.num_useful / self.num_examples
+        return (1 - self.share_done(num_epochs, by_passes, epoch_length)) * num_epochs * useful_per_pass
+
     def due_in_loop(self, gain: float) -> int:
         """How often to step an LR scheduler, called after a batch, for the step that is being made."""
         self.iteration_credit += max(gain, 1.0)

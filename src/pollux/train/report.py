@@ -1,7 +1,8 @@
 """What a run tells the outside: one report at a time, to whoever listens.
 
 Stands in ``train``. A :class:`Reporter` is where reports go and where advice comes from; without one a run keeps to
-itself. :class:`FileReporter` appends JSON lines, for people and tests.
+itself. :class:`FileReporter` appends JSON lines, for people and tests; a cluster's server is told by
+:class:`pollux.train.http_report.HttpReporter`.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pollux.model.profile import Configuration, Timing
-from pollux.types import BatchConfig
+from pollux.types import BatchConfig, BatchLimits, ThroughputParams
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,9 @@ class Report:
     epoch: int
     num_steps: int
     progress: float | None  # share of the learning asked for, 0..1; None before ``epochs`` is called
+    remaining_examples: float | None  # useful ones still to come
+    stalled_s: float  # spent in resizes and recoveries since training began
+    batch: BatchLimits | None
     device_batch: int
     accum_steps: int
     total_batch: int
@@ -40,15 +44,22 @@ class Report:
     metrics: Mapping[str, Any] = field(default_factory=dict)  # the last ``run.log``
 
     def to_json(self) -> str:
-        return json.dumps(_plain(asdict(self)), allow_nan=False)
+        return json.dumps(plain(asdict(self)), allow_nan=False)
+
+
+Advice = BatchConfig | ThroughputParams
+"""A batch to train with, or what is known of the job's speed, for it to choose one by."""
 
 
 class Reporter(Protocol):
     def send(self, report: Report) -> None:
         """Take it and return at once; losing a report is no reason to stop training."""
 
-    def advice(self) -> BatchConfig | None:
-        """The batch that the scheduler wants, if it has said so since the last call. Never blocks."""
+    def advice(self) -> Advice | None:
+        """What the scheduler has said since the last call. Never blocks."""
+
+    def close(self) -> None:
+        """The run is over: what is not sent yet may take a moment."""
 
 
 class FileReporter:
@@ -61,16 +72,19 @@ class FileReporter:
         with self.path.open("a", encoding="utf-8") as file:
             file.write(report.to_json() + "\n")
 
-    def advice(self) -> BatchConfig | None:
+    def advice(self) -> Advice | None:
         return None
 
+    def close(self) -> None:
+        """Everything is written."""
 
-def _plain(value: Any) -> Any:
+
+def plain(value: Any) -> Any:
     """JSON knows no NaN and no infinity; users' metrics may be any number-like thing."""
     if isinstance(value, Mapping):
-        return {str(key): _plain(entry) for key, entry in value.items()}
+        return {str(key): plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(entry) for entry in value]
+        return [plain(entry) for entry in value]
     if isinstance(value, bool | int | str) or value is None:
         return value
     try:

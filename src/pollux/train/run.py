@@ -24,6 +24,7 @@ from pollux.errors import InvalidValueError
 from pollux.train.batching import BatchChoice, BatchPolicy, batch_policy, make_limits
 from pollux.train.checkpoint import CheckpointDirectory
 from pollux.train.data import ElasticLoader
+from pollux.train.http_report import HttpReporter
 from pollux.train.leaving import LeaveSignals
 from pollux.train.loader import AdaptiveLoader
 from pollux.train.membership import Group, Membership, membership_from_environment
@@ -61,6 +62,8 @@ def init(
     checkpoint_dir = checkpoint_dir or environment.get("POLLUX_CHECKPOINT_DIR") or None
     if reporter is None and environment.get("POLLUX_REPORT_FILE"):
         reporter = FileReporter(environment["POLLUX_REPORT_FILE"])
+    if reporter is None:
+        reporter = HttpReporter.from_environment(environment)
     membership = membership or membership_from_environment(environment)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and device.index is None:
@@ -302,6 +305,7 @@ class Run:
                 self._loader.elastic.close()
             if self._trainee is not None:
                 self._trainee.detach()
+            self._session.end_reports()
             self._session.membership.close()
             self._team.close()
 

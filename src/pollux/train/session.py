@@ -35,11 +35,10 @@ from pollux.train.parts import Keeper, Parts
 from pollux.train.position import StepShape
 from pollux.train.pulse import Sample
 from pollux.train.replicate import broadcast_buffers
-from pollux.train.report import Reporter
+from pollux.train.report import Advice, Reporter
 from pollux.train.scaling import StepContext
 from pollux.train.state import broadcast, random_state, set_random_state
 from pollux.train.team import BrokenGroup, Team, let_go
-from pollux.types import BatchConfig
 
 MEASURING_BUDGET = 0.002  # share of a step's time that measuring its noise may take, on average
 MAX_INTERVAL = 32  # steps between measurements at most
@@ -261,13 +260,15 @@ class Session:
         raise Leave(f"{name}: left after step {num_steps}")
 
     def _resize(self) -> None:
+        begun = time.monotonic()
         if self.keeper is not None and self.team.rank == 0:
             self.keeper.wait()  # another replica may be rank 0 next, and write to the same place
         self._enter(self.membership.advance(self._timeout_s))
+        self._parts.stalled_s += time.monotonic() - begun
 
     def _recover(self, reason: str) -> None:
         """The group is broken, or this replica breaks it: find each other again, and go on from the last step."""
-        parts = self._parts
+        parts, begun = self._parts, time.monotonic()
         logger.warning("rank %d, step %d: %s; re-forming", self.team.rank, parts.progress.num_steps, reason)
         if self.team.is_adopted and self.team.size > 1:
             raise PeerLostError(
@@ -283,6 +284,7 @@ class Session:
         parts.trainee.begin_again()
         self._break_up()
         self._enter(self._find_again())
+        parts.stalled_s += time.monotonic() - begun
 
     def _find_again(self) -> Group | None:
         """The next group. Under torchrun nobody may ever come, and a signal does not wait for it."""
@@ -464,7 +466,14 @@ class Session:
         except Exception as error:  # whatever it is, it is no reason to stop training
             logger.warning("a report could not be sent: %s", error)
 
-    def _advice(self) -> BatchConfig | None:
+    def end_reports(self) -> None:
+        if self.reporter is not None:
+            try:
+                self.reporter.close()
+            except Exception as error:
+                logger.warning("the last report may be lost: %s", error)
+
+    def _advice(self) -> Advice | None:
         try:
             return None if self.reporter is None else self.reporter.advice()
         except Exception as error:

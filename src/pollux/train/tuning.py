@@ -19,7 +19,9 @@ from pollux.model.fitting import Fit, fit
 from pollux.model.profile import Configuration, Profile, Timing
 from pollux.train.batching import BatchChoice, BatchPolicy, BatchSituation
 from pollux.train.profiling import StepTimer
-from pollux.types import BatchConfig, BatchLimits
+from pollux.train.report import Advice
+from pollux.types import BatchConfig, BatchLimits, ThroughputParams
+from pollux.wire import MAX_TIMINGS
 
 ADAPT_INTERVAL_S = 2.0  # a batch is reconsidered this often at most, and when there is something new to consider
 
@@ -33,6 +35,7 @@ class Tuner:
         self.timer = StepTimer(device)
         self.profile = Profile()
         self.fit: Fit | None = None
+        self._advised: ThroughputParams | None = None  # fitted to all that other jobs like this one measured, too
         self.num_nodes, self.num_replicas = 1, 1
         self._asked = limits  # as the user gave them; ``limits`` may have become tighter
         self._new: list[tuple[Configuration, Timing]] = []
@@ -52,6 +55,7 @@ class Tuner:
         for configuration, timing in self.timer.take():
             self._is_stale |= self.profile.add(self.accelerator, configuration, timing)
             self._new.append((configuration, timing))
+        del self._new[:-MAX_TIMINGS]  # of a replica that does not report, but may have to one day
 
     def take_timings(self) -> tuple[tuple[Configuration, Timing], ...]:
         """New since the last call, for a report."""
@@ -72,17 +76,17 @@ class Tuner:
             num_nodes=self.num_nodes,
             num_replicas=self.num_replicas,
             current=current,
-            params=self.fit.params if self.fit is not None else None,
+            params=self._advised or (self.fit.params if self.fit is not None else None),
             noise_scale=noise_scale,
             measured=measured,
         )
         return self.policy.choose(situation)
 
-    def reconsider(
-        self, noise_scale: float | None, current: BatchChoice, advice: BatchConfig | None
-    ) -> BatchChoice | None:
+    def reconsider(self, noise_scale: float | None, current: BatchChoice, advice: Advice | None) -> BatchChoice | None:
         """Another batch, if it is time to think about it and one is better; ``advice`` of a scheduler goes first."""
-        if advice is not None:
+        if isinstance(advice, ThroughputParams):
+            self._advised = advice
+        elif advice is not None:
             choice = BatchChoice(config=advice, total=advice.total(self.num_replicas))
             return choice if choice != current and self._allows(advice) else None
         now = time.monotonic()

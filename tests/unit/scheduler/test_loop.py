@@ -8,9 +8,11 @@ import pytest
 from pollux.errors import InvalidValueError, UnknownNameError
 from pollux.model.profile import Configuration, Timing
 from pollux.policy import make_policy
+from pollux.scheduler.knowledge import Knowledge
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.loop import Scheduler, SchedulerConfig
 from pollux.scheduler.ports import (
+    JobLost,
     JobReport,
     JobRuns,
     JobStopped,
@@ -427,3 +429,86 @@ def test_batch_limits_come_with_a_report():
     world.engine.events.append(JobReport(job="a", accelerator="gpu", batch=LIMITS))
     world.scheduler.tick()
     assert world.store.jobs["a"].spec.batch == LIMITS
+
+
+def test_a_lost_job_starts_again_and_a_lost_one_that_was_cancelled_is_over():
+    world = World(decides_on_events=True)
+    world.submit("a")
+    world.submit("b")
+    world.round()
+    world.scheduler.cancel("b")
+    for name in ("a", "b"):
+        world.engine.held.pop(name)
+        world.engine.under_way.clear()
+        world.engine.events.append(JobLost(job=name, reason="its machine is gone"))
+    world.round()
+    a, b = world.store.jobs["a"], world.store.jobs["b"]
+    assert (a.state, a.generation, a.num_crashes) == (JobState.RUNNING, 2, 1)
+    assert "its machine is gone" in [t.reason for t in a.history]
+    assert (b.state, b.reason) == (JobState.CANCELLED, "cancelled")
+
+
+def test_suspending_frees_all_slots_and_decides_nothing():
+    world = World(decides_on_events=True)
+    world.submit("a")
+    world.round()
+    num_rounds = world.scheduler.num_rounds
+    world.scheduler.suspend("the server is stopping")
+    assert not world.scheduler.settle()
+    world.engine.finish()
+    assert world.scheduler.settle() and not world.engine.held
+    assert world.store.jobs["a"].state is JobState.PENDING and world.scheduler.num_rounds == num_rounds
+
+
+def test_events_wait_for_the_pause_between_decisions():
+    world = World(decides_on_events=True, min_pause_s=10)
+    world.submit("a")
+    world.scheduler.tick()
+    world.submit("b")
+    world.clock.time += 9
+    world.scheduler.tick()
+    assert world.scheduler.num_rounds == 1 and world.scheduler.next_tick_at == 10
+    world.clock.time += 1
+    world.scheduler.tick()
+    assert world.scheduler.num_rounds == 2 and world.scheduler.next_tick_at == 70
+
+
+def test_a_new_configuration_asks_for_a_decision():
+    world = World("pollux", decides_on_events=True, decides_on_models=True)
+    world.submit("a")
+    world.round()
+    num_rounds = world.scheduler.num_rounds
+    for is_new in (True, False):
+        timings = [(Configuration(1, 1, 32), Timing(0.1, 0.1, 10))]
+        world.engine.events.append(JobReport(job="a", accelerator="gpu", timings=timings))
+        world.scheduler.tick()
+        num_rounds += is_new
+        assert world.scheduler.num_rounds == num_rounds
+
+
+def test_draining_leaves_jobs_alone_that_must_not_be_moved():
+    world = World(decides_on_events=True, num_nodes=2)
+    for name in ("a", "b"):
+        world.submit(name, batch=None, requested_replicas=3, min_replicas=3, max_replicas=3, is_preemptible=False)
+    world.submit("c")
+    world.round()
+    sits = world.store.jobs["a"].allocation
+    (node,) = sits.as_mapping()
+    commands = len(world.engine.commands)
+    world.scheduler.drain([node])
+    world.round()
+    assert world.store.jobs["a"].allocation == sits
+    assert not any(command.job == "a" for command in world.engine.commands[commands:])
+    assert node not in world.store.jobs["c"].allocation.as_mapping()
+    world.engine.end("a", world.clock.time)
+    world.round()
+    assert node not in {name for node_ in world.scheduler.snapshot(0).nodes for name in [node_.name]}
+
+
+def test_what_was_learnt_of_an_application_outlives_its_jobs_and_the_scheduler():
+    world = World(decides_on_events=True, remembers_profiles=True)
+    learnt = Knowledge("application app")
+    learnt.observe("gpu", Configuration(1, 2, 32), Timing(0.1, 0.2, 10))
+    world.scheduler.restore([], [learnt, Knowledge("job other")])
+    world.submit("a")
+    assert world.store.jobs["a"].knowledge is learnt

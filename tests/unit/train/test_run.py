@@ -290,6 +290,9 @@ class Adviser:
     def advice(self) -> BatchConfig | None:
         return next(self._advice, None)
 
+    def close(self) -> None:
+        pass
+
 
 def test_another_batch_in_the_middle_of_an_epoch_loses_and_repeats_nothing():
     adviser = Adviser([None, BatchConfig(4, 2), None, BatchConfig(3, 4), BatchConfig(99, 0), BatchConfig(3, 2)])

@@ -143,6 +143,9 @@ class Adviser:
     def advice(self) -> BatchConfig | None:
         return next(self._advice, None)
 
+    def close(self) -> None:
+        pass
+
 
 def train_with_advice() -> tuple[dict[tuple[int, int], list[int]], list[int], Tensor]:
     advice = [None, BatchConfig(3, 2), None, None, BatchConfig(2, 1), BatchConfig(99, 1), None, BatchConfig(8, 0)]

@@ -636,6 +636,9 @@ class Grumpy:
     def advice(self) -> None:
         raise ValueError("nor that")
 
+    def close(self) -> None:
+        raise ValueError("nor goodbye")
+
 
 @pytest.mark.parametrize("make", [Grumpy, lambda: FileReporter("/nonexistent/report")], ids=["raises", "no folder"])
 def test_a_reporter_that_raises_does_not_end_training(make, caplog):

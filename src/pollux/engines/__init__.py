@@ -1,0 +1,1 @@
+"""Engines: they run jobs on nodes, tell what happened, and decide nothing."""

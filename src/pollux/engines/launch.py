@@ -1,0 +1,70 @@
+"""How a job is started on a machine: its command, its environment, its folder.
+
+Stands in ``engines``. The scheduler knows nothing of commands; whoever owns the jobs gives the engine a
+:class:`Launch` for each of them. The form is strict, as those of :mod:`pollux.wire` are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+from pollux.errors import InvalidValueError
+from pollux.wire import read_integer, read_list, read_mapping, read_text, shown
+
+Kind = Literal["elastic", "fixed"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """``env`` is the complete environment of the job, before what depends on its slot and rank."""
+
+    command: tuple[str, ...]
+    kind: Kind
+    directory: str  # logs and checkpoints are kept below it
+    cwd: str
+    env: Mapping[str, str]
+    max_restarts: int = 3
+    checkpoints: bool = False  # a fixed job that can be started again where it was
+
+    def __post_init__(self) -> None:
+        if not self.command or not all(isinstance(word, str) for word in self.command) or not self.command[0]:
+            raise InvalidValueError(f"command = {shown(self.command)}; a program and its arguments are needed")
+        if self.kind not in get_args(Kind):
+            raise InvalidValueError(f"kind = {shown(self.kind)}; one of {', '.join(get_args(Kind))} is needed")
+        if self.max_restarts < 0:
+            raise InvalidValueError(f"max_restarts = {self.max_restarts}; a number of at least 0 is needed")
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "command": list(self.command),
+            "kind": self.kind,
+            "directory": self.directory,
+            "cwd": self.cwd,
+            "env": dict(self.env),
+            "max_restarts": self.max_restarts,
+            "checkpoints": self.checkpoints,
+        }
+
+    @classmethod
+    def from_dict(cls, value: object) -> Launch:
+        """Raises :class:`InvalidValueError` for anything but what :meth:`to_dict` gives."""
+        row = read_mapping(value, "launch")
+        names = {field.name for field in fields(cls)}
+        if row.keys() != names:
+            odd = ", ".join(sorted(row.keys() ^ names))
+            raise InvalidValueError(
+                f"launch: {odd} missing or not known; exactly {', '.join(sorted(names))} are needed"
+            )
+        if not isinstance(row["checkpoints"], bool):
+            raise InvalidValueError(f"launch.checkpoints = {shown(row['checkpoints'])}; true or false is needed")
+        return cls(
+            command=tuple(read_text(word, "a word of launch.command") for word in read_list(row["command"], "command")),
+            kind=row["kind"],
+            directory=read_text(row["directory"], "launch.directory", 1),
+            cwd=read_text(row["cwd"], "launch.cwd", 1),
+            env={name: read_text(text, f"launch.env.{name}") for name, text in read_mapping(row["env"], "env").items()},
+            max_restarts=read_integer(row["max_restarts"], "launch.max_restarts", 0),
+            checkpoints=row["checkpoints"],
+        )

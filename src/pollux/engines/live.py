@@ -1,0 +1,44 @@
+"""What a live cluster needs of an engine beyond the scheduler's port. Stands in ``engines``; no implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+
+from pollux.scheduler.ports import Engine
+from pollux.scheduler.record import JobRecord
+
+ReplicaState = Literal["starting", "member", "leaving"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaInfo:
+    """One living process of a job."""
+
+    replica_id: str
+    rank: int | None  # None: not in the group, not yet or not any more
+    node: str
+    slot: int
+    pid: int | None  # None: being started
+    state: ReplicaState
+
+
+class LiveEngine(Engine, Protocol):
+    """An engine whose jobs outlive the scheduler that commanded them."""
+
+    def adopt(self, records: Sequence[JobRecord]) -> None:
+        """Take over after a restart: compare what the records say with what really runs.
+
+        The next polls hold an event for every record that holds slots: that it runs, has stopped, has ended or is lost.
+        Commands that never arrived are repeated. What nobody knows any more is stopped and forgotten.
+        """
+
+    def replicas(self, job: str) -> Sequence[ReplicaInfo]:
+        """The processes of a job, members in rank order first; none for a job that nobody knows."""
+
+    def note(self, job: str) -> str:
+        """Why a job does not go on although it holds slots; "" when it does."""
+
+    def close(self, *, stops_jobs: bool) -> None:
+        """``stops_jobs``: all jobs checkpoint and leave, and nothing is left. Otherwise they train on."""

@@ -1,0 +1,164 @@
+"""What was asked for: the requests of jobs that are not over, their names, tokens and dependencies.
+
+Stands in ``server``, below :mod:`pollux.server.cluster`, above the database. Any thread may ask; a request is in the
+database before anybody hears of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from pollux.engines.launch import Launch
+from pollux.errors import InvalidValueError
+from pollux.jobs import Blocked, JobRequest, blocked_reason, check_dependencies, find_script, unique_name
+from pollux.scheduler.lifecycle import JobState
+from pollux.server.store import SqlStore, StoredJob
+
+
+class RequestBook:
+    def __init__(
+        self, store: SqlStore, *, secret: str, url: str, directory: Path, environment: Mapping[str, str]
+    ) -> None:
+        """Jobs' tokens are made from ``secret``, so that a job that starts again has the one it had."""
+        self._store, self._secret, self._url = store, secret, url
+        self._directory, self._environment = directory, environment
+        self._turn = threading.Lock()
+        self._names = store.names()
+        self._requests: dict[str, JobRequest] = {}
+        self._tokens: dict[str, str] = {}  # hash of the token -> job
+        self.reload()
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._requests
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    def reload(self) -> None:
+        """From the database."""
+        for job in self._store.active():
+            self._requests[job.name] = JobRequest.from_dict(job.request or {})
+            self._tokens[_hash(self._token_of(job.name))] = job.name
+
+    def get(self, name: str) -> JobRequest | None:
+        """That of a job that is not over."""
+        return self._requests.get(name)
+
+    def close(self, name: str) -> None:
+        """The job is over."""
+        self._requests.pop(name, None)
+
+    def is_known(self, name: str) -> bool:
+        """Whether there is, or was, such a job."""
+        return name in self._names
+
+    def admit(self, request: JobRequest, now: float) -> list[StoredJob]:
+        """Keep a request, or those of an array, each under a name of its own.
+
+        Raises:
+            InvalidValueError: it cannot ever run; nothing of it was kept.
+        """
+        request = _resolved(request)
+        with self._turn:
+            found, taken = [], set(self._names)
+            for one in request.expand():
+                name = unique_name(one.name, taken)
+                taken.add(name)
+                found.append(JobRequest.from_dict({**one.to_dict(), "name": name}))
+            if request.after:
+                check_dependencies(found, self._existing(request.after))
+            return [self._add(one, now) for one in found]
+
+    def _add(self, request: JobRequest, now: float) -> StoredJob:
+        name, token_hash = request.name, _hash(self._token_of(request.name))
+        sequence = self._store.add_request(name, request.to_dict(), token_hash, now)
+        self._names.add(name)
+        self._tokens[token_hash] = name
+        self._requests[name] = request
+        return StoredJob(
+            name=name,
+            sequence=sequence,
+            state=JobState.PENDING,
+            submitted_at=now,
+            finished_at=None,
+            request=None,
+            record=None,
+        )
+
+    def blocked(self, name: str) -> Blocked | None:
+        """What a job waits for, by its dependencies; None: it may start."""
+        request = self._requests.get(name)
+        if request is None or not request.after:
+            return None
+        states = {}
+        for other in request.after:
+            if other in self._requests:
+                states[other] = JobState.PENDING.value
+            elif other in self._names:
+                states[other] = self._store.job(other).state.value
+        return blocked_reason(request.after, states)
+
+    def job_of_token(self, token: str) -> str | None:
+        token_hash = _hash(token)
+        return self._tokens.get(token_hash) or self._store.job_of_token(token_hash)
+
+    def directory_of(self, name: str) -> Path:
+        return self._directory / "jobs" / name
+
+    def launch_of(self, name: str) -> Launch:
+        """How to start a job."""
+        request, directory = self._requests[name], self.directory_of(name)
+        directory.mkdir(parents=True, exist_ok=True)
+        return Launch(
+            command=request.command,
+            kind="elastic" if request.kind == "elastic" else "fixed",
+            directory=str(directory),
+            cwd=request.cwd or str(Path.home()),
+            env={
+                "PYTHONUNBUFFERED": "1",
+                **self._environment,
+                **request.env,
+                "POLLUX_JOB_ID": name,
+                "POLLUX_URL": self._url,
+                "POLLUX_TOKEN": self._token_of(name),
+            },
+            max_restarts=request.max_restarts,
+            checkpoints=request.checkpoints,
+        )
+
+    def _token_of(self, job: str) -> str:
+        return hmac.new(self._secret.encode(), f"job {job}".encode(), hashlib.sha256).hexdigest()
+
+    def _existing(self, names: Sequence[str]) -> dict[str, tuple[str, Sequence[str]]]:
+        """State and dependencies of every job that could be part of a circle with these, and of these."""
+        found: dict[str, tuple[str, Sequence[str]]] = {
+            name: (JobState.PENDING.value, request.after) for name, request in list(self._requests.items())
+        }
+        for name in names:
+            if name not in found and name in self._names:
+                found[name] = self._store.job(name).state.value, ()
+        if all(name in found for name in names):
+            return found
+        over: tuple[str, Sequence[str]] = (JobState.SUCCEEDED.value, ())
+        return {**dict.fromkeys(self._names, over), **found}  # all names, to suggest one from
+
+
+def _hash(token: str) -> str:
+    return hashlib.sha256(token.encode("utf-8", "replace")).hexdigest()
+
+
+def _resolved(request: JobRequest) -> JobRequest:
+    """With its kind seen from its script, where that can be read from here."""
+    script = find_script(request.command)
+    text = None
+    if script is not None and (request.cwd is not None or script.startswith("/")):
+        path = Path(request.cwd or "/") / script
+        try:
+            text = path.read_text(encoding="utf-8", errors="replace")
+        except OSError as error:
+            raise InvalidValueError(f"the script {path} cannot be read: {error.strerror}") from None
+    return request.resolved(text)

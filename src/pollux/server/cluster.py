@@ -1,0 +1,513 @@
+"""The live cluster: the scheduler on a thread of its own, with a real clock, a database and an engine.
+
+Stands in ``server``, between :mod:`pollux.server.app` and :mod:`pollux.scheduler.loop`. One thread owns the scheduler
+and everything that changes it: what others ask for is queued and done between two ticks. Reading needs no turn (see
+:mod:`pollux.server.views`), reports of jobs go into an inbox, and a submission is in the database before it is
+answered, so no caller waits for a decision.
+
+The thread is crash-only: whatever goes wrong in a tick (a full disk under the database, say), it begins again from what
+the database holds and what the engine says, exactly as after a restart of the server.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pollux.engines.launch import Launch
+from pollux.engines.live import LiveEngine
+from pollux.errors import PolluxError, StoreError, UnknownNameError
+from pollux.jobs import JobRequest
+from pollux.policy import PolicySettings, make_policy
+from pollux.scheduler.lifecycle import JobState
+from pollux.scheduler.loop import Scheduler, SchedulerConfig
+from pollux.scheduler.record import JobRecord
+from pollux.server.book import RequestBook
+from pollux.server.clock import LiveClock
+from pollux.server.inbox import Inbox
+from pollux.server.journal import Journal
+from pollux.server.store import SqlStore, StoredJob
+from pollux.server.views import (
+    job_view,
+    model_views,
+    node_view,
+    resize_view,
+    round_view,
+    transition_view,
+    waiting_reason,
+)
+from pollux.types import Node
+from pollux.wire import WireReport, report_to_dict
+
+ANSWER_S = 10.0  # the longest a caller waits for the scheduler's thread
+SHORTEST_TICK_S = 0.02  # events that come together are seen together
+LONGEST_WAIT_S = 1.0
+LONGEST_PAUSE_S = 30.0  # between attempts to begin again
+NUM_KEPT_REPORTS = 4096  # ended jobs whose last report stays in memory
+REPORTS_PER_S = 66.0  # of all jobs together: what they are asked to keep to
+
+logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    data_directory: Path
+    secret: str  # jobs' tokens are made from it
+    url: str = ""  # where jobs find the server
+    policy: str = "pollux"
+    settings: PolicySettings = field(default_factory=lambda: PolicySettings(resize_s=1.0))
+    interval_s: float = 10.0
+    min_pause_s: float = 0.25
+    environment: Mapping[str, str] = field(default_factory=dict)  # what every job's begins with
+    engine_name: str = "local"
+    keep_rounds: int = 5000
+    keep_reports: int = 5000  # of each job
+
+
+class Cluster:
+    """Any thread may call; nothing takes longer than ``ANSWER_S``."""
+
+    def __init__(
+        self, *, store: SqlStore, engine: LiveEngine, config: ClusterConfig, clock: LiveClock | None = None
+    ) -> None:
+        self._store, self._engine, self._config = store, engine, config
+        self._clock = clock or LiveClock(store.latest_time())
+        self._inbox = Inbox(engine)
+        self._book = RequestBook(
+            store,
+            secret=config.secret,
+            url=config.url,
+            directory=config.data_directory,
+            environment=config.environment,
+        )
+        self._held: dict[str, StoredJob] = {}  # waiting for other jobs
+        self._latest: dict[str, tuple[float, WireReport]] = {}
+        self._ended: deque[str] = deque()
+        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._woken = threading.Event()
+        self._scheduler: Scheduler | None = None
+        self._journal: Journal | None = None
+        self._thread: threading.Thread | None = None
+        self._is_stopping = self._looks_at_dependencies = False
+        self._problem = "the scheduler has not begun yet"
+        self._draining: set[str] = set()
+        self.started_at = self._clock.now()
+
+    # Life -------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Adopt what runs, and begin to decide.
+
+        Raises:
+            StoreError: what is kept cannot be read.
+        """
+        self._begin()
+        self._thread = threading.Thread(target=self._run, name="pollux-scheduler", daemon=True)
+        self._thread.start()
+
+    def stop(self, *, keeps_jobs: bool, timeout_s: float = 60.0) -> None:
+        """End the thread. Jobs train on (``keeps_jobs``), or checkpoint and leave, and wait for the next start."""
+        self._is_stopping = True
+        self.wake()
+        if self._thread is not None:
+            self._thread.join(ANSWER_S)
+        if not keeps_jobs and self._scheduler is not None:
+            deadline = time.monotonic() + timeout_s
+            try:
+                self._scheduler.suspend("the server is stopping")
+                while not self._scheduler.settle() and time.monotonic() < deadline:
+                    time.sleep(SHORTEST_TICK_S)
+            except PolluxError as error:
+                logger.error("jobs could not all be stopped in order: %s", error)
+        self._save_reports()
+        self._engine.close(stops_jobs=not keeps_jobs)
+
+    def wake(self) -> None:
+        """Something happened that the scheduler should see."""
+        self._woken.set()
+
+    @property
+    def is_ready(self) -> bool:
+        return not self._problem and self._thread is not None and self._thread.is_alive()
+
+    @property
+    def problem(self) -> str:
+        return self._problem
+
+    # Changing ---------------------------------------------------------------------------------
+
+    def submit(self, request: JobRequest) -> list[dict[str, Any]]:
+        """Take in a job, or those of an array; they are kept when this returns.
+
+        Raises:
+            InvalidValueError: it cannot ever run; nothing of it was kept.
+        """
+        now = self._clock.now()
+        stored = self._book.admit(request, now)
+        self._queue(lambda: self._take_in(stored))
+        return [self._view_of_held(job, now) for job in stored]
+
+    def cancel(self, name: str, reason: str) -> dict[str, Any]:
+        """End a job; one that is over already stays what it is.
+
+        Raises:
+            UnknownNameError: there is no such job.
+        """
+        self._ask(lambda: self._cancel(name, reason))
+        return self.view(name)
+
+    def drain(self, node: str, is_draining: bool) -> dict[str, Any]:
+        """Use a node no longer (jobs that may be moved leave it), or again."""
+        known = [one.name for one in self._engine.nodes()]
+        if node not in known:
+            raise UnknownNameError("node", node, known)
+
+        def change() -> None:
+            (self._draining.add if is_draining else self._draining.discard)(node)
+            self._working().drain(self._draining)
+
+        self._ask(change)
+        return next(view for view in self.nodes() if view["name"] == node)
+
+    def report(self, job: str, report: WireReport) -> dict[str, Any]:
+        """Take in what a job tells; what it is told in return. Never waits."""
+        if job in self._book:
+            at = self._clock.now()
+            self._latest[job] = at, report
+            if self._inbox.put(at, report):
+                self.wake()
+        params = self._inbox.advice.get(job)
+        return {
+            "params": None if params is None else {name: list(numbers) for name, numbers in params.items()},
+            "report_every_s": max(1.0, len(self._book) / REPORTS_PER_S),
+        }
+
+    # Reading ----------------------------------------------------------------------------------
+
+    def view(self, name: str) -> dict[str, Any]:
+        record = self._active().get(name)
+        if record is not None:
+            return self._view_of(record, self._book.get(name))
+        held = self._held.get(name)
+        return self._view_of_stored(self._store.job(name)) if held is None else self._view_of_held(held)
+
+    def jobs(
+        self, states: Sequence[str] | None, limit: int, offset: int, newest_first: bool
+    ) -> tuple[list[dict[str, Any]], int]:
+        wanted = None if states is None else [_state(state) for state in states]
+        counts = self._store.counts()
+        total = sum(count for state, count in counts.items() if wanted is None or state in wanted)
+        active = self._active()
+        views = []
+        for name in self._store.job_names(wanted, limit=limit, offset=offset, newest_first=newest_first):
+            record = active.get(name)
+            views.append(self.view(name) if record is None else self._view_of(record, self._book.get(name)))
+        return views, total
+
+    def job(self, name: str) -> dict[str, Any]:
+        """All there is to say about a job."""
+        stored = self._store.job(name)
+        record = self._active().get(name, stored.record)
+        journal = self._journal
+        return {
+            **self.view(name),
+            "request": stored.request or {},
+            "failure": record.reason if record is not None and record.state is JobState.FAILED else "",
+            "models": {} if record is None else model_views(record),
+            "decision": None if journal is None else journal.decision(name),
+            "decisions": [] if journal is None else journal.changes(name),
+            "transitions": [transition_view(transition) for transition in self._store.transitions(name)],
+            "resizes": [resize_view(resize) for resize in self._store.resizes(name)],
+            "replicas": [
+                {
+                    "replica_id": replica.replica_id,
+                    "rank": replica.rank,
+                    "node": replica.node,
+                    "slot": replica.slot,
+                    "pid": replica.pid,
+                    "state": replica.state,
+                }
+                for replica in self._engine.replicas(name)
+            ],
+            "log_directory": str(self.job_directory(name) / "logs"),
+        }
+
+    def nodes(self) -> list[dict[str, Any]]:
+        allocations = {name: record.allocation for name, record in self._active().items()}
+        return [node_view(node, node.name in self._draining, allocations) for node in self._engine.nodes()]
+
+    def rounds(self, since: int | None, limit: int) -> list[dict[str, Any]]:
+        return [round_view(round_) for round_ in self._store.rounds(since, limit)]
+
+    def reports(self, name: str, since: int | None, limit: int) -> list[dict[str, Any]]:
+        return [
+            {"id": kept.id, "at": kept.at, **report_to_dict(kept.report)}
+            for kept in self._store.reports(name, since, limit)
+        ]
+
+    def summary(self) -> dict[str, Any]:
+        nodes, active = list(self._engine.nodes()), self._active()
+        views = [self._view_of(record, None) for record in active.values()]
+        running_s = sum(view["running_s"] for view in views)
+        counts = Counter(view["state"] for view in views)
+        counts[JobState.PENDING.value] += len(self._held)
+        counts.update({state.value: count for state, count in self._store.counts().items() if state.is_final})
+        last = None if self._journal is None else self._journal.last_round
+        return {
+            "engine": self._config.engine_name,
+            "policy": self._config.policy,
+            "started_at": self.started_at,
+            "now": self._clock.now(),
+            "num_slots": sum(node.num_slots for node in nodes),
+            "num_used_slots": sum(record.allocation.num_replicas for record in active.values()),
+            "nodes": len(nodes),
+            "jobs": {state.value: counts[state.value] for state in JobState},
+            "num_rounds": 0 if self._scheduler is None else self._scheduler.num_rounds,
+            "last_decision_s": None if last is None else last.decision_s,
+            "lost_share": sum(view["lost_s"] for view in views) / running_s if running_s > 0 else None,
+            "data_directory": str(self._config.data_directory),
+            "interval_s": self._config.interval_s,
+        }
+
+    def job_directory(self, name: str) -> Path:
+        """Raises:
+        UnknownNameError: there is no such job.
+        """
+        if not self._book.is_known(name):
+            self._store.job(name)  # which says what names there are
+        return self._book.directory_of(name)
+
+    def is_ended(self, name: str) -> bool:
+        return name not in self._book
+
+    def job_of_token(self, token: str) -> str | None:
+        return self._book.job_of_token(token)
+
+    def launch_of(self, name: str) -> Launch:
+        """For the engine: how to start a job."""
+        return self._book.launch_of(name)
+
+    # The scheduler's thread -------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """From what is kept and what runs: at the start, and whenever a tick has failed."""
+        store, config = self._store, self._config
+        self._journal = Journal(
+            store, keep_rounds=config.keep_rounds, keep_reports=config.keep_reports, on_ended=self._on_ended
+        )
+        scheduler = Scheduler(
+            policy=make_policy(config.policy, config.settings),
+            engine=self._inbox,
+            store=self._journal,
+            clock=self._clock,
+            config=SchedulerConfig(
+                interval_s=config.interval_s,
+                decides_on_events=True,
+                decides_on_models=True,
+                min_pause_s=config.min_pause_s,
+                max_duty=0.5,
+                remembers_profiles=True,
+            ),
+        )
+        records, held = store.records(), store.requests()
+        self._book.reload()
+        for record in records:
+            if record.name not in self._latest and (kept := store.reports(record.name, limit=1)):
+                self._latest[record.name] = kept[-1].at, kept[-1].report
+        scheduler.restore(records, store.knowledge().values())
+        scheduler.drain(self._draining)
+        self._engine.adopt(records)
+        self._scheduler = scheduler
+        self._held = {}
+        self._take_in(held)
+        self._problem = ""
+
+    def _run(self) -> None:
+        pause_s = 0.0
+        while not self._is_stopping:
+            try:
+                if self._problem:
+                    self._begin()
+                pause_s = 0.0
+                while not self._is_stopping:
+                    self._turn()
+            except Exception as error:  # crash-only: see above
+                self._problem = str(error) or repr(error)
+                if isinstance(error, StoreError):
+                    logger.error("nothing is decided until this is mended: %s", error)
+                else:
+                    logger.exception("the scheduler stumbled; it begins again from what was kept")
+                pause_s = min(max(2 * pause_s, 0.5), LONGEST_PAUSE_S)
+                self._woken.clear()
+                self._woken.wait(pause_s)
+        self._refuse_calls()
+
+    def _turn(self) -> None:
+        scheduler = self._working()
+        wait_s = min(scheduler.next_tick_at, self._next_limit_at()) - self._clock.now()
+        self._woken.wait(min(max(wait_s, 0.0), LONGEST_WAIT_S))
+        time.sleep(SHORTEST_TICK_S)
+        self._woken.clear()
+        while self._calls:
+            call, future = self._calls.popleft()
+            try:
+                future.set_result(call())
+            except StoreError as error:
+                future.set_exception(error)
+                raise
+            except Exception as error:
+                future.set_exception(error)
+        self._save_reports()
+        scheduler.tick()
+        if self._looks_at_dependencies:
+            self._looks_at_dependencies = False
+            self._take_in(list(self._held.values()))
+        self._enforce_limits()
+
+    def _save_reports(self) -> None:
+        self._store.save_reports(self._inbox.take_unsaved())
+
+    def _take_in(self, jobs: Sequence[StoredJob]) -> None:
+        """Give jobs to the scheduler, unless they wait for others; those that wait in vain are cancelled."""
+        for job in jobs:
+            request = self._book.get(job.name)
+            if request is None or job.name in self._active():
+                continue
+            blocked = self._book.blocked(job.name)
+            if blocked is not None and not blocked.is_hopeless:
+                self._held[job.name] = job
+                continue
+            self._held.pop(job.name, None)
+            self._working().submit(request.to_spec(job.name, job.submitted_at), sequence=job.sequence)
+            if blocked is not None:
+                self._working().cancel(job.name, blocked.reason)
+
+    def _cancel(self, name: str, reason: str) -> None:
+        held, request = self._held.pop(name, None), self._book.get(name)
+        if held is not None and request is not None:
+            self._working().submit(request.to_spec(name, held.submitted_at), sequence=held.sequence)
+        if name in self._active():
+            self._working().cancel(name, reason)
+        else:
+            self._store.job(name)
+
+    def _on_ended(self, record: JobRecord) -> None:
+        self._book.close(record.name)
+        self._inbox.advice.pop(record.name, None)
+        self._looks_at_dependencies = bool(self._held)
+        self._ended.append(record.name)
+        if len(self._ended) > NUM_KEPT_REPORTS:
+            name = self._ended.popleft()
+            self._latest.pop(name, None)
+            if self._journal is not None:
+                self._journal.forget(name)
+
+    def _limited(self) -> list[tuple[JobRecord, float]]:
+        """Running jobs with a time limit, and how long they may still run."""
+        found: list[tuple[JobRecord, float]] = []
+        for record in self._active().values():
+            request = self._book.get(record.name)
+            if request is not None and request.time_limit_s is not None and record.allocation:
+                found.append((record, request.time_limit_s - record.attained_s))
+        return found
+
+    def _next_limit_at(self) -> float:
+        return min((record.accounted_at + left_s for record, left_s in self._limited()), default=float("inf"))
+
+    def _enforce_limits(self) -> None:
+        for record, left_s in self._limited():
+            if left_s <= 0 and not record.stops_as.is_final:
+                limit_s = record.attained_s + left_s
+                reason = f"stopped: its time limit of {limit_s:g} s is over"
+                self._working().cancel(record.name, reason, JobState.FAILED)
+
+    # Inside -----------------------------------------------------------------------------------
+
+    def _working(self) -> Scheduler:
+        if self._scheduler is None:
+            raise StoreError(f"the scheduler does not work: {self._problem}")
+        return self._scheduler
+
+    def _active(self) -> dict[str, JobRecord]:
+        return {} if self._scheduler is None else {record.name: record for record in self._scheduler.active_jobs}
+
+    def _queue(self, call: Callable[[], _T]) -> Future[_T]:
+        future: Future[_T] = Future()
+        self._calls.append((call, future))
+        self.wake()
+        return future
+
+    def _ask(self, call: Callable[[], _T]) -> _T:
+        if self._thread is None or not self._thread.is_alive():
+            raise StoreError("the scheduler does not run; start the server again")
+        future = self._queue(call)
+        try:
+            return future.result(ANSWER_S)
+        except FutureTimeoutError:
+            raise StoreError(
+                f"no answer from the scheduler in {ANSWER_S:g} s; it is {self._problem or 'busy'}: try again"
+            ) from None
+
+    def _refuse_calls(self) -> None:
+        while self._calls:
+            self._calls.popleft()[1].set_exception(StoreError("the server is stopping"))
+
+    def _view_of(self, record: JobRecord, request: JobRequest | None) -> dict[str, Any]:
+        is_waiting = record.state is JobState.PENDING
+        return job_view(
+            record,
+            request,
+            self._latest.get(record.name),
+            name=record.name,
+            sequence=record.sequence,
+            submitted_at=record.spec.submitted_at,
+            now=self._clock.now(),
+            reason=waiting_reason(record, self._usable_nodes()) if is_waiting else "",
+            note="" if is_waiting else self._engine.note(record.name),
+        )
+
+    def _view_of_held(self, job: StoredJob, now: float | None = None) -> dict[str, Any]:
+        request, blocked = self._book.get(job.name), self._book.blocked(job.name)
+        return job_view(
+            None,
+            request,
+            None,
+            name=job.name,
+            sequence=job.sequence,
+            submitted_at=job.submitted_at,
+            now=self._clock.now() if now is None else now,
+            reason="waiting for slots" if blocked is None else blocked.reason,
+        )
+
+    def _view_of_stored(self, job: StoredJob) -> dict[str, Any]:
+        report = self._latest.get(job.name)
+        if report is None and (kept := self._store.reports(job.name, limit=1)):
+            report = kept[-1].at, kept[-1].report
+        return job_view(
+            job.record,
+            None if job.request is None else JobRequest.from_dict(job.request),
+            report,
+            name=job.name,
+            sequence=job.sequence,
+            submitted_at=job.submitted_at,
+            now=self._clock.now(),
+        )
+
+    def _usable_nodes(self) -> list[Node]:
+        return [node for node in self._engine.nodes() if node.name not in self._draining]
+
+
+def _state(text: str) -> JobState:
+    try:
+        return JobState(text)
+    except ValueError:
+        raise UnknownNameError("state", text, [state.value for state in JobState]) from None

@@ -1,0 +1,65 @@
+"""The scheduler's store as the live cluster uses it: all goes to the database, and what is shown often stays here.
+
+Stands in ``server``, between the scheduler and :class:`~pollux.server.store.SqlStore`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from pollux.scheduler.record import JobRecord, RoundRecord
+from pollux.server.store import SqlStore
+from pollux.server.views import decision_view
+from pollux.types import JobDecision, Snapshot
+
+NUM_CHANGES = 10  # decisions that are remembered of each job
+NUM_RECALLED = 50  # rounds that are read again after a restart
+PRUNE_EVERY = 200  # rounds
+
+
+class Journal:
+    def __init__(
+        self, store: SqlStore, *, keep_rounds: int, keep_reports: int, on_ended: Callable[[JobRecord], None]
+    ) -> None:
+        self._store, self._on_ended = store, on_ended
+        self._keep = keep_rounds, keep_reports
+        self._last: dict[str, tuple[JobDecision, RoundRecord]] = {}
+        self._changes: dict[str, deque[dict[str, Any]]] = {}
+        self.last_round: RoundRecord | None = None
+        for stored in store.rounds(limit=NUM_RECALLED):
+            self._remember(stored.record)
+
+    def save_job(self, record: JobRecord) -> None:
+        self._store.save_job(record)
+        if record.state.is_final:
+            self._on_ended(record)
+
+    def save_round(self, round_record: RoundRecord, snapshot: Snapshot) -> None:
+        self._store.save_round(round_record, snapshot)
+        self._remember(round_record)
+        if round_record.number % PRUNE_EVERY == 0:
+            self._store.prune(*self._keep)
+
+    def forget(self, job: str) -> None:
+        self._last.pop(job, None)
+        self._changes.pop(job, None)
+
+    def decision(self, job: str) -> dict[str, Any] | None:
+        """The last one about a job, with the options that were weighed."""
+        found = self._last.get(job)
+        return None if found is None else decision_view(*found, with_options=True)
+
+    def changes(self, job: str) -> list[dict[str, Any]]:
+        """The last decisions that changed something for a job, oldest first."""
+        return list(self._changes.get(job, ()))
+
+    def _remember(self, record: RoundRecord) -> None:
+        self.last_round = record
+        explanation = record.plan.explanation
+        for decision in () if explanation is None else explanation.jobs:
+            self._last[decision.job] = decision, record
+            if decision.has_changed:
+                changes = self._changes.setdefault(decision.job, deque(maxlen=NUM_CHANGES))
+                changes.append(decision_view(decision, record, with_options=False))

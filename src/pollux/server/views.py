@@ -1,0 +1,220 @@
+"""What people and programs are shown of jobs, nodes and rounds: plain dictionaries, as the HTTP interface sends them.
+
+Stands in ``server``, below :mod:`pollux.server.cluster`. Reads records of the scheduler, which another thread may be
+writing: single fields are looked at, once each, and lists are copied, so that what is shown is at worst a moment old.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from pollux.jobs import JobRequest
+from pollux.scheduler.lifecycle import JobState, Transition
+from pollux.scheduler.record import JobRecord, RoundRecord
+from pollux.server.forms import StoredResize, StoredRound
+from pollux.types import Allocation, JobDecision, Node
+from pollux.wire import WireReport, allocation_to_list
+
+_REPORTED = (
+    *("progress", "epoch", "num_steps", "total_batch", "device_batch", "accum_steps", "noise_scale", "efficiency"),
+    *("gain", "throughput", "goodput"),
+)
+
+
+def job_view(
+    record: JobRecord | None,
+    request: JobRequest | None,
+    report: tuple[float, WireReport] | None,
+    *,
+    name: str,
+    sequence: int,
+    submitted_at: float,
+    now: float,
+    reason: str = "",
+    note: str = "",
+) -> dict[str, Any]:
+    """``reason`` replaces what the record says; a job that is held back has no record yet."""
+    spec = record.spec if record is not None else None if request is None else request.to_spec(name, submitted_at)
+    allocation = Allocation() if record is None else record.allocation
+    state = JobState.PENDING if record is None else record.state
+    told = None if report is None else report[1]
+    running_s = 0.0 if record is None else record.attained_s
+    if record is not None and allocation and not state.is_final:
+        running_s += max(now - record.accounted_at, 0.0)
+    lost_s = 0.0 if record is None else lost_time_s(list(record.history), told)
+    return {
+        "name": name,
+        "state": state.value,
+        "kind": "elastic" if request is None else request.kind,
+        "application": "" if spec is None else spec.application,
+        "command": [] if request is None else list(request.command),
+        "cwd": None if request is None else request.cwd,
+        "sequence": sequence,
+        "submitted_at": submitted_at,
+        "started_at": None if record is None else record.started_at,
+        "finished_at": None if record is None else record.finished_at,
+        "reason": reason or ("" if record is None else record.reason.partition("\n")[0]),
+        "note": note,
+        "allocation": allocation_to_list(allocation),
+        "num_replicas": allocation.num_replicas,
+        "min_replicas": 1 if spec is None else spec.min_replicas,
+        "max_replicas": 1 if spec is None else spec.max_replicas,
+        "weight": 1.0 if spec is None else spec.weight,
+        "is_preemptible": True if spec is None else spec.is_preemptible,
+        "generation": 0 if record is None else record.generation,
+        "num_restarts": 0 if record is None else record.num_restarts or 0,
+        "num_crashes": 0 if record is None else record.num_crashes,
+        "exit_code": None if record is None else record.exit_code,
+        "after": [] if request is None else list(request.after),
+        "time_limit_s": None if request is None else request.time_limit_s,
+        **{field: None if told is None else getattr(told, field) for field in _REPORTED},
+        "metrics": {} if told is None else dict(told.metrics),
+        "reported_at": None if report is None else report[0],
+        "running_s": running_s,
+        "gpu_s": 0.0 if record is None else record.gpu_s,
+        "lost_s": lost_s,
+        "lost_share": lost_s / running_s if running_s > 0 else None,
+        "remaining_s": _remaining_s(told) if state is JobState.RUNNING else None,
+    }
+
+
+def _remaining_s(told: WireReport | None) -> float | None:
+    if told is None or told.remaining_examples is None or not told.goodput:
+        return None
+    return told.remaining_examples / told.goodput
+
+
+def lost_time_s(history: Sequence[Transition], told: WireReport | None) -> float:
+    """Seconds in which the job held slots but stood still: resizes as it measured them, and starts after the first."""
+    lost_s = 0.0 if told is None else told.stalled_s
+    begun: float | None = None
+    num_starts = 0
+    for transition in history:
+        if transition.target is JobState.STARTING and transition.source is JobState.PENDING:
+            begun, num_starts = transition.at, num_starts + 1
+        elif transition.target is JobState.RUNNING and begun is not None:
+            if num_starts > 1 or history[0].at < begun:
+                lost_s += max(transition.at - begun, 0.0)
+            begun = None
+    return lost_s
+
+
+def waiting_reason(record: JobRecord, nodes: Iterable[Node]) -> str:
+    """Why a pending job does not run."""
+    spec, nodes = record.spec, list(nodes)
+    usable = [node for node in nodes if spec.accelerators is None or node.accelerator in spec.accelerators]
+    if nodes and not usable:
+        there = ", ".join(sorted({node.accelerator for node in nodes}))
+        wanted = ", ".join(sorted(spec.accelerators or ()))
+        return f"needs a slot of type {wanted}; the cluster has {there}"
+    num_slots, least = sum(node.num_slots for node in usable), spec.requested_replicas or spec.min_replicas
+    if least > num_slots:
+        return f"needs {least} slots at once; the cluster has {num_slots}"
+    return record.reason.partition("\n")[0] if record.history else "waiting for slots"
+
+
+def model_views(record: JobRecord) -> dict[str, Any]:
+    """What was fitted to the job's measured speed, by accelerator."""
+    knowledge = record.knowledge
+    return {
+        accelerator: {
+            "params": found.params._asdict(),
+            "num_configurations": len(knowledge.profile.timings(accelerator)),
+            "max_replicas": knowledge.profile.max_replicas,
+            "rmsle": _finite(found.rmsle_step),
+        }
+        for accelerator, found in list(knowledge.fits.items())
+    }
+
+
+def decision_view(decision: JobDecision, record: RoundRecord, *, with_options: bool) -> dict[str, Any]:
+    explanation = record.plan.explanation
+    view = {
+        "round": record.number,
+        "at": record.at,
+        "trigger": record.trigger,
+        "before": decision.before.num_replicas,
+        "after": decision.after.num_replicas,
+        "speedup_before": _finite(decision.speedup_before),
+        "speedup_after": _finite(decision.speedup_after),
+        "move_factor": _finite(decision.move_factor),
+        "note": decision.note,
+        "fitness": None if explanation is None else _finite(explanation.fitness),
+        "upper_bound": None if explanation is None else _finite(explanation.upper_bound),
+    }
+    if with_options:
+        view["option_replicas"] = [int(count) for count in decision.option_replicas]
+        view["option_speedups"] = [_finite(speedup) for speedup in decision.option_speedups]
+    return view
+
+
+def round_view(round_: StoredRound) -> dict[str, Any]:
+    record = round_.record
+    explanation = record.plan.explanation
+    changed = [] if explanation is None else [decision for decision in explanation.jobs if decision.has_changed]
+    return {
+        "id": round_.id,
+        "number": record.number,
+        "at": record.at,
+        "trigger": record.trigger,
+        "decision_s": record.decision_s,
+        "num_jobs": record.num_jobs,
+        "num_slots": record.num_slots,
+        "error": record.error,
+        "fitness_before": None if explanation is None else _finite(explanation.fitness_before),
+        "fitness": None if explanation is None else _finite(explanation.fitness),
+        "upper_bound": None if explanation is None else _finite(explanation.upper_bound),
+        "changes": [
+            {
+                "job": decision.job,
+                "before": decision.before.num_replicas,
+                "after": decision.after.num_replicas,
+                "speedup_before": _finite(decision.speedup_before),
+                "speedup_after": _finite(decision.speedup_after),
+                "note": decision.note,
+            }
+            for decision in changed
+        ],
+    }
+
+
+def transition_view(transition: Transition) -> dict[str, Any]:
+    return {
+        "at": transition.at,
+        "source": transition.source.value,
+        "target": transition.target.value,
+        "reason": transition.reason.partition("\n")[0],
+    }
+
+
+def resize_view(resize: StoredResize) -> dict[str, Any]:
+    return {
+        "generation": resize.generation,
+        "at": resize.at,
+        "before": allocation_to_list(resize.before),
+        "after": allocation_to_list(resize.after),
+        "runs_at": resize.runs_at,
+        "took_s": None if resize.runs_at is None else resize.runs_at - resize.at,
+    }
+
+
+def node_view(node: Node, is_draining: bool, allocations: Mapping[str, Allocation]) -> dict[str, Any]:
+    jobs = [
+        {"name": name, "num_replicas": count}
+        for name, allocation in allocations.items()
+        if (count := allocation.as_mapping().get(node.name, 0))
+    ]
+    return {
+        "name": node.name,
+        "num_slots": node.num_slots,
+        "accelerator": node.accelerator,
+        "is_draining": is_draining,
+        "used": sum(job["num_replicas"] for job in jobs),
+        "jobs": jobs,
+    }
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None

@@ -1,0 +1,154 @@
+"""Reports to a cluster's server, over HTTP, from a thread of their own.
+
+Stands in ``train``, beside :mod:`pollux.train.report`. Training never waits for the network: the newest report
+replaces one that could not be sent yet (their timings are joined), and a server that is away is tried again later.
+Used where POLLUX_URL, POLLUX_TOKEN and POLLUX_JOB_ID are set, as they are for every replica in a cluster.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import http.client
+import json
+import logging
+import math
+import threading
+import time
+import urllib.parse
+from collections.abc import Mapping
+from typing import Any
+
+from pollux.errors import InvalidValueError
+from pollux.train.report import Advice, Report, plain
+from pollux.types import ThroughputParams
+from pollux.wire import MAX_TIMINGS, WireReport, report_to_json
+
+TIMEOUT_S = 10.0  # of one request
+FIRST_EVERY_S = 1.0  # between reports, until the server says otherwise
+LONGEST_PAUSE_S = 15.0  # when the server is away
+LAST_WORD_S = 3.0  # for what is left when the run is over
+
+logger = logging.getLogger(__name__)
+
+
+class HttpReporter:
+    def __init__(self, url: str, token: str, job: str) -> None:
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise InvalidValueError(f"POLLUX_URL is {url!r}; an address as in http://127.0.0.1:7077 is needed")
+        self._secure, self._host, self._port = parts.scheme == "https", parts.hostname, parts.port
+        self._path = f"{parts.path.rstrip('/')}/api/v1/jobs/{urllib.parse.quote(job, safe='')}/reports"
+        self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+        self._job = job
+        self._changed = threading.Condition()
+        self._pending: Report | None = None
+        self._advice: Advice | None = None
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+        self._every_s, self._pause_s = FIRST_EVERY_S, 0.0
+        self._connection: http.client.HTTPConnection | None = None
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> HttpReporter | None:
+        names = ("POLLUX_URL", "POLLUX_TOKEN", "POLLUX_JOB_ID")
+        values = [environment.get(name, "") for name in names]
+        return cls(*values) if all(values) else None
+
+    def send(self, report: Report) -> None:
+        with self._changed:
+            if self._pending is not None:
+                timings = (*self._pending.timings, *report.timings)[-MAX_TIMINGS:]
+                report = dataclasses.replace(report, timings=timings)
+            self._pending = report
+            if self._thread is None and not self._is_closed:  # rank 0 alone reports, so the others need no thread
+                self._thread = threading.Thread(target=self._work, name="pollux-reports", daemon=True)
+                self._thread.start()
+            self._changed.notify()
+
+    def advice(self) -> Advice | None:
+        advice, self._advice = self._advice, None
+        return advice
+
+    def close(self) -> None:
+        with self._changed:
+            self._is_closed = True
+            self._changed.notify()
+        if self._thread is not None:
+            self._thread.join(LAST_WORD_S)
+
+    def _work(self) -> None:
+        sent_at = -math.inf
+        while (report := self._next(sent_at)) is not None:
+            sent_at = time.monotonic()
+            try:
+                self._post(report)
+                self._pause_s = 0.0
+            except (OSError, http.client.HTTPException) as error:
+                self._disconnect()
+                if self._pause_s == 0.0:
+                    logger.info("the server does not take reports (%s); trying again, training goes on", error)
+                self._pause_s = min(max(2 * self._pause_s, 0.5), LONGEST_PAUSE_S)
+                self._put_back(report)
+                if self._is_closed:
+                    return
+            except Exception:  # a bug of ours must not end the thread silently
+                logger.exception("a report was dropped")
+        self._disconnect()
+
+    def _next(self, sent_at: float) -> Report | None:
+        """The next report, when it is due; None when there will be none."""
+        with self._changed:
+            while True:
+                due_in_s = sent_at + max(self._every_s, self._pause_s) - time.monotonic()
+                if self._pending is not None and (due_in_s <= 0 or self._is_closed):
+                    report, self._pending = self._pending, None
+                    return report
+                if self._is_closed:
+                    return None
+                self._changed.wait(None if self._pending is None else due_in_s)
+
+    def _put_back(self, report: Report) -> None:
+        with self._changed:
+            if self._pending is None:
+                self._pending = report
+            else:
+                timings = (*report.timings, *self._pending.timings)[-MAX_TIMINGS:]
+                self._pending = dataclasses.replace(self._pending, timings=timings)
+
+    def _post(self, report: Report) -> None:
+        if self._connection is None:
+            kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
+            self._connection = kind(self._host, self._port, timeout=LAST_WORD_S if self._is_closed else TIMEOUT_S)
+        self._connection.request(
+            "POST", self._path, body=report_to_json(to_wire(report, self._job)), headers=self._headers
+        )
+        response = self._connection.getresponse()
+        text = response.read()
+        if response.status >= 500 or response.status == 429:
+            raise http.client.HTTPException(f"it answered {response.status} {response.reason}")
+        if response.status >= 400:
+            logger.warning("the server refuses a report: %d %s", response.status, text[:500].decode(errors="replace"))
+            return
+        self._take(json.loads(text), report.accelerator)
+
+    def _take(self, answer: Mapping[str, Any], accelerator: str) -> None:
+        every_s = answer.get("report_every_s")
+        if isinstance(every_s, int | float) and math.isfinite(every_s):
+            self._every_s = min(max(float(every_s), 0.05), 300.0)
+        numbers = (answer.get("params") or {}).get(accelerator)
+        if numbers is not None and len(numbers) == len(ThroughputParams._fields):
+            self._advice = ThroughputParams(*(float(number) for number in numbers))
+
+    def _disconnect(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+
+def to_wire(report: Report, job: str) -> WireReport:
+    """Numbers that are none (a loss that is NaN) are text on the wire, or left out."""
+    values = {field.name: getattr(report, field.name) for field in dataclasses.fields(report)}
+    for name in ("noise_scale", "efficiency", "throughput", "goodput", "remaining_examples", "progress"):
+        if values[name] is not None and not math.isfinite(values[name]):
+            values[name] = None
+    return WireReport(**{**values, "job": job, "metrics": plain(report.metrics)})

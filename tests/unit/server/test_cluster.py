@@ -1,0 +1,387 @@
+"""The live cluster with a real database and a real thread; only the engine is one that is told when to be done."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pollux.engines.live import ReplicaInfo
+from pollux.errors import InvalidValueError, StoreError, UnknownNameError
+from pollux.jobs import JobRequest
+from pollux.model.profile import Configuration, Timing
+from pollux.scheduler.lifecycle import JobState
+from pollux.scheduler.ports import Command, Event, JobEnded, JobLost, JobRuns, JobStopped, ResizeJob, StartJob, StopJob
+from pollux.scheduler.record import JobRecord
+from pollux.server.clock import LiveClock
+from pollux.server.cluster import Cluster, ClusterConfig
+from pollux.server.store import SqlStore
+from pollux.types import BatchLimits, Node
+from pollux.wire import WireReport
+
+PATIENCE_S = 20.0
+
+
+class ObedientEngine:
+    """Starts, resizes and stops at once, and remembers; what jobs do by themselves is said by the test."""
+
+    applies_at_once = False
+
+    def __init__(self, *nodes: Node) -> None:
+        self._nodes = nodes
+        self._events: list[Event] = []
+        self._turn = threading.Lock()
+        self.commands: list[Command] = []
+        self.adopted: list[list[str]] = []
+        self.running: dict[str, int] = {}
+        self.obeys_stops = True
+        self.is_closed: bool | None = None
+        self.wake: Callable[[], None] = lambda: None
+
+    def nodes(self) -> Sequence[Node]:
+        return self._nodes
+
+    def apply(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            self.commands.append(command)
+            if isinstance(command, StartJob | ResizeJob):
+                self.running[command.job] = command.generation
+                self.say(JobRuns(job=command.job, generation=command.generation))
+            elif isinstance(command, StopJob) and self.obeys_stops:
+                self.running.pop(command.job, None)
+                self.say(JobStopped(job=command.job))
+
+    def say(self, *events: Event) -> None:
+        with self._turn:
+            self._events.extend(events)
+        self.wake()
+
+    def end(self, job: str, state: JobState = JobState.SUCCEEDED, at: float | None = None, **more: Any) -> None:
+        self.running.pop(job, None)
+        self.say(JobEnded(job=job, state=state, at=time.time() if at is None else at, **more))
+
+    def poll(self) -> Sequence[Event]:
+        with self._turn:
+            events, self._events = self._events, []
+        return events
+
+    def adopt(self, records: Sequence[JobRecord]) -> None:
+        self.adopted.append([record.name for record in records])
+        for record in records:
+            if record.state.holds_slots and record.name not in self.running:
+                self.say(JobLost(job=record.name, reason="nobody runs it"))
+
+    def replicas(self, job: str) -> Sequence[ReplicaInfo]:
+        return ()
+
+    def note(self, job: str) -> str:
+        return ""
+
+    def close(self, *, stops_jobs: bool) -> None:
+        self.is_closed = stops_jobs
+
+
+class World:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.engine = ObedientEngine(Node(name="a", num_slots=4, accelerator="cpu"))
+        self.store = SqlStore(path / "pollux.db")
+        self.cluster = self.make()
+
+    def make(self, clock: LiveClock | None = None) -> Cluster:
+        config = ClusterConfig(
+            data_directory=self.path, secret="s" * 32, url="http://x", min_pause_s=0.0, interval_s=0.2
+        )
+        self.cluster = Cluster(store=self.store, engine=self.engine, config=config, clock=clock)
+        self.engine.wake = self.cluster.wake
+        return self.cluster
+
+    def submit(self, *command: str, **options: Any) -> str:
+        return self.cluster.submit(JobRequest(command=command or ("sleep", "9"), **options))[0]["name"]
+
+    def until(self, condition: Callable[[], object], what: str = "it") -> Any:
+        deadline = time.monotonic() + PATIENCE_S
+        while not (found := condition()):
+            assert time.monotonic() < deadline, f"{what} never happened; problem: {self.cluster.problem}"
+            time.sleep(0.01)
+        return found
+
+    def until_state(self, name: str, state: str) -> dict[str, Any]:
+        self.until(lambda: self.cluster.view(name)["state"] == state, f"{name} {state}")
+        return self.cluster.view(name)
+
+
+@pytest.fixture
+def world(tmp_path: Path) -> Iterator[World]:
+    made = World(tmp_path)
+    made.cluster.start()
+    yield made
+    made.cluster.stop(keeps_jobs=True)
+    made.store.close()
+
+
+def report(job: str, **values: Any) -> WireReport:
+    parts: dict[str, Any] = dict(
+        job=job,
+        batch=BatchLimits(initial=32, maximum=512, device_max=64),
+        generation=1,
+        num_replicas=1,
+        num_nodes=1,
+        accelerator="some name of torch's",
+        epoch=0,
+        num_steps=10,
+        progress=0.5,
+        remaining_examples=1000.0,
+        stalled_s=0.0,
+        device_batch=32,
+        accum_steps=0,
+        total_batch=32,
+        noise_scale=100.0,
+        efficiency=1.0,
+        gain=1.0,
+        throughput=50.0,
+        goodput=50.0,
+    )
+    return WireReport(**{**parts, **values})
+
+
+def test_a_job_is_kept_started_and_ended(world):
+    name = world.submit(name="first")
+    view = world.until_state(name, "running")
+    assert (view["num_replicas"], view["allocation"], view["reason"]) == (1, [["a", 1]], "generation 1 trains")
+    world.engine.end(name, exit_code=0)
+    view = world.until_state(name, "succeeded")
+    assert view["exit_code"] == 0 and view["finished_at"] >= view["started_at"] >= view["submitted_at"]
+    assert world.cluster.is_ended(name)
+    assert world.store.job(name).state is JobState.SUCCEEDED
+    assert [t["target"] for t in world.cluster.job(name)["transitions"]] == ["starting", "running", "succeeded"]
+
+
+def test_names_are_made_unique_and_arrays_are_spread(world):
+    assert [world.submit(name="a") for _ in range(3)] == ["a", "a-2", "a-3"]
+    views = world.cluster.submit(JobRequest(command=("true",), name="many", array="0-2"))
+    assert [view["name"] for view in views] == ["many-0", "many-1", "many-2"]
+    assert world.cluster.launch_of("many-1").env["POLLUX_ARRAY_INDEX"] == "1"
+
+
+def test_reports_make_an_elastic_job_grow_and_are_kept(world):
+    name = world.submit(kind="elastic")
+    world.until_state(name, "running")
+    timings = ((Configuration(1, 1, 32), Timing(0.1, 0.1, 10)),)
+    answer = world.cluster.report(name, report(name, timings=timings))
+    assert answer["report_every_s"] == 1.0
+    view = world.until(lambda: (v := world.cluster.view(name))["num_replicas"] == 2 and v, "growth")
+    assert (view["noise_scale"], view["progress"], view["total_batch"]) == (100.0, 0.5, 32)
+    # What was learnt is told with the next answer, under the cluster's own name of the type.
+    assert list(world.cluster.report(name, report(name))["params"]) == ["cpu"]
+    world.until(lambda: len(world.cluster.reports(name, None, 10)) == 2, "both reports kept")
+    detail = world.cluster.job(name)
+    assert detail["models"]["cpu"]["num_configurations"] == 1
+    assert detail["decision"]["option_replicas"] and detail["decisions"][-1]["after"] == 2
+    assert [resize["after"] for resize in detail["resizes"]] == [[["a", 1]], [["a", 2]]]
+
+
+def test_a_report_of_a_job_that_is_over_changes_nothing(world):
+    name = world.submit()
+    world.until_state(name, "running")
+    world.engine.end(name)
+    world.until_state(name, "succeeded")
+    world.cluster.report(name, report(name, progress=0.1))
+    assert world.cluster.view(name)["progress"] is None
+
+
+def test_dependencies_hold_a_job_back(world):
+    first = world.submit(name="first")
+    second = world.submit(name="second", after=(first,))
+    third = world.submit(name="third", after=(second,))
+    world.until_state(first, "running")
+    assert world.cluster.view(second)["reason"] == "waiting for first"
+    world.engine.end(first)
+    world.until_state(second, "running")
+    assert world.cluster.view(third)["state"] == "pending"
+    world.cluster.cancel(second, "not any more")
+    view = world.until_state(third, "cancelled")
+    assert view["reason"] == "it was to run after second, which was cancelled"
+
+
+def test_an_unknown_dependency_and_a_circle_are_refused_whole(world):
+    with pytest.raises(InvalidValueError, match="nobody"):
+        world.submit(name="a", after=("nobody",))
+    with pytest.raises(InvalidValueError, match="wait for each other"):
+        world.submit(name="a", after=("a",))
+    assert world.cluster.jobs(None, 10, 0, False) == ([], 0)
+
+
+def test_a_held_job_can_be_cancelled(world):
+    first = world.submit()
+    held = world.submit(after=(first,))
+    assert world.cluster.cancel(held, "changed my mind")["state"] == "cancelled"
+    assert world.cluster.view(held)["reason"] == "changed my mind"
+    assert world.cluster.cancel(held, "again")["reason"] == "changed my mind"
+
+
+def test_more_than_the_cluster_has_waits_with_the_reason(world):
+    name = world.submit(replicas=8)
+    world.until(lambda: world.cluster.rounds(None, 5), "a round")
+    view = world.cluster.view(name)
+    assert view["state"] == "pending" and view["reason"] == "needs 8 slots at once; the cluster has 4"
+    other = world.submit(accelerators=("h200",))
+    world.until(lambda: world.cluster.view(other)["reason"] == "needs a slot of type h200; the cluster has cpu")
+
+
+def test_a_time_limit_ends_a_job_as_failed(world):
+    name = world.submit(time_limit_s=0.2)
+    view = world.until_state(name, "failed")
+    assert view["reason"] == "stopped: its time limit of 0.2 s is over"
+
+
+def test_unknown_jobs_nodes_and_states_are_named_with_their_neighbours(world):
+    world.submit(name="resnet")
+    with pytest.raises(UnknownNameError, match="resnet"):
+        world.cluster.view("resnt")
+    with pytest.raises(UnknownNameError, match="resnet"):
+        world.cluster.cancel("resnt", "")
+    with pytest.raises(UnknownNameError, match="resnet"):
+        world.cluster.job_directory("resnt")
+    with pytest.raises(UnknownNameError, match="Known: a"):
+        world.cluster.drain("b", True)
+    with pytest.raises(UnknownNameError, match="running"):
+        world.cluster.jobs(["runing"], 10, 0, False)
+
+
+def test_a_missing_script_is_refused(world, tmp_path):
+    with pytest.raises(InvalidValueError, match=r"train\.py cannot be read"):
+        world.submit("python", "train.py", cwd=str(tmp_path))
+
+
+def test_the_kind_is_seen_from_the_script(world, tmp_path):
+    (tmp_path / "train.py").write_text("from pollux import train\n")
+    name = world.submit("python", "train.py", cwd=str(tmp_path))
+    assert world.cluster.view(name)["kind"] == "elastic"
+
+
+def test_each_job_has_a_token_of_its_own(world):
+    one, other = world.submit(), world.submit()
+    tokens = [world.cluster.launch_of(name).env["POLLUX_TOKEN"] for name in (one, other)]
+    assert [world.cluster.job_of_token(token) for token in tokens] == [one, other]
+    assert world.cluster.job_of_token("x" * 64) is None
+
+
+def test_draining_lets_jobs_end_that_must_not_be_moved(world):
+    name = world.submit(kind="fixed")
+    world.until_state(name, "running")
+    assert world.cluster.drain("a", True)["is_draining"]
+    late = world.submit(kind="fixed")
+    rounds = len(world.cluster.rounds(None, 100))
+    world.until(lambda: len(world.cluster.rounds(None, 100)) > rounds or world.cluster.view(late)["reason"])
+    assert world.cluster.view(name)["state"] == "running"
+    assert world.cluster.view(late)["state"] == "pending"
+    assert not world.cluster.drain("a", False)["is_draining"]
+    world.until_state(late, "running")
+
+
+def test_another_cluster_takes_over_without_starting_anything_twice(world):
+    names = [world.submit(name=name) for name in ("one", "two")]
+    held = world.submit(name="three", after=("one",))
+    for name in names:
+        world.until_state(name, "running")
+    world.cluster.stop(keeps_jobs=True)
+    assert world.engine.is_closed is False
+    world.engine.running.pop("two")  # died with the machine's memory, say
+    started = len(world.engine.commands)
+    cluster = world.make()
+    cluster.start()
+    assert world.engine.adopted[-1] == names
+    world.until(lambda: world.engine.running.get("two") == 2, "a second start")
+    assert [type(command) for command in world.engine.commands[started:]] == [StartJob]
+    assert cluster.view("one")["generation"] == 1 and cluster.view("two")["num_crashes"] == 1
+    world.engine.end("one")
+    world.until_state(held, "running")
+
+
+def test_stopping_lets_jobs_checkpoint_and_wait(world):
+    name = world.submit()
+    world.until_state(name, "running")
+    world.cluster.stop(keeps_jobs=False)
+    assert world.engine.is_closed is True
+    assert world.store.job(name).state is JobState.PENDING
+    cluster = world.make()
+    cluster.start()
+    world.until_state(name, "running")
+
+
+def test_a_store_that_fails_for_a_while_stops_nothing_for_ever(world, monkeypatch, caplog):
+    name = world.submit()
+    world.until_state(name, "running")
+    saved = world.store.save_job
+
+    def full(record: JobRecord) -> None:
+        raise StoreError("the disk is full")
+
+    monkeypatch.setattr(world.store, "save_job", full)
+    world.engine.end(name)
+    world.until(lambda: not world.cluster.is_ready, "a problem")
+    assert world.cluster.problem == "the disk is full"
+    monkeypatch.setattr(world.store, "save_job", saved)
+    world.engine.running.pop(name, None)
+    world.until(lambda: world.cluster.is_ready, "recovery")
+    world.until_state(name, "running")  # its end was never kept: the engine had nothing of it, so it starts again
+
+
+def test_the_clock_may_step_back(tmp_path):
+    wall = [1_000_000.0]
+    world = World(tmp_path)
+    world.make(LiveClock(world.store.latest_time(), wall=lambda: wall[0]))
+    world.cluster.start()
+    name = world.submit()
+    world.until_state(name, "running")
+    wall[0] -= 5000
+    view = world.cluster.view(name)
+    assert 0 <= view["running_s"] < PATIENCE_S
+    world.cluster.stop(keeps_jobs=True)
+    world.make(LiveClock(world.store.latest_time(), wall=lambda: wall[0]))
+    world.cluster.start()
+    assert world.cluster.summary()["now"] >= 1_000_000.0
+    world.engine.end(name, at=world.cluster.summary()["now"])
+    view = world.until_state(name, "succeeded")
+    assert view["finished_at"] >= view["started_at"] >= view["submitted_at"]
+    world.cluster.stop(keeps_jobs=True)
+    world.store.close()
+
+
+def test_a_storm_of_reports_is_taken_in_and_none_is_lost(world):
+    names = [world.submit(kind="elastic", max_replicas=1) for _ in range(4)]
+    for name in names:
+        world.until_state(name, "running")
+
+    def storm(name: str) -> None:
+        for step in range(500):
+            world.cluster.report(name, report(name, num_steps=step))
+
+    threads = [threading.Thread(target=storm, args=[name]) for name in names]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    for name in names:
+        world.until(lambda name=name: len(world.cluster.reports(name, None, 1000)) == 500, "all kept")
+        assert world.cluster.view(name)["num_steps"] == 499
+    assert world.cluster.is_ready
+
+
+def test_what_is_shown_of_the_whole(world):
+    name = world.submit()
+    world.until_state(name, "running")
+    summary = world.cluster.summary()
+    assert (summary["num_slots"], summary["num_used_slots"], summary["jobs"]["running"]) == (4, 1, 1)
+    assert summary["num_rounds"] >= 1 and summary["last_decision_s"] > 0
+    (node,) = world.cluster.nodes()
+    assert node["used"] == 1 and node["jobs"] == [{"name": name, "num_replicas": 1}]
+    views, total = world.cluster.jobs(["running"], 10, 0, True)
+    assert total == 1 and views[0]["name"] == name
+    (change,) = [change for round_ in world.cluster.rounds(None, 10) for change in round_["changes"]]
+    assert (change["job"], change["before"], change["after"]) == (name, 0, 1)

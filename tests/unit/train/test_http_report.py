@@ -1,0 +1,171 @@
+"""Reports over HTTP, to a real server in a thread that can be told to misbehave."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+
+from pollux import wire
+from pollux.errors import InvalidValueError
+from pollux.model.profile import Configuration, Timing
+from pollux.train import http_report
+from pollux.train.http_report import HttpReporter, to_wire
+from pollux.train.report import Report
+from pollux.types import BatchLimits, ThroughputParams
+
+TIMING = (Configuration(1, 1, 8), Timing(0.1, 0.1, 5))
+
+
+def a_report(**values: Any) -> Report:
+    parts: dict[str, Any] = dict(
+        generation=1,
+        num_replicas=1,
+        num_nodes=1,
+        accelerator="cpu",
+        epoch=0,
+        num_steps=1,
+        progress=0.1,
+        remaining_examples=100.0,
+        stalled_s=0.0,
+        batch=BatchLimits(initial=8, maximum=64, device_max=16),
+        device_batch=8,
+        accum_steps=0,
+        total_batch=8,
+        noise_scale=None,
+        efficiency=None,
+        gain=1.0,
+        throughput=None,
+        goodput=None,
+    )
+    return Report(**{**parts, **values})
+
+
+class Listener:
+    def __init__(self) -> None:
+        self.received: list[tuple[str, str | None, wire.WireReport]] = []
+        self.status, self.answer = 200, {"params": None, "report_every_s": 0.05}
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["Content-Length"]))
+                if outer.status == 200:
+                    report = wire.report_from_json(body)
+                    outer.received.append((self.path, self.headers["Authorization"], report))
+                answer = json.dumps(outer.answer).encode()
+                self.send_response(outer.status)
+                self.send_header("Content-Length", str(len(answer)))
+                self.end_headers()
+                self.wfile.write(answer)
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.server.daemon_threads = True
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        threading.Thread(target=self.server.serve_forever, args=[0.02], daemon=True).start()
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    made = Listener()
+    yield made
+    made.server.shutdown()
+    made.server.server_close()
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_report_arrives_with_the_jobs_name_and_token(listener):
+    reporter = HttpReporter(listener.url, "secret", "a job/with a slash")
+    reporter.send(a_report(timings=(TIMING,), metrics={"loss": float("nan"), "best": 1}))
+    until(lambda: listener.received)
+    path, token, report = listener.received[0]
+    assert path == "/api/v1/jobs/a%20job%2Fwith%20a%20slash/reports" and token == "Bearer secret"
+    assert report.job == "a job/with a slash" and report.timings == (TIMING,)
+    assert report.metrics == {"loss": "nan", "best": 1} and report.batch is not None
+    reporter.close()
+
+
+def test_the_servers_answer_becomes_advice_once(listener):
+    numbers = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 2.0]
+    listener.answer = {"params": {"cpu": numbers, "other": [1.0] * 7}, "report_every_s": 0.05}
+    reporter = HttpReporter(listener.url, "secret", "a")
+    assert reporter.advice() is None
+    reporter.send(a_report())
+    until(lambda: reporter._advice is not None)
+    assert reporter.advice() == ThroughputParams(*numbers)
+    assert reporter.advice() is None
+    reporter.close()
+
+
+def test_what_cannot_be_sent_is_joined_with_what_comes_later(listener, monkeypatch):
+    listener.status = 503
+    reporter = HttpReporter(listener.url, "secret", "a")
+    reporter.send(a_report(num_steps=1, timings=(TIMING,)))
+    until(lambda: reporter._pause_s > 0)
+    reporter.send(a_report(num_steps=2, timings=(TIMING,)))
+    listener.status = 200
+    until(lambda: listener.received)
+    (report,) = [report for _, _, report in listener.received]
+    assert report.num_steps == 2 and report.timings == (TIMING, TIMING)
+    reporter.close()
+
+
+def test_nobody_there_is_no_reason_to_wait():
+    reporter = HttpReporter("http://127.0.0.1:9", "secret", "a")
+    begun = time.monotonic()
+    for step in range(100):
+        reporter.send(a_report(num_steps=step))
+    assert time.monotonic() - begun < 1
+    reporter.close()
+    assert time.monotonic() - begun < http_report.LAST_WORD_S + 1
+
+
+def test_a_refused_report_is_dropped_and_said(listener, caplog):
+    listener.status, listener.answer = 403, {"error": {"message": "not yours"}}
+    reporter = HttpReporter(listener.url, "secret", "a")
+    reporter.send(a_report())
+    until(lambda: "not yours" in caplog.text)
+    listener.status, listener.answer = 200, {"params": None, "report_every_s": 0.05}
+    reporter.send(a_report(num_steps=7))
+    until(lambda: listener.received)
+    assert listener.received[0][2].num_steps == 7
+    reporter.close()
+
+
+def test_the_last_report_is_sent_when_the_run_is_over(listener):
+    listener.answer = {"params": None, "report_every_s": 300}
+    reporter = HttpReporter(listener.url, "secret", "a")
+    reporter.send(a_report(num_steps=1))
+    until(lambda: listener.received)
+    reporter.send(a_report(num_steps=2))
+    reporter.close()
+    assert listener.received[-1][2].num_steps == 2
+
+
+def test_the_environment_decides_who_is_told():
+    assert HttpReporter.from_environment({"POLLUX_URL": "http://x", "POLLUX_TOKEN": "t"}) is None
+    env = {"POLLUX_URL": "http://x", "POLLUX_TOKEN": "t", "POLLUX_JOB_ID": "a"}
+    assert isinstance(HttpReporter.from_environment(env), HttpReporter)
+    with pytest.raises(InvalidValueError, match="POLLUX_URL"):
+        HttpReporter.from_environment({**env, "POLLUX_URL": "nowhere"})
+
+
+def test_numbers_that_are_none_are_left_out_on_the_wire():
+    report = to_wire(a_report(noise_scale=float("inf"), goodput=float("nan"), efficiency=0.5), "a")
+    assert (report.noise_scale, report.goodput, report.efficiency) == (None, None, 0.5)
