@@ -11,7 +11,15 @@
     ├── SimulationError (RuntimeError)     a simulation cannot go on
     ├── MembershipError (RuntimeError)     a replica cannot find its group, or asks it for what it cannot do
     ├── PeerLostError (RuntimeError)       other replicas are gone and nobody replaced them in time
+    ├── EngineError (RuntimeError)         the processes of this machine cannot be looked after: no steward, another's
     ├── StoreError (RuntimeError)          the server's database cannot be used: damaged, of a newer version, disk full
+    ├── DirectoryInUseError (RuntimeError)  another server has this data directory
+    ├── ServerError (RuntimeError)         the server cannot be asked, or answers what nobody understands
+    │   ├── ServerNotFoundError            nobody answers where it was looked for
+    │   └── ServerUnavailableError         it is there, but cannot answer now: starting, too busy, cut off
+    ├── AccessDeniedError (PermissionError)  no token, a wrong one, or one that is not good for this
+    ├── JobFailedError (RuntimeError)      the job whose result was asked for has failed; carries its failure
+    ├── JobCancelledError (RuntimeError)   the job whose result was asked for was cancelled
     └── CheckpointError (RuntimeError)     a checkpoint cannot be written or is damaged
         └── ForeignCheckpointError         it belongs to another model, or to a newer Pollux
 
@@ -82,7 +90,44 @@ class PeerLostError(PolluxError, RuntimeError):
     pass
 
 
+class EngineError(PolluxError, RuntimeError):
+    pass
+
+
 class StoreError(PolluxError, RuntimeError):
+    pass
+
+
+class DirectoryInUseError(PolluxError, RuntimeError):
+    pass
+
+
+class ServerError(PolluxError, RuntimeError):
+    pass
+
+
+class ServerNotFoundError(ServerError):
+    pass
+
+
+class ServerUnavailableError(ServerError):
+    pass
+
+
+class AccessDeniedError(PolluxError, PermissionError):
+    pass
+
+
+class JobFailedError(PolluxError, RuntimeError):
+    def __init__(self, job: str, reason: str, failure: str = "", exit_code: int | None = None) -> None:
+        self.job, self.reason, self.failure, self.exit_code = job, reason, failure, exit_code
+        super().__init__("\n".join(part for part in (f"job {job!r} failed: {reason}", failure) if part))
+
+    def __reduce__(self) -> tuple[type[JobFailedError], tuple[str, str, str, int | None]]:
+        return JobFailedError, (self.job, self.reason, self.failure, self.exit_code)
+
+
+class JobCancelledError(PolluxError, RuntimeError):
     pass
 
 

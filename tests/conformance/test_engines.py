@@ -1,13 +1,24 @@
 from __future__ import annotations
 
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from pollux.errors import SimulationError
-from pollux.scheduler.ports import Engine, JobRuns, NodesChanged, ResizeJob, StartJob
+from pollux.scheduler.ports import Command, Engine, Event, JobReport, JobRuns, NodesChanged, ResizeJob, StartJob
 from pollux.simulator.builtin import load_builtin
 from pollux.simulator.engine import SimulatedEngine
 from pollux.simulator.workload import job_spec
 from pollux.types import Allocation, JobSpec, Node
+from pollux.wire import report_from_json
 from tests.conformance.engine_suite import EngineConformance
 from tests.snapshots import make_nodes
 
@@ -86,3 +97,117 @@ class TestSimulatedEngine(EngineConformance):
             engine.job_for(JobSpec(name="a", application="tea"))
         with pytest.raises(SimulationError, match="never started"):
             engine.apply([ResizeJob(job="ghost", allocation=Allocation.of(("n0", 1)), generation=1)])
+
+
+class Sink(ThreadingHTTPServer):
+    """Takes reports as the server does, and no more."""
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), SinkHandler)
+        self.reports: list[JobReport] = []
+        self.turn = threading.Lock()
+        threading.Thread(target=self.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+
+    def drain(self) -> list[JobReport]:
+        with self.turn:
+            reports, self.reports = self.reports, []
+        return reports
+
+
+class SinkHandler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: Sink
+
+    def do_POST(self) -> None:
+        report = report_from_json(self.rfile.read(int(self.headers["Content-Length"])))
+        assert self.path == f"/api/v1/jobs/{report.job}/reports"
+        names = (
+            "job",
+            "accelerator",
+            "timings",
+            "noise_scale",
+            "remaining_examples",
+            "progress",
+            "total_batch",
+            "batch",
+        )
+        with self.server.turn:
+            self.server.reports.append(JobReport(**{name: getattr(report, name) for name in names}))
+        answer = json.dumps({"params": None, "report_every_s": 0.1}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(answer)))
+        self.end_headers()
+        self.wfile.write(answer)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+class ReportingEngine:
+    """A local engine and the reports of its jobs, as the server puts them together."""
+
+    applies_at_once = False
+
+    def __init__(self, engine: Any, sink: Sink) -> None:
+        self.engine, self._sink = engine, sink
+
+    def nodes(self) -> Sequence[Node]:
+        return self.engine.nodes()
+
+    def apply(self, commands: Sequence[Command]) -> None:
+        self.engine.apply(commands)
+
+    def poll(self) -> Sequence[Event]:
+        return [*self.engine.poll(), *self._sink.drain()]
+
+
+def open_engine(directory: Path, folder: Path, url: str = "") -> Any:
+    from pollux.engines.devices import detect_nodes
+    from pollux.engines.launch import Launch
+    from pollux.engines.local import LocalEngine
+
+    def launch_of(job: str) -> Launch:
+        env = {**os.environ, "POLLUX_URL": url, "POLLUX_TOKEN": "secret", "POLLUX_JOB_ID": job}
+        script, jobs = str(Path(__file__).parent / "scripts" / "line.py"), str(folder / "jobs" / job)
+        return Launch(command=(sys.executable, script), kind="elastic", directory=jobs, cwd=str(folder), env=env)
+
+    nodes, devices = detect_nodes(nodes="2x2", slots=4)
+    return LocalEngine(directory, nodes=nodes, devices=devices, launch_of=launch_of)
+
+
+@pytest.fixture(scope="module")
+def steward_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Of one steward for all tests: an engine leaves it running for the next one."""
+    pytest.importorskip("torch")
+    pytest.importorskip("psutil")
+    directory = tmp_path_factory.mktemp("steward")
+    yield directory
+    open_engine(directory, directory).close(stops_jobs=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs fork and /proc")
+class TestLocalEngine(EngineConformance):
+    @pytest.fixture(autouse=True)
+    def bench(self, steward_directory: Path, tmp_path: Path) -> Iterator[None]:
+        self.directory, self.folder = steward_directory, tmp_path
+        self.sink, self.opened = Sink(), []
+        yield
+        for engine in self.opened:
+            engine.adopt([])  # nobody knows the test's jobs any more
+            engine.close(stops_jobs=False)
+        self.sink.shutdown()
+        self.sink.server_close()
+
+    def make_engine(self) -> ReportingEngine:
+        engine = open_engine(self.directory, self.folder, f"http://127.0.0.1:{self.sink.server_port}")
+        engine.adopt([])
+        self.opened.append(engine)
+        return ReportingEngine(engine, self.sink)
+
+    def make_spec(self, name: str) -> JobSpec:
+        return JobSpec(name=name)
+
+    def pass_time(self, engine: Engine) -> None:
+        time.sleep(0.2)

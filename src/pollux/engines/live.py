@@ -40,5 +40,8 @@ class LiveEngine(Engine, Protocol):
     def note(self, job: str) -> str:
         """Why a job does not go on although it holds slots; "" when it does."""
 
-    def close(self, *, stops_jobs: bool) -> None:
-        """``stops_jobs``: all jobs checkpoint and leave, and nothing is left. Otherwise they train on."""
+    def close(self, *, stops_jobs: bool, grace_s: float | None = None) -> None:
+        """``stops_jobs``: all jobs checkpoint and leave, and nothing is left. Otherwise they train on.
+
+        ``grace_s``: whoever has not left by then is killed, also if it was promised more time before.
+        """

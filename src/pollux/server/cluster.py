@@ -12,6 +12,7 @@ the database holds and what the engine says, exactly as after a restart of the s
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections import Counter, deque
@@ -98,6 +99,7 @@ class Cluster:
         self._journal: Journal | None = None
         self._thread: threading.Thread | None = None
         self._is_stopping = self._looks_at_dependencies = False
+        self._stop_by = math.inf  # in monotonic time
         self._problem = "the scheduler has not begun yet"
         self._draining: set[str] = set()
         self.started_at = self._clock.now()
@@ -120,16 +122,22 @@ class Cluster:
         self.wake()
         if self._thread is not None:
             self._thread.join(ANSWER_S)
+        is_settled = True
         if not keeps_jobs and self._scheduler is not None:
-            deadline = time.monotonic() + timeout_s
+            self._stop_by = min(self._stop_by, time.monotonic() + timeout_s)
             try:
                 self._scheduler.suspend("the server is stopping")
-                while not self._scheduler.settle() and time.monotonic() < deadline:
+                while not (is_settled := self._scheduler.settle()) and time.monotonic() < self._stop_by:
                     time.sleep(SHORTEST_TICK_S)
             except PolluxError as error:
                 logger.error("jobs could not all be stopped in order: %s", error)
         self._save_reports()
-        self._engine.close(stops_jobs=not keeps_jobs)
+        # Those that are not gone have had their time.
+        self._engine.close(stops_jobs=not keeps_jobs, grace_s=None if is_settled else 0.0)
+
+    def hurry(self, timeout_s: float) -> None:
+        """Somebody is impatient: a stop under way, or to come, gives jobs this long and no longer."""
+        self._stop_by = min(self._stop_by, time.monotonic() + timeout_s)
 
     def wake(self) -> None:
         """Something happened that the scheduler should see."""
@@ -216,7 +224,9 @@ class Cluster:
     def job(self, name: str) -> dict[str, Any]:
         """All there is to say about a job."""
         stored = self._store.job(name)
-        record = self._active().get(name, stored.record)
+        record = self._active().get(name)
+        if record is None and (record := stored.record) is not None:
+            record.knowledge.refit()  # the fit is not kept, what it follows from is
         journal = self._journal
         return {
             **self.view(name),
@@ -421,7 +431,7 @@ class Cluster:
         return found
 
     def _next_limit_at(self) -> float:
-        return min((record.accounted_at + left_s for record, left_s in self._limited()), default=float("inf"))
+        return min((record.accounted_at + left_s for record, left_s in self._limited()), default=math.inf)
 
     def _enforce_limits(self) -> None:
         for record, left_s in self._limited():

@@ -13,6 +13,8 @@ roster leaves it out, *leaving*. Rules:
 - A member that crashes is named as lost at once, in a roster of the survivors; its replacement joins later.
 - When nobody survives, all start again; the checkpoint is all that is left then. The pause before doubles from one
   time to the next, and begins anew when there was training for a while in between.
+- A script that raises is started again so often, and no more. What crashes before the others have formed a group
+  without it counts once, and the first of them is the one whose traceback is shown.
 - Losses are told while the job stops, too: survivors could not agree on a last checkpoint otherwise.
 - A member that ends with 0 is finishing, and nobody new is started any more.
 """
@@ -27,10 +29,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Self
+from typing import Literal, NamedTuple, Self
 
 from pollux.errors import InvalidValueError, MembershipError
 from pollux.train.controller import JobController, Member
+from pollux.train.failure import describe_failure, how_it_ended
 from pollux.train.nursery import Command, Replica, Starter
 
 STOPPED_CODE = 143  # as after SIGTERM: checkpointed and left
@@ -38,8 +41,8 @@ MAX_SPAWN_FAILURES = 3
 FIRST_PAUSE_S = 0.5
 LONGEST_PAUSE_S = 30.0
 HEALTHY_S = 5.0  # who trained for so long was not started in vain
+CRASH_WINDOW_S = 300.0  # crashes further apart than this are not the same trouble
 PUMP_PERIOD_S = 0.01
-TAIL_BYTES = 4000
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +68,16 @@ class Slot(NamedTuple):
     number: int
 
 
+class ReplicaView(NamedTuple):
+    """One living replica as others may see it. ``rank`` is None while it is in no group."""
+
+    replica_id: str
+    rank: int | None
+    slot: Slot
+    pid: int | None
+    state: Literal["starting", "member", "leaving"]
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Process:
     member: Member
@@ -82,6 +95,21 @@ class _Process:
     @property
     def exit_code(self) -> int | None:
         return self.handle.exit_code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Crash:
+    at: float
+    formed: int  # the newest generation that had formed
+    rank: int
+    process: _Process
+
+
+_STATES: tuple[tuple[str, Literal["starting", "member", "leaving"]], ...] = (
+    ("_members", "member"),
+    ("_newcomers", "starting"),
+    ("_leaving", "leaving"),
+)
 
 
 class LocalJob:
@@ -102,26 +130,28 @@ class LocalJob:
         replace_lost: bool = True,
         grace_s: float = 30.0,
         finish_grace_s: float = 3600.0,
+        excuse: Callable[[], str] = lambda: "",
     ) -> None:
         """``argv`` is a script and its arguments, or -m, a module and its. The starter stays the caller's.
 
         Where the replicas go is said by ``slots``, or by their number: slots then count from 0, ``node_of`` says which
         node each pretends to be on, and a replacement takes the slot that became free. ``slot_env`` gives more
-        environment to who sits there (its device). ``max_restarts`` counts starts of the whole job after a loss of all,
-        nothing else.
+        environment to who sits there (its device). ``max_restarts`` bounds two things: starts of the whole job after a
+        loss of all, and crashes of the script itself; both without five good minutes in between. Not counted is what
+        the script is not to be blamed for: the end of its starter, and all that happens while ``excuse`` says why.
         """
         self._argv, self._starter, self._name = tuple(argv), starter, name
         self._env = dict(os.environ if env is None else env)
         self._cwd, self._log_dir = str(cwd or Path.cwd()), Path(log_dir).absolute()
         self._node_of, self._slot_env = node_of, slot_env
         self._max_restarts, self._replace_lost = max_restarts, replace_lost
-        self._grace_s, self._finish_grace_s = grace_s, finish_grace_s
+        self._grace_s, self._finish_grace_s, self._excuse = grace_s, finish_grace_s, excuse
         self._newcomers: list[_Process] = []
         self._members: list[_Process] = []
         self._leaving: list[_Process] = []
         self._requested = self._target = _checked(self._slots_for(num_replicas or 0) if slots is None else slots)
         self._controller = JobController(name)
-        self._num_spawned = self._num_restarts = self._num_failures = self._formed = 0
+        self._num_spawned = self._num_restarts = self._num_rounds = self._num_failures = self._formed = 0
         self._is_started = self._is_closed = False
         self._early_finishers = 0  # ended with 0 before there was any generation: a script that joins none
         self._num_pauses = 0
@@ -131,6 +161,8 @@ class LocalJob:
         self._stop_by: float | None = None
         self._stop_generation = 0  # the one that was told to stop
         self._result: int | None = None
+        self._held_since: float | None = None
+        self._crashes: list[_Crash] = []  # of the last minutes, the first of each formed generation
         self.events: list[JobEvent] = []
         self.failure = ""
 
@@ -163,6 +195,43 @@ class LocalJob:
         """Those of the members, in rank order."""
         return tuple(process.slot for process in self._members)
 
+    @property
+    def is_settled(self) -> bool:
+        """All members sit where they should, train together, and nobody is on the way."""
+        is_formed = 0 < self._formed == self._controller.generation
+        return is_formed and not self._newcomers and set(self.slots) == set(self._target) and self._result is None
+
+    @property
+    def replicas(self) -> tuple[ReplicaView, ...]:
+        """Everybody who lives, members in rank order first."""
+        views = []
+        for group, state in _STATES:
+            for rank, process in enumerate(getattr(self, group)):
+                if process.exit_code is None:
+                    shown = rank if state == "member" else None
+                    views.append(ReplicaView(process.member.replica_id, shown, process.slot, process.handle.pid, state))
+        return tuple(views)
+
+    def hold(self) -> None:
+        """Freeze every replica, and start none, until :meth:`release`."""
+        if self._held_since is None and self._stop_by is None:
+            self._held_since = time.monotonic()
+            for process in self._all():
+                self._starter.signal(process.handle, signal.SIGSTOP, group=True)
+            self._note("held")
+
+    def release(self) -> None:
+        """Go on. Time that passed meanwhile is nobody's delay."""
+        if self._held_since is None:
+            return
+        held_s, self._held_since = time.monotonic() - self._held_since, None
+        self._spawn_at += held_s
+        self._finish_by = None if self._finish_by is None else self._finish_by + held_s
+        for process in self._all():
+            process.kill_at = None if process.kill_at is None else process.kill_at + held_s
+            self._starter.signal(process.handle, signal.SIGCONT, group=True)
+        self._note("released", f"after {held_s:.1f} s")
+
     def resize(self, num_replicas: int) -> None:
         """So many replicas, wherever they are: :meth:`place` with as little change as possible."""
         self.place(self._slots_for(num_replicas))
@@ -183,8 +252,11 @@ class LocalJob:
         self._starter.signal(self._members[rank].handle, signum)
 
     def request_stop(self, grace_s: float = 30.0) -> None:
-        """SIGTERM to every replica now, SIGKILL to the process groups that are left after ``grace_s``."""
+        """SIGTERM to every replica now, SIGKILL to their trees after ``grace_s``. Again: no later than that."""
+        if self._stop_by is not None:
+            self._stop_by = min(self._stop_by, time.monotonic() + grace_s)
         if self._result is None and self._stop_by is None:
+            self.release()
             self._note("stopping")
             self._stop_by, self._stop_generation = time.monotonic() + grace_s, self._controller.generation
             for process in self._all():
@@ -234,7 +306,7 @@ class LocalJob:
             self._bury_members(self._bury_leavers())
             if self._result is None and self._stop_by is not None:
                 self._finish_stop()
-            elif self._result is None:
+            elif self._result is None and self._held_since is None:
                 self._fit_to_target()
         return self._result
 
@@ -283,6 +355,9 @@ class LocalJob:
             if process.exit_code == 0 and not self._controller.generation:
                 self._early_finishers += 1
                 continue
+            if self._is_excused(process):
+                self._pause(1)
+                continue
             self._num_failures += 1
             if self._num_failures >= MAX_SPAWN_FAILURES:
                 why = f"{self._num_failures} replicas in a row ended before they were ready"
@@ -297,7 +372,8 @@ class LocalJob:
         ended = self._ended(self._leaving)
         broken = [process for process in ended if process.was_member and process.exit_code not in (0, STOPPED_CODE)]
         for process in self._leaving:
-            if process.kill_at is not None and time.monotonic() > process.kill_at:
+            is_late = process.kill_at is not None and time.monotonic() > process.kill_at
+            if is_late and self._held_since is None:
                 process.kill_at = None
                 self._kill(process, "did not leave in time")
         return broken if self._formed < self._controller.generation else []
@@ -309,10 +385,14 @@ class LocalJob:
             if process.exit_code is not None and not process.is_noted:
                 process.is_noted = True
                 self._note("exited", f"code {process.exit_code}", process)
+                if self._stop_by is None:
+                    self._remember_crash(process)
         if self._stop_by is not None and survivors:
             gone = [process for process in self._members if process not in survivors]
             has_broken = any(process.exit_code != STOPPED_CODE for process in crashed)
-            if gone and (has_broken or self._controller.generation > self._stop_generation):
+            # Whoever left before the newest group had formed is waited for there; in a formed one, all leave together.
+            is_awaited = self._formed < self._controller.generation
+            if gone and (has_broken or is_awaited or self._controller.generation > self._stop_generation):
                 self._publish(survivors, lost=[process.member.replica_id for process in gone])
         if self._stop_by is not None or not self._members:
             return
@@ -324,7 +404,11 @@ class LocalJob:
             return
         if len(survivors) + len(crashed) < len(self._members) and self._finish_by is None:
             self._finish_by = time.monotonic() + self._finish_grace_s
-        if not survivors:
+        if len(self._crashes) > self._max_restarts:
+            first = self._crashes[0].process
+            num_times = "" if self._max_restarts == 0 else f", the first of {len(self._crashes)} crashes in a row"
+            self._fail(f"{first.member.replica_id} (rank {self._crashes[0].rank}) {self._how(first)}{num_times}", first)
+        elif not survivors:
             self._restart(crashed)
         elif crashed or broken_leavers:
             # Who ended with 0 cannot take part in a collective either, and so is named with the lost.
@@ -333,14 +417,32 @@ class LocalJob:
                 held = {process.slot for process in [*survivors, *self._newcomers]}
                 self._target = tuple(slot for slot in self._target if slot in held)
             self._publish(survivors, lost=[process.member.replica_id for process in gone])
-        elif self._finish_by is not None and time.monotonic() > self._finish_by:
+        elif self._finish_by is not None and time.monotonic() > self._finish_by and self._held_since is None:
             for process in survivors:
                 self._kill(process, f"still ran {self._finish_grace_s:g} s after another had finished")
             self._finish_by = time.monotonic() + self._finish_grace_s
 
+    def _remember_crash(self, process: _Process) -> None:
+        """An exception of the script, not a signal: starting it again may not help."""
+        code, now = process.exit_code or 0, time.monotonic()
+        self._crashes = [crash for crash in self._crashes if now - crash.at < CRASH_WINDOW_S]
+        is_known = any(crash.formed == self._formed for crash in self._crashes)
+        if code > 0 and code != STOPPED_CODE and not is_known and not self._is_excused(process):
+            rank = self._members.index(process)
+            self._crashes.append(_Crash(at=now, formed=self._formed, rank=rank, process=process))
+
+    def _is_excused(self, process: _Process) -> bool:
+        excuse = "its starter ended" if process.handle.is_orphan else self._excuse()
+        if excuse:
+            self._note("excused", excuse, process)
+        return bool(excuse)
+
     def _restart(self, crashed: list[_Process]) -> None:
-        self._num_restarts += 1
-        first = crashed[0]
+        first = next((crash.process for crash in self._crashes if crash.process in crashed), crashed[0])
+        if self._trained_since is not None and time.monotonic() - self._trained_since > CRASH_WINDOW_S:
+            self._num_restarts = 0
+        self._num_restarts += not any(self._is_excused(process) for process in crashed)
+        self._num_rounds += 1
         if self._num_restarts > self._max_restarts:
             self._num_restarts = self._max_restarts
             what = f"all replicas were lost, after {self._max_restarts} restarts"
@@ -414,7 +516,7 @@ class LocalJob:
             local_rank=nodes.count(member.node),
             local_world=[other.node for other in self._target].count(member.node),
             group_rank=known.index(member.node),
-            num_restarts=self._num_restarts,
+            num_restarts=self._num_rounds,  # with those that do not count: plain scripts find their group by it
         )
         log = str(self._log_dir / member.replica_id)
         logs = {"stdout": f"{log}.out", "stderr": f"{log}.err"}
@@ -431,7 +533,8 @@ class LocalJob:
     def _finish_stop(self) -> None:
         left = [process for process in self._all() if process.exit_code is None]
         if not left:
-            self._end(STOPPED_CODE)
+            has_finished = self._members and all(process.exit_code == 0 for process in self._members)
+            self._end(0 if has_finished else STOPPED_CODE)
         elif self._stop_by is not None and time.monotonic() > self._stop_by:
             for process in left:
                 self._kill(process, "did not stop in time")
@@ -445,17 +548,14 @@ class LocalJob:
         self._note("finished", f"code {code}")
 
     def _fail(self, why: str, process: _Process) -> None:
-        path = self._log_dir / f"{process.member.replica_id}.err"
-        tail = path.read_bytes()[-TAIL_BYTES:].decode(errors="replace").strip() if path.is_file() else ""
-        self.failure = f"{self._name}: {why}. Its stderr ({path}) ends with:\n{tail or '(nothing)'}"
+        self.failure = describe_failure(f"{self._name}: {why}", self._log_dir / f"{process.member.replica_id}.err")
         self._note("failed", self.failure, process)
         code = process.exit_code or 1
         self._end(code if code > 0 else 128 - code)
 
     @staticmethod
     def _how(process: _Process) -> str:
-        code = process.exit_code or 0
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with {code}"
+        return how_it_ended(process.exit_code or 0)
 
 
 def _checked(slots: Sequence[Slot]) -> tuple[Slot, ...]:

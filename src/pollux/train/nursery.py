@@ -18,7 +18,6 @@ from __future__ import annotations
 import argparse
 import atexit
 import contextlib
-import ctypes
 import gc
 import json
 import os
@@ -36,9 +35,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, Protocol, Self
 
 from pollux.errors import MembershipError
+from pollux.train.trees import die_with, has_ended, has_group, kill_group, mortal, reap, signal_politely, signal_tree
 
 TERM_GRACE_S = 5.0
-PR_SET_PDEATHSIG = 1
 MISSING_CODE = 127  # what a shell says of a command that cannot be started
 
 RUNNERS = (__file__, runpy.__file__, "<frozen runpy>")
@@ -55,7 +54,10 @@ class StarterEvent:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """``python argv...`` with this environment and no other; its output is appended to the two files."""
+    """``python argv...`` with this environment and no other; its output is appended to the two files.
+
+    A starter may take ``argv`` for a whole command instead.
+    """
 
     argv: Sequence[str]
     env: Mapping[str, str]
@@ -71,6 +73,7 @@ class Replica:
     key: str
     pid: int | None = None
     exit_code: int | None = None
+    is_orphan: bool = False  # it ended because its starter did: nothing that it did itself
 
 
 class Starter(Protocol):
@@ -80,33 +83,13 @@ class Starter(Protocol):
     def spawn(self, command: Command) -> Replica: ...
 
     def signal(self, replica: Replica, signum: int, *, group: bool | None = None) -> None:
-        """``group``: its whole process group; by default for SIGKILL only, as workers must not see a polite one."""
+        """``group``: all that it started, too; by default for SIGKILL only, as workers must not see a polite one."""
 
     def poll(self) -> list[StarterEvent]:
         """What happened since the last call. Does not wait."""
 
     def close(self) -> None:
         """Ends every replica that is left."""
-
-
-def kill_group(pid: int, signum: int = signal.SIGKILL, *, group: bool = True) -> None:
-    try:
-        (os.killpg if group else os.kill)(pid, signum)
-    except ProcessLookupError:
-        if group:  # just forked: it has no group of its own yet
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signum)
-    except PermissionError:  # macOS says so of a group of zombies
-        pass
-
-
-def reap(pid: int) -> int | None:
-    """The exit code of a child that has ended, else None. What is left of its process group is killed."""
-    if os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
-        return None
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(pid, signal.SIGKILL)  # before the pid is given back, so that it cannot be somebody else's
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 class _Closing:
@@ -231,15 +214,17 @@ class Nursery(_Closing):
         for replica in self._replicas.values():
             if replica.pid is not None:
                 kill_group(replica.pid)
-            replica.exit_code = -signal.SIGKILL
+            replica.exit_code, replica.is_orphan = -signal.SIGKILL, self._is_ready
             self._events.append(StarterEvent(kind="exited", replica=replica, message="its nursery died"))
         self._replicas.clear()
 
 
 class ColdStarter(_Closing):
-    """Every replica a new interpreter. Where its owner is killed outright, replicas stay: prefer :class:`Nursery`."""
+    """Every replica a new process: ``prefix`` and its argv. The default is an interpreter; nothing is a command."""
 
-    def __init__(self) -> None:
+    def __init__(self, prefix: Sequence[str] = (sys.executable,)) -> None:
+        self._prefix = list(prefix)
+        self._asked: set[int] = set()  # shells whose commands have been asked to end
         self._replicas: dict[int, tuple[Replica, subprocess.Popen[bytes]]] = {}
         self._events = [StarterEvent(kind="ready")]
         self._num_spawned = 0
@@ -253,7 +238,7 @@ class ColdStarter(_Closing):
         try:
             with open(command.stdout, "ab") as out, open(command.stderr, "ab") as err:
                 process = subprocess.Popen(
-                    [sys.executable, *command.argv],
+                    mortal([*self._prefix, *command.argv]),
                     env=command.env,
                     cwd=command.cwd,
                     stdin=subprocess.DEVNULL,
@@ -262,6 +247,8 @@ class ColdStarter(_Closing):
                     start_new_session=True,
                 )
         except OSError as error:
+            with contextlib.suppress(OSError), open(command.stderr, "a", encoding="utf-8") as err_file:
+                print(f"cannot start {command.argv[0]} in {command.cwd}: {error}", file=err_file)
             replica.exit_code = MISSING_CODE
             self._events.append(StarterEvent(kind="error", replica=replica, message=str(error)))
             return replica
@@ -271,12 +258,21 @@ class ColdStarter(_Closing):
         return replica
 
     def signal(self, replica: Replica, signum: int, *, group: bool | None = None) -> None:
-        if replica.exit_code is None and replica.pid is not None:
-            kill_group(replica.pid, signum, group=signum == signal.SIGKILL if group is None else group)
+        if replica.exit_code is not None or replica.pid is None:
+            return
+        if signum == signal.SIGKILL or group:
+            signal_tree(replica.pid, signum)
+        else:
+            if signal_politely(replica.pid, signum):
+                self._asked.add(replica.pid)
 
     def poll(self) -> list[StarterEvent]:
         for pid, (replica, process) in list(self._replicas.items()):
+            # Such a shell ends before its commands, which may have something to save.
+            if pid in self._asked and has_ended(pid) and has_group(pid):
+                continue
             if (code := reap(pid)) is not None:
+                self._asked.discard(pid)
                 replica.exit_code = process.returncode = code
                 del self._replicas[pid]
                 self._events.append(StarterEvent(kind="exited", replica=replica))
@@ -368,7 +364,10 @@ class _Server:
             self._is_stopping = True
         elif request["op"] == "signal":
             if (pid := self._pids.get(request["id"])) is not None:
-                kill_group(pid, request["signum"], group=request["group"])
+                if request["group"]:
+                    signal_tree(pid, request["signum"])
+                else:
+                    kill_group(pid, request["signum"], group=False)
         else:
             self._fork(request)
 
@@ -392,7 +391,7 @@ class _Server:
             for fd in self._private_fds:
                 os.close(fd)
             os.setsid()  # a group of its own, so that all it starts can be killed with it
-            _die_with(owner)
+            die_with(owner)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -414,14 +413,6 @@ class _Server:
 
 def _entries(pythonpath: str) -> list[str]:
     return [os.path.abspath(entry) for entry in pythonpath.split(os.pathsep) if entry]
-
-
-def _die_with(owner: int) -> None:
-    """Linux kills this process when its parent ends, however that ends. Elsewhere the parent has to do it in time."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-        if os.getppid() != owner:
-            os._exit(1)
 
 
 def _adopt_environment(argv: Sequence[str], base_path: list[str]) -> None:

@@ -52,6 +52,7 @@ class Parts:
     last_measured: int = 0
     metrics: dict[str, Any] = field(default_factory=dict)
     stalled_s: float = 0.0  # in resizes and recoveries
+    is_finished: bool = False  # the learning asked for is done, as near as whole passes come to it
 
     @property
     def noise_scale(self) -> float | None:
@@ -105,6 +106,8 @@ class Parts:
         if num_epochs is not None and num_epochs[0] > 0:
             progress = self.progress.share_done(*num_epochs, self.loader.epoch_length)
             remaining = self.progress.remaining_useful(*num_epochs, self.loader.epoch_length)
+        if self.is_finished:
+            progress, remaining = 1.0, 0.0
         return Report(
             generation=generation,
             num_replicas=num_replicas,

@@ -201,7 +201,8 @@ class Session:
                 sizes = current.step.sizes
                 mean = len(sizes) / sum(1 / size for size in sizes)
                 mean *= current.step_examples / current.step.count  # a user's batch may be the unit
-                count = current.step_examples / mean
+                # A harmonic mean is never above the mean, so it fits in that often; rounding may say otherwise.
+                count = max(current.step_examples / mean, float(len(sizes)))
                 sample = Sample(num_gradients=len(sizes), count=count, batch_size=mean, scale=scale, is_biased=False)
             parts.pulse.add(index, norms, sample)
             parts.last_measured = index
@@ -451,6 +452,7 @@ class Session:
         self.end_pass()
         if self.team.rank == 0 and self.keeper is not None:
             self.keeper.save(self._parts, self.generation, self.team.size)
+        self._parts.is_finished = True
         self.report()
         try:
             self.team.share(None)

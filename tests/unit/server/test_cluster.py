@@ -81,7 +81,7 @@ class ObedientEngine:
     def note(self, job: str) -> str:
         return ""
 
-    def close(self, *, stops_jobs: bool) -> None:
+    def close(self, *, stops_jobs: bool, grace_s: float | None = None) -> None:
         self.is_closed = stops_jobs
 
 

@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("torch")
 
 from pollux.errors import InvalidValueError
-from pollux.train.launcher import JobEvent, LocalJob
+from pollux.train.launcher import JobEvent, LocalJob, Slot
 from pollux.train.nursery import ColdStarter, Nursery
 from tests.leftovers import processes_in
 
@@ -296,6 +296,87 @@ def test_cold_replicas_do_the_same(bench):
         assert job.wait(20.0) == 7
         job.close()
     assert bench.log("t-0") == "5\n"
+
+
+def test_settled_is_who_sits_where_it_should_and_trains(bench):
+    job = bench.job(slots=[Slot("n0", 0)])
+    assert not job.is_settled
+    assert [(view.state, view.rank) for view in job.replicas] == [("starting", None)]
+    pump_until(job, lambda: job.is_settled)
+    job.place([Slot("n0", 0), Slot("n1", 1)])
+    assert not job.is_settled
+    pump_until(job, lambda: job.is_settled)
+    assert [(view.rank, view.slot.number, view.state) for view in job.replicas] == [(0, 0, "member"), (1, 1, "member")]
+    job.place([Slot("n1", 1)])
+    pump_until(job, lambda: job.is_settled and len(job.replicas) == 1)
+    assert job.replicas[0].pid is not None and job.replicas[0].rank == 0
+
+
+def state_of(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_a_held_job_stands_still_and_goes_on(bench):
+    job = bench.job(grace_s=0.2)
+    pump_until(job, formed(job, 1))
+    (view,) = job.replicas
+    job.hold()
+    pump_until(job, lambda: state_of(view.pid) == "T")
+    job.place([Slot("elsewhere", 7)])
+    time.sleep(0.4)  # longer than the grace of a leaver
+    job.pump()
+    assert [(other.pid, other.state) for other in job.replicas] == [(view.pid, "member")]
+    job.release()
+    pump_until(job, lambda: job.is_settled)
+    assert job.slots == (Slot("elsewhere", 7),)
+    job.hold()
+    assert job.stop(10.0) == 143  # who stops is not held any more
+
+
+CRASHES = """
+import os, sys, time
+from pollux.train.membership import membership_from_environment
+membership = membership_from_environment(os.environ)
+group = membership.join(60.0)
+membership.note_formed(group)
+while not os.path.exists(sys.argv[2] + "/crash"):
+    time.sleep(0.01)
+raise RuntimeError(f"crash of {os.environ['POLLUX_REPLICA_ID']}")
+"""
+
+
+def test_a_script_that_always_raises_fails_with_its_first_traceback(bench):
+    (bench.folder / "crash").touch()
+    job = bench.job(CRASHES, num_replicas=2, max_restarts=1)
+    assert job.wait(30.0) == 1
+    summary = job.failure.splitlines()[0]
+    assert "exited with 1, the first of 2 crashes in a row: RuntimeError: crash of t-" in summary
+    assert summary.split("crash of ")[1][:3] in ("t-0", "t-1")  # of the first start
+    assert job.num_restarts == 1
+    assert len(of_kind(job, "spawned")) == 4
+
+
+def test_what_is_excused_is_not_counted(bench):
+    excuses = ["no space"] * 6
+    (bench.folder / "crash").touch()
+    job = bench.job(CRASHES, max_restarts=0, excuse=lambda: excuses.pop() if excuses else "")
+    assert job.wait(40.0) == 1
+    assert len(of_kind(job, "restarting")) >= 2
+    assert job.num_restarts == 0
+
+
+def test_who_finishes_while_it_is_stopped_has_finished(bench):
+    code = """
+import os, signal, sys, time
+from pollux.train.membership import membership_from_environment
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+membership = membership_from_environment(os.environ)
+membership.note_formed(membership.join(60.0))
+time.sleep(60)
+"""
+    job = bench.job(code, num_replicas=2)
+    pump_until(job, formed(job, 2))
+    assert job.stop(10.0) == 0
 
 
 def test_targets_and_ranks_that_cannot_be(bench):

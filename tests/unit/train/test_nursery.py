@@ -256,3 +256,40 @@ def test_a_nursery_that_cannot_start_says_so():
         os.kill(nursery.pid, signal.SIGKILL)
         with pytest.raises(MembershipError, match="exit code -9"):
             nursery.wait_ready(20.0)
+
+
+def test_a_cold_starter_runs_whole_commands(folder):
+    with ColdStarter(prefix=()) as starter:
+        assert finish(starter, folder.start(starter, ["sh", "-c", "echo $0 $1; exit 4", "a", "b c"])) == 4
+        assert folder.out == "a b c\n"
+        assert finish(starter, folder.start(starter, ["no-such-program"])) == 127
+        assert folder.err == "no-such-program: No such file or directory\n"
+        assert finish(starter, folder.start(starter, [str(folder.path)])) == 126
+
+
+def test_cold_replicas_end_with_their_owner(folder):
+    """Also when that is killed outright."""
+    code = """
+import sys, time
+from pollux.train.nursery import ColdStarter, Command
+starter = ColdStarter(prefix=())
+command = Command(argv=["sleep", "300"], env={}, cwd="/", stdout="/dev/null", stderr="/dev/null")
+replica = starter.spawn(command)
+print(replica.pid, flush=True)
+time.sleep(300)
+"""
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) as owner:
+        pid = int(owner.stdout.readline())
+        until(lambda: Path(f"/proc/{pid}/comm").read_text() == "sleep\n")
+        owner.kill()
+    until(lambda: not is_alive(pid))
+
+
+def test_sigkill_finds_who_left_the_group(starter, folder):
+    pytest.importorskip("psutil")
+    sleeper = "subprocess.Popen(['sleep', '60'], start_new_session=True).pid"
+    replica = folder.spawn(starter, f"import subprocess, time; print({sleeper}, flush=True); time.sleep(60)")
+    until(lambda: (folder.path / "out").exists() and folder.out.endswith("\n"))
+    starter.signal(replica, signal.SIGKILL)
+    assert finish(starter, replica) == -signal.SIGKILL
+    until(lambda: not is_alive(int(folder.out)))

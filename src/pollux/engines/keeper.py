@@ -1,0 +1,397 @@
+"""The jobs of one steward: placed in slots, pumped, held while the disk is full, remembered until forgotten.
+
+Stands in ``engines``. One thread, no waiting: :meth:`Keeper.turn` is called often, and hands what has changed to
+``tell``, in the words of :mod:`pollux.engines.protocol`. It picks the slots: a job keeps those that it has, takes the
+lowest free ones of a node, and waits for a slot whose old replica still lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pollux.engines.devices import Device, slot_env
+from pollux.engines.launch import Launch
+from pollux.engines.leftovers import MARK, kill_leftovers, mark_of
+from pollux.engines.protocol import ENDS, Message, allocation_from_list
+from pollux.engines.space import SpaceWatch
+from pollux.types import NO_ALLOCATION, Allocation
+
+if TYPE_CHECKING:
+    from pollux.engines.workshop import Workshop
+
+STOPPED_CODE = 143  # as after SIGTERM: checkpointed and left
+SPACE_PERIOD_S = 1.0
+GRACE_S = 30.0
+
+Place = tuple[str, int]  # node and number of a slot
+
+logger = logging.getLogger(__name__)
+
+
+class ReplicaJob(Protocol):
+    """What is needed of a job's processes, elastic or not: :class:`~pollux.train.launcher.LocalJob` says what it means.
+
+    ``replicas`` are :class:`~pollux.train.launcher.ReplicaView`, which cannot be named here without torch.
+    """
+
+    @property
+    def result(self) -> int | None: ...
+    @property
+    def failure(self) -> str: ...
+    @property
+    def is_settled(self) -> bool: ...
+    @property
+    def replicas(self) -> tuple[Any, ...]: ...
+    def start(self) -> None: ...
+    def place(self, slots: Sequence[Any]) -> None: ...
+    def pump(self) -> int | None: ...
+    def request_stop(self, grace_s: float = GRACE_S) -> None: ...
+    def hold(self) -> None: ...
+    def release(self) -> None: ...
+    def close(self) -> None: ...
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Entry:
+    """One job, from its start until its end is forgotten."""
+
+    job: str
+    generation: int
+    allocation: Allocation
+    launch: Launch | None  # None: it ended under an earlier steward
+    processes: ReplicaJob | None = None  # None: it waits for slots, or has ended
+    places: tuple[Place, ...] = ()
+    is_placed: bool = False  # as the newest command says
+    is_stopping: bool = False
+    stop_by: float = math.inf  # in monotonic time
+    runs: int = 0  # the newest generation that was told to run
+    shortage: str = ""  # of space
+    note: str = ""
+    shown: list[Message] = field(default_factory=list)  # the replicas, as told
+    end: Message | None = None  # stopped or ended, as it is told
+    is_told: bool = False  # its end, to whoever listened
+    again: Message | None = None  # a start that came before the end
+    living: frozenset[str] = frozenset()  # ids of replicas
+
+
+class Keeper:
+    def __init__(self, directory: Path, space: SpaceWatch, tell: Callable[[Message], None]) -> None:
+        self._directory, self._space, self._tell = directory, space, tell
+        self._mark = mark_of(directory)
+        self._entries: dict[str, _Entry] = {}
+        self._devices: dict[Place, Device] = {}
+        self._workshop: Workshop | None = None
+        self._closing_grace_s: float | None = None
+        self._space_seen_at = time.monotonic()
+        self._load_ends()
+
+    @property
+    def num_living(self) -> int:
+        return len(self._living())
+
+    @property
+    def is_calm(self) -> bool:
+        """All jobs just train, or there is none."""
+        return all(
+            entry.processes is not None
+            and entry.processes.is_settled
+            and entry.runs == entry.generation
+            and not entry.is_stopping
+            for entry in self._living()
+        )
+
+    @property
+    def is_warm(self) -> bool:
+        return self._workshop is not None
+
+    def warm_up(self) -> Workshop:
+        """Import torch, and let the parent of replicas do so too. Takes seconds, once."""
+        if self._workshop is None:
+            from pollux.engines.workshop import Workshop
+
+            self._workshop = Workshop()
+        return self._workshop
+
+    def use(self, devices: Sequence[Device]) -> None:
+        """The slots there are from now on; who sits in others stays there until moved."""
+        self._devices = {(device.node, device.number): device for device in devices}
+
+    def state(self) -> list[Message]:
+        return [
+            {
+                "job": entry.job,
+                "generation": entry.generation,
+                "runs": entry.runs,
+                "is_stopping": entry.is_stopping,
+                "end": entry.end,
+                "replicas": entry.shown,
+                "note": entry.note,
+            }
+            for entry in self._entries.values()
+        ]
+
+    def shut_down(self, grace_s: float) -> None:
+        """Let every job checkpoint and leave, and start none any more."""
+        if self._closing_grace_s is None or grace_s < self._closing_grace_s:
+            logger.info("ending: %d jobs have %.0f s to leave", self.num_living, grace_s)
+            self._closing_grace_s = grace_s
+
+    def close(self) -> None:
+        """End every process that is left, by force."""
+        for entry in self._living():
+            if entry.processes is not None:
+                entry.processes.close()
+        if self._workshop is not None:
+            self._workshop.close()
+        kill_leftovers(self._mark)
+
+    # --- what is asked --------------------------------------------------------------------------------------------
+
+    def start(self, message: Message) -> None:
+        job, generation = message["job"], message["generation"]
+        old = self._entries.get(job)
+        if old is not None and old.end is None and old.processes is not None:
+            if old.is_stopping:
+                old.again = message
+            elif old.generation != generation:
+                self.resize(message)
+            return
+        self._entries[job] = _Entry(
+            job=job,
+            generation=generation,
+            allocation=allocation_from_list(message["allocation"]),
+            launch=Launch.from_dict(message["launch"]),
+        )
+        self._save_ends()
+
+    def resize(self, message: Message) -> None:
+        entry = self._entries.get(message["job"])
+        if entry is None:
+            reason = "its replicas are gone: nobody here knows it"
+            self._tell({"event": "lost", "job": message["job"], "generation": message["generation"], "reason": reason})
+        elif entry.end is not None:
+            self._tell(entry.end)
+        elif not entry.is_stopping:
+            entry.generation = message["generation"]
+            entry.allocation, entry.is_placed = allocation_from_list(message["allocation"]), False
+
+    def stop(self, message: Message) -> None:
+        entry = self._entries.get(message["job"])
+        if entry is None:
+            self._tell({"event": "stopped", "job": message["job"], "generation": 0})
+        elif entry.end is not None:
+            self._tell(entry.end)
+        else:
+            logger.info("%s: stop: %s", entry.job, message["reason"])
+            self._stop(entry, float(message["grace_s"]))
+
+    def forget(self, message: Message) -> None:
+        """An end, if it is the one that is meant."""
+        entry = self._entries.get(message["job"])
+        if entry is not None and entry.end is not None and entry.generation == message["generation"]:
+            del self._entries[entry.job]
+            self._save_ends()
+
+    # --- a turn ---------------------------------------------------------------------------------------------------
+
+    def turn(self) -> None:
+        if self._workshop is not None:
+            self._workshop.poll()
+        self._watch_space()
+        for entry in self._living():
+            try:
+                self._pump(entry)
+            except Exception as error:  # one job's trouble must not end the others
+                logger.exception("%s: given up", entry.job)
+                self._give_up(entry, f"{entry.job}: its replicas cannot be looked after: {error!r}")
+        for entry in list(self._entries.values()):
+            self._tell_changes(entry)
+
+    def _living(self) -> list[_Entry]:
+        return [entry for entry in self._entries.values() if entry.end is None]
+
+    def _pump(self, entry: _Entry) -> None:
+        if self._closing_grace_s is not None:
+            self._stop(entry, self._closing_grace_s)
+        if not entry.is_placed and not entry.is_stopping:
+            self._place(entry)
+        processes = entry.processes
+        if processes is None:
+            if entry.is_stopping:
+                self._finish(entry, {"event": "stopped"})
+            return
+        result = processes.pump()
+        self._sweep(entry)
+        if result is not None and not processes.replicas:
+            processes.close()
+            has_stopped = result == STOPPED_CODE and entry.is_stopping
+            self._finish(entry, {"event": "stopped"} if has_stopped else _ended(result, processes.failure))
+
+    def _finish(self, entry: _Entry, end: Message) -> None:
+        entry.processes, entry.places = None, ()
+        if entry.again is not None:
+            self.start(entry.again)
+            return
+        entry.end = {**end, "job": entry.job, "generation": entry.generation}
+        logger.info("%s: %s", entry.job, end["event"])
+        self._save_ends()
+
+    def _give_up(self, entry: _Entry, why: str) -> None:
+        if entry.processes is not None:
+            with contextlib.suppress(Exception):
+                entry.processes.close()
+            entry.processes = None
+        self._sweep(entry)
+        self._finish(entry, _ended(1, why))
+
+    def _stop(self, entry: _Entry, grace_s: float) -> None:
+        """Asked again, it has no more time than it was promised before, but perhaps less."""
+        stop_by = time.monotonic() + grace_s
+        if stop_by < entry.stop_by:
+            entry.is_stopping, entry.stop_by = True, stop_by
+            if entry.processes is not None:
+                entry.processes.request_stop(grace_s)
+
+    def _sweep(self, entry: _Entry) -> None:
+        """Whatever a replica has started ends with it, also what has left its process group."""
+        views = () if entry.processes is None else entry.processes.replicas
+        living = frozenset(view.replica_id for view in views)
+        gone, entry.living = entry.living - living, living
+        if gone and (killed := kill_leftovers(self._mark, gone)):
+            logger.info("%s: killed what %s left behind: %s", entry.job, ", ".join(sorted(gone)), killed)
+
+    def _watch_space(self) -> None:
+        if time.monotonic() - self._space_seen_at < SPACE_PERIOD_S:
+            return
+        self._space_seen_at = time.monotonic()
+        for entry in self._living():
+            if entry.processes is None or entry.launch is None or entry.is_stopping:
+                continue
+            entry.shortage = self._space.shortage(entry.launch.directory)
+            if entry.shortage:
+                entry.processes.hold()
+            else:
+                entry.processes.release()
+
+    # --- places ---------------------------------------------------------------------------------------------------
+
+    def _place(self, entry: _Entry) -> None:
+        launch = entry.launch
+        assert launch is not None
+        entry.shortage = self._space.shortage(launch.directory)
+        places = self._pick(entry)
+        if places is None or entry.shortage:
+            return
+        workshop = self.warm_up()
+        entry.places, entry.is_placed = places, True
+        if entry.processes is not None:
+            workshop.place(entry.processes, places)
+            return
+        directory = Path(launch.directory)
+        fixed_env = {"POLLUX_CHECKPOINT_DIR": str(directory / "checkpoints"), MARK: self._mark}
+        threads = {} if "OMP_NUM_THREADS" in launch.env else {"OMP_NUM_THREADS": "1"}
+
+        def env_of(place: Place) -> Mapping[str, str]:
+            return {**fixed_env, **threads, **slot_env(self._devices.get(place))}
+
+        entry.processes = workshop.make(
+            launch,
+            name=entry.job,
+            log_dir=directory / "logs" / str(entry.generation),
+            places=places,
+            env_of=env_of,
+            excuse=lambda: self._space.shortage(launch.directory),
+        )
+        entry.processes.start()
+
+    def _pick(self, entry: _Entry) -> tuple[Place, ...] | None:
+        """Places for the newest allocation in rank order; None while there are not enough."""
+        views = () if entry.processes is None else entry.processes.replicas
+        # A fixed job starts anew only when all its processes have ended, so that none of its places is in the way.
+        is_fixed = entry.launch is not None and entry.launch.kind == "fixed"
+        leaving = set() if is_fixed else {view.slot.number for view in views if view.state == "leaving"}
+        own: list[Place] = [tuple(view.slot) for view in views if view.slot.number not in leaving]
+        own += [place for place in entry.places if place not in own and place[1] not in leaving]
+        own_numbers = {number for _, number in own}
+        taken = {number for other in self._living() if other is not entry for number in _numbers(other)}
+        chosen: list[Place] = []
+        for node, num_replicas in entry.allocation.shares:
+            there = [place for place in self._devices if place[0] == node]
+            kept = [place for place in own if place in there]
+            free = [place for place in there if place[1] not in taken | leaving | own_numbers]
+            # The same device by another node's name, after the nodes have been cut anew.
+            renamed = [place for place in there if place not in own and place[1] in own_numbers]
+            found = [*kept, *free, *renamed][:num_replicas]
+            if len(found) < num_replicas:
+                return None
+            chosen += found
+        return tuple(chosen)
+
+    # --- what is told ---------------------------------------------------------------------------------------------
+
+    def _tell_changes(self, entry: _Entry) -> None:
+        processes = entry.processes
+        shown = [] if processes is None else [_shown(view) for view in processes.replicas]
+        if shown != entry.shown:
+            entry.shown = shown
+            self._tell({"event": "replicas", "job": entry.job, "replicas": shown})
+        note = self._note_of(entry)
+        if note != entry.note:
+            entry.note = note
+            self._tell({"event": "note", "job": entry.job, "text": note})
+        if entry.end is not None:
+            if not entry.is_told:
+                entry.is_told = True
+                self._tell(entry.end)
+        elif entry.is_placed and entry.runs != entry.generation and processes is not None and processes.is_settled:
+            entry.runs = entry.generation
+            self._tell({"event": "runs", "job": entry.job, "generation": entry.generation})
+
+    def _note_of(self, entry: _Entry) -> str:
+        if entry.end is not None or entry.is_stopping:
+            return ""
+        return entry.shortage or ("" if entry.is_placed else "waits for slots that others have not left yet")
+
+    # --- ends that nobody has heard of yet ------------------------------------------------------------------------
+
+    def _load_ends(self) -> None:
+        """Of an earlier steward; a file that cannot be read is none."""
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            for end in json.loads((self._directory / ENDS).read_bytes()):
+                job, generation = end["job"], end["generation"]
+                self._entries[job] = _Entry(
+                    job=job, generation=generation, allocation=NO_ALLOCATION, launch=None, end=end, is_told=True
+                )
+
+    def _save_ends(self) -> None:
+        ends = [entry.end for entry in self._entries.values() if entry.end is not None]
+        path = self._directory / ENDS
+        try:
+            path.with_suffix(".new").write_text(json.dumps(ends))
+            path.with_suffix(".new").replace(path)
+        except OSError as error:  # kept in memory all the same
+            logger.warning("cannot write %s: %s", path, error)
+
+
+def _numbers(entry: _Entry) -> set[int]:
+    """Of the devices that a job has or still sits on."""
+    views = () if entry.processes is None else entry.processes.replicas
+    return {number for _, number in entry.places} | {view.slot.number for view in views}
+
+
+def _shown(view: Any) -> Message:
+    place = {"node": view.slot.node, "slot": view.slot.number, "pid": view.pid, "state": view.state}
+    return {"replica_id": view.replica_id, "rank": view.rank, **place}
+
+
+def _ended(result: int, failure: str) -> Message:
+    state = "succeeded" if result == 0 else "failed"
+    return {"event": "ended", "state": state, "exit_code": result, "reason": failure, "at": time.time()}

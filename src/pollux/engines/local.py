@@ -1,0 +1,356 @@
+"""The engine of one machine: it commands the steward, which owns the processes, and passes on what that tells.
+
+Stands in ``engines``; no torch. :class:`LocalEngine` is a :class:`~pollux.engines.live.LiveEngine`. It keeps a table of
+what it has commanded; whatever happens to the steward, the table is compared with what really runs, and the difference
+becomes commands and events. So a steward that died, a server that died and a broken connection are the same case.
+
+A thread reads what the steward tells. An end is acknowledged at the poll after the one that returned it: whoever polls
+has saved it by then.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from pollux.engines.connecting import Link, StewardProcess, connect
+from pollux.engines.devices import Device
+from pollux.engines.launch import Launch
+from pollux.engines.leftovers import kill_leftovers, mark_of
+from pollux.engines.live import ReplicaInfo
+from pollux.engines.protocol import Message, allocation_to_list
+from pollux.errors import EngineError, InvalidValueError
+from pollux.scheduler.lifecycle import JobState
+from pollux.scheduler.ports import (
+    Command,
+    Event,
+    JobEnded,
+    JobLost,
+    JobRuns,
+    JobStopped,
+    ResizeJob,
+    StartJob,
+    StopJob,
+    TuneJob,
+)
+from pollux.scheduler.record import JobRecord
+from pollux.types import Allocation, Node
+
+GRACE_S = 30.0
+LONGEST_PAUSE_S = 30.0  # between attempts to get a steward again
+ADOPT_TIMEOUT_S = 60.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Known:
+    """What was commanded of one job, and what was told of it."""
+
+    generation: int
+    allocation: Allocation
+    is_stopping: bool = False
+    replicas: tuple[ReplicaInfo, ...] = ()
+    note: str = ""
+
+
+class LocalEngine:
+    applies_at_once = False
+
+    def __init__(
+        self,
+        directory: str | Path,
+        *,
+        nodes: Sequence[Node],
+        devices: Sequence[Device],
+        launch_of: Callable[[str], Launch],
+        on_event: Callable[[], None] = lambda: None,
+        grace_s: float = GRACE_S,
+        steward_options: Mapping[str, str] | None = None,
+    ) -> None:
+        """``nodes`` and ``devices`` as of :func:`~pollux.engines.devices.detect_nodes`.
+
+        ``on_event`` is called from any thread when :meth:`poll` has something. A job that stops has ``grace_s`` to
+        checkpoint. ``steward_options`` are given to the steward, should none be there yet, as ``--name value``.
+
+        Raises:
+            EngineError: no steward could be started, or it speaks another version.
+        """
+        if sum(node.num_slots for node in nodes) != len(devices):
+            raise InvalidValueError(f"{len(devices)} devices for nodes {list(nodes)}; each slot needs one")
+        self._directory = Path(directory).resolve()
+        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._nodes, self._devices = list(nodes), list(devices)
+        self._launch_of, self._on_event, self._grace_s = launch_of, on_event, grace_s
+        self._changed = threading.Condition()  # guards all below
+        self._jobs: dict[str, _Known] = {}
+        self._events: list[tuple[Event, int | None]] = []  # with the generation to forget, if it is an end
+        self._to_forget: list[tuple[str, int]] = []
+        self._is_adopted = self._is_closed = False
+        self._num_states = 0
+        self._trouble = ""
+        self._process = StewardProcess(self._directory, steward_options or {})
+        self._closing = threading.Event()
+        self._link: Link | None
+        self._link, state = connect(self._process, self._hello())
+        self._steward = _process(state)
+        self._thread = threading.Thread(target=self._read, name="pollux-steward", daemon=True)
+        self._thread.start()
+
+    @property
+    def steward_pid(self) -> int:
+        return self._steward.pid
+
+    # --- the scheduler's port -------------------------------------------------------------------------------------
+
+    def nodes(self) -> Sequence[Node]:
+        return list(self._nodes)
+
+    def apply(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            match command:
+                case StartJob(job=job, allocation=allocation, generation=generation):
+                    launch = self._launch_of(job).to_dict()  # outside the lock: it may take others
+                    with self._changed:
+                        self._is_adopted = True
+                        self._jobs[job] = _Known(generation=generation, allocation=allocation)
+                        self._send(_placing("start", job, generation, allocation, launch=launch))
+                case ResizeJob(job=job, allocation=allocation, generation=generation):
+                    with self._changed:
+                        if (known := self._jobs.get(job)) is not None:  # else its end is among the events already
+                            known.generation, known.allocation = generation, allocation
+                            self._send(_placing("resize", job, generation, allocation))
+                case StopJob(job=job, reason=reason):
+                    with self._changed:
+                        if (known := self._jobs.get(job)) is not None:
+                            known.is_stopping = True
+                            self._send_stop(job, reason)
+                case TuneJob():
+                    pass  # a job hears it in the answer to its next report
+
+    def poll(self) -> Sequence[Event]:
+        with self._changed:
+            for job, generation in self._to_forget:
+                self._send({"op": "forget", "job": job, "generation": generation})
+            told, self._events = self._events, []
+            self._to_forget = [
+                (event.job, generation)
+                for event, generation in told
+                if generation is not None and isinstance(event, JobStopped | JobEnded | JobLost)
+            ]
+        return [event for event, _ in told]
+
+    # --- what a live cluster needs beyond it ----------------------------------------------------------------------
+
+    def adopt(self, records: Sequence[JobRecord]) -> None:
+        """See :class:`~pollux.engines.live.LiveEngine`. Raises EngineError when the steward does not answer."""
+        with self._changed:
+            self._jobs = {
+                record.name: _Known(
+                    generation=record.generation,
+                    allocation=record.allocation,
+                    is_stopping=record.state is JobState.STOPPING,
+                )
+                for record in records
+                if record.state.holds_slots
+            }
+            self._is_adopted, seen = True, self._num_states
+            self._send(self._hello())
+            if not self._changed.wait_for(lambda: self._num_states > seen or self._is_closed, ADOPT_TIMEOUT_S):
+                raise EngineError(f"the steward did not answer for {ADOPT_TIMEOUT_S:g} s; see {self._process.log}")
+
+    def replicas(self, job: str) -> Sequence[ReplicaInfo]:
+        with self._changed:
+            known = self._jobs.get(job)
+            return () if known is None else known.replicas
+
+    def note(self, job: str) -> str:
+        with self._changed:
+            known = self._jobs.get(job)
+            return "" if known is None else self._trouble or known.note
+
+    def close(self, *, stops_jobs: bool, grace_s: float | None = None) -> None:
+        with self._changed:
+            if self._is_closed:
+                return
+            self._is_closed = True
+            self._changed.notify_all()
+        self._closing.set()
+        if stops_jobs:
+            with self._changed:
+                self._send({"op": "shutdown", "grace_s": self._grace_s if grace_s is None else grace_s})
+            try:
+                self._steward.wait(self._grace_s + 20.0 if grace_s is None else grace_s + 5.0)
+            except psutil.TimeoutExpired:
+                logger.error("the steward (pid %d) did not end in time: killed", self._steward.pid)
+                self._steward.kill()
+                self._steward.wait(5.0)
+        with self._changed:
+            self._disconnect()
+        self._thread.join(10.0)
+        if stops_jobs:
+            self._process.end()  # one that was just being started in place of one that died
+            kill_leftovers(mark_of(self._directory))
+        self._process.reap()
+
+    # --- talking to the steward: with the lock held ---------------------------------------------------------------
+
+    def _hello(self) -> Message:
+        return self._process.hello(self._devices)
+
+    def _send(self, message: Message) -> None:
+        """Nobody there: what was commanded is in the table, and compared with what there is when there is one."""
+        if self._link is not None:
+            self._link.send(message)
+
+    def _send_stop(self, job: str, reason: str) -> None:
+        self._send({"op": "stop", "job": job, "grace_s": self._grace_s, "reason": reason})
+
+    def _disconnect(self) -> None:
+        if self._link is not None:
+            self._link.close()
+            self._link = None
+
+    # --- the thread -----------------------------------------------------------------------------------------------
+
+    def _read(self) -> None:
+        is_replaced = False
+        while not is_replaced:
+            link = self._link
+            messages = None if link is None else link.receive()
+            if messages is None:
+                if self._closing.is_set() or not self._recover():
+                    return
+                continue
+            with self._changed:
+                num_events = len(self._events)
+                for message in messages:
+                    is_replaced |= message["event"] == "replaced"
+                    try:
+                        self._take(message)
+                    except Exception:  # a bug must not make the engine deaf
+                        logger.exception("not understood: %s", str(message)[:500])
+                has_news = len(self._events) > num_events
+            if has_news:
+                self._on_event()
+        logger.error("another engine commands the steward of %s now; this one has ended", self._directory)
+        self._trouble = "another server commands its replicas"
+
+    def _recover(self) -> bool:
+        """Get a steward again, however long that takes; False when the engine closes meanwhile."""
+        with self._changed:
+            self._disconnect()
+        logger.warning("the steward of %s is gone", self._directory)
+        pause_s = 0.5
+        while not self._closing.is_set():
+            try:
+                link, state = connect(self._process, self._hello(), self._closing)
+            except (EngineError, OSError) as error:
+                logger.error("no steward can be had: %s", error)
+                with self._changed:
+                    self._trouble = f"paused: no steward can be had: {str(error).splitlines()[0]}"
+                self._closing.wait(pause_s)
+                pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
+                continue
+            with self._changed:
+                self._link, self._trouble = link, ""
+                self._take(state)
+            self._on_event()
+            return True
+        return False
+
+    def _take(self, message: Message) -> None:
+        kind = message["event"]
+        if kind == "state":
+            self._steward = _process(message)
+            self._num_states += 1
+            if self._is_adopted:
+                self._compare(message["jobs"])
+            self._changed.notify_all()
+            return
+        known = self._jobs.get(message.get("job", ""))
+        if kind in ("stopped", "ended", "lost") and self._is_adopted:
+            self._take_end(message, known)
+        elif known is None:
+            return
+        elif kind == "runs":
+            self._events.append((JobRuns(job=message["job"], generation=message["generation"]), None))
+        elif kind == "replicas":
+            known.replicas = _replicas(message["replicas"])
+        elif kind == "note":
+            known.note = message["text"]
+
+    def _take_end(self, message: Message, known: _Known | None) -> None:
+        job, generation = message["job"], message["generation"]
+        if known is None:  # nobody waits for it
+            self._send({"op": "forget", "job": job, "generation": generation})
+            return
+        event: Event
+        match message["event"]:
+            case "ended":
+                event = JobEnded(
+                    job=job,
+                    state=JobState(message["state"]),
+                    at=message["at"],
+                    reason=message["reason"],
+                    exit_code=message["exit_code"],
+                )
+            case "stopped" if known.is_stopping:
+                event = JobStopped(job=job)
+            case "stopped":
+                event = JobLost(job=job, reason="its replicas were stopped from outside")
+            case _:
+                event = JobLost(job=job, reason=message["reason"])
+        del self._jobs[job]
+        self._events.append((event, generation))
+
+    def _compare(self, rows: Sequence[Message]) -> None:
+        """What was commanded with what there is."""
+        present = {row["job"]: row for row in rows}
+        commanded = set(self._jobs)
+        for job, known in list(self._jobs.items()):
+            row = present.get(job)
+            if row is None:
+                del self._jobs[job]
+                lost = JobLost(job=job, reason="its replicas are gone: the process that looked after them had ended")
+                self._events.append((JobStopped(job=job) if known.is_stopping else lost, None))
+            elif row["end"] is not None:
+                self._take_end(row["end"], known)
+            else:
+                known.replicas, known.note = _replicas(row["replicas"]), row["note"]
+                if known.is_stopping and not row["is_stopping"]:
+                    self._send_stop(job, "asked for before")
+                elif not known.is_stopping and row["generation"] != known.generation:
+                    self._send(_placing("resize", job, known.generation, known.allocation))
+                elif not known.is_stopping and row["runs"] == known.generation:
+                    self._events.append((JobRuns(job=job, generation=known.generation), None))
+        told = {event.job for event, _ in self._events if isinstance(event, JobStopped | JobEnded | JobLost)}
+        for job, row in present.items():
+            if job in commanded or job in told:
+                continue
+            if row["end"] is None:
+                logger.warning("%s: nobody knows it any more; it is stopped", job)
+                self._send_stop(job, "nobody knows it any more")
+            else:
+                self._send({"op": "forget", "job": job, "generation": row["generation"]})
+
+
+def _process(state: Message) -> psutil.Process:
+    """The steward that told this, and no other that has its number later."""
+    try:
+        return psutil.Process(state["pid"])
+    except psutil.NoSuchProcess as error:
+        raise EngineError(f"the steward (pid {state['pid']}) ended as it was found; start again") from error
+
+
+def _placing(op: str, job: str, generation: int, allocation: Allocation, **more: object) -> Message:
+    return {"op": op, "job": job, "generation": generation, "allocation": allocation_to_list(allocation), **more}
+
+
+def _replicas(rows: Sequence[Message]) -> tuple[ReplicaInfo, ...]:
+    return tuple(ReplicaInfo(**row) for row in rows)

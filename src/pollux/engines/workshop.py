@@ -1,0 +1,62 @@
+"""Where replicas are made: a warm parent for scripts of our own interpreter, and cold starts for the rest.
+
+Stands in ``engines``; with :mod:`pollux.engines.fixed` the only module there that imports ``train``, and so torch: the
+steward imports it when it has answered its first client.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pollux.engines.commands import plan_start
+from pollux.engines.fixed import FixedJob
+from pollux.engines.keeper import Place, ReplicaJob
+from pollux.engines.launch import Launch
+from pollux.train.launcher import LocalJob, Slot
+from pollux.train.nursery import ColdStarter, Nursery
+
+
+class Workshop:
+    def __init__(self) -> None:
+        self._nursery, self._cold = Nursery(), ColdStarter(prefix=())
+
+    def make(
+        self,
+        launch: Launch,
+        *,
+        name: str,
+        log_dir: Path,
+        places: Sequence[Place],
+        env_of: Callable[[Place], Mapping[str, str]],
+        excuse: Callable[[], str],
+    ) -> ReplicaJob:
+        """A job that has not been started yet. ``env_of``: what a replica finds in its environment by its place."""
+        options: dict[str, Any] = {
+            "slots": [Slot(*place) for place in places],
+            "log_dir": log_dir,
+            "name": name,
+            "cwd": launch.cwd,
+            "slot_env": env_of,
+            "max_restarts": launch.max_restarts,
+            "excuse": excuse,
+        }
+        if launch.kind == "fixed":
+            options |= {"env": launch.env, "checkpoints": launch.checkpoints}
+            return FixedJob(launch.command, starter=self._cold, **options)
+        start = plan_start(launch.command, launch.env, launch.cwd)
+        starter = self._nursery if start.is_forked else self._cold
+        return LocalJob(start.argv, starter=starter, env={**launch.env, **start.env}, **options)
+
+    def place(self, job: ReplicaJob, places: Sequence[Place]) -> None:
+        job.place([Slot(*place) for place in places])
+
+    def poll(self) -> None:
+        """Hear who has ended, also while no job asks."""
+        self._nursery.poll()
+        self._cold.poll()
+
+    def close(self) -> None:
+        self._nursery.close()
+        self._cold.close()

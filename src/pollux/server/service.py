@@ -1,0 +1,443 @@
+"""A server as a process, or as a part of one: the data directory, its lock, the cluster and HTTP, begun and ended.
+
+Stands in ``server``, right of everything else there. :class:`Service` runs in threads of the process it is made in (a
+test, a demo, ``pollux run``); :func:`serve` is one that lasts until a signal ends it (``pollux up``).
+
+A data directory belongs to one server at a time. What a server leaves there when it is killed is all that the next
+one needs: the database, the token, the port (replicas that train on report to that), and the jobs' folders.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import logging
+import math
+import os
+import queue
+import re
+import resource
+import signal
+import socket
+import stat
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol, Self
+
+import uvicorn
+from fastapi import FastAPI
+
+from pollux.errors import DirectoryInUseError, InvalidValueError, ServerError, StoreError
+from pollux.policy import PolicySettings
+from pollux.server.access import Access, check_host, load_token
+from pollux.server.app import create_app
+from pollux.server.gate import LiveCluster
+from pollux.server.store import SqlStore
+from pollux.version import __version__
+
+DEFAULT_HOST = "127.0.0.1"
+DEFAULT_PORT = 7077
+NUM_PORTS_TRIED = 100
+LOCK_FILE, TOKEN_FILE, SECRET_FILE, PORT_FILE = "lock", "token", "secret", "port"
+SERVER_FILE, STORE_FILE = "server.json", "pollux.db"
+HTTP_START_S, HTTP_STOP_S = 30.0, 10.0
+KEEP_ALIVE_S = 120  # longer than jobs take from one report to the next
+MAX_OPEN_FILES = 65536  # a connection for every job
+_OWN_VARIABLE = re.compile(
+    "(POLLUX|TORCHELASTIC)_.*|MASTER_(ADDR|PORT)|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME"
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceConfig:
+    """``port`` None: the one used before here, else 7077 or the next that is free; 0: any that is free."""
+
+    data_directory: Path
+    host: str = DEFAULT_HOST
+    port: int | None = None
+    slots: int | None = None  # CPU slots; None: the GPUs, or a slot per CPU where there are none
+    nodes: str | None = None  # virtual nodes, as in "2x2"
+    policy: str = "pollux"
+    settings: PolicySettings | None = None  # of the policy; None: those for a live cluster
+    interval_s: float = 10.0  # decide at least this often
+    needs_token: bool = True
+    grace_s: float = 30.0  # for a job that is told to stop, before it is killed
+    min_free_mib: int = 64  # jobs pause when their disk has less
+    stop_timeout_s: float = 60.0  # for all jobs to checkpoint and leave
+    hurry_timeout_s: float = 2.0  # the same, when asked twice
+
+    def __post_init__(self) -> None:
+        if self.port is not None and not 0 <= self.port <= 65535:
+            raise InvalidValueError(f"port = {self.port}; a number from 1 to 65535 is needed, or 0 for any")
+        for name in ("interval_s", "grace_s", "stop_timeout_s", "hurry_timeout_s"):
+            if not (math.isfinite(value := getattr(self, name)) and value > 0):
+                raise InvalidValueError(f"{name} = {value}; a positive number of seconds is needed")
+        check_host(self.host, self.needs_token)
+
+
+class ServedCluster(LiveCluster, Protocol):
+    """What is served, with what begins and ends it."""
+
+    def start(self) -> None: ...
+    def stop(self, *, keeps_jobs: bool, timeout_s: float = 60) -> None: ...
+    def hurry(self, timeout_s: float) -> None: ...
+    def job_of_token(self, token: str) -> str | None: ...
+
+
+ClusterMaker = Callable[[ServiceConfig, SqlStore, str], ServedCluster]
+"""Makes a cluster that keeps its jobs in the store and is reached at a URL."""
+
+
+def make_local_cluster(config: ServiceConfig, store: SqlStore, url: str) -> ServedCluster:
+    """The one of this machine: processes in its GPUs or CPU slots."""
+    from pollux.engines.devices import detect_nodes
+    from pollux.engines.local import LocalEngine
+    from pollux.server.cluster import Cluster, ClusterConfig
+
+    nodes, devices = detect_nodes(config.slots, config.nodes)
+    made: list[Cluster] = []  # cluster and engine know each other; this one comes later
+
+    def wake() -> None:
+        for cluster in made:
+            cluster.wake()
+
+    engine = LocalEngine(
+        config.data_directory,
+        nodes=nodes,
+        devices=devices,
+        launch_of=lambda name: made[0].launch_of(name),
+        on_event=wake,
+        grace_s=config.grace_s,
+        steward_options={"min-free-bytes": str(config.min_free_mib << 20)},
+    )
+    try:
+        settings: dict[str, Any] = {} if config.settings is None else {"settings": config.settings}
+        described = ClusterConfig(
+            data_directory=config.data_directory,
+            secret=load_token(config.data_directory / SECRET_FILE),
+            url=url,
+            policy=config.policy,
+            interval_s=config.interval_s,
+            environment=environment_of_jobs(os.environ),
+            **settings,
+        )
+        made.append(Cluster(store=store, engine=engine, config=described))
+    except BaseException:
+        engine.close(stops_jobs=False)
+        raise
+    return made[0]
+
+
+def environment_of_jobs(environ: Mapping[str, str]) -> dict[str, str]:
+    """What jobs inherit: nothing that would make a replica take itself for part of something else."""
+    return {name: value for name, value in environ.items() if not _OWN_VARIABLE.fullmatch(name)}
+
+
+# The service ----------------------------------------------------------------------------------
+
+
+class Service:
+    """A server in threads of this process.
+
+    Raises:
+        DirectoryInUseError: another server has the data directory.
+        StoreError: its database cannot be used.
+        InvalidValueError: the address cannot be listened at.
+    """
+
+    def __init__(self, config: ServiceConfig, make_cluster: ClusterMaker = make_local_cluster) -> None:
+        self.config, self._make_cluster = config, make_cluster
+        self.url = self.token = ""
+        self._cleanup = contextlib.ExitStack()
+        self._beginning, self._stopping = threading.Lock(), threading.Lock()
+        self._keeps_jobs = True  # if it cannot start: whoever trains, trains on
+        self._is_asked, self._has_ended = threading.Event(), threading.Event()
+        self._cluster: ServedCluster | None = None
+        self._is_cluster_stopped = False
+        self._failure: BaseException | None = None
+
+    @property
+    def cluster(self) -> ServedCluster:
+        assert self._cluster is not None, "start() comes first"
+        return self._cluster
+
+    @property
+    def is_stopping(self) -> bool:
+        return self._is_asked.is_set()
+
+    def start(self) -> Self:
+        """Returns when jobs are taken."""
+        directory = self.config.data_directory
+        with self._beginning, contextlib.ExitStack() as stack:
+            _make_directory(directory)
+            stack.enter_context(_locked(directory))
+            server_file = directory / SERVER_FILE
+            server_file.unlink(missing_ok=True)  # of one that was killed
+            stack.callback(server_file.unlink, missing_ok=True)
+            self.token = load_token(directory / TOKEN_FILE)
+            store = stack.enter_context(SqlStore(directory / STORE_FILE))
+            listener = stack.enter_context(_listen(self.config, directory / PORT_FILE))
+            self.url = _url_of(self.config.host, listener)
+            cluster = self._make_cluster(self.config, store, self.url)
+            self._cluster = cluster
+            stack.callback(self._stop_cluster)
+            access = Access(self.token if self.config.needs_token else None, cluster.job_of_token)
+            # Replicas of the server before may report as soon as the cluster is there; until then they queue.
+            cluster.start()
+            stack.enter_context(_http(create_app(cluster, access, self.begin_stop), listener))
+            stack.callback(self._stop_cluster)  # before HTTP: jobs report what they did last, logs are read to the end
+            _write(server_file, json.dumps(_describe(self.url)))
+            self._cleanup = stack.pop_all()
+        logger.info("Pollux %s listens at %s; data in %s", __version__, self.url, directory)
+        return self
+
+    def stop(self, *, keeps_jobs: bool = False) -> None:
+        """Returns when all is over. Jobs checkpoint and leave, and go on with the next server; or they are kept."""
+        self.begin_stop(keeps_jobs)
+        self.wait()
+        if self._failure is not None:
+            raise self._failure
+
+    def begin_stop(self, keeps_jobs: bool) -> None:
+        """Returns at once. Only the first call counts."""
+        with self._stopping:
+            if self._is_asked.is_set():
+                return
+            self._keeps_jobs = keeps_jobs
+            self._is_asked.set()
+        threading.Thread(target=self._end, name="pollux-stop").start()
+
+    def hurry(self) -> None:
+        """While it stops: do not wait long for jobs any more."""
+        if self._cluster is not None and not self._has_ended.is_set():
+            self._cluster.hurry(self.config.hurry_timeout_s)
+
+    def wait(self, timeout_s: float | None = None) -> bool:
+        """Until somebody has stopped it; whether that was in time."""
+        return self._has_ended.wait(timeout_s)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def _end(self) -> None:
+        try:
+            with self._beginning:  # a client may be quicker than the start
+                pass
+            self._cleanup.close()
+        except BaseException as error:
+            logger.exception("the server did not end as it should")
+            self._failure = error
+        finally:
+            self._has_ended.set()
+
+    def _stop_cluster(self) -> None:
+        if not self._is_cluster_stopped:
+            self._is_cluster_stopped = True
+            self.cluster.stop(keeps_jobs=self._keeps_jobs, timeout_s=self.config.stop_timeout_s)
+
+
+def serve(
+    config: ServiceConfig,
+    on_ready: Callable[[Service], None] = lambda service: None,
+    make_cluster: ClusterMaker = make_local_cluster,
+) -> None:
+    """A server until SIGINT or SIGTERM, or until a client ends it. To be called in the main thread.
+
+    At the first signal jobs checkpoint and leave; at the second they get little time for that. SIGHUP is ignored: a
+    server that was begun in a terminal does not end with it.
+    """
+    arrived: queue.SimpleQueue[int] = queue.SimpleQueue()  # a signal handler may use this one
+    _allow_many_connections()
+    with _handling(arrived):
+        service = Service(config, make_cluster).start()
+        try:
+            on_ready(service)
+            while not service.wait(0):
+                with contextlib.suppress(queue.Empty):
+                    name = signal.Signals(arrived.get(timeout=0.2)).name
+                    if service.is_stopping:
+                        logger.warning(
+                            "%s again: jobs that are not gone in %g s are killed", name, config.hurry_timeout_s
+                        )
+                        service.hurry()
+                    else:
+                        logger.info("%s: jobs checkpoint and leave", name)
+                        service.begin_stop(False)
+        finally:
+            service.stop()
+
+
+@contextlib.contextmanager
+def _handling(arrived: queue.SimpleQueue[int]) -> Iterator[None]:
+    def note(number: int, frame: FrameType | None) -> None:
+        arrived.put(number)
+
+    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    before[signal.SIGHUP] = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _allow_many_connections() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = MAX_OPEN_FILES if hard == resource.RLIM_INFINITY else min(hard, MAX_OPEN_FILES)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+# The data directory ---------------------------------------------------------------------------
+
+
+def _make_directory(directory: Path) -> None:
+    """Its owner's alone. A folder that holds somebody else's things keeps its mode."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        mode = stat.S_IMODE(directory.stat().st_mode)
+        if mode & 0o077:
+            if (directory / LOCK_FILE).exists() or not any(directory.iterdir()):
+                directory.chmod(0o700)
+            else:
+                logger.warning("%s can be read by others (mode %o), so the jobs' logs can be", directory, mode)
+    except OSError as error:
+        raise StoreError(
+            f"{directory}: {error.strerror}; a data directory must be a folder that this user can write to"
+        ) from error
+
+
+@contextlib.contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """The lock goes with the process, however that ends; the file stays."""
+    path = directory / LOCK_FILE
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise StoreError(f"{path}: {error.strerror}; it must be writable for this user") from error
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pid = os.read(descriptor, 20).decode(errors="replace").strip() or "not known yet"
+            raise DirectoryInUseError(
+                f"{directory} is used by a server with pid {pid}; use that one, end it (pollux down), "
+                "or name another data directory"
+            ) from None
+        except OSError as error:
+            raise StoreError(f"{path}: it cannot be locked: {error.strerror}; name a folder on a local disk") from error
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()}\n".encode())
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _describe(url: str) -> dict[str, Any]:
+    """How clients find us."""
+    return {"url": url, "pid": os.getpid(), "version": __version__, "started_at": time.time()}
+
+
+def _write(path: Path, text: str) -> None:
+    """All of it or nothing."""
+    beside = path.with_name(f"{path.name}.new")
+    beside.unlink(missing_ok=True)
+    with os.fdopen(os.open(beside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
+        file.write(f"{text}\n")
+    beside.replace(path)
+
+
+# HTTP -----------------------------------------------------------------------------------------
+
+
+def _listen(config: ServiceConfig, port_file: Path) -> socket.socket:
+    """A socket where the server before listened, if possible: its replicas look for us there."""
+    if config.port:
+        return _bind(config.host, config.port)
+    with contextlib.suppress(OSError, ValueError, InvalidValueError):
+        return _bind(config.host, int(port_file.read_text()))
+    ports = [0] if config.port == 0 else [*range(DEFAULT_PORT, DEFAULT_PORT + NUM_PORTS_TRIED), 0]
+    for port in ports:
+        try:
+            listener = _bind(config.host, port)
+        except InvalidValueError as error:
+            cause = error.__cause__
+            if port == ports[-1] or not isinstance(cause, OSError) or cause.errno != errno.EADDRINUSE:
+                raise
+        else:
+            _write(port_file, str(listener.getsockname()[1]))
+            return listener
+    raise AssertionError("the last port is taken or raises")
+
+
+def _bind(host: str, port: int) -> socket.socket:
+    listener: socket.socket | None = None
+    try:
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(1024)  # from now on it is ours; who comes early waits
+        return listener
+    except (OSError, UnicodeError) as error:
+        if listener is not None:
+            listener.close()
+        advice = {
+            errno.EADDRINUSE: "somebody else listens there: name another port, or 0 for any",
+            errno.EACCES: "ports below 1024 are not for everybody: name another",
+            errno.EADDRNOTAVAIL: "this machine has no such address: name one of its own, as in 127.0.0.1 or 0.0.0.0",
+        }.get(getattr(error, "errno", None) or 0, f"{error}")
+        raise InvalidValueError(f"cannot listen at port {port} of {host!r}; {advice}") from error
+
+
+def _url_of(host: str, listener: socket.socket) -> str:
+    """How jobs and clients on this machine reach it."""
+    name = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+    return f"http://{f'[{name}]' if ':' in name else name}:{listener.getsockname()[1]}"
+
+
+@contextlib.contextmanager
+def _http(app: FastAPI, listener: socket.socket) -> Iterator[None]:
+    """Serves in a thread."""
+    settings: dict[str, Any] = dict(
+        access_log=False,
+        lifespan="off",
+        log_config=None,
+        log_level=logging.WARNING,
+        server_header=False,
+        timeout_graceful_shutdown=math.ceil(HTTP_STOP_S / 2),
+        timeout_keep_alive=KEEP_ALIVE_S,
+        ws="none",
+    )
+    server = uvicorn.Server(uvicorn.Config(app, **settings))
+    thread = threading.Thread(target=server.run, args=([listener],), name="pollux-http", daemon=True)
+    thread.start()
+    ends_at = time.monotonic() + HTTP_START_S
+    while not server.started:
+        if not thread.is_alive() or time.monotonic() > ends_at:
+            server.should_exit = server.force_exit = True
+            raise ServerError("the HTTP server did not start; the log says why")
+        time.sleep(0.005)
+    try:
+        yield
+    finally:
+        app.state.is_ending = True
+        server.should_exit = True
+        thread.join(HTTP_STOP_S)
+        if thread.is_alive():
+            server.force_exit = True
+            thread.join(HTTP_STOP_S)

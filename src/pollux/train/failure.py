@@ -1,0 +1,52 @@
+"""Why a replica failed, from what it left in its stderr file. Stands in ``train``, below the launcher."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+TAIL_BYTES = 4000
+MOST_BYTES = 64_000  # how far back a traceback is looked for
+HEADER = "Traceback (most recent call last)"
+_LONGEST_HEADLINE = 300
+_RANKS = re.compile(
+    r"^(\[rank\d+\]: ?)+", re.MULTILINE
+)  # torch puts them before every line, once per group it has seen
+
+
+def how_it_ended(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"exited with {exit_code}"
+    try:
+        return f"was killed by {signal.Signals(-exit_code).name}"
+    except ValueError:  # a real-time signal
+        return f"was killed by signal {-exit_code}"
+
+
+def read_failure(path: Path) -> tuple[str, str]:
+    """The exception in a line ("" if there was none), and the end of the file with the whole of its traceback."""
+    try:
+        with path.open("rb") as file:
+            file.seek(0, 2)
+            file.seek(max(file.tell() - MOST_BYTES, 0))
+            text = _RANKS.sub("", file.read().decode(errors="replace")).strip()
+    except OSError:
+        return "", ""
+    began = text.rfind(HEADER)
+    if began < 0:
+        return "", text[-TAIL_BYTES:]
+    # Frames are indented; the first line that is not names the exception.
+    lines = text[began:].splitlines()[1:]
+    headline = next((line for line in lines if line.strip() and not line.startswith((" ", "\t"))), "")
+    tail = text[min(began, max(len(text) - TAIL_BYTES, 0)) :]
+    if len(tail) > 4 * TAIL_BYTES:  # much was written after it, or it is a deep recursion
+        tail = f"{tail[: 2 * TAIL_BYTES]}\n[...]\n{tail[-2 * TAIL_BYTES :]}"
+    return headline[:_LONGEST_HEADLINE], tail
+
+
+def describe_failure(what: str, path: Path) -> str:
+    """A line that says it all, and below it the end of stderr."""
+    headline, tail = read_failure(path)
+    summary = f"{what}: {headline}" if headline else what
+    return f"{summary}. Its stderr ({path}) ends with:\n{tail or '(nothing)'}"

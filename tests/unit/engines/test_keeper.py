@@ -1,0 +1,261 @@
+"""The keeper with processes that only pretend to be: who sits where, and who waits for whom."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+pytest.importorskip("psutil")
+
+from pollux.engines.devices import Device, detect_nodes
+from pollux.engines.keeper import Keeper, Place
+from pollux.engines.launch import Launch
+from pollux.engines.protocol import Message
+from pollux.engines.space import SpaceWatch
+
+
+class Slot(NamedTuple):
+    node: str
+    number: int
+
+
+class View(NamedTuple):
+    replica_id: str
+    rank: int | None
+    slot: Slot
+    pid: int | None
+    state: str
+
+
+class FakeProcesses:
+    """Replicas that come at once and leave when they are told to."""
+
+    def __init__(self, places: Sequence[Place]) -> None:
+        self.target = [Slot(*place) for place in places]
+        self.members: list[Slot] = []
+        self.leaving: list[Slot] = []
+        self.result: int | None = None
+        self.failure = ""
+        self.is_stopping = False
+
+    @property
+    def is_settled(self) -> bool:
+        return self.members == self.target
+
+    @property
+    def replicas(self) -> tuple[View, ...]:
+        members = [View(f"m{slot.number}", rank, slot, 1, "member") for rank, slot in enumerate(self.members)]
+        return (*members, *(View(f"l{slot.number}", None, slot, 1, "leaving") for slot in self.leaving))
+
+    def start(self) -> None:
+        self.members = list(self.target)
+
+    def place(self, slots: Sequence[Slot]) -> None:
+        assert not set(slots) & set(self.leaving), "a new replica would sit beside the old one"
+        self.leaving += [slot for slot in self.members if slot not in slots]
+        self.members = self.target = list(slots)
+
+    def pump(self) -> int | None:
+        if self.is_stopping and not self.leaving:
+            self.result = 143
+        return self.result
+
+    def request_stop(self, grace_s: float = 0.0) -> None:
+        self.is_stopping = True
+        self.leaving, self.members = self.leaving + self.members, []
+
+    def hold(self) -> None: ...
+    def release(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class FakeWorkshop:
+    def make(self, launch: Launch, *, places: Sequence[Place], **_: Any) -> FakeProcesses:
+        return FakeProcesses(places)
+
+    def place(self, job: FakeProcesses, places: Sequence[Place]) -> None:
+        job.place([Slot(*place) for place in places])
+
+    def poll(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Cluster:
+    def __init__(self, directory: Path) -> None:
+        self.told: list[Message] = []
+        self.keeper = Keeper(directory, SpaceWatch(0), self.told.append)
+        self.keeper._workshop = FakeWorkshop()  # type: ignore[assignment]
+        self.directory = directory
+        self.use(*detect_nodes(nodes="2x3", slots=6)[1])
+
+    def use(self, *devices: Device) -> None:
+        self.keeper.use(devices)
+
+    def start(self, job: str, generation: int, *shares: tuple[str, int]) -> None:
+        launch = Launch(command=("x",), kind="elastic", directory=str(self.directory), cwd="/", env={})
+        self.keeper.start(
+            {"job": job, "generation": generation, "allocation": list(shares), "launch": launch.to_dict()}
+        )
+        self.keeper.turn()
+
+    def resize(self, job: str, generation: int, *shares: tuple[str, int]) -> None:
+        self.keeper.resize({"job": job, "generation": generation, "allocation": list(shares)})
+        self.keeper.turn()
+
+    def stop(self, job: str) -> None:
+        self.keeper.stop({"job": job, "grace_s": 1.0, "reason": "test"})
+        self.keeper.turn()
+
+    def processes(self, job: str) -> FakeProcesses:
+        return self.keeper._entries[job].processes  # type: ignore[return-value]
+
+    def numbers(self, job: str) -> list[int]:
+        return [slot.number for slot in self.processes(job).members]
+
+    def leave(self, job: str) -> None:
+        self.processes(job).leaving = []
+        self.keeper.turn()
+
+    def drain(self) -> list[tuple[str, str, int]]:
+        """What was told of jobs, without their replicas and notes."""
+        told = [message for message in self.told if message["event"] not in ("replicas", "note")]
+        self.told.clear()
+        return [(message["event"], message["job"], message["generation"]) for message in told]
+
+    def check(self) -> None:
+        """No device holds two replicas."""
+        taken = [
+            view.slot.number
+            for entry in self.keeper._entries.values()
+            if entry.processes is not None
+            for view in entry.processes.replicas
+        ]
+        assert len(set(taken)) == len(taken), f"shared: {taken}"
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Cluster:
+    return Cluster(tmp_path)
+
+
+def test_the_lowest_free_slots_and_those_it_has(cluster):
+    cluster.start("a", 1, ("node-1", 1), ("node-0", 2))
+    assert cluster.numbers("a") == [3, 0, 1]
+    cluster.start("b", 1, ("node-0", 1), ("node-1", 1))
+    assert cluster.numbers("b") == [2, 4]
+    cluster.resize("a", 2, ("node-1", 2))
+    assert cluster.numbers("a") == [3, 5]
+    assert cluster.drain() == [("runs", "a", 1), ("runs", "b", 1), ("runs", "a", 2)]
+
+
+def test_slots_of_leavers_are_waited_for(cluster):
+    cluster.start("a", 1, ("node-0", 3))
+    cluster.resize("a", 2, ("node-0", 1))
+    cluster.start("b", 1, ("node-0", 2))
+    assert cluster.drain() == [("runs", "a", 1), ("runs", "a", 2)]
+    assert cluster.keeper.state()[1]["note"] == "waits for slots that others have not left yet"
+    cluster.leave("a")
+    assert cluster.numbers("b") == [1, 2]
+    assert cluster.drain() == [("runs", "b", 1)]
+
+
+def test_its_own_leavers_are_waited_for_too(cluster):
+    cluster.start("a", 1, ("node-0", 3))
+    cluster.resize("a", 2, ("node-0", 2))
+    cluster.resize("a", 3, ("node-0", 3))
+    assert cluster.drain() == [("runs", "a", 1), ("runs", "a", 2)]
+    cluster.leave("a")
+    assert cluster.numbers("a") == [0, 1, 2]
+    assert cluster.drain() == [("runs", "a", 3)]
+
+
+def test_a_start_that_comes_while_it_stops_waits_for_that(cluster):
+    cluster.start("a", 1, ("node-0", 1))
+    cluster.stop("a")
+    cluster.start("a", 2, ("node-1", 1))
+    assert cluster.drain() == [("runs", "a", 1)]
+    cluster.leave("a")
+    cluster.keeper.turn()
+    assert cluster.numbers("a") == [3]
+    assert cluster.drain() == [("runs", "a", 2)]
+
+
+def test_repeated_commands_change_nothing(cluster):
+    cluster.start("a", 1, ("node-0", 1))
+    before = cluster.processes("a")
+    cluster.start("a", 1, ("node-0", 1))
+    cluster.resize("a", 1, ("node-0", 1))
+    assert cluster.processes("a") is before
+    assert cluster.drain() == [("runs", "a", 1)]
+    cluster.stop("a")
+    cluster.stop("a")
+    cluster.leave("a")
+    assert cluster.drain() == [("stopped", "a", 1)]
+    cluster.stop("a")
+    cluster.resize("a", 2, ("node-0", 1))
+    assert cluster.drain() == [("stopped", "a", 1)] * 2  # told again to who asks
+
+
+def test_nodes_that_are_cut_anew(cluster):
+    """A job stays where it is, on a node that is no more, until it is moved; devices are still not shared."""
+    cluster.start("a", 1, ("node-0", 3))
+    cluster.start("b", 1, ("node-1", 1))
+    cluster.use(*(Device(node="host", number=number) for number in range(6)))
+    cluster.keeper.turn()
+    assert cluster.numbers("a") == [0, 1, 2]
+    cluster.start("c", 1, ("host", 3))
+    assert cluster.processes("c") is None  # five are free in the new cut, two really
+    cluster.resize("b", 2, ("host", 1))
+    assert cluster.numbers("b") == [4]
+    cluster.leave("b")
+    cluster.stop("c")
+    cluster.resize("a", 2, ("host", 3))
+    assert sorted(cluster.numbers("a")) == [0, 3, 5]  # the free ones first, then what it has by another name
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_slots_are_never_shared(cluster, seed):
+    """Commands at random, also such as no scheduler would give."""
+    chance = random.Random(seed)
+    generation = 0
+    for _ in range(200):
+        job, generation = chance.choice("abcd"), generation + 1
+        shares = [(f"node-{node}", count) for node in range(2) if (count := chance.randint(0, 3))] or [("node-0", 1)]
+        known = cluster.keeper._entries.get(job)
+        if known is None or known.end is not None:
+            cluster.start(job, generation, *shares)
+        elif chance.random() < 0.2:
+            cluster.stop(job)
+        elif chance.random() < 0.5 and known.processes is not None:
+            cluster.leave(job)
+        else:
+            cluster.resize(job, generation, *shares)
+        cluster.check()
+
+
+def test_ends_are_kept_for_the_next_steward_until_they_are_forgotten(cluster, tmp_path):
+    for job in "ab":
+        cluster.start(job, 1, ("node-0", 1))
+        cluster.stop(job)
+        cluster.leave(job)
+    cluster.keeper.forget({"job": "a", "generation": 7})
+    cluster.keeper.forget({"job": "b", "generation": 1})
+    again = Keeper(tmp_path, SpaceWatch(0), [].append)
+    assert [(row["job"], row["end"]["event"]) for row in again.state()] == [("a", "stopped")]
+    (tmp_path / "steward.json").write_text("{ damaged")
+    assert Keeper(tmp_path, SpaceWatch(0), [].append).state() == []
+
+
+def test_trouble_with_one_job_is_its_own(cluster):
+    cluster.start("a", 1, ("node-0", 1))
+    cluster.start("b", 1, ("node-0", 1))
+    cluster.drain()
+    cluster.processes("a").pump = lambda: 1 // 0  # type: ignore[method-assign]
+    cluster.keeper.turn()
+    assert cluster.drain() == [("ended", "a", 1)]
+    assert "cannot be looked after: ZeroDivisionError" in cluster.keeper.state()[0]["end"]["reason"]
+    assert cluster.numbers("b") == [1]

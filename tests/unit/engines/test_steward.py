@@ -1,0 +1,238 @@
+"""Stewards that die, are replaced, are asked to end, or find one there already; and servers that die before them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("psutil")
+
+from pollux.engines import connecting
+from pollux.engines.protocol import PROTOCOL_VERSION, Lines, socket_address, to_line
+from pollux.engines.steward import Steward, lock
+from pollux.errors import EngineError
+from pollux.scheduler.lifecycle import JobState
+from pollux.scheduler.ports import JobEnded, JobLost, JobRuns, JobStopped
+from tests.leftovers import processes_in
+from tests.unit.engines.bench import Bench, is_alive, until
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs fork and /proc")
+
+# A server in small: commands, says what came of them, and waits to be killed.
+DRIVER = """
+import sys, time
+from pathlib import Path
+from tests.unit.engines.bench import Bench
+
+bench = Bench(Path(sys.argv[1]), Path(sys.argv[2]))
+bench.run("a", ("node-0", 1), ("node-1", 1))
+bench.start("b", ("node-0", 1))
+print(*bench.pids("a"), bench.engine.steward_pid, flush=True)
+time.sleep(600)
+"""
+
+
+def test_replicas_outlive_a_killed_server_and_are_adopted(tmp_path):
+    data = tmp_path / "data"
+    argv = [sys.executable, "-c", DRIVER, str(tmp_path), str(data)]
+    root = str(Path(__file__).parents[3])
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, cwd=root, text=True) as driver:
+        assert driver.stdout is not None
+        *pids, steward = map(int, driver.stdout.readline().split())
+        driver.kill()
+    bench = Bench(tmp_path, data)
+    try:
+        assert bench.engine.steward_pid == steward
+        bench.engine.adopt(
+            [
+                bench.record("a", JobState.RUNNING, 1, ("node-0", 1), ("node-1", 1)),
+                bench.record("b", JobState.STARTING, 1, ("node-0", 1)),
+            ]
+        )
+        seen = [bench.wait_for(lambda event: isinstance(event, JobRuns)) for _ in "ab"]
+        assert {event.job for event in seen} == {"a", "b"}
+        assert bench.pids("a") == pids
+        assert not {JobLost, JobEnded} & {type(event) for event in bench.engine.poll()}
+    finally:
+        bench.close()
+    assert not any(is_alive(pid) for pid in (*pids, steward))
+
+
+def test_a_killed_steward_takes_its_replicas_along_and_its_jobs_start_again(own_bench):
+    bench = own_bench
+    bench.prepare("cold", ("sh", "-c", "sleep 300 & sleep 301"), kind="fixed")
+    bench.run("a", ("node-0", 2))
+    bench.run("cold", ("node-1", 1))
+    until(lambda: len(processes_in(bench.folder)) >= 5, "two replicas, a shell and its sleepers")
+    os.kill(bench.engine.steward_pid, signal.SIGKILL)
+    lost = {bench.wait_for(lambda event: isinstance(event, JobLost)).job for _ in range(2)}
+    assert lost == {"a", "cold"}
+    until(lambda: processes_in(bench.folder) == [], "all replicas are gone", timeout_s=10.0)
+    bench.run("cold", ("node-1", 1), generation=2)
+
+
+def test_commands_given_while_there_is_no_steward_are_answered_by_a_loss(own_bench):
+    bench = own_bench
+    for job in "ab":
+        bench.prepare(job, ("sleep", "300"), kind="fixed")
+        bench.run(job, ("node-0", 1))
+    os.kill(bench.engine.steward_pid, signal.SIGKILL)
+    bench.resize("a", ("node-1", 2), generation=2)
+    bench.stop("b")
+    events = [bench.wait_for(lambda event: not isinstance(event, JobRuns)) for _ in "ab"]
+    assert {(type(event), event.job) for event in events} == {(JobLost, "a"), (JobStopped, "b")}
+    assert [event for event in bench.engine.poll() if not isinstance(event, JobRuns)] == []
+
+
+def test_sigterm_lets_all_jobs_leave_first(own_bench):
+    """The engine, which did not ask for it, gets another steward."""
+    bench = own_bench
+    bench.run("a", ("node-0", 1))
+    first = bench.engine.steward_pid
+    os.kill(first, signal.SIGTERM)
+    assert "stopped from outside" in bench.wait_of(JobLost, "a").reason
+    assert any((bench.folder / "jobs" / "a" / "checkpoints").iterdir())
+    until(lambda: bench.engine.steward_pid != first and not is_alive(first))
+
+
+def test_an_end_survives_the_steward(own_bench):
+    bench = own_bench
+    bench.prepare("a", bench.script("raise SystemExit('no luck')"), kind="fixed")
+    bench.start("a", ("node-0", 1))
+    bench.engine.close(stops_jobs=False)
+    ends = bench.directory / "steward.json"
+    until(lambda: ends.exists() and "no luck" in ends.read_text(), "the end is kept")
+    os.kill(int((bench.directory / "steward.pid").read_text()), signal.SIGKILL)
+    bench.engine = bench.open()
+    bench.engine.adopt([bench.record("a", JobState.STARTING, 1, ("node-0", 1))])
+    end = bench.wait_of(JobEnded, "a")
+    assert (end.state, end.exit_code) == (JobState.FAILED, 1)
+    assert "no luck" in end.reason
+    bench.engine.poll()
+    until(lambda: ends.read_text() == "[]", "it is forgotten")
+
+
+def test_a_steward_without_work_ends(tmp_path):
+    data = tmp_path / ("a-rather-long-name-" * 6)  # a socket's address has 108 bytes
+    bench = Bench(tmp_path, data, steward_options={"idle-s": "0.2"})
+    pid = bench.engine.steward_pid
+    time.sleep(0.5)
+    assert is_alive(pid)  # it has a client
+    bench.engine.close(stops_jobs=False)
+    until(lambda: not is_alive(pid), "it ends")
+    assert not (data / "steward.sock").exists()
+
+
+def test_there_is_one_steward_per_directory(own_bench):
+    argv = [sys.executable, "-m", "pollux.engines.steward", "--directory", str(own_bench.directory)]
+    second = subprocess.run(argv, capture_output=True, text=True, timeout=60)
+    assert second.returncode == 1
+    assert f"another steward looks after {own_bench.directory}" in second.stderr
+    assert is_alive(own_bench.engine.steward_pid)
+    assert (own_bench.directory / "steward.sock").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_steward_that_speaks_another_version_refuses_and_says_what_to_do(own_bench, monkeypatch):
+    monkeypatch.setattr(connecting, "PROTOCOL_VERSION", PROTOCOL_VERSION + 1)
+    with pytest.raises(EngineError, match=rf"speaks version {PROTOCOL_VERSION}.* was asked in version .* SIGTERM"):
+        own_bench.open()
+    monkeypatch.undo()
+    own_bench.engine.close(stops_jobs=False)  # replaced by the one that was refused
+    own_bench.engine = own_bench.open()
+
+
+def test_a_steward_that_cannot_start_says_why(tmp_path):
+    with pytest.raises(
+        EngineError, match=r"ended while starting; .*steward.log ends with:\n[^$]*unrecognized arguments"
+    ):
+        Bench(tmp_path, tmp_path / "data", steward_options={"no-such-option": "1"})
+
+
+def test_nonsense_is_refused_and_harms_nobody(own_bench):
+    own_bench.prepare("a", ("sleep", "300"), kind="fixed")
+    own_bench.run("a", ("node-0", 1))
+    own_bench.engine.close(stops_jobs=False)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+        with socket_address(own_bench.directory) as address:
+            client.connect(address)
+        client.settimeout(30.0)
+        client.sendall(to_line({"op": "stop", "job": "a"}))  # no hello
+        client.sendall(to_line({"op": "hello", "version": PROTOCOL_VERSION, "devices": []}))
+        client.sendall(to_line({"op": "dance"}))
+        client.sendall(to_line({"op": "start", "job": "x", "generation": 1, "allocation": [["n", 1]], "launch": {}}))
+        lines, told = Lines(), []
+        while not any(message["event"] == "lost" for message in told):
+            told += lines.feed(client.recv(1 << 16))
+    assert [row["job"] for row in told[0]["jobs"]] == ["a"]
+    assert "launch" in next(message["reason"] for message in told if message["event"] == "lost")
+    own_bench.engine = own_bench.open()
+    own_bench.engine.adopt([own_bench.record("a", JobState.RUNNING, 1, ("node-0", 1))])
+    own_bench.wait_runs("a", 1)
+
+
+def test_jobs_pause_while_the_disk_is_full(tmp_path):
+    data = tmp_path / "data"
+    data.mkdir()
+    free = [1 << 30]
+    held = lock(data)
+    assert held is not None
+    steward = Steward(data, min_free_bytes=100 << 20, free_at=lambda path: free[0])
+    serving = threading.Thread(target=steward.serve, daemon=True)
+    serving.start()
+    bench = Bench(tmp_path, data)
+    try:
+        bench.run("a", ("node-0", 2))
+        pids = bench.pids("a")
+        free[0] = 12 << 20
+        until(lambda: bench.engine.note("a").startswith("paused: 12 MiB free at "), "a note")
+        assert "100 MiB are needed; it goes on by itself" in bench.engine.note("a")
+        until(lambda: all(status(pid) == "T" for pid in pids), "frozen")
+        bench.start("b", ("node-1", 1))
+        until(lambda: bench.engine.note("b").startswith("paused"))
+        assert list(bench.engine.replicas("b")) == []
+        free[0] = 110 << 20  # enough, but hardly
+        time.sleep(1.2)
+        assert status(pids[0]) == "T"
+        free[0] = 1 << 30
+        until(lambda: all(status(pid) != "T" for pid in pids) and not bench.engine.note("a"), "it goes on")
+        bench.wait_runs("b", 1)
+        free[0] = 0
+        until(lambda: all(status(pid) == "T" for pid in pids), "frozen again")
+        bench.stop("a")
+        bench.wait_of(JobStopped, "a")
+        assert not any(is_alive(pid) for pid in pids)
+    finally:
+        bench.engine.close(stops_jobs=False)  # first: it would start another steward
+        steward.shut_down(5.0)
+        serving.join(30.0)
+        steward.close()
+        os.close(held)
+    assert not serving.is_alive()
+    assert processes_in(tmp_path) == []
+
+
+def status(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_an_end_in_a_hurry_gives_less_time_than_was_promised(own_bench):
+    code = (
+        "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); time.sleep(300)"
+    )
+    own_bench.prepare("a", (sys.executable, "-c", code), kind="fixed")
+    own_bench.run("a", ("node-0", 1))
+    until(lambda: own_bench.log("a"))
+    own_bench.stop("a")  # with ten seconds
+    began = time.monotonic()
+    own_bench.engine.close(stops_jobs=True, grace_s=0.0)
+    assert time.monotonic() - began < 8.0
+    assert processes_in(own_bench.folder) == []
