@@ -52,7 +52,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-batch-size", type=int, default=512)
-    parser.add_argument("--device-ms-per-example", dest="slow_ms", type=float, default=0.0, help="emulate a slower one")
+    parser.add_argument("--emulate-device", metavar="MS", dest="ms", type=float, default=0.0, help="wait per example")
     args = parser.parse_args()
 
     torch.manual_seed(args.seed)
@@ -68,10 +68,12 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
     lr_scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=args.epochs)
 
-    if args.slow_ms:  # a sleep in every forward pass of training
+    if args.ms:  # by a sleep in the forward pass, which counts as computing; the gradients are real
         if run.rank == 0:
-            print(f"emulating a slower device: {args.slow_ms} ms more per training example")
-        model.register_forward_pre_hook(lambda m, x: time.sleep(args.slow_ms * len(x[0]) / 1e3) if m.training else None)
+            print(f"emulating a device: a training pass takes 20 ms and {args.ms:g} ms per example more", flush=True)
+        model.register_forward_pre_hook(
+            lambda m, x: time.sleep(0.02 + args.ms * len(x[0]) / 1e3) if m.training else None
+        )
     model, optimizer = run.prepare(model, optimizer, lr_scheduler)
     start = time.time()
     for epoch in run.epochs(args.epochs):

@@ -72,7 +72,7 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--max-batch-size", type=int, default=2048)
-    parser.add_argument("--device-ms-per-example", dest="slow_ms", type=float, default=0.0, help="emulate a slower one")
+    parser.add_argument("--emulate-device", metavar="MS", dest="ms", type=float, default=0.0, help="wait per example")
     args = parser.parse_args()
 
     torch.manual_seed(args.seed)
@@ -91,10 +91,12 @@ def main() -> None:
     popularity = torch.bincount(train_pairs[:, 1], minlength=num_names).float().repeat(num_modules, 1)
     baseline = recall(popularity, train_pairs, test_pairs)
 
-    if args.slow_ms:  # a sleep in every forward pass of training
+    if args.ms:  # by a sleep in the forward pass, which counts as computing; the gradients are real
         if run.rank == 0:
-            print(f"emulating a slower device: {args.slow_ms} ms more per training example")
-        model.register_forward_pre_hook(lambda m, x: time.sleep(args.slow_ms * len(x[0]) / 1e3) if m.training else None)
+            print(f"emulating a device: a training pass takes 20 ms and {args.ms:g} ms per example more", flush=True)
+        model.register_forward_pre_hook(
+            lambda m, x: time.sleep(0.02 + args.ms * len(x[0]) / 1e3) if m.training else None
+        )
     model, optimizer = run.prepare(model, optimizer)
     start = time.time()
     for epoch in run.epochs(args.epochs):

@@ -19,7 +19,7 @@ def main() -> None:
     except KeyboardInterrupt:  # before the command that would answer it is there
         raise SystemExit(130) from None
     except ModuleNotFoundError as error:
-        if error.name not in ("rich", "typer"):
+        if error.name not in ("httpx", "rich", "typer"):
             raise
         print(
             f'the pollux command needs {error.name}, which is not installed: pip install "pollux-scheduler[cli]"',

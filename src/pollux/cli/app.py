@@ -6,6 +6,7 @@ a bug and keeps its traceback.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any
 
 import typer
@@ -13,7 +14,15 @@ from typer.core import TyperGroup
 
 from pollux.cli.compare import compare
 from pollux.cli.demo import demo
+from pollux.cli.describe import describe
+from pollux.cli.job_options import CONTEXT
+from pollux.cli.jobs import cancel, logs, wait
+from pollux.cli.listing import drain, ls, nodes, status
+from pollux.cli.run import run
 from pollux.cli.simulate import simulate
+from pollux.cli.submit import submit
+from pollux.cli.top import top
+from pollux.cli.up import down, up
 from pollux.cli.workload import app as workload_app
 from pollux.errors import PolluxError
 from pollux.version import __version__
@@ -59,7 +68,14 @@ def _options(
     """A co-adaptive scheduler for deep-learning clusters."""
 
 
-app.command()(simulate)
-app.command()(compare)
-app.command()(demo)
-app.add_typer(workload_app, name="workload")
+_PANELS: dict[str, tuple[Callable[..., None], ...]] = {
+    "Server": (up, down, status),
+    "Jobs": (submit, run, ls, describe, logs, cancel, wait, top),
+    "Nodes": (nodes, drain),
+    "Simulation": (simulate, compare, demo),
+}
+for _panel, _commands in _PANELS.items():
+    for _command in _commands:
+        _settings = CONTEXT if _command in (submit, run) else None
+        app.command(rich_help_panel=_panel, context_settings=_settings)(_command)
+app.add_typer(workload_app, name="workload", rich_help_panel="Simulation")

@@ -62,6 +62,7 @@ class SimulatedJob:
     completed_at: float | None = None
     batch: BatchConfig = _NO_BATCH
     batch_threshold: float = 0.0  # gain below which a batch is not changed
+    rounds_epochs: bool = True  # an epoch's last stretch takes whole seconds
     slowdown: float = 0.0  # by interference, 0..1
     params: Mapping[str, ThroughputParams] = field(default_factory=dict)
     tuner: BatchTuner | None = None
@@ -157,7 +158,8 @@ class SimulatedJob:
                 self.progress += rate * left
                 self.clock += left
                 return
-            spent = min(round((end - self.progress) / rate), left)
+            needed = (end - self.progress) / rate
+            spent = min(round(needed) if self.rounds_epochs else needed, left)
             self.epoch += 1
             self.progress = end
             self.clock += spent
@@ -225,6 +227,8 @@ class SimulatedEngine:
         interference: float = 0.0,
         batch_threshold: float = 0.0,
         node_start_s: float = 0.0,
+        start_s: float | None = None,
+        rounds_epochs: bool = True,
     ) -> None:
         self.jobs: dict[str, SimulatedJob] = {}
         self.now = 0.0
@@ -234,6 +238,7 @@ class SimulatedEngine:
         self._applications = applications
         self._adapts_batch, self._batch_threshold = adapts_batch, batch_threshold
         self._resize_s, self._interference, self._node_start_s = resize_s, interference, node_start_s
+        self._start_s, self._rounds_epochs = resize_s if start_s is None else start_s, rounds_epochs
         self._running: dict[str, SimulatedJob] = {}
         self._events: list[Event] = []
         self._arriving: list[tuple[float, Sequence[Node]]] = []
@@ -250,10 +255,10 @@ class SimulatedEngine:
                     job = self.jobs.get(command.job) or self._create(command)
                     job.params = command.params
                     job.clock = self.now
-                    self._allocate(job, command.allocation, command.generation)
+                    self._allocate(job, command.allocation, command.generation, self._start_s)
                     self._running[command.job] = job
                 case ResizeJob():
-                    self._allocate(self._known(command.job), command.allocation, command.generation)
+                    self._allocate(self._known(command.job), command.allocation, command.generation, self._resize_s)
                 case StopJob():
                     self._known(command.job).release()
                     self._running.pop(command.job, None)
@@ -339,7 +344,13 @@ class SimulatedEngine:
         application = self._applications.get(spec.application)
         if application is None:
             raise SimulationError(f"job {spec.name!r}: nothing is known of application {spec.application!r}")
-        return SimulatedJob(spec, application, self._adapts_batch, batch_threshold=self._batch_threshold)
+        return SimulatedJob(
+            spec,
+            application,
+            self._adapts_batch,
+            batch_threshold=self._batch_threshold,
+            rounds_epochs=self._rounds_epochs,
+        )
 
     def _create(self, command: StartJob) -> SimulatedJob:
         job = self.jobs[command.job] = self.job_for(command.spec)
@@ -351,9 +362,9 @@ class SimulatedEngine:
             raise SimulationError(f"job {name!r} was never started")
         return job
 
-    def _allocate(self, job: SimulatedJob, allocation: Allocation, generation: int) -> None:
+    def _allocate(self, job: SimulatedJob, allocation: Allocation, generation: int, delay_s: float) -> None:
         accelerator = self._accelerator_of[allocation.shares[0].node]
-        job.allocate(allocation, accelerator, generation, self._resize_s)
+        job.allocate(allocation, accelerator, generation, delay_s)
 
     def _update_interference(self) -> None:
         """Spanning jobs that share a node with another spanning job are slowed."""

@@ -17,11 +17,13 @@ from typing import Any
 import numpy as np
 
 from pollux.errors import PolluxError
+from pollux.simulator.page import FIGURE, PAGE, SCRIPT, STYLE
 from pollux.simulator.result import SimulationResult, group_results, mean_of
 
 MAX_GANTT_JOBS = 60  # the busiest; more rows than these cannot be told apart
+_MAX_NAMED_JOBS = 15  # rows that have room for a name
 _MAX_CDF_POINTS = 500
-_NUM_POLICY_COLOURS = 8
+NUM_COLOURS = 8
 _REPLICA_CLASSES = ((1, "1"), (2, "2"), (4, "3–4"), (8, "5–8"), (16, "9–16"), (32, "17–32"), (math.inf, "33+"))
 
 Figure = dict[str, Any]
@@ -38,8 +40,18 @@ def require_plotly() -> None:
         raise PolluxError('an HTML report needs plotly, which is not installed: pip install "pollux-scheduler[cli]"')
 
 
-def html_report(results: Sequence[SimulationResult], *, title: str, command: str) -> str:
+def html_report(
+    results: Sequence[SimulationResult],
+    *,
+    title: str,
+    command: str,
+    slot: str = "GPU",
+    first: str = "",
+    figures: dict[str, Figure] | None = None,
+) -> str:
     """The page. Results of one workload are compared with each other; seeds of one policy are averaged.
+
+    ``slot`` is what a replica sits on; ``first`` is HTML that goes before all else, with ``figures`` of its own.
 
     Raises:
         PolluxError: there is nothing to show, or plotly is not installed.
@@ -49,58 +61,56 @@ def html_report(results: Sequence[SimulationResult], *, title: str, command: str
         raise PolluxError("a report needs at least one result")
     from plotly.offline import get_plotlyjs
 
-    figures: dict[str, Figure] = {}
+    figures = {} if figures is None else figures
     groups = group_results(results)
     sections = [
-        _workload_section(f"w{number}", workload, by_policy, figures)
+        _workload_section(f"w{number}", workload, by_policy, figures, slot)
         for number, (workload, by_policy) in enumerate(groups.items())
     ]
     policies = list(dict.fromkeys(result.policy for result in results))
     data = json.dumps(figures, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    return _PAGE.format(
+    return PAGE.format(
         title=html.escape(title),
         subtitle=html.escape(f"{', '.join(policies)} on {', '.join(groups)}"),
-        style=_STYLE,
+        style=STYLE,
+        first=first,
         sections="\n".join(sections),
         repeat=_repeat_section(results, command),
         version=html.escape(results[0].pollux_version),
         plotly=get_plotlyjs(),
         figures=data,
-        script=_SCRIPT,
+        script=SCRIPT,
     )
 
 
 # Sections -------------------------------------------------------------------------------------
 
 
-def _workload_section(key: str, workload: str, by_policy: ByPolicy, figures: dict[str, Figure]) -> str:
+def _workload_section(key: str, workload: str, by_policy: ByPolicy, figures: dict[str, Figure], slot: str) -> str:
     runs = [result for seeds in by_policy.values() for result in seeds]
     first = runs[0]
-    unit = _TimeUnit(max(result.makespan_s for result in runs))
+    unit = TimeUnit(max(result.makespan_s for result in runs))
     num_seeds = max(len(seeds) for seeds in by_policy.values())
     totals = first.series.gpus_total or (0.0,)
     varies = max(totals) > min(totals)  # auto-scaled
-    note = f"{first.num_jobs} jobs, {'up to ' if varies else ''}{max(totals):.0f} GPUs"
+    note = f"{first.num_jobs} jobs, {'up to ' if varies else ''}{max(totals):.0f} {slot}s"
     if num_seeds > 1:
         note += f", mean of {num_seeds} seeds; curves over time show the first seed, distributions all of them"
 
     def figure(name: str, made: Figure, label: str, *, is_wide: bool = False) -> str:
-        figures[f"{key}-{name}"] = made
-        return _FIGURE.format(
-            id=f"{key}-{name}", title=html.escape(label), height=made.pop("height"), wide=" wide" if is_wide else ""
-        )
+        return placed(figures, f"{key}-{name}", made, label, is_wide=is_wide)
 
     charts = [
         figure("jct", _cdf(by_policy, "jct"), "Job completion time: share of jobs done within"),
         figure("rho", _cdf(by_policy, "rho"), "Finish-time fairness ρ: share of jobs at or below"),
-        figure("gpus", _over_time(by_policy, "gpus", unit), "GPUs in use"),
+        figure("gpus", _over_time(by_policy, "gpus", unit, slot), f"{slot[:1].upper()}{slot[1:]}s in use"),
         figure("waiting", _over_time(by_policy, "waiting", unit), "Jobs waiting"),
         figure("efficiency", _over_time(by_policy, "efficiency", unit), "Statistical efficiency", is_wide=True),
     ]
     span = max(seeds[0].makespan_s for seeds in by_policy.values())
     rows = _busiest_jobs(by_policy)
     gantts = [
-        figure(f"gantt{index}", _gantt(seeds[0], rows, unit, span), policy, is_wide=len(by_policy) == 1)
+        figure(f"gantt{index}", _gantt(seeds[0], rows, unit, span, slot), policy, is_wide=len(by_policy) == 1)
         for index, (policy, seeds) in enumerate(by_policy.items())
     ]
     decided = "".join(
@@ -114,7 +124,7 @@ def _workload_section(key: str, workload: str, by_policy: ByPolicy, figures: dic
         if len(by_policy) == 1
         else "".join(
             f'<button class="chip" data-policy="{index}" aria-pressed="true">'
-            f'<i style="background:var(--c{index % _NUM_POLICY_COLOURS})"></i>{html.escape(policy)}</button>'
+            f'<i style="background:var(--c{index % NUM_COLOURS})"></i>{html.escape(policy)}</button>'
             for index, policy in enumerate(by_policy)
         )
     )
@@ -128,25 +138,32 @@ def _workload_section(key: str, workload: str, by_policy: ByPolicy, figures: dic
             "<h3>What the policy decided</h3><p>Fitness is what the policy maximises; no allocation could have been "
             f"better than the bound, so the gap says how much was left at most.</p><div class='grid'>{decided}</div>"
         )
-    busiest = "" if len(rows) == first.num_jobs else f"the {len(rows)} jobs that used the most GPU time, "
+    busiest = "" if len(rows) == first.num_jobs else f"the {len(rows)} jobs that used the most {slot} time, "
     return f"""<section>
 <h2>{html.escape(workload)} <small>{html.escape(note)}</small></h2>
 <p class="lead">{_headline(by_policy)}</p>
-{_table(by_policy)}
+{_table(by_policy, slot)}
 <div class="chips" role="group" aria-label="policies shown">{chips}</div>
 <div class="grid">{"".join(charts)}</div>
 <h3>Who held what</h3>
-<p>One row per job ({busiest}in order of submission); colour is the number of GPUs, a thin line means waiting.</p>
-<div class="chips" aria-label="GPUs per job">GPUs {heat}</div>
+<p>One row per job ({busiest}in order of submission); colour is the number of {slot}s, a thin line means waiting.</p>
+<div class="chips" aria-label="{slot}s per job">{slot}s {heat}</div>
 <div class="grid">{"".join(gantts)}</div>
 {explained}
 </section>"""
 
 
+def placed(figures: dict[str, Figure], id_: str, made: Figure, label: str, *, is_wide: bool = False) -> str:
+    """Keep a figure for the page's script; the HTML of the place it will be drawn in."""
+    figures[id_] = made
+    wide = " wide" if is_wide else ""
+    return FIGURE.format(id=id_, title=html.escape(label), height=made.pop("height"), wide=wide)
+
+
 def _headline(by_policy: ByPolicy) -> str:
     ranked = sorted((mean_of(seeds, "jct_s.mean"), policy) for policy, seeds in by_policy.items())
     best_s, best = ranked[0]
-    text = f"<b>{html.escape(best)}</b> finishes a job after {_duration(best_s)} on average"
+    text = f"<b>{html.escape(best)}</b> finishes a job after {duration(best_s)} on average"
     if len(ranked) > 1 and best_s > 0:
         rest = [f"{html.escape(policy)} {value / best_s:.2f}×" for value, policy in ranked[1:]]
         text += f"; others take longer: {', '.join(rest)}"
@@ -162,15 +179,18 @@ _COLUMNS: tuple[tuple[str, str, str, str, bool], ...] = (
     ("ρ p99", "99th percentile of finish-time fairness", "rho.p99", ".2f", False),
     ("ρ worst", "worst finish-time fairness", "rho.max", ".2f", False),
     ("restarts", "starts and resizes per job after the first start", "restarts_mean", ".1f", False),
-    ("GPU-hours", "GPU-hours held by jobs", "gpu_hours", ".0f", False),
+    ("{slot}-hours", "{slot}-hours held by jobs", "gpu_hours", ".3g", False),
     ("efficiency", "mean statistical efficiency", "efficiency_mean", ".0%", False),
     ("decision", "mean time of one scheduling decision", "decision_s.mean", "ms", False),
 )
 _HIGHER_IS_BETTER = {"efficiency_mean"}
 
 
-def _table(by_policy: ByPolicy) -> str:
-    heads = "".join(f'<th title="{html.escape(tip)}">{html.escape(head)}</th>' for head, tip, *_ in _COLUMNS)
+def _table(by_policy: ByPolicy, slot: str) -> str:
+    heads = "".join(
+        f'<th title="{html.escape(tip.format(slot=slot))}">{html.escape(head.format(slot=slot))}</th>'
+        for head, tip, *_ in _COLUMNS
+    )
     values = {policy: [mean_of(seeds, column[2]) for column in _COLUMNS] for policy, seeds in by_policy.items()}
     best = [
         (max if column[2] in _HIGHER_IS_BETTER else min)(row[index] for row in values.values())
@@ -180,11 +200,11 @@ def _table(by_policy: ByPolicy) -> str:
     for index, (policy, row) in enumerate(values.items()):
         cells = []
         for (_, _, _, form, has_ratio), value, least in zip(_COLUMNS, row, best, strict=True):
-            text = {"duration": _duration, "ms": _milliseconds}.get(form, lambda v, f=form: format(v, f))(value)
+            text = {"duration": duration, "ms": _milliseconds}.get(form, lambda v, f=form: format(v, f))(value)
             ratio = f"<small>{value / least:.2f}×</small>" if has_ratio and least > 0 and len(values) > 1 else ""
             is_best = ' class="best"' if value == least and len(values) > 1 else ""
             cells.append(f"<td{is_best}>{text}{ratio}</td>")
-        swatch = f'<i style="background:var(--c{index % _NUM_POLICY_COLOURS})"></i>'
+        swatch = f'<i style="background:var(--c{index % NUM_COLOURS})"></i>'
         rows.append(f'<tr><th scope="row">{swatch}{html.escape(policy)}</th>{"".join(cells)}</tr>')
     return (
         f'<div class="scroll"><table class="headline"><thead><tr><th>policy</th>{heads}</tr></thead>'
@@ -222,7 +242,7 @@ def _repeat_section(results: Sequence[SimulationResult], command: str) -> str:
 # Figures --------------------------------------------------------------------------------------
 
 
-class _TimeUnit:
+class TimeUnit:
     """Axis of time: minutes for short runs, hours for long ones."""
 
     def __init__(self, span_s: float) -> None:
@@ -232,7 +252,7 @@ class _TimeUnit:
         return round(seconds / self._seconds, 4)
 
 
-def _line(index: int, policy: str, x: Sequence[float], y: Sequence[float | None], **more: Any) -> dict[str, Any]:
+def line(index: int, policy: str, x: Sequence[float], y: Sequence[float | None], **more: Any) -> dict[str, Any]:
     return {
         "type": "scatter",
         "mode": "lines",
@@ -240,7 +260,7 @@ def _line(index: int, policy: str, x: Sequence[float], y: Sequence[float | None]
         "x": x,
         "y": y,
         "meta": index,
-        "line": {"color": f"@{index % _NUM_POLICY_COLOURS}", "width": 2, **more.pop("line", {})},
+        "line": {"color": f"@{index % NUM_COLOURS}", "width": 2, **more.pop("line", {})},
         **more,
     }
 
@@ -254,7 +274,7 @@ def _cdf(by_policy: ByPolicy, name: str) -> Figure:
         chosen = np.unique(np.linspace(0, len(values) - 1, min(_MAX_CDF_POINTS, len(values))).astype(int))
         x = [float(f"{values[i] if is_rho else values[i] / 60:.5g}") for i in chosen]
         traces.append(
-            _line(
+            line(
                 index,
                 policy,
                 x,
@@ -283,14 +303,14 @@ def _cdf(by_policy: ByPolicy, name: str) -> Figure:
 _DOTTED = {"color": "@muted", "width": 1.5, "dash": "dot"}
 
 
-def _over_time(by_policy: ByPolicy, name: str, unit: _TimeUnit) -> Figure:
+def _over_time(by_policy: ByPolicy, name: str, unit: TimeUnit, slot: str = "GPU") -> Figure:
     traces = []
     for index, (policy, seeds) in enumerate(by_policy.items()):
         series = seeds[0].series
         start = min(job.submitted_at for job in seeds[0].jobs)
         x = [unit.of(at - start) for at in series.time_s]
         form = "%{y:.0%}" if name == "efficiency" else "%{y:.1f}"
-        traces.append(_line(index, policy, x, _numbers(getattr(series, name)), hovertemplate=form))
+        traces.append(line(index, policy, x, numbers(getattr(series, name)), hovertemplate=form))
     layout: dict[str, Any] = {
         "hovermode": "x unified",
         "xaxis": {"title": {"text": f"{unit.name} since the first submission"}},
@@ -302,9 +322,9 @@ def _over_time(by_policy: ByPolicy, name: str, unit: _TimeUnit) -> Figure:
         longest = max((seeds[0] for seeds in by_policy.values()), key=lambda result: result.makespan_s)
         start = min(job.submitted_at for job in longest.jobs)
         x = [unit.of(at - start) for at in longest.series.time_s]
-        total = _numbers(longest.series.gpus_total)
+        total = numbers(longest.series.gpus_total)
         traces.append(
-            {"type": "scatter", "mode": "lines", "name": "all GPUs", "x": x, "y": total, "line": _DOTTED}
+            {"type": "scatter", "mode": "lines", "name": f"all {slot}s", "x": x, "y": total, "line": _DOTTED}
             | {"hoverinfo": "skip"}
         )
     return {"data": traces, "layout": layout, "height": 320}
@@ -319,7 +339,7 @@ def _busiest_jobs(by_policy: ByPolicy) -> set[str]:
     return set(sorted(used, key=lambda name: -used[name])[:MAX_GANTT_JOBS])
 
 
-def _gantt(result: SimulationResult, rows: set[str], unit: _TimeUnit, span_s: float) -> Figure:
+def _gantt(result: SimulationResult, rows: set[str], unit: TimeUnit, span_s: float, slot: str) -> Figure:
     start = min(job.submitted_at for job in result.jobs)
     jobs = sorted((job for job in result.jobs if job.name in rows), key=lambda job: job.submitted_at)
     waits: dict[str, list[Any]] = {"y": [], "base": [], "x": []}
@@ -333,7 +353,7 @@ def _gantt(result: SimulationResult, rows: set[str], unit: _TimeUnit, span_s: fl
             bars["base"].append(unit.of(begin - start))
             bars["x"].append(unit.of(end - begin))
             bars["colour"].append(f"@h{_replica_class(replicas)}")
-            held = f"{replicas} GPU{'s' if replicas > 1 else ''} for {_duration(end - begin)}"
+            held = f"{replicas} {slot}{'s' if replicas > 1 else ''} for {duration(end - begin)}"
             bars["text"].append(f"{html.escape(job.name, quote=False)}<br>{held}")
     common = {"type": "bar", "orientation": "h", "showlegend": False}
     traces = [
@@ -343,16 +363,20 @@ def _gantt(result: SimulationResult, rows: set[str], unit: _TimeUnit, span_s: fl
         | {"marker": {"color": bars["colour"], "line": {"width": 0}}}
         | {"text": bars["text"], "textposition": "none", "hovertemplate": "%{text}<extra></extra>"},
     ]
+    is_named = len(jobs) <= _MAX_NAMED_JOBS
+    names = [html.escape(job.name, quote=False) for job in jobs]
+    labels = {"tickvals": list(range(len(jobs))), "ticktext": names} if is_named else {"visible": False}
     layout = {
         "barmode": "overlay",
         "xaxis": {"title": {"text": unit.name}, "range": [0, unit.of(span_s)]},
-        "yaxis": {"visible": False, "range": [len(jobs) - 0.4, -0.6]},
+        "yaxis": {**labels, "range": [len(jobs) - 0.4, -0.6]},
         "margin": {"l": 12},
     }
-    return {"data": traces, "layout": layout, "height": 110 + 6 * max(len(jobs), 12)}
+    row_height = 24 if is_named else 6
+    return {"data": traces, "layout": layout, "height": 110 + max(row_height * len(jobs), 72)}
 
 
-def _decisions(result: SimulationResult, unit: _TimeUnit, index: int) -> Figure:
+def _decisions(result: SimulationResult, unit: TimeUnit, index: int) -> Figure:
     decisions = result.decisions
     start = min(job.submitted_at for job in result.jobs)
     x = [unit.of(at - start) for at in decisions.time_s]
@@ -367,7 +391,7 @@ def _decisions(result: SimulationResult, unit: _TimeUnit, index: int) -> Figure:
         ("fitness", decisions.fitness, "%{y:.3f}", {"line": {"shape": "hv"}}),
         ("gap", decisions.gap, "%{y:.2%}", {"yaxis": "y2", "line": {"color": "@3", "width": 1.5, "shape": "hv"}}),
     )
-    traces = [_line(index, name, x, _numbers(y), hovertemplate=form, **more) for name, y, form, more in lines]
+    traces = [line(index, name, x, numbers(y), hovertemplate=form, **more) for name, y, form, more in lines]
     for trace in traces:
         del trace["meta"]  # not one of the lines that the policies' buttons show and hide
     layout = {
@@ -384,11 +408,11 @@ def _replica_class(replicas: int) -> int:
     return next(index for index, (most, _) in enumerate(_REPLICA_CLASSES) if replicas <= most)
 
 
-def _numbers(values: Sequence[float]) -> list[float | None]:
+def numbers(values: Sequence[float]) -> list[float | None]:
     return [float(f"{value:.5g}") if math.isfinite(value) else None for value in values]
 
 
-def _duration(seconds: float) -> str:
+def duration(seconds: float) -> str:
     for limit, divisor, unit in ((120, 1, "s"), (7200, 60, "min"), (math.inf, 3600, "h")):
         if seconds < limit:
             value = seconds / divisor
@@ -398,117 +422,3 @@ def _duration(seconds: float) -> str:
 
 def _milliseconds(seconds: float) -> str:
     return f"{seconds * 1000:.2g} ms" if seconds < 0.1 else f"{seconds:.2g} s"
-
-
-# Page -----------------------------------------------------------------------------------------
-
-_FIGURE = """<figure class="card{wide}"><figcaption>{title}</figcaption>
-<div id="{id}" class="plot" role="img" aria-label="{title}" style="height:{height}px"></div></figure>"""
-
-_PAGE = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark">
-<meta name="generator" content="pollux {version}">
-<title>{title}</title>
-<style>{style}</style></head>
-<body><main>
-<header><h1>{title}</h1><p>{subtitle}</p></header>
-<noscript><p class="card">The plots need JavaScript; the tables do not.</p></noscript>
-{sections}
-<section><h2>Repeat it</h2><p>pollux {version}</p>{repeat}</section>
-</main>
-<script>{plotly}</script>
-<script type="application/json" id="figures">{figures}</script>
-<script>{script}</script>
-</body></html>
-"""
-
-# Okabe and Ito's palette; yellow is last, and left out on white, where it cannot be seen.
-_STYLE = """
-:root{--bg:#f6f7f9;--card:#fff;--ink:#1b2230;--muted:#6b7485;--line:#e3e6ec;--grid:#eceff3;--accent:#0072b2;
---c0:#0072b2;--c1:#e69f00;--c2:#009e73;--c3:#d55e00;--c4:#cc79a7;--c5:#56b4e9;--c6:#8a93a3;--c7:#1b2230;
---h0:#c7e9b4;--h1:#7fcdbb;--h2:#41b6c4;--h3:#1d91c0;--h4:#225ea8;--h5:#253494;--h6:#081d58}
-@media (prefers-color-scheme:dark){:root{--bg:#0f1217;--card:#181c23;--ink:#e6e9ef;--muted:#929bab;--line:#2a303a;
---grid:#252b34;--accent:#56b4e9;--c0:#56b4e9;--c1:#e69f00;--c2:#1fc796;--c3:#f0703a;--c4:#dd93bb;--c5:#3f8fd0;
---c6:#929bab;--c7:#f0e442;--h0:#2f4f9a;--h1:#2a6fb0;--h2:#2191bd;--h3:#41b6c4;--h4:#7fcdbb;--h5:#c7e9b4;--h6:#ffffcc}}
-*{box-sizing:border-box}
-body{margin:0;background:var(--bg);color:var(--ink);font:15px/1.5 system-ui,-apple-system,"Segoe UI",Roboto,sans-serif}
-main{max-width:1240px;margin:0 auto;padding:28px 20px 60px}
-header p,h2 small,td small{color:var(--muted)}
-h1{font-size:1.7rem;line-height:1.2;margin:0 0 4px;overflow-wrap:anywhere}
-header p{margin:0;overflow-wrap:anywhere}
-h2{font-size:1.25rem;margin:36px 0 4px;overflow-wrap:anywhere}
-h2 small{font-size:.85rem;font-weight:400;margin-left:8px}
-h3{font-size:1.05rem;margin:28px 0 4px}
-p{margin:4px 0 12px}
-.lead{font-size:1.02rem}
-.card,.scroll{background:var(--card);border:1px solid var(--line);border-radius:10px}
-.scroll{overflow-x:auto}
-table{border-collapse:collapse;width:100%;font-variant-numeric:tabular-nums}
-th,td{padding:8px 12px;text-align:right;white-space:nowrap;border-bottom:1px solid var(--line)}
-tbody tr:last-child>*{border-bottom:0}
-thead th{color:var(--muted);font-weight:500;font-size:.82rem}
-th:first-child{text-align:left;position:sticky;left:0;background:var(--card)}
-td small{display:block;font-size:.75rem;line-height:1.1}
-.best{font-weight:650;color:var(--accent)}
-i{display:inline-block;width:10px;height:10px;border-radius:3px;margin-right:7px}
-.chips{display:flex;flex-wrap:wrap;gap:8px;align-items:center;margin:14px 0;color:var(--muted);font-size:.88rem}
-.chip{font:inherit;color:var(--ink);background:var(--card);border:1px solid var(--line);border-radius:999px;
-padding:4px 12px;cursor:pointer}
-.chip[aria-pressed=false]{opacity:.45;text-decoration:line-through}
-.key{display:inline-flex;align-items:center}
-.key i{margin-right:4px}
-.grid{display:grid;grid-template-columns:repeat(2,minmax(0,1fr));gap:14px}
-.grid>.wide,.grid>p{grid-column:1/-1}
-figure{margin:0;padding:12px 8px 4px;min-width:0}
-figcaption{font-weight:600;font-size:.92rem;padding:0 8px;overflow-wrap:anywhere}
-.plot{width:100%}
-pre{background:var(--card);border:1px solid var(--line);border-radius:10px;padding:12px 14px;white-space:pre-wrap;
-overflow-wrap:anywhere;font:13px/1.5 ui-monospace,SFMono-Regular,Menlo,Consolas,monospace}
-summary{cursor:pointer;color:var(--accent);margin-bottom:8px}
-.settings td,.settings th{padding:4px 12px;text-align:left;font-weight:400;white-space:normal}
-.settings th{color:var(--muted)}
-@media (max-width:760px){main{padding:18px 12px 40px}.grid{grid-template-columns:minmax(0,1fr)}th,td{padding:7px 9px}}
-"""
-
-_SCRIPT = """
-"use strict";
-const figures = JSON.parse(document.getElementById("figures").textContent);
-const hidden = {};
-const css = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
-function painted(value) {
-  if (typeof value === "string" && value[0] === "@")
-    return css("--" + (/^@[0-9]/.test(value) ? "c" : "") + value.slice(1));
-  if (Array.isArray(value)) return value.map(painted);
-  if (value && typeof value === "object")
-    return Object.fromEntries(Object.entries(value).map(([key, inner]) => [key, painted(inner)]));
-  return value;
-}
-function axis(own) {
-  return {gridcolor: css("--grid"), linecolor: css("--line"), zerolinecolor: css("--grid"), automargin: true,
-    tickfont: {size: 11}, ...own, title: own && own.title ? {...own.title, font: {size: 12}, standoff: 8} : undefined};
-}
-function draw(id) {
-  const section = id.split("-")[0], spec = painted(figures[id]);
-  const data = spec.data.map(trace => ({...trace, visible: !(hidden[section + "/" + trace.meta])}));
-  const layout = {showlegend: false, paper_bgcolor: "rgba(0,0,0,0)", plot_bgcolor: "rgba(0,0,0,0)", autosize: true,
-    font: {family: "system-ui,-apple-system,Segoe UI,Roboto,sans-serif", color: css("--ink"), size: 12},
-    hoverlabel: {bgcolor: css("--card"), bordercolor: css("--line"), font: {color: css("--ink")}},
-    legend: {orientation: "h", y: 1.02, yanchor: "bottom", x: 0}, bargap: 0, ...spec.layout,
-    margin: {l: 44, r: 14, t: 10, b: 40, ...(spec.layout.margin || {})}};
-  for (const name of ["xaxis", "yaxis", "yaxis2"])
-    if (name !== "yaxis2" || spec.layout.yaxis2) layout[name] = axis(spec.layout[name]);
-  Plotly.react(id, data, layout, {responsive: true, displaylogo: false, displayModeBar: false});
-}
-const drawAll = () => Object.keys(figures).forEach(draw);
-drawAll();
-window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
-document.querySelectorAll("section").forEach((section, number) =>
-  section.querySelectorAll(".chip").forEach(chip => chip.addEventListener("click", () => {
-    const isShown = chip.getAttribute("aria-pressed") !== "true";
-    chip.setAttribute("aria-pressed", isShown);
-    hidden["w" + number + "/" + chip.dataset.policy] = !isShown;
-    Object.keys(figures).filter(id => id.startsWith("w" + number + "-")).forEach(draw);
-  })));
-"""

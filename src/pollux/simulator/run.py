@@ -30,6 +30,7 @@ class SimulationConfig:
     gpus_per_node: int = 4
     interval_s: float = 60.0
     resize_s: float = 30.0
+    start_s: float | None = None  # of a start; as long as a resize if left out
     interference: float = 0.0
     batch_threshold: float = 0.0  # jobs re-batch for any gain; live jobs ask for 5 %
     decides_on_events: bool = False
@@ -37,12 +38,14 @@ class SimulationConfig:
     min_nodes: int | None = None  # with max_nodes: auto-scale between them, starting with the fewest
     max_nodes: int | None = None
     node_start_s: float = 120.0  # until a node that was asked for can be used
+    rounds_epochs: bool = True  # an epoch's last stretch takes whole seconds; off for jobs of minutes
 
     def __post_init__(self) -> None:
         for label, value, least in (
             ("nodes", self.num_nodes, 1),
             ("GPUs per node", self.gpus_per_node, 1),
             ("resize seconds", self.resize_s, 0),
+            ("start seconds", self.start_s or 0, 0),
             ("node start seconds", self.node_start_s, 0),
         ):
             if not (math.isfinite(value) and value >= least):
@@ -109,6 +112,8 @@ def simulate(
         interference=config.interference,
         batch_threshold=config.batch_threshold,
         node_start_s=config.node_start_s,
+        start_s=config.start_s,
+        rounds_epochs=config.rounds_epochs,
     )
     arrivals = sorted(enumerate(workload.jobs), key=lambda item: item[1].submitted_at)
     arrivals.reverse()  # next one last

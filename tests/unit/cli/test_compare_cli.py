@@ -1,4 +1,4 @@
-"""``pollux compare`` and ``pollux demo``: every combination, in order, and nothing left behind."""
+"""``pollux compare``: every combination, in order, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from pollux.cli import demo as demo_module
 from pollux.cli import parallel
 from pollux.cli.app import app
 from pollux.cli.compare import parse_seeds
@@ -193,19 +192,3 @@ def _wait_until(is_so: Callable[[], bool], limit_s: float = 60.0) -> None:
     while not is_so():
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.05)
-
-
-def test_demo(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demo_module, "POLICIES", ("fifo", "tiresias"))
-    result = runner.invoke(app, ["demo", "--jobs", "1"])
-    assert result.exit_code == 0, result.output
-    assert "tiresias" in result.stdout
-    assert "█" in result.stdout
-    assert result.stderr == "wrote out/demo.html\n"
-    assert "builtin:small" in (here / "out" / "demo.html").read_text()
-
-
-def test_demo_does_not_make_up_directories(here: Path) -> None:
-    result = runner.invoke(app, ["demo", "--html", "no/demo.html"])
-    assert (result.exit_code, result.stdout) == (2, "")
-    assert "no directory 'no'" in result.stderr

@@ -140,4 +140,4 @@ def test_nothing_to_show_or_nothing_to_show_it_with(monkeypatch: pytest.MonkeyPa
     [(0, "0 s"), (95, "95 s"), (600, "10.0 min"), (7199, "120 min"), (7200, "2.0 h"), (400_000, "111 h")],
 )
 def test_durations_are_short(seconds: float, text: str) -> None:
-    assert report._duration(seconds) == text
+    assert report.duration(seconds) == text

@@ -1,0 +1,58 @@
+"""``pollux demo --simulate``: a few policies on a small workload, in seconds, with a report to look at."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from pollux.cli.compare import policy_table, report_title, run_setups
+from pollux.cli.simulate import Setup, announce, command_line, output_console
+from pollux.policy import PolicySettings
+from pollux.simulator.report import html_report
+from pollux.simulator.result import SimulationResult, group_results, write_text
+from pollux.simulator.run import SimulationConfig
+
+WORKLOAD = "builtin:small"
+POLICIES = ("pollux", "tiresias", "optimus", "equal", "srtf", "fifo")
+_SKETCH_WIDTH = 48
+
+
+def sketch(results: Sequence[SimulationResult]) -> list[str]:
+    """Bars of average completion time, shortest first."""
+    ranked = sorted(results, key=lambda result: result.avg_jct_s)
+    longest = ranked[-1].avg_jct_s or 1.0
+    label_width = max(len(result.policy) for result in ranked)
+    return [
+        f"{result.policy:>{label_width}}  {'█' * max(1, round(_SKETCH_WIDTH * result.avg_jct_s / longest))} "
+        f"{result.avg_jct_s / 60:.1f} min"
+        for result in ranked
+    ]
+
+
+def print_sketch(console: Console, results: Sequence[SimulationResult]) -> None:
+    console.print("\nHow long a job takes on average, from submission to end:")
+    for number, line in enumerate(sketch(results)):
+        console.print(f"[bold green]{escape(line)}[/]" if number == 0 else escape(line))
+
+
+def simulated_demo(html: Path, seed: int, jobs: int | None) -> None:
+    """Compare Pollux with other schedulers on 30 jobs and 16 GPUs."""
+    config = SimulationConfig(num_nodes=4, gpus_per_node=4)
+    settings = PolicySettings(resize_s=config.resize_s, seed=seed)
+    setups = [
+        Setup(workload=WORKLOAD, traces=None, policy=policy, config=config, settings=settings) for policy in POLICIES
+    ]
+    results = run_setups(setups, jobs or os.cpu_count() or 1)
+    console = output_console()
+    for workload, by_policy in group_results(results).items():
+        title = f"{results[0].num_jobs} jobs ({workload}) on {config.num_nodes} nodes of {config.gpus_per_node} GPUs"
+        console.print(policy_table(console, title, by_policy))
+    print_sketch(console, results)
+    arguments = [("--workload", WORKLOAD), *(("--policy", policy) for policy in POLICIES), ("--seeds", seed)]
+    command = command_line("compare", arguments, setups[0])
+    write_text(html, html_report(results, title=report_title(results), command=command))
+    announce(html)

@@ -1,0 +1,65 @@
+"""How durations, counts, rates and shares are written: one place, for every table and sentence of the command line."""
+
+from __future__ import annotations
+
+import math
+
+UNKNOWN = "-"
+_UNITS = (("d", 86400), ("h", 3600), ("m", 60), ("s", 1))
+_MULTIPLES = ("", "k", "M", "G", "T", "P")
+
+
+def _is_number(value: float | None) -> bool:
+    return value is not None and math.isfinite(value)
+
+
+def duration(seconds: float | None) -> str:
+    """At most two units: ``85µs``, ``1.3ms``, ``0.42s``, ``7.5s``, ``1m05s``, ``2h03m``, ``3d04h``."""
+    if seconds is None or not math.isfinite(seconds):
+        return UNKNOWN
+    if seconds < 0:
+        return "0s"  # clocks of two machines
+    if 0 < seconds < 0.0995:
+        return f"{number(seconds * 1e3)}ms" if seconds >= 0.9995e-3 else f"{number(seconds * 1e6)}µs"
+    if seconds < 9.95:
+        return f"{seconds:.2g}s" if seconds < 0.995 else f"{seconds:.1f}s"
+    whole = round(seconds)
+    large, small = next(
+        ((_UNITS[n], _UNITS[n + 1]) for n in range(3) if whole >= _UNITS[n][1]),
+        (_UNITS[3], None),
+    )
+    if small is None:
+        return f"{whole}s"
+    return f"{whole // large[1]}{large[0]}{whole % large[1] // small[1]:02}{small[0]}"
+
+
+def number(value: float | None) -> str:
+    """Three digits that matter: ``0.0123``, ``7.5``, ``384``, ``12.8k``, ``3.2M``."""
+    if value is None or not math.isfinite(value):
+        return UNKNOWN
+    power = 0
+    # Up to 9999 is written out; beyond, thousands, millions, ...
+    while abs(value) >= (999.5 if power else 9999.5) and power < len(_MULTIPLES) - 1:
+        value, power = value / 1000, power + 1
+    if abs(value) >= 99.95 or value == int(value):
+        return f"{value:.0f}{_MULTIPLES[power]}"
+    return f"{float(f'{value:.3g}'):g}{_MULTIPLES[power]}"
+
+
+def rate(per_second: float | None) -> str:
+    return f"{number(per_second)}/s" if _is_number(per_second) else UNKNOWN
+
+
+def share(value: float | None) -> str:
+    """``0.0071`` is ``0.7%``; the hundred and the zero need no decimals."""
+    if value is None or not math.isfinite(value):
+        return UNKNOWN
+    return f"{value:.0%}" if value == 0 or value >= 0.0995 else f"{value:.1%}"
+
+
+def size(num_bytes: float | None) -> str:
+    return f"{number(num_bytes)}B" if _is_number(num_bytes) else UNKNOWN
+
+
+def plural(count: int, noun: str, nouns: str | None = None) -> str:
+    return f"{count} {noun if count == 1 else nouns or noun + 's'}"

@@ -1,0 +1,170 @@
+"""``pollux ls``, ``nodes``, ``drain`` and ``status``: what there is, in tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from pollux.cli import figures
+from pollux.cli.connect import (
+    DataOption,
+    JsonOption,
+    ServerOption,
+    complete_node,
+    connect,
+    moment,
+    print_json,
+    show,
+    terminal_width,
+)
+from pollux.cli.job_table import FINAL_STATES, STATE_STYLES, job_table, plain
+from pollux.client import Client
+from pollux.errors import UnknownNameError
+
+RECENTLY_S = 3600.0  # an ended job is listed for so long
+MAX_RECENT = 10
+STATES = tuple(STATE_STYLES)
+ACTIVE_STATES = tuple(state for state in STATES if state not in FINAL_STATES)
+
+
+def complete_state(incomplete: str) -> list[str]:
+    return [state for state in STATES if state.startswith(incomplete)]
+
+
+StateOption = Annotated[
+    list[str] | None,
+    typer.Option("--state", metavar="STATE", help=f"Only these: {', '.join(STATES)}.", autocompletion=complete_state),
+]
+
+
+def current_views(client: Client, now: float) -> list[Mapping[str, Any]]:
+    """Of all jobs that have not ended, in the order of submission, then of those that ended a short while ago."""
+    active = [job.last_view for job in client.jobs(ACTIVE_STATES)]
+    ended = [job.last_view for job in client.jobs(sorted(FINAL_STATES), 5 * MAX_RECENT, newest_first=True)]
+    recent = [view for view in ended if view and now - (view["finished_at"] or 0.0) <= RECENTLY_S]
+    recent.sort(key=lambda view: -float(view["finished_at"]))
+    return [view for view in active if view] + recent[:MAX_RECENT]
+
+
+def check_states(states: Sequence[str]) -> None:
+    """Raises:
+    UnknownNameError: one of them is no state.
+    """
+    for state in states:
+        if state not in STATES:
+            raise UnknownNameError("state", state, STATES)
+
+
+def ls(
+    is_all: Annotated[bool, typer.Option("--all", "-a", help="Also all that have ended.")] = False,
+    states: StateOption = None,
+    as_json: JsonOption = False,
+    data: DataOption = None,
+    server: ServerOption = None,
+) -> None:
+    """List jobs: those that have not ended, and those that ended within the last hour."""
+    check_states(states or ())
+    with connect(data, server) as client:
+        now = float(client.status()["now"])
+        if states or is_all:
+            views = [job.last_view for job in client.jobs(states or STATES) if job.last_view]
+        else:
+            views = current_views(client, now)
+    if as_json:
+        print_json({"now": now, "jobs": views})
+    elif views:
+        show(job_table(views, now, width=terminal_width()))
+    else:
+        typer.echo("no jobs" if is_all or states else "no jobs; earlier ones are listed by --all", err=True)
+
+
+# Nodes ----------------------------------------------------------------------------------------
+
+
+def node_table(nodes: Iterable[Mapping[str, Any]]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("node")
+    table.add_column("slots", justify="right")
+    table.add_column("used", justify="right")
+    table.add_column("accelerator")
+    table.add_column("state")
+    table.add_column("jobs")
+    for node in nodes:
+        jobs = ", ".join(f"{plain(job['name'])} ({job['num_replicas']})" for job in node["jobs"])
+        table.add_row(
+            Text(plain(node["name"])),
+            str(node["num_slots"]),
+            str(node["used"]),
+            Text(plain(node["accelerator"])),
+            Text("draining" if node["is_draining"] else "ready", style="yellow" if node["is_draining"] else "green"),
+            Text(jobs),
+        )
+    return table
+
+
+def nodes(as_json: JsonOption = False, data: DataOption = None, server: ServerOption = None) -> None:
+    """List nodes, their slots and whose replicas sit there."""
+    with connect(data, server) as client:
+        found = client.nodes()
+    if as_json:
+        print_json({"nodes": found})
+    else:
+        show(node_table(found))
+
+
+def drain(
+    node: Annotated[str, typer.Argument(metavar="NODE", help="Its name.", autocompletion=complete_node)],
+    is_undone: Annotated[bool, typer.Option("--undo", help="Give it jobs again.")] = False,
+    as_json: JsonOption = False,
+    data: DataOption = None,
+    server: ServerOption = None,
+) -> None:
+    """Take the jobs off a node and give it none, until --undo."""
+    with connect(data, server) as client:
+        found = client.undrain(node) if is_undone else client.drain(node)
+    if as_json:
+        print_json(found)
+    else:
+        what = "takes jobs again" if is_undone else "gets no jobs any more; those on it move or wait"
+        typer.echo(f"{plain(found['name'])} {what}", err=True)
+
+
+# Status ---------------------------------------------------------------------------------------
+
+
+def status_lines(cluster: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The cluster in words, by name."""
+    jobs = cluster["jobs"]
+    counts = ", ".join(f"{jobs[state]} {state}" for state in STATES if jobs.get(state))
+    slots = f"{cluster['num_used_slots']} of {cluster['num_slots']} used"
+    took_s = cluster["last_decision_s"]
+    rounds = figures.plural(cluster["num_rounds"], "decision")
+    return [
+        ("version", f"{cluster['version']}, engine {cluster['engine']}, policy {cluster['policy']}"),
+        ("up since", f"{moment(cluster['started_at'])} ({figures.duration(cluster['now'] - cluster['started_at'])})"),
+        ("slots", f"{slots}, on {figures.plural(cluster['nodes'], 'node')}"),
+        ("jobs", counts or "none"),
+        ("rounds", f"{rounds}, the last in {figures.duration(took_s)}; at least every {cluster['interval_s']:g}s"),
+        ("lost", f"{figures.share(cluster['lost_share'])} of the jobs' time, to starts and resizes"),
+        ("data", cluster["data_directory"]),
+    ]
+
+
+def status(as_json: JsonOption = False, data: DataOption = None, server: ServerOption = None) -> None:
+    """Say how the server is: its slots, jobs and decisions."""
+    with connect(data, server) as client:
+        cluster = client.status()
+        url, pid = client.address.url, client.address.pid
+    if as_json:
+        print_json({"url": url, "pid": pid, **cluster})
+        return
+    table = Table(box=None, pad_edge=False, show_header=False)
+    table.add_column(style="bold")
+    table.add_column()
+    for name, value in (("server", url + (f" (pid {pid})" if pid else "")), *status_lines(cluster)):
+        table.add_row(name, Text(plain(value)))
+    show(table)

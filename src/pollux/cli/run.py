@@ -1,0 +1,109 @@
+"""``pollux run``: a job in the foreground, on a cluster that lives as long as the job does."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any
+
+import typer
+
+from pollux.cli.connect import say
+from pollux.cli.follow import exit_code_of, follow_jobs, outcome
+from pollux.cli.job_options import CommandArgument, takes_job_options
+from pollux.cli.up import IntervalOption, NodesOption, SlotsOption, require_server_libraries, show_log
+from pollux.client import Client, make_request
+from pollux.client.address import find_data_directory
+
+
+class Ended(SystemExit):
+    """Somebody asked this process to end; its code is that of a shell."""
+
+
+@contextlib.contextmanager
+def signals_as_exceptions() -> Iterator[None]:
+    """SIGTERM and SIGHUP leave as Ctrl-C does: by way of every ``finally``."""
+
+    def leave(number: int, frame: FrameType | None) -> None:
+        raise Ended(128 + number)
+
+    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """While things are put away, which takes a bounded time, a second Ctrl-C would only leave some of them behind."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextlib.contextmanager
+def data_directory(given: Path | None) -> Iterator[Path]:
+    """The one given, which stays; else one that is removed afterwards."""
+    if given is not None:
+        yield find_data_directory(given)
+        return
+    made = Path(tempfile.mkdtemp(prefix="pollux-run-"))
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+@takes_job_options
+def run(
+    command: CommandArgument,
+    options: dict[str, Any],
+    slots: SlotsOption = None,
+    nodes: NodesOption = None,
+    interval: IntervalOption = None,
+    data: Annotated[
+        Path | None,
+        typer.Option("--data", metavar="DIR", help="Keep logs and checkpoints here; nothing is kept if left out."),
+    ] = None,
+    is_verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Also say what the scheduler does.")] = False,
+) -> None:
+    """Run a job here and now: a cluster of its own, its logs as they come, and its exit code at the end."""
+    require_server_libraries()
+    from pollux.server.service import Service, ServiceConfig
+
+    request = make_request(command, options)  # refused before anything is begun
+    show_log(logging.INFO if is_verbose else logging.ERROR)
+    settings: dict[str, Any] = {} if interval is None else {"interval_s": interval}
+    with signals_as_exceptions(), data_directory(data) as directory:
+        config = ServiceConfig(data_directory=directory, port=0, slots=slots, nodes=nodes, **settings)
+        service = Service(config).start()
+        jobs = []
+        try:
+            with Client(url=service.url, token=service.token) as client:
+                jobs = client.submit_all(request)
+                follow_jobs(jobs)
+                code = exit_code_of(jobs)
+                for job in jobs if code else ():
+                    say(outcome(job))
+        except BaseException:
+            with undisturbed():
+                for job in jobs:
+                    with contextlib.suppress(Exception):  # what matters now is to end
+                        service.cluster.cancel(job.name, "interrupted")
+                service.stop()
+            raise
+        with undisturbed():
+            service.stop()
+    raise typer.Exit(code)

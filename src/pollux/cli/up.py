@@ -1,0 +1,243 @@
+"""``pollux up`` and ``down``: start the server, here or in the background, and end it.
+
+The server itself is :mod:`pollux.server.service`; this reads options, says what happens, and waits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import os
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from pollux.cli.connect import DataOption, ServerOption, connect, say
+from pollux.client import Client
+from pollux.client.address import Address, find_data_directory, is_alive
+from pollux.errors import (
+    InputFileError,
+    InvalidValueError,
+    ServerNotFoundError,
+    ServerUnavailableError,
+    UnknownNameError,
+)
+from pollux.jobs import parse_duration
+from pollux.policy import policy_names
+
+if TYPE_CHECKING:
+    from pollux.server.service import Service, ServiceConfig
+
+EXIT_FAILED, EXIT_BAD_USAGE = 1, 2
+LOG_FILE = "server.log"
+START_TIMEOUT_S, STOP_TIMEOUT_S = 120.0, 70.0
+_POLL_S = 0.1
+_TAIL_LINES = 20
+_CLUSTER, _SERVICE = "Cluster", "Service"
+
+SlotsOption = Annotated[
+    int | None,
+    typer.Option(
+        "--slots",
+        metavar="N",
+        min=1,
+        help="CPU slots; the GPUs if left out, or the cores where there are none.",
+        rich_help_panel=_CLUSTER,
+    ),
+]
+NodesOption = Annotated[
+    str | None,
+    typer.Option(
+        "--nodes", metavar="NxS", help="Pretend N nodes of S slots each, as in 2x2.", rich_help_panel=_CLUSTER
+    ),
+]
+PolicyOption = Annotated[
+    str, typer.Option("--policy", metavar="NAME", help="Which policy decides.", rich_help_panel=_CLUSTER)
+]
+IntervalOption = Annotated[
+    float | None,
+    typer.Option("--interval", metavar="S", help="Decide at least every so many seconds.", rich_help_panel=_CLUSTER),
+]
+
+
+def require_server_libraries() -> None:
+    """Raises:
+    InvalidValueError: they are an extra, and not installed.
+    """
+    for name in ("fastapi", "uvicorn", "sqlalchemy"):
+        if importlib.util.find_spec(name) is None:
+            raise InvalidValueError(
+                f'a server needs {name}, not installed here: pip install "pollux-scheduler[server]"'
+            )
+
+
+def show_log(level: int) -> None:
+    """What the server logs goes to stderr, one line each."""
+    logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    for name in ("httpx", "httpcore", "uvicorn.error", "asyncio"):
+        logging.getLogger(name).setLevel(max(level, logging.WARNING))
+
+
+def up(
+    is_detached: Annotated[bool, typer.Option("--detach", "-d", help="Run it in the background.")] = False,
+    data: DataOption = None,
+    slots: SlotsOption = None,
+    nodes: NodesOption = None,
+    policy: PolicyOption = "pollux",
+    interval: IntervalOption = None,
+    host: Annotated[
+        str, typer.Option("--host", metavar="ADDRESS", help="Where it listens.", rich_help_panel=_SERVICE)
+    ] = "127.0.0.1",
+    port: Annotated[
+        int | None,
+        typer.Option(
+            "--port",
+            metavar="P",
+            min=0,
+            max=65535,
+            help="7077 if left out, or the next that is free; 0 is any.",
+            rich_help_panel=_SERVICE,
+        ),
+    ] = None,
+) -> None:
+    """Start the server, here or in the background. Ctrl-C: its jobs checkpoint, leave, and go on at the next start."""
+    require_server_libraries()
+    from pollux.server.service import ServiceConfig, serve
+
+    settings: dict[str, Any] = {"host": host, "port": port, "slots": slots, "nodes": nodes, "policy": policy}
+    if interval is not None:
+        settings["interval_s"] = interval
+    config = ServiceConfig(data_directory=find_data_directory(data), **settings)
+    if policy not in policy_names():
+        raise UnknownNameError("policy", policy, policy_names())
+    if is_detached:
+        typer.echo(start_detached(config))
+        return
+    show_log(logging.INFO)
+    serve(config, _say_where)
+
+
+def _say_where(service: Service) -> None:
+    data = shlex.quote(str(service.config.data_directory))
+    option = "" if service.config.data_directory == find_data_directory() else f" --data {data}"
+    say(f"Pollux runs at {service.url}, with its data in {data}.")
+    say(f"Submit a job: pollux submit{option} -- python train.py    Watch: pollux top{option}")
+    say("Ctrl-C: jobs checkpoint and leave; they go on when it is started again.")
+
+
+# In the background ----------------------------------------------------------------------------
+
+
+def start_detached(config: ServiceConfig) -> str:
+    """The URL of a server in a session of its own, when it takes jobs. What it logs is in its data directory.
+
+    Raises:
+        typer.Exit: it ended instead, or was not ready in time and was ended; the end of its log has been shown.
+    """
+    log = config.data_directory / LOG_FILE
+    try:
+        config.data_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise InputFileError(log, f"cannot be written: {error.strerror or error}") from error
+    with open(file, "ab") as output:
+        log_begin = os.fstat(file).st_size
+        process = subprocess.Popen(
+            [sys.executable, "-m", "pollux.cli", *arguments_of(config)],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=output,
+            start_new_session=True,  # it ends neither with this terminal nor by its Ctrl-C
+        )
+    try:
+        return _wait_until_ready(process, config.data_directory)
+    except BaseException as error:
+        code = _end(process)
+        if not isinstance(error, TimeoutError):
+            raise
+        text = log.read_bytes()[log_begin:].decode("utf-8", "replace")
+        for line in text.splitlines()[-_TAIL_LINES:]:
+            say(line)
+        if code != EXIT_BAD_USAGE:
+            say(f"error: the server did not start: {error}; its log is {log}")
+        raise typer.Exit(EXIT_BAD_USAGE if code == EXIT_BAD_USAGE else EXIT_FAILED) from None
+
+
+def arguments_of(config: ServiceConfig) -> list[str]:
+    """The command line of a server with this configuration."""
+    options: dict[str, object] = {
+        "--data": config.data_directory,
+        "--host": config.host,
+        "--port": config.port,
+        "--slots": config.slots,
+        "--nodes": config.nodes,
+        "--policy": config.policy,
+        "--interval": config.interval_s,
+    }
+    return ["up", *(word for name, value in options.items() if value is not None for word in (name, str(value)))]
+
+
+def _wait_until_ready(process: subprocess.Popen[bytes], directory: Path) -> str:
+    ends_at = time.monotonic() + START_TIMEOUT_S
+    while process.poll() is None:
+        with contextlib.suppress(ServerNotFoundError), Client(data_directory=directory, timeout_s=5.0) as client:
+            if client.address.pid == process.pid and client.is_ready():
+                return client.address.url
+        if time.monotonic() > ends_at:
+            raise TimeoutError(f"it was not ready after {START_TIMEOUT_S:g} s")
+        time.sleep(_POLL_S)
+    raise TimeoutError(f"it ended with exit code {process.returncode}")
+
+
+def _end(process: subprocess.Popen[bytes]) -> int:
+    """Its exit code, if need be after it was ended: a server that nobody knows of must not stay."""
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(STOP_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+    return process.wait()
+
+
+# The end --------------------------------------------------------------------------------------
+
+
+def down(
+    keep_jobs: Annotated[
+        bool, typer.Option("--keep-jobs", help="Replicas train on; the next server takes them over.")
+    ] = False,
+    timeout: Annotated[str, typer.Option("--timeout", metavar="TIME", help="Wait no longer than this.")] = "2m",
+    data: DataOption = None,
+    server: ServerOption = None,
+) -> None:
+    """End the server. Its jobs checkpoint, leave, and go on at the next start."""
+    ends_at = time.monotonic() + parse_duration(timeout)
+    with connect(data, server) as client:
+        with contextlib.suppress(ServerUnavailableError):  # it is ending already
+            client.shutdown(keep_jobs=keep_jobs)
+        address = client.address
+        while _is_there(client, address):
+            if time.monotonic() > ends_at:
+                say(f"error: the server at {address.url} has not ended within {timeout}; it is still at it")
+                raise typer.Exit(EXIT_FAILED)
+            time.sleep(_POLL_S)
+    say("the server has ended" + ("; its jobs train on" if keep_jobs else ""))
+
+
+def _is_there(client: Client, address: Address) -> bool:
+    if address.pid is not None:
+        return is_alive(address.pid)
+    try:
+        client.status()
+    except ServerNotFoundError:
+        return False
+    except ServerUnavailableError:
+        return True
+    return True

@@ -1,0 +1,123 @@
+"""Where a server is: its URL and token, from arguments, the environment or a data directory.
+
+A data directory holds ``server.json`` (where the server of this machine listens) and ``token`` (the operator's).
+Stands in ``client``, below everything else there.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from pollux.errors import AccessDeniedError, InvalidValueError, ServerNotFoundError
+
+DATA_VARIABLE, URL_VARIABLE, TOKEN_VARIABLE = "POLLUX_DATA", "POLLUX_URL", "POLLUX_TOKEN"
+SERVER_FILE, TOKEN_FILE = "server.json", "token"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    url: str  # without a slash at its end
+    token: str = field(repr=False)
+    data_directory: Path | None = None  # where it was found, if it was found in one
+    pid: int | None = None  # of the server, if that is known
+
+    @property
+    def is_loopback(self) -> bool:
+        host = urlsplit(self.url).hostname or ""
+        try:
+            return ipaddress.ip_address(host).is_loopback
+        except ValueError:
+            return host == "localhost"
+
+    @property
+    def nobody_there(self) -> str:
+        """What to say if nobody listens there."""
+        if self.data_directory is not None:
+            return nobody_in(self.data_directory)
+        return f"no Pollux server answers at {self.url}"
+
+
+def nobody_in(directory: Path) -> str:
+    return f"no Pollux server runs with the data directory {directory}; start one: pollux up"
+
+
+def find_data_directory(given: str | Path | None = None) -> Path:
+    """The one given, else $POLLUX_DATA, else ``~/.pollux``; absolute."""
+    chosen = given or os.environ.get(DATA_VARIABLE) or Path("~", ".pollux")
+    return Path(chosen).expanduser().absolute()
+
+
+def find_address(url: str | None, token: str | None, data_directory: str | Path | None) -> Address:
+    """Of the server that is meant.
+
+    Raises:
+        ServerNotFoundError: none runs with that data directory.
+        AccessDeniedError: its token cannot be found.
+    """
+    if url is None and data_directory is None and os.environ.get(URL_VARIABLE):
+        url = os.environ[URL_VARIABLE]
+    directory = find_data_directory(data_directory)
+    if url is not None:
+        if not _is_url(url):
+            raise InvalidValueError(f"server {url!r}; a URL is needed, as in http://127.0.0.1:7077")
+        token = token or os.environ.get(TOKEN_VARIABLE) or _read_token(directory)
+        if not token:
+            raise AccessDeniedError(
+                f"no token for {url}; set {TOKEN_VARIABLE} to the operator's (the server's data directory has it in "
+                f"the file {TOKEN_FILE!r}), or name the data directory"
+            )
+        return Address(url=url.rstrip("/"), token=token)
+    told = read_server_file(directory)
+    if not (told and isinstance(told.get("url"), str) and is_alive(told.get("pid"))):
+        raise ServerNotFoundError(nobody_in(directory))
+    token = token or _read_token(directory)
+    if not token:
+        raise AccessDeniedError(f"the token in {directory / TOKEN_FILE} cannot be read; only its owner can")
+    return Address(url=told["url"].rstrip("/"), token=token, data_directory=directory, pid=told.get("pid"))
+
+
+def read_server_file(directory: Path) -> Mapping[str, Any] | None:
+    """What the server wrote of itself; None: nothing that can be read."""
+    try:
+        told = json.loads((directory / SERVER_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return told if isinstance(told, dict) else None
+
+
+def is_alive(pid: object) -> bool:
+    """Whether a process of that id runs here. A server that was killed leaves its file behind."""
+    if not isinstance(pid, int) or pid <= 0:
+        return False
+    try:
+        os.kill(pid, 0)
+        stat = Path("/proc", str(pid), "stat").read_text()
+    except ProcessLookupError:
+        return False
+    except FileNotFoundError:  # gone since, or there is no /proc
+        return not Path("/proc").is_dir()
+    except OSError:  # another user's
+        return True
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def _is_url(text: str) -> bool:
+    try:
+        parts = urlsplit(text)
+        return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and text.isprintable()
+    except ValueError:  # a port that is no number, or too large
+        return False
+
+
+def _read_token(directory: Path) -> str:
+    try:
+        return (directory / TOKEN_FILE).read_text(encoding="ascii").strip()
+    except (OSError, ValueError):
+        return ""

@@ -1,0 +1,460 @@
+"""A connection to a server, and the jobs seen through it. Knows the server by its HTTP interface alone.
+
+Whoever waits survives a restart of the server: questions that nobody answers are asked again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self, TypeVar
+from urllib.parse import quote
+
+import httpx
+
+from pollux import errors
+from pollux.client.address import Address, find_address
+from pollux.client.request import make_request
+from pollux.errors import (
+    AccessDeniedError,
+    InvalidValueError,
+    JobCancelledError,
+    JobFailedError,
+    PolluxError,
+    ServerError,
+    ServerNotFoundError,
+    ServerUnavailableError,
+    UnknownNameError,
+)
+from pollux.jobs import JobRequest
+from pollux.version import __version__
+
+View = Mapping[str, Any]  # what the server says of a job; its fields are in the HTTP interface's documentation
+FINAL_STATES = frozenset({"succeeded", "failed", "cancelled"})
+
+_PAGE = 100
+_FIRST_POLL_S, _LAST_POLL_S = 0.1, 1.0
+_RECONNECT_S = 0.3
+_MAX_SILENCE_S = 600.0  # of a followed log, after which it is asked for again
+_GOOD_STREAM_S = 5.0  # one that lasted so long was no mere failure to connect
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobResult:
+    """What a job that succeeded leaves behind. Times are seconds; ``lost_share`` is what starts and resizes took."""
+
+    name: str
+    metrics: Mapping[str, Any]
+    exit_code: int | None
+    epoch: int | None
+    num_steps: int | None
+    submitted_at: float
+    started_at: float | None
+    finished_at: float | None
+    running_s: float | None
+    gpu_s: float | None
+    num_restarts: int | None
+    lost_share: float | None
+
+
+class Job:
+    """One job of the server, by its name. Every question is asked anew."""
+
+    def __init__(self, client: Client, name: str, last_view: View | None = None) -> None:
+        self._client = client
+        self.name = name
+        self.last_view = last_view  # as last seen, without asking
+
+    def __repr__(self) -> str:
+        return f"<Job {self.name}>"
+
+    def view(self) -> View:
+        """All that is known of it, the short form."""
+        self.last_view = self.describe()
+        return self.last_view
+
+    @property
+    def state(self) -> str:
+        return str(self.view()["state"])
+
+    @property
+    def is_done(self) -> bool:
+        return self.state in FINAL_STATES
+
+    def describe(self) -> dict[str, Any]:
+        """All that is known of it: request, models, decisions, transitions, resizes, replicas."""
+        return self._client._get(_path("jobs", self.name))
+
+    def reports(self, since: int | None = None, limit: int = 1000) -> list[dict[str, Any]]:
+        """What it told of itself, oldest first: the last reports, or the first after the id ``since``."""
+        answer = self._client._get(_path("jobs", self.name, "reports"), since=since, limit=limit)
+        return list(answer["reports"])
+
+    def cancel(self, reason: str = "") -> View:
+        """Ask it to leave; one that has ended stays as it is."""
+        body = {"reason": reason} if reason else {}
+        self.last_view = self._client._post(_path("jobs", self.name, "cancel"), body)
+        return self.last_view
+
+    def wait(self, timeout_s: float | None = None) -> str:
+        """Its final state, as soon as it has one.
+
+        Raises:
+            TimeoutError: it has not ended within ``timeout_s``.
+            ServerError: nobody has answered for as long as the client's patience lasts.
+        """
+        ends_at = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        pause_s = _FIRST_POLL_S
+        while True:
+            view = self._client._insist(self.view, ends_at)
+            if view["state"] in FINAL_STATES:
+                return str(view["state"])
+            left_s = ends_at - time.monotonic()
+            if left_s <= 0:
+                raise TimeoutError(f"job {self.name!r} is {view['state']} after {timeout_s:.3g} s; it goes on")
+            time.sleep(min(pause_s, left_s))
+            pause_s = min(pause_s * 1.5, _LAST_POLL_S)
+
+    def wait_a_moment(self, timeout_s: float) -> View:
+        """Its view when it has ended, or after ``timeout_s``; through restarts of the server, as :meth:`wait`."""
+        with contextlib.suppress(TimeoutError):
+            self.wait(timeout_s)
+        return self.last_view or self.view()
+
+    def result(self, timeout_s: float | None = None) -> JobResult:
+        """What it leaves behind, when it has succeeded.
+
+        Raises:
+            JobFailedError: it failed; with the failure's text.
+            JobCancelledError: it was cancelled.
+            TimeoutError: it has not ended within ``timeout_s``.
+        """
+        state = self.wait(timeout_s)
+        view = self._client._insist(self.view, math.inf)
+        if state == "failed":
+            raise JobFailedError(self.name, view["reason"], view.get("failure") or "", view.get("exit_code"))
+        if state == "cancelled":
+            raise JobCancelledError(f"job {self.name!r} was cancelled: {view['reason'] or 'no reason was given'}")
+        known: dict[str, Any] = {entry.name: view.get(entry.name) for entry in fields(JobResult)}
+        return JobResult(**{**known, "metrics": view.get("metrics") or {}})
+
+    def log_files(self) -> list[dict[str, Any]]:
+        return list(self._client._get(_path("jobs", self.name, "log-files"))["files"])
+
+    def logs(
+        self, *, follow: bool = False, tail: int | None = None, replica: str | None = None, stream: str = "both"
+    ) -> Iterator[str]:
+        """Lines of its logs, without their ends. ``follow``: until it has ended. ``stream``: out, err or both.
+
+        A followed log goes on after a restart of the server: what was seen already is not given again.
+        """
+        asked = {"follow": "true" if follow else "false", "tail": tail, "replica": replica, "stream": stream}
+        path = _path("jobs", self.name, "logs")
+        seen: Counter[int] = Counter()  # lines given so far, by hash: a log is only ever added to
+        gives_up_at = math.inf
+        while True:
+            began_at = time.monotonic()
+            skipped = seen.copy()
+            server = self._client._incarnation() if follow else 0.0
+            try:
+                for line in self._client._lines(path, asked):
+                    mark = hash(line)
+                    if skipped[mark] > 0:
+                        skipped[mark] -= 1
+                        continue
+                    if follow:
+                        seen[mark] += 1
+                    yield line
+                # A server that is ended ends its answers in good order, too.
+                if not follow or (
+                    self._client._insist(self.view, math.inf)["state"] in FINAL_STATES
+                    and self._client._incarnation() == server
+                ):
+                    return
+            except (ServerNotFoundError, ServerUnavailableError):
+                now = time.monotonic()
+                if now - began_at > _GOOD_STREAM_S or gives_up_at == math.inf:
+                    gives_up_at = now + self._client._patience_s
+                if not follow or now > gives_up_at:
+                    raise
+            time.sleep(_RECONNECT_S)
+            self._client._insist(self.view, math.inf)
+            if tail is not None:  # the last lines are other ones by now; what came before them was not wanted
+                asked["tail"] = max(tail, seen.total())
+
+
+class Client:
+    """A connection to one server. Threads may share it; use it in ``with``, or ``close`` it.
+
+    The server is looked for in this order: ``url`` and ``token``; a ``data_directory``; the environment (POLLUX_URL
+    and POLLUX_TOKEN); the data directory of POLLUX_DATA, or ``~/.pollux``.
+
+    Raises:
+        ServerNotFoundError: there is none.
+    """
+
+    def __init__(
+        self,
+        url: str | None = None,
+        token: str | None = None,
+        data_directory: str | Path | None = None,
+        timeout_s: float = 30.0,
+        patience_s: float = 600.0,
+    ) -> None:
+        self._asked_for = (url, token, data_directory)
+        self._timeout_s = timeout_s  # of one question
+        self._patience_s = patience_s  # how long whoever waits bears a server that does not answer
+        self._silent_since = math.inf  # since when it has not
+        self.address: Address = find_address(url, token, data_directory)
+        # A proxy is for the way out; none may stand between two processes of one machine.
+        self._http = httpx.Client(
+            timeout=timeout_s,
+            trust_env=not self.address.is_loopback,
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=8),  # each followed log holds one
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self._http.close()
+
+    # Jobs -------------------------------------------------------------------------------------
+
+    def submit(self, command: Sequence[str] | JobRequest, **options: Any) -> Job | list[Job]:
+        """The job that will run ``command``; for an array, all its jobs.
+
+        ``options`` are fields of :class:`pollux.jobs.JobRequest` (``max_replicas=4``, ``time_limit_s="2h"``). They win
+        over ``#POLLUX`` lines of the script. A request that is ready is sent as it is.
+
+        Raises:
+            InvalidValueError: the script is not there, or an option cannot be; nothing was sent.
+        """
+        jobs = self.submit_all(command, **options)
+        is_array = bool(command.array if isinstance(command, JobRequest) else len(jobs) > 1 or options.get("array"))
+        return jobs if is_array else jobs[0]
+
+    def submit_all(self, command: Sequence[str] | JobRequest, **options: Any) -> list[Job]:
+        """As :meth:`submit`, but always a list."""
+        if isinstance(command, JobRequest):
+            if options:
+                raise InvalidValueError(f"options {sorted(options)} beside a request; put them into the request")
+            request = command
+        else:
+            request = make_request(command, options)
+        views = self._post("jobs", request.to_dict())["jobs"]
+        return [Job(self, view["name"], view) for view in views]
+
+    def job(self, name: str) -> Job:
+        """The job of that name.
+
+        Raises:
+            UnknownNameError: there is none; the message names the nearest.
+        """
+        job = Job(self, name)
+        job.view()
+        return job
+
+    def jobs(
+        self, states: Sequence[str] | None = None, limit: int | None = None, *, newest_first: bool = False
+    ) -> list[Job]:
+        """Jobs in the order of submission, or the reverse; those in one of ``states``, at most ``limit``."""
+        found: list[Job] = []
+        while True:
+            wanted = _PAGE if limit is None else min(_PAGE, limit - len(found))
+            page = self._get(
+                "jobs",
+                state=list(states or ()),
+                limit=max(wanted, 1),
+                offset=len(found),
+                newest="true" if newest_first else "false",
+            )
+            found += [Job(self, view["name"], view) for view in page["jobs"]]
+            if len(page["jobs"]) < wanted or len(found) >= min(page["total"], limit or math.inf):
+                return found if limit is None else found[:limit]
+
+    # Cluster ----------------------------------------------------------------------------------
+
+    def status(self) -> dict[str, Any]:
+        """The cluster in numbers: slots, jobs by state, how decisions go."""
+        return self._get("cluster")
+
+    def nodes(self) -> list[dict[str, Any]]:
+        return list(self._get("nodes")["nodes"])
+
+    def drain(self, node: str) -> dict[str, Any]:
+        """Take the jobs off a node and give it none."""
+        return self._post(_path("nodes", node, "drain"), None)
+
+    def undrain(self, node: str) -> dict[str, Any]:
+        return self._post(_path("nodes", node, "undrain"), None)
+
+    def rounds(self, since: int | None = None, limit: int = 100) -> list[dict[str, Any]]:
+        """Decisions, oldest first: the last ones, or the first after the id ``since``."""
+        return list(self._get("rounds", since=since, limit=limit)["rounds"])
+
+    def shutdown(self, *, keep_jobs: bool = False) -> None:
+        """End the server. Its jobs checkpoint, leave and go on at the next start; or train on (``keep_jobs``)."""
+        self._post("shutdown", {"keep_jobs": keep_jobs})
+
+    def is_ready(self) -> bool:
+        """Whether it takes jobs; False, too, if nobody answers."""
+        try:
+            return self._http.get(f"{self.address.url}/readyz").is_success
+        except httpx.HTTPError:
+            return False
+
+    def look_again(self) -> None:
+        """Find the server anew: after a restart it may listen elsewhere."""
+        try:
+            self.address = find_address(*self._asked_for)
+        except ServerNotFoundError:
+            return  # not back yet
+
+    # HTTP -------------------------------------------------------------------------------------
+
+    def _get(self, path: str, **params: Any) -> dict[str, Any]:
+        return self._ask("GET", path, params={key: value for key, value in params.items() if value is not None})
+
+    def _post(self, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
+        return self._ask("POST", path, json=None if body is None else dict(body))
+
+    def _ask(self, method: str, path: str, **request: Any) -> dict[str, Any]:
+        """One question, one answer.
+
+        Raises:
+            PolluxError: the kind the server named, or a :class:`ServerError`.
+        """
+        with self._asking():
+            response = self._http.request(method, self._url(path), headers=self._headers(), **request)
+        return _answer(response)
+
+    def _lines(self, path: str, params: Mapping[str, Any]) -> Iterator[str]:
+        given = {key: value for key, value in params.items() if value is not None}
+        silence_s = _MAX_SILENCE_S if given["follow"] == "true" else self._timeout_s
+        timeout = httpx.Timeout(self._timeout_s, read=silence_s)
+        rest = ""
+        answer = self._http.stream("GET", self._url(path), params=given, headers=self._headers(), timeout=timeout)
+        with self._asking(), answer as response:
+            if response.status_code != httpx.codes.OK:
+                response.read()
+                _answer(response)
+            for text in response.iter_text():
+                *lines, rest = (rest + text).split("\n")
+                yield from lines
+        if rest:
+            yield rest
+
+    def _url(self, path: str) -> str:
+        return f"{self.address.url}/api/v1/{path}"
+
+    def _headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.address.token}", "User-Agent": f"pollux/{__version__}"}
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Turns what can happen on the way to the server into errors of ours."""
+        try:
+            yield
+        except (httpx.HTTPError, RuntimeError) as error:
+            if isinstance(error, PolluxError):
+                raise
+            if self._http.is_closed:  # by another thread
+                raise ServerError("this client was closed; make another") from error
+            if isinstance(error, httpx.ConnectError):
+                raise ServerNotFoundError(self.address.nobody_there) from error
+            if not isinstance(error, httpx.HTTPError):
+                raise
+            what = str(error) or type(error).__name__
+            raise ServerUnavailableError(
+                f"the server at {self.address.url} did not answer: {what}; try again"
+            ) from error
+
+    def _incarnation(self) -> float:
+        """Another number after a restart of the server."""
+        return float(self._insist(self.status, math.inf)["started_at"])
+
+    def _insist(self, question: Callable[[], _T], ends_at: float) -> _T:
+        """The answer to a question that may be asked twice, through restarts of the server.
+
+        Raises:
+            TimeoutError: there is none at ``ends_at`` (of the monotonic clock).
+        """
+        while True:
+            try:
+                answer = question()
+                self._silent_since = math.inf
+                return answer
+            except (ServerNotFoundError, ServerUnavailableError) as error:
+                now = time.monotonic()
+                self._silent_since = min(self._silent_since, now)
+                if now - self._silent_since >= self._patience_s:
+                    raise
+                if now >= ends_at:
+                    raise TimeoutError(f"the server cannot be asked: {error}") from error
+            time.sleep(min(_RECONNECT_S, max(ends_at - time.monotonic(), 0.0)))
+            self.look_again()
+
+
+# Answers --------------------------------------------------------------------------------------
+
+
+def _path(*parts: str) -> str:
+    """Of a URL. A name that would be read as a way (``..``) is no name of anything."""
+    for part in parts:
+        if not part.strip(".") or "/" in part:
+            raise InvalidValueError(f"name {part!r:.80}; letters, digits, '.', '_' and '-' make one")
+    return "/".join(quote(part, safe="") for part in parts)
+
+
+def _answer(response: httpx.Response) -> dict[str, Any]:
+    try:
+        document = response.json()
+    except ValueError:
+        document = None
+    if response.is_success and isinstance(document, dict):
+        return document
+    raise _error(response, document)
+
+
+def _error(response: httpx.Response, document: Any) -> PolluxError:
+    """The error the server described, as the class of that name."""
+    described = document.get("error") if isinstance(document, dict) else None
+    if not isinstance(described, dict) or "message" not in described:
+        seen = " ".join(response.text[:200].split())
+        return ServerError(
+            f"{response.url} answered {response.status_code} {seen!r}; is it a Pollux server of version {__version__}?"
+        )
+    message = str(described["message"])
+    if response.status_code in (401, 403):
+        return AccessDeniedError(message)
+    if response.status_code == 503:
+        return ServerUnavailableError(message)
+    kind = getattr(errors, str(described.get("type")), None)
+    if kind is UnknownNameError:
+        return _unknown_name(message, described.get("known") or ())
+    try:
+        is_ours = isinstance(kind, type) and issubclass(kind, PolluxError)
+        error = kind(message) if is_ours and kind is not None else ServerError(message)
+    except TypeError:  # one that is made of several values
+        return ServerError(message)
+    assert isinstance(error, PolluxError)
+    return error
+
+
+def _unknown_name(message: str, known: Sequence[str]) -> UnknownNameError:
+    error = UnknownNameError("name", "", known)
+    error.args = (message,)  # as the server put it: it knows what was asked for
+    return error

@@ -1,0 +1,67 @@
+"""What is sent for a command typed here: its script's ``#POLLUX`` lines, its directory, its environment.
+
+Stands in ``client``. Reads the script, the environment and the current directory; sends nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from pollux.errors import InvalidValueError
+from pollux.jobs import JobRequest, find_script, options_to_request, parse_headers
+
+_FORWARDED = ("PATH", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH")  # how a shell finds its python
+_MAX_SCRIPT_BYTES = 10_000_000
+
+
+def make_request(command: Sequence[str], options: Mapping[str, Any]) -> JobRequest:
+    """What is to be sent for a command typed here: with its script's ``#POLLUX`` lines, directory and environment.
+
+    Raises:
+        InvalidValueError: the script or the directory is not there, or an option cannot be.
+    """
+    if not isinstance(command, str):
+        command = [os.fspath(word) if isinstance(word, os.PathLike) else word for word in command]
+    JobRequest(command=command)  # type: ignore[arg-type]  # checks that they are words, before any is looked at
+    options = dict(options)
+    if options.get("cwd"):
+        options["cwd"] = os.path.abspath(os.path.expanduser(options["cwd"]))
+    text = _script_text(command, options.get("cwd") or os.getcwd())
+    try:
+        request = options_to_request({"cwd": os.getcwd(), **parse_headers(text or "")}, command, options)
+    except InvalidValueError as error:
+        if not str(error).startswith("line "):
+            raise
+        raise InvalidValueError(f"{find_script(command)}, {error}") from error
+    cwd = request.cwd or os.getcwd()
+    if not os.path.isdir(cwd):
+        raise InvalidValueError(f"cwd {cwd!r}; there is no such directory")
+    if not options.get("cwd") and os.path.realpath(cwd) != os.path.realpath(os.getcwd()):
+        _script_text(command, cwd)  # the header moved it: the script must be found from there, too
+    forwarded = {name: os.environ[name] for name in _FORWARDED if _is_sendable(os.environ.get(name))}
+    return replace(request, env={**forwarded, **request.env}).resolved(text)
+
+
+def _script_text(command: Sequence[str], cwd: str) -> str | None:
+    """Of the script a command runs, as it is found from ``cwd``; None: it runs none that is known as one."""
+    script = find_script(command)
+    if script is None:
+        return None
+    path = Path(cwd, script)
+    if not path.is_file():
+        what = "is a directory" if path.is_dir() else "is not there"
+        raise InvalidValueError(f"script {script!r} {what}; it was looked for in {cwd}")
+    try:
+        with path.open("rb") as file:
+            return file.read(_MAX_SCRIPT_BYTES).decode("utf-8", "replace")
+    except OSError as error:
+        raise InvalidValueError(f"script {script!r} cannot be read: {error.strerror or error}") from error
+
+
+def _is_sendable(value: str | None) -> bool:
+    """Set, and no bytes in it that are no text."""
+    return bool(value) and value is not None and value.isprintable()

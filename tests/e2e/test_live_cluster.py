@@ -1,0 +1,229 @@
+"""Jobs share a machine: real server, real steward, real replicas. Then every part of it is killed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.e2e.cluster import LiveCluster
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+
+
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[LiveCluster]:
+    made = LiveCluster(tmp_path).start()
+    yield made
+    made.stop()
+
+
+def test_jobs_grow_and_shrink_in_place_and_all_learn(cluster: LiveCluster) -> None:
+    digits = [EXAMPLES / "digits.py", "--emulate-device", 3, "--epochs"]
+    long = cluster.submit(*digits, 16, name="long")
+    short = cluster.submit(*digits, 5, name="short")
+    cluster.until_replicas("short", 2)
+    shared = cluster.until_replicas("long", 2)
+    pids = set(cluster.pids("long").values())
+    assert len(pids) == 2 and all(psutil.pid_exists(pid) for pid in pids)
+
+    assert short.wait(90) == "succeeded", cluster.story("short")
+    grown = cluster.until_replicas("long", 3, 4)
+    most = set(cluster.pids("long").values())
+    assert pids < most  # the same processes, and more
+
+    late = cluster.submit(*digits, 4, name="late")
+    cluster.until_replicas("late", 1, 2)
+    shrunk = cluster.until_replicas("long", 1, 2)
+    assert set(cluster.pids("long").values()) < most
+    assert shrunk["generation"] > grown["generation"] > shared["generation"]
+
+    for job in (late, long):
+        assert job.wait(120) == "succeeded", cluster.story(job.name)
+    for job in (short, late, long):
+        assert job.result().metrics["accuracy"] > 0.93, cluster.story(job.name)
+    reports = long.reports()
+    by_replicas = {count: [r for r in reports if r["num_replicas"] == count] for count in (1, 2, 3, 4)}
+    assert {r["total_batch"] for r in reports} != {32}  # re-batched on the way
+    gains = {round(r["gain"], 6) for r in reports if r["total_batch"] > 32}
+    assert gains and min(gains) > 1  # and learnt more from a step, by which the learning rate goes
+    assert by_replicas[1] and by_replicas[2] and (by_replicas[3] or by_replicas[4])
+    for job in (short, late, long):
+        assert job.describe()["lost_share"] < 0.2
+
+
+def test_a_killed_server_changes_nothing_for_the_jobs(cluster: LiveCluster) -> None:
+    for name in ("one", "two"):
+        cluster.submit_ledger(name, epochs=30, step_s=0.1, min_replicas=2)
+    cluster.submit_ledger("three", epochs=1, after=("one",))
+    for name in ("one", "two"):
+        cluster.until_replicas(name, 2)
+    pids = {name: set(cluster.pids(name).values()) for name in ("one", "two")}
+    cluster.kill_server()
+    trace = cluster.folder / "one-trace"
+    seen = sum(len(path.read_text().splitlines()) for path in trace.iterdir())
+    cluster.until(
+        lambda: sum(len(path.read_text().splitlines()) for path in trace.iterdir()) > seen + 20,
+        "steps without a server",
+    )
+    cluster.start()
+    for name in ("one", "two"):
+        cluster.until_replicas(name, 2)
+        assert set(cluster.pids(name).values()) == pids[name]
+        cluster.hurry(name)
+    cluster.hurry("three")
+    for name in ("one", "two", "three"):
+        assert cluster.until_over(name) == "succeeded", cluster.story(name)
+        cluster.check_ledger(name, 1 if name == "three" else 30)
+        starts = [t for t in cluster.client.job(name).describe()["transitions"] if t["source"] == "pending"]
+        assert len(starts) == 1
+    before, after = (cluster.client.job(name).view() for name in ("one", "three"))
+    assert after["started_at"] > before["finished_at"] - 1
+
+
+@pytest.mark.parametrize("delay_s", [0.0, 0.15, 0.6, 1.5])
+def test_a_server_killed_at_any_moment_loses_nothing(cluster: LiveCluster, delay_s: float) -> None:
+    cluster.submit_ledger("one")
+    cluster.submit_ledger("two")
+    time.sleep(delay_s)  # before they start, while they start, while they grow
+    cluster.kill_server()
+    time.sleep(0.3)
+    cluster.start()
+    for name in ("one", "two"):
+        cluster.hurry(name)
+        assert cluster.until_over(name) == "succeeded", cluster.story(name)
+        cluster.check_ledger(name)
+
+
+def test_killed_replicas_are_replaced_and_the_survivors_go_on(cluster: LiveCluster) -> None:
+    cluster.submit_ledger("one", epochs=30, step_s=0.1, min_replicas=3)
+    cluster.until_replicas("one", 3, 4)
+    pids = cluster.pids("one")
+    os.kill(pids[1], signal.SIGKILL)
+    cluster.until(
+        lambda: len(alive := set(cluster.pids("one").values())) >= 3 and pids[1] not in alive, "a replacement"
+    )
+    assert pids[0] in cluster.pids("one").values()
+    for pid in cluster.pids("one").values():  # all at once: only the checkpoint is left
+        os.kill(pid, signal.SIGKILL)
+    cluster.until(lambda: cluster.pids("one") and pids[0] not in cluster.pids("one").values(), "a restart")
+    cluster.hurry("one")
+    assert cluster.until_over("one") == "succeeded", cluster.story("one")
+    cluster.check_ledger("one", 30)
+
+
+def test_killing_the_parent_of_all_replicas_is_survived(cluster: LiveCluster) -> None:
+    for name in ("one", "two"):
+        cluster.submit_ledger(name, epochs=30, step_s=0.1, min_replicas=2, max_restarts=0)
+    for name in ("one", "two"):
+        cluster.until_replicas(name, 2)
+    cluster.nursery.kill()
+    for name in ("one", "two"):
+        cluster.hurry(name)
+        assert cluster.until_over(name) == "succeeded", cluster.story(name)
+        cluster.check_ledger(name, 30)
+
+
+def test_killing_the_steward_is_survived(cluster: LiveCluster) -> None:
+    cluster.submit_ledger("one", epochs=30, step_s=0.1, min_replicas=3)
+    cluster.until_replicas("one", 3, 4)
+    pids = set(cluster.pids("one").values())
+    cluster.steward.kill()
+    cluster.until(lambda: cluster.client.job("one").view()["num_crashes"] == 1, "the loss seen")
+    cluster.until(lambda: not any(psutil.pid_exists(pid) for pid in pids), "replicas that end with it")
+    cluster.hurry("one")
+    assert cluster.until_over("one") == "succeeded", cluster.story("one")
+    cluster.check_ledger("one", 30)
+
+
+def test_a_script_that_raises_fails_with_its_traceback(cluster: LiveCluster) -> None:
+    script = cluster.folder / "raises.py"
+    script.write_text(
+        "from pollux import train\nrun = train.init()\n\n"
+        "def explode():\n    raise RuntimeError('no such luck')\n\nexplode()\n"
+    )
+    job = cluster.submit(script)
+    assert job.wait(60) == "failed"
+    detail = job.describe()
+    assert "RuntimeError: no such luck" in detail["failure"] and "in explode" in detail["failure"]
+    assert detail["exit_code"] == 1
+    shown = subprocess.run(
+        [sys.executable, "-m", "pollux.cli", "describe", "--data", cluster.data, job.name],
+        capture_output=True,
+        text=True,
+    )
+    assert shown.returncode == 0 and "RuntimeError: no such luck" in shown.stdout
+
+
+def test_a_plain_command_runs_with_torchruns_variables(cluster: LiveCluster) -> None:
+    script = cluster.folder / "plain.py"
+    script.write_text(
+        "import os, torch.distributed as dist, torch\n"
+        "dist.init_process_group('gloo')\n"
+        "x = torch.ones(1); dist.all_reduce(x)\n"
+        "print('sum', int(x), 'rank', os.environ['RANK'])\n"
+        "dist.destroy_process_group()\n"
+    )
+    job = cluster.submit(script, replicas=2)
+    assert job.wait(60) == "succeeded", cluster.story(job.name)
+    text = "".join(job.logs())
+    assert "sum 2 rank 0" in text and "sum 2 rank 1" in text
+
+
+def test_an_echo_in_an_array_is_not_interpreted_by_any_shell(cluster: LiveCluster) -> None:
+    jobs = cluster.client.submit(["echo", "$HOME; rm -rf $(pwd) `id` & | >x"], name="say", array="0-1")
+    assert isinstance(jobs, list)
+    for job in jobs:
+        assert job.wait(30) == "succeeded"
+        assert "$HOME; rm -rf $(pwd) `id` & | >x" in "".join(job.logs())
+
+
+@pytest.fixture
+def strict_cluster(tmp_path: Path) -> Iterator[LiveCluster]:
+    made = LiveCluster(tmp_path, grace_s=1.0, min_free_mib=4).start()
+    yield made
+    made.stop()
+
+
+def test_a_script_that_hangs_is_stopped_by_its_time_limit(strict_cluster: LiveCluster) -> None:
+    script = strict_cluster.folder / "hangs.py"
+    script.write_text(
+        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('deaf')\ntime.sleep(600)\n"
+    )
+    job = strict_cluster.submit(script, time_limit_s=2.0)
+    assert job.wait(30) == "failed"
+    assert "time limit of 2 s" in job.view()["reason"]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+def test_a_full_disk_pauses_the_job_and_nothing_is_lost(strict_cluster: LiveCluster) -> None:
+    disk = strict_cluster.data / "jobs"
+    disk.mkdir(exist_ok=True)
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", disk], capture_output=True, text=True)
+    if mounted.returncode:
+        pytest.skip(f"no disk can be mounted here: {mounted.stderr.strip()}")
+    try:
+        strict_cluster.submit_ledger("one", epochs=30, step_s=0.1, min_replicas=3)
+        strict_cluster.until_replicas("one", 3, 4)
+        with (disk / "filling").open("wb") as file, pytest.raises(OSError):
+            while True:
+                file.write(bytes(1 << 16))
+                file.flush()
+        view = strict_cluster.until(
+            lambda: (v := strict_cluster.client.job("one").view())["note"] and v, "a pause with its reason"
+        )
+        assert view["note"].startswith("paused") and "MiB" in view["note"] and view["state"] != "failed"
+        (disk / "filling").unlink()
+        strict_cluster.hurry("one")
+        assert strict_cluster.until_over("one") == "succeeded", strict_cluster.story("one")
+        strict_cluster.check_ledger("one", 30)
+        strict_cluster.stop()
+    finally:
+        subprocess.run(["umount", "-l", disk], check=True)

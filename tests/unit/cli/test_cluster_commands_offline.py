@@ -1,0 +1,387 @@
+"""The cluster commands where no server is needed: figures, tables, descriptions, and what is refused before sending."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+from typer.testing import CliRunner
+
+from pollux.cli import figures
+from pollux.cli.app import app
+from pollux.cli.describe import description, model_lines, speedup_table
+from pollux.cli.follow import exit_code
+from pollux.cli.job_table import batch, job_table
+from pollux.cli.up import arguments_of
+from pollux.jobs import OPTIONS
+
+runner = CliRunner()
+READING = (
+    ("ls",),
+    ("status",),
+    ("nodes",),
+    ("top", "--once"),
+    ("describe", "x"),
+    ("logs", "x"),
+    ("wait", "x"),
+    ("cancel", "x"),
+    ("drain", "x"),
+)
+ELASTIC = "from pollux import train\n"
+
+
+@pytest.fixture(autouse=True)
+def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name in ("POLLUX_URL", "POLLUX_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("POLLUX_DATA", str(tmp_path / "data"))
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def view(**changes: Any) -> dict[str, Any]:
+    return {
+        "name": "gpt",
+        "state": "running",
+        "submitted_at": 100.0,
+        "finished_at": None,
+        "reason": "",
+        "note": "",
+        "num_replicas": 2,
+        "total_batch": 256,
+        "device_batch": 64,
+        "accum_steps": 1,
+        "noise_scale": 1234.5,
+        "efficiency": 0.83,
+        "goodput": 12345.0,
+        "progress": 0.42,
+        **changes,
+    }
+
+
+def detail(**changes: Any) -> dict[str, Any]:
+    decision = {
+        "round": 7,
+        "at": 120.0,
+        "trigger": "job ended",
+        "before": 1,
+        "after": 2,
+        "speedup_before": 0.9,
+        "speedup_after": 1.7,
+        "move_factor": 0.95,
+        "note": "",
+        "fitness": 1.5,
+        "upper_bound": 1.6,
+    }
+    options = {"option_replicas": [1, 2, 4], "option_speedups": [1.0, 1.7, None]}
+    params = {"alpha_g": 0.01, "beta_g": 1e-3, "alpha_n": 1e-8, "beta_n": 1e-8, "alpha_r": 0.02, "beta_r": 0.001}
+    model = {"params": {**params, "gamma": 2.0}, "num_configurations": 3, "max_replicas": 2, "rmsle": 0.03}
+    return {
+        **view(),
+        "kind": "elastic",
+        "application": "",
+        "command": ["python", "my train.py"],
+        "cwd": "/w",
+        "started_at": 101.0,
+        "allocation": [["a", 2]],
+        "min_replicas": 1,
+        "max_replicas": 1 << 20,
+        "weight": 1.0,
+        "is_preemptible": True,
+        "num_restarts": 1,
+        "num_crashes": 0,
+        "exit_code": None,
+        "after": [],
+        "time_limit_s": None,
+        "epoch": 3,
+        "num_steps": 900,
+        "throughput": 15000.0,
+        "metrics": {"accuracy": 0.91234567},
+        "reported_at": 150.0,
+        "running_s": 50.0,
+        "lost_s": 1.0,
+        "lost_share": 0.02,
+        "remaining_s": 65.0,
+        "failure": "",
+        "models": {"cpu": model},
+        "decision": {**decision, **options},
+        "decisions": [decision],
+        "transitions": [{"at": 101.0, "source": "pending", "target": "starting", "reason": "start on a"}],
+        "resizes": [
+            {"generation": 2, "at": 120.0, "before": [["a", 1]], "after": [["a", 2]], "runs_at": 121.0, "took_s": 1.0}
+        ],
+        "replicas": [{"replica_id": "r0", "rank": 0, "node": "a", "slot": 0, "pid": 12, "state": "member"}],
+        "log_directory": "/w/logs",
+        **changes,
+    }
+
+
+def text_of(renderable: Any, width: int = 200) -> str:
+    console = Console(width=width, highlight=False)
+    with console.capture() as capture:
+        console.print(renderable)
+    return capture.get()
+
+
+# Figures --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (None, "-"),
+        (float("nan"), "-"),
+        (-3, "0s"),
+        (0, "0s"),
+        (0.0123, "12.3ms"),
+        (8.5e-5, "85µs"),
+        (0.42, "0.42s"),
+        (7.46, "7.5s"),
+        (9.96, "10s"),
+        (59.6, "1m00s"),
+        (65, "1m05s"),
+        (3599.7, "1h00m"),
+        (7400, "2h03m"),
+        (270000, "3d03h"),
+    ],
+)
+def test_durations(seconds: float | None, text: str) -> None:
+    assert figures.duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (None, "-"),
+        (0, "0"),
+        (0.01234, "0.0123"),
+        (7.5, "7.5"),
+        (99.97, "100"),
+        (9999, "9999"),
+        (9999.6, "10k"),
+        (12800, "12.8k"),
+        (999600, "1M"),
+        (3.21e6, "3.21M"),
+        (float("inf"), "-"),
+    ],
+)
+def test_numbers(value: float | None, text: str) -> None:
+    assert figures.number(value) == text
+
+
+def test_shares_and_rates() -> None:
+    assert [figures.share(value) for value in (None, 0, 0.0071, 0.42, 1)] == ["-", "0%", "0.7%", "42%", "100%"]
+    assert [figures.rate(value) for value in (None, 12.5)] == ["-", "12.5/s"]
+
+
+# Tables ---------------------------------------------------------------------------------------
+
+
+def test_the_job_table_has_a_row_per_job_and_all_columns() -> None:
+    text = text_of(job_table([view(), view(name="b", state="pending", num_replicas=0, reason="waiting for a")], 160.0))
+    header, first, second = text.splitlines()
+    for name in ("job", "state", "replicas", "batch", "noise scale", "efficiency", "goodput", "progress", "age"):
+        assert name in header
+    assert first.split() == ["gpt", "running", "2", "256", "=", "2×64×2", "1234", "83%", "12.3k/s", "42%", "1m00s"]
+    assert "waiting for a" in second
+
+
+def test_what_a_job_wrote_is_text_and_moves_no_cursor() -> None:
+    text = text_of(job_table([view(name="[red]x", state="failed", reason="bad \x1b[2J [bold]thing\nmore")], 160.0))
+    assert "[red]x" in text
+    assert "bad  [2J [bold]thing" in text
+    assert "\x1b" not in text
+    assert "more" not in text
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 140])
+def test_a_narrow_terminal_cuts_reasons_not_figures(width: int) -> None:
+    text = text_of(job_table([view(state="pending", reason="x" * 300)], 160.0, width=width), width)
+    assert len(text.splitlines()) == 2
+    assert all(len(line) <= width for line in text.splitlines())
+    if width >= 80:
+        assert "12.3k/s" in text
+
+
+def test_parts_of_a_batch_that_do_not_make_it_are_not_shown() -> None:
+    assert batch(view(num_replicas=4)) == "256"  # resized since the report
+    assert batch(view(num_replicas=1, total_batch=64, accum_steps=0)) == "64"
+    assert batch(view(total_batch=None)) == "-"
+
+
+# Descriptions ---------------------------------------------------------------------------------
+
+
+def test_a_description_says_why() -> None:
+    text = text_of(description(detail(), 160.0))
+    for part in (
+        "gpt  running",
+        "python 'my train.py'",
+        "elastic, replicas 1 or more, may be preempted",
+        "2 replicas: 2 on a",
+        "epoch 3, 900 steps, about 1m05s left",
+        "accuracy 0.912346",
+        "a pass takes 10ms and 1ms per example",
+        "gradients of 2 replicas on one node take 20ms",
+        "from 3 configurations, up to 2 replicas, off by a factor of 1.03",
+        "256: 64 per device, 2 passes a step",
+        "round 7 (job ended): 1 -> 2 replicas, speedup 0.9 -> 1.7",
+        "fitness 1.5, at most 1.6",
+        "1.0s lost, 2.0% of its time",
+        "pending -> starting  start on a",
+        "/w/logs",
+    ):
+        assert part in text, part
+    assert "across nodes" not in text  # nothing is known of that
+
+
+def test_the_chosen_speedup_is_marked() -> None:
+    table = speedup_table(detail()["decision"])
+    rows = text_of(table).splitlines()
+    assert [row.split() for row in rows[1:]] == [["1", "1", "before"], ["2", "1.7", "chosen"], ["4", "-"]]
+
+
+def test_a_failure_comes_with_its_traceback() -> None:
+    failure = "\n".join(["Traceback:", *(f"  line {n}" for n in range(100)), "ValueError: [bold]no"])
+    text = text_of(description(detail(state="failed", reason="exit code 1\nmore", failure=failure), 160.0))
+    assert "gpt  failed  exit code 1\n" in text
+    assert "ValueError: [bold]no" in text
+    assert "line 99" in text
+    assert "line 10\n" not in text
+    assert "lines before" in text
+
+
+def test_a_job_of_which_nothing_is_known_can_be_described() -> None:
+    unknown = dict.fromkeys(("reported_at", "progress", "goodput", "started_at", "lost_s", "lost_share", "cwd"))
+    empty = {"models": {}, "decision": None, "decisions": [], "resizes": [], "transitions": [], "replicas": []}
+    text = text_of(description(detail(**unknown, **empty, allocation=[], state="pending", reason="waiting"), 160.0))
+    assert "gpt  pending  waiting" in text
+    assert "no decision was made" in text
+    assert list(model_lines({})) == [text.splitlines()[text.splitlines().index("Model") + 1].strip()]
+
+
+@pytest.mark.parametrize(
+    ("state", "code", "expected"),
+    [("succeeded", None, 0), ("failed", 3, 3), ("failed", -9, 137), ("failed", None, 1), ("cancelled", 0, 1)],
+)
+def test_exit_codes(state: str, code: int | None, expected: int) -> None:
+    assert exit_code({"state": state, "exit_code": code}) == expected
+
+
+# Refused --------------------------------------------------------------------------------------
+
+
+def assert_refused(arguments: list[str], *words: str) -> None:
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.startswith("error: ")
+    assert result.stderr.count("\n") == 1
+    for word in words:
+        assert word in result.stderr
+
+
+@pytest.mark.parametrize("arguments", READING, ids=lambda arguments: arguments[0])
+def test_no_server(arguments: tuple[str, ...], nowhere: Path) -> None:
+    assert_refused(list(arguments), "no Pollux server runs", str(nowhere / "data"), "pollux up")
+
+
+def test_a_server_that_was_killed_is_no_server(nowhere: Path) -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait(30)
+    (nowhere / "data").mkdir()
+    (nowhere / "data/server.json").write_text(json.dumps({"url": "http://127.0.0.1:9", "pid": ended.pid}))
+    assert_refused(["ls"], "no Pollux server runs")
+
+
+def test_a_missing_script_is_seen_before_anything_is_sent(nowhere: Path) -> None:
+    assert_refused(["submit", "--", "python", "train.py"], "'train.py' is not there", str(nowhere))
+    assert_refused(["run", "--", "python", "train.py"], "'train.py' is not there")
+
+
+@pytest.mark.parametrize("command", ["submit", "run"])
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--min-replicas", "4", "--max-replicas", "2"], ["min is above max"]),
+        (["--name", "a/b"], ["'a/b'", "a-b"]),
+        (["--replicas", "two"], ["--replicas", "'two'"]),
+        (["--weight", "nan"], ["weight"]),
+        (["--time-limit", "soon"], ["--time-limit"]),
+        (["--env", "RANK=1"], ["'RANK'"]),
+        (["--env", "A"], ["--env", "KEY=VALUE"]),
+        (["--cwd", "nowhere"], ["there is no"]),
+        (["--array", "9-0"], ["'9-0'"]),
+    ],
+    ids=lambda value: value[0].lstrip("-") if isinstance(value, list) else None,
+)
+def test_options_that_cannot_be(command: str, options: list[str], words: list[str], nowhere: Path) -> None:
+    script = nowhere / "train.py"
+    script.write_text(ELASTIC)
+    assert_refused([command, *options, "--", "python", str(script)], *words)
+
+
+def test_a_bad_header_is_named_with_its_line(nowhere: Path) -> None:
+    (nowhere / "train.py").write_text("#!/usr/bin/env python\n#POLLUX --max-replica 2\n" + ELASTIC)
+    assert_refused(["submit", "--", "python", "train.py"], "train.py, line 2", "--max-replicas")
+
+
+def test_odd_servers() -> None:
+    for url in ("localhost:7077", "http://", "http://127.0.0.1:99999", "http://[::1", "ftp://a", "http://a\n"):
+        assert_refused(["ls", "--server", url], "a URL is needed")
+    assert_refused(["ls", "--server", "http://127.0.0.1:9"], "no token")
+    assert_refused(["ls", "--state", "runing"], "Did you mean 'running'?")
+    assert_refused(["up", "--policy", "polux"], "Did you mean 'pollux'?")
+    assert_refused(["wait", "x", "--timeout", "soon"], "'soon'")
+
+
+def test_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("POLLUX_TOKEN", "x" * 20)
+    assert_refused(["ls", "--server", "http://127.0.0.1:9"], "no Pollux server answers at http://127.0.0.1:9")
+
+
+# The command itself ---------------------------------------------------------------------------
+
+
+def test_every_option_of_a_job_is_one_of_the_command() -> None:
+    for command in ("submit", "run"):
+        shown = runner.invoke(app, [command, "--help"], env={"COLUMNS": "200"}).stdout
+        for option in OPTIONS:
+            assert f"--{option.name}" in shown
+            if option.type == "flag":
+                assert f"--no-{option.name}" in shown
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts(shell: str) -> None:
+    result = runner.invoke(app, ["--show-completion", shell], prog_name="pollux")
+    assert result.exit_code == 0, result.output
+    assert "_POLLUX_COMPLETE" in result.stdout
+
+
+def test_completion_of_jobs_is_silent_without_a_server() -> None:
+    env = {"_POLLUX_COMPLETE": "complete_bash", "COMP_WORDS": "pollux describe ", "COMP_CWORD": "2"}
+    result = runner.invoke(app, [], prog_name="pollux", env=env)
+    assert (result.exit_code, result.output.strip()) == (0, "")
+
+
+def test_a_detached_server_is_started_with_the_same_settings(nowhere: Path) -> None:
+    from pollux.server.service import ServiceConfig
+
+    config = ServiceConfig(data_directory=nowhere, port=0, slots=3, policy="fifo", interval_s=5.0)
+    words = arguments_of(config)
+    given = dict(zip(words[1::2], words[2::2], strict=True))
+    assert words[0] == "up"
+    assert given == {
+        "--data": str(nowhere),
+        "--host": "127.0.0.1",
+        "--port": "0",
+        "--slots": "3",
+        "--policy": "fifo",
+        "--interval": "5.0",
+    }

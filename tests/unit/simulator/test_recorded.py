@@ -1,0 +1,210 @@
+"""Recorded jobs run again: hand-made records whose completion times are known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from pollux.errors import InvalidValueError, SimulationError
+from pollux.simulator.recorded import STATIC, Recording, compare_recording, read_recording, replay
+
+INITIAL = 32
+PASS_S, EXAMPLE_S, SYNC_S = 0.02, 0.002, 0.004
+START_S = 3.0
+STEP_S = PASS_S + EXAMPLE_S * INITIAL  # of one replica at M0
+PHI = 400.0
+NODES = [{"num_slots": 4}]
+
+
+def timings(max_replicas: int = 4) -> list[list[float]]:
+    rows = []
+    for replicas in range(1, max_replicas + 1):
+        for device_batch in (8, 16, 32, 64, 128):
+            grad_s = PASS_S + EXAMPLE_S * device_batch
+            rows.append([1, replicas, device_batch, grad_s, grad_s + (SYNC_S if replicas > 1 else 0.0), 10])
+    return rows
+
+
+def report(at: float, progress: float, work: float, **others: Any) -> dict[str, Any]:
+    return {
+        "at": at,
+        "batch": {"initial": INITIAL, "maximum": 512, "device_min": 8, "device_max": 256, "minimum": INITIAL},
+        "accelerator": "cpu",
+        "num_replicas": 1,
+        "num_steps": round(progress * work),
+        "progress": progress,
+        "remaining_examples": (1 - progress) * work * INITIAL,
+        "stalled_s": 0.0,
+        "total_batch": INITIAL,
+        "noise_scale": PHI,
+        "efficiency": 1.0,
+        "gain": 1.0,
+        "goodput": 300.0,
+        "timings": timings() if progress == 0 else [],
+        **others,
+    }
+
+
+def reports_of(job: dict[str, Any], work: float, **others: Any) -> list[dict[str, Any]]:
+    begin, end = job["submitted_at"], job["finished_at"]
+    return [report(begin + (end - begin) * step / 10, step / 10, work, **others) for step in range(11)]
+
+
+def job(name: str, submitted_at: float, finished_at: float, **others: Any) -> dict[str, Any]:
+    return {
+        "name": name,
+        "sequence": round(submitted_at),
+        "state": "succeeded",
+        "submitted_at": submitted_at,
+        "finished_at": finished_at,
+        "min_replicas": 1,
+        "max_replicas": 1 << 20,
+        "weight": 1.0,
+        "is_preemptible": True,
+        "num_restarts": 0,
+        "gpu_s": finished_at - submitted_at,
+        "lost_share": 0.01,
+        "metrics": {"accuracy": 0.98},
+        "resizes": [
+            {"at": submitted_at, "before": [], "after": [["here", 1]], "runs_at": None, "took_s": START_S},
+        ],
+        "transitions": [],
+        **others,
+    }
+
+
+def recording(*jobs: dict[str, Any], work: float = 1000, slots: int = 4) -> Recording:
+    reports = {entry["name"]: reports_of(entry, work) for entry in jobs}
+    return read_recording(jobs, reports, [{"num_slots": slots}], interval_s=2.0)
+
+
+def jct_s(result: Any) -> dict[str, float]:
+    return {entry.name: entry.jct_s for entry in result.jobs}
+
+
+def test_static_shares_take_as_long_as_the_steps_do():
+    crowd = [job(name, 1e6 + delay, 1e6 + delay + 100) for name, delay in (("a", 0), ("b", 1), ("c", 2), ("d", 3))]
+    found = recording(*crowd)
+    assert found.static_share == 1
+    result = replay(found, "fifo")
+    assert jct_s(result) == pytest.approx(dict.fromkeys("abcd", START_S + 1000 * STEP_S), rel=0.02)
+
+
+def test_static_shares_never_change_and_latecomers_wait_their_turn():
+    crowd = [job(name, delay, delay + 100) for name, delay in (("a", 0), ("b", 1), ("c", 2))]
+    comparison = compare_recording(recording(*crowd, slots=2))
+    alone_s = START_S + 1000 * STEP_S
+    assert jct_s(comparison.static) == pytest.approx({"a": alone_s, "b": alone_s, "c": 2 * alone_s - 2}, rel=0.02)
+    for entry in comparison.static.jobs:
+        assert [replicas for _, _, replicas in entry.allocations] == [1]
+
+
+def test_a_share_of_several_slots_is_kept_when_others_end():
+    short, long = job("short", 0, 30), job("long", 1, 100)
+    reports = {"short": reports_of(short, 100), "long": reports_of(long, 1000)}
+    found = read_recording([short, long], reports, NODES, interval_s=2.0)
+    assert found.static_share == 2
+    outcome = {entry.name: entry for entry in replay(found, "fifo").jobs}
+    assert [replicas for _, _, replicas in outcome["long"].allocations] == [2]
+    halved_s = PASS_S + EXAMPLE_S * INITIAL / 2 + SYNC_S  # the batch stays as the user tuned it
+    assert outcome["long"].jct_s == pytest.approx(START_S + 1000 * halved_s, rel=0.02)
+
+
+def test_pollux_grows_a_lone_job_and_its_batch():
+    comparison = compare_recording(recording(job("a", 0, 100)))
+    assert max(replicas for _, _, replicas in comparison.simulated.jobs[0].allocations) == 4
+    # With all slots from the start a static share loses only by its batch; the record is this test's invention.
+    assert comparison.simulated.avg_jct_s < comparison.static.avg_jct_s
+    assert comparison.static.policy == STATIC
+    assert comparison.simulated.efficiency_mean < comparison.static.efficiency_mean == 1.0
+
+
+def test_the_record_itself_becomes_a_result():
+    moves = [
+        {"at": 50.0, "before": [], "after": [["here", 1]], "runs_at": 53.0, "took_s": START_S},
+        {"at": 60.0, "before": [["here", 1]], "after": [["here", 3]], "runs_at": 61.0, "took_s": 1.0},
+        {"at": 90.0, "before": [], "after": [["here", 2]], "runs_at": 93.0, "took_s": START_S},
+    ]
+    entry = job(
+        "a",
+        50.0,
+        150.0,
+        resizes=moves,
+        transitions=[{"at": 80.0, "source": "stopping", "target": "pending"}],
+        gpu_s=190,
+    )
+    reports = reports_of(entry, 1000)
+    reports[-1]["stalled_s"] = 0.8
+    comparison = compare_recording(read_recording([entry], {"a": reports}, NODES))
+    outcome = comparison.recorded.jobs[0]
+    assert outcome.jct_s == 100
+    assert outcome.allocations == ((0.0, 10.0, 1), (10.0, 30.0, 3), (40.0, 100.0, 2))
+    # One resize, two starts. It stood still for 0.8 s, and two of three replicas were missing for a second.
+    assert comparison.recording.config.resize_s == pytest.approx(0.8 + 2 / 3)
+    assert comparison.recording.config.start_s == START_S
+    assert comparison.recorded.series.gpus[0] == 1
+    assert comparison.fidelity == pytest.approx(abs(comparison.simulated.avg_jct_s / 100 - 1))
+
+
+def test_the_noise_scale_follows_progress():
+    entry = job("a", 0, 100)
+    reports = reports_of(entry, 1000)
+    for number, one in enumerate(reports):
+        one["noise_scale"] = None if number == 0 else 100.0 * number
+    application = read_recording([entry], {"a": reports}, NODES).jobs[0].application
+    phis = [INITIAL * application.gradient(stage, INITIAL).var for stage in range(application.num_epochs)]
+    assert phis[0] == pytest.approx(100)  # the first that is known
+    assert phis[20] == pytest.approx(100 * 10 * 20.5 / 40)
+    assert phis[-1] == pytest.approx(100 * 10 * 39.5 / 40)
+
+
+def test_work_is_counted_by_steps_where_nobody_said_what_is_left():
+    entry = job("a", 0, 100)
+    reports = reports_of(entry, 1000, remaining_examples=None)
+    for one in reports[6:]:
+        one |= {"total_batch": 64, "gain": 1.5}
+    reports.insert(8, {**reports[7], "num_steps": 500})  # back to a checkpoint
+    work = read_recording([entry], {"a": reports}, NODES).jobs[0].application
+    assert work.epoch_end(work.num_epochs - 1) == pytest.approx(500 + 500 * 1.5)
+
+
+def test_jobs_that_cannot_be_simulated_are_left_out_and_named():
+    good, failed, silent, short = (
+        job("good", 0, 9),
+        job("failed", 1, 9, state="failed"),
+        job("silent", 2, 9),
+        job("s", 3, 9),
+    )
+    reports = {
+        "good": reports_of(good, 100),
+        "failed": reports_of(failed, 100),
+        "s": reports_of(short, 100, timings=[]),
+    }
+    found = read_recording([good, failed, silent, short], reports, NODES)
+    assert [entry.name for entry in found.jobs] == ["good"]
+    assert "failed" in found.left_out["failed"]
+    assert "no reports" in found.left_out["silent"]
+    assert "too short" in found.left_out["s"]
+
+
+def test_nothing_to_simulate_is_said():
+    with pytest.raises(SimulationError, match="silent: it sent no reports"):
+        read_recording([job("silent", 0, 9)], {}, NODES)
+    with pytest.raises(SimulationError, match="there are none"):
+        read_recording([], {}, NODES)
+
+
+@pytest.mark.parametrize("broken", [{"name": "a"}, {**job("a", 0, 9), "resizes": None}, 7])
+def test_a_record_of_another_form_is_refused(broken):
+    with pytest.raises(InvalidValueError, match="cannot be read"):
+        read_recording([broken], {}, NODES)
+
+
+def test_nodes_that_differ_become_equal_ones():
+    found = read_recording(
+        [job("a", 0, 9)], {"a": reports_of(job("a", 0, 9), 100)}, [{"num_slots": 4}, {"num_slots": 2}]
+    )
+    assert (found.config.num_nodes, found.config.gpus_per_node) == (1, 4)
+    with pytest.raises(InvalidValueError, match="at least one node"):
+        read_recording([job("a", 0, 9)], {}, [])

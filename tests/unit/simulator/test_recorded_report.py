@@ -1,0 +1,77 @@
+"""The page of recorded jobs: each job is on it, with what it told, whatever it is called."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+
+from pollux.simulator.recorded import RECORDED, SIMULATED, STATIC, Comparison, compare_recording, read_recording
+from pollux.simulator.recorded_report import recording_report
+from tests.unit.simulator.test_recorded import NODES, job, reports_of
+
+pytest.importorskip("plotly")
+
+EVIL = '<script>alert("x")</script>&<b>'
+
+
+def made(*names: str, **others: Any) -> Comparison:
+    jobs = [job(name, number * 5.0, 100.0 + number, **others) for number, name in enumerate(names)]
+    jobs.append(job(f"failed {EVIL}", 50.0, 60.0, state="failed"))
+    reports = {entry["name"]: reports_of(entry, 1000) for entry in jobs}
+    rounds = [
+        {"at": 1.0, "fitness_before": 0.1, "fitness": 0.5, "upper_bound": 0.5, "decision_s": 0.002, "changes": [1]},
+        {"at": 9.0, "fitness_before": None, "fitness": None, "upper_bound": None, "decision_s": 0.01, "changes": []},
+    ]
+    return compare_recording(read_recording(jobs, reports, NODES, rounds=rounds, interval_s=2.0))
+
+
+def page(comparison: Comparison, note: str = "a note") -> str:
+    """Without plotly's own four megabytes."""
+    text = recording_report(comparison, title="a title", note=note, command="pollux demo")
+    start = text.index("<script>", text.index("</main>"))
+    return text[:start] + text[text.index('<script type="application/json"') :]
+
+
+def figures(text: str) -> dict[str, Any]:
+    found = re.search(r'<script type="application/json" id="figures">(.*?)</script>', text, re.DOTALL)
+    assert found is not None
+    data: dict[str, Any] = json.loads(found[1])
+    return data
+
+
+def test_every_job_has_a_row_and_a_line_in_each_figure():
+    text = page(made("a", "b"))
+    found = figures(text)
+    for name in ("batch", "noise", "goodput", "efficiency"):
+        assert [trace["name"] for trace in found[f"jobs-{name}"]["data"]] == ["a", "b"]
+        assert f'id="jobs-{name}"' in text
+    assert found["jobs-noise"]["data"][0]["y"] == [400.0] * 11
+    assert found["jobs-batch"]["data"][1]["x"][0] == pytest.approx(5 / 60, abs=1e-4)  # minutes
+    for policy in (RECORDED, STATIC, SIMULATED):
+        assert policy in text
+    assert [trace["name"] for trace in found["w0-gpus"]["data"]] == [RECORDED, STATIC, "all slots"]
+    assert "Slots in use" in text
+    assert "accuracy 0.98" in text
+    assert "4 slots" in text and "GPU" not in text.split("Repeat it")[0]
+
+
+def test_decisions_are_those_that_were_made_live():
+    comparison = made("a")
+    assert comparison.recorded.rounds == 2
+    assert comparison.recorded.decisions.fitness == (0.5,)
+    assert comparison.recorded.decision_s.max == 0.01
+
+
+def test_the_few_jobs_of_a_recording_are_named_in_the_chart_of_who_held_what():
+    assert figures(page(made("a", "b")))["w0-gantt0"]["layout"]["yaxis"]["ticktext"] == ["a", "b"]
+
+
+def test_names_metrics_and_notes_cannot_put_code_on_the_page():
+    text = page(made(f"job {EVIL}", metrics={EVIL: 1.5}), note=EVIL)
+    assert EVIL not in text
+    assert "<script>alert" not in text
+    assert text.count("&lt;script&gt;alert") >= 3
+    assert "is left out of the simulations" in text

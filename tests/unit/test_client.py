@@ -1,0 +1,340 @@
+"""``pollux.Client`` against a real server: the verbs, futures, errors, and restarts of the server in between."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import pollux
+from pollux.client import Client, Job, make_request
+from pollux.client.address import find_address, is_alive
+from pollux.errors import (
+    AccessDeniedError,
+    InvalidValueError,
+    JobCancelledError,
+    JobFailedError,
+    ServerError,
+    ServerNotFoundError,
+    UnknownNameError,
+)
+from pollux.jobs import JobRequest
+from pollux.server.service import Service
+from tests.unit.live_server import WAIT_S, config_of, eventually, live_server, nobody_works_in
+
+PYTHON = sys.executable
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    with live_server(tmp_path_factory.mktemp("client") / "data") as service:
+        yield service
+
+
+@pytest.fixture
+def client(service: Service) -> Iterator[Client]:
+    with Client(url=service.url, token=service.token) as client:
+        yield client
+
+
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    for name in ("POLLUX_URL", "POLLUX_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("POLLUX_DATA", str(tmp_path / "no-data"))
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    nobody_works_in(tmp_path)
+
+
+def submit(client: Client, code: str, **options: object) -> Job:
+    job = client.submit([PYTHON, "-c", code], **options)
+    assert isinstance(job, Job)
+    return job
+
+
+# Jobs -----------------------------------------------------------------------------------------
+
+
+def test_a_job_is_a_future(client: Client, here: Path) -> None:
+    job = submit(client, "print('done')", name="future")
+    result = job.result(WAIT_S)
+    assert (result.name, result.exit_code) == (job.name, 0)
+    assert result.finished_at is not None
+    assert result.submitted_at <= result.finished_at
+    assert job.is_done
+    assert job.state == "succeeded"
+    assert list(job.logs()) == ["done"]
+    assert job.describe()["request"]["command"] == [PYTHON, "-c", "print('done')"]
+    assert job.reports() == []
+    assert client.job(job.name).view()["state"] == "succeeded"
+
+
+def test_a_failed_job_raises_with_its_failure(client: Client, here: Path) -> None:
+    job = submit(client, "import sys; print('oh no', file=sys.stderr); sys.exit(3)", max_restarts=0)
+    with pytest.raises(JobFailedError) as caught:
+        job.result(WAIT_S)
+    assert (caught.value.job, caught.value.exit_code) == (job.name, 3)
+    assert "3" in caught.value.reason
+
+
+def test_a_cancelled_job_raises_and_cancelling_twice_is_no_error(client: Client, here: Path) -> None:
+    job = submit(client, "import time; time.sleep(600)")
+    eventually(lambda: job.state == "running", "the job runs")
+    job.cancel("not needed")
+    with pytest.raises(JobCancelledError, match="not needed"):
+        job.result(WAIT_S)
+    assert job.cancel()["state"] == "cancelled"
+
+
+def test_waiting_ends_in_time(client: Client, here: Path) -> None:
+    job = submit(client, "import time; time.sleep(600)")
+    begun_at = time.monotonic()
+    with pytest.raises(TimeoutError, match=job.name):
+        job.wait(0.5)
+    with pytest.raises(TimeoutError):
+        job.result(0)
+    assert 0.5 <= time.monotonic() - begun_at < 20
+    job.cancel()
+    assert job.wait(WAIT_S) == "cancelled"
+
+
+def test_an_array_is_a_list(client: Client, here: Path) -> None:
+    code = "import os; print(os.environ['POLLUX_ARRAY_INDEX'])"
+    jobs = client.submit([PYTHON, "-c", code], name="many", array="1,3")
+    assert isinstance(jobs, list)
+    assert [job.wait(WAIT_S) for job in jobs] == ["succeeded", "succeeded"]
+    assert [list(job.logs()) for job in jobs] == [["1"], ["3"]]
+    one = client.submit([PYTHON, "-c", code], array="7")
+    assert isinstance(one, list)
+    assert len(one) == 1
+    one[0].wait(WAIT_S)
+
+
+def test_a_request_is_sent_as_it_is(client: Client, here: Path) -> None:
+    request = JobRequest(command=("true",), kind="fixed", name="ready", cwd=str(here), env={"A": "1"})
+    job = client.submit(request)
+    assert isinstance(job, Job)
+    assert job.describe()["request"]["env"] == {"A": "1"}
+    job.wait(WAIT_S)
+    with pytest.raises(InvalidValueError, match="name"):
+        client.submit(request, name="other")
+
+
+def test_jobs_are_listed_in_pages_and_by_state(client: Client, here: Path) -> None:
+    waiting = submit(client, "pass", replicas=99, name="too-large")
+    later = [submit(client, "pass", after=[waiting.name], name="later") for _ in range(3)]
+    pending = [job.name for job in client.jobs(["pending"])]
+    assert pending[-4:] == [waiting.name, *(job.name for job in later)]
+    assert [job.name for job in client.jobs(["pending"], 2, newest_first=True)] == [later[2].name, later[1].name]
+    assert client.jobs(["pending"], 0) == []
+    assert "99" in waiting.view()["reason"]
+    assert waiting.name in later[0].view()["reason"]
+    waiting.cancel()
+    assert [job.wait(WAIT_S) for job in later] == ["cancelled"] * 3
+
+
+def test_logs_are_followed_by_stream(client: Client, here: Path) -> None:
+    code = "import sys, time\nfor n in range(3):\n print(n, flush=True); print(-n, file=sys.stderr, flush=True)"
+    job = submit(client, code + "; time.sleep(0.2)")
+    assert list(job.logs(follow=True, stream="out")) == ["0", "1", "2"]
+    assert list(job.logs(stream="err")) == ["0", "-1", "-2"]
+    assert list(job.logs(stream="out", tail=1)) == ["2"]
+    assert {file["stream"] for file in job.log_files()} == {"out", "err"}
+
+
+# Errors ---------------------------------------------------------------------------------------
+
+
+def test_an_unknown_job_is_answered_with_the_nearest(client: Client, here: Path) -> None:
+    job = submit(client, "pass", name="digits-large")
+    with pytest.raises(UnknownNameError, match=f"Did you mean '{job.name}'"):
+        client.job("digits-larg")
+    job.wait(WAIT_S)
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "a/../b", "x" * 3000, "ü \n", "%2e%2e", "a?limit=1#x"])
+def test_odd_names(client: Client, name: str) -> None:
+    with pytest.raises((InvalidValueError, UnknownNameError)):
+        client.job(name)
+
+
+def test_the_wrong_token(service: Service) -> None:
+    with Client(url=service.url, token="x" * 30) as stranger, pytest.raises(AccessDeniedError):
+        stranger.status()
+
+
+def test_nothing_is_sent_for_a_script_that_is_not_there(client: Client, here: Path) -> None:
+    before = len(client.jobs())
+    with pytest.raises(InvalidValueError, match=r"'train\.py' is not there"):
+        client.submit(["python", "train.py"])
+    with pytest.raises(InvalidValueError, match="list of words"):
+        client.submit("python train.py")
+    with pytest.raises(InvalidValueError, match="unknown field"):
+        client.submit(["true"], max_replica=2)
+    assert len(client.jobs()) == before
+
+
+# The cluster ----------------------------------------------------------------------------------
+
+
+def test_status_nodes_and_rounds(client: Client, service: Service, here: Path) -> None:
+    status = client.status()
+    assert (status["num_slots"], status["version"]) == (4, pollux.__version__)
+    assert status["data_directory"] == str(service.config.data_directory)
+    (node,) = client.nodes()
+    assert node["num_slots"] == 4
+    submit(client, "pass").wait(WAIT_S)
+    rounds = client.rounds(limit=2)
+    assert rounds
+    assert [found["id"] for found in client.rounds(since=rounds[0]["id"] - 1, limit=1)] == [rounds[0]["id"]]
+
+
+def test_a_drained_node_takes_no_jobs(client: Client, here: Path) -> None:
+    (node,) = client.nodes()
+    try:
+        assert client.drain(node["name"])["is_draining"] is True
+        job = submit(client, "pass")
+        with pytest.raises(TimeoutError):
+            job.wait(0.5)
+    finally:
+        assert client.undrain(node["name"])["is_draining"] is False
+    assert job.wait(WAIT_S) == "succeeded"
+    with pytest.raises(UnknownNameError):
+        client.drain("nowhere")
+
+
+# Finding the server ---------------------------------------------------------------------------
+
+
+def test_where_the_server_is_looked_for(service: Service, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = service.config.data_directory
+    with pytest.raises(ServerNotFoundError, match=r"no-data; start one: pollux up"):
+        Client()
+    assert find_address(None, None, directory).url == service.url
+    monkeypatch.setenv("POLLUX_DATA", str(directory))
+    with pollux.Client() as client:
+        assert client.status()["num_slots"] == 4
+    monkeypatch.setenv("POLLUX_URL", "http://127.0.0.1:9/")
+    monkeypatch.setenv("POLLUX_TOKEN", "secret")
+    found = find_address(None, None, None)
+    assert (found.url, found.token) == ("http://127.0.0.1:9", "secret")
+    assert find_address(None, None, directory).url == service.url  # said is stronger than set
+    assert "secret" not in repr(found)
+
+
+def test_nobody_listens_there() -> None:
+    with (
+        Client(url="http://127.0.0.1:9", token="x") as client,
+        pytest.raises(ServerNotFoundError, match=r"127\.0\.0\.1:9"),
+    ):
+        client.status()
+
+
+def test_a_closed_client_says_so(service: Service) -> None:
+    client = Client(url=service.url, token=service.token)
+    client.close()
+    with pytest.raises(ServerError, match="closed"):
+        client.status()
+    with pytest.raises(ServerError, match="closed"):
+        list(Job(client, "x").logs())
+
+
+def test_processes_that_ended_are_not_alive() -> None:
+    process = subprocess.Popen([PYTHON, "-c", ""])
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)  # ended, and nobody has asked for its code
+    assert not is_alive(process.pid)
+    process.wait(10)
+    assert not is_alive(process.pid)
+    assert is_alive(os.getpid())
+    assert not is_alive(None)
+
+
+def test_whoever_waits_survives_a_restart_of_the_server(here: Path) -> None:
+    directory, go_on = here / "data", here / "go-on"
+    code = f"import os, time\nprint('begun', flush=True)\nwhile not os.path.exists({str(go_on)!r}): time.sleep(0.05)"
+    lines: list[str] = []
+    states: list[str] = []
+    with Service(config_of(directory)) as first, Client(data_directory=directory) as client:
+        job = submit(client, f"{code}\nprint('ended', flush=True)", name="restart")
+        waiter = threading.Thread(target=lambda: states.append(job.wait(WAIT_S)))
+        reader = threading.Thread(target=lambda: lines.extend(job.logs(follow=True)))
+        waiter.start()
+        reader.start()
+        eventually(lambda: lines == ["begun"], "the first line")
+        first.stop(keeps_jobs=True)
+        with pytest.raises(ServerNotFoundError):
+            Client(data_directory=directory)
+        with Service(config_of(directory)):
+            go_on.touch()
+            waiter.join(WAIT_S)
+            reader.join(WAIT_S)
+            assert states == ["succeeded"]
+            assert lines == ["begun", "ended"]
+
+
+def test_waiting_for_a_server_that_does_not_come_back_ends(here: Path) -> None:
+    directory = here / "data"
+    with Service(config_of(directory)) as service, Client(data_directory=directory, patience_s=1.0) as client:
+        job = submit(client, "pass", replicas=99)
+        service.stop()
+        with pytest.raises(TimeoutError):
+            job.wait(0.2)
+        with pytest.raises(ServerNotFoundError):
+            job.wait(60.0)
+
+
+# Requests -------------------------------------------------------------------------------------
+
+
+def test_a_request_has_the_headers_directory_and_environment_of_its_script(
+    here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/lib/of/mine")
+    monkeypatch.setenv("PATH", "/bin:/usr/bin")
+    monkeypatch.delenv("CONDA_PREFIX", raising=False)
+    script = here / "train.py"
+    script.write_text("#POLLUX --max-replicas 2 --env PATH=/mine --name header\nfrom pollux import train\n")
+    request = make_request(["python", script], {"name": "typed", "env": {"A": "1"}})
+    assert (request.kind, request.name, request.max_replicas) == ("elastic", "typed", 2)
+    assert request.cwd == str(here)
+    assert request.env["PATH"] == "/mine"
+    assert request.env["PYTHONPATH"] == "/lib/of/mine"
+    assert request.env["A"] == "1"
+    assert "CONDA_PREFIX" not in request.env
+    (here / "sub").mkdir()
+    assert make_request(["true"], {"cwd": "sub"}).cwd == str(here / "sub")
+    with pytest.raises(InvalidValueError, match="is not there"):
+        make_request(["python", "train.py"], {"cwd": "sub"})
+
+
+def test_a_script_must_be_found_where_its_header_sends_it(here: Path) -> None:
+    (here / "sub").mkdir()
+    (here / "train.py").write_text(f"#POLLUX --cwd {here / 'sub'}\n")
+    with pytest.raises(InvalidValueError, match=r"is not there; it was looked for in .*sub"):
+        make_request(["python", "train.py"], {})
+    assert make_request(["python", str(here / "train.py")], {}).cwd == str(here / "sub")
+
+
+def test_importing_pollux_loads_no_httpx() -> None:
+    code = (
+        "import sys, pollux; assert 'httpx' not in sys.modules; assert 'Client' in dir(pollux);"
+        "pollux.Client; assert 'httpx' in sys.modules"
+    )
+    subprocess.run([PYTHON, "-c", code], check=True, timeout=60)
+    with pytest.raises(AttributeError, match="Clint"):
+        _ = pollux.Clint
+
+
+def test_without_httpx_it_is_said_what_to_install() -> None:
+    code = "import sys; sys.modules['httpx'] = None; import pollux; pollux.Client"
+    ended = subprocess.run([PYTHON, "-c", code], capture_output=True, text=True, timeout=60)
+    assert 'ImportError: pollux.Client needs httpx, which is not installed: pip install "pollux-scheduler[cli]"' in (
+        ended.stderr
+    )
