@@ -5,6 +5,9 @@
 Every replica notes the time of each step. *Stall*: the longest pause between two steps around the resize, less an
 ordinary step. *Total*: from the request to the first step of the new size. All in one run, on this machine; on a GPU
 one replica re-forms with itself (there is one device), and the start of a replica is timed up to its first CUDA step.
+
+*Live*: the same job in a live cluster of four slots, whose other jobs come and go; its total is from the scheduler's
+decision to the first step of the new size.
 """
 
 from __future__ import annotations
@@ -26,6 +29,8 @@ import torch
 from torch import nn
 
 from pollux import train
+from pollux.client import Client, Job
+from pollux.server.service import Service, ServiceConfig
 from pollux.train.launcher import LocalJob
 from pollux.train.nursery import ColdStarter, Nursery, Starter
 
@@ -154,6 +159,50 @@ def by_restart(folder: Path, width: int, sizes: list[int]) -> list[Row]:
     return rows
 
 
+def live(folder: Path, width: int) -> list[Row]:
+    """In a cluster whose policy shares equally: other jobs take slots and give them back."""
+    config = ServiceConfig(data_directory=folder / "data", port=0, slots=4, policy="equal", interval_s=1.0)
+    with Service(config) as service, Client(service.url, service.token) as client:
+        train_command = [sys.executable, __file__, "--train", str(folder), "--width", str(width)]
+        job = client.submit_all(train_command, kind="elastic", max_replicas=4, name="resized")[0]
+
+        def settle(size: int) -> None:
+            since = time.time()
+            deadline = time.monotonic() + TIMEOUT_S
+            while time.monotonic() < deadline:
+                notes = {note[3] for note in read_steps(folder) if note[0] > since and note[2] == size}
+                if job.view()["num_replicas"] == size and len(notes) >= STEPS_BETWEEN:
+                    return
+                time.sleep(0.1)
+            raise RuntimeError(f"no steps with {size} replicas within {TIMEOUT_S:g} s; see {folder}")
+
+        def occupy(num_slots: int) -> Job:
+            return client.submit_all(["sleep", "600"], replicas=num_slots)[0]
+
+        settle(4)
+        two = occupy(2)
+        settle(2)
+        one = occupy(1)
+        settle(1)
+        one.cancel()
+        settle(2)
+        two.cancel()
+        settle(4)
+        resizes = job.describe()["resizes"]
+        lost_share = job.view()["lost_share"]
+        (folder / "stop").touch()
+        job.wait(TIMEOUT_S)
+    steps, rows = read_steps(folder), []
+    for resize in resizes:
+        before, after = (sum(count for _, count in resize[key]) for key in ("before", "after"))
+        first = next((step[0] for step in steps if step[0] > resize["at"] and step[2] == after), None)
+        if before and first is not None:
+            stall = longest_pause(folder, resize["at"], first + 1.0)
+            rows.append(Row("live", f"{before} -> {after}", stall, first - resize["at"]))
+    print(f"live: {lost_share:.2%} of the job's time was lost to {len(rows)} resizes", file=sys.stderr)
+    return rows
+
+
 def re_form(folder: Path, width: int, starter: Starter) -> Row:
     """One replica moves to a new generation of itself."""
     with make_job(folder, width, 1, starter) as job:
@@ -220,6 +269,7 @@ def main() -> None:
                 with ColdStarter() as cold:
                     rows += in_place(folder("cold"), options.width, sizes, cold, "in place, cold")
             rows += by_restart(folder("restart"), options.width, sizes)
+            rows += live(folder("live"), options.width)
         else:
             with ColdStarter() as cold:
                 for index in range(2):

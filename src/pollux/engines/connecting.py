@@ -75,9 +75,10 @@ class StewardProcess:
         """One that we have started and never spoke to. The number is its own until it is reaped."""
         for signum in (signal.SIGTERM, signal.SIGKILL):
             deadline = time.monotonic() + timeout_s
-            if self._child is not None:
-                os.kill(self._child, signum)
-            while self._child is not None and not self.reap() and time.monotonic() < deadline:
+            if self._child is None or self.reap():
+                return
+            os.kill(self._child, signum)
+            while not self.reap() and time.monotonic() < deadline:
                 time.sleep(_PAUSE_S)
 
     @property

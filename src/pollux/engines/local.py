@@ -54,6 +54,7 @@ class _Known:
 
     generation: int
     allocation: Allocation
+    started: int = 0  # the generation it was started with; 0 for an adopted one
     is_stopping: bool = False
     replicas: tuple[ReplicaInfo, ...] = ()
     note: str = ""
@@ -118,7 +119,7 @@ class LocalEngine:
                     launch = self._launch_of(job).to_dict()  # outside the lock: it may take others
                     with self._changed:
                         self._is_adopted = True
-                        self._jobs[job] = _Known(generation=generation, allocation=allocation)
+                        self._jobs[job] = _Known(generation=generation, allocation=allocation, started=generation)
                         self._send(_placing("start", job, generation, allocation, launch=launch))
                 case ResizeJob(job=job, allocation=allocation, generation=generation):
                     with self._changed:
@@ -287,7 +288,7 @@ class LocalEngine:
 
     def _take_end(self, message: Message, known: _Known | None) -> None:
         job, generation = message["job"], message["generation"]
-        if known is None:  # nobody waits for it
+        if known is None or 0 < generation < known.started:  # nobody waits for it; it may have been told twice
             self._send({"op": "forget", "job": job, "generation": generation})
             return
         event: Event

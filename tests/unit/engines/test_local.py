@@ -247,6 +247,17 @@ def test_an_end_is_kept_until_the_poll_after_the_one_that_told_it(bench):
     assert bench.wait_of(JobLost, "a").reason.startswith("its replicas are gone")
 
 
+def test_an_end_that_is_told_twice_does_not_end_the_next_start(bench):
+    bench.prepare("a", ("sleep", "300"), kind="fixed")
+    bench.run("a", ("node-0", 1))
+    bench.stop("a")
+    bench.wait_of(JobStopped, "a")
+    bench.start("a", ("node-0", 1), generation=2)
+    bench.engine._take({"event": "stopped", "job": "a", "generation": 1})
+    bench.wait_runs("a", 2)
+    assert list(bench.engine.poll()) == []
+
+
 def test_a_second_engine_takes_the_place_of_the_first(bench):
     bench.run("a", ("node-0", 1))
     pids = bench.pids("a")
