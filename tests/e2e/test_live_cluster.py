@@ -227,3 +227,18 @@ def test_a_full_disk_pauses_the_job_and_nothing_is_lost(strict_cluster: LiveClus
         strict_cluster.stop()
     finally:
         subprocess.run(["umount", "-l", disk], check=True)
+
+
+def test_what_a_killed_server_leaves_can_be_ended_and_goes_on_later(cluster: LiveCluster) -> None:
+    cluster.submit_ledger("one", epochs=30, step_s=0.1, min_replicas=2)
+    cluster.until_replicas("one", 2)
+    cluster.kill_server()
+    ended = subprocess.run(
+        [sys.executable, "-m", "pollux.cli", "down", "--data", cluster.data], capture_output=True, text=True, timeout=60
+    )
+    assert ended.returncode == 0 and "its jobs did" in ended.stderr, ended.stderr
+    assert cluster.processes() == []
+    cluster.start()
+    cluster.hurry("one")
+    assert cluster.until_over("one") == "succeeded", cluster.story("one")
+    cluster.check_ledger("one", 30)

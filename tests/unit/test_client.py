@@ -15,6 +15,7 @@ import pytest
 import pollux
 from pollux.client import Client, Job, make_request
 from pollux.client.address import find_address, is_alive
+from pollux.client.request import with_own_python
 from pollux.errors import (
     AccessDeniedError,
     InvalidValueError,
@@ -338,3 +339,13 @@ def test_without_httpx_it_is_said_what_to_install() -> None:
     assert 'ImportError: pollux.Client needs httpx, which is not installed: pip install "pollux-scheduler[cli]"' in (
         ended.stderr
     )
+
+
+def test_a_virtual_environment_that_is_not_activated_is_used_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "prefix", "/some/venv")
+    monkeypatch.setattr(sys, "base_prefix", "/usr")
+    monkeypatch.setattr(sys, "executable", "/some/venv/bin/python")
+    found = with_own_python({"PATH": "/usr/bin"})
+    assert found == {"PATH": "/some/venv/bin:/usr/bin", "VIRTUAL_ENV": "/some/venv"}
+    for activated in ({"PATH": "/usr/bin", "VIRTUAL_ENV": "/mine"}, {"PATH": "/some/venv/bin:/usr/bin"}):
+        assert with_own_python(activated) == activated

@@ -29,7 +29,7 @@ from pollux.cli.job_table import FINAL_STATES, job_table, plain
 from pollux.cli.run import data_directory, signals_as_exceptions, undisturbed
 from pollux.cli.simulate import announce, check_outputs, output_console
 from pollux.cli.top import header
-from pollux.cli.up import require_server_libraries
+from pollux.cli.up import require_server_libraries, show_log
 from pollux.client import Client, Job, make_request
 from pollux.errors import PolluxError, SimulationError
 from pollux.simulator.recorded import Comparison, Recording, compare_recording, read_recording
@@ -161,7 +161,7 @@ def embedded_cluster(slots: int | None) -> Iterator[Client]:
     """A server in this process, in a directory of its own; when it is left, nothing of it stays, jobs included."""
     from pollux.server.service import Service, ServiceConfig
 
-    logging.basicConfig(level=logging.ERROR, stream=sys.stderr)
+    show_log(logging.ERROR)
     with signals_as_exceptions(), data_directory(None) as directory:
         service = Service(ServiceConfig(data_directory=directory, port=0, slots=slots)).start()
         try:

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pollux.cli.connect import DataOption, ServerOption, connect, say
+from pollux.cli.connect import DataOption, ServerOption, say
 from pollux.client import Client
 from pollux.client.address import Address, find_data_directory, is_alive
+from pollux.engines.connecting import end_steward
 from pollux.errors import (
     InputFileError,
     InvalidValueError,
@@ -219,7 +220,15 @@ def down(
 ) -> None:
     """End the server. Its jobs checkpoint, leave, and go on at the next start."""
     ends_at = time.monotonic() + parse_duration(timeout)
-    with connect(data, server) as client:
+    try:
+        found = Client(url=server, data_directory=data)
+    except ServerNotFoundError:
+        # A server that was killed leaves its jobs training; whoever says "down" wants an end of that, too.
+        if server is None and not keep_jobs and end_steward(find_data_directory(data), parse_duration(timeout)):
+            say("no server ran, but its jobs did: they have left, and go on at the next start")
+            return
+        raise
+    with found as client:
         with contextlib.suppress(ServerUnavailableError):  # it is ending already
             client.shutdown(keep_jobs=keep_jobs)
         address = client.address

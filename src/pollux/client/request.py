@@ -6,6 +6,7 @@ Stands in ``client``. Reads the script, the environment and the current director
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -42,7 +43,8 @@ def make_request(command: Sequence[str], options: Mapping[str, Any]) -> JobReque
         raise InvalidValueError(f"cwd {cwd!r}; there is no such directory")
     if not options.get("cwd") and os.path.realpath(cwd) != os.path.realpath(os.getcwd()):
         _script_text(command, cwd)  # the header moved it: the script must be found from there, too
-    forwarded = {name: os.environ[name] for name in _FORWARDED if _is_sendable(os.environ.get(name))}
+    environment = with_own_python(os.environ)
+    forwarded = {name: environment[name] for name in _FORWARDED if _is_sendable(environment.get(name))}
     return replace(request, env={**forwarded, **request.env}).resolved(text)
 
 
@@ -60,6 +62,20 @@ def _script_text(command: Sequence[str], cwd: str) -> str | None:
             return file.read(_MAX_SCRIPT_BYTES).decode("utf-8", "replace")
     except OSError as error:
         raise InvalidValueError(f"script {script!r} cannot be read: {error.strerror or error}") from error
+
+
+def with_own_python(environ: Mapping[str, str]) -> dict[str, str]:
+    """As after activating the virtual environment that this program is in, if it was called without doing so.
+
+    Otherwise ``.venv/bin/pollux submit -- python train.py`` would train with another python, one without torch.
+    """
+    if sys.prefix == sys.base_prefix or environ.get("VIRTUAL_ENV") or environ.get("CONDA_PREFIX"):
+        return dict(environ)
+    own = os.path.dirname(sys.executable)
+    path = environ.get("PATH", os.defpath)
+    if own in path.split(os.pathsep):
+        return dict(environ)
+    return {**environ, "PATH": f"{own}{os.pathsep}{path}", "VIRTUAL_ENV": sys.prefix}
 
 
 def _is_sendable(value: str | None) -> bool:

@@ -13,6 +13,8 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import psutil
+
 from pollux.engines.devices import Device
 from pollux.engines.leftovers import MARK
 from pollux.engines.protocol import LOCK, LOG, PROTOCOL_VERSION, Lines, Message, socket_address, to_line
@@ -156,6 +158,26 @@ class Link:
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)  # wakes who receives
         self._connection.close()
+
+
+def end_steward(directory: Path, timeout_s: float) -> bool:
+    """End the steward of a directory whose server is gone; its jobs checkpoint and leave. Whether there was one.
+
+    Raises:
+        EngineError: it has not ended in time.
+    """
+    process = StewardProcess(directory.resolve(), {})
+    if not process.is_locked():
+        return False
+    try:
+        steward = psutil.Process(int((process.directory / LOCK).read_text()))
+        steward.terminate()
+        steward.wait(timeout_s)
+    except (OSError, ValueError, psutil.NoSuchProcess):
+        pass  # it was ending just then
+    except psutil.TimeoutExpired:
+        raise EngineError(f"the steward has not ended in {timeout_s:g} s; see {process.log}") from None
+    return True
 
 
 def connect(

@@ -227,7 +227,7 @@ class SimulatedEngine:
         interference: float = 0.0,
         batch_threshold: float = 0.0,
         node_start_s: float = 0.0,
-        start_s: float | None = None,
+        start_s: float | Mapping[str, float] | None = None,
         rounds_epochs: bool = True,
     ) -> None:
         self.jobs: dict[str, SimulatedJob] = {}
@@ -238,7 +238,7 @@ class SimulatedEngine:
         self._applications = applications
         self._adapts_batch, self._batch_threshold = adapts_batch, batch_threshold
         self._resize_s, self._interference, self._node_start_s = resize_s, interference, node_start_s
-        self._start_s, self._rounds_epochs = resize_s if start_s is None else start_s, rounds_epochs
+        self._start_s, self._rounds_epochs = start_s, rounds_epochs
         self._running: dict[str, SimulatedJob] = {}
         self._events: list[Event] = []
         self._arriving: list[tuple[float, Sequence[Node]]] = []
@@ -255,7 +255,7 @@ class SimulatedEngine:
                     job = self.jobs.get(command.job) or self._create(command)
                     job.params = command.params
                     job.clock = self.now
-                    self._allocate(job, command.allocation, command.generation, self._start_s)
+                    self._allocate(job, command.allocation, command.generation, self._start_s_of(command.job))
                     self._running[command.job] = job
                 case ResizeJob():
                     self._allocate(self._known(command.job), command.allocation, command.generation, self._resize_s)
@@ -355,6 +355,10 @@ class SimulatedEngine:
     def _create(self, command: StartJob) -> SimulatedJob:
         job = self.jobs[command.job] = self.job_for(command.spec)
         return job
+
+    def _start_s_of(self, name: str) -> float:
+        start_s = self._start_s.get(name) if isinstance(self._start_s, Mapping) else self._start_s
+        return self._resize_s if start_s is None else start_s
 
     def _known(self, name: str) -> SimulatedJob:
         job = self.jobs.get(name)

@@ -245,7 +245,7 @@ def read_recording(
                 found.append(_read_job(job, reports.get(job["name"], ()), began_at, num_nodes * slots_per_node))
             except (SimulationError, FitError, ProfileError) as error:
                 left_out[job["name"]] = str(error)
-        starts = [entry["took_s"] for job in jobs for entry in job["resizes"] if not entry["before"]]
+        starts_s = {job["name"]: _start_s(job) for job in jobs}
         resizes = [entry for job in jobs for entry in job["resizes"] if entry["before"]]
         lost_s = sum(series[-1]["stalled_s"] for series in reports.values() if series)
         lost_s += sum(_idle_s(entry) for entry in resizes)
@@ -254,18 +254,23 @@ def read_recording(
     if not found:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items()) or "there are none"
         raise SimulationError(f"no recorded job can be simulated: {reasons}")
-    known = [took_s for took_s in starts if took_s is not None]
     config = SimulationConfig(
         num_nodes=num_nodes,
         gpus_per_node=slots_per_node,
         interval_s=interval_s,
         resize_s=lost_s / len(resizes) if resizes else _DEFAULT_RESIZE_S,
-        start_s=fmean(known) if known else None,
+        start_s={name: start_s for name, start_s in starts_s.items() if start_s is not None},
         batch_threshold=0.05,
         decides_on_events=True,
         rounds_epochs=False,
     )
     return Recording(jobs=tuple(found), left_out=left_out, config=config, rounds=tuple(rounds), began_at=began_at)
+
+
+def _start_s(job: Record) -> float | None:
+    """The mean of its starts; the first one on a cluster takes longer, whoever decides."""
+    known = [entry["took_s"] for entry in job["resizes"] if not entry["before"] and entry["took_s"] is not None]
+    return fmean(known) if known else None
 
 
 def _idle_s(resize: Record) -> float:

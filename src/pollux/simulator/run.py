@@ -30,7 +30,7 @@ class SimulationConfig:
     gpus_per_node: int = 4
     interval_s: float = 60.0
     resize_s: float = 30.0
-    start_s: float | None = None  # of a start; as long as a resize if left out
+    start_s: float | Mapping[str, float] | None = None  # of a start, or by job; as long as a resize if left out
     interference: float = 0.0
     batch_threshold: float = 0.0  # jobs re-batch for any gain; live jobs ask for 5 %
     decides_on_events: bool = False
@@ -45,7 +45,7 @@ class SimulationConfig:
             ("nodes", self.num_nodes, 1),
             ("GPUs per node", self.gpus_per_node, 1),
             ("resize seconds", self.resize_s, 0),
-            ("start seconds", self.start_s or 0, 0),
+            *(("start seconds", start_s, 0) for start_s in self._starts_s),
             ("node start seconds", self.node_start_s, 0),
         ):
             if not (math.isfinite(value) and value >= least):
@@ -55,6 +55,11 @@ class SimulationConfig:
 
         if (self.min_nodes is None) != (self.max_nodes is None):
             raise InvalidValueError("auto-scaling needs both the fewest and the most nodes; one of them is missing")
+
+    @property
+    def _starts_s(self) -> list[float]:
+        given = self.start_s
+        return list(given.values()) if isinstance(given, Mapping) else [] if given is None else [given]
 
     @property
     def autoscale(self) -> AutoscaleConfig | None:

@@ -381,6 +381,7 @@ def test_what_is_shown_of_the_whole(world):
     assert summary["num_rounds"] >= 1 and summary["last_decision_s"] > 0
     (node,) = world.cluster.nodes()
     assert node["used"] == 1 and node["jobs"] == [{"name": name, "num_replicas": 1}]
+    world.until(lambda: world.cluster.jobs(["running"], 10, 0, True)[1], "the state saved")
     views, total = world.cluster.jobs(["running"], 10, 0, True)
     assert total == 1 and views[0]["name"] == name
     (change,) = [change for round_ in world.cluster.rounds(None, 10) for change in round_["changes"]]

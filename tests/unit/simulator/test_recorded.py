@@ -111,6 +111,14 @@ def test_a_share_of_several_slots_is_kept_when_others_end():
     assert outcome["long"].jct_s == pytest.approx(START_S + 1000 * halved_s, rel=0.02)
 
 
+def test_every_job_starts_as_fast_as_it_did():
+    slow = {"at": 0.0, "before": [], "after": [["here", 1]], "runs_at": 30.0, "took_s": 30.0}
+    crowd = [job(name, delay, delay + 100) for name, delay in (("a", 0), ("b", 1), ("c", 2), ("d", 3))]
+    crowd[0]["resizes"] = [slow]
+    found = jct_s(replay(recording(*crowd), "fifo"))
+    assert found["a"] - found["b"] == pytest.approx(30.0 - START_S, abs=0.01)
+
+
 def test_pollux_grows_a_lone_job_and_its_batch():
     comparison = compare_recording(recording(job("a", 0, 100)))
     assert max(replicas for _, _, replicas in comparison.simulated.jobs[0].allocations) == 4
@@ -142,7 +150,7 @@ def test_the_record_itself_becomes_a_result():
     assert outcome.allocations == ((0.0, 10.0, 1), (10.0, 30.0, 3), (40.0, 100.0, 2))
     # One resize, two starts. It stood still for 0.8 s, and two of three replicas were missing for a second.
     assert comparison.recording.config.resize_s == pytest.approx(0.8 + 2 / 3)
-    assert comparison.recording.config.start_s == START_S
+    assert comparison.recording.config.start_s == {"a": START_S}
     assert comparison.recorded.series.gpus[0] == 1
     assert comparison.fidelity == pytest.approx(abs(comparison.simulated.avg_jct_s / 100 - 1))
 
