@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check bench clean
+.PHONY: demo test check chaos bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -22,6 +22,9 @@ check: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+chaos: $(STAMP)
+	$(BIN)/python -m tests.e2e.chaos
+
 bench: export OPENBLAS_NUM_THREADS = 1
 bench: $(STAMP)
 	$(BIN)/python benchmarks/decisions.py
@@ -30,6 +33,7 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/train_overhead.py
 	$(BIN)/python benchmarks/resize.py
 	$(BIN)/python benchmarks/scaling_rules.py
+	$(BIN)/python benchmarks/server.py
 
 clean:
 	rm -rf $(VENV) out build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info

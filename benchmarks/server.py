@@ -31,7 +31,7 @@ from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.ports import Command, Event, JobEnded, JobRuns, JobStopped, ResizeJob, StartJob, StopJob
 from pollux.scheduler.record import JobRecord
 from pollux.server.cluster import Cluster, ClusterConfig
-from pollux.server.service import Service, ServiceConfig
+from pollux.server.service import Service, ServiceConfig, _prefer_answers
 from pollux.types import BatchLimits, Node
 from pollux.wire import batch_limits_to_dict
 
@@ -103,6 +103,7 @@ def serve(folder: Path, submissions_per_min: float) -> None:
         cluster = Cluster(store=store, engine=engine, config=config_)
         return cluster
 
+    _prefer_answers()  # as serve() does
     with Service(ServiceConfig(data_directory=folder, port=0), make) as service:
         print(json.dumps({"url": service.url, "token": service.token}), flush=True)
         ends = threading.Event()
@@ -213,6 +214,8 @@ async def load(url: str, token: str, args: argparse.Namespace) -> dict[str, Any]
             step += 1
             due = time.monotonic() + args.report_every
             await tell(busy, caller, name, step)
+            if due >= ends:
+                return
             await asyncio.sleep(max(due - time.monotonic(), 0))
 
     async def arrivals() -> None:

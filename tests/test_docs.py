@@ -1,26 +1,48 @@
-"""The pages in docs/ are run as they stand."""
+"""The pages in docs/ are run as they stand.
+
+On a page with console blocks the blocks belong together: one user types them one after another. On the others each
+``python`` block stands for itself.
+"""
 
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
+import shutil
 from pathlib import Path
 
 import pytest
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+from pollux.jobs import OPTIONS
+from tests.pages import ROOT, Block, read_blocks, session
+
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.glob("*.md"))
+SESSIONS = [page for page in PAGES if read_blocks(page, "console")]
 BLOCKS = [
-    pytest.param(code, id=f"{page.stem}-{index}")
-    for page in sorted(DOCS.glob("*.md"))
-    for index, code in enumerate(re.findall(r"```python\n(.*?)```", page.read_text(), re.DOTALL))
+    pytest.param(block, id=f"{page.stem}-{index}")
+    for page in PAGES
+    if page not in SESSIONS
+    for index, block in enumerate(read_blocks(page, "python"))
 ]
 
 
-@pytest.mark.parametrize("code", BLOCKS)
-def test_python_blocks_run(code, tmp_path):
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=180, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout
+@pytest.mark.parametrize("block", BLOCKS)
+def test_python_blocks_run(block: Block, tmp_path: Path) -> None:
+    with session(tmp_path) as user:
+        assert user.run(block)
+
+
+@pytest.mark.parametrize("page", SESSIONS, ids=lambda page: page.stem)
+def test_pages_run_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
+    blocks = read_blocks(page, "console", "python")
+    if any("curl " in block.text for block in blocks) and shutil.which("curl") is None:
+        pytest.skip("curl is not installed")
+    with session(tmp_path) as user:
+        for block in blocks:
+            printed = user.run(block)
+            assert printed or block.file or block.language == "console"
+
+
+def test_every_job_option_is_explained() -> None:
+    explained = set(re.findall(r"^\| `--([\w-]+)", (DOCS / "cluster.md").read_text(), re.MULTILINE))
+    assert {option.name for option in OPTIONS} <= explained

@@ -365,8 +365,15 @@ class Scheduler:
             pool.scale_to(self._wanted_nodes)
 
     def _decide(self, now: float, trigger: str) -> None:
+        """A round; the next one waits until this one's cost is a small share of the time."""
+        began = time.perf_counter()
         self._next_round_at = now + self.config.interval_s
         self._trigger = None
+        self._make_round(now, trigger)
+        took_s = time.perf_counter() - began
+        self._not_before = now + max(self.config.min_pause_s, took_s / self.config.max_duty)
+
+    def _make_round(self, now: float, trigger: str) -> None:
         self._learn()
         self._autoscale(now)
         if not self._active:
@@ -375,7 +382,6 @@ class Scheduler:
         began = time.perf_counter()
         plan, error = self._plan(snapshot)
         decision_s = time.perf_counter() - began
-        self._not_before = now + max(self.config.min_pause_s, decision_s * (1 / self.config.max_duty - 1))
         if plan.explanation is not None:
             explanation = dataclasses.replace(plan.explanation, decision_s=decision_s)
             plan = dataclasses.replace(plan, explanation=explanation)

@@ -154,6 +154,8 @@ def together(one: Allocation, other: Allocation) -> Allocation:
 
 def _held(is_now: Actual) -> dict[str, int]:
     """Slots per node that nobody else may use: of what the job is coming to and of what it has yet to leave."""
+    if not is_now.leaving:
+        return is_now.allocation.as_mapping()
     return together(is_now.allocation, is_now.leaving).as_mapping()
 
 

@@ -51,7 +51,9 @@ from pollux.wire import WireReport, report_to_dict
 ANSWER_S = 10.0  # the longest a caller waits for the scheduler's thread
 SHORTEST_TICK_S = 0.02  # events that come together are seen together
 LONGEST_WAIT_S = 1.0
+MAX_DUTY = 0.25  # share of the time that the scheduler's thread may take from those who answer requests
 LONGEST_PAUSE_S = 30.0  # between attempts to begin again
+TIDY_EVERY_S = 5.0
 NUM_KEPT_REPORTS = 4096  # ended jobs whose last report stays in memory
 REPORTS_PER_S = 66.0  # of all jobs together: what they are asked to keep to
 
@@ -100,6 +102,8 @@ class Cluster:
         self._thread: threading.Thread | None = None
         self._is_stopping = self._looks_at_dependencies = False
         self._stop_by = math.inf  # in monotonic time
+        self._turn_s = 0.0  # what the last one took
+        self._tidy_at = 0.0
         self._problem = "the scheduler has not begun yet"
         self._draining: set[str] = set()
         self.started_at = self._clock.now()
@@ -324,7 +328,7 @@ class Cluster:
                 decides_on_events=True,
                 decides_on_models=True,
                 min_pause_s=config.min_pause_s,
-                max_duty=0.5,
+                max_duty=MAX_DUTY,
                 remembers_profiles=True,
             ),
         )
@@ -365,8 +369,9 @@ class Cluster:
         scheduler = self._working()
         wait_s = min(scheduler.next_tick_at, self._next_limit_at()) - self._clock.now()
         self._woken.wait(min(max(wait_s, 0.0), LONGEST_WAIT_S))
-        time.sleep(SHORTEST_TICK_S)
+        time.sleep(max(SHORTEST_TICK_S, self._turn_s * (1 / MAX_DUTY - 1)))
         self._woken.clear()
+        began = time.perf_counter()
         while self._calls:
             call, future = self._calls.popleft()
             try:
@@ -377,11 +382,15 @@ class Cluster:
             except Exception as error:
                 future.set_exception(error)
         self._save_reports()
+        if self._clock.now() >= self._tidy_at:
+            self._tidy_at = self._clock.now() + TIDY_EVERY_S
+            self._store.tidy()
         scheduler.tick()
         if self._looks_at_dependencies:
             self._looks_at_dependencies = False
             self._take_in(list(self._held.values()))
         self._enforce_limits()
+        self._turn_s = min(time.perf_counter() - began, LONGEST_WAIT_S)
 
     def _save_reports(self) -> None:
         self._store.save_reports(self._inbox.take_unsaved())

@@ -347,7 +347,7 @@ class StoredRound:
 
     id: int  # goes up for ever; ``record.number`` begins again with the scheduler
     record: RoundRecord
-    snapshot: dict[str, Any]
+    snapshot: dict[str, Any] | None  # None: too large to keep one for every round
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -5,6 +5,7 @@ Stands in ``server``, between the scheduler and :class:`~pollux.server.store.Sql
 
 from __future__ import annotations
 
+import dataclasses
 from collections import deque
 from collections.abc import Callable
 from typing import Any
@@ -12,11 +13,12 @@ from typing import Any
 from pollux.scheduler.record import JobRecord, RoundRecord
 from pollux.server.store import SqlStore
 from pollux.server.views import decision_view
-from pollux.types import JobDecision, Snapshot
+from pollux.types import JobDecision, Plan, Snapshot
 
 NUM_CHANGES = 10  # decisions that are remembered of each job
 NUM_RECALLED = 50  # rounds that are read again after a restart
 PRUNE_EVERY = 200  # rounds
+MANY_JOBS = 200  # from here on only what a round changed is kept: writing all of it would take longer than deciding
 
 
 class Journal:
@@ -37,7 +39,10 @@ class Journal:
             self._on_ended(record)
 
     def save_round(self, round_record: RoundRecord, snapshot: Snapshot) -> None:
-        self._store.save_round(round_record, snapshot)
+        if round_record.num_jobs < MANY_JOBS:
+            self._store.save_round(round_record, snapshot)
+        else:
+            self._store.save_round(_changes_alone(round_record), None)
         self._remember(round_record)
         if round_record.number % PRUNE_EVERY == 0:
             self._store.prune(*self._keep)
@@ -63,3 +68,13 @@ class Journal:
             if decision.has_changed:
                 changes = self._changes.setdefault(decision.job, deque(maxlen=NUM_CHANGES))
                 changes.append(decision_view(decision, record, with_options=False))
+
+
+def _changes_alone(record: RoundRecord) -> RoundRecord:
+    explanation = record.plan.explanation
+    if explanation is None:
+        return record
+    changed = tuple(decision for decision in explanation.jobs if decision.has_changed)
+    allocations = {decision.job: decision.after for decision in changed}
+    plan = Plan(allocations=allocations, explanation=dataclasses.replace(explanation, jobs=changed))
+    return dataclasses.replace(record, plan=plan)

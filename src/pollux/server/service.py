@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import gc
 import json
 import logging
 import math
@@ -22,6 +23,7 @@ import resource
 import signal
 import socket
 import stat
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -259,6 +261,7 @@ def serve(
     """
     arrived: queue.SimpleQueue[int] = queue.SimpleQueue()  # a signal handler may use this one
     _allow_many_connections()
+    _prefer_answers()
     with _handling(arrived):
         service = Service(config, make_cluster).start()
         try:
@@ -290,6 +293,14 @@ def _handling(arrived: queue.SimpleQueue[int]) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _prefer_answers() -> None:
+    """Requests must not wait for the scheduler's thread, which computes: let it be interrupted often, and by less."""
+    sys.setswitchinterval(0.0005)
+    gc.collect()
+    gc.freeze()  # what is imported stays; looking through it again and again would stop everybody
+    gc.set_threshold(50_000, 50, 100)
 
 
 def _allow_many_connections() -> None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import difflib
 import os
 import sqlite3
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,6 +27,7 @@ from pollux.scheduler.knowledge import Knowledge
 from pollux.scheduler.lifecycle import JobState, Transition
 from pollux.scheduler.record import JobRecord, RoundRecord
 from pollux.server import forms
+from pollux.server.fair_lock import FairLock
 from pollux.server.forms import StoredJob, StoredReport, StoredResize, StoredRound
 from pollux.server.tables import jobs as _jobs
 from pollux.server.tables import knowledge as _knowledge
@@ -44,6 +44,7 @@ from pollux.wire import WireReport, dumps, loads, read_integer, read_number
 __all__ = ["MIGRATIONS", "SqlStore", "StoredJob", "StoredReport", "StoredResize", "StoredRound"]
 
 _BUSY_TIMEOUT_S = 10.0
+_MAX_WAL_PAGES = 16_384  # 64 MiB
 _NUM_SUGGESTIONS = 10
 _MAX_COMPARED = 1000  # names, when looking for one like the unknown one
 
@@ -71,7 +72,7 @@ class SqlStore:
     def __init__(self, place: str | Path) -> None:
         self._url, self.place = _url_of(place)
         self._is_closed = False
-        self._turn = threading.Lock()
+        self._turn = FairLock()
         is_sqlite = self._url.get_backend_name() == "sqlite"
         if is_sqlite:
             _make_private(self._url)
@@ -141,7 +142,8 @@ class SqlStore:
             self._append_transitions(connection, record)
             self._note_resize(connection, record)
 
-    def save_round(self, round_record: RoundRecord, snapshot: Snapshot) -> None:
+    def save_round(self, round_record: RoundRecord, snapshot: Snapshot | None) -> None:
+        """``snapshot``: what was decided from, if that is worth its space."""
         form = forms.round_to_dict(round_record)
         row = {
             "number": form["number"],
@@ -152,7 +154,10 @@ class SqlStore:
             "decision_s": form["decision_s"],
             "num_jobs": form["num_jobs"],
             "num_slots": form["num_slots"],
-            "snapshot": dumps(forms.snapshot_to_dict(snapshot), f"snapshot of round {round_record.number}"),
+            "snapshot": dumps(
+                None if snapshot is None else forms.snapshot_to_dict(snapshot),
+                f"snapshot of round {round_record.number}",
+            ),
         }
         with self._writing() as connection:
             connection.execute(_rounds.insert().values(row))
@@ -196,6 +201,12 @@ class SqlStore:
             rounds = connection.execute(_rounds.delete().where(_rounds.c.id <= old_rounds.scalar_subquery()))
             reports = connection.execute(_reports.delete().where(_reports.c.id.in_(old_reports)))
             return rounds.rowcount, reports.rowcount
+
+    def tidy(self) -> None:
+        """Now and then: bring what SQLite has in its log to its file. Readers and writers go on meanwhile."""
+        if self._url.get_backend_name() == "sqlite" and not self._is_closed:
+            with self._engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+                connection.exec_driver_sql("PRAGMA wal_checkpoint(PASSIVE)")
 
     # Reading ----------------------------------------------------------------------------------
 
@@ -532,6 +543,7 @@ def _set_up_sqlite(connection: sqlite3.Connection, _: object) -> None:
     for pragma in (
         f"busy_timeout = {int(_BUSY_TIMEOUT_S * 1000)}",
         "journal_mode = WAL",
+        f"wal_autocheckpoint = {_MAX_WAL_PAGES}",  # in time it is done by tidy(), where nobody waits for the disk
         "synchronous = NORMAL",
         "foreign_keys = ON",
     ):

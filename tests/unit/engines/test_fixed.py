@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -238,3 +239,27 @@ def test_a_program_that_is_not_there(bench):
     missing.start()
     assert ended(missing) == 127
     assert "no-such-program: No such file or directory" in missing.failure
+
+
+def test_a_move_that_comes_after_its_end_does_not_start_it_again(bench):
+    job = bench.job("pass", slots=TWO[:1])
+    until(lambda: (bench.starter.poll(), job._processes[0].exit_code)[1] == 0)  # known to the starter, not to the job
+    job.place(TWO[1:])
+    assert ended(job) == 0
+    assert job._num_spawned == 1
+
+
+def test_a_command_gets_the_signals_as_a_shell_would_give_them(bench):
+    """An interpreter ignores SIGPIPE, and whoever it becomes would too: writers to a closed pipe would not end."""
+    plain = FixedJob(
+        ("grep", "SigIgn", "/proc/self/status"),
+        slots=TWO[:1],
+        starter=bench.starter,
+        log_dir=bench.folder / "plain",
+        name="f",
+        env={"PATH": os.environ["PATH"]},
+        cwd=bench.folder,
+    )
+    plain.start()
+    assert ended(plain) == 0
+    assert int((bench.folder / "plain" / "f-0.out").read_text().split()[1], 16) & (1 << (signal.SIGPIPE - 1)) == 0

@@ -13,7 +13,8 @@ pytest.importorskip("psutil")
 import psutil
 
 from pollux.scheduler.lifecycle import JobState
-from pollux.scheduler.ports import JobEnded, JobLost, JobRuns, JobStopped
+from pollux.scheduler.ports import JobEnded, JobLost, JobRuns, JobStopped, StartJob
+from pollux.types import Allocation, JobSpec
 from tests.leftovers import processes_in
 from tests.unit.engines.bench import Bench, is_alive, until
 
@@ -299,3 +300,25 @@ def test_adoption_repeats_commands_that_never_arrived(bench):
     assert places(bench, "c") == [("node-0", 1)]
     until(lambda: not is_alive(pids["d"][0]), "nobody knows d any more")
     assert list(bench.engine.replicas("d")) == []
+
+
+def test_an_end_that_could_not_be_saved_is_told_again_however_often_that_takes(bench):
+    """A full disk under the database: whoever polls begins again and again."""
+    bench.prepare("a", bench.script("pass"))
+    bench.start("a", ("node-0", 1))
+    bench.wait_of(JobEnded, "a")
+    for _ in range(3):
+        bench.engine.adopt([bench.record("a", JobState.RUNNING, 1, ("node-0", 1))])
+        event = bench.wait_for(lambda event: event.job == "a")
+        assert isinstance(event, JobEnded), event
+
+
+def test_a_job_that_cannot_be_launched_harms_no_other(bench):
+    bench.prepare("a", ("sleep", "300"), kind="fixed")
+    allocation = Allocation.of(("node-0", 1))
+    bench.engine.apply(
+        [StartJob(job=name, spec=JobSpec(name=name), allocation=allocation, generation=1) for name in ("ghost", "a")]
+    )
+    end = bench.wait_of(JobEnded, "ghost")
+    assert end.state is JobState.FAILED and "ghost" in end.reason
+    bench.wait_runs("a", 1)

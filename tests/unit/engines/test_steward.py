@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -16,7 +17,8 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("psutil")
 
-from pollux.engines import connecting
+from pollux.engines import connecting, local
+from pollux.engines.leftovers import mark_of
 from pollux.engines.protocol import PROTOCOL_VERSION, Lines, socket_address, to_line
 from pollux.engines.steward import Steward, lock
 from pollux.errors import EngineError
@@ -168,6 +170,7 @@ def test_nonsense_is_refused_and_harms_nobody(own_bench):
         client.sendall(to_line({"op": "stop", "job": "a"}))  # no hello
         client.sendall(to_line({"op": "hello", "version": PROTOCOL_VERSION, "devices": []}))
         client.sendall(to_line({"op": "dance"}))
+        client.sendall(b'[]\n"stop"\n{"op": []}\n')
         client.sendall(to_line({"op": "start", "job": "x", "generation": 1, "allocation": [["n", 1]], "launch": {}}))
         lines, told = Lines(), []
         while not any(message["event"] == "lost" for message in told):
@@ -236,3 +239,72 @@ def test_an_end_in_a_hurry_gives_less_time_than_was_promised(own_bench):
     own_bench.engine.close(stops_jobs=True, grace_s=0.0)
     assert time.monotonic() - began < 8.0
     assert processes_in(own_bench.folder) == []
+
+
+def test_a_start_that_was_lost_with_a_steward_that_had_ended_the_job_before(own_bench):
+    """The next steward knows of the earlier end alone; the job must not wait for a start that nobody heard of."""
+    bench = own_bench
+    bench.prepare("a", ("sleep", "300"), kind="fixed")
+    ends = [{"event": "stopped", "job": "a", "generation": 1}]
+    (bench.directory / "steward.json").write_text(json.dumps(ends))
+    os.kill(bench.engine.steward_pid, signal.SIGKILL)
+    bench.start("a", ("node-0", 1), generation=2)
+    assert bench.wait_for(lambda event: event.job == "a", timeout_s=30.0).reason.startswith("its replicas are gone")
+    bench.run("a", ("node-0", 1), generation=3)
+
+
+def test_a_steward_that_ends_as_it_is_found_is_looked_for_again(own_bench, monkeypatch):
+    real, failures = local._process, [EngineError("the steward ended as it was found")]
+
+    def seldom(state):
+        if failures:
+            raise failures.pop()
+        return real(state)
+
+    bench = own_bench
+    bench.prepare("a", ("sleep", "300"), kind="fixed")
+    bench.run("a", ("node-0", 1))
+    monkeypatch.setattr(local, "_process", seldom)
+    os.kill(bench.engine.steward_pid, signal.SIGKILL)
+    bench.wait_of(JobLost, "a")
+    assert failures == []
+
+
+def test_what_comes_while_a_steward_ends_is_left_to_the_next(own_bench):
+    """It would be stopped as soon as it had begun, and again and again."""
+    bench = own_bench
+    deaf = bench.script("import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint(1, flush=True)\ntime.sleep(300)")
+    bench.prepare("deaf", deaf, kind="fixed")
+    bench.prepare("a", ("sleep", "300"), kind="fixed")
+    bench.run("deaf", ("node-0", 1))
+    until(lambda: "1" in bench.log("deaf"))
+    bench.run("a", ("node-1", 1))
+    first = bench.engine.steward_pid
+    os.kill(first, signal.SIGTERM)
+    bench.wait_of(JobLost, "a")
+    bench.start("a", ("node-1", 1), generation=2)
+    time.sleep(1.0)
+    assert [event for event in bench.engine.poll() if event.job == "a"] == []
+    os.kill(first, signal.SIGKILL)
+    bench.wait_of(JobLost, "a")
+    bench.run("a", ("node-1", 1), generation=3)
+
+
+def test_two_directories_of_one_name_are_two_stewards_places(tmp_path):
+    """As seen from a machine and from a container on it: neither may kill the other's replicas."""
+    place = tmp_path / "data"
+    place.mkdir()
+    first = mark_of(place)
+    assert mark_of(place) == first
+    place.rename(tmp_path / "elsewhere")
+    place.mkdir()
+    assert mark_of(place) != first
+
+
+def test_a_frozen_steward_does_not_freeze_the_engine():
+    ours, theirs = socket.socketpair()
+    link = connecting.Link(ours, send_timeout_s=0.2)
+    with theirs:
+        link.send({"op": "start", "launch": "x" * (1 << 22)})
+        assert link.receive() is None  # half a message is worse than none
+    link.close()

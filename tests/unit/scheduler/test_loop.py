@@ -512,3 +512,58 @@ def test_what_was_learnt_of_an_application_outlives_its_jobs_and_the_scheduler()
     world.scheduler.restore([], [learnt, Knowledge("job other")])
     world.submit("a")
     assert world.store.jobs["a"].knowledge is learnt
+
+
+def test_time_after_a_loss_that_nobody_saw_is_not_charged():
+    """The machine was off for a day; whoever takes over hears of the loss then."""
+    world = World(decides_on_events=True)
+    world.submit("a")
+    world.round()
+    world.engine.held.pop("a")
+    world.engine.under_way.clear()
+    a = world.store.jobs["a"]
+    before = a.attained_s, a.gpu_s
+    world.clock.time += 86400
+    heir = Scheduler(
+        policy=make_policy("equal"),
+        engine=world.engine,
+        store=world.store,
+        clock=world.clock,
+        config=SchedulerConfig(decides_on_events=True),
+    )
+    heir.restore([a])
+    world.engine.events.append(JobLost(job="a", reason="its machine is gone"))
+    heir.tick()
+    assert a.state is JobState.STARTING
+    assert (a.attained_s, a.gpu_s) == before
+
+
+@pytest.mark.parametrize("off_s", [-7200.0, 7200.0])
+def test_an_end_told_by_a_clock_that_was_set_is_still_after_the_start_and_not_to_come(off_s):
+    world = World(decides_on_events=True)
+    world.clock.time = 100_000.0
+    world.submit("a")
+    world.round()
+    world.clock.time += 60
+    world.scheduler.tick()
+    world.engine.end("a", world.clock.time + off_s)
+    world.scheduler.tick()
+    a = world.store.jobs["a"]
+    assert a.state is JobState.SUCCEEDED and a.started_at is not None and a.finished_at is not None
+    assert a.started_at <= a.finished_at <= world.clock.time
+    assert 0.0 <= a.attained_s <= 120.0 and a.gpu_s >= 0.0
+
+
+def test_a_node_that_shrank_below_what_must_stay_there_stops_nobody_else():
+    world = World(decides_on_events=True)
+    world.submit("a", is_preemptible=False, max_replicas=4)
+    world.round()
+    held = world.store.jobs["a"].allocation
+    assert held.as_mapping() == {"n0": 4}
+    world.engine.node_list = [dataclasses.replace(node, num_slots=2) for node in world.engine.node_list]
+    world.engine.check_capacity = lambda: None  # it is over-committed, and that is the point
+    world.submit("b", max_replicas=2)
+    world.round()
+    assert (world.store.jobs["a"].allocation, world.replicas()) == (held, {"a": 4, "b": 2})
+    assert world.store.jobs["b"].allocation.as_mapping() == {"n1": 2}
+    assert world.store.rounds[-1].error == ""

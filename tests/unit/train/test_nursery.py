@@ -293,3 +293,18 @@ def test_sigkill_finds_who_left_the_group(starter, folder):
     starter.signal(replica, signal.SIGKILL)
     assert finish(starter, replica) == -signal.SIGKILL
     until(lambda: not is_alive(int(folder.out)))
+
+
+def test_a_nursery_that_is_killed_while_it_starts_is_not_its_replicas_fault_but_one_that_never_starts_is(folder):
+    with Nursery() as nursery:
+        for is_orphan in (True, True, False):
+            replica = folder.spawn(nursery, "pass")
+            os.kill(nursery.pid, signal.SIGKILL)
+            assert finish(nursery, replica) == -signal.SIGKILL
+            assert replica.is_orphan == is_orphan
+        assert folder.run(nursery, "pass") == 0, folder.err
+        replica = folder.spawn(nursery, "import time; time.sleep(300)")
+        until(lambda: nursery.poll() is not None and replica.pid is not None)
+        os.kill(nursery.pid, signal.SIGKILL)
+        finish(nursery, replica)
+        assert replica.is_orphan
