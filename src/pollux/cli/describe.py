@@ -174,15 +174,17 @@ def decision_lines(job: Detail) -> Iterator[RenderableType]:
         yield table
 
 
-def resize_table(resizes: Sequence[Mapping[str, Any]]) -> Table:
+def resize_table(resizes: Sequence[Mapping[str, Any]], *, is_over: bool = False) -> Table:
+    """The last one may be under way; those before it, or of a job that is over, never came to their end."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("at", "from", "to", "took"):
         table.add_column(name, justify="right" if name == "took" else "left")
-    for resize in resizes:
+    for index, resize in enumerate(resizes, start=1):
         shares = [
             ", ".join(f"{plain(node)}:{count}" for node, count in resize[key]) or "-" for key in ("before", "after")
         ]
-        took = figures.duration(resize["took_s"]) if resize["took_s"] is not None else "under way"
+        is_under_way = resize["took_s"] is None and index == len(resizes) and not is_over
+        took = "under way" if is_under_way else figures.duration(resize["took_s"])
         table.add_row(moment(resize["at"]), *map(Text, shares), took)
     return table
 
@@ -239,7 +241,11 @@ def description(job: Detail, now: float) -> Group:
     if job["decisions"]:
         section("Decisions that changed it", Text("\n".join(map(decision_line, job["decisions"]))))
     if job["resizes"]:
-        section("Starts and resizes", Text(lost_text(job)), resize_table(job["resizes"]))
+        section(
+            "Starts and resizes",
+            Text(lost_text(job)),
+            resize_table(job["resizes"], is_over=job["state"] in FINAL_STATES),
+        )
     if job["replicas"]:
         section("Replicas", replica_table(job["replicas"]))
     if job["transitions"]:

@@ -36,9 +36,10 @@ def exit_code_of(jobs: Sequence[Job]) -> int:
 
 
 def outcome(job: Job) -> str:
+    """``gpt failed: why``; a reason that only repeats the state is none."""
     view = job.last_view or job.view()
     why = plain((view.get("reason") or "").split("\n", 1)[0])
-    return f"{plain(job.name)} {view['state']}" + (f": {why}" if why and view["state"] != "succeeded" else "")
+    return f"{plain(job.name)} {view['state']}" + (f": {why}" if why not in ("", "succeeded", view["state"]) else "")
 
 
 def follow_jobs(jobs: Sequence[Job]) -> None:

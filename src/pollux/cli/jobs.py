@@ -20,6 +20,7 @@ from pollux.cli.connect import (
     print_json,
     say,
 )
+from pollux.cli.follow import outcome
 from pollux.cli.job_table import plain
 from pollux.jobs import parse_duration
 
@@ -101,11 +102,8 @@ def wait(
             except TimeoutError as error:
                 say(str(error))
                 raise typer.Exit(EXIT_TIMED_OUT) from None
-            view = job.last_view or {}
             if not as_json:
-                reason = f": {plain(str(view.get('reason', '')).splitlines()[0])}" if view.get("reason") else ""
-                is_reason_shown = states[job.name] != "succeeded"
-                typer.echo(f"{job.name} {states[job.name]}{reason if is_reason_shown else ''}")
+                typer.echo(outcome(job))
     if as_json:
         print_json({"jobs": [job.last_view for job in jobs]})
     raise typer.Exit(EXIT_DONE if set(states.values()) == {"succeeded"} else EXIT_FAILED)

@@ -28,7 +28,7 @@ _BAR_WIDTH = 24
 def header(cluster: Mapping[str, Any]) -> Text:
     """One line of the cluster: how full it is, what its jobs do, how decisions go."""
     used, slots = cluster["num_used_slots"], cluster["num_slots"]
-    filled = round(_BAR_WIDTH * used / slots) if slots else 0
+    filled = min(round(_BAR_WIDTH * used / slots), _BAR_WIDTH) if slots else 0  # fewer slots than before a restart
     jobs = ", ".join(f"{count} {state}" for state in STATES if (count := cluster["jobs"].get(state)))
     text = Text("slots ", style="bold")
     text.append("█" * filled, style="green").append("░" * (_BAR_WIDTH - filled), style="dim")

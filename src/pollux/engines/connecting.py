@@ -7,6 +7,7 @@ import fcntl
 import os
 import signal
 import socket
+import struct
 import sys
 import threading
 import time
@@ -21,6 +22,7 @@ from pollux.engines.protocol import LOCK, LOG, PROTOCOL_VERSION, Lines, Message,
 from pollux.errors import EngineError
 
 START_TIMEOUT_S = 90.0  # importing torch may take long on a busy machine
+SEND_TIMEOUT_S = 10.0
 MAX_LOG_BYTES = 16 << 20
 TAIL_BYTES = 2000
 _PAUSE_S = 0.02
@@ -111,14 +113,19 @@ class StewardProcess:
 class Link:
     """A connection to a steward. Sending and receiving may be done by different threads."""
 
-    def __init__(self, connection: socket.socket) -> None:
+    def __init__(self, connection: socket.socket, send_timeout_s: float = SEND_TIMEOUT_S) -> None:
         self._connection, self._lines = connection, Lines()
         self._early: list[Message] = []
+        bound = struct.pack("@ll", int(send_timeout_s), int(send_timeout_s % 1 * 1e6))  # a timeval
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, bound)  # of sending alone
 
     def send(self, message: Message) -> None:
-        """Nothing happens where nobody is there any more: :meth:`receive` will say so."""
-        with contextlib.suppress(OSError):
+        """Where nobody takes it the connection ends, as half a message may have been sent; :meth:`receive` says so."""
+        try:
             self._connection.sendall(to_line(message))
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._connection.shutdown(socket.SHUT_RDWR)
 
     def receive(self) -> list[Message] | None:
         """What was told, as soon as there is something; None at the end."""

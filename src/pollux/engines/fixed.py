@@ -69,6 +69,7 @@ class FixedJob:
         self._held_since: float | None = None
         self._spawn_at = 0.0
         self._num_spawned = self._num_starts = self._num_restarts = 0
+        self.crashes: list[str] = []  # who crashed, and how, since the beginning
         self.result: int | None = None
         self.failure = ""
 
@@ -100,6 +101,9 @@ class FixedJob:
 
     def place(self, slots: Sequence[Slot]) -> None:
         """Processes in exactly these slots, by ending all and starting them there."""
+        self.pump()  # who has ended before has finished
+        if self.result is not None:
+            return
         self._target = tuple(slots)
         if self._processes and self._placement != self._target and self._kill_at is None:
             self._ask_to_end(self._grace_s)
@@ -189,6 +193,7 @@ class FixedJob:
             return
         pause_s = min(FIRST_PAUSE_S * 2 ** max(self._num_restarts - 1, 0), LONGEST_PAUSE_S)
         logger.info("%s: rank %d %s; again in %.1f s", self._name, failed.rank, how_it_ended(code), pause_s)
+        self.crashes.append(f"{failed.replica_id} {how_it_ended(code)}; all start again")
         self._spawn_at = time.monotonic() + pause_s
 
     def _spawn_all(self) -> None:

@@ -47,6 +47,8 @@ class ReplicaJob(Protocol):
     @property
     def failure(self) -> str: ...
     @property
+    def crashes(self) -> Sequence[str]: ...
+    @property
     def is_settled(self) -> bool: ...
     @property
     def replicas(self) -> tuple[Any, ...]: ...
@@ -80,6 +82,7 @@ class _Entry:
     is_told: bool = False  # its end, to whoever listened
     again: Message | None = None  # a start that came before the end
     living: frozenset[str] = frozenset()  # ids of replicas
+    num_crashes: int = 0  # that were told
 
 
 class Keeper:
@@ -157,6 +160,9 @@ class Keeper:
 
     def start(self, message: Message) -> None:
         job, generation = message["job"], message["generation"]
+        if self._closing_grace_s is not None:
+            logger.info("%s: not started, as this steward ends: whoever asks again finds the next one", job)
+            return
         old = self._entries.get(job)
         if old is not None and old.end is None and old.processes is not None:
             if old.is_stopping:
@@ -343,6 +349,9 @@ class Keeper:
         if shown != entry.shown:
             entry.shown = shown
             self._tell({"event": "replicas", "job": entry.job, "replicas": shown})
+        for crash in () if processes is None else processes.crashes[entry.num_crashes :]:
+            entry.num_crashes += 1
+            self._tell({"event": "crashed", "job": entry.job, "reason": crash})
         note = self._note_of(entry)
         if note != entry.note:
             entry.note = note

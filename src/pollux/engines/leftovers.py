@@ -17,8 +17,10 @@ REPLICA = "POLLUX_REPLICA_ID"
 
 
 def mark_of(directory: Path) -> str:
-    """One steward's, and the same after it was started anew."""
-    return str(directory.resolve())
+    """One steward's, and the same after it was started anew. A container's directory may have the same name."""
+    place = directory.resolve()
+    stats = place.stat()
+    return f"{stats.st_dev}:{stats.st_ino}:{place}"
 
 
 def kill_leftovers(mark: str, replica_ids: Collection[str] | None = None) -> list[int]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,7 @@ from pollux.scheduler.ports import (
     Command,
     Event,
     JobEnded,
+    JobHurt,
     JobLost,
     JobRuns,
     JobStopped,
@@ -96,10 +98,10 @@ class LocalEngine:
         self._num_states = 0
         self._trouble = ""
         self._process = StewardProcess(self._directory, steward_options or {})
+        self._mark = mark_of(self._directory)
         self._closing = threading.Event()
         self._link: Link | None
-        self._link, state = connect(self._process, self._hello())
-        self._steward = _process(state)
+        self._link, self._steward, _ = self._connect()
         self._thread = threading.Thread(target=self._read, name="pollux-steward", daemon=True)
         self._thread.start()
 
@@ -116,11 +118,7 @@ class LocalEngine:
         for command in commands:
             match command:
                 case StartJob(job=job, allocation=allocation, generation=generation):
-                    launch = self._launch_of(job).to_dict()  # outside the lock: it may take others
-                    with self._changed:
-                        self._is_adopted = True
-                        self._jobs[job] = _Known(generation=generation, allocation=allocation, started=generation)
-                        self._send(_placing("start", job, generation, allocation, launch=launch))
+                    self._start(job, generation, allocation)
                 case ResizeJob(job=job, allocation=allocation, generation=generation):
                     with self._changed:
                         if (known := self._jobs.get(job)) is not None:  # else its end is among the events already
@@ -133,6 +131,22 @@ class LocalEngine:
                             self._send_stop(job, reason)
                 case TuneJob():
                     pass  # a job hears it in the answer to its next report
+
+    def _start(self, job: str, generation: int, allocation: Allocation) -> None:
+        try:
+            launch = self._launch_of(job).to_dict()  # outside the lock: it may take others
+        except Exception as error:  # one job's trouble must not stop the others' commands
+            logger.exception("%s: cannot be launched", job)
+            reason = f"{job}: nobody can say how to launch it: {error!r}"
+            with self._changed:
+                end = JobEnded(job=job, state=JobState.FAILED, at=time.time(), reason=reason, exit_code=1)
+                self._events.append((end, None))
+            self._on_event()
+            return
+        with self._changed:
+            self._is_adopted = True
+            self._jobs[job] = _Known(generation=generation, allocation=allocation, started=generation)
+            self._send(_placing("start", job, generation, allocation, launch=launch))
 
     def poll(self) -> Sequence[Event]:
         with self._changed:
@@ -160,6 +174,8 @@ class LocalEngine:
                 for record in records
                 if record.state.holds_slots
             }
+            # What was told before may not have been saved: it is told again, and acknowledged only then.
+            self._events, self._to_forget = [], []
             self._is_adopted, seen = True, self._num_states
             self._send(self._hello())
             if not self._changed.wait_for(lambda: self._num_states > seen or self._is_closed, ADOPT_TIMEOUT_S):
@@ -196,7 +212,7 @@ class LocalEngine:
         self._thread.join(10.0)
         if stops_jobs:
             self._process.end()  # one that was just being started in place of one that died
-            kill_leftovers(mark_of(self._directory))
+            kill_leftovers(self._mark)
         self._process.reap()
 
     # --- talking to the steward: with the lock held ---------------------------------------------------------------
@@ -211,6 +227,15 @@ class LocalEngine:
 
     def _send_stop(self, job: str, reason: str) -> None:
         self._send({"op": "stop", "job": job, "grace_s": self._grace_s, "reason": reason})
+
+    def _connect(self) -> tuple[Link, psutil.Process, Message]:
+        """Without the lock."""
+        link, state = connect(self._process, self._hello(), self._closing)
+        try:
+            return link, _process(state), state
+        except EngineError:
+            link.close()
+            raise
 
     def _disconnect(self) -> None:
         if self._link is not None:
@@ -250,7 +275,7 @@ class LocalEngine:
         pause_s = 0.5
         while not self._closing.is_set():
             try:
-                link, state = connect(self._process, self._hello(), self._closing)
+                link, steward, state = self._connect()
             except (EngineError, OSError) as error:
                 logger.error("no steward can be had: %s", error)
                 with self._changed:
@@ -259,7 +284,7 @@ class LocalEngine:
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                 continue
             with self._changed:
-                self._link, self._trouble = link, ""
+                self._link, self._steward, self._trouble = link, steward, ""
                 self._take(state)
             self._on_event()
             return True
@@ -268,7 +293,6 @@ class LocalEngine:
     def _take(self, message: Message) -> None:
         kind = message["event"]
         if kind == "state":
-            self._steward = _process(message)
             self._num_states += 1
             if self._is_adopted:
                 self._compare(message["jobs"])
@@ -285,6 +309,8 @@ class LocalEngine:
             known.replicas = _replicas(message["replicas"])
         elif kind == "note":
             known.note = message["text"]
+        elif kind == "crashed":
+            self._events.append((JobHurt(job=message["job"], reason=message["reason"]), None))
 
     def _take_end(self, message: Message, known: _Known | None) -> None:
         job, generation = message["job"], message["generation"]
@@ -316,12 +342,16 @@ class LocalEngine:
         commanded = set(self._jobs)
         for job, known in list(self._jobs.items()):
             row = present.get(job)
-            if row is None:
+            end = None if row is None else row["end"]
+            # An end from before its last start: that start was lost together with an earlier steward.
+            if row is None or (end is not None and 0 < end["generation"] < known.started):
+                if end is not None:
+                    self._send({"op": "forget", "job": job, "generation": end["generation"]})
                 del self._jobs[job]
                 lost = JobLost(job=job, reason="its replicas are gone: the process that looked after them had ended")
                 self._events.append((JobStopped(job=job) if known.is_stopping else lost, None))
-            elif row["end"] is not None:
-                self._take_end(row["end"], known)
+            elif end is not None:
+                self._take_end(end, known)
             else:
                 known.replicas, known.note = _replicas(row["replicas"]), row["note"]
                 if known.is_stopping and not row["is_stopping"]:

@@ -9,7 +9,7 @@ and the steward tells, with ``event``:
 
     state{version, pid, jobs: [...]} or refused{version, reason} after a hello;
     runs{job, generation}   stopped{job, generation}   ended{job, generation, state, exit_code, reason, at}
-    lost{job, generation, reason}   replicas{job, replicas: [...]}   note{job, text}   replaced{}
+    lost{job, generation, reason}   replicas{job, replicas: [...]}   note{job, text}   crashed{job, reason}   replaced{}
 
 What ended is kept, and told again after the next hello, until it is forgotten.
 """

@@ -187,9 +187,9 @@ class Steward:
         for message in messages:
             try:
                 self._obey(message)
-            except (PolluxError, KeyError, TypeError, ValueError) as error:
+            except Exception as error:  # whatever is asked, the replicas train on
                 logger.exception("not understood: %s", str(message)[:500])
-                if message.get("op") in ("start", "resize"):
+                if isinstance(message, dict) and message.get("op") in ("start", "resize"):
                     place = {"job": message.get("job"), "generation": message.get("generation")}
                     self._say({"event": "lost", **place, "reason": f"it cannot be placed: {error}"})
 

@@ -25,6 +25,7 @@ from pollux.scheduler.ports import (
     Engine,
     Event,
     JobEnded,
+    JobHurt,
     JobLost,
     JobReport,
     JobRuns,
@@ -219,9 +220,9 @@ class Scheduler:
     def tick(self) -> None:
         """Take in events; decide if it is time; command."""
         now = self._clock.now()
+        self._take_in(now)
         for record in self._active.values():
             record.account(now)
-        self._take_in(now)
         due = now >= self._next_round_at
         if due or (self._is_asked and now >= self._not_before):
             self._decide(now, "interval" if due else self._trigger or "event")
@@ -252,6 +253,7 @@ class Scheduler:
                     record.move(JobState.RUNNING, now, f"generation {generation} trains")
                     self._store.save_job(record)
             case JobStopped() if record.state in _MAY_STOP:  # otherwise it is late: the job is starting again
+                record.account(now)
                 record.allocation = record.leaving = NO_ALLOCATION
                 if record.stops_as.is_final:
                     self._end(record, record.stops_as, now, record.stop_reason)
@@ -259,7 +261,12 @@ class Scheduler:
                     record.move(JobState.PENDING, now, "stopped")
                     self._store.save_job(record)
                 self._ask_for_round("stop")
+            case JobHurt(reason=reason):
+                record.num_crashes += 1
+                record.note(now, reason)
+                self._store.save_job(record)
             case JobLost(reason=reason) if record.state.holds_slots:
+                # Nobody knows since when: perhaps the machine was off. That time is not the job's.
                 record.allocation = record.leaving = NO_ALLOCATION
                 record.num_crashes += 1
                 if record.stops_as.is_final:
@@ -269,9 +276,12 @@ class Scheduler:
                     self._store.save_job(record)
                 self._ask_for_round("loss")
             case JobEnded(state=state, at=at, reason=reason, exit_code=exit_code):
+                # By another clock than ours, which may have been set meanwhile.
+                at = min(at if record.started_at is None else max(at, record.started_at), now)
+                record.account(now)
                 if record.allocation:  # time since it ended was not its own
-                    record.attained_s -= max(now - at, 0.0)
-                    record.gpu_s -= max(now - at, 0.0) * record.allocation.num_replicas
+                    record.attained_s -= now - at
+                    record.gpu_s -= (now - at) * record.allocation.num_replicas
                 record.allocation = record.leaving = NO_ALLOCATION
                 record.exit_code = exit_code
                 self._end(record, state, at, reason)
@@ -321,9 +331,7 @@ class Scheduler:
         """All that a policy may read, as of now."""
         oracle = self._oracles.oracle if self._oracles is not None else None
         views = [record.view(now, oracle(record.name) if oracle else None) for record in self._active.values()]
-        nodes = self._engine.nodes()
-        if self._draining:
-            nodes, views = _without(self._draining, nodes, views)
+        nodes, views = _usable(self._draining, self._engine.nodes(), views)
         return Snapshot.of(now, nodes, views)
 
     def drain(self, nodes: Iterable[str]) -> None:
@@ -492,10 +500,13 @@ class Scheduler:
         return command
 
 
-def _without(
+def _usable(
     draining: Collection[str], nodes: Sequence[Node], views: Sequence[JobView]
 ) -> tuple[list[Node], list[JobView]]:
-    """Draining nodes keep what jobs hold that must not be moved, and nothing else; the others hold nothing there."""
+    """Draining nodes keep what jobs hold that must not be moved, and nothing else; the others hold nothing there.
+
+    A node that has shrunk keeps that too: no plan could leave them alone otherwise.
+    """
     held: Counter[str] = Counter()
     staying = []
     for view in views:
@@ -504,9 +515,9 @@ def _without(
         elif any(node in draining for node, _ in view.allocation.shares):
             view = dataclasses.replace(view, allocation=NO_ALLOCATION)
         staying.append(view)
-    kept = (
-        dataclasses.replace(node, num_slots=held[node.name]) if node.name in draining else node
-        for node in nodes
-        if node.name not in draining or held[node.name]
-    )
-    return list(kept), staying
+    kept = []
+    for node in nodes:
+        num_slots = held[node.name] if node.name in draining else max(node.num_slots, held[node.name])
+        if num_slots:
+            kept.append(node if num_slots == node.num_slots else dataclasses.replace(node, num_slots=num_slots))
+    return kept, staying

@@ -101,6 +101,14 @@ class JobLost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JobHurt:
+    """Some of a job's processes crashed; the engine is mending that, by its survivors or its checkpoint."""
+
+    job: str
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobReport:
     """What a job tells while it trains."""
 
@@ -119,7 +127,7 @@ class NodesChanged:
     """Nodes came or went; ask the engine which there are."""
 
 
-Event = JobRuns | JobStopped | JobEnded | JobLost | JobReport | NodesChanged
+Event = JobRuns | JobStopped | JobEnded | JobLost | JobHurt | JobReport | NodesChanged
 
 
 def check_report(report: JobReport) -> None:

@@ -54,6 +54,11 @@ class JobRecord:
         self.state = target
         self.reason = reason
 
+    def note(self, at: float, what: str) -> None:
+        """Something to tell of in the job's history that does not change its state."""
+        self.history.append(Transition(at, self.state, self.state, what))
+        del self.history[:-_HISTORY_LENGTH]
+
     def account(self, now: float) -> None:
         """Charge the time since the last call to what the job held meanwhile."""
         if self.allocation:

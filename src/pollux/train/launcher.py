@@ -162,6 +162,7 @@ class LocalJob:
         self._stop_generation = 0  # the one that was told to stop
         self._result: int | None = None
         self._held_since: float | None = None
+        self.crashes: list[str] = []  # who crashed, and how, since the beginning
         self._crashes: list[_Crash] = []  # of the last minutes, the first of each formed generation
         self.events: list[JobEvent] = []
         self.failure = ""
@@ -387,6 +388,8 @@ class LocalJob:
                 self._note("exited", f"code {process.exit_code}", process)
                 if self._stop_by is None:
                     self._remember_crash(process)
+                    if process.exit_code:
+                        self.crashes.append(f"{process.member.replica_id} {self._how(process)}")
         if self._stop_by is not None and survivors:
             gone = [process for process in self._members if process not in survivors]
             has_broken = any(process.exit_code != STOPPED_CODE for process in crashed)

@@ -39,6 +39,7 @@ from pollux.train.trees import die_with, has_ended, has_group, kill_group, morta
 
 TERM_GRACE_S = 5.0
 MISSING_CODE = 127  # what a shell says of a command that cannot be started
+MAX_STILLBORN = 3  # nurseries in a row that ended while they started: it is no accident then
 
 RUNNERS = (__file__, runpy.__file__, "<frozen runpy>")
 
@@ -108,7 +109,7 @@ class Nursery(_Closing):
 
     def __init__(self) -> None:
         self._replicas: dict[str, Replica] = {}
-        self._num_spawned = 0
+        self._num_spawned = self._num_stillborn = 0
         self._events: list[StarterEvent] = []
         self._start()
 
@@ -195,7 +196,8 @@ class Nursery(_Closing):
 
     def _take(self, event: dict[str, Any]) -> None:
         kind: EventKind = event["event"]
-        self._is_ready |= kind == "ready"
+        if kind == "ready":
+            self._is_ready, self._num_stillborn = True, 0
         replica = self._replicas.get(event.get("id", ""))
         if replica is not None and kind == "spawned":
             replica.pid = event["pid"]
@@ -211,10 +213,11 @@ class Nursery(_Closing):
             self._process.wait(timeout=1.0 if self._is_ready else 0.0)
         self._process.kill()
         self._process.wait()
+        self._num_stillborn += not self._is_ready
         for replica in self._replicas.values():
             if replica.pid is not None:
                 kill_group(replica.pid)
-            replica.exit_code, replica.is_orphan = -signal.SIGKILL, self._is_ready
+            replica.exit_code, replica.is_orphan = -signal.SIGKILL, self._num_stillborn < MAX_STILLBORN
             self._events.append(StarterEvent(kind="exited", replica=replica, message="its nursery died"))
         self._replicas.clear()
 

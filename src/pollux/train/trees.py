@@ -111,10 +111,13 @@ def die_with(owner: int) -> None:
 # Run by an interpreter of its own, which then becomes the command: code between fork and exec of a process that has
 # threads could wait for ever for a lock. -I and -S: nothing of the job's environment is imported on the way.
 _BECOME = f"""
-import os, sys
+import os, signal, sys
 owner, *argv = sys.argv[1:]
+for name in ("SIGPIPE", "SIGXFSZ"):  # which an interpreter ignores, and a command must not inherit
+    if hasattr(signal, name):
+        signal.signal(getattr(signal, name), signal.SIG_DFL)
 if sys.platform == "linux":
-    import ctypes, signal
+    import ctypes
     ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != int(owner):
         os._exit(1)

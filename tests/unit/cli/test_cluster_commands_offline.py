@@ -15,9 +15,11 @@ from typer.testing import CliRunner
 from pollux.cli import figures
 from pollux.cli.app import app
 from pollux.cli.describe import description, model_lines, speedup_table
-from pollux.cli.follow import exit_code
+from pollux.cli.follow import exit_code, outcome
 from pollux.cli.job_table import batch, job_table
+from pollux.cli.top import header
 from pollux.cli.up import arguments_of
+from pollux.client import Job
 from pollux.jobs import OPTIONS
 
 runner = CliRunner()
@@ -246,6 +248,16 @@ def test_the_chosen_speedup_is_marked() -> None:
     assert [row.split() for row in rows[1:]] == [["1", "1", "before"], ["2", "1.7", "chosen"], ["4", "-"]]
 
 
+def test_only_a_resize_that_can_still_end_is_under_way() -> None:
+    resizes = [
+        {"at": 110.0, "before": [], "after": [["a", 1]], "took_s": None},
+        {"at": 120.0, "before": [["a", 1]], "after": [["a", 2]], "took_s": None},
+    ]
+    assert text_of(description(detail(resizes=resizes), 200.0)).count("under way") == 1
+    over = detail(resizes=resizes, state="succeeded", finished_at=150.0)
+    assert "under way" not in text_of(description(over, 200.0))
+
+
 def test_a_failure_comes_with_its_traceback() -> None:
     failure = "\n".join(["Traceback:", *(f"  line {n}" for n in range(100)), "ValueError: [bold]no"])
     text = text_of(description(detail(state="failed", reason="exit code 1\nmore", failure=failure), 160.0))
@@ -263,6 +275,26 @@ def test_a_job_of_which_nothing_is_known_can_be_described() -> None:
     assert "gpt  pending  waiting" in text
     assert "no decision was made" in text
     assert list(model_lines({})) == [text.splitlines()[text.splitlines().index("Model") + 1].strip()]
+
+
+@pytest.mark.parametrize(
+    ("state", "why", "shown"),
+    [
+        ("succeeded", "succeeded", "gpt succeeded"),
+        ("cancelled", "cancelled", "gpt cancelled"),
+        ("cancelled", "a mistake", "gpt cancelled: a mistake"),
+        ("failed", "gpt: exited with 1\nTraceback", "gpt failed: gpt: exited with 1"),
+        ("failed", "", "gpt failed"),
+    ],
+)
+def test_outcomes(state: str, why: str, shown: str) -> None:
+    assert outcome(Job(None, "gpt", view(state=state, reason=why))) == shown  # type: ignore[arg-type]
+
+
+def test_the_bar_of_the_slots_is_never_longer_than_full() -> None:
+    cluster = {"jobs": {}, "policy": "pollux", "num_rounds": 1, "lost_share": None, "num_slots": 2}
+    full, over = (header({**cluster, "num_used_slots": used}).plain for used in (2, 4))
+    assert over == full.replace("2 of 2", "4 of 2")
 
 
 @pytest.mark.parametrize(

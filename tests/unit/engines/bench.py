@@ -22,7 +22,7 @@ from pollux.scheduler.record import JobRecord
 from pollux.types import Allocation, JobSpec
 
 LEDGER = Path(__file__).parents[2] / "e2e" / "scripts" / "ledger.py"
-TIMEOUT_S = 25.0  # a bound for a hang on a busy machine, not an expectation
+TIMEOUT_S = 120.0  # a bound for a hang on a busy machine, not an expectation
 
 
 def until(condition: Callable[[], object], what: str = "", timeout_s: float = TIMEOUT_S) -> None:

@@ -40,6 +40,7 @@ class FakeProcesses:
         self.leaving: list[Slot] = []
         self.result: int | None = None
         self.failure = ""
+        self.crashes: list[str] = []
         self.is_stopping = False
 
     @property

@@ -174,7 +174,9 @@ def test_nonsense_is_refused_and_harms_nobody(own_bench):
         client.sendall(to_line({"op": "start", "job": "x", "generation": 1, "allocation": [["n", 1]], "launch": {}}))
         lines, told = Lines(), []
         while not any(message["event"] == "lost" for message in told):
-            told += lines.feed(client.recv(1 << 16))
+            data = client.recv(1 << 16)
+            assert data, own_bench.story()
+            told += lines.feed(data)
     assert [row["job"] for row in told[0]["jobs"]] == ["a"]
     assert "launch" in next(message["reason"] for message in told if message["event"] == "lost")
     own_bench.engine = own_bench.open()

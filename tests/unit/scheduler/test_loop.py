@@ -12,6 +12,7 @@ from pollux.scheduler.knowledge import Knowledge
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.loop import Scheduler, SchedulerConfig
 from pollux.scheduler.ports import (
+    JobHurt,
     JobLost,
     JobReport,
     JobRuns,
@@ -567,3 +568,16 @@ def test_a_node_that_shrank_below_what_must_stay_there_stops_nobody_else():
     assert (world.store.jobs["a"].allocation, world.replicas()) == (held, {"a": 4, "b": 2})
     assert world.store.jobs["b"].allocation.as_mapping() == {"n1": 2}
     assert world.store.rounds[-1].error == ""
+
+
+def test_crashes_that_the_engine_mends_are_told_and_change_nothing():
+    world = World(decides_on_events=True)
+    world.submit("a")
+    world.round()
+    before = world.replicas()
+    world.engine.events.append(JobHurt(job="a", reason="a-1 was killed by SIGKILL"))
+    world.round()
+    record = world.store.jobs["a"]
+    assert world.replicas() == before and record.num_crashes == 1
+    assert (record.history[-1].source, record.history[-1].target) == (JobState.RUNNING, JobState.RUNNING)
+    assert record.history[-1].reason == "a-1 was killed by SIGKILL"
