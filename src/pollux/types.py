@@ -267,12 +267,22 @@ class Snapshot:
 
     @classmethod
     def of(cls, now: float, nodes: Sequence[Node], jobs: Iterable[JobView]) -> Snapshot:
-        """A snapshot of ``nodes``: jobs that sit elsewhere are shown as holding nothing."""
-        names = {node.name for node in nodes}
+        """A snapshot of ``nodes``: jobs that sit elsewhere are shown as holding nothing.
+
+        So are those for which a node has become too small; whoever must not be moved stays before the others.
+        """
+        jobs = list(jobs)
+        free = {node.name: node.num_slots for node in nodes}
+        held: dict[str, Allocation] = {}
+        for job in sorted(jobs, key=lambda job: not job.is_fixed):
+            shares = job.allocation.shares
+            fits = all(count <= free.get(node, 0) for node, count in shares)
+            held[job.name] = job.allocation if fits else NO_ALLOCATION
+            if fits:
+                for node, count in shares:
+                    free[node] -= count
         views = tuple(
-            job
-            if all(node in names for node, _ in job.allocation.shares)
-            else dataclasses.replace(job, allocation=NO_ALLOCATION)
+            job if job.allocation == held[job.name] else dataclasses.replace(job, allocation=NO_ALLOCATION)
             for job in jobs
         )
         return cls(now=now, nodes=tuple(nodes), jobs=views)

@@ -6,6 +6,7 @@ with one number are the same device, also after the nodes have been cut differen
 
 from __future__ import annotations
 
+import logging
 import os
 import re
 import socket
@@ -14,6 +15,8 @@ from dataclasses import dataclass
 
 from pollux.errors import InvalidValueError
 from pollux.types import Node
+
+logger = logging.getLogger(__name__)
 
 CPU = "cpu"
 MOST_SLOTS = 4096
@@ -89,8 +92,12 @@ def find_gpus() -> list[Gpu]:
     try:
         found = []
         for number in range(pynvml.nvmlDeviceGetCount()):
-            handle = pynvml.nvmlDeviceGetHandleByIndex(number)
-            uuid, name = pynvml.nvmlDeviceGetUUID(handle), pynvml.nvmlDeviceGetName(handle)
+            try:
+                handle = pynvml.nvmlDeviceGetHandleByIndex(number)
+                uuid, name = pynvml.nvmlDeviceGetUUID(handle), pynvml.nvmlDeviceGetName(handle)
+            except pynvml.NVMLError as error:  # fallen off the bus: the others are as good as before
+                logger.warning("GPU %d cannot be used: %s", number, error)
+                continue
             found.append(Gpu(number=number, uuid=_text(uuid), name=_text(name)))
         return found
     except pynvml.NVMLError:

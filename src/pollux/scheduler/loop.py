@@ -379,7 +379,9 @@ class Scheduler:
         self._trigger = None
         self._make_round(now, trigger)
         took_s = time.perf_counter() - began
-        self._not_before = now + max(self.config.min_pause_s, took_s / self.config.max_duty)
+        # Without a bound nothing depends on how fast this machine is: simulations repeat exactly.
+        busy_s = took_s / self.config.max_duty if self.config.max_duty < 1 else 0.0
+        self._not_before = now + max(self.config.min_pause_s, busy_s)
 
     def _make_round(self, now: float, trigger: str) -> None:
         self._learn()
@@ -476,7 +478,7 @@ class Scheduler:
                 record.generation += 1
                 record.allocation = allocation
                 record.started_at = now if record.started_at is None else record.started_at
-                record.move(JobState.STARTING, now, f"{allocation.num_replicas} replicas")
+                record.move(JobState.STARTING, now, _replicas(allocation.num_replicas))
                 command = StartJob(
                     job=record.name,
                     spec=record.spec,
@@ -491,7 +493,7 @@ class Scheduler:
                 record.leaving = together(record.leaving, record.allocation)
                 record.allocation = allocation
                 target = JobState.STARTING if record.state is JobState.STARTING else JobState.RESIZING
-                record.move(target, now, f"{was} -> {allocation.num_replicas} replicas")
+                record.move(target, now, f"{was} -> {_replicas(allocation.num_replicas)}")
                 command = ResizeJob(job=record.name, allocation=allocation, generation=record.generation)
             case _:
                 record.move(JobState.STOPPING, now, "preempted")
@@ -521,3 +523,7 @@ def _usable(
         if num_slots:
             kept.append(node if num_slots == node.num_slots else dataclasses.replace(node, num_slots=num_slots))
     return kept, staying
+
+
+def _replicas(number: int) -> str:
+    return f"{number} replica{'s' * (number != 1)}"

@@ -64,14 +64,20 @@ class RequestBook:
         """
         request = _resolved(request)
         with self._turn:
-            found, taken = [], set(self._names)
-            for one in request.expand():
-                name = unique_name(one.name, taken)
-                taken.add(name)
-                found.append(JobRequest.from_dict({**one.to_dict(), "name": name}))
+            found = self._named(request).expand()
             if request.after:
                 check_dependencies(found, self._existing(request.after))
             return [self._add(one, now) for one in found]
+
+    def _named(self, request: JobRequest) -> JobRequest:
+        """Under the first name for which it, or all of its array, are new."""
+        taken: set[str] = set()
+        while True:
+            name = unique_name(request.name, taken | self._names if not request.array else taken)
+            named = JobRequest.from_dict({**request.to_dict(), "name": name})
+            if not any(one.name in self._names for one in named.expand()):
+                return named
+            taken.add(name)
 
     def _add(self, request: JobRequest, now: float) -> StoredJob:
         name, token_hash = request.name, _hash(self._token_of(request.name))
@@ -112,7 +118,6 @@ class RequestBook:
     def launch_of(self, name: str) -> Launch:
         """How to start a job."""
         request, directory = self._requests[name], self.directory_of(name)
-        directory.mkdir(parents=True, exist_ok=True)
         return Launch(
             command=request.command,
             kind="elastic" if request.kind == "elastic" else "fixed",

@@ -10,9 +10,7 @@ TAIL_BYTES = 4000
 MOST_BYTES = 64_000  # how far back a traceback is looked for
 HEADER = "Traceback (most recent call last)"
 _LONGEST_HEADLINE = 300
-_RANKS = re.compile(
-    r"^(\[rank\d+\]: ?)+", re.MULTILINE
-)  # torch puts them before every line, once per group it has seen
+_RANKS = re.compile(r"^(\[rank\d+\]: ?)+", re.MULTILINE)  # torch's, before every line, once per group it has seen
 
 
 def how_it_ended(exit_code: int) -> str:
@@ -49,4 +47,4 @@ def describe_failure(what: str, path: Path) -> str:
     """A line that says it all, and below it the end of stderr."""
     headline, tail = read_failure(path)
     summary = f"{what}: {headline}" if headline else what
-    return f"{summary}. Its stderr ({path}) ends with:\n{tail or '(nothing)'}"
+    return f"{summary}\nIts stderr ({path}) ends with:\n{tail or '(nothing)'}"

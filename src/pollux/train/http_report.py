@@ -47,6 +47,7 @@ class HttpReporter:
         self._thread: threading.Thread | None = None
         self._every_s, self._pause_s = FIRST_EVERY_S, 0.0
         self._connection: http.client.HTTPConnection | None = None
+        self._refused = 0  # the status that was complained of last, until one is taken
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> HttpReporter | None:
@@ -127,8 +128,11 @@ class HttpReporter:
         if response.status >= 500 or response.status == 429:
             raise http.client.HTTPException(f"it answered {response.status} {response.reason}")
         if response.status >= 400:
-            logger.warning("the server refuses a report: %d %s", response.status, text[:500].decode(errors="replace"))
+            if response.status != self._refused:
+                self._refused, shown = response.status, text[:500].decode(errors="replace")
+                logger.warning("the server refuses a report: %d %s", response.status, shown)
             return
+        self._refused = 0
         self._take(json.loads(text), report.accelerator)
 
     def _take(self, answer: Mapping[str, Any], accelerator: str) -> None:

@@ -43,6 +43,7 @@ LONGEST_PAUSE_S = 30.0
 HEALTHY_S = 5.0  # who trained for so long was not started in vain
 CRASH_WINDOW_S = 300.0  # crashes further apart than this are not the same trouble
 PUMP_PERIOD_S = 0.01
+MAX_EVENTS = 10_000  # a job may be resized for months
 
 logger = logging.getLogger(__name__)
 
@@ -328,6 +329,7 @@ class LocalJob:
         replica_id = None if process is None else process.member.replica_id
         generation, at = self._controller.generation or None, time.time() if at is None else at
         self.events.append(JobEvent(time=at, kind=kind, detail=detail, replica_id=replica_id, generation=generation))
+        del self.events[:-MAX_EVENTS]
         logger.info("%s: generation %s: %s %s %s", self._name, generation, kind, replica_id or "", detail)
 
     def _see_progress(self) -> None:

@@ -386,3 +386,25 @@ def test_what_is_shown_of_the_whole(world):
     assert total == 1 and views[0]["name"] == name
     (change,) = [change for round_ in world.cluster.rounds(None, 10) for change in round_["changes"]]
     assert (change["job"], change["before"], change["after"]) == (name, 0, 1)
+
+
+def test_a_second_array_gets_a_name_of_its_own(world):
+    names = [
+        [view["name"] for view in world.cluster.submit(JobRequest(command=("true",), name="sweep", array="0-1"))]
+        for _ in range(2)
+    ]
+    assert names == [["sweep-0", "sweep-1"], ["sweep-2-0", "sweep-2-1"]]
+    assert world.submit(name="sweep") == "sweep"
+
+
+def test_fewer_slots_than_before_the_restart(world):
+    names = [world.submit(kind="fixed", replicas=2, name="kept"), world.submit(kind="elastic", min_replicas=2)]
+    for name in names:
+        world.until_state(name, "running")
+    world.cluster.stop(keeps_jobs=True)
+    world.engine._nodes = (Node(name="a", num_slots=2, accelerator="cpu"),)
+    cluster = world.make()
+    cluster.start()
+    world.until_state(names[1], "pending")
+    assert cluster.view("kept")["state"] == "running" and cluster.view("kept")["generation"] == 1
+    assert cluster.is_ready

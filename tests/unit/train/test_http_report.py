@@ -49,6 +49,7 @@ def a_report(**values: Any) -> Report:
 class Listener:
     def __init__(self) -> None:
         self.received: list[tuple[str, str | None, wire.WireReport]] = []
+        self.num_refused = 0
         self.status, self.answer = 200, {"params": None, "report_every_s": 0.05}
         outer = self
 
@@ -65,6 +66,7 @@ class Listener:
                 self.send_header("Content-Length", str(len(answer)))
                 self.end_headers()
                 self.wfile.write(answer)
+                outer.num_refused += outer.status != 200
 
             def log_message(self, *_: object) -> None:
                 pass
@@ -169,3 +171,21 @@ def test_the_environment_decides_who_is_told():
 def test_numbers_that_are_none_are_left_out_on_the_wire():
     report = to_wire(a_report(noise_scale=float("inf"), goodput=float("nan"), efficiency=0.5), "a")
     assert (report.noise_scale, report.goodput, report.efficiency) == (None, None, 0.5)
+
+
+def test_a_server_that_refuses_is_complained_of_once(listener, caplog):
+    """Not in every second of a training of days."""
+    listener.status = 401
+    reporter = HttpReporter(listener.url, "secret", "job")
+    reporter._every_s = 0.01
+    for num_refused in range(1, 4):
+        reporter.send(a_report())
+        until(lambda seen=num_refused: listener.num_refused >= seen)
+    listener.status = 200
+    reporter.send(a_report())
+    until(lambda: listener.received)
+    listener.status = 403
+    reporter.send(a_report())
+    until(lambda: listener.num_refused >= 4)
+    reporter.close()
+    assert [line.split(": ")[1][:3] for line in caplog.messages if "refuses" in line] == ["401", "403"]
