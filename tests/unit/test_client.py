@@ -280,6 +280,25 @@ def test_whoever_waits_survives_a_restart_of_the_server(here: Path) -> None:
             assert lines == ["begun", "ended"]
 
 
+def test_a_followed_log_is_not_given_twice_when_a_second_replica_came_meanwhile(here: Path) -> None:
+    """Its lines tell from then on whose they are; those that were seen are the same all the same."""
+    directory, go_on = here / "data", here / "go-on"
+    code = f"import os, time\nprint('begun', flush=True)\nwhile not os.path.exists({str(go_on)!r}): time.sleep(0.05)"
+    lines: list[str] = []
+    with Service(config_of(directory)) as first, Client(data_directory=directory) as client:
+        job = submit(client, f"{code}\nprint('ended', flush=True)", name="grown")
+        reader = threading.Thread(target=lambda: lines.extend(job.logs(follow=True)))
+        reader.start()
+        eventually(lambda: lines == ["begun"], "the first line")
+        first.stop(keeps_jobs=True)
+        file = next((directory / "jobs" / "grown" / "logs").glob("*/*.out"))
+        file.with_name("second.out").write_text("begun\n")
+        with Service(config_of(directory)):
+            go_on.touch()
+            reader.join(WAIT_S)
+    assert sorted(lines) == sorted(["begun", "[second] begun", f"[{file.stem}] ended"])
+
+
 def test_waiting_for_a_server_that_does_not_come_back_ends(here: Path) -> None:
     directory = here / "data"
     with Service(config_of(directory)) as service, Client(data_directory=directory, patience_s=1.0) as client:

@@ -26,7 +26,7 @@ from rich.text import Text
 from pollux.cli import figures
 from pollux.cli.demo_simulated import simulated_demo
 from pollux.cli.job_table import FINAL_STATES, job_table, plain
-from pollux.cli.run import data_directory, signals_as_exceptions, undisturbed
+from pollux.cli.run import data_directory, embedded_service, signals_as_exceptions
 from pollux.cli.simulate import announce, check_outputs, output_console
 from pollux.cli.top import header
 from pollux.cli.up import require_server_libraries, show_log
@@ -159,17 +159,13 @@ def _require_examples(plan: Sequence[DemoJob]) -> None:
 @contextlib.contextmanager
 def embedded_cluster(slots: int | None) -> Iterator[Client]:
     """A server in this process, in a directory of its own; when it is left, nothing of it stays, jobs included."""
-    from pollux.server.service import Service, ServiceConfig
+    from pollux.server.service import ServiceConfig
 
     show_log(logging.ERROR)
     with signals_as_exceptions(), data_directory(None) as directory:
-        service = Service(ServiceConfig(data_directory=directory, port=0, slots=slots)).start()
-        try:
-            with Client(url=service.url, token=service.token) as client:
-                yield client
-        finally:
-            with undisturbed():
-                service.stop()
+        config = ServiceConfig(data_directory=directory, port=0, slots=slots)
+        with embedded_service(config) as service, Client(url=service.url, token=service.token) as client:
+            yield client
 
 
 def _run(plan: Sequence[DemoJob], slots: int | None, console: Console) -> tuple[Comparison | None, bool]:

@@ -7,10 +7,10 @@ import logging
 import shutil
 import signal
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -20,6 +20,10 @@ from pollux.cli.job_options import CommandArgument, takes_job_options
 from pollux.cli.up import IntervalOption, NodesOption, SlotsOption, require_server_libraries, show_log
 from pollux.client import Client, make_request
 from pollux.client.address import find_data_directory
+from pollux.engines.connecting import end_steward
+
+if TYPE_CHECKING:
+    from pollux.server.service import Service, ServiceConfig
 
 
 class Ended(SystemExit):
@@ -42,10 +46,13 @@ def signals_as_exceptions() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def undisturbed() -> Iterator[None]:
-    """While things are put away, which takes a bounded time, a second Ctrl-C would only leave some of them behind."""
+def undisturbed(hurry: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """While things are put away, which takes a bounded time, a second Ctrl-C must not leave some of them behind.
+
+    It means that somebody is impatient.
+    """
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    before = {number: signal.signal(number, lambda number, frame: hurry()) for number in numbers}
     try:
         yield
     finally:
@@ -66,6 +73,22 @@ def data_directory(given: Path | None) -> Iterator[Path]:
         shutil.rmtree(made, ignore_errors=True)
 
 
+@contextlib.contextmanager
+def embedded_service(config: ServiceConfig) -> Iterator[Service]:
+    """A server in this process. When it is left nothing of it stays, however far it had come."""
+    from pollux.server.service import Service
+
+    service = Service(config)
+    try:
+        yield service.start()
+    finally:
+        with undisturbed(service.hurry):
+            try:
+                service.stop()
+            finally:
+                end_steward(config.data_directory, config.stop_timeout_s)  # of a start that did not get further
+
+
 @takes_job_options
 def run(
     command: CommandArgument,
@@ -81,29 +104,25 @@ def run(
 ) -> None:
     """Run a job here and now: a cluster of its own, its logs as they come, and its exit code at the end."""
     require_server_libraries()
-    from pollux.server.service import Service, ServiceConfig
+    from pollux.server.service import ServiceConfig
 
     request = make_request(command, options)  # refused before anything is begun
     show_log(logging.INFO if is_verbose else logging.ERROR)
     settings: dict[str, Any] = {} if interval is None else {"interval_s": interval}
     with signals_as_exceptions(), data_directory(data) as directory:
         config = ServiceConfig(data_directory=directory, port=0, slots=slots, nodes=nodes, **settings)
-        service = Service(config).start()
-        jobs = []
-        try:
-            with Client(url=service.url, token=service.token) as client:
+        with embedded_service(config) as service, Client(url=service.url, token=service.token) as client:
+            jobs = []
+            try:
                 jobs = client.submit_all(request)
                 follow_jobs(jobs)
-                code = exit_code_of(jobs)
-                for job in jobs if code else ():
-                    say(outcome(job))
-        except BaseException:
-            with undisturbed():
-                for job in jobs:
-                    with contextlib.suppress(Exception):  # what matters now is to end
+            except BaseException:
+                # They are stopped with the server; where things are kept, the next one must not go on with them.
+                with undisturbed(), contextlib.suppress(Exception):  # what matters now is to end
+                    for job in jobs if data is not None else ():
                         service.cluster.cancel(job.name, "interrupted")
-                service.stop()
-            raise
-        with undisturbed():
-            service.stop()
+                raise
+            code = exit_code_of(jobs)
+            for job in jobs if code else ():
+                say(outcome(job))
     raise typer.Exit(code)

@@ -141,9 +141,11 @@ def start_detached(config: ServiceConfig) -> str:
     Raises:
         typer.Exit: it ended instead, or was not ready in time and was ended; the end of its log has been shown.
     """
+    from pollux.server.service import make_directory
+
     log = config.data_directory / LOG_FILE
+    make_directory(config.data_directory)  # before there is a log in it
     try:
-        config.data_directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise InputFileError(log, f"cannot be written: {error.strerror or error}") from error

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -43,6 +44,7 @@ _FIRST_POLL_S, _LAST_POLL_S = 0.1, 1.0
 _RECONNECT_S = 0.3
 _MAX_SILENCE_S = 600.0  # of a followed log, after which it is asked for again
 _GOOD_STREAM_S = 5.0  # one that lasted so long was no mere failure to connect
+_PREFIX = re.compile(r"\[[^\]\s]+\] ")
 _T = TypeVar("_T")
 
 
@@ -165,12 +167,14 @@ class Job:
             server = self._client._incarnation() if follow else 0.0
             try:
                 for line in self._client._lines(path, asked):
-                    mark = hash(line)
-                    if skipped[mark] > 0:
+                    # As long as there was one replica alone, its lines did not tell whose they are.
+                    marks = hash(line), hash(_PREFIX.sub("", line, count=1))
+                    mark = next((mark for mark in marks if skipped[mark] > 0), None)
+                    if mark is not None:
                         skipped[mark] -= 1
                         continue
                     if follow:
-                        seen[mark] += 1
+                        seen[marks[0]] += 1
                     yield line
                 # A server that is ended ends its answers in good order, too.
                 if not follow or (

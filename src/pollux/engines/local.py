@@ -101,7 +101,11 @@ class LocalEngine:
         self._mark = mark_of(self._directory)
         self._closing = threading.Event()
         self._link: Link | None
-        self._link, self._steward, _ = self._connect()
+        try:
+            self._link, self._steward, _ = self._connect()
+        except BaseException:  # Ctrl-C, too: one that was just started has nobody else who would end it
+            self._process.end()
+            raise
         self._thread = threading.Thread(target=self._read, name="pollux-steward", daemon=True)
         self._thread.start()
 

@@ -189,7 +189,9 @@ class Scheduler:
         self._desired.pop(name, None)
         if not record.state.holds_slots:
             self._end(record, state, now, reason)
-        elif record.state is not JobState.STOPPING:
+        elif record.state is JobState.STOPPING:
+            self._store.save_job(record)  # a restart must not make it wait again
+        else:
             record.move(JobState.STOPPING, now, reason)
             self._store.save_job(record)
             self._engine.apply([StopJob(job=name, reason=reason)])

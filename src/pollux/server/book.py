@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import os
+import stat
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -17,6 +19,8 @@ from pollux.errors import InvalidValueError
 from pollux.jobs import Blocked, JobRequest, blocked_reason, check_dependencies, find_script, unique_name
 from pollux.scheduler.lifecycle import JobState
 from pollux.server.store import SqlStore, StoredJob
+
+MAX_SCRIPT_BYTES = 10_000_000
 
 
 class RequestBook:
@@ -67,7 +71,7 @@ class RequestBook:
             found = self._named(request).expand()
             if request.after:
                 check_dependencies(found, self._existing(request.after))
-            return [self._add(one, now) for one in found]
+            return self._add(found, now)
 
     def _named(self, request: JobRequest) -> JobRequest:
         """Under the first name for which it, or all of its array, are new."""
@@ -75,25 +79,37 @@ class RequestBook:
         while True:
             name = unique_name(request.name, taken | self._names if not request.array else taken)
             named = JobRequest.from_dict({**request.to_dict(), "name": name})
-            if not any(one.name in self._names for one in named.expand()):
+            if not any(self._is_taken(one.name) for one in named.expand()):
                 return named
             taken.add(name)
 
-    def _add(self, request: JobRequest, now: float) -> StoredJob:
-        name, token_hash = request.name, _hash(self._token_of(request.name))
-        sequence = self._store.add_request(name, request.to_dict(), token_hash, now)
-        self._names.add(name)
-        self._tokens[token_hash] = name
-        self._requests[name] = request
-        return StoredJob(
-            name=name,
-            sequence=sequence,
-            state=JobState.PENDING,
-            submitted_at=now,
-            finished_at=None,
-            request=None,
-            record=None,
-        )
+    def _is_taken(self, name: str) -> bool:
+        """Also by one whose database was moved away: a new job must not go on from that one's checkpoint."""
+        return name in self._names or os.path.lexists(self.directory_of(name))
+
+    def _add(self, requests: Sequence[JobRequest], now: float) -> list[StoredJob]:
+        """All or none: half of an array would be submitted again by whoever hears that it failed."""
+        hashes = [_hash(self._token_of(request.name)) for request in requests]
+        rows = [
+            (request.name, request.to_dict(), token_hash) for request, token_hash in zip(requests, hashes, strict=True)
+        ]
+        sequences = self._store.add_requests(rows, now)
+        for request, token_hash in zip(requests, hashes, strict=True):
+            self._names.add(request.name)
+            self._tokens[token_hash] = request.name
+            self._requests[request.name] = request
+        return [
+            StoredJob(
+                name=request.name,
+                sequence=sequence,
+                state=JobState.PENDING,
+                submitted_at=now,
+                finished_at=None,
+                request=None,
+                record=None,
+            )
+            for request, sequence in zip(requests, sequences, strict=True)
+        ]
 
     def blocked(self, name: str) -> Blocked | None:
         """What a job waits for, by its dependencies; None: it may start."""
@@ -163,7 +179,13 @@ def _resolved(request: JobRequest) -> JobRequest:
     if script is not None and (request.cwd is not None or script.startswith("/")):
         path = Path(request.cwd or "/") / script
         try:
-            text = path.read_text(encoding="utf-8", errors="replace")
+            # Without waiting: a named pipe would hold this thread for ever.
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            with os.fdopen(descriptor, "rb") as file:
+                is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
+                text = file.read(MAX_SCRIPT_BYTES).decode("utf-8", "replace") if is_file else None
         except OSError as error:
             raise InvalidValueError(f"the script {path} cannot be read: {error.strerror}") from None
+        if text is None:
+            raise InvalidValueError(f"the script {path} cannot be read: it is no file")
     return request.resolved(text)

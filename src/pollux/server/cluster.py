@@ -11,12 +11,13 @@ the database holds and what the engine says, exactly as after a restart of the s
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
@@ -55,6 +56,7 @@ MAX_DUTY = 0.25  # share of the time that the scheduler's thread may take from t
 LONGEST_PAUSE_S = 30.0  # between attempts to begin again
 TIDY_EVERY_S = 5.0
 NUM_KEPT_REPORTS = 4096  # ended jobs whose last report stays in memory
+DRAINING_FILE = "draining.json"
 REPORTS_PER_S = 66.0  # of all jobs together: what they are asked to keep to
 
 logger = logging.getLogger(__name__)
@@ -105,7 +107,7 @@ class Cluster:
         self._turn_s = 0.0  # what the last one took
         self._tidy_at = 0.0
         self._problem = "the scheduler has not begun yet"
-        self._draining: set[str] = set()
+        self._draining = _read_names(config.data_directory / DRAINING_FILE)
         self.started_at = self._clock.now()
 
     # Life -------------------------------------------------------------------------------------
@@ -126,18 +128,20 @@ class Cluster:
         self.wake()
         if self._thread is not None:
             self._thread.join(ANSWER_S)
+        is_alone = self._thread is None or not self._thread.is_alive()  # else a tick hangs, and owns the scheduler
         is_settled = True
-        if not keeps_jobs and self._scheduler is not None:
-            self._stop_by = min(self._stop_by, time.monotonic() + timeout_s)
-            try:
+        try:
+            if not keeps_jobs and self._scheduler is not None and is_alone:
+                self._stop_by = min(self._stop_by, time.monotonic() + timeout_s)
                 self._scheduler.suspend("the server is stopping")
                 while not (is_settled := self._scheduler.settle()) and time.monotonic() < self._stop_by:
                     time.sleep(SHORTEST_TICK_S)
-            except PolluxError as error:
-                logger.error("jobs could not all be stopped in order: %s", error)
-        self._save_reports()
-        # Those that are not gone have had their time.
-        self._engine.close(stops_jobs=not keeps_jobs, grace_s=None if is_settled else 0.0)
+            self._save_reports()
+        except PolluxError as error:  # a full disk, say
+            logger.error("not all is kept of how jobs were stopped: %s", error)
+        finally:  # whatever happened, nothing runs on that should not
+            # Those that are not gone have had their time.
+            self._engine.close(stops_jobs=not keeps_jobs, grace_s=None if is_settled else 0.0)
 
     def hurry(self, timeout_s: float) -> None:
         """Somebody is impatient: a stop under way, or to come, gives jobs this long and no longer."""
@@ -184,8 +188,10 @@ class Cluster:
             raise UnknownNameError("node", node, known)
 
         def change() -> None:
-            (self._draining.add if is_draining else self._draining.discard)(node)
-            self._working().drain(self._draining)
+            draining = self._draining | {node} if is_draining else self._draining - {node}
+            _write_names(self._config.data_directory / DRAINING_FILE, draining)  # it outlives the server
+            self._draining = draining
+            self._working().drain(draining)
 
         self._ask(change)
         return next(view for view in self.nodes() if view["name"] == node)
@@ -393,13 +399,19 @@ class Cluster:
         self._turn_s = min(time.perf_counter() - began, LONGEST_WAIT_S)
 
     def _save_reports(self) -> None:
-        self._store.save_reports(self._inbox.take_unsaved())
+        reports = self._inbox.take_unsaved()
+        try:
+            self._store.save_reports(reports)
+        except StoreError:
+            self._inbox.put_back(reports)
+            raise
 
     def _take_in(self, jobs: Sequence[StoredJob]) -> None:
         """Give jobs to the scheduler, unless they wait for others; those that wait in vain are cancelled."""
+        active = self._active()
         for job in jobs:
             request = self._book.get(job.name)
-            if request is None or job.name in self._active():
+            if request is None or job.name in active:
                 continue
             blocked = self._book.blocked(job.name)
             if blocked is not None and not blocked.is_hopeless:
@@ -431,11 +443,13 @@ class Cluster:
                 self._journal.forget(name)
 
     def _limited(self) -> list[tuple[JobRecord, float]]:
-        """Running jobs with a time limit, and how long they may still run."""
+        """Running jobs with a time limit, and how long they may still run; not those that are being ended."""
         found: list[tuple[JobRecord, float]] = []
         for record in self._active().values():
             request = self._book.get(record.name)
-            if request is not None and request.time_limit_s is not None and record.allocation:
+            if request is None or request.time_limit_s is None or record.stops_as.is_final:
+                continue
+            if record.allocation:
                 found.append((record, request.time_limit_s - record.attained_s))
         return found
 
@@ -444,7 +458,7 @@ class Cluster:
 
     def _enforce_limits(self) -> None:
         for record, left_s in self._limited():
-            if left_s <= 0 and not record.stops_as.is_final:
+            if left_s <= 0:
                 limit_s = record.attained_s + left_s
                 reason = f"stopped: its time limit of {limit_s:g} s is over"
                 self._working().cancel(record.name, reason, JobState.FAILED)
@@ -523,6 +537,24 @@ class Cluster:
 
     def _usable_nodes(self) -> list[Node]:
         return [node for node in self._engine.nodes() if node.name not in self._draining]
+
+
+def _read_names(path: Path) -> set[str]:
+    try:
+        names = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return set()
+    return {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
+
+
+def _write_names(path: Path, names: Iterable[str]) -> None:
+    """All of it or nothing."""
+    beside = path.with_name(f"{path.name}.new")
+    try:
+        beside.write_text(json.dumps(sorted(names)), encoding="utf-8")
+        beside.replace(path)
+    except OSError as error:
+        raise StoreError(f"{path}: {error.strerror}; free some space, or make it writable for this user") from error
 
 
 def _state(text: str) -> JobState:

@@ -40,6 +40,12 @@ class Inbox:
             self._unsaved.clear()
         return taken
 
+    def put_back(self, reports: Sequence[tuple[float, WireReport]]) -> None:
+        """They could not be saved: later."""
+        with self._turn:
+            waiting = [*reports, *self._unsaved]
+            self._unsaved = deque(waiting, maxlen=MAX_WAITING)
+
     def nodes(self) -> Sequence[Node]:
         return self._engine.nodes()
 

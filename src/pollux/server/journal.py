@@ -63,11 +63,18 @@ class Journal:
     def _remember(self, record: RoundRecord) -> None:
         self.last_round = record
         explanation = record.plan.explanation
+        # Of ended jobs the last decision stays: it must not keep those about all others of its round alive.
+        alone = dataclasses.replace(record, plan=_without_jobs(record.plan))
         for decision in () if explanation is None else explanation.jobs:
-            self._last[decision.job] = decision, record
+            self._last[decision.job] = decision, alone
             if decision.has_changed:
                 changes = self._changes.setdefault(decision.job, deque(maxlen=NUM_CHANGES))
                 changes.append(decision_view(decision, record, with_options=False))
+
+
+def _without_jobs(plan: Plan) -> Plan:
+    explanation = plan.explanation
+    return Plan(allocations={}, explanation=None if explanation is None else dataclasses.replace(explanation, jobs=()))
 
 
 def _changes_alone(record: RoundRecord) -> RoundRecord:

@@ -179,7 +179,7 @@ class Service:
         """Returns when jobs are taken."""
         directory = self.config.data_directory
         with self._beginning, contextlib.ExitStack() as stack:
-            _make_directory(directory)
+            make_directory(directory)
             stack.enter_context(_locked(directory))
             server_file = directory / SERVER_FILE
             server_file.unlink(missing_ok=True)  # of one that was killed
@@ -314,7 +314,7 @@ def _allow_many_connections() -> None:
 # The data directory ---------------------------------------------------------------------------
 
 
-def _make_directory(directory: Path) -> None:
+def make_directory(directory: Path) -> None:
     """Its owner's alone. A folder that holds somebody else's things keeps its mode."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -376,7 +376,9 @@ def _write(path: Path, text: str) -> None:
 def _listen(config: ServiceConfig, port_file: Path) -> socket.socket:
     """A socket where the server before listened, if possible: its replicas look for us there."""
     if config.port:
-        return _bind(config.host, config.port)
+        listener = _bind(config.host, config.port)
+        _write(port_file, str(config.port))
+        return listener
     with contextlib.suppress(OSError, ValueError, InvalidValueError):
         return _bind(config.host, int(port_file.read_text()))
     ports = [0] if config.port == 0 else [*range(DEFAULT_PORT, DEFAULT_PORT + NUM_PORTS_TRIED), 0]

@@ -110,20 +110,32 @@ class SqlStore:
         Raises:
             InvalidValueError: there is, or was, a job of this name; or a value that cannot be kept.
         """
-        row = {
-            "name": _key(name),
-            "request": dumps(dict(request), f"request of job {name!r}"),
-            "state": JobState.PENDING.value,
-            "submitted_at": time.time() if at is None else at,
-        }
+        return self.add_requests([(name, request, token_hash)], at)[0]
+
+    def add_requests(self, wanted: Sequence[tuple[str, Mapping[str, Any], str]], at: float | None = None) -> list[int]:
+        """As :meth:`add_request`, all of them or none: name, request and hash of the token of each."""
+        rows = [
+            {
+                "name": _key(name),
+                "request": dumps(dict(request), f"request of job {name!r}"),
+                "state": JobState.PENDING.value,
+                "submitted_at": time.time() if at is None else at,
+            }
+            for name, request, _ in wanted
+        ]
+        sequences: list[int] = []
         with self._writing() as connection:
-            if connection.scalar(sa.select(_jobs.c.sequence).where(_jobs.c.name == name)) is not None:
-                raise InvalidValueError(
-                    f"there is a job named {name!r} already; names are unique for ever: take another"
-                )
-            sequence: int = connection.execute(_jobs.insert().values(row)).inserted_primary_key[0]  # type: ignore[index]
-            connection.execute(_secrets.insert().values(job=name, token_hash=token_hash))
-        return sequence
+            for row in rows:
+                name = row["name"]
+                if connection.scalar(sa.select(_jobs.c.sequence).where(_jobs.c.name == name)) is not None:
+                    raise InvalidValueError(
+                        f"there is a job named {name!r} already; names are unique for ever: take another"
+                    )
+                sequences.append(connection.execute(_jobs.insert().values(row)).inserted_primary_key[0])  # type: ignore[index]
+            secrets = [{"job": name, "token_hash": token_hash} for name, _, token_hash in wanted]
+            if secrets:
+                connection.execute(_secrets.insert(), secrets)
+        return sequences
 
     def save_job(self, record: JobRecord) -> None:
         form = forms.record_to_dict(record)
@@ -188,19 +200,28 @@ class SqlStore:
                 connection.execute(_reports.insert(), rows)
 
     def prune(self, keep_rounds: int, keep_reports_per_job: int) -> tuple[int, int]:
-        """Forget the oldest rounds and reports beyond these numbers; how many of each went."""
+        """Forget the oldest rounds and reports beyond these numbers; how many of each went.
+
+        What is to go is looked for by reading, and goes job by job: there may be millions, and others want to write.
+        """
         keep_rounds, keep_reports = (
             _count(keep_rounds, "keep_rounds"),
             _count(keep_reports_per_job, "keep_reports_per_job"),
         )
-        age = sa.func.row_number().over(partition_by=_reports.c.job, order_by=_reports.c.id.desc())
-        ranked = sa.select(_reports.c.id, age.label("age")).subquery()
         old_rounds = sa.select(_rounds.c.id).order_by(_rounds.c.id.desc()).limit(1).offset(keep_rounds)
-        old_reports = sa.select(ranked.c.id).where(ranked.c.age > keep_reports)
+        of_job = sa.select(_reports.c.id).where(_reports.c.job == _jobs.c.name).order_by(_reports.c.id.desc())
+        last = of_job.limit(1).offset(keep_reports).scalar_subquery()
+        with self._reading() as connection:
+            old_reports = [(name, id_) for name, id_ in connection.execute(sa.select(_jobs.c.name, last)) if id_]
+        where_old = _rounds.c.id <= old_rounds.scalar_subquery()
         with self._writing() as connection:
-            rounds = connection.execute(_rounds.delete().where(_rounds.c.id <= old_rounds.scalar_subquery()))
-            reports = connection.execute(_reports.delete().where(_reports.c.id.in_(old_reports)))
-            return rounds.rowcount, reports.rowcount
+            num_rounds = connection.execute(_rounds.delete().where(where_old)).rowcount
+        num_reports = 0
+        for name, id_ in old_reports:
+            with self._writing() as connection:
+                where = _reports.c.job == name, _reports.c.id <= id_
+                num_reports += connection.execute(_reports.delete().where(*where)).rowcount
+        return num_rounds, num_reports
 
     def tidy(self) -> None:
         """Now and then: bring what SQLite has in its log to its file. Readers and writers go on meanwhile."""

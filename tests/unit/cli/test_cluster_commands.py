@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -281,6 +282,7 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def test_up_detached_and_down(alone: Path) -> None:
+    (alone / "data").mkdir(mode=0o755)
     started = subprocess.run(
         [*POLLUX, "up", "--detach", "--slots", "2", "--port", "0"], capture_output=True, text=True, timeout=90
     )
@@ -390,3 +392,27 @@ def test_an_interrupted_run_leaves_nothing(alone: Path, number: signal.Signals, 
     assert process.returncode == code, err
     assert list(temporary.glob("pollux-run-*")) == []
     assert "Traceback" not in err
+
+
+def test_a_run_that_is_interrupted_while_it_starts_leaves_nothing(alone: Path) -> None:
+    temporary = alone / "tmp"
+    temporary.mkdir()
+    env = {**os.environ, "TMPDIR": str(temporary)}
+    with run("--slots", "1", "--", "sleep", "600", env=env) as process:
+        try:
+            eventually(lambda: list(temporary.glob("pollux-run-*/steward.pid")), "the steward is started")
+            process.send_signal(signal.SIGINT)
+            _, err = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 130, err
+    assert list(temporary.glob("pollux-run-*")) == []
+    left = [one.pid for one in psutil.process_iter() if str(temporary) in " ".join(_command_line(one))]
+    assert left == []
+
+
+def _command_line(process: psutil.Process) -> list[str]:
+    try:
+        return process.cmdline()
+    except psutil.Error:
+        return []

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import os
+import sys
+import types
 
 import pytest
 
@@ -83,3 +85,26 @@ def test_gpus_that_we_may_not_use_are_left_alone(visible, numbers):
 
 def test_looking_for_gpus_never_fails():
     assert all(gpu.uuid and gpu.name for gpu in find_gpus())
+
+
+def test_one_gpu_that_fell_off_the_bus_does_not_hide_the_others(monkeypatch):
+    class NVMLError(Exception):
+        pass
+
+    def handle_of(number: int) -> int:
+        if number == 1:
+            raise NVMLError("GPU is lost")
+        return number
+
+    fake = types.ModuleType("pynvml")
+    vars(fake).update(
+        NVMLError=NVMLError,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetCount=lambda: 3,
+        nvmlDeviceGetHandleByIndex=handle_of,
+        nvmlDeviceGetUUID=lambda handle: f"GPU-{handle}",
+        nvmlDeviceGetName=lambda handle: b"H200",
+    )
+    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    assert [(gpu.number, gpu.uuid, gpu.name) for gpu in find_gpus()] == [(0, "GPU-0", "H200"), (2, "GPU-2", "H200")]

@@ -127,8 +127,7 @@ time.sleep(300)
 def test_one_rank_that_fails_ends_all_and_is_told(bench):
     job = bench.job(FAILS, max_restarts=5)  # it does not checkpoint: no restarts
     assert ended(job) == 1
-    summary = job.failure.splitlines()[0]
-    assert summary.startswith("f: rank 1 exited with 1: KeyError: 'rank one lost its key'. Its stderr")
+    assert job.failure.splitlines()[0] == "f: rank 1 exited with 1: KeyError: 'rank one lost its key'"
     assert job.num_restarts == 0
     assert job.replicas == ()
 

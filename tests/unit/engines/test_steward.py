@@ -275,8 +275,7 @@ def test_a_steward_that_ends_as_it_is_found_is_looked_for_again(own_bench, monke
 def test_what_comes_while_a_steward_ends_is_left_to_the_next(own_bench):
     """It would be stopped as soon as it had begun, and again and again."""
     bench = own_bench
-    deaf = bench.script("import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint(1, flush=True)\ntime.sleep(300)")
-    bench.prepare("deaf", deaf, kind="fixed")
+    bench.prepare("deaf", ("sh", "-c", "trap '' TERM; echo 1; sleep 300"), kind="fixed")
     bench.prepare("a", ("sleep", "300"), kind="fixed")
     bench.run("deaf", ("node-0", 1))
     until(lambda: "1" in bench.log("deaf"))

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import gc
+import os
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pollux.engines.live import ReplicaInfo
@@ -16,11 +22,12 @@ from pollux.jobs import JobRequest
 from pollux.model.profile import Configuration, Timing
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.ports import Command, Event, JobEnded, JobLost, JobRuns, JobStopped, ResizeJob, StartJob, StopJob
-from pollux.scheduler.record import JobRecord
+from pollux.scheduler.record import JobRecord, RoundRecord
 from pollux.server.clock import LiveClock
 from pollux.server.cluster import Cluster, ClusterConfig
+from pollux.server.journal import Journal
 from pollux.server.store import SqlStore
-from pollux.types import BatchLimits, Node
+from pollux.types import NO_ALLOCATION, Allocation, BatchLimits, Explanation, JobDecision, Node, Plan, Snapshot
 from pollux.wire import WireReport
 
 PATIENCE_S = 20.0
@@ -284,6 +291,20 @@ def test_draining_lets_jobs_end_that_must_not_be_moved(world):
     world.until_state(late, "running")
 
 
+def test_a_drained_node_stays_drained_after_a_restart(world):
+    world.cluster.drain("a", True)
+    world.cluster.stop(keeps_jobs=True)
+    cluster = world.make()
+    cluster.start()
+    name = world.submit()
+    assert cluster.nodes()[0]["is_draining"]
+    before = cluster.summary()["now"]
+    world.until(lambda: cluster.summary()["now"] > before + 0.5)
+    assert cluster.view(name)["state"] == "pending"
+    cluster.drain("a", False)
+    world.until_state(name, "running")
+
+
 def test_another_cluster_takes_over_without_starting_anything_twice(world):
     names = [world.submit(name=name) for name in ("one", "two")]
     held = world.submit(name="three", after=("one",))
@@ -408,3 +429,123 @@ def test_fewer_slots_than_before_the_restart(world):
     world.until_state(names[1], "pending")
     assert cluster.view("kept")["state"] == "running" and cluster.view("kept")["generation"] == 1
     assert cluster.is_ready
+
+
+def test_a_full_disk_does_not_keep_jobs_from_being_stopped(world, monkeypatch):
+    name = world.submit()
+    world.until_state(name, "running")
+
+    def full(reports: Sequence[object]) -> None:
+        raise StoreError("the disk is full")
+
+    monkeypatch.setattr(world.store, "save_reports", full)
+    world.cluster.stop(keeps_jobs=False)
+    assert world.engine.is_closed is True
+
+
+def test_reports_that_cannot_be_kept_are_kept_later(world, monkeypatch):
+    name = world.submit()
+    world.until_state(name, "running")
+    saved = world.store.save_reports
+
+    def full(reports: Sequence[object]) -> None:
+        if reports:
+            raise StoreError("the disk is full")
+
+    monkeypatch.setattr(world.store, "save_reports", full)
+    world.cluster.report(name, report(name, num_steps=1))
+    world.until(lambda: not world.cluster.is_ready, "a problem")
+    world.cluster.report(name, report(name, num_steps=2))
+    monkeypatch.setattr(world.store, "save_reports", saved)
+    world.until(lambda: len(world.cluster.reports(name, None, 9)) == 2, "both are kept")
+    assert [kept["num_steps"] for kept in world.cluster.reports(name, None, 9)] == [1, 2]
+
+
+def test_an_array_is_kept_whole_or_not_at_all(world, tmp_path):
+    with contextlib.closing(sqlite3.connect(tmp_path / "pollux.db")) as database:
+        database.execute(
+            "CREATE TRIGGER full BEFORE INSERT ON jobs WHEN NEW.name = 'many-2' BEGIN SELECT RAISE(FAIL, 'full'); END"
+        )
+        with pytest.raises(StoreError):
+            world.submit(name="many", array="0-4")
+        database.execute("DROP TRIGGER full")
+    assert world.cluster.jobs(None, 10, 0, False) == ([], 0)
+    assert world.submit(name="many", array="0-4") == "many-0"
+    world.until_state("many-4", "pending")
+
+
+def test_a_cancelled_job_that_was_stopping_already_stays_cancelled_after_a_restart(world):
+    world.engine.obeys_stops = False
+    name = world.submit(checkpoints=True)
+    world.until_state(name, "running")
+    world.cluster.drain("a", True)
+    world.until_state(name, "stopping")
+    world.cluster.cancel(name, "enough")
+    world.cluster.stop(keeps_jobs=True)
+    cluster = world.make()
+    cluster.start()
+    world.engine.say(JobStopped(job=name))
+    assert world.until_state(name, "cancelled")["reason"] == "enough"
+
+
+def test_a_job_over_its_time_limit_is_not_looked_at_all_the_time(world, monkeypatch):
+    world.engine.obeys_stops = False
+    name = world.submit(time_limit_s=0.1)
+    world.until_state(name, "stopping")
+    num_polls = 0
+    poll = world.engine.poll
+
+    def counted() -> Sequence[Event]:
+        nonlocal num_polls
+        num_polls += 1
+        return poll()
+
+    monkeypatch.setattr(world.engine, "poll", counted)
+    time.sleep(1.5)
+    assert num_polls <= 2 * 1.5 / 0.2 + 2  # the interval is 0.2 s
+
+
+def test_a_folder_of_a_job_that_the_database_does_not_know_is_left_alone(world, tmp_path):
+    """Whoever moved the database away begins anew, and not from the checkpoints of another life."""
+    (tmp_path / "jobs" / "train" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "jobs" / "many-3").mkdir()
+    assert world.submit(name="train") == "train-2"
+    assert world.submit(name="many", array="0-4") == "many-2-0"
+    with pytest.raises(UnknownNameError):
+        world.cluster.view("train")
+
+
+def test_a_script_that_is_a_pipe_holds_up_nobody(world, tmp_path):
+    os.mkfifo(tmp_path / "pipe.py")
+    with pytest.raises(InvalidValueError, match="it is no file"):
+        world.submit("python", "pipe.py", cwd=str(tmp_path))
+
+
+def test_the_last_decision_about_a_job_does_not_hold_those_about_all_others(world, tmp_path):
+    """Thousands of ended jobs are remembered, each with a round of its own."""
+    decision = JobDecision(
+        job="one",
+        before=NO_ALLOCATION,
+        after=Allocation.of(("a", 1)),
+        speedup_before=0.0,
+        speedup_after=1.0,
+        move_factor=1.0,
+        option_replicas=np.array([1]),
+        option_speedups=np.array([1.0]),
+    )
+    decisions = (decision, *(dataclasses.replace(decision, job=f"other-{number}") for number in range(5000)))
+    explanation = Explanation(fitness_before=0.0, fitness=1.0, upper_bound=1.0, jobs=decisions)
+    plan = Plan(allocations={one.job: one.after for one in decisions}, explanation=explanation)
+    with SqlStore(tmp_path / "another.db") as store:
+        journal = Journal(store, keep_rounds=1, keep_reports=1, on_ended=lambda record: None)
+        record = RoundRecord(number=1, at=1.0, trigger="submit", plan=plan, num_jobs=5001, num_slots=4, decision_s=0.1)
+        journal.save_round(record, Snapshot.of(1.0, [], []))
+        for other in decisions[1:]:
+            journal.forget(other.job)
+        journal.last_round = None
+    shown = journal.decision("one")
+    assert shown is not None and (shown["round"], shown["fitness"]) == (1, 1.0)
+    del record, plan, explanation, decisions, other
+    gc.collect()
+    held = sum(isinstance(one, JobDecision) and one.job.startswith("other-") for one in gc.get_objects())
+    assert held == 0

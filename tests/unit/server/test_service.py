@@ -76,6 +76,18 @@ def test_the_next_server_listens_where_the_last_one_did(tmp_path):
         assert service.url != url
 
 
+def test_a_port_that_was_named_is_the_one_of_the_next_server_too(tmp_path):
+    with fake_service(tmp_path) as service:
+        before = service.url
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with fake_service(tmp_path, port=port) as service:
+        url = service.url
+    assert url != before
+    with fake_service(tmp_path, port=None) as service:
+        assert service.url == url
+
+
 def test_two_services_on_one_data_directory(tmp_path):
     with fake_service(tmp_path) as first:
         with pytest.raises(DirectoryInUseError, match=rf"{tmp_path} is used by a server with pid {os.getpid()}; "):

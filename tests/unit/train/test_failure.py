@@ -24,7 +24,7 @@ def test_the_exception_and_its_traceback_are_found(tmp_path):
     assert headline == "ValueError: too bad"
     assert tail.startswith("Traceback") and tail.endswith("shutting down")
     assert describe_failure("a: rank 1 exited with 1", path).splitlines()[0] == (
-        f"a: rank 1 exited with 1: ValueError: too bad"
+        "a: rank 1 exited with 1: ValueError: too bad"
     )
 
 
