@@ -144,12 +144,8 @@ def parse_array(text: str) -> tuple[int, ...]:
 
 def detect_kind(script_text: str) -> Kind:
     """``elastic`` if the script itself imports ``pollux.train``, anywhere; else, or if it is not Python, ``fixed``."""
-    try:
-        with warnings.catch_warnings(action="ignore"):  # of the user's code ("\\d" in a string), not for us to show
-            tree = ast.parse(script_text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return "fixed"
-    for node in ast.walk(tree):
+    tree = _parsed(script_text)
+    for node in () if tree is None else ast.walk(tree):
         package = f"{node.module}." if isinstance(node, ast.ImportFrom) and node.level == 0 else ""
         aliases = node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else []
         if any(f"{package}{alias.name}.".startswith("pollux.train.") for alias in aliases):
@@ -213,11 +209,18 @@ class JobRequest:
         counts = {"min": self.min_replicas, "max": self.max_replicas, "exact": self.replicas}
         given = {which: count for which, count in counts.items() if count is not None}
         for which, count in given.items():
-            _whole(f"replicas ({which})", count, 1)
-        _require(given.keys() != {"min", "max"} or given["min"] <= given["max"], "replicas", given, "min is above max")
-        _require("exact" not in given or len(given) == 1, "replicas", given, "give either their number, or bounds")
-        needed = "a fixed job needs their number; if it uses pollux.train but imports it elsewhere, say kind elastic"
-        _require(self.kind != "fixed" or not given.keys() & {"min", "max"}, "replicas", given, needed)
+            _whole("replicas" if which == "exact" else f"{which}-replicas", count, 1)
+        said = ", ".join(f"{'' if which == 'exact' else which + '-'}replicas {count}" for which, count in given.items())
+        for is_wrong, why in (
+            (given.keys() == {"min", "max"} and given["min"] > given["max"], "min is above max"),
+            ("exact" in given and len(given) > 1, "give either their number, or bounds"),
+            (
+                self.kind == "fixed" and bool(given.keys() & {"min", "max"}),
+                "a fixed job needs their number; if it uses pollux.train but imports it elsewhere, say kind elastic",
+            ),
+        ):
+            if is_wrong:
+                raise InvalidValueError(f"{said}; {why}")
 
     def resolved(self, script_text: str | None) -> JobRequest:
         """With ``auto`` decided by the script's text; without one (any other command) it is fixed."""
@@ -317,10 +320,14 @@ _BY_WORD |= {f"--no-{option.name}": (option, False) for option in OPTIONS if opt
 def parse_headers(script_text: str) -> dict[str, Any]:
     """Options by field, of the lines ``#POLLUX --key value --other=value --flag`` before the first statement.
 
-    As with sbatch, later ones are mere comments. Values may be quoted. Given twice, the later wins; --env adds up.
+    A docstring is none. As with sbatch, later ones are mere comments. Values may be quoted. Given twice, the later
+    wins; --env adds up.
     """
     found: dict[str, Any] = {}
+    docstring = _docstring_lines(script_text)
     for number, line in enumerate(re.split(r"\r\n|\r|\n", script_text.removeprefix("\ufeff")), start=1):
+        if number in docstring:
+            continue
         if line.strip() and not line.lstrip().startswith("#"):
             break
         if header := _HEADER.fullmatch(line):
@@ -329,6 +336,24 @@ def parse_headers(script_text: str) -> dict[str, Any]:
             except ValueError as error:  # ours, or shlex's about quotes
                 raise InvalidValueError(f"line {number}: {error}") from None
     return found
+
+
+def _docstring_lines(script_text: str) -> range:
+    """Of a Python script that begins with one; none otherwise."""
+    tree = _parsed(script_text)
+    first = tree.body[0] if tree is not None and tree.body else None
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+        return range(first.lineno, (first.end_lineno or first.lineno) + 1)
+    return range(0)
+
+
+def _parsed(script_text: str) -> ast.Module | None:
+    """None: it is not Python."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of the user's code ("\\d" in a string), not for us to show
+            return ast.parse(script_text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
 
 
 def _read_words(found: dict[str, Any], words: Sequence[str]) -> None:
@@ -356,6 +381,7 @@ def options_to_request(options: Options, command: Sequence[str], overrides: Opti
     exact, bounds = {"replicas"}, {"min_replicas", "max_replicas"}
     dropped = (bounds if exact & given.keys() else set()) | (exact if bounds & given.keys() else set())
     _check_known("field", {**options, **given}, _BY_FIELD)
+    _require(given.get("name") != "", "--name", "", "a name is needed behind it; leave it out for the script's")
     first = {key: _BY_FIELD[key].convert(value) for key, value in options.items() if key not in dropped}
     second = {key: _BY_FIELD[key].convert(value) for key, value in given.items()}
     env = first.get("env", {}) | second.get("env", {})

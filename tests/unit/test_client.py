@@ -321,7 +321,7 @@ def test_a_request_has_the_headers_directory_and_environment_of_its_script(
     monkeypatch.delenv("CONDA_PREFIX", raising=False)
     script = here / "train.py"
     script.write_text("#POLLUX --max-replicas 2 --env PATH=/mine --name header\nfrom pollux import train\n")
-    request = make_request(["python", script], {"name": "typed", "env": {"A": "1"}})
+    request = make_request([sys.executable, script], {"name": "typed", "env": {"A": "1"}})
     assert (request.kind, request.name, request.max_replicas) == ("elastic", "typed", 2)
     assert request.cwd == str(here)
     assert request.env["PATH"] == "/mine"
@@ -368,3 +368,9 @@ def test_a_virtual_environment_that_is_not_activated_is_used_all_the_same(monkey
     assert found == {"PATH": "/some/venv/bin:/usr/bin", "VIRTUAL_ENV": "/some/venv"}
     for activated in ({"PATH": "/usr/bin", "VIRTUAL_ENV": "/mine"}, {"PATH": "/some/venv/bin:/usr/bin"}):
         assert with_own_python(activated) == activated
+
+
+@pytest.mark.parametrize("program", ["no-such-program", "./nor-this", "/nor/that"])
+def test_a_program_that_is_not_there_is_refused(program: str) -> None:
+    with pytest.raises(InvalidValueError, match="is not there"):
+        make_request([program, "x"], {})

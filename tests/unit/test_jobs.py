@@ -88,7 +88,7 @@ def refused(match: str, **fields: object) -> None:
         ({"application": "a b"}, "application 'a b'"),
         ({"kind": "rigid"}, "elastic, fixed, auto"),
         ({"min_replicas": 4, "max_replicas": 2}, "min is above max"),
-        ({"min_replicas": 0}, r"replicas \(min\) 0; a whole number from 1"),
+        ({"min_replicas": 0}, r"min-replicas 0; a whole number from 1"),
         ({"max_replicas": True}, "whole number"),
         ({"replicas": 1.5}, "whole number"),
         ({"replicas": 10**30}, "whole number"),
@@ -376,7 +376,7 @@ def test_header_lines():
         "weight": 0.5,
     }
     assert parse_headers(SCRIPT.replace("\n", "\r\n")) == parse_headers("\ufeff" + SCRIPT) == parse_headers(SCRIPT)
-    assert parse_headers('"""Doc."""\n#POLLUX --nonsense') == parse_headers("") == parse_headers("#POLLUX") == {}
+    assert parse_headers("import os\n#POLLUX --nonsense") == parse_headers("") == parse_headers("#POLLUX") == {}
 
 
 @pytest.mark.parametrize(
@@ -509,3 +509,23 @@ def test_unknown_dependencies_are_refused_with_the_nearest_names():
     with pytest.raises(InvalidValueError, match=r"'trian', which is not known\. Did you mean 'train' or 'train-2'"):
         check_dependencies([job("b", "trian")], {"train": ("running", ()), "train-2": ("failed", ())})
     check_dependencies([job("b", "a"), job("a")], {})
+
+
+def test_header_lines_may_stand_behind_a_docstring():
+    text = '#!/usr/bin/env python\n"""Trains.\n\n#POLLUX --name not-this\n"""\n#POLLUX --name mine\n\n'
+    text += "#POLLUX --max-replicas 2\nimport os\n#POLLUX --name too-late\n"
+    assert parse_headers(text) == {"name": "mine", "max_replicas": 2}
+    assert parse_headers('"""One line."""\n#POLLUX --name a\n') == {"name": "a"}
+    assert parse_headers("x = 1\n#POLLUX --name late\n") == {}
+
+
+def test_an_empty_name_is_a_mistake():
+    with pytest.raises(InvalidValueError, match="--name"):
+        options_to_request({}, ["true"], {"name": ""})
+
+
+def test_replicas_are_refused_in_the_words_of_their_options():
+    with pytest.raises(InvalidValueError, match=r"^min-replicas 3, max-replicas 2; min is above max$"):
+        JobRequest(command=("true",), min_replicas=3, max_replicas=2)
+    with pytest.raises(InvalidValueError, match=r"^max-replicas 1, replicas 2; give either"):
+        JobRequest(command=("true",), replicas=2, max_replicas=1)

@@ -21,6 +21,8 @@ from pollux.cli.up import IntervalOption, NodesOption, SlotsOption, require_serv
 from pollux.client import Client, make_request
 from pollux.client.address import find_data_directory
 from pollux.engines.connecting import end_steward
+from pollux.errors import InvalidValueError
+from pollux.jobs import JobRequest
 
 if TYPE_CHECKING:
     from pollux.server.service import Service, ServiceConfig
@@ -89,6 +91,19 @@ def embedded_service(config: ServiceConfig) -> Iterator[Service]:
                 end_steward(config.data_directory, config.stop_timeout_s)  # of a start that did not get further
 
 
+def _check_that_it_fits(request: JobRequest, num_slots: int) -> None:
+    """In a cluster that lasts as long as the job, what does not fit now never will.
+
+    Raises:
+        InvalidValueError: it needs more slots than there are.
+    """
+    least = request.replicas or request.min_replicas or 1
+    if least > num_slots:
+        raise InvalidValueError(
+            f"the job needs {least} slots at once, and there are {num_slots} here: ask for fewer, or for more --slots"
+        )
+
+
 @takes_job_options
 def run(
     command: CommandArgument,
@@ -113,6 +128,7 @@ def run(
         config = ServiceConfig(data_directory=directory, port=0, slots=slots, nodes=nodes, **settings)
         with embedded_service(config) as service, Client(url=service.url, token=service.token) as client:
             jobs = []
+            _check_that_it_fits(request, client.status()["num_slots"])
             try:
                 jobs = client.submit_all(request)
                 follow_jobs(jobs)

@@ -6,6 +6,7 @@ Stands in ``client``. Reads the script, the environment and the current director
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -45,7 +46,19 @@ def make_request(command: Sequence[str], options: Mapping[str, Any]) -> JobReque
         _script_text(command, cwd)  # the header moved it: the script must be found from there, too
     environment = with_own_python(os.environ)
     forwarded = {name: environment[name] for name in _FORWARDED if _is_sendable(environment.get(name))}
-    return replace(request, env={**forwarded, **request.env}).resolved(text)
+    request = replace(request, env={**forwarded, **request.env})
+    _check_program(request.command[0], cwd, request.env.get("PATH"))
+    return request.resolved(text)
+
+
+def _check_program(program: str, cwd: str, path: str | None) -> None:
+    """As with the script: what is not here will not be there when the job starts."""
+    if "/" in program:
+        is_there, where = os.access(Path(cwd, program), os.X_OK), f"seen from {cwd}"
+    else:
+        is_there, where = shutil.which(program, path=path) is not None, "in PATH"
+    if not is_there:
+        raise InvalidValueError(f"program {program!r} is not there, or may not be executed; it was looked for {where}")
 
 
 def _script_text(command: Sequence[str], cwd: str) -> str | None:

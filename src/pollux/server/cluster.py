@@ -46,7 +46,6 @@ from pollux.server.views import (
     transition_view,
     waiting_reason,
 )
-from pollux.types import Node
 from pollux.wire import WireReport, report_to_dict
 
 ANSWER_S = 10.0  # the longest a caller waits for the scheduler's thread
@@ -504,7 +503,7 @@ class Cluster:
             sequence=record.sequence,
             submitted_at=record.spec.submitted_at,
             now=self._clock.now(),
-            reason=waiting_reason(record, self._usable_nodes()) if is_waiting else "",
+            reason=waiting_reason(record, self._engine.nodes(), self._draining) if is_waiting else "",
             note="" if is_waiting else self._engine.note(record.name),
         )
 
@@ -534,9 +533,6 @@ class Cluster:
             submitted_at=job.submitted_at,
             now=self._clock.now(),
         )
-
-    def _usable_nodes(self) -> list[Node]:
-        return [node for node in self._engine.nodes() if node.name not in self._draining]
 
 
 def _read_names(path: Path) -> set[str]:

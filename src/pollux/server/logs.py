@@ -37,9 +37,11 @@ class LogFile:
 def list_files(directory: Path, replica: str | None = None, stream: Stream | None = None) -> list[LogFile]:
     """The log files in a job's directory, oldest start first, of this replica and stream only if given.
 
+    Of one start, that which was written to last comes last: the end of a job's log is the end of the job.
+
     ``replica`` is compared, never looked up: whatever it holds, no other file is found.
     """
-    found = []
+    found: list[tuple[int, LogFile]] = []
     for start in _entries(directory / "logs"):
         if not (start.name.isdecimal() and start.name.isascii() and len(start.name) < 19):
             continue
@@ -53,17 +55,24 @@ def list_files(directory: Path, replica: str | None = None, stream: Stream | Non
             except OSError:  # gone again
                 continue
             if stat.S_ISREG(status.st_mode):
-                found.append(
-                    LogFile(
-                        path=Path(entry.path),
-                        replica=stem.encode("utf-8", "replace").decode(),
-                        stream=kind,
-                        start=int(start.name),
-                        size_bytes=status.st_size,
-                        file_id=(status.st_dev, status.st_ino),
-                    )
+                file = LogFile(
+                    path=Path(entry.path),
+                    replica=stem.encode("utf-8", "replace").decode(),
+                    stream=kind,
+                    start=int(start.name),
+                    size_bytes=status.st_size,
+                    file_id=(status.st_dev, status.st_ino),
                 )
-    return sorted(found, key=lambda file: (file.start, _in_order(file.replica), file.stream != "out"))
+                found.append((status.st_mtime_ns, file))
+    written_s: dict[tuple[int, str], float] = {}  # by replica: its two streams stay together
+    for mtime_ns, file in found:
+        key = (file.start, file.replica)
+        written_s[key] = max(written_s.get(key, 0.0), mtime_ns // 10**9)
+
+    def order(file: LogFile) -> tuple[int, float, list[tuple[int, str]], bool]:
+        return file.start, written_s[file.start, file.replica], _in_order(file.replica), file.stream != "out"
+
+    return sorted((file for _, file in found), key=order)
 
 
 def _entries(directory: Path) -> list[os.DirEntry[str]]:

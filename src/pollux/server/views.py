@@ -7,7 +7,7 @@ writing: single fields are looked at, once each, and lists are copied, so that w
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from pollux.jobs import JobRequest
@@ -101,7 +101,7 @@ def lost_time_s(history: Sequence[Transition], told: WireReport | None) -> float
     return lost_s
 
 
-def waiting_reason(record: JobRecord, nodes: Iterable[Node]) -> str:
+def waiting_reason(record: JobRecord, nodes: Iterable[Node], draining: Collection[str] = ()) -> str:
     """Why a pending job does not run."""
     spec, nodes = record.spec, list(nodes)
     usable = [node for node in nodes if spec.accelerators is None or node.accelerator in spec.accelerators]
@@ -110,8 +110,12 @@ def waiting_reason(record: JobRecord, nodes: Iterable[Node]) -> str:
         wanted = ", ".join(sorted(spec.accelerators or ()))
         return f"needs a slot of type {wanted}; the cluster has {there}"
     num_slots, least = sum(node.num_slots for node in usable), spec.requested_replicas or spec.min_replicas
+    slots = f"{least} slot{'s at once' * (least > 1)}"
     if least > num_slots:
-        return f"needs {least} slots at once; the cluster has {num_slots}"
+        return f"needs {slots}; the cluster has {num_slots}"
+    num_drained = sum(node.num_slots for node in usable if node.name in draining)
+    if least > num_slots - num_drained:
+        return f"needs {slots}; {num_drained} of the cluster's {num_slots} are being drained"
     return record.reason.partition("\n")[0] if record.history else "waiting for slots"
 
 

@@ -265,6 +265,14 @@ def test_a_missing_script_is_refused(world, tmp_path):
         world.submit("python", "train.py", cwd=str(tmp_path))
 
 
+def test_a_drained_cluster_is_why_a_job_waits(world):
+    world.cluster.drain("a", True)
+    name = world.submit()
+    world.until(lambda: world.cluster.rounds(None, 5) or world.cluster.view(name)["reason"], "a reason")
+    world.until(lambda: "drained" in world.cluster.view(name)["reason"], "the reason")
+    assert world.cluster.view(name)["reason"] == "needs 1 slot; 4 of the cluster's 4 are being drained"
+
+
 def test_the_kind_is_seen_from_the_script(world, tmp_path):
     (tmp_path / "train.py").write_text("from pollux import train\n")
     name = world.submit("python", "train.py", cwd=str(tmp_path))
