@@ -555,5 +555,5 @@ def test_the_last_decision_about_a_job_does_not_hold_those_about_all_others(worl
     assert shown is not None and (shown["round"], shown["fitness"]) == (1, 1.0)
     del record, plan, explanation, decisions, other
     gc.collect()
-    held = sum(isinstance(one, JobDecision) and one.job.startswith("other-") for one in gc.get_objects())
+    held = sum(type(one) is JobDecision and one.job.startswith("other-") for one in gc.get_objects())
     assert held == 0
