@@ -448,7 +448,6 @@ class Scheduler:
                 fresh[id(knowledge)] = knowledge.refit()
             if fresh[id(knowledge)] and record.allocation:
                 commands.append(TuneJob(job=record.name, params=knowledge.params))
-                self._store.save_job(record)
         if commands:
             self._engine.apply(commands)
 

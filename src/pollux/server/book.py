@@ -152,7 +152,7 @@ class RequestBook:
         )
 
     def _token_of(self, job: str) -> str:
-        return hmac.new(self._secret.encode(), f"job {job}".encode(), hashlib.sha256).hexdigest()
+        return job_token(self._secret, job)
 
     def _existing(self, names: Sequence[str]) -> dict[str, tuple[str, Sequence[str]]]:
         """State and dependencies of every job that could be part of a circle with these, and of these."""
@@ -166,6 +166,11 @@ class RequestBook:
             return found
         over: tuple[str, Sequence[str]] = (JobState.SUCCEEDED.value, ())
         return {**dict.fromkeys(self._names, over), **found}  # all names, to suggest one from
+
+
+def job_token(secret: str, job: str) -> str:
+    """What a job shows to report; nobody can make it up without the secret."""
+    return hmac.new(secret.encode(), f"job {job}".encode(), hashlib.sha256).hexdigest()
 
 
 def _hash(token: str) -> str:

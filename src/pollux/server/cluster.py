@@ -54,6 +54,7 @@ LONGEST_WAIT_S = 1.0
 MAX_DUTY = 0.25  # share of the time that the scheduler's thread may take from those who answer requests
 LONGEST_PAUSE_S = 30.0  # between attempts to begin again
 TIDY_EVERY_S = 5.0
+NUM_REPLAYED, MANY_JOBS = 20, 200  # reports of each job after a restart; of many jobs the last one alone
 NUM_KEPT_REPORTS = 4096  # ended jobs whose last report stays in memory
 DRAINING_FILE = "draining.json"
 REPORTS_PER_S = 66.0  # of all jobs together: what they are asked to keep to
@@ -339,9 +340,12 @@ class Cluster:
         )
         records, held = store.records(), store.requests()
         self._book.reload()
+        # What jobs told since they were saved last is learnt again from their reports.
+        num_reports = NUM_REPLAYED if len(records) <= MANY_JOBS else 1
         for record in records:
-            if record.name not in self._latest and (kept := store.reports(record.name, limit=1)):
-                self._latest[record.name] = kept[-1].at, kept[-1].report
+            for kept in store.reports(record.name, limit=num_reports):
+                self._latest[record.name] = kept.at, kept.report
+                self._inbox.replay(kept.report)
         scheduler.restore(records, store.knowledge().values())
         scheduler.drain(self._draining)
         self._engine.adopt(records)

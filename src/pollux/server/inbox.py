@@ -34,6 +34,11 @@ class Inbox:
             self._unseen.append(report)
             return len(self._unseen) == 1
 
+    def replay(self, report: WireReport) -> None:
+        """One that was kept before: it is seen again, and not kept again."""
+        with self._turn:
+            self._unseen.append(report)
+
     def take_unsaved(self) -> list[tuple[float, WireReport]]:
         with self._turn:
             taken = list(self._unsaved)

@@ -297,7 +297,7 @@ def _handling(arrived: queue.SimpleQueue[int]) -> Iterator[None]:
 
 def _prefer_answers() -> None:
     """Requests must not wait for the scheduler's thread, which computes: let it be interrupted often, and by less."""
-    sys.setswitchinterval(0.0005)
+    sys.setswitchinterval(0.00005)
     gc.collect()
     gc.freeze()  # what is imported stays; looking through it again and again would stop everybody
     gc.set_threshold(50_000, 50, 100)

@@ -557,3 +557,17 @@ def test_the_last_decision_about_a_job_does_not_hold_those_about_all_others(worl
     gc.collect()
     held = sum(type(one) is JobDecision and one.job.startswith("other-") for one in gc.get_objects())
     assert held == 0
+
+
+def test_what_was_measured_last_is_known_after_a_restart(world):
+    name = world.submit(kind="elastic", max_replicas=1)
+    world.until_state(name, "running")
+    timings = ((Configuration(1, 1, 32), Timing(0.1, 0.1, 10)),)
+    world.cluster.report(name, report(name, timings=timings, noise_scale=321.0))
+    world.until(lambda: world.cluster.reports(name, None, 10), "the report kept")
+    world.cluster.stop(keeps_jobs=True)
+    cluster = world.make()
+    cluster.start()
+    world.until(lambda: cluster.job(name)["models"].get("cpu", {}).get("num_configurations") == 1, "its model")
+    assert cluster.view(name)["noise_scale"] == 321.0
+    assert len(cluster.reports(name, None, 10)) == 1
