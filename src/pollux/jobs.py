@@ -31,7 +31,7 @@ MAX_NAME_LENGTH = 63
 MAX_ARRAY_JOBS = 10_000
 ARRAY_INDEX = "POLLUX_ARRAY_INDEX"
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_NAME_LENGTH - 1}}}")
-_HEADER = re.compile(r"#POLLUX(?:[ \t](.*))?")
+_HEADER = re.compile(r"#POLLUX(?:[ \t](.*))?|# POLLUX[ \t]+(-.*)")  # code formatters put the space there
 _UNUSABLE = re.compile("[\0\ud800-\udfff]")  # no argument or file can hold NUL; surrogates are undecodable bytes
 _RESERVED = re.compile("(POLLUX|TORCHELASTIC)_.*|MASTER_(ADDR|PORT)|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME")
 _UNITS_S = {"d": 86400, "h": 3600, "m": 60, "s": 1}
@@ -332,7 +332,7 @@ def parse_headers(script_text: str) -> dict[str, Any]:
             break
         if header := _HEADER.fullmatch(line):
             try:
-                _read_words(found, shlex.split(header[1] or ""))
+                _read_words(found, shlex.split(header[1] or header[2] or ""))
             except ValueError as error:  # ours, or shlex's about quotes
                 raise InvalidValueError(f"line {number}: {error}") from None
     return found

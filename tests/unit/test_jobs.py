@@ -529,3 +529,8 @@ def test_replicas_are_refused_in_the_words_of_their_options():
         JobRequest(command=("true",), min_replicas=3, max_replicas=2)
     with pytest.raises(InvalidValueError, match=r"^max-replicas 1, replicas 2; give either"):
         JobRequest(command=("true",), replicas=2, max_replicas=1)
+
+
+def test_header_lines_as_code_formatters_leave_them():
+    assert parse_headers('# POLLUX --name mine --env "A=1 2"\nimport os\n') == {"name": "mine", "env": {"A": "1 2"}}
+    assert parse_headers("# POLLUX is a scheduler\n#  POLLUX --name no\n") == {}
