@@ -32,7 +32,7 @@ from pollux.scheduler.ports import Command, Event, JobEnded, JobRuns, JobStopped
 from pollux.scheduler.record import JobRecord
 from pollux.server.book import job_token
 from pollux.server.cluster import Cluster, ClusterConfig
-from pollux.server.service import Service, ServiceConfig, _prefer_answers
+from pollux.server.service import Service, ServiceConfig, prefer_answers
 from pollux.types import BatchLimits, Node
 from pollux.wire import batch_limits_to_dict
 
@@ -105,7 +105,7 @@ def serve(folder: Path, submissions_per_min: float) -> None:
         cluster = Cluster(store=store, engine=engine, config=config_)
         return cluster
 
-    _prefer_answers()  # as serve() does
+    prefer_answers()  # as serve() does
     with Service(ServiceConfig(data_directory=folder, port=0), make) as service:
         print(json.dumps({"url": service.url, "token": service.token}), flush=True)
         ends = threading.Event()

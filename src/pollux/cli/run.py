@@ -7,7 +7,7 @@ import logging
 import shutil
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Any
@@ -33,18 +33,24 @@ class Ended(SystemExit):
 
 
 @contextlib.contextmanager
+def _handling(numbers: Sequence[signal.Signals], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, old in before.items():
+            signal.signal(number, old)
+
+
+@contextlib.contextmanager
 def signals_as_exceptions() -> Iterator[None]:
     """SIGTERM and SIGHUP leave as Ctrl-C does: by way of every ``finally``."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise Ended(128 + number)
 
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
+    with _handling((signal.SIGTERM, signal.SIGHUP), leave):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager
@@ -53,13 +59,8 @@ def undisturbed(hurry: Callable[[], None] = lambda: None) -> Iterator[None]:
 
     It means that somebody is impatient.
     """
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, lambda number, frame: hurry()) for number in numbers}
-    try:
+    with _handling((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), lambda number, frame: hurry()):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 @contextlib.contextmanager

@@ -261,7 +261,7 @@ def serve(
     """
     arrived: queue.SimpleQueue[int] = queue.SimpleQueue()  # a signal handler may use this one
     _allow_many_connections()
-    _prefer_answers()
+    prefer_answers()
     with _handling(arrived):
         service = Service(config, make_cluster).start()
         try:
@@ -295,7 +295,7 @@ def _handling(arrived: queue.SimpleQueue[int]) -> Iterator[None]:
             signal.signal(number, handler)
 
 
-def _prefer_answers() -> None:
+def prefer_answers() -> None:
     """Requests must not wait for the scheduler's thread, which computes: let it be interrupted often, and by less."""
     sys.setswitchinterval(0.00005)
     gc.collect()

@@ -27,8 +27,9 @@ from pollux.server.clock import LiveClock
 from pollux.server.cluster import Cluster, ClusterConfig
 from pollux.server.journal import Journal
 from pollux.server.store import SqlStore
-from pollux.types import NO_ALLOCATION, Allocation, BatchLimits, Explanation, JobDecision, Node, Plan, Snapshot
+from pollux.types import NO_ALLOCATION, Allocation, Explanation, JobDecision, Node, Plan, Snapshot
 from pollux.wire import WireReport
+from tests.reports import report_fields
 
 PATIENCE_S = 20.0
 
@@ -132,28 +133,7 @@ def world(tmp_path: Path) -> Iterator[World]:
 
 
 def report(job: str, **values: Any) -> WireReport:
-    parts: dict[str, Any] = dict(
-        job=job,
-        batch=BatchLimits(initial=32, maximum=512, device_max=64),
-        generation=1,
-        num_replicas=1,
-        num_nodes=1,
-        accelerator="some name of torch's",
-        epoch=0,
-        num_steps=10,
-        progress=0.5,
-        remaining_examples=1000.0,
-        stalled_s=0.0,
-        device_batch=32,
-        accum_steps=0,
-        total_batch=32,
-        noise_scale=100.0,
-        efficiency=1.0,
-        gain=1.0,
-        throughput=50.0,
-        goodput=50.0,
-    )
-    return WireReport(**{**parts, **values})
+    return WireReport(job=job, **report_fields(**values))
 
 
 def test_a_job_is_kept_started_and_ended(world):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 
@@ -56,11 +57,13 @@ def test_who_takes_it_again_and_again_waits_for_the_others():
 
 def test_an_error_inside_gives_it_back():
     lock = FairLock()
-    for _ in range(2):
-        try:
-            with lock:
-                raise KeyError
-        except KeyError:
-            pass
-    with lock:
-        pass
+    with contextlib.suppress(KeyError), lock:
+        raise KeyError
+    taken = threading.Event()
+
+    def take() -> None:
+        with lock:
+            taken.set()
+
+    threading.Thread(target=take, daemon=True).start()
+    assert taken.wait(10)

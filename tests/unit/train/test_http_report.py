@@ -17,33 +17,14 @@ from pollux.model.profile import Configuration, Timing
 from pollux.train import http_report
 from pollux.train.http_report import HttpReporter, to_wire
 from pollux.train.report import Report
-from pollux.types import BatchLimits, ThroughputParams
+from pollux.types import ThroughputParams
+from tests.reports import report_fields
 
 TIMING = (Configuration(1, 1, 8), Timing(0.1, 0.1, 5))
 
 
 def a_report(**values: Any) -> Report:
-    parts: dict[str, Any] = dict(
-        generation=1,
-        num_replicas=1,
-        num_nodes=1,
-        accelerator="cpu",
-        epoch=0,
-        num_steps=1,
-        progress=0.1,
-        remaining_examples=100.0,
-        stalled_s=0.0,
-        batch=BatchLimits(initial=8, maximum=64, device_max=16),
-        device_batch=8,
-        accum_steps=0,
-        total_batch=8,
-        noise_scale=None,
-        efficiency=None,
-        gain=1.0,
-        throughput=None,
-        goodput=None,
-    )
-    return Report(**{**parts, **values})
+    return Report(**report_fields(**{"accelerator": "cpu", **values}))
 
 
 class Listener:
