@@ -9,6 +9,7 @@ from pollux.scheduler.ports import (
     Command,
     Event,
     JobEnded,
+    JobLost,
     JobRuns,
     JobStopped,
     NodesChanged,
@@ -84,9 +85,21 @@ class SlowEngine:
         self.under_way = [command for command in self.under_way if command.job != job]
         self.events.append(JobEnded(job=job, state=state, at=at))
 
-    def lose(self, node: str) -> None:
-        self.node_list = [other for other in self.node_list if other.name != node]
+    def lose(self, *names: str) -> None:
+        """Nodes are gone: their jobs go on with the replicas they have elsewhere, or are lost."""
+        self.node_list = [node for node in self.node_list if node.name not in names]
         self.events.append(NodesChanged())
+        for job, allocations in list(self.held.items()):
+            left = [
+                Allocation(tuple(share for share in allocation.shares if share.node not in names))
+                for allocation in allocations
+            ]
+            if left[-1]:
+                self.held[job] = left
+            else:
+                del self.held[job]
+                self.under_way = [command for command in self.under_way if command.job != job]
+                self.events.append(JobLost(job=job, reason=f"lost with {', '.join(names)}"))
 
     def poll(self) -> Sequence[Event]:
         events, self.events = self.events, []

@@ -19,6 +19,9 @@ from pollux.cli.parallel import run_all
 from pollux.cli.simulate import (
     POLICY_HELP,
     WORKLOAD_HELP,
+    AutoscaleOption,
+    BandOption,
+    BudgetOption,
     EventsOption,
     GpusOption,
     HtmlOption,
@@ -31,6 +34,7 @@ from pollux.cli.simulate import (
     NodesOption,
     OutputOption,
     POption,
+    PriceOption,
     ResizeOption,
     Setup,
     Switch,
@@ -109,17 +113,18 @@ _COLUMNS: tuple[tuple[str, str, str, float, int], ...] = (
     ("makespan h", "makespan_s", ",.2f", 1 / 3600, 2),
     ("ρ p99", "rho.p99", ".2f", 1, 5),
     ("ρ worst", "rho.max", ".2f", 1, 3),
-    ("restarts", "restarts_mean", ".2f", 1, 8),
+    ("restarts", "restarts_mean", ".2f", 1, 9),
     ("GPU-h", "gpu_hours", ",.0f", 1, 7),
+    ("node-h", "node_hours", ",.0f", 1, 8),
     ("effic. %", "efficiency_mean", ".0f", 100, 4),
-    ("decision ms", "decision_s.mean", ".2f", 1000, 9),
+    ("decision ms", "decision_s.mean", ".2f", 1000, 10),
 )
 
 
 def policy_table(console: Console, title: str, by_policy: Mapping[str, Sequence[SimulationResult]]) -> Table:
     """Policies as rows, with as many columns as fit."""
     unlimited = console.options.update(width=10_000)
-    for max_rank in range(len(_COLUMNS), 0, -1):
+    for max_rank in range(max(rank for *_, rank in _COLUMNS), -1, -1):
         table = _table(title, by_policy, max_rank)
         if console.measure(table, options=unlimited).maximum <= console.width:
             break
@@ -129,6 +134,8 @@ def policy_table(console: Console, title: str, by_policy: Mapping[str, Sequence[
 def _table(title: str, by_policy: Mapping[str, Sequence[SimulationResult]], max_rank: int) -> Table:
     """The mean over each policy's results, and how many times the best one's JCT that is."""
     columns = [column for column in _COLUMNS if column[-1] <= max_rank]
+    if all(result.cost is not None for results in by_policy.values() for result in results):
+        columns.append(("cost", "cost", ",.2f", 1, 0))
     table = Table(title=Text(title), title_justify="left")
     table.add_column("policy", no_wrap=True)
     table.add_column("× best", justify="right", no_wrap=True)
@@ -179,6 +186,9 @@ def comparison_json(results: Sequence[SimulationResult]) -> dict[str, Any]:
                     "rho_max": mean_of(seeds, "rho.max"),
                     "restarts_mean": mean_of(seeds, "restarts_mean"),
                     "gpu_hours": mean_of(seeds, "gpu_hours"),
+                    "node_hours": mean_of(seeds, "node_hours"),
+                    "slot_hours": mean_of(seeds, "slot_hours"),
+                    "cost": mean_of(seeds, "cost") if seeds[0].cost is not None else None,
                     "efficiency_mean": mean_of(seeds, "efficiency_mean"),
                     "decision_s": mean_of(seeds, "decision_s.mean"),
                 }
@@ -208,6 +218,10 @@ def compare(
     interval: IntervalOption = 60.0,
     resize_s: ResizeOption = 30.0,
     interference: InterferenceOption = 0.0,
+    autoscale: AutoscaleOption = None,
+    band: BandOption = None,
+    budget: BudgetOption = None,
+    node_price: PriceOption = None,
     min_nodes: MinNodesOption = None,
     max_nodes: MaxNodesOption = None,
     p: POption = -1.0,
@@ -230,6 +244,10 @@ def compare(
         interference=interference,
         events=events,
         profile_memory=profile_memory,
+        autoscale=autoscale,
+        band=band,
+        budget=budget,
+        node_price=node_price,
         min_nodes=min_nodes,
         max_nodes=max_nodes,
     )

@@ -18,8 +18,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
-from pollux.errors import InputFileError, SimulationError
+from pollux.cli.ranges import parse_band, parse_nodes
+from pollux.errors import InputFileError, InvalidValueError, SimulationError
 from pollux.policy import PolicySettings, make_policy, policy_names
+from pollux.scheduler.autoscale import DEFAULT_BAND
 from pollux.scheduler.loop import SchedulerConfig
 from pollux.simulator.generate import BUILTIN_WORKLOADS
 from pollux.simulator.report import html_report, require_plotly
@@ -63,12 +65,37 @@ InterferenceOption = Annotated[
         "--interference", help="Slowdown (0..1) of spanning jobs that share a node.", rich_help_panel=_CLUSTER
     ),
 ]
-MinNodesOption = Annotated[
-    int | None, typer.Option("--min-nodes", help="Auto-scale from this many nodes ...", rich_help_panel=_CLUSTER)
+AutoscaleOption = Annotated[
+    str | None,
+    typer.Option(
+        "--autoscale",
+        metavar="MIN..MAX",
+        help="Let the number of nodes follow the jobs, between these.",
+        rich_help_panel=_CLUSTER,
+    ),
 ]
-MaxNodesOption = Annotated[
-    int | None, typer.Option("--max-nodes", help="... up to this many.", rich_help_panel=_CLUSTER)
+BandOption = Annotated[
+    str | None,
+    typer.Option(
+        "--band",
+        metavar="LOW..HIGH",
+        help=f"Utility per GPU that auto-scaling keeps to; {DEFAULT_BAND[0]}..{DEFAULT_BAND[1]} if left out.",
+        rich_help_panel=_CLUSTER,
+    ),
 ]
+BudgetOption = Annotated[
+    float | None,
+    typer.Option(
+        "--budget", metavar="GPUS", help="GPUs that may be up on average over a day.", rich_help_panel=_CLUSTER
+    ),
+]
+PriceOption = Annotated[
+    float | None,
+    typer.Option("--node-price", metavar="P", help="Of a node for an hour: shows the cost.", rich_help_panel=_CLUSTER),
+]
+# What --autoscale was called first; still taken.
+MinNodesOption = Annotated[int | None, typer.Option("--min-nodes", hidden=True)]
+MaxNodesOption = Annotated[int | None, typer.Option("--max-nodes", hidden=True)]
 POption = Annotated[
     float, typer.Option("--p", help="Exponent of the fitness: 1 is greedy, -10 very fair.", rich_help_panel=_POLICY)
 ]
@@ -114,10 +141,26 @@ def make_config(
     interference: float,
     events: Switch,
     profile_memory: Switch,
+    autoscale: str | None = None,
+    band: str | None = None,
+    budget: float | None = None,
+    node_price: float | None = None,
     min_nodes: int | None = None,
     max_nodes: int | None = None,
 ) -> SimulationConfig:
-    """The options that describe the cluster, checked."""
+    """The options that describe the cluster, checked.
+
+    Raises:
+        InvalidValueError: one of them makes no sense, or none without another.
+    """
+    if autoscale is not None:
+        if min_nodes is not None or max_nodes is not None:
+            raise InvalidValueError("--autoscale and --min-nodes, --max-nodes say the same thing; give the first alone")
+        min_nodes, max_nodes = parse_nodes(autoscale)
+    for option, value in (("--band", band), ("--budget", budget)):
+        if value is not None and min_nodes is None and max_nodes is None:
+            raise InvalidValueError(f"{option} {value} is for auto-scaling: add --autoscale MIN..MAX")
+    low, high = parse_band(band) if band is not None else DEFAULT_BAND
     config = SimulationConfig(
         num_nodes=nodes,
         gpus_per_node=gpus_per_node,
@@ -128,6 +171,10 @@ def make_config(
         remembers_profiles=profile_memory is Switch.ON,
         min_nodes=min_nodes,
         max_nodes=max_nodes,
+        low=low,
+        high=high,
+        budget_slots=budget,
+        node_price=node_price,
     )
     SchedulerConfig(interval_s=interval, autoscale=config.autoscale)  # raises now what a run would raise later
     return config
@@ -237,8 +284,10 @@ def command_line(command: str, arguments: Sequence[tuple[str, object]], setup: S
         ("--interference", config.interference, usual.interference),
         ("--events", "on" if config.decides_on_events else "off", "off"),
         ("--profile-memory", "on" if config.remembers_profiles else "off", "off"),
-        ("--min-nodes", config.min_nodes, None),
-        ("--max-nodes", config.max_nodes, None),
+        ("--autoscale", f"{config.min_nodes}..{config.max_nodes}" if config.autoscale else None, None),
+        ("--band", f"{config.low:g}..{config.high:g}", f"{usual.low:g}..{usual.high:g}"),
+        ("--budget", config.budget_slots, None),
+        ("--node-price", config.node_price, None),
         ("--p", settings.p, usual_settings.p),
         ("--weights", settings.weights, usual_settings.weights),
     ]
@@ -262,7 +311,8 @@ def result_table(result: SimulationResult) -> Table:
         ("finish-time fairness ρ (mean, p99, worst)", f"{rho.mean:.2f}, {rho.p99:.2f}, {rho.max:.2f}"),
         ("restarts per job", f"{result.restarts_mean:.2f}"),
         ("GPU-hours held", f"{result.gpu_hours:,.1f}"),
-        ("node-hours", f"{result.node_hours:,.1f}"),
+        ("node-hours, GPU-hours paid for", f"{result.node_hours:,.1f}, {result.slot_hours:,.1f}"),
+        *((("cost", f"{result.cost:,.2f}"),) if result.cost is not None else ()),
         ("utilisation", f"{result.utilisation_mean:.1%}"),
         ("statistical efficiency", f"{result.efficiency_mean:.1%}"),
         ("decisions", f"{result.rounds:,}"),
@@ -285,6 +335,10 @@ def simulate(
     interval: IntervalOption = 60.0,
     resize_s: ResizeOption = 30.0,
     interference: InterferenceOption = 0.0,
+    autoscale: AutoscaleOption = None,
+    band: BandOption = None,
+    budget: BudgetOption = None,
+    node_price: PriceOption = None,
     min_nodes: MinNodesOption = None,
     max_nodes: MaxNodesOption = None,
     seed: Annotated[
@@ -310,6 +364,10 @@ def simulate(
         interference=interference,
         events=events,
         profile_memory=profile_memory,
+        autoscale=autoscale,
+        band=band,
+        budget=budget,
+        node_price=node_price,
         min_nodes=min_nodes,
         max_nodes=max_nodes,
     )

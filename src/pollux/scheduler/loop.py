@@ -10,15 +10,15 @@ import dataclasses
 import logging
 import math
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from pollux.errors import InvalidValueError, PolluxError, UnknownNameError
 from pollux.policy.base import Policy
-from pollux.scheduler.autoscale import AutoscaleConfig, SizeDecision, decide_size, nodes_to_have
+from pollux.scheduler.autoscale import AutoscaleConfig, SizeDecision
 from pollux.scheduler.knowledge import Knowledge, ProfileMemory
 from pollux.scheduler.lifecycle import JobState
+from pollux.scheduler.nodes import placeable, survivors, usable
 from pollux.scheduler.ports import (
     Clock,
     Command,
@@ -42,11 +42,13 @@ from pollux.scheduler.ports import (
 )
 from pollux.scheduler.reconcile import Actual, Change, Resize, Start, reconcile, together, verify_plan
 from pollux.scheduler.record import JobRecord, RoundRecord
+from pollux.scheduler.sizing import Sizer
 from pollux.types import NO_ALLOCATION, Allocation, JobSpec, JobView, Node, Plan, Snapshot
 
 logger = logging.getLogger(__name__)
 
 _MAY_STOP = frozenset({JobState.STOPPING, JobState.RUNNING, JobState.RESIZING})
+_GOES_ON = frozenset({JobState.RUNNING, JobState.RESIZING})  # with whoever is left when nodes are lost
 _MAX_SETTLING = 8  # passes of reconcile in one tick; real engines need one, trades a few
 
 
@@ -85,7 +87,9 @@ class Scheduler:
         config: SchedulerConfig,
         oracles: OracleSource | None = None,
         pool: NodePool | None = None,
+        node_s: Mapping[str, float] | None = None,
     ) -> None:
+        """``node_s``: node-seconds by accelerator that were counted before this scheduler."""
         if policy.needs_oracle and oracles is None:
             raise InvalidValueError(f"policy {policy.name!r} needs an oracle: it can only be simulated")
         self.policy, self.config = policy, config
@@ -98,14 +102,15 @@ class Scheduler:
         self._trigger: str | None = None  # an event that asks for a decision now
         self._num_rounds = 0
         self._next_sequence = 0
-        if config.autoscale is not None and pool is None:
-            raise InvalidValueError("auto-scaling needs an engine whose nodes can come and go")
-        self._pool = pool
-        self._draining: set[str] = set()
-        self._resized_at = -math.inf
-        self._slot_s_spent: deque[tuple[float, float]] = deque()  # (until, slot-seconds) of the budget's window
-        self._wanted_nodes: tuple[Node, ...] = ()
-        self.last_size: SizeDecision | None = None
+        self._draining: frozenset[str] = frozenset()
+        self._sizer: Sizer | None = None
+        if config.autoscale is not None:
+            if pool is None:
+                raise InvalidValueError("auto-scaling needs an engine whose nodes can come and go")
+            self._sizer = Sizer(config.autoscale, pool)
+        self._node_s = dict(node_s or {})
+        self._nodes_up: Sequence[Node] | None = None  # since the last tick
+        self._ticked_at = clock.now()
 
     @property
     def active_jobs(self) -> list[JobRecord]:
@@ -126,7 +131,28 @@ class Scheduler:
 
     @property
     def draining(self) -> frozenset[str]:
-        return frozenset(self._draining)
+        """Nodes that the operator wants emptied."""
+        return self._draining
+
+    @property
+    def releasing(self) -> frozenset[str]:
+        """Nodes that auto-scaling wants emptied, to give them back."""
+        return self._sizer.releasing if self._sizer is not None else frozenset()
+
+    @property
+    def last_size(self) -> SizeDecision | None:
+        """What auto-scaling decided last, and why."""
+        return self._sizer.last if self._sizer is not None else None
+
+    @property
+    def num_wanted_nodes(self) -> int | None:
+        """How many nodes auto-scaling wants, whether or not they are up; None without it."""
+        return self._sizer.num_wanted if self._sizer is not None else None
+
+    @property
+    def node_s(self) -> Mapping[str, float]:
+        """Node-seconds that were up so far, by accelerator: what a cluster costs."""
+        return dict(self._node_s)
 
     def submit(self, spec: JobSpec, sequence: int | None = None) -> JobRecord:
         """Take in a job; it is considered in the next round.
@@ -222,6 +248,7 @@ class Scheduler:
     def tick(self) -> None:
         """Take in events; decide if it is time; command."""
         now = self._clock.now()
+        self._account_nodes(now)
         self._take_in(now)
         for record in self._active.values():
             record.account(now)
@@ -229,6 +256,16 @@ class Scheduler:
         if due or (self._is_asked and now >= self._not_before):
             self._decide(now, "interval" if due else self._trigger or "event")
         self._settle(now)
+        self._nodes_up = self._engine.nodes()
+
+    def _account_nodes(self, now: float) -> None:
+        """Charge the time since the last tick to the nodes that were up then."""
+        since, self._ticked_at = self._ticked_at, now
+        nodes = self._engine.nodes() if self._nodes_up is None else self._nodes_up
+        for node in nodes:
+            self._node_s[node.accelerator] = self._node_s.get(node.accelerator, 0.0) + max(now - since, 0.0)
+        if self._sizer is not None:
+            self._sizer.account(since, now, sum(node.num_slots for node in nodes))
 
     # Events -----------------------------------------------------------------------------------
 
@@ -240,6 +277,7 @@ class Scheduler:
 
     def _handle(self, event: Event, now: float) -> None:
         if isinstance(event, NodesChanged):
+            self._keep_survivors(now)
             self._ask_for_round("nodes")
             return
         record = self._active.get(event.job)
@@ -289,6 +327,25 @@ class Scheduler:
                 self._end(record, state, at, reason)
                 self._ask_for_round("end")
 
+    def _keep_survivors(self, now: float) -> None:
+        """Jobs that lost some of their nodes go on with the rest; that is what they hold now.
+
+        If too little is left, or of a job that is only starting, the engine will say what has become of it.
+        """
+        running = [record for record in self._active.values() if record.state in _GOES_ON]
+        left = survivors(self._engine.nodes(), [record.view(now) for record in running])
+        for record in running:
+            allocation = left.get(record.name)
+            if allocation is None:
+                continue
+            record.account(now)
+            lost = [share.node for share in record.allocation.shares if share not in allocation.shares]
+            if self._desired.get(record.name) == record.allocation:
+                self._desired[record.name] = allocation
+            was, record.allocation = record.allocation.num_replicas, allocation
+            record.note(now, f"lost {', '.join(lost)}: {was} -> {_replicas(allocation.num_replicas)}")
+            self._store.save_job(record)
+
     def _end(self, record: JobRecord, state: JobState, at: float, reason: str) -> None:
         record.finished_at = at
         record.move(state, at, reason or state.value)
@@ -331,48 +388,19 @@ class Scheduler:
 
     def snapshot(self, now: float) -> Snapshot:
         """All that a policy may read, as of now."""
-        oracle = self._oracles.oracle if self._oracles is not None else None
-        views = [record.view(now, oracle(record.name) if oracle else None) for record in self._active.values()]
-        nodes, views = _usable(self._draining, self._engine.nodes(), views)
+        nodes, views = usable(self._draining | self.releasing, self._engine.nodes(), self._views(now))
         return Snapshot.of(now, nodes, views)
+
+    def _views(self, now: float) -> list[JobView]:
+        oracle = self._oracles.oracle if self._oracles is not None else None
+        return [record.view(now, oracle(record.name) if oracle else None) for record in self._active.values()]
 
     def drain(self, nodes: Iterable[str]) -> None:
         """Use these nodes no longer, and no others are drained; jobs leave them with the next decision."""
-        draining = set(nodes)
+        draining = frozenset(nodes)
         if draining != self._draining:
             self._draining = draining
             self._ask_for_round("drain")
-
-    def _autoscale(self, now: float) -> None:
-        """Ask for more nodes, or drain some and give back those that nobody uses any more."""
-        config, pool = self.config.autoscale, self._pool
-        if config is None or pool is None:
-            return
-        up = self._engine.nodes()
-        since = now - (self._slot_s_spent[-1][0] if self._slot_s_spent else now)
-        self._slot_s_spent.append((now, since * sum(node.num_slots for node in up)))
-        while self._slot_s_spent[0][0] < now - config.budget_window_s:
-            self._slot_s_spent.popleft()
-        snapshot = self.snapshot(now)
-        decision = decide_size(
-            snapshot,
-            config,
-            pool.template,
-            self.policy.decide,
-            since_change_s=now - self._resized_at,
-            spent_slot_s=sum(spent for _, spent in self._slot_s_spent),
-        )
-        self.last_size = decision
-        if decision.num_nodes != len(snapshot.nodes):
-            self._resized_at = now
-            wanted = nodes_to_have(
-                up, [record.allocation for record in self._active.values()], decision.num_nodes, pool.template
-            )
-            logger.info("%d -> %d nodes: %s", len(snapshot.nodes), decision.num_nodes, decision.reason)
-            self.drain({node.name for node in up} - {node.name for node in wanted})
-            self._wanted_nodes = wanted
-        if self._wanted_nodes:
-            pool.scale_to(self._wanted_nodes)
 
     def _decide(self, now: float, trigger: str) -> None:
         """A round; the next one waits until this one's cost is a small share of the time."""
@@ -387,11 +415,12 @@ class Scheduler:
 
     def _make_round(self, now: float, trigger: str) -> None:
         self._learn()
-        self._autoscale(now)
+        began = time.perf_counter()  # the size is part of the decision, and its plan may be the round's
+        if self._sizer is not None:
+            self._sizer.update(now, self._engine.nodes(), self._views(now), self._draining, self.policy.decide)
         if not self._active:
             return
-        snapshot = self._placeable(self.snapshot(now))
-        began = time.perf_counter()
+        snapshot = placeable(self.snapshot(now))
         plan, error = self._plan(snapshot)
         decision_s = time.perf_counter() - began
         if plan.explanation is not None:
@@ -421,20 +450,13 @@ class Scheduler:
     def _plan(self, snapshot: Snapshot) -> tuple[Plan, str]:
         """The policy's plan; what is held already if that plan cannot be carried out."""
         try:
-            plan = self.policy.decide(snapshot)
+            known = self._sizer.plan_for(snapshot) if self._sizer is not None else None
+            plan = known or self.policy.decide(snapshot)
             verify_plan(snapshot, plan)
         except PolluxError as error:
             logger.error("policy %s made an invalid plan; nothing changes this round: %s", self.policy.name, error)
             return Plan(allocations=dict(self._desired)), str(error)
         return plan, ""
-
-    def _placeable(self, snapshot: Snapshot) -> Snapshot:
-        """Without the jobs that may run on none of the accelerators there are: they wait, and hold up nobody."""
-        types = {node.accelerator for node in snapshot.nodes}
-        jobs = tuple(
-            job for job in snapshot.jobs if job.spec.accelerators is None or not types.isdisjoint(job.spec.accelerators)
-        )
-        return snapshot if len(jobs) == len(snapshot.jobs) else dataclasses.replace(snapshot, jobs=jobs)
 
     def _learn(self) -> None:
         """Refit what was measured anew and tell the jobs concerned."""
@@ -501,29 +523,6 @@ class Scheduler:
                 command = StopJob(job=record.name, reason="preempted")
         self._store.save_job(record)
         return command
-
-
-def _usable(
-    draining: Collection[str], nodes: Sequence[Node], views: Sequence[JobView]
-) -> tuple[list[Node], list[JobView]]:
-    """Draining nodes keep what jobs hold that must not be moved, and nothing else; the others hold nothing there.
-
-    A node that has shrunk keeps that too: no plan could leave them alone otherwise.
-    """
-    held: Counter[str] = Counter()
-    staying = []
-    for view in views:
-        if view.is_fixed:
-            held.update(view.allocation.as_mapping())
-        elif any(node in draining for node, _ in view.allocation.shares):
-            view = dataclasses.replace(view, allocation=NO_ALLOCATION)
-        staying.append(view)
-    kept = []
-    for node in nodes:
-        num_slots = held[node.name] if node.name in draining else max(node.num_slots, held[node.name])
-        if num_slots:
-            kept.append(node if num_slots == node.num_slots else dataclasses.replace(node, num_slots=num_slots))
-    return kept, staying
 
 
 def _replicas(number: int) -> str:

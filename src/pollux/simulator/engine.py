@@ -7,6 +7,8 @@ batch and epoch; whole seconds at the end of an epoch.
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -63,6 +65,7 @@ class SimulatedJob:
     batch: BatchConfig = _NO_BATCH
     batch_threshold: float = 0.0  # gain below which a batch is not changed
     rounds_epochs: bool = True  # an epoch's last stretch takes whole seconds
+    counts_efficiency: bool = True  # else it goes by throughput alone, and its batch grows with its replicas
     slowdown: float = 0.0  # by interference, 0..1
     params: Mapping[str, ThroughputParams] = field(default_factory=dict)
     tuner: BatchTuner | None = None
@@ -89,7 +92,9 @@ class SimulatedJob:
         self.allocation, self.placement = NO_ALLOCATION, ()
 
     def phi(self) -> float:
-        """The noise scale that training now would measure."""
+        """The noise scale that training now would measure; boundless if all examples are taken to be of equal use."""
+        if not self.counts_efficiency:
+            return MAX_NOISE_SCALE
         limits = self.application.limits
         stats = self.application.gradient(self.epoch, max(self.total_batch, limits.initial))
         return min(limits.initial * stats.var / stats.sqr, MAX_NOISE_SCALE) if stats.sqr > 0 else MAX_NOISE_SCALE
@@ -106,6 +111,10 @@ class SimulatedJob:
         if not self.adapts_batch:
             total = self.spec.requested_batch_size or limits.initial
             self.batch = fixed_batch(total, replicas, limits)
+            return
+        if not self.counts_efficiency:
+            # Or et al. (MLSys'20): each replica keeps the batch that suits its device, without accumulation.
+            self.batch = fixed_batch(min(limits.device_max * replicas, limits.maximum), replicas, limits)
             return
         params = self.params.get(self.accelerator)
         if params is None:
@@ -229,6 +238,7 @@ class SimulatedEngine:
         node_start_s: float = 0.0,
         start_s: float | Mapping[str, float] | None = None,
         rounds_epochs: bool = True,
+        counts_efficiency: bool = True,
     ) -> None:
         self.jobs: dict[str, SimulatedJob] = {}
         self.now = 0.0
@@ -238,10 +248,12 @@ class SimulatedEngine:
         self._applications = applications
         self._adapts_batch, self._batch_threshold = adapts_batch, batch_threshold
         self._resize_s, self._interference, self._node_start_s = resize_s, interference, node_start_s
-        self._start_s, self._rounds_epochs = start_s, rounds_epochs
+        self._start_s, self._rounds_epochs, self._counts_efficiency = start_s, rounds_epochs, counts_efficiency
         self._running: dict[str, SimulatedJob] = {}
         self._events: list[Event] = []
-        self._arriving: list[tuple[float, Sequence[Node]]] = []
+        self._arriving: list[tuple[float, Node]] = []  # when each of them is up, in that order
+        self._fresh_names = (f"node{number}" for number in itertools.count())
+        self.node_s = 0.0  # node-seconds paid for; a node is from when it is asked for
 
     # Engine -----------------------------------------------------------------------------------
 
@@ -273,26 +285,25 @@ class SimulatedEngine:
         events, self._events = self._events, []
         return events
 
-    def scale_to(self, nodes: Sequence[Node]) -> None:
-        """Missing nodes arrive after ``node_start_s``, surplus ones leave as soon as they are idle."""
-        wanted = {node.name for node in nodes}
+    def scale_to(self, keeping: Sequence[str], num_more: int) -> None:
+        """New nodes arrive after ``node_start_s``, surplus ones leave as soon as they are idle."""
         busy = {share.node for job in self._running.values() for share in job.allocation.shares}
-        staying = [node for node in self._nodes if node.name in wanted or node.name in busy]
-        have = {node.name for node in staying} | {node.name for _, batch in self._arriving for node in batch}
-        missing = [node for node in nodes if node.name not in have]
+        staying = [node for node in self._nodes if node.name in keeping or node.name in busy]
         if len(staying) != len(self._nodes):
             self._nodes = tuple(staying)
             self._events.append(NodesChanged())
-        if missing:
-            self._arriving.append((self.now + self._node_start_s, missing))
+        del self._arriving[num_more:]  # whoever was asked for last is called off first
+        while len(self._arriving) < num_more:
+            name = next(name for name in self._fresh_names if name not in self._accelerator_of)
+            node = dataclasses.replace(self.template, name=name)
+            self._arriving.append((self.now + self._node_start_s, node))
 
     # World ------------------------------------------------------------------------------------
 
     def advance(self, until: float, *, stops_at_event: bool = False) -> float:
         """Let time pass up to ``until``, or to the first end of a job; returns the time reached."""
         if self._arriving:
-            first = min(at for at, _ in self._arriving)
-            until = min(until, max(first, self.now)) if stops_at_event else until
+            until = min(until, max(self._arriving[0][0], self.now)) if stops_at_event else until
         running = list(self._running.values())
         before = [_Checkpoint.of(job) for job in running] if stops_at_event else []
         for job in running:
@@ -304,6 +315,7 @@ class SimulatedEngine:
                 if checkpoint.job.completed_at != until:
                     checkpoint.restore()
                     checkpoint.job.advance(until)
+        self.node_s += (until - self.now) * (len(self._nodes) + len(self._arriving))
         self.now = until
         for job in running:
             self._observe(job)
@@ -330,11 +342,11 @@ class SimulatedEngine:
             self._events.append(job.report())
 
     def _admit_nodes(self) -> None:
-        arrived = [nodes for at, nodes in self._arriving if at <= self.now]
+        arrived = [node for at, node in self._arriving if at <= self.now]
         if arrived:
-            self._arriving = [(at, nodes) for at, nodes in self._arriving if at > self.now]
-            self._nodes = (*self._nodes, *(node for nodes in arrived for node in nodes))
-            self._accelerator_of = {node.name: node.accelerator for node in self._nodes}
+            del self._arriving[: len(arrived)]
+            self._nodes = (*self._nodes, *arrived)
+            self._accelerator_of.update({node.name: node.accelerator for node in arrived})
             self._events.append(NodesChanged())
 
     # Jobs -------------------------------------------------------------------------------------
@@ -350,6 +362,7 @@ class SimulatedEngine:
             self._adapts_batch,
             batch_threshold=self._batch_threshold,
             rounds_epochs=self._rounds_epochs,
+            counts_efficiency=self._counts_efficiency,
         )
 
     def _create(self, command: StartJob) -> SimulatedJob:

@@ -99,7 +99,8 @@ class SimulationResult:
     rounds: int
     decision_s: Spread
     wall_s: float
-    node_hours: float
+    node_hours: float  # paid for: up, or on the way up
+    slot_hours: float  # of these nodes
     utilisation_mean: float
     efficiency_mean: float
     series: Series
@@ -132,6 +133,12 @@ class SimulationResult:
         return sum(job.restarts for job in self.jobs) / len(self.jobs)
 
     @property
+    def cost(self) -> float | None:
+        """Of all node-hours, if a node's price is known."""
+        price = self.config.get("node_price")
+        return None if price is None else self.node_hours * price
+
+    @property
     def gpu_hours(self) -> float:
         return math.fsum(job.gpu_s for job in self.jobs) / 3600
 
@@ -151,6 +158,8 @@ class SimulationResult:
             "restarts_mean": self.restarts_mean,
             "gpu_hours": self.gpu_hours,
             "node_hours": self.node_hours,
+            "slot_hours": self.slot_hours,
+            "cost": self.cost,
             "utilisation_mean": self.utilisation_mean,
             "efficiency_mean": self.efficiency_mean,
             "rho": {
@@ -235,6 +244,7 @@ def summarise(run: SimulationRun, settings: PolicySettings | None = None) -> Sim
         decision_s=Spread.of([round_.decision_s for round_ in run.store.rounds]),
         wall_s=run.wall_s,
         node_hours=run.node_s / 3600,
+        slot_hours=run.node_s / 3600 * run.config.gpus_per_node,
         utilisation_mean=math.fsum(job.gpu_s for job in jobs) / cluster_s if cluster_s > 0 else 0.0,
         efficiency_mean=weighted / held_s if held_s > 0 else 0.0,
         series=_series(begins, ends, pieces, slot_s),

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from pollux.errors import InvalidValueError, SimulationError
 from pollux.policy.base import Policy
-from pollux.scheduler.autoscale import AutoscaleConfig
+from pollux.scheduler.autoscale import DEFAULT_BAND, DEFAULT_WINDOW_S, AutoscaleConfig
 from pollux.scheduler.loop import Scheduler, SchedulerConfig
 from pollux.scheduler.ports import MemoryStore
 from pollux.simulator.application import Application
@@ -37,7 +37,13 @@ class SimulationConfig:
     remembers_profiles: bool = False
     min_nodes: int | None = None  # with max_nodes: auto-scale between them, starting with the fewest
     max_nodes: int | None = None
-    node_start_s: float = 120.0  # until a node that was asked for can be used
+    low: float = DEFAULT_BAND[0]  # the band of utility that auto-scaling keeps to
+    high: float = DEFAULT_BAND[1]
+    budget_slots: float | None = None  # GPUs that may be up on average over ``budget_window_s``
+    budget_window_s: float = DEFAULT_WINDOW_S
+    node_start_s: float = 120.0  # until a node that was asked for can be used; it is paid for meanwhile
+    node_price: float | None = None  # of a node for an hour, in any currency
+    counts_efficiency: bool = True  # off: jobs and scheduler go by throughput, and batches grow with replicas
     rounds_epochs: bool = True  # an epoch's last stretch takes whole seconds; off for jobs of minutes
 
     def __post_init__(self) -> None:
@@ -55,6 +61,10 @@ class SimulationConfig:
 
         if (self.min_nodes is None) != (self.max_nodes is None):
             raise InvalidValueError("auto-scaling needs both the fewest and the most nodes; one of them is missing")
+        if self.budget_slots is not None and self.min_nodes is None:
+            raise InvalidValueError("a budget is for auto-scaling; say the fewest and the most nodes too")
+        if self.node_price is not None and not (math.isfinite(self.node_price) and self.node_price >= 0):
+            raise InvalidValueError(f"a node's price of {self.node_price} an hour; a number >= 0 is needed")
 
     @property
     def _starts_s(self) -> list[float]:
@@ -65,7 +75,16 @@ class SimulationConfig:
     def autoscale(self) -> AutoscaleConfig | None:
         if self.min_nodes is None or self.max_nodes is None:
             return None
-        return AutoscaleConfig(min_nodes=self.min_nodes, max_nodes=self.max_nodes)
+        config = AutoscaleConfig(
+            min_nodes=self.min_nodes,
+            max_nodes=self.max_nodes,
+            low=self.low,
+            high=self.high,
+            budget_slots=self.budget_slots,
+            budget_window_s=self.budget_window_s,
+        )
+        config.check_template(self.gpus_per_node)
+        return config
 
     def nodes(self) -> tuple[Node, ...]:
         """Those the simulation starts with."""
@@ -94,7 +113,7 @@ class SimulationRun:
     config: SimulationConfig
     store: MemoryStore  # .jobs: every JobRecord by name; .rounds: every RoundRecord
     samples: Sequence[Sample]
-    node_s: float  # node-seconds that were up, for the cost of an auto-scaled cluster
+    node_s: float  # node-seconds to be paid for, those of nodes that were starting included
     wall_s: float
     ended_at: float
 
@@ -119,6 +138,7 @@ def simulate(
         node_start_s=config.node_start_s,
         start_s=config.start_s,
         rounds_epochs=config.rounds_epochs,
+        counts_efficiency=config.counts_efficiency,
     )
     arrivals = sorted(enumerate(workload.jobs), key=lambda item: item[1].submitted_at)
     arrivals.reverse()  # next one last
@@ -152,14 +172,11 @@ def simulate(
     policy.reset()
 
     samples: list[Sample] = []
-    node_s = 0.0
-    last_at = alive_at = 0.0
+    alive_at = 0.0
 
     def is_done() -> bool:
-        nonlocal node_s, last_at, alive_at
+        nonlocal alive_at
         now, active = clock.now(), scheduler.active_jobs
-        node_s += len(engine.nodes()) * (now - last_at)
-        last_at = now
         if active:
             samples.append(_sample(engine, now, len(active)))
             if samples[-1].replicas or arrivals:
@@ -182,7 +199,7 @@ def simulate(
         config=config,
         store=store,
         samples=samples,
-        node_s=node_s,
+        node_s=engine.node_s,
         wall_s=time.perf_counter() - began,
         ended_at=clock.now(),
     )

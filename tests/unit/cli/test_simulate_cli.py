@@ -76,7 +76,8 @@ def test_json_and_files(here: Path) -> None:
 def test_options_reach_the_simulation(here: Path) -> None:
     arguments = simulate(
         *("--interval", "30", "--resize-s", "10", "--interference", "0.5", "--seed", "7", "--weights", "remaining"),
-        *("--events", "on", "--profile-memory", "on", "--min-nodes", "1", "--max-nodes", "3", "--json"),
+        *("--events", "on", "--profile-memory", "on", "--autoscale", "1..3", "--json"),
+        *("--band", "0.4..0.7", "--budget", "4", "--node-price", "2.5"),
         policy="pollux",
     )
     result = runner.invoke(app, arguments)
@@ -92,10 +93,30 @@ def test_options_reach_the_simulation(here: Path) -> None:
         "remembers_profiles": True,
         "min_nodes": 1,
         "max_nodes": 3,
+        "low": 0.4,
+        "high": 0.7,
+        "budget_slots": 4.0,
+        "node_price": 2.5,
     }
     assert {name: config[name] for name in expected} == expected
     settings = config["policy_settings"]
     assert (settings["seed"], settings["weights"], settings["resize_s"]) == (7, "remaining", 10.0)
+
+
+def test_cost_is_shown_where_a_price_is_known_and_the_command_can_be_repeated(here: Path) -> None:
+    arguments = simulate("--autoscale", "1..3", "--node-price", "2", "--html", "r.html", policy="pollux")
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert "cost" in result.stdout
+    assert "node-hours" in result.stdout
+    assert "--autoscale 1..3 --node-price 2" in (here / "r.html").read_text()
+    compared = runner.invoke(app, ["compare", *arguments[1:-2], "--json", "--jobs", "1"])
+    assert compared.exit_code == 0, compared.output
+    (row,) = json.loads(compared.stdout)["summary"]
+    assert row["cost"] == pytest.approx(row["node_hours"] * 2)
+    assert row["slot_hours"] == pytest.approx(row["node_hours"] * 2)
+    table = runner.invoke(app, ["compare", *arguments[1:-2], "--jobs", "1"])
+    assert "cost" in table.stdout
 
 
 def test_the_same_twice(here: Path) -> None:
@@ -145,7 +166,18 @@ def test_bad_workloads_name_file_row_and_what_is_allowed(here: Path, command: st
         (simulate("--interference", "1.5"), ["interference 1.5"]),
         (simulate("--p", "2"), ["p = 2.0", "from -20 to 1"]),
         (simulate("--min-nodes", "2"), ["both the fewest and the most"]),
-        (simulate("--min-nodes", "3", "--max-nodes", "2"), ["nodes 3..2"]),
+        (simulate("--autoscale", "3..2"), ["nodes 3..2"]),
+        (simulate("--autoscale", "0..2"), ["nodes 0..2", "1 <= min"]),
+        (simulate("--autoscale", "4"), ["--autoscale '4'", "as in 1..16"]),
+        (simulate("--autoscale", "1..x"), ["--autoscale '1..x'", "as in 1..16"]),
+        (simulate("--autoscale", "1..2", "--max-nodes", "2"), ["say the same thing"]),
+        (simulate("--budget", "8"), ["--budget 8.0", "add --autoscale"]),
+        (simulate("--band", "0.2..0.4"), ["--band 0.2..0.4", "add --autoscale"]),
+        (simulate("--autoscale", "1..2", "--band", "0.7..0.4"), ["band 0.7..0.4", "low < high"]),
+        (simulate("--autoscale", "1..2", "--band", "half"), ["--band 'half'", "as in 0.55..0.75"]),
+        (simulate("--autoscale", "2..3", "--budget", "3"), ["budget of 3", "cost 4"]),
+        (simulate("--autoscale", "1..2", "--budget", "-1"), ["budget of -1", "positive"]),
+        (simulate("--node-price", "-1"), ["price of -1", ">= 0"]),
         (simulate("--output", "no/r.json"), ["no/r.json", "no directory 'no'"]),
         (simulate("--html", "no/r.html"), ["no/r.html", "no directory 'no'"]),
         (simulate("--output", "."), ["it is a directory"]),

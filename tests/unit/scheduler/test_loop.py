@@ -18,6 +18,7 @@ from pollux.scheduler.ports import (
     JobRuns,
     JobStopped,
     MemoryStore,
+    NodesChanged,
     ResizeJob,
     StartJob,
     StopJob,
@@ -151,6 +152,95 @@ def test_a_lost_node_moves_its_jobs():
     world.engine.lose(lost)
     world.round()
     assert all(node != lost for record in world.store.jobs.values() for node, _ in record.allocation.shares)
+
+
+def test_survivors_of_a_lost_node_are_what_a_job_holds_and_stay_where_they_are():
+    world = World("pollux", num_nodes=2, decides_on_events=True)
+    world.submit("a")
+    a = world.store.jobs["a"]
+    for count in (1, 2, 4):  # it may ask for twice what it has been profiled with
+        world.engine.events.append(
+            JobReport(
+                job="a",
+                accelerator="gpu",
+                timings=[(Configuration(1, count, 64), Timing(0.1, 0.101))],
+                noise_scale=1e6,
+            )
+        )
+        world.round()
+    assert a.allocation.as_mapping() == {"n0": 4, "n1": 4}
+    generation, gpu_s = a.generation, a.gpu_s
+    lost = a.allocation.shares[0].node
+    stays = a.allocation.shares[1].node
+    num_commands = len(world.engine.commands)
+    world.clock.time += 10
+    world.engine.lose(lost)
+    world.scheduler.tick()
+    assert (a.state, a.allocation, a.generation) == (JobState.RUNNING, Allocation.of((stays, 4)), generation)
+    assert a.gpu_s == gpu_s + 80
+    assert a.history[-1].reason == f"lost {lost}: 8 -> 4 replicas"
+    assert not any(command.job == "a" for command in world.engine.commands[num_commands:])
+    assert world.store.rounds[-1].trigger == "nodes"
+    view = world.scheduler.snapshot(world.clock.time).jobs[0]
+    assert view.allocation == a.allocation
+
+
+@pytest.mark.parametrize(("spec", "note"), [({"min_replicas": 6}, "too few"), ({"min_replicas": 8}, "not elastic")])
+def test_a_job_that_cannot_do_with_its_survivors_waits_for_the_engines_word(spec, note):
+    world = World(num_nodes=2, decides_on_events=True)
+    world.submit("a", max_replicas=8, **spec)
+    world.round()
+    held = world.store.jobs["a"].allocation
+    assert held.num_replicas == 8
+    world.engine.node_list.pop()
+    world.engine.events.append(NodesChanged())
+    world.scheduler.tick()
+    assert world.store.jobs["a"].allocation == held, note
+    world.engine.held.clear()
+    world.engine.events.append(JobLost(job="a", reason="too few are left"))
+    world.scheduler.tick()
+    assert world.store.jobs["a"].state is JobState.PENDING
+
+
+def test_a_job_that_lost_all_its_nodes_is_left_to_the_engine_and_starts_elsewhere():
+    world = World(num_nodes=3, decides_on_events=True)
+    world.submit("a", max_replicas=4)
+    world.round()
+    (node,) = world.store.jobs["a"].allocation.as_mapping()
+    world.engine.lose(node)
+    world.round()
+    assert world.replicas() == {"a": 4}
+    assert node not in world.store.jobs["a"].allocation.as_mapping()
+    assert world.store.jobs["a"].num_crashes == 1
+
+
+def test_a_node_lost_in_the_middle_of_a_resize_leaves_the_rest():
+    world = World(num_nodes=2, decides_on_events=True)
+    world.submit("a", max_replicas=8)
+    world.submit("b", max_replicas=2)
+    world.round()
+    world.engine.end("b", world.clock.time)
+    world.scheduler.tick()
+    a = world.store.jobs["a"]
+    assert (a.state, a.allocation.num_replicas) == (JobState.RESIZING, 8)
+    world.engine.lose("n1")
+    world.scheduler.tick()
+    assert a.allocation.as_mapping() == {"n0": 4}
+    world.round()
+    assert (a.state, world.replicas()) == (JobState.RUNNING, {"a": 4})
+
+
+def test_a_node_that_comes_back_is_used_again():
+    world = World(num_nodes=2, decides_on_events=True)
+    world.submit("a", max_replicas=8)
+    world.round()
+    world.engine.lose("n1")
+    world.round()
+    assert world.replicas() == {"a": 4}
+    world.engine.node_list = list(make_nodes(2))
+    world.engine.events.append(NodesChanged())
+    world.round()
+    assert world.replicas() == {"a": 8}
 
 
 def test_draining_a_node_empties_it():
