@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check chaos bench clean
+.PHONY: demo test check style chaos bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -14,13 +14,20 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/pollux demo
 
-test: check
-	$(BIN)/python -m pytest -n auto
+# As check, and the tests beside mypy, as they wait a lot; what it finds is shown last. Hundreds of interpreters are
+# started: they must not compile everything again, whatever the user likes elsewhere.
+test: export PYTHONDONTWRITEBYTECODE =
+test: style
+	@log=$$(mktemp) && { $(BIN)/mypy >$$log 2>&1 & } && mypy=$$! && trap "kill $$mypy; rm -f $$log; exit 130" INT TERM; \
+	echo "$(BIN)/python -m pytest -n auto"; $(BIN)/python -m pytest -n auto; tests=$$?; \
+	echo "$(BIN)/mypy"; wait $$mypy; types=$$?; cat $$log; rm -f $$log; test $$tests -eq 0 -a $$types -eq 0
 
-check: $(STAMP)
+check: style
+	$(BIN)/mypy
+
+style: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy
 
 chaos: $(STAMP)
 	$(BIN)/python -m tests.e2e.chaos

@@ -30,7 +30,8 @@ from torch import nn
 
 from pollux import train
 from pollux.client import Client, Job
-from pollux.server.service import Service, ServiceConfig
+from pollux.server.config import ServiceConfig
+from pollux.server.service import Service
 from pollux.train.launcher import LocalJob
 from pollux.train.nursery import ColdStarter, Nursery, Starter
 

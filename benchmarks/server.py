@@ -32,7 +32,8 @@ from pollux.scheduler.ports import Command, Event, JobEnded, JobRuns, JobStopped
 from pollux.scheduler.record import JobRecord
 from pollux.server.book import job_token
 from pollux.server.cluster import Cluster, ClusterConfig
-from pollux.server.service import Service, ServiceConfig, prefer_answers
+from pollux.server.config import ServiceConfig
+from pollux.server.service import Service, prefer_answers
 from pollux.types import BatchLimits, Node
 from pollux.wire import batch_limits_to_dict
 

@@ -1,16 +1,70 @@
-"""Where test data lives, and a hypothesis profile that does not mind slow machines."""
+"""Where test data lives, how tests are spread over processes, and a hypothesis profile that minds no slow machine."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 
+# Before numpy and torch are loaded, here and in all that tests start. Threads are worth nothing for what tests
+# compute, and those that wait for their next share of it spin on cores that other tests need.
+for _library in ("OMP", "OPENBLAS", "MKL"):
+    os.environ.setdefault(f"{_library}_NUM_THREADS", "1")
+
 settings.register_profile("ci", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("ci")
 
-SHARED = Path(__file__).resolve().parents[2] / "shared"
+TESTS = Path(__file__).resolve().parent
+SHARED = TESTS.parents[1] / "shared"
+
+# Their tests take ten seconds and more each, and share nothing.
+LONG = ("test_docs.py", "e2e", "test_readme.py", "sim")
+# Of these, files whose tests share a cluster.
+WHOLE_FILES = ("e2e/test_ray_cluster.py",)
+# Files of a minute, whose tests share a server.
+LONG_FILES = ("unit/cli/test_cluster_commands.py", "unit/engines/test_steward.py")
+MOST_WORKERS = 12  # with more, the longest test decides how long it takes
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int | None:
+    """``-n auto``: more than there are cores, as tests that start processes wait for them most of the time."""
+    if os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS"):
+        return None
+    num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(num_cores + (num_cores + 1) // 2, MOST_WORKERS)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Long tests first: begun last, all would wait for them."""
+
+    def turn(item: pytest.Item) -> int:
+        place = item.path.relative_to(TESTS)
+        if place.as_posix() in WHOLE_FILES:
+            return -1
+        if place.parts[0] in LONG:
+            return LONG.index(place.parts[0])
+        return len(LONG) + (place.as_posix() not in LONG_FILES)
+
+    items.sort(key=turn)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Long tests go to whoever is free, the others file by file: what the tests of a file share is made once."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class InTurn(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = nodeid.split("::", 1)[0]
+            place = file.removeprefix("tests/")
+            return nodeid if place.split("/", 1)[0] in LONG and place not in WHOLE_FILES else file
+
+    config.option.loadscopereorder = False
+    return InTurn(config, log)
 
 
 @pytest.fixture(scope="session")

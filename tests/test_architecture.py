@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "scheduler": {"policy", "model", "types", "errors"},
     "simulator": {"scheduler", "policy", "model", "types", "errors", "version"},
     "train": {"wire", "model", "types", "errors"},
-    "engines": {"train", "wire", "scheduler", "model", "types", "errors"},
+    "engines": {"train", "wire", "scheduler", "model", "types", "errors", "version"},
     "server": {"engines", "jobs", "wire", "scheduler", "policy", "model", "types", "errors", "version"},
     "client": {"jobs", "wire", "types", "errors", "version"},
     "cli": {
@@ -52,6 +52,7 @@ ONLY_IN = {
     "uvicorn": ("server",),
     "httpx": ("client",),
     "pynvml": ("engines/devices",),
+    "ray": ("engines/ray",),
 }
 
 

@@ -24,7 +24,7 @@ from pollux.errors import InvalidValueError, ProfileError
 from pollux.model.profile import Configuration, Timing, check_measurement
 from pollux.types import Allocation, BatchLimits, Explanation, JobDecision, JobSpec, Node, NodeShare, Plan
 
-REPORT_VERSION = 1
+REPORT_VERSION = 2  # 1 had no replica; what was kept in it can be read
 SPEC_VERSION = 1
 PLAN_VERSION = 1
 
@@ -394,12 +394,15 @@ class WireReport:
     gain: float
     throughput: float | None
     goodput: float | None
+    replica: str | None = None  # whose word it is; null where replicas have no names
     timings: tuple[tuple[Configuration, Timing], ...] = ()
     metrics: Mapping[str, Any] = field(default_factory=dict)  # JSON values
 
     def __post_init__(self) -> None:
         for name in ("job", "accelerator"):
             _check_unicode(read_text(getattr(self, name), f"report.{name}", 1, MAX_NAME_LENGTH), f"report.{name}")
+        if self.replica is not None:
+            _check_unicode(read_text(self.replica, "report.replica", 1, MAX_NAME_LENGTH), "report.replica")
         if self.batch is not None and not isinstance(self.batch, BatchLimits):
             raise InvalidValueError(f"report.batch = {shown(self.batch)}; batch limits or nothing are needed")
         for name, least in _REPORT_INTEGERS.items():
@@ -461,6 +464,8 @@ def report_to_dict(report: WireReport) -> dict[str, Any]:
 
 
 def report_from_dict(value: object) -> WireReport:
+    if isinstance(value, dict) and type(seen := value.get("version")) is int and seen == 1 and "replica" not in value:
+        value = {**value, "version": REPORT_VERSION, "replica": None}
     reader = Reader(value, "report", _REPORT_FIELDS, REPORT_VERSION)
     timings = read_list(reader.raw("timings"), "report.timings", max_length=MAX_TIMINGS)
     parts = {name: reader.raw(name) for name in _REPORT_FIELDS}

@@ -5,7 +5,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -82,14 +82,28 @@ class TestSimulatedEngine(EngineConformance):
     def test_nodes_come_late_and_leave_only_when_idle(self):
         engine = self.make_engine()
         self.start(engine, "a", ("n1", 1))
-        engine.scale_to([Node(name="n0", num_slots=4), Node(name="extra", num_slots=4)])
+        engine.scale_to(["n0"], 1)
         assert [node.name for node in engine.nodes()] == ["n0", "n1"]
         engine.advance(engine.now + 120)
         assert NodesChanged() in engine.poll()
-        assert [node.name for node in engine.nodes()] == ["n0", "n1", "extra"]
+        assert [node.name for node in engine.nodes()] == ["n0", "n1", "node0"]
+        assert engine.nodes()[-1].num_slots == engine.template.num_slots
         engine.apply([ResizeJob(job="a", allocation=Allocation.of(("n0", 1)), generation=2)])
-        engine.scale_to([Node(name="n0", num_slots=4), Node(name="extra", num_slots=4)])
-        assert [node.name for node in engine.nodes()] == ["n0", "extra"]
+        engine.scale_to(["n0", "node0"], 0)
+        assert [node.name for node in engine.nodes()] == ["n0", "node0"]
+
+    def test_asking_twice_for_nodes_is_asking_once_and_they_can_be_called_off(self):
+        engine = self.make_engine()
+        engine.scale_to(["n0", "n1"], 3)
+        engine.advance(60)
+        engine.scale_to(["n0", "n1"], 3)
+        engine.scale_to(["n0", "n1"], 2)
+        engine.advance(120)
+        assert len(engine.nodes()) == 4
+        engine.scale_to([node.name for node in engine.nodes()], 0)
+        engine.advance(1000)
+        assert len(engine.nodes()) == 4
+        assert engine.node_s == 2 * 1000 + 2 * 1000 + 60  # paid for from when they were asked for
 
     def test_an_unknown_application_or_job_is_an_error(self):
         engine = self.make_engine()
@@ -146,7 +160,7 @@ class SinkHandler(BaseHTTPRequestHandler):
 
 
 class ReportingEngine:
-    """A local engine and the reports of its jobs, as the server puts them together."""
+    """A live engine and the reports of its jobs, as the server puts them together."""
 
     applies_at_once = False
 
@@ -163,18 +177,30 @@ class ReportingEngine:
         return [*self.engine.poll(), *self._sink.drain()]
 
 
-def open_engine(directory: Path, folder: Path, url: str = "") -> Any:
-    from pollux.engines.devices import detect_nodes
+def launcher(folder: Path, url: str) -> Callable[[str], Any]:
+    """How jobs are launched whose files are in a folder."""
     from pollux.engines.launch import Launch
-    from pollux.engines.local import LocalEngine
 
     def launch_of(job: str) -> Launch:
         env = {**os.environ, "POLLUX_URL": url, "POLLUX_TOKEN": "secret", "POLLUX_JOB_ID": job}
-        script, jobs = str(Path(__file__).parent / "scripts" / "line.py"), str(folder / "jobs" / job)
-        return Launch(command=(sys.executable, script), kind="elastic", directory=jobs, cwd=str(folder), env=env)
+        return Launch(
+            command=(sys.executable, str(Path(__file__).parent / "scripts" / "line.py")),
+            kind="elastic",
+            directory=str(folder / "jobs" / job),
+            checkpoint_dir=str(folder / "jobs" / job / "checkpoints"),
+            cwd=str(folder),
+            env=env,
+        )
+
+    return launch_of
+
+
+def open_engine(directory: Path, folder: Path, url: str = "") -> Any:
+    from pollux.engines.devices import detect_nodes
+    from pollux.engines.local import LocalEngine
 
     nodes, devices = detect_nodes(nodes="2x2", slots=4)
-    return LocalEngine(directory, nodes=nodes, devices=devices, launch_of=launch_of)
+    return LocalEngine(directory, nodes=nodes, devices=devices, launch_of=launcher(folder, url))
 
 
 @pytest.fixture(scope="module")
@@ -187,12 +213,12 @@ def steward_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path
     open_engine(directory, directory).close(stops_jobs=True)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs fork and /proc")
-class TestLocalEngine(EngineConformance):
+class LiveEngineConformance(EngineConformance):
+    """Of engines that start real processes, and leave a steward running for the next one."""
+
     @pytest.fixture(autouse=True)
-    def bench(self, steward_directory: Path, tmp_path: Path) -> Iterator[None]:
-        self.directory, self.folder = steward_directory, tmp_path
-        self.sink, self.opened = Sink(), []
+    def bench(self, tmp_path: Path) -> Iterator[None]:
+        self.folder, self.sink, self.opened = tmp_path, Sink(), list[Any]()
         yield
         for engine in self.opened:
             engine.adopt([])  # nobody knows the test's jobs any more
@@ -200,10 +226,13 @@ class TestLocalEngine(EngineConformance):
         self.sink.shutdown()
         self.sink.server_close()
 
+    def open(self, url: str) -> Any:
+        raise NotImplementedError
+
     def make_engine(self) -> ReportingEngine:
-        engine = open_engine(self.directory, self.folder, f"http://127.0.0.1:{self.sink.server_port}")
-        engine.adopt([])
+        engine = self.open(f"http://127.0.0.1:{self.sink.server_port}")
         self.opened.append(engine)
+        engine.adopt([])
         return ReportingEngine(engine, self.sink)
 
     def make_spec(self, name: str) -> JobSpec:
@@ -211,3 +240,45 @@ class TestLocalEngine(EngineConformance):
 
     def pass_time(self, engine: Engine) -> None:
         time.sleep(0.2)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs fork and /proc")
+class TestLocalEngine(LiveEngineConformance):
+    @pytest.fixture(autouse=True)
+    def steward(self, steward_directory: Path) -> None:
+        self.directory = steward_directory
+
+    def open(self, url: str) -> Any:
+        return open_engine(self.directory, self.folder, url)
+
+
+def open_ray_engine(directory: Path, address: str, folder: Path, url: str = "") -> Any:
+    from pollux.engines.ray.engine import RayEngine, RaySettings
+
+    settings = RaySettings(address=address, name="conformance", owner="tests", resource="CPU")
+    return RayEngine(directory, settings, launch_of=launcher(folder, url))
+
+
+@pytest.fixture(scope="module")
+def ray_steward(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
+    """The directory and the address of one steward for all tests."""
+    pytest.importorskip("torch")
+    pytest.importorskip("ray")
+    from tests.ray_cluster import RayCluster
+
+    directory = tmp_path_factory.mktemp("ray")
+    with RayCluster(directory) as cluster:
+        for name in ("r0", "r1"):
+            cluster.add(name, 2)
+        yield directory, cluster.address
+        open_ray_engine(directory, cluster.address, directory).close(stops_jobs=True)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs fork and /proc")
+class TestRayEngine(LiveEngineConformance):
+    @pytest.fixture(autouse=True)
+    def steward(self, ray_steward: tuple[Path, str]) -> None:
+        self.directory, self.address = ray_steward
+
+    def open(self, url: str) -> Any:
+        return open_ray_engine(self.directory, self.address, self.folder, url)

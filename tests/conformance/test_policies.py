@@ -32,14 +32,14 @@ def apply(snapshot: Snapshot, plan: Plan) -> Snapshot:
     )
 
 
-@settings(max_examples=120)
+@settings(max_examples=80)
 @given(snapshots())
 def test_plans_can_be_carried_out(name, snapshot):
     """No node over capacity, bounds kept, nodes known, pinned and non-preemptible jobs untouched."""
     verify_plan(snapshot, make_policy(name).decide(snapshot))
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(snapshots())
 def test_deciding_again_on_an_applied_plan_moves_nothing(name, snapshot):
     policy = make_policy(name)
@@ -50,7 +50,7 @@ def test_deciding_again_on_an_applied_plan_moves_nothing(name, snapshot):
     }
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(snapshots())
 def test_same_snapshot_same_plan(name, snapshot):
     first, second = make_policy(name), make_policy(name)

@@ -25,6 +25,10 @@ def checkpoint_names(bench: Bench) -> list[str]:
     return sorted(path.name for path in bench.checkpoints.glob("step-*"))
 
 
+def checkpoint_steps(bench: Bench) -> list[int]:
+    return [int(name.split("-")[1]) for name in checkpoint_names(bench)]
+
+
 def pids(bench: Bench) -> dict[int, int]:
     """By rank, of the newest generation that a step was begun in."""
     rows = {pid: rows[-1] for pid, rows in bench.traces().items()}
@@ -148,13 +152,13 @@ def test_the_last_survivor_of_a_group_that_was_re_forming_goes_on_alone(bench: B
 
 def test_who_cannot_recover_leaves_for_the_last_checkpoint(bench: Bench) -> None:
     """One member freezes, nobody says so: the others give up in bounded time, and all start again."""
-    args = ["--epochs", 20, "--step-s", 0.01, "--save-s", 0.2, "--timeout-s", 1.5]
+    args = ["--epochs", 20, "--step-s", 0.01, "--save-s", 0.2, "--timeout-s", 4.0]
     job = bench.start(3, args=args)
     pump_until(bench, job, lambda: checkpoint_names(bench))
     pump_until(bench, job, lambda: bench.step() >= 25)
     job.kill(1, signal.SIGSTOP)
     first = set(bench.traces())
-    pump_until(bench, job, lambda: len(of_kind(job, "exited")) == 2, timeout_s=15.0)
+    pump_until(bench, job, lambda: len(of_kind(job, "exited")) == 2, timeout_s=40.0)
     assert [event.detail for event in of_kind(job, "exited")] == ["code 1", "code 1"]
     saved = max(int(name.split("-")[1].split(".")[0]) for name in checkpoint_names(bench))
     for number in range(len(job.members)):
@@ -204,7 +208,7 @@ def test_signals_leave_a_checkpoint_for_any_number_of_replicas(bench: Bench, nam
     last = max(row.step for rows in bench.traces().values() for row in rows)
     late = [row for rows in bench.traces().values() for row in rows if row.time > told]
     assert len(late) <= 3 * before  # at the next boundary at which all can know
-    assert checkpoint_names(bench) == [f"step-{last + 1:012d}"]
+    assert checkpoint_steps(bench) == [last + 1]
     resumed = bench.start(after, args=["--epochs", 5])
     bench.finish(resumed)
     bench.check_ledger(5, resumed)
@@ -220,14 +224,14 @@ def test_a_job_that_loses_a_member_while_it_stops_leaves_a_checkpoint_all_the_sa
     assert time.monotonic() - told < 15.0  # a group that had begun to connect waits for 3 s
     assert sorted(event.detail for event in of_kind(job, "exited")) == ["code -9", "code 143", "code 143"]
     last = max(row.step for rows in bench.traces().values() for row in rows)
-    assert checkpoint_names(bench) == [f"step-{last + 1:012d}"]
+    assert checkpoint_steps(bench) == [last + 1]
 
 
 def stop(bench: Bench, job: LocalJob, step: int) -> int:
     """Preempt a job after this step; what its checkpoint is of."""
     pump_until(bench, job, lambda: bench.step() >= step)
     assert job.stop(10.0) == 143
-    return int(checkpoint_names(bench)[-1].split("-")[1])
+    return checkpoint_steps(bench)[-1]
 
 
 def test_a_torn_checkpoint_is_passed_over(bench: Bench) -> None:
@@ -263,7 +267,7 @@ def test_under_torchrun_and_then_alone(bench: Bench) -> None:
     traces = bench.traces()
     assert [rows[-1].size for rows in traces.values()] == [2, 2]
     last = max(row.step for rows in traces.values() for row in rows)
-    assert checkpoint_names(bench) == [f"step-{last + 1:012d}"], log
+    assert checkpoint_steps(bench) == [last + 1], log
     bench.hurry.touch()
     alone = subprocess.run([sys.executable, str(SCRIPTS / "ledger.py"), *args], **command, timeout=60.0)
     assert alone.returncode == 0, alone.stdout

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import importlib.util
 import json
 import os
 import re
@@ -12,8 +13,9 @@ from pathlib import Path
 
 import pytest
 
-pytest.importorskip("torch")
-pytest.importorskip("sklearn")
+for _needed in ("torch", "sklearn"):  # found only: importing them takes seconds, in every process
+    if importlib.util.find_spec(_needed) is None:
+        pytest.skip(f"needs {_needed}", allow_module_level=True)
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 

@@ -16,6 +16,7 @@ import pytest
 from tests.e2e.cluster import LiveCluster
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+EPOCHS = 10  # of 20 steps: with 0.3 s each a minute, unless it is told to hurry
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def test_jobs_grow_and_shrink_in_place_and_all_learn(cluster: LiveCluster) -> No
 
 def test_a_killed_server_changes_nothing_for_the_jobs(cluster: LiveCluster) -> None:
     for name in ("one", "two"):
-        cluster.submit_ledger(name, epochs=30, step_s=0.1, min_replicas=2)
+        cluster.submit_ledger(name, epochs=EPOCHS, step_s=0.3, min_replicas=2)
     cluster.submit_ledger("three", epochs=1, after=("one",))
     for name in ("one", "two"):
         cluster.until_replicas(name, 2)
@@ -81,7 +82,7 @@ def test_a_killed_server_changes_nothing_for_the_jobs(cluster: LiveCluster) -> N
     cluster.hurry("three")
     for name in ("one", "two", "three"):
         assert cluster.until_over(name) == "succeeded", cluster.story(name)
-        cluster.check_ledger(name, 1 if name == "three" else 30)
+        cluster.check_ledger(name, 1 if name == "three" else EPOCHS)
         starts = [t for t in cluster.client.job(name).describe()["transitions"] if t["source"] == "pending"]
         assert len(starts) == 1
     before, after = (cluster.client.job(name).view() for name in ("one", "three"))
@@ -103,7 +104,7 @@ def test_a_server_killed_at_any_moment_loses_nothing(cluster: LiveCluster, delay
 
 
 def test_killed_replicas_are_replaced_and_the_survivors_go_on(cluster: LiveCluster) -> None:
-    cluster.submit_ledger("one", epochs=30, step_s=0.1, min_replicas=3)
+    cluster.submit_ledger("one", epochs=EPOCHS, step_s=0.3, min_replicas=3)
     cluster.until_replicas("one", 3, 4)
     pids = cluster.pids("one")
     os.kill(pids[1], signal.SIGKILL)
@@ -119,23 +120,23 @@ def test_killed_replicas_are_replaced_and_the_survivors_go_on(cluster: LiveClust
     cluster.until(lambda: cluster.pids("one") and pids[0] not in cluster.pids("one").values(), "a restart")
     cluster.hurry("one")
     assert cluster.until_over("one") == "succeeded", cluster.story("one")
-    cluster.check_ledger("one", 30)
+    cluster.check_ledger("one", EPOCHS)
 
 
 def test_killing_the_parent_of_all_replicas_is_survived(cluster: LiveCluster) -> None:
     for name in ("one", "two"):
-        cluster.submit_ledger(name, epochs=30, step_s=0.1, min_replicas=2, max_restarts=0)
+        cluster.submit_ledger(name, epochs=EPOCHS, step_s=0.3, min_replicas=2, max_restarts=0)
     for name in ("one", "two"):
         cluster.until_replicas(name, 2)
     cluster.nursery.kill()
     for name in ("one", "two"):
         cluster.hurry(name)
         assert cluster.until_over(name) == "succeeded", cluster.story(name)
-        cluster.check_ledger(name, 30)
+        cluster.check_ledger(name, EPOCHS)
 
 
 def test_killing_the_steward_is_survived(cluster: LiveCluster) -> None:
-    cluster.submit_ledger("one", epochs=30, step_s=0.1, min_replicas=3)
+    cluster.submit_ledger("one", epochs=EPOCHS, step_s=0.3, min_replicas=3)
     cluster.until_replicas("one", 3, 4)
     pids = set(cluster.pids("one").values())
     cluster.steward.kill()
@@ -143,7 +144,7 @@ def test_killing_the_steward_is_survived(cluster: LiveCluster) -> None:
     cluster.until(lambda: not any(psutil.pid_exists(pid) for pid in pids), "replicas that end with it")
     cluster.hurry("one")
     assert cluster.until_over("one") == "succeeded", cluster.story("one")
-    cluster.check_ledger("one", 30)
+    cluster.check_ledger("one", EPOCHS)
 
 
 def test_a_script_that_raises_fails_with_its_traceback(cluster: LiveCluster) -> None:
@@ -213,7 +214,7 @@ def test_a_full_disk_pauses_the_job_and_nothing_is_lost(strict_cluster: LiveClus
     if mounted.returncode:
         pytest.skip(f"no disk can be mounted here: {mounted.stderr.strip()}")
     try:
-        strict_cluster.submit_ledger("one", epochs=30, step_s=0.1, min_replicas=3)
+        strict_cluster.submit_ledger("one", epochs=EPOCHS, step_s=0.3, min_replicas=3)
         strict_cluster.until_replicas("one", 3, 4)
         with (disk / "filling").open("wb") as file, pytest.raises(OSError):
             while True:
@@ -226,14 +227,14 @@ def test_a_full_disk_pauses_the_job_and_nothing_is_lost(strict_cluster: LiveClus
         (disk / "filling").unlink()
         strict_cluster.hurry("one")
         assert strict_cluster.until_over("one") == "succeeded", strict_cluster.story("one")
-        strict_cluster.check_ledger("one", 30)
+        strict_cluster.check_ledger("one", EPOCHS)
         strict_cluster.stop()
     finally:
         subprocess.run(["umount", "-l", disk], check=True)
 
 
 def test_what_a_killed_server_leaves_can_be_ended_and_goes_on_later(cluster: LiveCluster) -> None:
-    cluster.submit_ledger("one", epochs=30, step_s=0.1, min_replicas=2)
+    cluster.submit_ledger("one", epochs=EPOCHS, step_s=0.3, min_replicas=2)
     cluster.until_replicas("one", 2)
     cluster.kill_server()
     ended = subprocess.run(
@@ -244,4 +245,4 @@ def test_what_a_killed_server_leaves_can_be_ended_and_goes_on_later(cluster: Liv
     cluster.start()
     cluster.hurry("one")
     assert cluster.until_over("one") == "succeeded", cluster.story("one")
-    cluster.check_ledger("one", 30)
+    cluster.check_ledger("one", EPOCHS)

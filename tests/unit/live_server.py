@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from pollux.server.service import Service, ServiceConfig
+from pollux.server.config import ServiceConfig
+from pollux.server.service import Service
 from tests.leftovers import processes_in
 
 WAIT_S = 90.0  # for what takes a second or two on an idle machine

@@ -292,11 +292,11 @@ def test_a_followed_log_is_not_given_twice_when_a_second_replica_came_meanwhile(
         eventually(lambda: lines == ["begun"], "the first line")
         first.stop(keeps_jobs=True)
         file = next((directory / "jobs" / "grown" / "logs").glob("*/*.out"))
-        file.with_name("second.out").write_text("begun\n")
+        file.with_name("second.out").write_text("begun too\n")
         with Service(config_of(directory)):
             go_on.touch()
             reader.join(WAIT_S)
-    assert sorted(lines) == sorted(["begun", "[second] begun", f"[{file.stem}] ended"])
+    assert sorted(lines) == sorted(["begun", "[second] begun too", f"[{file.stem}] ended"])
 
 
 def test_waiting_for_a_server_that_does_not_come_back_ends(here: Path) -> None:

@@ -102,6 +102,7 @@ def reports(draw: st.DrawFn, job: st.SearchStrategy[str] = proper_names) -> Wire
         gain=draw(numbers),
         throughput=draw(st.none() | numbers),
         goodput=draw(st.none() | numbers),
+        replica=draw(st.none() | proper_names),
         timings=tuple(draw(st.lists(measurements(), max_size=4))),
         metrics=draw(st.dictionaries(proper_names, metric_values, max_size=4)),
     )
@@ -162,6 +163,7 @@ REPORT = WireReport(
     gain=1.5,
     throughput=1000.0,
     goodput=900.0,
+    replica="resnet-3",
     timings=((Configuration(2, 4, 32), Timing(0.1, 0.12, 20)),),
     metrics={"loss": 0.5, "per_class": [0.1, 0.2], "note": "ok", "best": None},
 )
@@ -256,7 +258,16 @@ def test_numbers_of_numpy_are_written_as_numbers():
 def test_a_report_carries_all_that_a_run_tells():
     report = pytest.importorskip("pollux.train.report")
     told = {entry.name for entry in dataclasses.fields(report.Report)}
-    assert {entry.name for entry in dataclasses.fields(WireReport)} == told | {"job", "batch"}
+    assert {entry.name for entry in dataclasses.fields(WireReport)} == told | {"job", "batch", "replica"}
+
+
+def test_a_report_of_before_replicas_had_names_is_still_read():
+    old = wire.report_to_dict(REPORT) | {"version": 1}
+    del old["replica"]
+    assert wire.report_from_dict(old) == dataclasses.replace(REPORT, replica=None)
+    for damaged in ({**old, "replica": "a"}, {**old, "version": 2}, {**old, "version": True}, {**old, "version": 1.0}):
+        with pytest.raises(InvalidValueError, match=r"report\.version = |report has no replica"):
+            wire.report_from_dict(damaged)
 
 
 # What is not a form ---------------------------------------------------------------------------
@@ -332,10 +343,10 @@ def test_text_that_is_no_report_is_refused(text):
 
 
 @pytest.mark.parametrize("kind", ["report", "spec", "plan"])
-@pytest.mark.parametrize("version", [0, 2, "1", True, None, 1.0])
+@pytest.mark.parametrize("version", [0, 3, "1", True, None, 1.0])
 def test_an_unknown_version_is_refused(kind, version):
     write, read, value = FORMS[kind]
-    with pytest.raises(InvalidValueError, match=rf"{kind}\.version = .*reads version 1"):
+    with pytest.raises(InvalidValueError, match=rf"{kind}\.version = .*reads version {2 if kind == 'report' else 1}"):
         read(write(value) | {"version": version})
 
 

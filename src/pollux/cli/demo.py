@@ -159,7 +159,7 @@ def _require_examples(plan: Sequence[DemoJob]) -> None:
 @contextlib.contextmanager
 def embedded_cluster(slots: int | None) -> Iterator[Client]:
     """A server in this process, in a directory of its own; when it is left, nothing of it stays, jobs included."""
-    from pollux.server.service import ServiceConfig
+    from pollux.server.config import ServiceConfig
 
     show_log(logging.ERROR)
     with signals_as_exceptions(), data_directory(None) as directory:

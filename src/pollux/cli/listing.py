@@ -100,10 +100,16 @@ def node_table(nodes: Iterable[Mapping[str, Any]]) -> Table:
             str(node["num_slots"]),
             str(node["used"]),
             Text(plain(node["accelerator"])),
-            Text("draining" if node["is_draining"] else "ready", style="yellow" if node["is_draining"] else "green"),
+            _node_state(node),
             Text(jobs),
         )
     return table
+
+
+def _node_state(node: Mapping[str, Any]) -> Text:
+    if node["is_leaving"]:
+        return Text("leaving", style="yellow")
+    return Text("draining", style="yellow") if node["is_draining"] else Text("ready", style="green")
 
 
 def nodes(as_json: JsonOption = False, data: DataOption = None, server: ServerOption = None) -> None:
@@ -150,8 +156,21 @@ def status_lines(cluster: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("jobs", counts or "none"),
         ("rounds", f"{rounds}, the last in {figures.duration(took_s)}; at least every {cluster['interval_s']:g}s"),
         ("lost", f"{figures.share(cluster['lost_share'])} of the jobs' time, to starts and resizes"),
+        *sizing_lines(cluster["sizing"]),
         ("data", cluster["data_directory"]),
     ]
+
+
+def sizing_lines(sizing: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """How large the cluster should be, and its cost; nothing where nobody asked for either."""
+    lines = []
+    if sizing["max_nodes"] is not None:
+        wanted = "" if sizing["num_wanted"] is None else f", {sizing['num_wanted']} wanted: {sizing['reason']}"
+        lines.append(("size", f"{sizing['min_nodes']} to {figures.plural(sizing['max_nodes'], 'node')}{wanted}"))
+    if sizing["cost"] is not None:
+        hours = sum(sizing["node_hours"].values())
+        lines.append(("cost", f"{sizing['cost']:.2f}, for {hours:.2f} node-hours at {sizing['node_price']:g}"))
+    return lines
 
 
 def status(as_json: JsonOption = False, data: DataOption = None, server: ServerOption = None) -> None:

@@ -25,7 +25,8 @@ from pollux.errors import InvalidValueError
 from pollux.jobs import JobRequest
 
 if TYPE_CHECKING:
-    from pollux.server.service import Service, ServiceConfig
+    from pollux.server.config import ServiceConfig
+    from pollux.server.service import Service
 
 
 class Ended(SystemExit):
@@ -120,7 +121,7 @@ def run(
 ) -> None:
     """Run a job here and now: a cluster of its own, its logs as they come, and its exit code at the end."""
     require_server_libraries()
-    from pollux.server.service import ServiceConfig
+    from pollux.server.config import ServiceConfig
 
     request = make_request(command, options)  # refused before anything is begun
     show_log(logging.INFO if is_verbose else logging.ERROR)

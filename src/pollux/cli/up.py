@@ -13,15 +13,17 @@ import shlex
 import subprocess
 import sys
 import time
+from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from pollux.cli.connect import DataOption, ServerOption, say
+from pollux.cli.ranges import parse_band, parse_nodes
 from pollux.client import Client
 from pollux.client.address import Address, find_data_directory, is_alive
-from pollux.engines.connecting import end_steward
+from pollux.engines.ending import end_jobs
 from pollux.errors import (
     InputFileError,
     InvalidValueError,
@@ -31,16 +33,29 @@ from pollux.errors import (
 )
 from pollux.jobs import parse_duration
 from pollux.policy import policy_names
+from pollux.scheduler.autoscale import DEFAULT_BAND, AutoscaleConfig
 
 if TYPE_CHECKING:
-    from pollux.server.service import Service, ServiceConfig
+    from pollux.server.config import ServiceConfig
+    from pollux.server.service import Service
 
 EXIT_FAILED, EXIT_BAD_USAGE = 1, 2
 LOG_FILE = "server.log"
 START_TIMEOUT_S, STOP_TIMEOUT_S = 120.0, 70.0
 _POLL_S = 0.1
 _TAIL_LINES = 20
-_CLUSTER, _SERVICE = "Cluster", "Service"
+_CLUSTER, _SERVICE, _MANY = "Cluster", "Service", "Many machines"
+
+
+class EngineName(StrEnum):
+    LOCAL = "local"
+    RAY = "ray"
+
+
+class Resource(StrEnum):
+    GPU = "GPU"
+    CPU = "CPU"
+
 
 SlotsOption = Annotated[
     int | None,
@@ -92,9 +107,90 @@ def up(
     nodes: NodesOption = None,
     policy: PolicyOption = "pollux",
     interval: IntervalOption = None,
+    storage: Annotated[
+        str | None,
+        typer.Option(
+            "--storage",
+            metavar="PATH|URL",
+            help="For checkpoints: a shared folder or s3://..., that all nodes reach. The data directory if left out.",
+            rich_help_panel=_CLUSTER,
+        ),
+    ] = None,
+    engine: Annotated[
+        EngineName, typer.Option("--engine", help="This machine, or a Ray cluster.", rich_help_panel=_MANY)
+    ] = EngineName.LOCAL,
+    address: Annotated[
+        str | None,
+        typer.Option(
+            "--address",
+            metavar="HOST:PORT",
+            help="Of Ray's head; a running one is found, or a head is started, if left out.",
+            rich_help_panel=_MANY,
+        ),
+    ] = None,
+    name: Annotated[
+        str, typer.Option("--name", help="Tells several Pollux on one Ray cluster apart.", rich_help_panel=_MANY)
+    ] = "pollux",
+    resource: Annotated[
+        Resource | None,
+        typer.Option("--slot", help="What a slot is; GPUs where there are any if left out.", rich_help_panel=_MANY),
+    ] = None,
+    autoscale: Annotated[
+        str | None,
+        typer.Option(
+            "--autoscale",
+            metavar="MIN..MAX",
+            help="Let Ray's auto-scaler add and end nodes, as the jobs make use of them.",
+            rich_help_panel=_MANY,
+        ),
+    ] = None,
+    band: Annotated[
+        str | None,
+        typer.Option(
+            "--band",
+            metavar="LOW..HIGH",
+            help=f"Utility per slot to keep to; {DEFAULT_BAND[0]}..{DEFAULT_BAND[1]} if left out.",
+            rich_help_panel=_MANY,
+        ),
+    ] = None,
+    budget: Annotated[
+        float | None,
+        typer.Option(
+            "--budget", metavar="SLOTS", help="Slots that may be up on average over a day.", rich_help_panel=_MANY
+        ),
+    ] = None,
+    settle: Annotated[
+        str | None,
+        typer.Option(
+            "--settle",
+            metavar="TIME",
+            help="How long nodes must be of little use before they are given back; 5m if left out.",
+            rich_help_panel=_MANY,
+        ),
+    ] = None,
+    node_slots: Annotated[
+        int | None,
+        typer.Option(
+            "--node-slots",
+            metavar="N",
+            min=1,
+            help="Slots of a node that is added; as many as the largest has if left out.",
+            rich_help_panel=_MANY,
+        ),
+    ] = None,
+    node_price: Annotated[
+        float | None,
+        typer.Option("--node-price", metavar="P", help="Of a node for an hour: shows the cost.", rich_help_panel=_MANY),
+    ] = None,
     host: Annotated[
-        str, typer.Option("--host", metavar="ADDRESS", help="Where it listens.", rich_help_panel=_SERVICE)
-    ] = "127.0.0.1",
+        str | None,
+        typer.Option(
+            "--host",
+            metavar="ADDRESS",
+            help="Where it listens; 127.0.0.1 if left out, or with Ray what the nodes can reach.",
+            rich_help_panel=_SERVICE,
+        ),
+    ] = None,
     port: Annotated[
         int | None,
         typer.Option(
@@ -109,12 +205,24 @@ def up(
 ) -> None:
     """Start the server, here or in the background. Ctrl-C: its jobs checkpoint, leave, and go on at the next start."""
     require_server_libraries()
-    from pollux.server.service import ServiceConfig, serve
+    from pollux.server.config import ServiceConfig
+    from pollux.server.service import serve
 
     settings: dict[str, Any] = {"host": host, "port": port, "slots": slots, "nodes": nodes, "policy": policy}
     if interval is not None:
         settings["interval_s"] = interval
-    config = ServiceConfig(data_directory=find_data_directory(data), **settings)
+    config = ServiceConfig(
+        data_directory=find_data_directory(data),
+        storage=storage,
+        engine=engine.value,
+        address=address,
+        name=name,
+        resource=None if resource is None else resource.value,
+        autoscale=make_autoscale(autoscale, band, budget, settle),
+        node_slots=node_slots,
+        node_price=node_price,
+        **settings,
+    )
     if policy not in policy_names():
         raise UnknownNameError("policy", policy, policy_names())
     if is_detached:
@@ -122,6 +230,23 @@ def up(
         return
     show_log(logging.INFO)
     serve(config, _say_where)
+
+
+def make_autoscale(
+    nodes: str | None, band: str | None, budget: float | None, settle: str | None
+) -> AutoscaleConfig | None:
+    """Raises:
+    InvalidValueError: an option makes no sense, or none without another.
+    """
+    if nodes is None:
+        for option, value in (("--band", band), ("--budget", budget), ("--settle", settle)):
+            if value is not None:
+                raise InvalidValueError(f"{option} {value} is for auto-scaling: add --autoscale MIN..MAX")
+        return None
+    min_nodes, max_nodes = parse_nodes(nodes)
+    low, high = parse_band(band) if band is not None else DEFAULT_BAND
+    more = {} if settle is None else {"settle_s": parse_duration(settle)}
+    return AutoscaleConfig(min_nodes=min_nodes, max_nodes=max_nodes, low=low, high=high, budget_slots=budget, **more)
 
 
 def _say_where(service: Service) -> None:
@@ -182,7 +307,21 @@ def arguments_of(config: ServiceConfig) -> list[str]:
         "--nodes": config.nodes,
         "--policy": config.policy,
         "--interval": config.interval_s,
+        "--storage": config.storage,
+        "--engine": config.engine,
+        "--address": config.address,
+        "--name": config.name,
+        "--slot": config.resource,
+        "--node-slots": config.node_slots,
+        "--node-price": config.node_price,
     }
+    if (size := config.autoscale) is not None:
+        options |= {
+            "--autoscale": f"{size.min_nodes}..{size.max_nodes}",
+            "--band": f"{size.low!r}..{size.high!r}",
+            "--budget": size.budget_slots,
+            "--settle": f"{size.settle_s!r}s",
+        }
     return ["up", *(word for name, value in options.items() if value is not None for word in (name, str(value)))]
 
 
@@ -226,7 +365,7 @@ def down(
         found = Client(url=server, data_directory=data)
     except ServerNotFoundError:
         # A server that was killed leaves its jobs training; whoever says "down" wants an end of that, too.
-        if server is None and not keep_jobs and end_steward(find_data_directory(data), parse_duration(timeout)):
+        if server is None and not keep_jobs and end_jobs(find_data_directory(data), parse_duration(timeout)):
             say("no server ran, but its jobs did: they have left, and go on at the next start")
             return
         raise

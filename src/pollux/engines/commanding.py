@@ -1,8 +1,9 @@
-"""The engine of one machine: it commands the steward, which owns the processes, and passes on what that tells.
+"""An engine that commands a steward, which owns the processes, and passes on what that tells.
 
-Stands in ``engines``; no torch. :class:`LocalEngine` is a :class:`~pollux.engines.live.LiveEngine`. It keeps a table of
-what it has commanded; whatever happens to the steward, the table is compared with what really runs, and the difference
-becomes commands and events. So a steward that died, a server that died and a broken connection are the same case.
+Stands in ``engines``; no torch. :class:`StewardEngine` is a :class:`~pollux.engines.live.LiveEngine`; how a steward is
+found, started and ended is a :class:`Connector`'s. The engine keeps a table of what it has commanded; whatever happens
+to the steward, the table is compared with what really runs, and the difference becomes commands and events. So a
+steward that died, a server that died and a broken connection are the same case.
 
 A thread reads what the steward tells. An end is acknowledged at the poll after the one that returned it: whoever polls
 has saved it by then.
@@ -13,19 +14,16 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
-import psutil
-
-from pollux.engines.connecting import Link, StewardProcess, connect
-from pollux.engines.devices import Device
+from pollux.engines.connecting import Link
 from pollux.engines.launch import Launch
-from pollux.engines.leftovers import kill_leftovers, mark_of
 from pollux.engines.live import ReplicaInfo
 from pollux.engines.protocol import Message, allocation_to_list
-from pollux.errors import EngineError, InvalidValueError
+from pollux.errors import EngineError
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.ports import (
     Command,
@@ -35,6 +33,7 @@ from pollux.scheduler.ports import (
     JobLost,
     JobRuns,
     JobStopped,
+    NodesChanged,
     ResizeJob,
     StartJob,
     StopJob,
@@ -62,33 +61,51 @@ class _Known:
     note: str = ""
 
 
-class LocalEngine:
+class Connector(Protocol):
+    """How the steward of a data directory is reached. All calls come from one engine."""
+
+    @property
+    def log(self) -> Path:
+        """Where to look when it does not answer."""
+
+    def connect(self, giving_up: threading.Event) -> tuple[Link, Message]:
+        """A new connection to the steward, which is started if there is none, and its state.
+
+        Raises:
+            EngineError: it cannot be had; says why, and what to do.
+        """
+
+    def hello(self) -> Message:
+        """What to ask a steward for its state with."""
+
+    def wait_for_end(self, timeout_s: float) -> None:
+        """After a shutdown was asked for: return when all is over; what is not over in time is ended by force."""
+
+    def close(self) -> None:
+        """The connection is closed; jobs train on unless they were shut down."""
+
+
+class StewardEngine:
     applies_at_once = False
 
     def __init__(
         self,
-        directory: str | Path,
+        connector: Connector,
         *,
         nodes: Sequence[Node],
-        devices: Sequence[Device],
         launch_of: Callable[[str], Launch],
         on_event: Callable[[], None] = lambda: None,
         grace_s: float = GRACE_S,
-        steward_options: Mapping[str, str] | None = None,
     ) -> None:
-        """``nodes`` and ``devices`` as of :func:`~pollux.engines.devices.detect_nodes`.
+        """``nodes`` until the steward tells of others.
 
         ``on_event`` is called from any thread when :meth:`poll` has something. A job that stops has ``grace_s`` to
-        checkpoint. ``steward_options`` are given to the steward, should none be there yet, as ``--name value``.
+        checkpoint.
 
         Raises:
             EngineError: no steward could be started, or it speaks another version.
         """
-        if sum(node.num_slots for node in nodes) != len(devices):
-            raise InvalidValueError(f"{len(devices)} devices for nodes {list(nodes)}; each slot needs one")
-        self._directory = Path(directory).resolve()
-        self._directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._nodes, self._devices = list(nodes), list(devices)
+        self._connector, self._nodes = connector, list(nodes)
         self._launch_of, self._on_event, self._grace_s = launch_of, on_event, grace_s
         self._changed = threading.Condition()  # guards all below
         self._jobs: dict[str, _Known] = {}
@@ -97,26 +114,23 @@ class LocalEngine:
         self._is_adopted = self._is_closed = False
         self._num_states = 0
         self._trouble = ""
-        self._process = StewardProcess(self._directory, steward_options or {})
-        self._mark = mark_of(self._directory)
         self._closing = threading.Event()
         self._link: Link | None
         try:
-            self._link, self._steward, _ = self._connect()
+            self._link, state = connector.connect(self._closing)
         except BaseException:  # Ctrl-C, too: one that was just started has nobody else who would end it
-            self._process.end()
+            connector.close()
             raise
+        self._take_nodes(state["nodes"])
+        self._events.clear()  # nobody has asked for the nodes before
         self._thread = threading.Thread(target=self._read, name="pollux-steward", daemon=True)
         self._thread.start()
-
-    @property
-    def steward_pid(self) -> int:
-        return self._steward.pid
 
     # --- the scheduler's port -------------------------------------------------------------------------------------
 
     def nodes(self) -> Sequence[Node]:
-        return list(self._nodes)
+        with self._changed:
+            return list(self._nodes)
 
     def apply(self, commands: Sequence[Command]) -> None:
         for command in commands:
@@ -181,9 +195,9 @@ class LocalEngine:
             # What was told before may not have been saved: it is told again, and acknowledged only then.
             self._events, self._to_forget = [], []
             self._is_adopted, seen = True, self._num_states
-            self._send(self._hello())
+            self._send(self._connector.hello())
             if not self._changed.wait_for(lambda: self._num_states > seen or self._is_closed, ADOPT_TIMEOUT_S):
-                raise EngineError(f"the steward did not answer for {ADOPT_TIMEOUT_S:g} s; see {self._process.log}")
+                raise EngineError(f"the steward did not answer for {ADOPT_TIMEOUT_S:g} s; see {self._connector.log}")
 
     def replicas(self, job: str) -> Sequence[ReplicaInfo]:
         with self._changed:
@@ -205,24 +219,13 @@ class LocalEngine:
         if stops_jobs:
             with self._changed:
                 self._send({"op": "shutdown", "grace_s": self._grace_s if grace_s is None else grace_s})
-            try:
-                self._steward.wait(self._grace_s + 20.0 if grace_s is None else grace_s + 5.0)
-            except psutil.TimeoutExpired:
-                logger.error("the steward (pid %d) did not end in time: killed", self._steward.pid)
-                self._steward.kill()
-                self._steward.wait(5.0)
+            self._connector.wait_for_end(self._grace_s + 20.0 if grace_s is None else grace_s + 5.0)
         with self._changed:
             self._disconnect()
         self._thread.join(10.0)
-        if stops_jobs:
-            self._process.end()  # one that was just being started in place of one that died
-            kill_leftovers(self._mark)
-        self._process.reap()
+        self._connector.close()
 
     # --- talking to the steward: with the lock held ---------------------------------------------------------------
-
-    def _hello(self) -> Message:
-        return self._process.hello(self._devices)
 
     def _send(self, message: Message) -> None:
         """Nobody there: what was commanded is in the table, and compared with what there is when there is one."""
@@ -231,15 +234,6 @@ class LocalEngine:
 
     def _send_stop(self, job: str, reason: str) -> None:
         self._send({"op": "stop", "job": job, "grace_s": self._grace_s, "reason": reason})
-
-    def _connect(self) -> tuple[Link, psutil.Process, Message]:
-        """Without the lock."""
-        link, state = connect(self._process, self._hello(), self._closing)
-        try:
-            return link, _process(state), state
-        except EngineError:
-            link.close()
-            raise
 
     def _disconnect(self) -> None:
         if self._link is not None:
@@ -268,18 +262,18 @@ class LocalEngine:
                 has_news = len(self._events) > num_events
             if has_news:
                 self._on_event()
-        logger.error("another engine commands the steward of %s now; this one has ended", self._directory)
+        logger.error("another engine commands the steward now; this one has ended")
         self._trouble = "another server commands its replicas"
 
     def _recover(self) -> bool:
         """Get a steward again, however long that takes; False when the engine closes meanwhile."""
         with self._changed:
             self._disconnect()
-        logger.warning("the steward of %s is gone", self._directory)
+        logger.warning("the steward is gone; see %s", self._connector.log)
         pause_s = 0.5
         while not self._closing.is_set():
             try:
-                link, steward, state = self._connect()
+                link, state = self._connector.connect(self._closing)
             except (EngineError, OSError) as error:
                 logger.error("no steward can be had: %s", error)
                 with self._changed:
@@ -288,7 +282,7 @@ class LocalEngine:
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                 continue
             with self._changed:
-                self._link, self._steward, self._trouble = link, steward, ""
+                self._link, self._trouble = link, ""
                 self._take(state)
             self._on_event()
             return True
@@ -296,8 +290,15 @@ class LocalEngine:
 
     def _take(self, message: Message) -> None:
         kind = message["event"]
+        if kind == "log":
+            logger.warning("%s", message["text"])
+            return
+        if kind == "nodes":
+            self._take_nodes(message["nodes"])
+            return
         if kind == "state":
             self._num_states += 1
+            self._take_nodes(message["nodes"])
             if self._is_adopted:
                 self._compare(message["jobs"])
             self._changed.notify_all()
@@ -315,6 +316,13 @@ class LocalEngine:
             known.note = message["text"]
         elif kind == "crashed":
             self._events.append((JobHurt(job=message["job"], reason=message["reason"]), None))
+
+    def _take_nodes(self, rows: Sequence[Message] | None) -> None:
+        """None: the steward leaves that to us."""
+        nodes = self._nodes if rows is None else [Node(**row) for row in rows]
+        if nodes != self._nodes:
+            self._nodes = nodes
+            self._events.append((NodesChanged(), None))
 
     def _take_end(self, message: Message, known: _Known | None) -> None:
         job, generation = message["job"], message["generation"]
@@ -373,14 +381,6 @@ class LocalEngine:
                 self._send_stop(job, "nobody knows it any more")
             else:
                 self._send({"op": "forget", "job": job, "generation": row["generation"]})
-
-
-def _process(state: Message) -> psutil.Process:
-    """The steward that told this, and no other that has its number later."""
-    try:
-        return psutil.Process(state["pid"])
-    except psutil.NoSuchProcess as error:
-        raise EngineError(f"the steward (pid {state['pid']}) ended as it was found; start again") from error
 
 
 def _placing(op: str, job: str, generation: int, allocation: Allocation, **more: object) -> Message:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pollux.errors import InvalidValueError
+from pollux.errors import EngineError, InvalidValueError
 from pollux.train.failure import describe_failure, how_it_ended
 from pollux.train.launcher import FIRST_PAUSE_S, LONGEST_PAUSE_S, STOPPED_CODE, ReplicaView, Slot
 from pollux.train.nursery import Command, Replica, Starter
@@ -46,6 +46,7 @@ class FixedJob:
         starter: Starter,
         log_dir: str | Path,
         name: str,
+        replica_name: str | None = None,
         env: Mapping[str, str],
         cwd: str | Path,
         slot_env: Callable[[Slot], Mapping[str, str]] = lambda _slot: {},
@@ -53,13 +54,19 @@ class FixedJob:
         checkpoints: bool = False,
         grace_s: float = 30.0,
         excuse: Callable[[], str] = lambda: "",
+        address_of: Callable[[str], tuple[str, int]] = lambda _node: (HOST, free_port()),
     ) -> None:
-        """``starter`` takes whole commands. ``max_restarts`` counts only where the job ``checkpoints``."""
+        """``starter`` takes whole commands. ``max_restarts`` counts only where the job ``checkpoints``.
+
+        ``address_of`` a node gives its address, and a port that is free there.
+        """
         if not slots:
             raise InvalidValueError("a job has at least 1 replica, got 0; to end it use request_stop()")
         self._command, self._starter, self._name = tuple(command), starter, name
+        self._replica_name = replica_name or name
         self._env, self._cwd, self._log_dir = dict(env), str(cwd), Path(log_dir).absolute()
         self._slot_env, self._grace_s, self._excuse = slot_env, grace_s, excuse
+        self._address_of = address_of
         self._max_restarts = max_restarts if checkpoints else 0
         self._target = tuple(slots)
         self._processes: list[_Process] = []
@@ -95,7 +102,7 @@ class FixedJob:
 
     def start(self) -> None:
         if not self._is_started:
-            self._log_dir.mkdir(parents=True, exist_ok=True)
+            self._starter.make_folder(str(self._log_dir))
             self._is_started = True
             self.pump()
 
@@ -188,7 +195,8 @@ class FixedJob:
         else:
             after = f", after {self._num_restarts} restarts" if self._num_restarts else ""
             what = f"{self._name}: rank {failed.rank} {how_it_ended(code)}{after}"
-            self.failure = describe_failure(what, self._log_dir / f"{failed.replica_id}.err")
+            path = str(self._log_dir / f"{failed.replica_id}.err")
+            self.failure = describe_failure(what, path, self._starter.last_words(path))
             self._end(code if code > 0 else 128 - code)
             return
         pause_s = min(FIRST_PAUSE_S * 2 ** max(self._num_restarts - 1, 0), LONGEST_PAUSE_S)
@@ -197,19 +205,25 @@ class FixedJob:
         self._spawn_at = time.monotonic() + pause_s
 
     def _spawn_all(self) -> None:
-        self._num_starts += 1
         nodes = [slot.node for slot in self._target]
         known = list(dict.fromkeys(nodes))
+        try:
+            address, port = self._address_of(nodes[0])
+        except EngineError as error:
+            logger.warning("%s: %s; again in %.1f s", self._name, error, FIRST_PAUSE_S)
+            self._spawn_at = time.monotonic() + FIRST_PAUSE_S
+            return
+        self._num_starts += 1
         common = {
             "WORLD_SIZE": str(len(nodes)),
-            "MASTER_ADDR": HOST,
-            "MASTER_PORT": str(free_port()),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
             "TORCHELASTIC_RUN_ID": self._name,
             "TORCHELASTIC_RESTART_COUNT": str(self._num_restarts),
             "POLLUX_GENERATION": str(self._num_starts),
         }
         for rank, slot in enumerate(self._target):
-            replica_id = f"{self._name}-{self._num_spawned}"
+            replica_id = f"{self._replica_name}-{self._num_spawned}"
             self._num_spawned += 1
             own = {
                 "RANK": str(rank),
@@ -225,6 +239,7 @@ class FixedJob:
                 cwd=self._cwd,
                 stdout=f"{log}.out",
                 stderr=f"{log}.err",
+                node=slot.node,
             )
             handle = self._starter.spawn(command)
             self._processes.append(_Process(replica_id=replica_id, rank=rank, slot=slot, handle=handle))

@@ -12,10 +12,10 @@ import json
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from pollux.engines.devices import Device, slot_env
 from pollux.engines.launch import Launch
@@ -23,9 +23,6 @@ from pollux.engines.leftovers import MARK, kill_leftovers, mark_of
 from pollux.engines.protocol import ENDS, Message, allocation_from_list
 from pollux.engines.space import SpaceWatch
 from pollux.types import NO_ALLOCATION, Allocation
-
-if TYPE_CHECKING:
-    from pollux.engines.workshop import Workshop
 
 STOPPED_CODE = 143  # as after SIGTERM: checkpointed and left
 SPACE_PERIOD_S = 1.0
@@ -61,6 +58,33 @@ class ReplicaJob(Protocol):
     def close(self) -> None: ...
 
 
+class Workshop(Protocol):
+    """Where the processes of jobs are made; see :mod:`pollux.engines.workshop`."""
+
+    def make(
+        self,
+        launch: Launch,
+        *,
+        name: str,
+        replica_name: str,
+        log_dir: Path,
+        places: Sequence[Place],
+        env_of: Callable[[Place], Mapping[str, str]],
+        excuse: Callable[[], str],
+    ) -> ReplicaJob: ...
+    def place(self, job: ReplicaJob, places: Sequence[Place]) -> None: ...
+    def poll(self) -> None: ...
+    def close(self) -> None: ...
+    def warm_up(self) -> None:
+        """Do now what the first elastic job would wait for. May take seconds, once."""
+
+
+def _make_workshop() -> Workshop:
+    from pollux.engines.workshop import LocalWorkshop
+
+    return LocalWorkshop()
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class _Entry:
     """One job, from its start until its end is forgotten."""
@@ -86,12 +110,22 @@ class _Entry:
 
 
 class Keeper:
-    def __init__(self, directory: Path, space: SpaceWatch, tell: Callable[[Message], None]) -> None:
+    def __init__(
+        self,
+        directory: Path | None,
+        space: SpaceWatch,
+        tell: Callable[[Message], None],
+        make_workshop: Callable[[], Workshop] = _make_workshop,
+    ) -> None:
+        """Ends are kept in ``directory``; None: in memory alone, and others see to what replicas leave behind."""
         self._directory, self._space, self._tell = directory, space, tell
-        self._mark = mark_of(directory)
+        self._make_workshop = make_workshop
+        self._mark = None if directory is None else mark_of(directory)
         self._entries: dict[str, _Entry] = {}
         self._devices: dict[Place, Device] = {}
+        self._nodes: list[Message] | None = None
         self._workshop: Workshop | None = None
+        self._is_warm = False
         self._closing_grace_s: float | None = None
         self._space_seen_at = time.monotonic()
         self._load_ends()
@@ -113,19 +147,61 @@ class Keeper:
 
     @property
     def is_warm(self) -> bool:
-        return self._workshop is not None
+        return self._is_warm
 
-    def warm_up(self) -> Workshop:
-        """Import torch, and let the parent of replicas do so too. Takes seconds, once."""
+    def warm_up(self) -> None:
+        """So that the first elastic job starts fast. Takes seconds, once."""
+        self._open_workshop().warm_up()
+        self._is_warm = True
+
+    def _open_workshop(self) -> Workshop:
         if self._workshop is None:
-            from pollux.engines.workshop import Workshop
-
-            self._workshop = Workshop()
+            self._workshop = self._make_workshop()
         return self._workshop
 
     def use(self, devices: Sequence[Device]) -> None:
         """The slots there are from now on; who sits in others stays there until moved."""
         self._devices = {(device.node, device.number): device for device in devices}
+
+    @property
+    def nodes(self) -> list[Message] | None:
+        """As they were told; None where the client knows better."""
+        return self._nodes
+
+    @property
+    def nodes_in_use(self) -> set[str]:
+        """Those on which somebody is, or will be."""
+        placed = {node for entry in self._living() for node, _ in (*entry.places, *entry.allocation.shares)}
+        return placed | {row["node"] for entry in self._living() for row in entry.shown}
+
+    def tell_nodes(self, nodes: Sequence[Message]) -> None:
+        """Which nodes there are, for a client that cannot see them."""
+        if list(nodes) != self._nodes:
+            self._nodes = list(nodes)
+            self._tell({"event": "nodes", "nodes": self._nodes})
+
+    def lose(self, nodes: Collection[str], reason: str) -> None:
+        """These nodes are gone, and who was on them. Jobs go on with who is left; where nobody is, they are lost.
+
+        The starter has to know before: its replicas there have ended.
+        """
+        self._devices = {place: device for place, device in self._devices.items() if place[0] not in nodes}
+        for entry in self._living():
+            shares = [(node, count) for node, count in entry.allocation.shares if node not in nodes]
+            left = tuple(place for place in entry.places if place[0] not in nodes)
+            if len(left) == len(entry.places) and len(shares) == len(entry.allocation.shares):
+                continue
+            processes = entry.processes
+            if processes is None or entry.is_stopping:
+                continue  # it waits for another place, or what is left of it stops as asked
+            if left and shares and entry.launch is not None and entry.launch.kind == "elastic":
+                logger.warning("%s: %s; it goes on with %d replicas", entry.job, reason, len(left))
+                self._open_workshop().place(processes, left)  # nobody is started again where nothing is
+                entry.places, entry.allocation, entry.is_placed = left, Allocation.of(*shares), False
+            else:
+                logger.warning("%s: %s; it starts again elsewhere", entry.job, reason)
+                processes.close()
+                self._finish(entry, {"event": "lost", "reason": reason})
 
     def state(self) -> list[Message]:
         return [
@@ -154,7 +230,8 @@ class Keeper:
                 entry.processes.close()
         if self._workshop is not None:
             self._workshop.close()
-        kill_leftovers(self._mark)
+        if self._mark is not None:
+            kill_leftovers(self._mark)
 
     # --- what is asked --------------------------------------------------------------------------------------------
 
@@ -271,7 +348,7 @@ class Keeper:
         views = () if entry.processes is None else entry.processes.replicas
         living = frozenset(view.replica_id for view in views)
         gone, entry.living = entry.living - living, living
-        if gone and (killed := kill_leftovers(self._mark, gone)):
+        if gone and self._mark is not None and (killed := kill_leftovers(self._mark, gone)):
             logger.info("%s: killed what %s left behind: %s", entry.job, ", ".join(sorted(gone)), killed)
 
     def _watch_space(self) -> None:
@@ -281,7 +358,7 @@ class Keeper:
         for entry in self._living():
             if entry.processes is None or entry.launch is None or entry.is_stopping:
                 continue
-            entry.shortage = self._space.shortage(entry.launch.directory)
+            entry.shortage = self._space.shortage(entry.launch.checkpoint_dir)
             if entry.shortage:
                 entry.processes.hold()
             else:
@@ -292,17 +369,17 @@ class Keeper:
     def _place(self, entry: _Entry) -> None:
         launch = entry.launch
         assert launch is not None
-        entry.shortage = self._space.shortage(launch.directory)
+        entry.shortage = self._space.shortage(launch.checkpoint_dir)
         places = self._pick(entry)
         if places is None or entry.shortage:
             return
-        workshop = self.warm_up()
+        workshop = self._open_workshop()
         entry.places, entry.is_placed = places, True
         if entry.processes is not None:
             workshop.place(entry.processes, places)
             return
         directory = Path(launch.directory)
-        fixed_env = {"POLLUX_CHECKPOINT_DIR": str(directory / "checkpoints"), MARK: self._mark}
+        fixed_env = {"POLLUX_CHECKPOINT_DIR": launch.checkpoint_dir, MARK: self._mark or ""}
         threads = {} if "OMP_NUM_THREADS" in launch.env else {"OMP_NUM_THREADS": "1"}
 
         def env_of(place: Place) -> Mapping[str, str]:
@@ -311,10 +388,11 @@ class Keeper:
         entry.processes = workshop.make(
             launch,
             name=entry.job,
+            replica_name=entry.job if entry.generation == 1 else f"{entry.job}.{entry.generation}",
             log_dir=directory / "logs" / str(entry.generation),
             places=places,
             env_of=env_of,
-            excuse=lambda: self._space.shortage(launch.directory),
+            excuse=lambda: self._space.shortage(launch.checkpoint_dir),
         )
         entry.processes.start()
 
@@ -373,6 +451,8 @@ class Keeper:
 
     def _load_ends(self) -> None:
         """Of an earlier steward; a file that cannot be read is none."""
+        if self._directory is None:
+            return
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             for end in json.loads((self._directory / ENDS).read_bytes()):
                 job, generation = end["job"], end["generation"]
@@ -381,6 +461,8 @@ class Keeper:
                 )
 
     def _save_ends(self) -> None:
+        if self._directory is None:
+            return
         ends = [entry.end for entry in self._entries.values() if entry.end is not None]
         path = self._directory / ENDS
         try:

@@ -22,7 +22,8 @@ class Launch:
 
     command: tuple[str, ...]
     kind: Kind
-    directory: str  # logs and checkpoints are kept below it
+    directory: str  # logs are kept below it
+    checkpoint_dir: str  # a path or a URL
     cwd: str
     env: Mapping[str, str]
     max_restarts: int = 3
@@ -41,6 +42,7 @@ class Launch:
             "command": list(self.command),
             "kind": self.kind,
             "directory": self.directory,
+            "checkpoint_dir": self.checkpoint_dir,
             "cwd": self.cwd,
             "env": dict(self.env),
             "max_restarts": self.max_restarts,
@@ -63,6 +65,7 @@ class Launch:
             command=tuple(read_text(word, "a word of launch.command") for word in read_list(row["command"], "command")),
             kind=row["kind"],
             directory=read_text(row["directory"], "launch.directory", 1),
+            checkpoint_dir=read_text(row["checkpoint_dir"], "launch.checkpoint_dir", 1),
             cwd=read_text(row["cwd"], "launch.cwd", 1),
             env={name: read_text(text, f"launch.env.{name}") for name, text in read_mapping(row["env"], "env").items()},
             max_restarts=read_integer(row["max_restarts"], "launch.max_restarts", 0),

@@ -22,7 +22,7 @@ def free_bytes(path: str) -> int:
 class SpaceWatch:
     """Remembers which paths are short of space: below the minimum, and until there is a quarter more."""
 
-    def __init__(self, min_free_bytes: int = MIN_FREE_BYTES, free_at: Callable[[str], int] = free_bytes) -> None:
+    def __init__(self, min_free_bytes: int = MIN_FREE_BYTES, free_at: Callable[[str], float] = free_bytes) -> None:
         self._min_free_bytes, self._free_at = min_free_bytes, free_at
         self._short: set[str] = set()
 
@@ -37,4 +37,4 @@ class SpaceWatch:
             return ""
         self._short.add(path)
         needed = f"{self._min_free_bytes >> 20} MiB are needed"
-        return f"paused: {free >> 20} MiB free at {path}, {needed}; it goes on by itself when there is space"
+        return f"paused: {int(free) >> 20} MiB free at {path}, {needed}; it goes on by itself when there is space"

@@ -20,17 +20,16 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from pollux.engines.devices import Device
+from pollux.engines.desk import Desk
 from pollux.engines.keeper import GRACE_S, Keeper
 from pollux.engines.leftovers import MARK, kill_leftovers, mark_of
-from pollux.engines.protocol import LOCK, PROTOCOL_VERSION, SOCKET, Lines, Message, socket_address, to_line
+from pollux.engines.protocol import LOCK, SOCKET, Lines, Message, socket_address, to_line
 from pollux.engines.space import MIN_FREE_BYTES, SpaceWatch, free_bytes
-from pollux.errors import PolluxError
 
 BUSY_PERIOD_S = 0.015  # while anything is on its way
 CALM_PERIOD_S = 0.05  # while jobs just train
 IDLE_PERIOD_S = 1.0
-QUIET_S = 0.3
+QUIET_S = 1.0
 IDLE_S = 600.0
 
 logger = logging.getLogger(__name__)
@@ -48,27 +47,26 @@ class Steward:
         free_at: Callable[[str], int] = free_bytes,
     ) -> None:
         self._directory, self._idle_s = directory, idle_s
-        self._keeper = Keeper(directory, SpaceWatch(min_free_bytes, free_at), self._say)
+        keeper = Keeper(directory, SpaceWatch(min_free_bytes, free_at), lambda message: self._desk.say(message))
+        self._keeper, self._desk = keeper, Desk(keeper, self._send, where=str(directory))
         self._selector = selectors.DefaultSelector()
         self._listener = _listen(directory)
         self._selector.register(self._listener, selectors.EVENT_READ)
         self._client: socket.socket | None = None
         self._lines, self._out = Lines(), b""
-        self._is_introduced = self._is_closing = False
         self._idle_since = self._heard_at = time.monotonic()
 
     def serve(self) -> None:
         """Until there has been nothing to do for long, or somebody asks to end."""
         while not self._is_done():
             self.turn()
-            # So that the first job starts fast. A client's first questions are not to wait for it.
-            if self._is_introduced and not self._out and time.monotonic() - self._heard_at > QUIET_S:
+            # Neither a client's first questions are to wait for it, nor jobs that can do without.
+            if self._desk.is_introduced and self._is_quiet():
                 self._keeper.warm_up()
 
     def shut_down(self, grace_s: float = GRACE_S) -> None:
         """Let every job checkpoint and leave; :meth:`serve` returns when all have."""
-        self._is_closing = True
-        self._keeper.shut_down(grace_s)
+        self._desk.shut_down(grace_s)
 
     def close(self) -> None:
         self._keeper.close()
@@ -88,6 +86,10 @@ class Steward:
         self._keeper.turn()
         self._flush()
 
+    def _is_quiet(self) -> bool:
+        has_work = self._out or self._keeper.num_living or self._desk.is_closing
+        return not has_work and time.monotonic() - self._heard_at > QUIET_S
+
     def _period_s(self) -> float:
         if self._out or not self._keeper.is_calm:
             return BUSY_PERIOD_S
@@ -101,48 +103,12 @@ class Steward:
             return False
         if self._client is not None:
             self._idle_since = time.monotonic()
-        return self._is_closing or time.monotonic() - self._idle_since > self._idle_s
+        return self._desk.is_closing or time.monotonic() - self._idle_since > self._idle_s
 
     # --- the client -----------------------------------------------------------------------------------------------
 
-    def _obey(self, message: Message) -> None:
-        op = message["op"]
-        if op == "hello":
-            self._greet(message)
-        elif not self._is_introduced:
-            raise PolluxError(f"{op} before a hello")
-        elif op == "start":
-            self._keeper.start(message)
-        elif op == "resize":
-            self._keeper.resize(message)
-        elif op == "stop":
-            self._keeper.stop(message)
-        elif op == "forget":
-            self._keeper.forget(message)
-        elif op == "shutdown":
-            self.shut_down(float(message["grace_s"]))
-        else:
-            raise PolluxError(f"nobody knows the op {op!r}")
-
-    def _greet(self, message: Message) -> None:
-        if message["version"] != PROTOCOL_VERSION:
-            reason = (
-                f"the steward (pid {os.getpid()}) that looks after the jobs in {self._directory} speaks version "
-                f"{PROTOCOL_VERSION} of its protocol, and was asked in version {message['version']}: use the Pollux "
-                "that started it, or end it with SIGTERM (its jobs checkpoint, and start again later)"
-            )
-            self._out += to_line({"event": "refused", "version": PROTOCOL_VERSION, "reason": reason})
-            return
-        rows = [Device(node=row["node"], number=row["number"], gpu=row["gpu"]) for row in message["devices"]]
-        self._keeper.use(rows)
-        self._is_introduced = True
-        state = {"version": PROTOCOL_VERSION, "pid": os.getpid(), "jobs": self._keeper.state()}
-        self._say({"event": "state", **state})
-
-    def _say(self, message: Message) -> None:
-        """To whoever listens. Who comes later asks for the state."""
-        if self._is_introduced:
-            self._out += to_line(message)
+    def _send(self, message: Message) -> None:
+        self._out += to_line(message)
 
     def _flush(self) -> None:
         if self._client is None or not self._out:
@@ -163,7 +129,7 @@ class Steward:
                 self._flush()
                 self._drop_client()
             client.setblocking(False)
-            self._client, self._lines, self._out, self._is_introduced = client, Lines(), b"", False
+            self._client, self._lines, self._out, self._desk.is_introduced = client, Lines(), b"", False
             self._selector.register(client, selectors.EVENT_READ)
 
     def _hear(self) -> None:
@@ -185,19 +151,13 @@ class Steward:
             self._drop_client()
             return
         for message in messages:
-            try:
-                self._obey(message)
-            except Exception as error:  # whatever is asked, the replicas train on
-                logger.exception("not understood: %s", str(message)[:500])
-                if isinstance(message, dict) and message.get("op") in ("start", "resize"):
-                    place = {"job": message.get("job"), "generation": message.get("generation")}
-                    self._say({"event": "lost", **place, "reason": f"it cannot be placed: {error}"})
+            self._desk.obey(message)
 
     def _drop_client(self) -> None:
         if self._client is not None:
             self._selector.unregister(self._client)
             self._client.close()
-            self._client, self._is_introduced, self._out = None, False, b""
+            self._client, self._desk.is_introduced, self._out = None, False, b""
 
 
 def _listen(directory: Path) -> socket.socket:

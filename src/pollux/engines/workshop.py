@@ -1,7 +1,7 @@
 """Where replicas are made: a warm parent for scripts of our own interpreter, and cold starts for the rest.
 
-Stands in ``engines``; with :mod:`pollux.engines.fixed` the only module there that imports ``train``, and so torch: the
-steward imports it when it has answered its first client.
+Stands in ``engines``; with :mod:`pollux.engines.fixed` the only module there that imports ``train``. Torch is loaded
+for the first elastic job, or before by :meth:`LocalWorkshop.warm_up`: other commands need not wait for it.
 """
 
 from __future__ import annotations
@@ -18,15 +18,27 @@ from pollux.train.launcher import LocalJob, Slot
 from pollux.train.nursery import ColdStarter, Nursery
 
 
-class Workshop:
+class LocalWorkshop:
     def __init__(self) -> None:
-        self._nursery, self._cold = Nursery(), ColdStarter(prefix=())
+        self._cold = ColdStarter(prefix=())
+        self._nursery: Nursery | None = None
+
+    def warm_up(self) -> None:
+        """Let the parent of replicas import torch, and do so too."""
+        self._open_nursery()
+        import pollux.train.controller  # noqa: F401
+
+    def _open_nursery(self) -> Nursery:
+        if self._nursery is None:
+            self._nursery = Nursery()
+        return self._nursery
 
     def make(
         self,
         launch: Launch,
         *,
         name: str,
+        replica_name: str,
         log_dir: Path,
         places: Sequence[Place],
         env_of: Callable[[Place], Mapping[str, str]],
@@ -37,6 +49,7 @@ class Workshop:
             "slots": [Slot(*place) for place in places],
             "log_dir": log_dir,
             "name": name,
+            "replica_name": replica_name,
             "cwd": launch.cwd,
             "slot_env": env_of,
             "max_restarts": launch.max_restarts,
@@ -46,7 +59,7 @@ class Workshop:
             options |= {"env": launch.env, "checkpoints": launch.checkpoints}
             return FixedJob(launch.command, starter=self._cold, **options)
         start = plan_start(launch.command, launch.env, launch.cwd)
-        starter = self._nursery if start.is_forked else self._cold
+        starter = self._open_nursery() if start.is_forked else self._cold
         return LocalJob(start.argv, starter=starter, env={**launch.env, **start.env}, **options)
 
     def place(self, job: ReplicaJob, places: Sequence[Place]) -> None:
@@ -54,9 +67,11 @@ class Workshop:
 
     def poll(self) -> None:
         """Hear who has ended, also while no job asks."""
-        self._nursery.poll()
+        if self._nursery is not None:
+            self._nursery.poll()
         self._cold.poll()
 
     def close(self) -> None:
-        self._nursery.close()
+        if self._nursery is not None:
+            self._nursery.close()
         self._cold.close()

@@ -18,7 +18,7 @@ from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 
 from pollux import wire
-from pollux.errors import InputFileError, InvalidValueError, PolluxError, UnknownNameError
+from pollux.errors import FencedError, InputFileError, InvalidValueError, PolluxError, UnknownNameError
 
 MAX_MESSAGE_LENGTH = 4000
 RETRY_AFTER_S = 2
@@ -74,6 +74,8 @@ def answer_error(error: PolluxError) -> Response:
             return refuse(404, kind, str(error), known=error.known)
         case InvalidValueError() | InputFileError():
             return refuse(422, kind, str(error))
+        case FencedError():
+            return refuse(409, kind, str(error))
         case _:
             logger.warning("%s: %s", kind, error)
             return retry_later(kind, str(error))

@@ -25,11 +25,21 @@ MAX_SCRIPT_BYTES = 10_000_000
 
 class RequestBook:
     def __init__(
-        self, store: SqlStore, *, secret: str, url: str, directory: Path, environment: Mapping[str, str]
+        self,
+        store: SqlStore,
+        *,
+        secret: str,
+        url: str,
+        directory: Path,
+        environment: Mapping[str, str],
+        storage: str | None = None,
     ) -> None:
-        """Jobs' tokens are made from ``secret``, so that a job that starts again has the one it had."""
+        """Jobs' tokens are made from ``secret``, so that a job that starts again has the one it had.
+
+        ``storage``: where their checkpoints are, a path or a URL; in their folders if left out.
+        """
         self._store, self._secret, self._url = store, secret, url
-        self._directory, self._environment = directory, environment
+        self._directory, self._environment, self._storage = directory, environment, storage
         self._turn = threading.Lock()
         self._names = store.names()
         self._requests: dict[str, JobRequest] = {}
@@ -131,6 +141,12 @@ class RequestBook:
     def directory_of(self, name: str) -> Path:
         return self._directory / "jobs" / name
 
+    def checkpoints_of(self, name: str) -> str:
+        """Where a job's checkpoints are: a path or a URL that all nodes can reach."""
+        if self._storage is None:
+            return str(self.directory_of(name) / "checkpoints")
+        return f"{self._storage.rstrip('/')}/{name}/checkpoints"
+
     def launch_of(self, name: str) -> Launch:
         """How to start a job."""
         request, directory = self._requests[name], self.directory_of(name)
@@ -138,6 +154,7 @@ class RequestBook:
             command=request.command,
             kind="elastic" if request.kind == "elastic" else "fixed",
             directory=str(directory),
+            checkpoint_dir=self.checkpoints_of(name),
             cwd=request.cwd or str(Path.home()),
             env={
                 "PYTHONUNBUFFERED": "1",

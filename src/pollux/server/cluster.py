@@ -11,13 +11,12 @@ the database holds and what the engine says, exactly as after a restart of the s
 
 from __future__ import annotations
 
-import json
 import logging
 import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from dataclasses import dataclass, field
@@ -26,16 +25,19 @@ from typing import Any, TypeVar
 
 from pollux.engines.launch import Launch
 from pollux.engines.live import LiveEngine
-from pollux.errors import PolluxError, StoreError, UnknownNameError
+from pollux.errors import FencedError, PolluxError, StoreError, UnknownNameError
 from pollux.jobs import JobRequest
 from pollux.policy import PolicySettings, make_policy
+from pollux.scheduler.autoscale import AutoscaleConfig
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.loop import Scheduler, SchedulerConfig
+from pollux.scheduler.ports import NodePool
 from pollux.scheduler.record import JobRecord
 from pollux.server.book import RequestBook
 from pollux.server.clock import LiveClock
 from pollux.server.inbox import Inbox
 from pollux.server.journal import Journal
+from pollux.server.kept import read_names, read_seconds, write_names, write_seconds
 from pollux.server.store import SqlStore, StoredJob
 from pollux.server.views import (
     job_view,
@@ -43,6 +45,7 @@ from pollux.server.views import (
     node_view,
     resize_view,
     round_view,
+    sizing_view,
     transition_view,
     waiting_reason,
 )
@@ -56,7 +59,7 @@ LONGEST_PAUSE_S = 30.0  # between attempts to begin again
 TIDY_EVERY_S = 5.0
 NUM_REPLAYED, MANY_JOBS = 20, 200  # reports of each job after a restart; of many jobs the last one alone
 NUM_KEPT_REPORTS = 4096  # ended jobs whose last report stays in memory
-DRAINING_FILE = "draining.json"
+DRAINING_FILE, NODE_SECONDS_FILE = "draining.json", "node-seconds.json"
 REPORTS_PER_S = 66.0  # of all jobs together: what they are asked to keep to
 
 logger = logging.getLogger(__name__)
@@ -74,6 +77,9 @@ class ClusterConfig:
     min_pause_s: float = 0.25
     environment: Mapping[str, str] = field(default_factory=dict)  # what every job's begins with
     engine_name: str = "local"
+    storage: str | None = None  # for checkpoints, a path or a URL; None: the data directory
+    autoscale: AutoscaleConfig | None = None
+    node_price: float | None = None  # for an hour
     keep_rounds: int = 5000
     keep_reports: int = 5000  # of each job
 
@@ -82,9 +88,16 @@ class Cluster:
     """Any thread may call; nothing takes longer than ``ANSWER_S``."""
 
     def __init__(
-        self, *, store: SqlStore, engine: LiveEngine, config: ClusterConfig, clock: LiveClock | None = None
+        self,
+        *,
+        store: SqlStore,
+        engine: LiveEngine,
+        config: ClusterConfig,
+        clock: LiveClock | None = None,
+        pool: NodePool | None = None,
     ) -> None:
-        self._store, self._engine, self._config = store, engine, config
+        """``pool``: the engine too, where its nodes can come and go."""
+        self._store, self._engine, self._config, self._pool = store, engine, config, pool
         self._clock = clock or LiveClock(store.latest_time())
         self._inbox = Inbox(engine)
         self._book = RequestBook(
@@ -93,6 +106,7 @@ class Cluster:
             url=config.url,
             directory=config.data_directory,
             environment=config.environment,
+            storage=config.storage,
         )
         self._held: dict[str, StoredJob] = {}  # waiting for other jobs
         self._latest: dict[str, tuple[float, WireReport]] = {}
@@ -107,7 +121,7 @@ class Cluster:
         self._turn_s = 0.0  # what the last one took
         self._tidy_at = 0.0
         self._problem = "the scheduler has not begun yet"
-        self._draining = _read_names(config.data_directory / DRAINING_FILE)
+        self._draining = read_names(config.data_directory / DRAINING_FILE)
         self.started_at = self._clock.now()
 
     # Life -------------------------------------------------------------------------------------
@@ -189,7 +203,7 @@ class Cluster:
 
         def change() -> None:
             draining = self._draining | {node} if is_draining else self._draining - {node}
-            _write_names(self._config.data_directory / DRAINING_FILE, draining)  # it outlives the server
+            write_names(self._config.data_directory / DRAINING_FILE, draining)  # it outlives the server
             self._draining = draining
             self._working().drain(draining)
 
@@ -197,8 +211,13 @@ class Cluster:
         return next(view for view in self.nodes() if view["name"] == node)
 
     def report(self, job: str, report: WireReport) -> dict[str, Any]:
-        """Take in what a job tells; what it is told in return. Never waits."""
+        """Take in what a job tells; what it is told in return. Never waits.
+
+        Raises:
+            FencedError: it is the word of a replica that was given up: its machine was frozen, say, and woke up.
+        """
         if job in self._book:
+            self._require_current(job, report.replica)
             at = self._clock.now()
             self._latest[job] = at, report
             if self._inbox.put(at, report):
@@ -208,6 +227,16 @@ class Cluster:
             "params": None if params is None else {name: list(numbers) for name, numbers in params.items()},
             "report_every_s": max(1.0, len(self._book) / REPORTS_PER_S),
         }
+
+    def _require_current(self, job: str, replica: str | None) -> None:
+        # After a restart the engine may know of nobody for a moment.
+        if replica is not None and (living := self._engine.replicas(job)):
+            names = [one.replica_id for one in living]
+            if replica not in names:
+                raise FencedError(
+                    f"replica {replica!r} is none of job {job!r} any more, which has {', '.join(names)}: it was given "
+                    "up, and must neither report nor save"
+                )
 
     # Reading ----------------------------------------------------------------------------------
 
@@ -263,7 +292,11 @@ class Cluster:
 
     def nodes(self) -> list[dict[str, Any]]:
         allocations = {name: record.allocation for name, record in self._active().items()}
-        return [node_view(node, node.name in self._draining, allocations) for node in self._engine.nodes()]
+        releasing = frozenset() if self._scheduler is None else self._scheduler.releasing
+        return [
+            node_view(node, node.name in self._draining, node.name in releasing, allocations)
+            for node in self._engine.nodes()
+        ]
 
     def rounds(self, since: int | None, limit: int) -> list[dict[str, Any]]:
         return [round_view(round_) for round_ in self._store.rounds(since, limit)]
@@ -294,6 +327,7 @@ class Cluster:
             "num_rounds": 0 if self._scheduler is None else self._scheduler.num_rounds,
             "last_decision_s": None if last is None else last.decision_s,
             "lost_share": sum(view["lost_s"] for view in views) / running_s if running_s > 0 else None,
+            "sizing": sizing_view(self._scheduler, self._config.autoscale, self._config.node_price),
             "data_directory": str(self._config.data_directory),
             "interval_s": self._config.interval_s,
         }
@@ -336,7 +370,10 @@ class Cluster:
                 min_pause_s=config.min_pause_s,
                 max_duty=MAX_DUTY,
                 remembers_profiles=True,
+                autoscale=config.autoscale,
             ),
+            pool=self._pool,
+            node_s=read_seconds(config.data_directory / NODE_SECONDS_FILE),
         )
         records, held = store.records(), store.requests()
         self._book.reload()
@@ -394,6 +431,7 @@ class Cluster:
         if self._clock.now() >= self._tidy_at:
             self._tidy_at = self._clock.now() + TIDY_EVERY_S
             self._store.tidy()
+            write_seconds(self._config.data_directory / NODE_SECONDS_FILE, scheduler.node_s)
         scheduler.tick()
         if self._looks_at_dependencies:
             self._looks_at_dependencies = False
@@ -537,24 +575,6 @@ class Cluster:
             submitted_at=job.submitted_at,
             now=self._clock.now(),
         )
-
-
-def _read_names(path: Path) -> set[str]:
-    try:
-        names = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return set()
-    return {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
-
-
-def _write_names(path: Path, names: Iterable[str]) -> None:
-    """All of it or nothing."""
-    beside = path.with_name(f"{path.name}.new")
-    try:
-        beside.write_text(json.dumps(sorted(names)), encoding="utf-8")
-        beside.replace(path)
-    except OSError as error:
-        raise StoreError(f"{path}: {error.strerror}; free some space, or make it writable for this user") from error
 
 
 def _state(text: str) -> JobState:

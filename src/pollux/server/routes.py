@@ -158,11 +158,14 @@ reporting = APIRouter(prefix="/api/v1", tags=["jobs"])  # for jobs too, with the
     "/jobs/{name}/reports",
     summary="Report for a job",
     response_model=schemas.ReportAnswer,
-    responses=_errors(404, 413, 422),
+    responses=_errors(404, 409, 413, 422),
     openapi_extra=schemas.body_schema(schemas.ReportForm, is_required=True),
 )
 async def report(request: Request, cluster: ItsCluster, caller: ItsCaller, name: str) -> Response:
-    """What a job tells while it trains. The answer is what was learnt of its throughput."""
+    """What a job tells while it trains. The answer is what was learnt of its throughput.
+
+    409: the replica that tells it is none of the job's any more; others have its place.
+    """
     if not caller.may_report_for(name):
         raise Refusal(403, "AccessDeniedError", f"this is the token of job {caller.job!r}, not of {name!r}")
     if caller.is_operator:  # a job's token proves that there is that job

@@ -57,6 +57,7 @@ JOB_EXAMPLE = {"command": ["python", "train.py"], "cwd": "/home/me/project", "na
 
 _REPORT_HELP = {
     "job": "Whose report this is; the one in the address.",
+    "replica": "Who reports: its POLLUX_REPLICA_ID.",
     "generation": "Which membership of its replicas it trains with.",
     "timings": "Lists [num_nodes, num_replicas, device_batch, grad_s, step_s, num_steps].",
     "batch": "The batch sizes its script allows.",
@@ -259,6 +260,7 @@ class NodeView(BaseModel):
     num_slots: int
     accelerator: str
     is_draining: bool
+    is_leaving: bool = Field(description="It is given back once nobody is on it.")
     used: int
     jobs: list[JobOnNode]
 
@@ -295,6 +297,20 @@ class RoundList(BaseModel):
     rounds: list[Round]
 
 
+class SizingView(BaseModel):
+    """How large the cluster should be, where its nodes come and go; and what they have cost."""
+
+    min_nodes: int | None
+    max_nodes: int | None
+    budget_slots: float | None = Field(description="Slot-hours per hour.")
+    num_wanted: int | None
+    utility: float | None
+    reason: str
+    node_hours: dict[str, float] = Field(description="By accelerator, since the data directory was made.")
+    node_price: float | None = Field(description="For an hour.")
+    cost: float | None
+
+
 class ClusterView(BaseModel):
     version: str
     engine: str
@@ -308,6 +324,7 @@ class ClusterView(BaseModel):
     num_rounds: int
     last_decision_s: float | None
     lost_share: float | None = Field(description="Share of the jobs' time lost to resizes.")
+    sizing: SizingView
     data_directory: str
     interval_s: float
 

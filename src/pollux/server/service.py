@@ -18,7 +18,6 @@ import logging
 import math
 import os
 import queue
-import re
 import resource
 import signal
 import socket
@@ -26,121 +25,31 @@ import stat
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 import uvicorn
 from fastapi import FastAPI
 
 from pollux.errors import DirectoryInUseError, InvalidValueError, ServerError, StoreError
-from pollux.policy import PolicySettings
-from pollux.server.access import Access, check_host, load_token
+from pollux.server.access import Access, load_token
 from pollux.server.app import create_app
-from pollux.server.gate import LiveCluster
+from pollux.server.config import DEFAULT_HOST, ServiceConfig
+from pollux.server.making import ClusterMaker, ServedCluster, make_cluster, prepared
 from pollux.server.store import SqlStore
 from pollux.version import __version__
 
-DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 7077
 NUM_PORTS_TRIED = 100
-LOCK_FILE, TOKEN_FILE, SECRET_FILE, PORT_FILE = "lock", "token", "secret", "port"
+LOCK_FILE, TOKEN_FILE, PORT_FILE = "lock", "token", "port"
 SERVER_FILE, STORE_FILE = "server.json", "pollux.db"
 HTTP_START_S, HTTP_STOP_S = 30.0, 10.0
 KEEP_ALIVE_S = 120  # longer than jobs take from one report to the next
 MAX_OPEN_FILES = 65536  # a connection for every job
-_OWN_VARIABLE = re.compile(
-    "(POLLUX|TORCHELASTIC)_.*|MASTER_(ADDR|PORT)|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME"
-)
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ServiceConfig:
-    """``port`` None: the one used before here, else 7077 or the next that is free; 0: any that is free."""
-
-    data_directory: Path
-    host: str = DEFAULT_HOST
-    port: int | None = None
-    slots: int | None = None  # CPU slots; None: the GPUs, or a slot per CPU where there are none
-    nodes: str | None = None  # virtual nodes, as in "2x2"
-    policy: str = "pollux"
-    settings: PolicySettings | None = None  # of the policy; None: those for a live cluster
-    interval_s: float = 10.0  # decide at least this often
-    needs_token: bool = True
-    grace_s: float = 30.0  # for a job that is told to stop, before it is killed
-    min_free_mib: int = 64  # jobs pause when their disk has less
-    stop_timeout_s: float = 60.0  # for all jobs to checkpoint and leave
-    hurry_timeout_s: float = 2.0  # the same, when asked twice
-
-    def __post_init__(self) -> None:
-        if self.port is not None and not 0 <= self.port <= 65535:
-            raise InvalidValueError(f"port = {self.port}; a number from 1 to 65535 is needed, or 0 for any")
-        for name in ("interval_s", "grace_s", "stop_timeout_s", "hurry_timeout_s"):
-            if not (math.isfinite(value := getattr(self, name)) and value > 0):
-                raise InvalidValueError(f"{name} = {value}; a positive number of seconds is needed")
-        check_host(self.host, self.needs_token)
-
-
-class ServedCluster(LiveCluster, Protocol):
-    """What is served, with what begins and ends it."""
-
-    def start(self) -> None: ...
-    def stop(self, *, keeps_jobs: bool, timeout_s: float = 60) -> None: ...
-    def hurry(self, timeout_s: float) -> None: ...
-    def job_of_token(self, token: str) -> str | None: ...
-
-
-ClusterMaker = Callable[[ServiceConfig, SqlStore, str], ServedCluster]
-"""Makes a cluster that keeps its jobs in the store and is reached at a URL."""
-
-
-def make_local_cluster(config: ServiceConfig, store: SqlStore, url: str) -> ServedCluster:
-    """The one of this machine: processes in its GPUs or CPU slots."""
-    from pollux.engines.devices import detect_nodes
-    from pollux.engines.local import LocalEngine
-    from pollux.server.cluster import Cluster, ClusterConfig
-
-    nodes, devices = detect_nodes(config.slots, config.nodes)
-    made: list[Cluster] = []  # cluster and engine know each other; this one comes later
-
-    def wake() -> None:
-        for cluster in made:
-            cluster.wake()
-
-    engine = LocalEngine(
-        config.data_directory,
-        nodes=nodes,
-        devices=devices,
-        launch_of=lambda name: made[0].launch_of(name),
-        on_event=wake,
-        grace_s=config.grace_s,
-        steward_options={"min-free-bytes": str(config.min_free_mib << 20)},
-    )
-    try:
-        settings: dict[str, Any] = {} if config.settings is None else {"settings": config.settings}
-        described = ClusterConfig(
-            data_directory=config.data_directory,
-            secret=load_token(config.data_directory / SECRET_FILE),
-            url=url,
-            policy=config.policy,
-            interval_s=config.interval_s,
-            environment=environment_of_jobs(os.environ),
-            **settings,
-        )
-        made.append(Cluster(store=store, engine=engine, config=described))
-    except BaseException:
-        engine.close(stops_jobs=False)
-        raise
-    return made[0]
-
-
-def environment_of_jobs(environ: Mapping[str, str]) -> dict[str, str]:
-    """What jobs inherit: nothing that would make a replica take itself for part of something else."""
-    return {name: value for name, value in environ.items() if not _OWN_VARIABLE.fullmatch(name)}
 
 
 # The service ----------------------------------------------------------------------------------
@@ -155,7 +64,7 @@ class Service:
         InvalidValueError: the address cannot be listened at.
     """
 
-    def __init__(self, config: ServiceConfig, make_cluster: ClusterMaker = make_local_cluster) -> None:
+    def __init__(self, config: ServiceConfig, make_cluster: ClusterMaker = make_cluster) -> None:
         self.config, self._make_cluster = config, make_cluster
         self.url = self.token = ""
         self._cleanup = contextlib.ExitStack()
@@ -186,8 +95,10 @@ class Service:
             stack.callback(server_file.unlink, missing_ok=True)
             self.token = load_token(directory / TOKEN_FILE)
             store = stack.enter_context(SqlStore(directory / STORE_FILE))
-            listener = stack.enter_context(_listen(self.config, directory / PORT_FILE))
-            self.url = _url_of(self.config.host, listener)
+            self.config = stack.enter_context(prepared(self.config))
+            host = self.config.host or DEFAULT_HOST
+            listener = stack.enter_context(_listen(host, self.config.port, directory / PORT_FILE))
+            self.url = _url_of(host, self.config.reached_at, listener)
             cluster = self._make_cluster(self.config, store, self.url)
             self._cluster = cluster
             stack.callback(self._stop_cluster)
@@ -252,7 +163,7 @@ class Service:
 def serve(
     config: ServiceConfig,
     on_ready: Callable[[Service], None] = lambda service: None,
-    make_cluster: ClusterMaker = make_local_cluster,
+    make_cluster: ClusterMaker = make_cluster,
 ) -> None:
     """A server until SIGINT or SIGTERM, or until a client ends it. To be called in the main thread.
 
@@ -373,18 +284,18 @@ def _write(path: Path, text: str) -> None:
 # HTTP -----------------------------------------------------------------------------------------
 
 
-def _listen(config: ServiceConfig, port_file: Path) -> socket.socket:
+def _listen(host: str, port: int | None, port_file: Path) -> socket.socket:
     """A socket where the server before listened, if possible: its replicas look for us there."""
-    if config.port:
-        listener = _bind(config.host, config.port)
-        _write(port_file, str(config.port))
+    if port:
+        listener = _bind(host, port)
+        _write(port_file, str(port))
         return listener
     with contextlib.suppress(OSError, ValueError, InvalidValueError):
-        return _bind(config.host, int(port_file.read_text()))
-    ports = [0] if config.port == 0 else [*range(DEFAULT_PORT, DEFAULT_PORT + NUM_PORTS_TRIED), 0]
+        return _bind(host, int(port_file.read_text()))
+    ports = [0] if port == 0 else [*range(DEFAULT_PORT, DEFAULT_PORT + NUM_PORTS_TRIED), 0]
     for port in ports:
         try:
-            listener = _bind(config.host, port)
+            listener = _bind(host, port)
         except InvalidValueError as error:
             cause = error.__cause__
             if port == ports[-1] or not isinstance(cause, OSError) or cause.errno != errno.EADDRINUSE:
@@ -417,9 +328,9 @@ def _bind(host: str, port: int) -> socket.socket:
         raise InvalidValueError(f"cannot listen at port {port} of {host!r}; {advice}") from error
 
 
-def _url_of(host: str, listener: socket.socket) -> str:
-    """How jobs and clients on this machine reach it."""
-    name = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}.get(host, host)
+def _url_of(host: str, reached_at: str | None, listener: socket.socket) -> str:
+    """How jobs and clients reach it; ``reached_at`` where it listens at every address."""
+    name = reached_at or {"::": "::1"}.get(host, DEFAULT_HOST) if host in ("0.0.0.0", "::", "") else host
     return f"http://{f'[{name}]' if ':' in name else name}:{listener.getsockname()[1]}"
 
 

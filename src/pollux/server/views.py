@@ -11,7 +11,9 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from pollux.jobs import JobRequest
+from pollux.scheduler.autoscale import AutoscaleConfig
 from pollux.scheduler.lifecycle import JobState, Transition
+from pollux.scheduler.loop import Scheduler
 from pollux.scheduler.record import JobRecord, RoundRecord
 from pollux.server.forms import StoredResize, StoredRound
 from pollux.types import Allocation, JobDecision, Node
@@ -204,7 +206,7 @@ def resize_view(resize: StoredResize) -> dict[str, Any]:
     }
 
 
-def node_view(node: Node, is_draining: bool, allocations: Mapping[str, Allocation]) -> dict[str, Any]:
+def node_view(node: Node, is_draining: bool, is_leaving: bool, allocations: Mapping[str, Allocation]) -> dict[str, Any]:
     jobs = [
         {"name": name, "num_replicas": count}
         for name, allocation in allocations.items()
@@ -215,6 +217,7 @@ def node_view(node: Node, is_draining: bool, allocations: Mapping[str, Allocatio
         "num_slots": node.num_slots,
         "accelerator": node.accelerator,
         "is_draining": is_draining,
+        "is_leaving": is_leaving,
         "used": sum(job["num_replicas"] for job in jobs),
         "jobs": jobs,
     }
@@ -222,3 +225,22 @@ def node_view(node: Node, is_draining: bool, allocations: Mapping[str, Allocatio
 
 def _finite(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
+
+
+def sizing_view(
+    scheduler: Scheduler | None, config: AutoscaleConfig | None, node_price: float | None
+) -> dict[str, Any]:
+    """How large the cluster should be, why, and what its nodes have cost."""
+    node_hours = {} if scheduler is None else {kind: used_s / 3600.0 for kind, used_s in scheduler.node_s.items()}
+    size = None if scheduler is None else scheduler.last_size
+    return {
+        "min_nodes": None if config is None else config.min_nodes,
+        "max_nodes": None if config is None else config.max_nodes,
+        "budget_slots": None if config is None else config.budget_slots,
+        "num_wanted": None if size is None else size.num_nodes,
+        "utility": None if size is None else size.utility,
+        "reason": "" if size is None else size.reason,
+        "node_hours": node_hours,
+        "node_price": node_price,
+        "cost": None if node_price is None else node_price * sum(node_hours.values()),
+    }

@@ -1,30 +1,37 @@
 """The PyTorch side of Pollux: elastic, adaptive training in a few changed lines. Needs torch (the ``train`` extra).
 
 :func:`init` begins a run; the rest is usable alone: the noise scale, learning-rate rules, elastic data, checkpoints.
+Names are loaded when first used: whoever starts training processes is in here too, and needs little of it.
 """
 
-from pollux.train.batching import AdaptiveBatch, BatchChoice, BatchPolicy, BatchSituation, FixedBatch, LinearBatch
-from pollux.train.checkpoint import AsyncSaver, Checkpoint, CheckpointDirectory, CheckpointInfo
-from pollux.train.data import ElasticLoader, Pass
-from pollux.train.leaving import Leave
-from pollux.train.loader import AdaptiveLoader
-from pollux.train.membership import Group, Membership, StaticMembership, StoreMembership
-from pollux.train.moments import GradientMoments, NoiseStats
-from pollux.train.noise import NoiseScale, Preconditioner
-from pollux.train.position import Step, StepShape
-from pollux.train.report import FileReporter, Report, Reporter
-from pollux.train.run import Run, init
-from pollux.train.scaling import (
-    LEGW,
-    AdaScale,
-    Linear,
-    NoScaling,
-    ScaledRate,
-    ScalingRule,
-    SquareRoot,
-    StepContext,
-    rule_for,
-)
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pollux.train.batching import AdaptiveBatch, BatchChoice, BatchPolicy, BatchSituation, FixedBatch, LinearBatch
+    from pollux.train.checkpoint import AsyncSaver, Checkpoint, CheckpointDirectory, CheckpointInfo
+    from pollux.train.data import ElasticLoader, Pass
+    from pollux.train.leaving import Leave
+    from pollux.train.loader import AdaptiveLoader
+    from pollux.train.membership import Group, Membership, StaticMembership, StoreMembership
+    from pollux.train.moments import GradientMoments, NoiseStats
+    from pollux.train.noise import NoiseScale, Preconditioner
+    from pollux.train.position import Step, StepShape
+    from pollux.train.report import FileReporter, Report, Reporter
+    from pollux.train.run import Run, init
+    from pollux.train.scaling import (
+        LEGW,
+        AdaScale,
+        Linear,
+        NoScaling,
+        ScaledRate,
+        ScalingRule,
+        SquareRoot,
+        StepContext,
+        rule_for,
+    )
 
 __all__ = [
     "LEGW",
@@ -66,3 +73,30 @@ __all__ = [
     "init",
     "rule_for",
 ]
+
+_HOMES = {
+    "batching": "AdaptiveBatch BatchChoice BatchPolicy BatchSituation FixedBatch LinearBatch",
+    "checkpoint": "AsyncSaver Checkpoint CheckpointDirectory CheckpointInfo",
+    "data": "ElasticLoader Pass",
+    "leaving": "Leave",
+    "loader": "AdaptiveLoader",
+    "membership": "Group Membership StaticMembership StoreMembership",
+    "moments": "GradientMoments NoiseStats",
+    "noise": "NoiseScale Preconditioner",
+    "position": "Step StepShape",
+    "report": "FileReporter Report Reporter",
+    "run": "Run init",
+    "scaling": "LEGW AdaScale Linear NoScaling ScaledRate ScalingRule SquareRoot StepContext rule_for",
+}
+
+
+def __getattr__(name: str) -> Any:
+    home = next((module for module, names in _HOMES.items() if name in names.split()), None)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(f"{__name__}.{home}"), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

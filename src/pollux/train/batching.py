@@ -17,6 +17,7 @@ from typing import Protocol, runtime_checkable
 from pollux.errors import InvalidValueError, UnknownNameError
 from pollux.model.goodput import best_batch, fixed_batch
 from pollux.model.profile import Timing
+from pollux.train.position import StepShape
 from pollux.types import BatchConfig, BatchLimits, ThroughputParams
 
 
@@ -151,3 +152,15 @@ def _spread(total: int, situation: BatchSituation) -> BatchChoice:
     share = -(-total // replicas)
     device_batch = -(-share // passes)  # fixed_batch may round down at the maximum; the total is what counts here
     return BatchChoice(config=BatchConfig(device_batch, config.accum_steps), total=total)
+
+
+def shape_of(choice: BatchChoice, num_replicas: int, rank: int, epoch_length: int | None = None) -> StepShape:
+    """A step is never larger than an epoch: a batch that is takes the whole of it."""
+    config = choice.config
+    return StepShape(
+        num_replicas=num_replicas,
+        rank=rank,
+        device_batch=config.device_batch,
+        accum_steps=config.accum_steps,
+        limit=choice.total if epoch_length is None else min(choice.total, epoch_length),
+    )

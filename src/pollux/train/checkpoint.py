@@ -1,7 +1,8 @@
 """Checkpoints: training state on disk that a kill at any moment leaves whole, and how often to write one.
 
-Stands in ``train``; imports torch, the errors and :mod:`pollux.train.checkpoint_files`, which holds the file
-operations. State is flat: tensors by name, and one opaque blob of bytes for everything small::
+Stands in ``train``; imports torch, the errors and the storages, :mod:`pollux.train.checkpoint_files` for folders and
+:mod:`pollux.train.checkpoint_remote` for URLs. State is flat: tensors by name, and one opaque blob of bytes for
+everything small::
 
     directory = CheckpointDirectory("checkpoints/job-7")
     found = directory.load(signature)                       # the newest good one, or None
@@ -12,9 +13,16 @@ operations. State is flat: tensors by name, and one opaque blob of bytes for eve
             saver.begin(tensors, blob, CheckpointInfo(step=step, epoch=epoch, signature=signature))
     saver.close()
 
-A checkpoint is a folder ``step-<number>`` with what torch.distributed.checkpoint writes and a ``manifest.json`` that
-gives every file's size and digest. It is written under a hidden name and renamed when it is on the disk, so a folder of
-that name is complete; only then are older ones removed. The disk must hold ``keep`` + 1 of them.
+A checkpoint is a folder ``step-<number>-<lineage>-<generation>`` with what torch.distributed.checkpoint writes and a
+``manifest.json`` that gives every file's size and digest. It is written under a hidden name and renamed when it is on
+the disk, so a folder of that name is complete; only then are older ones removed. The disk must hold ``keep`` + 1 of
+them. In an object store it is complete when its manifest is there.
+
+The newest is the one of the newest lineage, in that of the newest generation, in that of the most steps. A writer that
+its owner has given up finds that out right before it publishes (``may_publish``). If it was frozen between the question
+and its last step, and publishes when it wakes up, its checkpoint is of an older generation than those of its successors
+and never wins over them, however many steps it counts. Where there is none of theirs yet it is taken, which is right:
+every checkpoint is one consistent state of model, data position and random numbers, so going on from it is exact.
 """
 
 from __future__ import annotations
@@ -23,10 +31,9 @@ import json
 import logging
 import math
 import os
-import re
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -34,8 +41,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pollux.errors import CheckpointError, ForeignCheckpointError, InvalidValueError
+from pollux.errors import CheckpointError, FencedError, ForeignCheckpointError, InvalidValueError
 from pollux.train import checkpoint_files as files
+from pollux.train.checkpoint_remote import RemoteStorage, is_url
 
 logger = logging.getLogger(__name__)
 
@@ -51,11 +59,12 @@ class CheckpointInfo:
     epoch: int
     signature: str  # hash of the structure of model and optimizer
     generation: int = 0
+    lineage: int = 0  # which beginning or resumption its training goes back to; later ones are higher
     created_s: float = field(default_factory=time.time)  # since 1970
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        for name in ("step", "epoch", "generation"):
+        for name in ("step", "epoch", "generation", "lineage"):
             value = getattr(self, name)
             if not isinstance(value, int) or value < 0:
                 raise InvalidValueError(f"checkpoint {name} is {value!r}; it must be a whole number >= 0")
@@ -74,24 +83,32 @@ class Checkpoint:
 
 
 class CheckpointDirectory:
-    """The checkpoints of one job in one folder, newest ``keep`` of them.
+    """The checkpoints of one job in one folder or under one URL, newest ``keep`` of them.
 
-    Saving the same step again gives ``step-<number>.1``, which counts as newer, and removes its predecessor: a folder
-    cannot be replaced by another in one indivisible step, and nothing must be missing in between.
+    Saving the same step again gives ``step-<number>-....1``, which counts as newer, and removes its predecessor: a
+    folder cannot be replaced by another in one indivisible step, and nothing must be missing in between.
     Checkpoints of another model are neither counted nor removed. Damaged ones are not counted, and are removed when
     ``keep`` newer good ones exist.
+
+    ``may_publish`` is asked right before a checkpoint begins to count; it may take a while.
     """
 
-    def __init__(self, path: str | os.PathLike[str], keep: int = 2) -> None:
+    def __init__(
+        self, path: str | os.PathLike[str], keep: int = 2, may_publish: Callable[[], bool] = lambda: True
+    ) -> None:
         if keep < 1:
             raise InvalidValueError(f"keep is {keep}; at least 1 checkpoint must be kept")
-        self.path = Path(path)
+        self._storage: files.Storage
+        self._storage = RemoteStorage(os.fspath(path)) if is_url(path) else files.LocalStorage(Path(path))
+        self.path = self._storage.root
         self.keep = keep
+        self._may_publish = may_publish
 
     def save(self, tensors: Mapping[str, Tensor], blob: bytes, info: CheckpointInfo) -> None:
         """Write a checkpoint and wait until it is on the disk.
 
-        Raises :class:`CheckpointError` if the disk refuses; the earlier checkpoints are untouched then.
+        Raises :class:`CheckpointError` if the disk refuses, :class:`FencedError` if it may not be published; the
+        earlier checkpoints are untouched then.
         """
         _require_plain(tensors)
         state = {name: tensor.detach().resolve_conj().resolve_neg() for name, tensor in tensors.items()}
@@ -101,36 +118,40 @@ class CheckpointDirectory:
         )
         try:
             final = self._write(state, info)
+        except FencedError:
+            raise
         except (OSError, RuntimeError) as error:
             raise CheckpointError(
                 f"{self.path}: the checkpoint of step {info.step} could not be written: {error}. Make room, check the "
                 "permissions or choose another directory; the checkpoints already there are unchanged"
             ) from error
         self._remove_older(final, info)
-        logger.info("%s: saved step %d", final, info.step)
+        logger.info("%s/%s: saved step %d", self.path, final, info.step)
 
     def load(self, signature: str, device: str | torch.device = "cpu") -> Checkpoint | None:
         """The newest checkpoint that is whole and of this model, or None where there are none at all.
 
         Raises :class:`ForeignCheckpointError` or :class:`CheckpointError` if there are some and none can be used.
         """
-        refused: dict[Path, CheckpointError] = {}
+        refused: dict[str, CheckpointError] = {}
         # Listed anew each time: a writer elsewhere may have removed what was listed, and added a newer one.
-        while untried := [folder for folder in self._folders() if folder not in refused]:
+        while untried := [name for name in self._names() if name not in refused]:
             try:
-                return _read(untried[0], signature, torch.device(device))
+                return self._read(untried[0], signature, torch.device(device))
             except CheckpointError as error:
                 refused[untried[0]] = error
-                if untried[0] in self._folders():
-                    logger.error("%s: cannot use this checkpoint: %s. Trying the one before.", untried[0], error)
-        present = self._folders()
-        reasons = {folder: error for folder, error in refused.items() if folder in present}
+                if untried[0] in self._names():
+                    logger.error(
+                        "%s/%s: cannot use this checkpoint: %s. Trying the one before.", self.path, untried[0], error
+                    )
+        present = self._names()
+        reasons = {name: error for name, error in refused.items() if name in present}
         if not reasons:
             return None
         kind = CheckpointError
         if any(isinstance(error, ForeignCheckpointError) for error in reasons.values()):
             kind = ForeignCheckpointError
-        listed = "; ".join(f"{folder.name}: {error}" for folder, error in reasons.items())
+        listed = "; ".join(f"{name}: {error}" for name, error in reasons.items())
         raise kind(
             f"{self.path}: none of the {len(reasons)} checkpoints there can be used ({listed}). "
             "Choose another directory, or remove them to start from the beginning"
@@ -143,44 +164,88 @@ class CheckpointDirectory:
     def list_all(self) -> tuple[CheckpointInfo, ...]:
         """What there is, newest first, for people to see. Damage that only reading can show goes unseen."""
         found = []
-        for folder in self._folders():
+        for name in self._names():
             try:
-                found.append(_read_info(folder)[0])
+                found.append(self._read_info(name)[0])
             except CheckpointError as error:
-                logger.warning("%s: cannot use this checkpoint: %s", folder, error)
+                logger.warning("%s/%s: cannot use this checkpoint: %s", self.path, name, error)
         return tuple(found)
 
-    def _folders(self) -> list[Path]:
-        """The checkpoints by name, newest first."""
+    def next_lineage(self) -> int:
+        """For training that begins or resumes now: above all that is here.
+
+        Seconds since 1970 where that is more, for a predecessor that has published nothing yet, but may when it wakes.
+        """
+        newest = max((_order(name)[0] for name in self._names()), default=0)
+        return max(newest + 1, int(time.time()))
+
+    def _names(self) -> list[str]:
+        """The checkpoints, newest first."""
         try:
-            names = files.list_names(self.path)
+            names = self._storage.names()
         except OSError as error:
             raise CheckpointError(f"{self.path}: cannot look for checkpoints: {error}") from error
-        return sorted((self.path / name for name in names if _order(name)), key=lambda path: _order(path.name))[::-1]
+        return sorted((name for name in names if _order(name)), key=_order, reverse=True)
 
-    def _write(self, state: Mapping[str, Tensor], info: CheckpointInfo) -> Path:
-        files.make_root(self.path)
-        files.remove_stale(self.path)  # first, for their room may be needed
-        temporary = files.make_temporary(self.path)
+    def _read_info(self, name: str) -> tuple[CheckpointInfo, files.Manifest]:
+        manifest = self._storage.read_manifest(name)
         try:
-            files.write_tensors(state, temporary)
-            files.seal(temporary, asdict(info))
-            same_step = [_order(path.name) for path in self._folders() if _order(path.name)[0] == info.step]
-            repetition = max(same_step)[1] + 1 if same_step else 0
-            while not files.publish(temporary, final := self.path / _name(info.step, repetition)):
+            return CheckpointInfo(**manifest.info), manifest
+        except (TypeError, ValueError) as error:
+            raise CheckpointError(f"its {files.MANIFEST} does not describe a checkpoint: {error}") from error
+
+    def _read(self, name: str, signature: str, device: torch.device) -> Checkpoint:
+        info, manifest = self._read_info(name)
+        if info.signature != signature:
+            raise ForeignCheckpointError(
+                f"it is of another model or optimizer (signature {info.signature!r} instead of {signature!r})"
+            )
+        with self._storage.fetch(name, manifest) as folder:
+            files.check_digests(folder, manifest)
+            state = files.read_tensors(folder, device)
+        if BLOB not in state:
+            raise CheckpointError(f"it holds no {BLOB}")
+        return Checkpoint(blob=state.pop(BLOB).cpu().numpy().tobytes(), tensors=state, info=info)
+
+    def _write(self, state: Mapping[str, Tensor], info: CheckpointInfo) -> str:
+        storage, brought = self._storage, None
+        draft = storage.make_draft()
+        try:
+            files.write_tensors(state, draft)
+            files.seal(draft, asdict(info))
+            like = (info.lineage, info.generation, info.step)
+            repetition = 1 + max((_order(name)[3] for name in self._names() if _order(name)[:3] == like), default=-1)
+            while True:
+                name = _name(info, repetition)
+                if storage.bring(draft, name):
+                    brought = name
+                    if not self._may_publish():
+                        raise FencedError(
+                            f"{self.path}: the checkpoint of step {info.step} is not published: this replica was given "
+                            "up by its owner, and others train on"
+                        )
+                    if storage.publish(draft, name):
+                        break
+                    brought = None  # it is another's
                 repetition += 1
         except BaseException:
-            files.remove_temporary(temporary)
+            storage.discard(draft, brought)
             raise
-        return final
+        storage.discard(draft, None)  # where publishing did not move it
+        return name
 
-    def _remove_older(self, saved: Path, info: CheckpointInfo) -> None:
+    def _remove_older(self, saved: str, info: CheckpointInfo) -> None:
         num_kept = 1
-        for folder in self._folders():
-            if _order(folder.name) >= _order(saved.name):
+        try:
+            names = self._names()
+        except CheckpointError as error:  # what was to be saved is saved
+            logger.warning("%s: older checkpoints stay for now: %s", self.path, error)
+            return
+        for name in names:
+            if _order(name) >= _order(saved):
                 continue  # a newer one is what an interrupted past left; it goes when training has overtaken it
             try:
-                other = _read_info(folder)[0]
+                other = self._read_info(name)[0]
             except ForeignCheckpointError:
                 continue
             except CheckpointError:
@@ -192,7 +257,7 @@ class CheckpointDirectory:
                 if other.step != info.step and num_kept < self.keep:
                     num_kept += 1
                     continue
-            files.remove(folder)
+            self._storage.remove(name)
 
 
 class AsyncSaver:
@@ -337,35 +402,18 @@ def checkpoint_interval_s(
     return min(max(interval, shortest_s), longest_s)
 
 
-def _name(step: int, repetition: int) -> str:
-    return f"step-{step:012d}" + (f".{repetition}" if repetition else "")
+def _name(info: CheckpointInfo, repetition: int) -> str:
+    origin = f"-{info.lineage}-{info.generation}" if info.lineage or info.generation else ""
+    return f"step-{info.step:012d}{origin}" + (f".{repetition}" if repetition else "")
 
 
 def _order(name: str) -> tuple[int, ...]:
-    """Step and repetition of a checkpoint's folder; empty for any other name."""
-    match = re.fullmatch(r"step-([0-9]+)(?:\.([0-9]+))?", name)
-    return (int(match[1]), int(match[2] or 0)) if match else ()
-
-
-def _read_info(folder: Path) -> tuple[CheckpointInfo, files.Manifest]:
-    manifest = files.read_manifest(folder)
-    try:
-        return CheckpointInfo(**manifest.info), manifest
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"its {files.MANIFEST} does not describe a checkpoint: {error}") from error
-
-
-def _read(folder: Path, signature: str, device: torch.device) -> Checkpoint:
-    info, manifest = _read_info(folder)
-    if info.signature != signature:
-        raise ForeignCheckpointError(
-            f"it is of another model or optimizer (signature {info.signature!r} instead of {signature!r})"
-        )
-    files.check_digests(folder, manifest)
-    state = files.read_tensors(folder, device)
-    if BLOB not in state:
-        raise CheckpointError(f"it holds no {BLOB}")
-    return Checkpoint(blob=state.pop(BLOB).cpu().numpy().tobytes(), tensors=state, info=info)
+    """Lineage, generation, step and repetition of a checkpoint's folder; empty for any other name."""
+    match = files.CHECKPOINT.fullmatch(name)
+    if match is None:
+        return ()
+    step, lineage, generation, repetition = (int(part or 0) for part in match.groups())
+    return (lineage, generation, step, repetition)
 
 
 def _require_plain(tensors: Mapping[str, Tensor]) -> None:

@@ -1,8 +1,9 @@
 """One checkpoint's folder: its tensors, its manifest, and every file operation under them.
 
-Stands in ``train`` under :mod:`pollux.train.checkpoint`, which says what is written and when; here is only how, so that
-another kind of storage replaces this module and no other. What the system refuses is an :class:`OSError` when writing;
-what cannot be read is a :class:`CheckpointError` that gives the reason, for a list of them.
+Stands in ``train`` under :mod:`pollux.train.checkpoint`, which says what is written and when; here is only how. Where
+checkpoints lie is a :class:`Storage`: a folder of this machine (:class:`LocalStorage`, here), or anything with a URL
+(:mod:`pollux.train.checkpoint_remote`). What the system refuses is an :class:`OSError` when writing; what cannot be
+read is a :class:`CheckpointError` that gives the reason, for a list of them.
 """
 
 from __future__ import annotations
@@ -18,10 +19,11 @@ import shutil
 import socket
 import time
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -34,9 +36,11 @@ from pollux.errors import CheckpointError, ForeignCheckpointError
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 2: the information has a lineage
 MANIFEST = "manifest.json"
 ALGORITHM = "sha256"  # the fastest strong one of hashlib where the processor knows SHA; sha256sum can check it
+# Step; then lineage and generation, which older ones do not have; then how often the same was saved before.
+CHECKPOINT = re.compile(r"step-([0-9]+)(?:-([0-9]+)-([0-9]+))?(?:\.([0-9]+))?")
 TEMPORARY = re.compile(r"\.temporary\.(.+)\.(\d{1,9})\.(\d+)\.[0-9a-f]+")  # host, process, its start
 STALE_S = 24 * 3600.0  # no write takes a day, so an older temporary folder is nobody's
 _UNKNOWN = "0"
@@ -56,6 +60,74 @@ class Manifest:
     info: dict[str, Any]
     algorithm: str
     records: Mapping[str, FileRecord]
+
+
+class Storage(Protocol):
+    """Where the checkpoints of a job lie, by name.
+
+    A checkpoint is written to a draft, a folder of this machine. It is then brought to where it belongs, where nobody
+    sees it yet, and published: one small step that makes it count. Every call is bounded in time.
+    """
+
+    root: Path | str  # for people to read: no secrets in it
+
+    def names(self) -> list[str]:
+        """What there is, other things too; nothing where there is no such place. Raises OSError."""
+
+    def read_manifest(self, name: str) -> Manifest:
+        """After a look at its own digest and at the files' sizes. Raises CheckpointError."""
+
+    def fetch(self, name: str, manifest: Manifest) -> AbstractContextManager[Path]:
+        """A folder of this machine with the files, for as long as it is needed. Raises CheckpointError."""
+
+    def make_draft(self) -> Path:
+        """A new empty folder of this machine. What dead writers left is removed before: its room may be needed."""
+
+    def bring(self, draft: Path, name: str) -> bool:
+        """Put the files of a sealed draft under ``name``, not counting yet. False if the name is taken."""
+
+    def publish(self, draft: Path, name: str) -> bool:
+        """What was brought counts from now on. False if another had the name first: nothing has changed then."""
+
+    def discard(self, draft: Path, name: str | None) -> None:
+        """Forget a draft, and what was brought of it under ``name``, as far as possible."""
+
+    def remove(self, name: str) -> None:
+        """Take a checkpoint away: it stops to count at once. What cannot be removed is logged and left."""
+
+
+class LocalStorage:
+    """A folder of this machine, or one that looks like it (NFS, Lustre): publishing is a rename."""
+
+    def __init__(self, root: Path) -> None:
+        self.root: Path | str = root
+        self._root = root
+
+    def names(self) -> list[str]:
+        return list_names(self._root)
+
+    def read_manifest(self, name: str) -> Manifest:
+        return read_manifest(self._root / name)
+
+    def fetch(self, name: str, manifest: Manifest) -> AbstractContextManager[Path]:
+        return nullcontext(self._root / name)
+
+    def make_draft(self) -> Path:
+        make_root(self._root)
+        remove_stale(self._root)
+        return make_temporary(self._root)
+
+    def bring(self, draft: Path, name: str) -> bool:
+        return not os.path.lexists(self._root / name)
+
+    def publish(self, draft: Path, name: str) -> bool:
+        return publish(draft, self._root / name)
+
+    def discard(self, draft: Path, name: str | None) -> None:
+        remove_temporary(draft)
+
+    def remove(self, name: str) -> None:
+        remove(self._root / name)
 
 
 def write_tensors(state: Mapping[str, Tensor], folder: Path) -> None:
@@ -123,7 +195,18 @@ def seal(folder: Path, info: Mapping[str, Any]) -> None:
 def read_manifest(folder: Path) -> Manifest:
     """The manifest, after a look at its own digest and at the files' sizes."""
     try:
-        content = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        text = (folder / MANIFEST).read_bytes()
+    except FileNotFoundError as error:
+        raise CheckpointError(f"it has no {MANIFEST}") from error
+    except OSError as error:
+        raise CheckpointError(f"it cannot be read: {error}") from error
+    return parse_manifest(text, lambda name: os.stat(folder / name).st_size)
+
+
+def parse_manifest(text: bytes, size_of: Callable[[str], int]) -> Manifest:
+    """``size_of`` a file by its name, in bytes; an OSError where there is none."""
+    try:
+        content = json.loads(text.decode("utf-8"))
         version = content["version"]
         if isinstance(version, int) and version > FORMAT_VERSION:
             raise ForeignCheckpointError(
@@ -133,15 +216,11 @@ def read_manifest(folder: Path) -> Manifest:
             raise CheckpointError(f"its {MANIFEST} has changed since it was written")
         records = {name: FileRecord(**record) for name, record in content["files"].items()}
         manifest = Manifest(info=content["info"], algorithm=content["algorithm"], records=records)
-    except FileNotFoundError as error:
-        raise CheckpointError(f"it has no {MANIFEST}") from error
-    except OSError as error:
-        raise CheckpointError(f"it cannot be read: {error}") from error
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"its {MANIFEST} is torn or damaged: {error!r}") from error
     for name, record in records.items():
         try:
-            size = os.stat(folder / name).st_size
+            size = size_of(name)
         except OSError as error:
             raise CheckpointError(f"its file {name} is missing or out of reach: {error}") from error
         if size != record.size_bytes:
@@ -175,10 +254,10 @@ def make_root(root: Path) -> None:
         _sync_folder(root.parent)
 
 
-def make_temporary(root: Path) -> Path:
+def make_temporary(root: Path, mode: int = 0o777) -> Path:
     """A new hidden folder in ``root`` whose name says which process it belongs to."""
     path = _temporary_path(root)
-    path.mkdir()
+    path.mkdir(mode=mode)
     return path
 
 

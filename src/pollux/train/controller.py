@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -229,10 +229,16 @@ class JobController:
     def publish(self, members: Sequence[Member], lost: Sequence[str] = ()) -> int:
         roster = Roster(generation=self.generation + 1, members=tuple(members), lost=tuple(lost))
         store = self._open()
+        self.fence(lost)  # first: when the others go on, those who are lost cannot any more
         store.set(f"roster/{roster.generation}", roster.to_json())
         store.set("generation", str(roster.generation))  # last: whoever sees the number finds the roster
         self._roster = roster
         return roster.generation
+
+    def fence(self, replica_ids: Iterable[str]) -> None:
+        """Give replicas up for good: should one of them still live, or wake up later, it saves nothing and leaves."""
+        for replica_id in replica_ids:
+            self._open().set(f"lost/{replica_id}", "1")
 
     def is_ready(self, replica_id: str) -> bool:
         return self._open().check([f"ready/{replica_id}"])

@@ -1,4 +1,4 @@
-"""Why a replica failed, from what it left in its stderr file. Stands in ``train``, below the launcher."""
+"""Why a replica failed, from what it wrote to stderr. Stands in ``train``, below the launcher."""
 
 from __future__ import annotations
 
@@ -22,15 +22,20 @@ def how_it_ended(exit_code: int) -> str:
         return f"was killed by signal {-exit_code}"
 
 
-def read_failure(path: Path) -> tuple[str, str]:
-    """The exception in a line ("" if there was none), and the end of the file with the whole of its traceback."""
+def read_end(path: str | Path) -> str:
+    """The end of a file of text; "" for one that cannot be read."""
     try:
-        with path.open("rb") as file:
+        with open(path, "rb") as file:
             file.seek(0, 2)
             file.seek(max(file.tell() - MOST_BYTES, 0))
-            text = _RANKS.sub("", file.read().decode(errors="replace")).strip()
+            return file.read().decode(errors="replace")
     except OSError:
-        return "", ""
+        return ""
+
+
+def read_failure(stderr: str) -> tuple[str, str]:
+    """The exception in a line ("" if there was none), and the end of the text with the whole of its traceback."""
+    text = _RANKS.sub("", stderr).strip()
     began = text.rfind(HEADER)
     if began < 0:
         return "", text[-TAIL_BYTES:]
@@ -43,8 +48,8 @@ def read_failure(path: Path) -> tuple[str, str]:
     return headline[:_LONGEST_HEADLINE], tail
 
 
-def describe_failure(what: str, path: Path) -> str:
-    """A line that says it all, and below it the end of stderr."""
-    headline, tail = read_failure(path)
+def describe_failure(what: str, path: str | Path, stderr: str) -> str:
+    """A line that says it all, and below it the end of stderr, which was read from ``path``."""
+    headline, tail = read_failure(stderr)
     summary = f"{what}: {headline}" if headline else what
     return f"{summary}\nIts stderr ({path}) ends with:\n{tail or '(nothing)'}"

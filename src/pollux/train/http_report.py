@@ -2,7 +2,8 @@
 
 Stands in ``train``, beside :mod:`pollux.train.report`. Training never waits for the network: the newest report
 replaces one that could not be sent yet (their timings are joined), and a server that is away is tried again later.
-Used where POLLUX_URL, POLLUX_TOKEN and POLLUX_JOB_ID are set, as they are for every replica in a cluster.
+Used where POLLUX_URL, POLLUX_TOKEN and POLLUX_JOB_ID are set, as they are for every replica in a cluster. A server that
+answers 409 has given this replica (POLLUX_REPLICA_ID) up: nothing more is sent.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import math
 import threading
 import time
 import urllib.parse
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from pollux.errors import InvalidValueError
@@ -27,19 +28,27 @@ TIMEOUT_S = 10.0  # of one request
 FIRST_EVERY_S = 1.0  # between reports, until the server says otherwise
 LONGEST_PAUSE_S = 15.0  # when the server is away
 LAST_WORD_S = 3.0  # for what is left when the run is over
+FENCED = 409
 
 logger = logging.getLogger(__name__)
 
 
 class HttpReporter:
-    def __init__(self, url: str, token: str, job: str) -> None:
+    """``on_fenced`` is told what the server says of a replica it does not know any more, in the reporter's thread.
+
+    It says whether it agrees; reports go on where it does not, at the usual pace.
+    """
+
+    def __init__(self, url: str, token: str, job: str, replica: str | None = None) -> None:
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise InvalidValueError(f"POLLUX_URL is {url!r}; an address as in http://127.0.0.1:7077 is needed")
         self._secure, self._host, self._port = parts.scheme == "https", parts.hostname, parts.port
         self._path = f"{parts.path.rstrip('/')}/api/v1/jobs/{urllib.parse.quote(job, safe='')}/reports"
         self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
-        self._job = job
+        self._job, self._replica = job, replica
+        self.on_fenced: Callable[[str], bool] = lambda message: True
+        self._is_fenced = False
         self._changed = threading.Condition()
         self._pending: Report | None = None
         self._advice: Advice | None = None
@@ -52,11 +61,13 @@ class HttpReporter:
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> HttpReporter | None:
         names = ("POLLUX_URL", "POLLUX_TOKEN", "POLLUX_JOB_ID")
-        values = [environment.get(name, "") for name in names]
-        return cls(*values) if all(values) else None
+        url, token, job = (environment.get(name, "") for name in names)
+        return cls(url, token, job, environment.get("POLLUX_REPLICA_ID") or None) if url and token and job else None
 
     def send(self, report: Report) -> None:
         with self._changed:
+            if self._is_fenced:
+                return
             if self._pending is not None:
                 timings = (*self._pending.timings, *report.timings)[-MAX_TIMINGS:]
                 report = dataclasses.replace(report, timings=timings)
@@ -104,7 +115,7 @@ class HttpReporter:
                 if self._pending is not None and (due_in_s <= 0 or self._is_closed):
                     report, self._pending = self._pending, None
                     return report
-                if self._is_closed:
+                if self._is_closed or self._is_fenced:
                     return None
                 self._changed.wait(None if self._pending is None else due_in_s)
 
@@ -121,12 +132,19 @@ class HttpReporter:
             kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
             self._connection = kind(self._host, self._port, timeout=LAST_WORD_S if self._is_closed else TIMEOUT_S)
         self._connection.request(
-            "POST", self._path, body=report_to_json(to_wire(report, self._job)), headers=self._headers
+            "POST",
+            self._path,
+            body=report_to_json(to_wire(report, self._job, self._replica)),
+            headers=self._headers,
         )
         response = self._connection.getresponse()
         text = response.read()
         if response.status >= 500 or response.status == 429:
             raise http.client.HTTPException(f"it answered {response.status} {response.reason}")
+        if response.status == FENCED and self.on_fenced(f"the server says: {_message(text)}"):
+            with self._changed:
+                self._is_fenced, self._pending = True, None
+            return
         if response.status >= 400:
             if response.status != self._refused:
                 self._refused, shown = response.status, text[:500].decode(errors="replace")
@@ -149,10 +167,18 @@ class HttpReporter:
             self._connection = None
 
 
-def to_wire(report: Report, job: str) -> WireReport:
+def _message(text: bytes) -> str:
+    """The one sentence in an error of the server's, or whatever it says instead."""
+    try:
+        return str(json.loads(text)["error"]["message"])[:500]
+    except (ValueError, KeyError, TypeError):
+        return text[:500].decode(errors="replace")
+
+
+def to_wire(report: Report, job: str, replica: str | None = None) -> WireReport:
     """Numbers that are none (a loss that is NaN) are text on the wire, or left out."""
     values = {field.name: getattr(report, field.name) for field in dataclasses.fields(report)}
     for name in ("noise_scale", "efficiency", "throughput", "goodput", "remaining_examples", "progress"):
         if values[name] is not None and not math.isfinite(values[name]):
             values[name] = None
-    return WireReport(**{**values, "job": job, "metrics": plain(report.metrics)})
+    return WireReport(**{**values, "job": job, "replica": replica, "metrics": plain(report.metrics)})

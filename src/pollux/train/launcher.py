@@ -29,12 +29,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Literal, NamedTuple, Self
 
 from pollux.errors import InvalidValueError, MembershipError
-from pollux.train.controller import JobController, Member
 from pollux.train.failure import describe_failure, how_it_ended
 from pollux.train.nursery import Command, Replica, Starter
+
+if TYPE_CHECKING:
+    from pollux.train.controller import JobController, Member
 
 STOPPED_CODE = 143  # as after SIGTERM: checkpointed and left
 MAX_SPAWN_FAILURES = 3
@@ -123,6 +125,7 @@ class LocalJob:
         starter: Starter,
         log_dir: str | Path,
         name: str = "job",
+        replica_name: str | None = None,
         env: Mapping[str, str] | None = None,
         cwd: str | Path | None = None,
         node_of: Callable[[int], str] = lambda _index: "localhost",
@@ -132,6 +135,7 @@ class LocalJob:
         grace_s: float = 30.0,
         finish_grace_s: float = 3600.0,
         excuse: Callable[[], str] = lambda: "",
+        host: str = "127.0.0.1",
     ) -> None:
         """``argv`` is a script and its arguments, or -m, a module and its. The starter stays the caller's.
 
@@ -140,8 +144,14 @@ class LocalJob:
         environment to who sits there (its device). ``max_restarts`` bounds two things: starts of the whole job after a
         loss of all, and crashes of the script itself; both without five good minutes in between. Not counted is what
         the script is not to be blamed for: the end of its starter, and all that happens while ``excuse`` says why.
+        ``host`` is this machine's address as the replicas know it. A job that starts again elsewhere needs another
+        ``replica_name``: replicas of before that were given up may still live.
         """
+        # This loads torch, which whoever comes here for the other names does without.
+        from pollux.train.controller import JobController
+
         self._argv, self._starter, self._name = tuple(argv), starter, name
+        self._replica_name = replica_name or name
         self._env = dict(os.environ if env is None else env)
         self._cwd, self._log_dir = str(cwd or Path.cwd()), Path(log_dir).absolute()
         self._node_of, self._slot_env = node_of, slot_env
@@ -151,7 +161,7 @@ class LocalJob:
         self._members: list[_Process] = []
         self._leaving: list[_Process] = []
         self._requested = self._target = _checked(self._slots_for(num_replicas or 0) if slots is None else slots)
-        self._controller = JobController(name)
+        self._controller = JobController(name, host)
         self._num_spawned = self._num_restarts = self._num_rounds = self._num_failures = self._formed = 0
         self._is_started = self._is_closed = False
         self._early_finishers = 0  # ended with 0 before there was any generation: a script that joins none
@@ -188,7 +198,7 @@ class LocalJob:
 
     def start(self) -> None:
         if not self._is_started:
-            self._log_dir.mkdir(parents=True, exist_ok=True)
+            self._starter.make_folder(str(self._log_dir))
             self._is_started = True
             self.pump()
 
@@ -453,6 +463,8 @@ class LocalJob:
             what = f"all replicas were lost, after {self._max_restarts} restarts"
             self._fail(f"{what}; {first.member.replica_id} {self._how(first)}", first)
             return
+        # One whose node was only cut off or frozen may still live somewhere.
+        self._controller.fence(process.member.replica_id for process in self._members)
         self._note("restarting", f"{self._num_restarts} of {self._max_restarts}: {self._how(first)}", first)
         self._members, self._finish_by, self._target, self._early_finishers = [], None, self._requested, 0
         if self._trained_since is not None and time.monotonic() - self._trained_since > HEALTHY_S:
@@ -509,9 +521,11 @@ class LocalJob:
         self._note("published", f"{names}; lost {' '.join(lost)}" if lost else names)
 
     def _spawn(self, slot: Slot) -> None:
+        from pollux.train.controller import Member
+
         living = [*self._members, *self._newcomers]
         nodes = [process.member.node for process in living]
-        member = Member(replica_id=f"{self._name}-{self._num_spawned}", node=slot.node)
+        member = Member(replica_id=f"{self._replica_name}-{self._num_spawned}", node=slot.node)
         self._num_spawned += 1
         known = list(dict.fromkeys([*nodes, member.node]))
         environment = self._controller.environment(
@@ -526,7 +540,7 @@ class LocalJob:
         log = str(self._log_dir / member.replica_id)
         logs = {"stdout": f"{log}.out", "stderr": f"{log}.err"}
         environment = {**self._env, **self._slot_env(slot), **environment}
-        command = Command(argv=self._argv, env=environment, cwd=self._cwd, **logs)
+        command = Command(argv=self._argv, env=environment, cwd=self._cwd, node=slot.node, **logs)
         process = _Process(member=member, slot=slot, handle=self._starter.spawn(command))
         self._newcomers.append(process)
         self._note("spawned", f"slot {slot.number} on {slot.node}", process)
@@ -553,7 +567,8 @@ class LocalJob:
         self._note("finished", f"code {code}")
 
     def _fail(self, why: str, process: _Process) -> None:
-        self.failure = describe_failure(f"{self._name}: {why}", self._log_dir / f"{process.member.replica_id}.err")
+        path = str(self._log_dir / f"{process.member.replica_id}.err")
+        self.failure = describe_failure(f"{self._name}: {why}", path, self._starter.last_words(path))
         self._note("failed", self.failure, process)
         code = process.exit_code or 1
         self._end(code if code > 0 else 128 - code)

@@ -10,6 +10,7 @@ The protocol, as keys of the owner's TCPStore:
     generation                     newest generation as text; absent before the first
     roster/<g>                     its members as JSON; written before ``generation`` moves
     ready/<replica_id>             "1": the replica has started and waits for a generation that has it
+    lost/<replica_id>              "1": the owner has given it up, for good; it must not save, and leaves
     here/<g>/<attempt>             how many members have come to form this group
     here/<g>/<attempt>/<rank>      "1": this one has
     verdict/<g>/<attempt>          "form" or "skip", by the first who can tell (compare-and-set)
@@ -20,6 +21,10 @@ Two replicas may see different newest generations, so nobody forms a group on it
 ``here`` first. The one who finds all of them there writes "form"; the one who finds a newer generation while somebody
 is missing writes "skip". There is one verdict, all follow it, and so all of a group's members enter it or none does.
 Only a newer roster that names one of them as lost overrules "form", as that group could never work.
+
+A replica that was given up may not know: its machine was frozen, or cut off, and is back. It is *fenced*. So is one
+that cannot reach the owner, since it cannot know better. Who merely is in no newer roster is not: it leaves at the next
+step boundary, in its own time, and what it saves until then counts.
 """
 
 from __future__ import annotations
@@ -35,7 +40,18 @@ from typing import Protocol, Self
 from torch.distributed import HashStore, PrefixStore, Store  # type: ignore[attr-defined]
 
 from pollux.errors import MembershipError, PeerLostError
-from pollux.train.controller import Deadline, Group, Member, Roster, connect, explained, read_newest, read_roster, serve
+from pollux.train.controller import (
+    ANSWER_S,
+    Deadline,
+    Group,
+    Member,
+    Roster,
+    connect,
+    explained,
+    read_newest,
+    read_roster,
+    serve,
+)
 
 __all__ = ["Group", "Member", "Membership", "Roster", "StaticMembership", "StoreMembership"]
 __all__ += ["membership_from_environment"]
@@ -78,6 +94,12 @@ class Membership(Protocol):
         So it is when a newer roster names lost members, and when a member has come to the next attempt. The callback
         must not use this object.
         """
+
+    def on_fenced(self, callback: Callable[[str], None]) -> None:
+        """Call back, from some thread and once, with the reason, when this replica is known to be fenced."""
+
+    def is_fenced(self) -> bool:
+        """Has the owner given this replica up? Asks it: takes a moment, at most 10 s. True if it cannot be asked."""
 
     def note_formed(self, group: Group) -> None:
         """Tell the owner that this replica trains in ``group``."""
@@ -179,6 +201,12 @@ class StaticMembership(_Ranks):
     def on_lost(self, callback: Callable[[int, int], None]) -> None:
         """Nobody watches the replicas here: losses show as broken collectives only."""
 
+    def on_fenced(self, callback: Callable[[str], None]) -> None:
+        """Nobody gives replicas up here."""
+
+    def is_fenced(self) -> bool:
+        return False
+
     def note_formed(self, group: Group) -> None:
         """Nobody asks."""
 
@@ -238,6 +266,10 @@ class StoreMembership(_Ranks):
         self._published = 0
         self._callbacks: list[Callable[[int, int], None]] = []
         self._left: set[tuple[int, int]] = set()  # groups that a member is known to have left
+        self._fenced_by = ""  # why, once it is known
+        self._fence_callbacks: list[Callable[[str], None]] = []
+        self._looked = threading.Condition()  # guards the two below, and the reason
+        self._num_begun = self._num_looks = 0  # looks at the store: the last one begun, the last one that succeeded
         self._moving = threading.Lock()  # held while the group changes, and while the callbacks run
         self._closing = threading.Event()
         self._watcher: threading.Thread | None = None
@@ -290,6 +322,23 @@ class StoreMembership(_Ranks):
 
     def on_lost(self, callback: Callable[[int, int], None]) -> None:
         self._callbacks.append(callback)
+
+    def on_fenced(self, callback: Callable[[str], None]) -> None:
+        self._fence_callbacks.append(callback)
+
+    def is_fenced(self) -> bool:
+        """By the watching thread's next look: a connection for each question may have to wait for a name server."""
+        if self._watcher is None:
+            return False  # not joined: there is nothing to keep it from
+        if self._closing.is_set():
+            return True  # nobody is left to ask
+        with self._looked:
+            before = self._num_begun  # a look begun earlier may be older than a long sleep
+            self._looked.wait_for(lambda: self._fenced_by or self._num_looks > before, ANSWER_S)
+            has_looked = self._num_looks > before
+        if not has_looked:
+            self._be_fenced(f"its owner at {self._address} has not answered for {ANSWER_S:g} s")
+        return bool(self._fenced_by)
 
     def note_formed(self, group: Group) -> None:
         with explained(self._address):
@@ -374,6 +423,7 @@ class StoreMembership(_Ranks):
             try:
                 if store is None:
                     store = connect(self._host, self._port, Deadline(0.0))
+                self._look_for_fence(store)
                 newest = read_newest(store)
                 for generation in range(seen + 1, newest + 1):
                     self._tell_lost(read_roster(store, generation))
@@ -388,6 +438,28 @@ class StoreMembership(_Ranks):
                         "%s: no word from %s for %g s: %s", self._replica_id, self._address, UNREACHABLE_S, error
                     )
                 self._closing.wait(1.0)
+
+    def _look_for_fence(self, store: Store) -> None:
+        with self._looked:
+            self._num_begun += 1
+            number = self._num_begun
+        if store.check([f"lost/{self._replica_id}"]):
+            self._be_fenced("its owner has given it up")
+        with self._looked:
+            self._num_looks = number
+            self._looked.notify_all()
+
+    def _be_fenced(self, reason: str) -> None:
+        with self._looked:
+            if self._fenced_by:
+                return
+            self._fenced_by = reason
+            self._looked.notify_all()
+        for callback in self._fence_callbacks:
+            try:
+                callback(reason)
+            except Exception:
+                logger.exception("%s: a callback for being fenced failed", self._replica_id)
 
     def _tell_lost(self, roster: Roster) -> None:
         if roster.lost:

@@ -35,6 +35,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, NoReturn, Protocol, Self
 
 from pollux.errors import MembershipError
+from pollux.train.failure import read_end
 from pollux.train.trees import die_with, has_ended, has_group, kill_group, mortal, reap, signal_politely, signal_tree
 
 TERM_GRACE_S = 5.0
@@ -65,6 +66,7 @@ class Command:
     cwd: str
     stdout: str
     stderr: str
+    node: str = ""  # where; for starters of many machines
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -92,8 +94,14 @@ class Starter(Protocol):
     def close(self) -> None:
         """Ends every replica that is left."""
 
+    def make_folder(self, path: str) -> None:
+        """Where replicas write their output."""
 
-class _Closing:
+    def last_words(self, stderr: str) -> str:
+        """The end of what a replica that has ended wrote to this file; "" if that cannot be known."""
+
+
+class _OnThisMachine:
     def __enter__(self) -> Self:
         return self
 
@@ -103,11 +111,18 @@ class _Closing:
     def close(self) -> None:
         raise NotImplementedError
 
+    def make_folder(self, path: str) -> None:
+        os.makedirs(path, exist_ok=True)
 
-class Nursery(_Closing):
+    def last_words(self, stderr: str) -> str:
+        return read_end(stderr)
+
+
+class Nursery(_OnThisMachine):
     """The client of one fork server. It is started at once, and again by ``spawn`` should it have died."""
 
-    def __init__(self) -> None:
+    def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
+        self._environment = environment
         self._replicas: dict[str, Replica] = {}
         self._num_spawned = self._num_stillborn = 0
         self._events: list[StarterEvent] = []
@@ -118,7 +133,7 @@ class Nursery(_Closing):
         self._socket, theirs = socket.socketpair()
         with theirs:
             # One BLAS thread: OpenBLAS starts its pool on import, and a forking process should have one thread.
-            env = {**os.environ, "OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+            env = {**self._environment, "OPENBLAS_NUM_THREADS": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
             env.pop("OMP_NUM_THREADS", None)
             # -P: the current folder must not shadow the modules that are imported here for everybody.
             argv = [sys.executable, "-P", "-m", "pollux.train.nursery", "--fd", str(theirs.fileno())]
@@ -222,7 +237,7 @@ class Nursery(_Closing):
         self._replicas.clear()
 
 
-class ColdStarter(_Closing):
+class ColdStarter(_OnThisMachine):
     """Every replica a new process: ``prefix`` and its argv. The default is an interpreter; nothing is a command."""
 
     def __init__(self, prefix: Sequence[str] = (sys.executable,)) -> None:
@@ -470,8 +485,10 @@ def _preload() -> None:
     import torch.distributed.checkpoint
     import torch.nn.parallel
 
-    import pollux.train  # noqa: F401
+    from pollux import train
 
+    for name in train.__all__:
+        getattr(train, name)  # which loads it
     # The first optimizer loads much of torch. Constructed only: a step, even on the CPU, would touch CUDA.
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
     gc.collect()

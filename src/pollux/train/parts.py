@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
-from pollux.errors import CheckpointError, InvalidValueError
+from pollux.errors import CheckpointError, FencedError, InvalidValueError
 from pollux.train.batching import BatchChoice
 from pollux.train.checkpoint import AsyncSaver, CheckpointDirectory, CheckpointInfo, checkpoint_interval_s
 from pollux.train.data import ElasticLoader
@@ -52,6 +52,7 @@ class Parts:
     last_measured: int = 0
     metrics: dict[str, Any] = field(default_factory=dict)
     stalled_s: float = 0.0  # in resizes and recoveries
+    lineage: int = 0  # of checkpoints: all since training began or resumed, until it has to resume again
     is_finished: bool = False  # the learning asked for is done, as near as whole passes come to it
 
     @property
@@ -72,6 +73,7 @@ class Parts:
                 "tracked": {name: stateful.state_dict() for name, stateful in self.tracked.items()},
                 "measured": (self.interval, self.num_measured, self.last_measured),
                 "stalled_s": self.stalled_s,
+                "lineage": self.lineage,
                 "random": random_state(self.device),
             }
         )
@@ -93,6 +95,7 @@ class Parts:
         self.tuner.load_state_dict(state["tuner"])
         self.interval, self.num_measured, self.last_measured = state["measured"]
         self.stalled_s = state.get("stalled_s", 0.0)
+        self.lineage = state.get("lineage", 0)
         for name, stateful in self.tracked.items():
             stateful.load_state_dict(state["tracked"][name])
         set_random_state(state["random"], self.device)
@@ -147,11 +150,17 @@ class Keeper:
         parts.restore(FlatState(dict(checkpoint.tensors), checkpoint.blob))
         return True
 
+    def next_lineage(self) -> int:
+        return self._directory.next_lineage()
+
     def is_due(self) -> bool:
         return time.monotonic() - self._saved_s >= self._interval_s
 
     def begin(self, parts: Parts, generation: int, num_replicas: int) -> None:
-        """Save in the background; the next one is due after an interval that follows from what this one costs."""
+        """Save in the background; the next one is due after an interval that follows from what this one costs.
+
+        Raises FencedError if the one before was not published for that.
+        """
         self._saved_s = time.monotonic()
         state = parts.capture()
         try:
@@ -164,21 +173,24 @@ class Keeper:
             self._interval_s = checkpoint_interval_s(cost_s, MEAN_TIME_BETWEEN_FAILURES_S / num_replicas)
 
     def save(self, parts: Parts, generation: int, num_replicas: int) -> None:
-        """Save, and wait for it."""
+        """Save, and wait for it. Raises CheckpointError or FencedError."""
         self.wait()
         state = parts.capture()
         self._directory.save(state.tensors, state.blob, _info(parts, generation, num_replicas))
         self._saved_s = time.monotonic()
 
     def wait(self) -> None:
-        """Until nothing is being written any more."""
+        """Until nothing is being written any more. Raises FencedError."""
         try:
             self._saver.wait(SAVE_TIMEOUT_S)
         except CheckpointError as error:
             logger.error("the last checkpoint could not be written: %s", error)
 
     def close(self) -> None:
-        self.wait()
+        try:
+            self.wait()
+        except FencedError as error:  # the run leaves for the same reason, or has left
+            logger.error("the last checkpoint does not count: %s", error)
         self._saver.close(SAVE_TIMEOUT_S)
 
 
@@ -188,6 +200,7 @@ def _info(parts: Parts, generation: int, num_replicas: int) -> CheckpointInfo:
         epoch=parts.loader.epoch,
         signature=parts.trainee.signature,
         generation=max(generation, 0),
+        lineage=parts.lineage,
         created_s=time.time(),
         extra={"num_examples": parts.progress.num_examples, "num_replicas": num_replicas},
     )

@@ -11,6 +11,7 @@ import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -21,7 +22,7 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from pollux.errors import InvalidValueError
-from pollux.train.batching import BatchChoice, BatchPolicy, batch_policy, make_limits
+from pollux.train.batching import BatchChoice, BatchPolicy, batch_policy, make_limits, shape_of
 from pollux.train.checkpoint import CheckpointDirectory
 from pollux.train.data import ElasticLoader
 from pollux.train.http_report import HttpReporter
@@ -34,7 +35,7 @@ from pollux.train.progress import Progress
 from pollux.train.pulse import Pulse
 from pollux.train.report import FileReporter, Reporter
 from pollux.train.scaling import ScalingRule
-from pollux.train.session import Session, shape_of
+from pollux.train.session import Session
 from pollux.train.sources import length_of
 from pollux.train.team import Team
 from pollux.train.trainee import Trainee
@@ -55,8 +56,9 @@ def init(
     """Begin a run: alone, under torchrun, or in a cluster, by what the environment says.
 
     ``checkpoint_dir`` (or POLLUX_CHECKPOINT_DIR) is where checkpoints go and where an interrupted run resumes; without
-    it there are none. ``checkpoint_every_s`` replaces the interval that follows from what one costs. ``device`` is this
-    replica's GPU if there is one. ``timeout_s`` bounds every wait for other replicas.
+    it there are none. It is a folder, or a URL that fsspec opens, as s3://bucket/path. ``checkpoint_every_s`` replaces
+    the interval that follows from what one costs. ``device`` is this replica's GPU if there is one. ``timeout_s``
+    bounds every wait for other replicas.
     """
     environment = os.environ
     checkpoint_dir = checkpoint_dir or environment.get("POLLUX_CHECKPOINT_DIR") or None
@@ -70,7 +72,10 @@ def init(
         device = torch.device("cuda", membership.local_rank % torch.cuda.device_count())
     if checkpoint_every_s is not None and not checkpoint_every_s > 0:
         raise InvalidValueError(f"checkpoint_every_s is {checkpoint_every_s}; it must be a positive number of seconds")
-    keeper = None if checkpoint_dir is None else Keeper(CheckpointDirectory(checkpoint_dir), checkpoint_every_s)
+    keeper = None
+    if checkpoint_dir is not None:
+        directory = CheckpointDirectory(checkpoint_dir, may_publish=partial(_may_publish, membership))
+        keeper = Keeper(directory, checkpoint_every_s)
     return Run(membership, device, keeper, reporter, timeout_s)
 
 
@@ -108,6 +113,8 @@ class Run:
             self._team.form(membership.join(timeout_s))
         self._signals = LeaveSignals()
         self._session = Session(membership, self._team, self._signals, keeper, reporter, timeout_s)
+        if isinstance(reporter, HttpReporter):
+            reporter.on_fenced = self._session.fence.on_refused
         self._pulse = Pulse(self._team, GradientMoments())
         self._progress = Progress()
         self._tracked: dict[str, Stateful] = {}
@@ -308,6 +315,7 @@ class Run:
             self._session.end_reports()
             self._session.membership.close()
             self._team.close()
+            self._session.fence.end()
 
     def __enter__(self) -> Run:
         return self
@@ -334,6 +342,10 @@ class Run:
                 choice=self._tuner.choose(None, None),
             )
         return self._session.parts
+
+
+def _may_publish(membership: Membership) -> bool:
+    return not membership.is_fenced()
 
 
 def _alone() -> Group:

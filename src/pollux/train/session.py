@@ -10,6 +10,8 @@ user's loop asks for the next batch:
    with a checkpoint, move to another generation, train with another batch;
 4. now and then rank 0 saves a checkpoint, in the background.
 
+A replica that its owner has given up is fenced (:mod:`pollux.train.fence`): it saves nothing and leaves.
+
 State lives in replicas. When a group forms, the replica that has committed most steps hands its state to those that
 have fewer: to newcomers, and to survivors that missed the last step of a group that broke. If nobody has any, rank 0
 reads the last checkpoint.
@@ -20,19 +22,20 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import sys
 import time
 
 import torch
 import torch.distributed as dist
 
 from pollux.errors import CheckpointError, InvalidValueError, PeerLostError, PolluxError
-from pollux.train.batching import BatchChoice
+from pollux.train.batching import BatchChoice, shape_of
 from pollux.train.data import Pass
+from pollux.train.fence import Fence
 from pollux.train.gradients import PassPlan
 from pollux.train.leaving import EXIT_CODE, Leave, LeaveSignals
 from pollux.train.membership import Group, Membership
 from pollux.train.parts import Keeper, Parts
-from pollux.train.position import StepShape
 from pollux.train.pulse import Sample
 from pollux.train.replicate import broadcast_buffers
 from pollux.train.report import Advice, Reporter
@@ -77,7 +80,10 @@ class Session:
         self._is_damaged = False  # there was a state, and it cannot be trusted any more
         self._wish: BatchChoice | None = None  # rank 0: the batch to change to
         self._reported_s = time.monotonic()
+        self._last_generation = 0  # of the last group that this replica was in
         membership.on_lost(self._on_lost)
+        # Collectives with the others, who have gone on without this replica, would never end.
+        self.fence = Fence(membership, on_closed=lambda: self._on_lost(sys.maxsize))
 
     @property
     def _parts(self) -> Parts:
@@ -126,6 +132,7 @@ class Session:
         current, self.current, self._has_left = self.current, None, False
         if current is None:
             return
+        self.fence.check()
         if self._parts.trainee.hook.misuse is not None:
             raise InvalidValueError(self._parts.trainee.hook.misuse)
         reason = self.redo
@@ -231,7 +238,8 @@ class Session:
             self._reported_s = now
             self.report()
         if self.keeper is not None and self.keeper.is_due():
-            self.keeper.begin(parts, self.generation, self.team.size)
+            with self.fence.respected():
+                self.keeper.begin(parts, self._last_generation, self.team.size)
             parts.tuner.timer.disturb()
 
     def _attend(self) -> None:
@@ -253,7 +261,8 @@ class Session:
             logger.warning("%s: leaving without a checkpoint, as there is no checkpoint_dir", name)
         elif self.team.rank == 0:
             try:
-                self.keeper.save(self._parts, self.generation, self.team.size)
+                with self.fence.respected():
+                    self.keeper.save(self._parts, self._last_generation, self.team.size)
                 logger.warning("%s: saved after step %d, leaving with code %d", name, num_steps, EXIT_CODE)
             except CheckpointError as error:
                 logger.error("%s: leaving without a new checkpoint: %s", name, error)
@@ -263,12 +272,14 @@ class Session:
     def _resize(self) -> None:
         begun = time.monotonic()
         if self.keeper is not None and self.team.rank == 0:
-            self.keeper.wait()  # another replica may be rank 0 next, and write to the same place
+            with self.fence.respected():
+                self.keeper.wait()  # another replica may be rank 0 next, and write to the same place
         self._enter(self.membership.advance(self._timeout_s))
         self._parts.stalled_s += time.monotonic() - begun
 
     def _recover(self, reason: str) -> None:
         """The group is broken, or this replica breaks it: find each other again, and go on from the last step."""
+        self.fence.check()
         parts, begun = self._parts, time.monotonic()
         logger.warning("rank %d, step %d: %s; re-forming", self.team.rank, parts.progress.num_steps, reason)
         if self.team.is_adopted and self.team.size > 1:
@@ -289,6 +300,7 @@ class Session:
 
     def _find_again(self) -> Group | None:
         """The next group. Under torchrun nobody may ever come, and a signal does not wait for it."""
+        self.fence.check()
         if self.membership.is_elastic:
             return self.membership.recover(self._timeout_s)
         try:
@@ -296,7 +308,7 @@ class Session:
                 return self.membership.recover(self._timeout_s)
         except Leave:
             if self.keeper is not None and self._has_state:
-                self.keeper.save(self._parts, max(self.generation, 0), 1)
+                self.keeper.save(self._parts, self._last_generation, 1)
             raise
 
     def _break_up(self) -> None:
@@ -316,9 +328,11 @@ class Session:
         """Form ``group``, or whatever follows it until one holds, and agree on the state to go on from."""
         parts = self._parts
         for attempt in itertools.count(1):
+            self.fence.check()
             if group is None:
                 self._be_gone()
             assert group is not None
+            self._last_generation = group.generation
             try:
                 begun = time.perf_counter()
                 if forms:
@@ -412,6 +426,7 @@ class Session:
                 if self.keeper.load(self._parts):
                     logger.warning("resumed after step %d", self._parts.progress.num_steps)
                     must_resume = False
+                self._parts.lineage = self.keeper.next_lineage()
             except PolluxError as caught:
                 error = caught
             except Exception as caught:  # of somebody's load_state_dict: the others must not wait for this rank
@@ -451,7 +466,8 @@ class Session:
         """Training is over: keep the result. All wait for it, as the first to end may end the others."""
         self.end_pass()
         if self.team.rank == 0 and self.keeper is not None:
-            self.keeper.save(self._parts, self.generation, self.team.size)
+            with self.fence.respected():
+                self.keeper.save(self._parts, self._last_generation, self.team.size)
         self._parts.is_finished = True
         self.report()
         try:
@@ -461,7 +477,7 @@ class Session:
         self.signals.restore()
 
     def report(self) -> None:
-        if self.reporter is None or self.team.rank != 0 or not self.is_started:
+        if self.reporter is None or self.team.rank != 0 or not self.is_started or self.fence.reason:
             return
         try:
             self.reporter.send(self._parts.report(self.generation, self.team.size, self.num_epochs))
@@ -577,15 +593,3 @@ class Session:
         self.team.give_up(generation, attempt)
         if self.parts is not None and self.team.is_lost():
             self.parts.trainee.hook.abandon(PeerLostError("a replica was lost"))
-
-
-def shape_of(choice: BatchChoice, num_replicas: int, rank: int, epoch_length: int | None = None) -> StepShape:
-    """A step is never larger than an epoch: a batch that is takes the whole of it."""
-    config = choice.config
-    return StepShape(
-        num_replicas=num_replicas,
-        rank=rank,
-        device_batch=config.device_batch,
-        accum_steps=config.accum_steps,
-        limit=choice.total if epoch_length is None else min(choice.total, epoch_length),
-    )

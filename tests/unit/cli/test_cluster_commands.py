@@ -193,9 +193,12 @@ def test_an_elastic_job_is_explained(data: Path, tmp_path: Path) -> None:
         shown = pollux("describe", name)
         for part in ("a pass takes", "per example", "goodput", "speedup", "Last decision", "Replicas", "loss"):
             assert part in shown, part
-        row = next(line for line in pollux("ls").splitlines() if line.startswith(name))
-        assert "/s" in row
-        assert "%" in row
+
+        def is_shown() -> bool:
+            row = next(line for line in pollux("ls").splitlines() if line.startswith(name))
+            return "/s" in row and "%" in row
+
+        eventually(is_shown, "its goodput and its efficiency are shown")
     finally:
         pollux("cancel", name)
         pollux("wait", name, code=1)

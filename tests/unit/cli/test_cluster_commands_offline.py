@@ -389,11 +389,16 @@ def test_every_option_of_a_job_is_one_of_the_command() -> None:
                 assert f"--no-{option.name}" in shown
 
 
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_scripts(shell: str) -> None:
-    result = runner.invoke(app, ["--show-completion", shell], prog_name="pollux")
+@pytest.mark.parametrize(
+    ("shell", "part"),
+    [("bash", "complete -o default -F"), ("zsh", "#compdef pollux"), ("fish", "complete --command pollux")],
+)
+def test_completion_scripts(shell: str, part: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shellingham.detect_shell", lambda: (shell, f"/bin/{shell}"))  # not who started the tests
+    result = runner.invoke(app, ["--show-completion"], prog_name="pollux")
     assert result.exit_code == 0, result.output
     assert "_POLLUX_COMPLETE" in result.stdout
+    assert part in result.stdout
 
 
 def test_completion_of_jobs_is_silent_without_a_server() -> None:
@@ -403,7 +408,7 @@ def test_completion_of_jobs_is_silent_without_a_server() -> None:
 
 
 def test_a_detached_server_is_started_with_the_same_settings(nowhere: Path) -> None:
-    from pollux.server.service import ServiceConfig
+    from pollux.server.config import ServiceConfig
 
     config = ServiceConfig(data_directory=nowhere, port=0, slots=3, policy="fifo", interval_s=5.0)
     words = arguments_of(config)
@@ -411,7 +416,8 @@ def test_a_detached_server_is_started_with_the_same_settings(nowhere: Path) -> N
     assert words[0] == "up"
     assert given == {
         "--data": str(nowhere),
-        "--host": "127.0.0.1",
+        "--engine": "local",
+        "--name": "pollux",
         "--port": "0",
         "--slots": "3",
         "--policy": "fifo",

@@ -62,7 +62,9 @@ class Bench:
             command = (sys.executable, str(LEDGER), "--out", out, "--epochs", "100000", "--save-s", "0.2")
         env = {name: value for name, value in os.environ.items() if not name.startswith(("POLLUX_", "TORCH"))}
         options = {"kind": "elastic", "env": env, "cwd": str(self.folder), **options}
-        self.launches[job] = Launch(command=tuple(command), directory=str(self.folder / "jobs" / job), **options)
+        folder = self.folder / "jobs" / job
+        places = {"directory": str(folder), "checkpoint_dir": str(folder / "checkpoints")}
+        self.launches[job] = Launch(command=tuple(command), **places, **options)
 
     def script(self, code: str, name: str = "script.py") -> tuple[str, str]:
         path = self.folder / name

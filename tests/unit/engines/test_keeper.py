@@ -83,6 +83,7 @@ class FakeWorkshop:
 
     def poll(self) -> None: ...
     def close(self) -> None: ...
+    def warm_up(self) -> None: ...
 
 
 class Cluster:
@@ -97,7 +98,8 @@ class Cluster:
         self.keeper.use(devices)
 
     def start(self, job: str, generation: int, *shares: tuple[str, int]) -> None:
-        launch = Launch(command=("x",), kind="elastic", directory=str(self.directory), cwd="/", env={})
+        place = str(self.directory)
+        launch = Launch(command=("x",), kind="elastic", directory=place, checkpoint_dir=place, cwd="/", env={})
         self.keeper.start(
             {"job": job, "generation": generation, "allocation": list(shares), "launch": launch.to_dict()}
         )

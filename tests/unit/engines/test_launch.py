@@ -11,6 +11,7 @@ LAUNCH = Launch(
     command=("python", "train.py", "--lr", "0.1"),
     kind="fixed",
     directory="/data/jobs/a",
+    checkpoint_dir="s3://bucket/a",
     cwd="/home/me",
     env={"PATH": "/bin", "EMPTY": ""},
     max_restarts=0,

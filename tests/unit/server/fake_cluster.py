@@ -12,6 +12,7 @@ from typing import Any
 from pollux.errors import UnknownNameError
 from pollux.jobs import JobRequest, check_dependencies, unique_name
 from pollux.server import schemas
+from pollux.server.views import sizing_view
 from pollux.wire import WireReport, report_to_dict
 
 
@@ -129,7 +130,7 @@ class FakeCluster:
         return dict(
             engine="fake", policy="none", started_at=1.0, now=time.time(), num_slots=4, num_used_slots=0,
             nodes=2, jobs={"pending": len(self.views)}, num_rounds=0, last_decision_s=None, lost_share=None,
-            data_directory=str(self.directory), interval_s=60.0,
+            sizing=sizing_view(None, None, None), data_directory=str(self.directory), interval_s=60.0,
         )  # fmt: skip
 
     def job_directory(self, name: str) -> Path:
@@ -149,7 +150,7 @@ class FakeCluster:
 
 
 def _node(name: str, is_draining: bool) -> dict[str, Any]:
-    return dict(name=name, num_slots=2, accelerator="cpu", is_draining=is_draining, used=0, jobs=[])
+    return dict(name=name, num_slots=2, accelerator="cpu", is_draining=is_draining, is_leaving=False, used=0, jobs=[])
 
 
 def _view(name: str, job: JobRequest, sequence: int) -> dict[str, Any]:

@@ -14,7 +14,8 @@ import pytest
 
 from pollux.errors import EngineError, InputFileError, InvalidValueError, StoreError, UnknownNameError
 from pollux.jobs import JobRequest
-from pollux.server.service import Service, ServiceConfig
+from pollux.server.config import ServiceConfig
+from pollux.server.service import Service
 from pollux.wire import MAX_REPORT_BYTES, report_to_dict
 from tests.unit.server.fake_cluster import FakeCluster
 from tests.unit.test_wire import REPORT

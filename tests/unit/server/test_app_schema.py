@@ -26,7 +26,7 @@ OPERATIONS = [
 ]
 
 bounded = settings(
-    max_examples=40,
+    max_examples=30,
     derandomize=True,
     database=None,
     phases=[Phase.generate],

@@ -22,7 +22,9 @@ import pytest
 
 from pollux.errors import DirectoryInUseError, InputFileError, InvalidValueError, StoreError
 from pollux.server import schemas
-from pollux.server.service import DEFAULT_PORT, Service, ServiceConfig, environment_of_jobs, serve
+from pollux.server.config import ServiceConfig
+from pollux.server.making import environment_of_jobs
+from pollux.server.service import DEFAULT_PORT, Service, serve
 from pollux.version import __version__
 from tests.leftovers import processes_in
 from tests.unit.server.fake_cluster import FakeCluster
@@ -305,7 +307,8 @@ def test_a_job_runs_and_its_server_comes_and_goes(tmp_path, monkeypatch):
 PROGRAM = """
     import sys, threading, time
     from pathlib import Path
-    from pollux.server.service import ServiceConfig, serve
+    from pollux.server.config import ServiceConfig
+    from pollux.server.service import serve
     from tests.unit.server.fake_cluster import FakeCluster
 
     class Slow(FakeCluster):
@@ -375,7 +378,8 @@ def test_a_second_signal_makes_it_hurry(program):
 REAL_PROGRAM = """
     import sys
     from pathlib import Path
-    from pollux.server.service import ServiceConfig, serve
+    from pollux.server.config import ServiceConfig
+    from pollux.server.service import serve
 
     config = ServiceConfig(data_directory=Path(sys.argv[1]), port=0, slots=1)
     serve(config, lambda service: print("ready", service.url, service.token, flush=True))

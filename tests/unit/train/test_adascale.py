@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("sklearn")
+if importlib.util.find_spec("sklearn") is None:  # found only: importing it takes a second, in every process
+    pytest.skip("needs scikit-learn", allow_module_level=True)
 
 
 @pytest.fixture(scope="module")

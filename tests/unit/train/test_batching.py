@@ -18,9 +18,9 @@ from pollux.train.batching import (
     LinearBatch,
     batch_policy,
     make_limits,
+    shape_of,
 )
 from pollux.train.position import divide
-from pollux.train.session import shape_of
 from pollux.types import BatchConfig, BatchLimits, ThroughputParams
 
 PARAMS = ThroughputParams(0.05, 0.001, 0.02, 0.001, 0.01, 0.001, 1.5)

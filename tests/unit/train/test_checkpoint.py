@@ -1,4 +1,7 @@
-"""Checkpoints on real files: identity, every kind of damage, writers killed at random, a disk that refuses."""
+"""Checkpoints on real files: identity, every kind of damage, writers killed at random, a disk that refuses.
+
+Where it makes sense, a folder is also used through its file:// URL, which goes the way of object stores.
+"""
 
 from __future__ import annotations
 
@@ -33,6 +36,17 @@ from pollux.train.checkpoint import (  # noqa: E402
 )
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.uint8, torch.bool)
+
+
+@pytest.fixture(params=["folder", "URL"])
+def at(request):
+    """Makes the CheckpointDirectory of a folder, by its path or by its URL."""
+
+    def make(path, **options):
+        return CheckpointDirectory(f"file://{path}" if request.param == "URL" else path, **options)
+
+    make.is_url = request.param == "URL"
+    return make
 
 
 def info(step=1, signature="ours", **fields):
@@ -94,7 +108,7 @@ def finish(process):
 # Identity
 
 
-def test_every_kind_of_tensor_comes_back(tmp_path):
+def test_every_kind_of_tensor_comes_back(tmp_path, at):
     base = torch.randn(4, 6)
     tensors = {f"type/{dtype}": torch.randn(3, 5).mul(9).to(dtype) for dtype in DTYPES}
     tensors |= {
@@ -113,7 +127,7 @@ def test_every_kind_of_tensor_comes_back(tmp_path):
         "dots.and/slashes": torch.ones(2),
         "": torch.zeros(1),
     }
-    directory = CheckpointDirectory(tmp_path / "not" / "yet" / "there")
+    directory = at(tmp_path / "not" / "yet" / "there")
     given_info = info(7, generation=3, created_s=123.5, extra={"loss": 0.5, "names": ["a", "ü"]})
     directory.save(tensors, b"\x00\xffblob", given_info)
     found = directory.load("ours")
@@ -122,8 +136,8 @@ def test_every_kind_of_tensor_comes_back(tmp_path):
     assert found.info == given_info == directory.latest()
 
 
-def test_an_empty_state_comes_back(tmp_path):
-    directory = CheckpointDirectory(tmp_path)
+def test_an_empty_state_comes_back(tmp_path, at):
+    directory = at(tmp_path)
     directory.save({}, b"", info())
     assert directory.load("ours") == Checkpoint(tensors={}, blob=b"", info=directory.latest())
 
@@ -147,12 +161,12 @@ def test_load_gives_what_was_saved(tensors, blob):
     assert found.blob == blob
 
 
-def test_nothing_saved_is_none(tmp_path):
+def test_nothing_saved_is_none(tmp_path, at):
     (tmp_path / "notes.txt").write_text("not a checkpoint")
     for path in (tmp_path, tmp_path / "missing"):
-        assert CheckpointDirectory(path).load("ours") is None
-        assert CheckpointDirectory(path).latest() is None
-        assert CheckpointDirectory(path).list_all() == ()
+        assert at(path).load("ours") is None
+        assert at(path).latest() is None
+        assert at(path).list_all() == ()
 
 
 def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
@@ -175,8 +189,8 @@ def test_what_cannot_be_saved_is_refused_before_anything_is_written(tmp_path):
 
 
 @pytest.mark.parametrize("keep", [1, 2, 3])
-def test_the_newest_are_kept(tmp_path, keep):
-    directory = CheckpointDirectory(tmp_path, keep=keep)
+def test_the_newest_are_kept(tmp_path, at, keep):
+    directory = at(tmp_path, keep=keep)
     for step in (1, 2, 9, 10, 11):
         save(directory, step)
         assert step_of(directory.load("ours")) == step
@@ -184,8 +198,8 @@ def test_the_newest_are_kept(tmp_path, keep):
     assert len(names(tmp_path)) == keep
 
 
-def test_the_same_step_again_replaces_it(tmp_path):
-    directory = CheckpointDirectory(tmp_path)
+def test_the_same_step_again_replaces_it(tmp_path, at):
+    directory = at(tmp_path)
     save(directory, 4)
     for generation in (1, 2, 3):
         save(directory, 5, generation=generation)
@@ -193,8 +207,8 @@ def test_the_same_step_again_replaces_it(tmp_path):
         assert [entry.step for entry in directory.list_all()] == [5, 4]
 
 
-def test_a_step_back_is_kept_and_the_newer_ones_wait_to_be_overtaken(tmp_path):
-    directory = CheckpointDirectory(tmp_path)
+def test_a_step_back_is_kept_and_the_newer_ones_wait_to_be_overtaken(tmp_path, at):
+    directory = at(tmp_path)
     for step in (10, 20, 12, 13, 14):  # the 20 was damaged, say, and training went on from 10
         save(directory, step)
     assert [entry.step for entry in directory.list_all()] == [20, 14, 13]
@@ -202,8 +216,8 @@ def test_a_step_back_is_kept_and_the_newer_ones_wait_to_be_overtaken(tmp_path):
     assert [entry.step for entry in directory.list_all()] == [21, 20]
 
 
-def test_another_models_checkpoints_are_neither_counted_nor_removed(tmp_path):
-    directory = CheckpointDirectory(tmp_path)
+def test_another_models_checkpoints_are_neither_counted_nor_removed(tmp_path, at):
+    directory = at(tmp_path)
     for step in (1, 2, 3):
         save(directory, step, signature="theirs")
     for step in (3, 4, 5):
@@ -242,8 +256,8 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
 TORN_MANIFESTS = ("", "{", "[]", "null", '"text"', "{}", '{"version": 1}', '{"version": "1", "digest": 0}', "[" * 10**5)
 
 
-def newest_of_two(path):
-    directory = CheckpointDirectory(path)
+def newest_of_two(path, at=CheckpointDirectory):
+    directory = at(path)
     save(directory, 1)
     save(directory, 2)
     return directory, path / "step-000000000002"
@@ -259,10 +273,13 @@ def assert_previous_is_used(directory, newest, caplog):
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_a_damaged_file_leads_to_the_previous_checkpoint(tmp_path, caplog, name, damage):
-    directory, newest = newest_of_two(tmp_path)
+def test_a_damaged_file_leads_to_the_previous_checkpoint(tmp_path, at, caplog, name, damage):
+    directory, newest = newest_of_two(tmp_path, at)
     assert names(newest) == sorted(FILES)
     DAMAGES[damage](newest / name)
+    if at.is_url and name == "manifest.json" and damage in ("removed", "replaced by a folder"):
+        assert step_of(directory.load("ours")) == 1  # without a manifest it is no checkpoint at all
+        return
     assert_previous_is_used(directory, newest, caplog)
     if damage == "truncated":
         assert directory.latest().step == 1
@@ -273,8 +290,8 @@ def test_a_damaged_file_leads_to_the_previous_checkpoint(tmp_path, caplog, name,
 
 
 @pytest.mark.parametrize("content", TORN_MANIFESTS, ids=range(len(TORN_MANIFESTS)))
-def test_a_torn_manifest_leads_to_the_previous_checkpoint(tmp_path, caplog, content):
-    directory, newest = newest_of_two(tmp_path)
+def test_a_torn_manifest_leads_to_the_previous_checkpoint(tmp_path, at, caplog, content):
+    directory, newest = newest_of_two(tmp_path, at)
     (newest / "manifest.json").write_text(content)
     assert_previous_is_used(directory, newest, caplog)
 
@@ -303,8 +320,8 @@ def test_an_empty_folder_or_a_file_by_a_checkpoints_name_is_damage(tmp_path, cap
     assert step_of(directory.load("ours")) == 2
 
 
-def test_damaged_ones_are_not_counted_and_go_when_enough_good_ones_are_newer(tmp_path):
-    directory, newest = newest_of_two(tmp_path)
+def test_damaged_ones_are_not_counted_and_go_when_enough_good_ones_are_newer(tmp_path, at):
+    directory, newest = newest_of_two(tmp_path, at)
     truncate(newest / "__0_0.distcp")
     save(directory, 3)
     assert names(tmp_path) == ["step-000000000001", "step-000000000002", "step-000000000003"]
@@ -312,16 +329,16 @@ def test_damaged_ones_are_not_counted_and_go_when_enough_good_ones_are_newer(tmp
     assert names(tmp_path) == ["step-000000000003", "step-000000000004"]
 
 
-def test_a_foreign_one_leads_to_the_previous_checkpoint(tmp_path, caplog):
-    directory = CheckpointDirectory(tmp_path)
+def test_a_foreign_one_leads_to_the_previous_checkpoint(tmp_path, at, caplog):
+    directory = at(tmp_path)
     save(directory, 1)
     save(directory, 2, signature="theirs")
     assert_previous_is_used(directory, tmp_path / "step-000000000002", caplog)
     assert "'theirs' instead of 'ours'" in caplog.text
 
 
-def test_only_foreign_and_damaged_ones_are_listed_with_their_reasons(tmp_path):
-    directory, newest = newest_of_two(tmp_path)
+def test_only_foreign_and_damaged_ones_are_listed_with_their_reasons(tmp_path, at):
+    directory, newest = newest_of_two(tmp_path, at)
     truncate(newest / "__0_0.distcp")
     with pytest.raises(ForeignCheckpointError) as raised:
         directory.load("theirs")
@@ -331,8 +348,8 @@ def test_only_foreign_and_damaged_ones_are_listed_with_their_reasons(tmp_path):
     assert "remove them to start from the beginning" in message
 
 
-def test_a_newer_format_is_foreign(tmp_path):
-    directory = CheckpointDirectory(tmp_path)
+def test_a_newer_format_is_foreign(tmp_path, at):
+    directory = at(tmp_path)
     save(directory, 1)
     manifest = tmp_path / "step-000000000001" / "manifest.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "version": 99}))
@@ -343,7 +360,7 @@ def test_a_newer_format_is_foreign(tmp_path):
     assert "step-000000000001" in names(tmp_path)  # not ours to remove
 
 
-def test_a_reader_survives_a_writer_that_removes_what_it_reads(tmp_path):
+def test_a_reader_survives_a_writer_that_removes_what_it_reads(tmp_path, at):
     writer = run(
         """
         import sys, torch
@@ -354,29 +371,29 @@ def test_a_reader_survives_a_writer_that_removes_what_it_reads(tmp_path):
             info = CheckpointInfo(step=step, epoch=0, signature="ours")
             directory.save(tensors, f"blob {step}".encode(), info)
         """,
-        tmp_path,
+        at(tmp_path).path,
     )
     last = 0
     while writer.poll() is None:
-        found = CheckpointDirectory(tmp_path).load("ours")
+        found = at(tmp_path).load("ours")
         if found is None:
             time.sleep(0.01)  # the writer still imports torch
         if found is not None or last:
             assert step_of(found) >= last
             last = found.info.step
     finish(writer)
-    assert step_of(CheckpointDirectory(tmp_path).load("ours")) == 19
+    assert step_of(at(tmp_path).load("ours")) == 19
 
 
 # Writers that die
 
 
-def test_kill_at_any_moment_leaves_a_good_checkpoint_and_no_litter(tmp_path):
+def test_kill_at_any_moment_leaves_a_good_checkpoint_and_no_litter(tmp_path, at, monkeypatch):
     """One process forks writers, as importing torch for each would take seconds."""
     code = """
         import os, random, signal, sys, time, torch
         from pollux.train.checkpoint import CheckpointDirectory, CheckpointInfo
-        path, chance = sys.argv[1], random.Random(1)
+        path, folder, chance = sys.argv[1], sys.argv[2], random.Random(1)
         torch.set_num_threads(1)
 
         def save(step):
@@ -405,16 +422,26 @@ def test_kill_at_any_moment_leaves_a_good_checkpoint_and_no_litter(tmp_path):
             assert step >= last, (step, last)
             assert found.tensors["a"].eq(step).all() and found.tensors["b"].eq(step).all()
             assert found.blob == str(step).encode()
-            assert sum(name.startswith(".") for name in os.listdir(path)) <= 2, os.listdir(path)
+            assert sum(name.startswith(".") for name in os.listdir(folder)) <= 2, os.listdir(folder)
             last = step
         print(last)
     """
-    assert int(finish(run(code, tmp_path))) >= 1
-    directory = CheckpointDirectory(tmp_path)
+    drafts = tmp_path if not at.is_url else tmp_path / "drafts"
+    drafts.mkdir(exist_ok=True)
+    directory = at(tmp_path / "store" if at.is_url else tmp_path)
+    environment = {**os.environ, "TMPDIR": str(drafts)}
+    assert int(finish(run(code, directory.path, drafts, env=environment))) >= 1
     assert directory.load("ours") is not None
+    monkeypatch.setattr(tempfile, "tempdir", str(drafts))
     directory.save({}, b"", info(10**6))
-    assert temporaries(tmp_path) == []
-    assert len(names(tmp_path)) == 2
+    assert temporaries(drafts) == []
+    assert len(directory.list_all()) == 2
+    if at.is_url:  # halves that were being written stay for a day: nobody can tell whether their writer lives
+        halves = [path for path in (tmp_path / "store").iterdir() if not (path / "manifest.json").exists()]
+        for path in (file for half in halves for file in half.iterdir()):
+            os.utime(path, (time.time() - 25 * 3600,) * 2)
+        directory.save({}, b"", info(10**6 + 1))
+    assert len(names(directory.path.removeprefix("file://") if at.is_url else tmp_path)) == 2
 
 
 def leave_temporary(path, pid, start, host=None, age_s=0.0):
@@ -492,18 +519,19 @@ def test_a_full_disk_is_told_and_leaves_the_previous_ones(tmp_path):
     assert step_of(directory.load("ours")) == 2
 
 
-def test_a_path_that_cannot_be_a_directory_is_told(tmp_path):
+def test_a_path_that_cannot_be_a_directory_is_told(tmp_path, at):
     (tmp_path / "file").write_text("")
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(CheckpointError, match="could not be written"):
-            save(CheckpointDirectory(path), 1)
-        with pytest.raises(CheckpointError, match="cannot look for checkpoints"):
-            CheckpointDirectory(path).load("ours")
+            save(at(path), 1)
+        if not at.is_url:  # in an object store nothing keeps a file and "folders" from having one name
+            with pytest.raises(CheckpointError, match="cannot look for checkpoints"):
+                at(path).load("ours")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_a_directory_without_permission_is_told(tmp_path):
-    directory, _ = newest_of_two(tmp_path)
+def test_a_directory_without_permission_is_told(tmp_path, at):
+    directory, _ = newest_of_two(tmp_path, at)
     tmp_path.chmod(0o500)
     try:
         with pytest.raises(CheckpointError, match="Permission denied"):
@@ -520,8 +548,8 @@ def big_state(value):
     return {"a": torch.full((4_000_000,), float(value)), "b": torch.full((3,), value)}
 
 
-def test_the_callers_tensors_may_change_at_once(tmp_path):
-    directory = CheckpointDirectory(tmp_path)
+def test_the_callers_tensors_may_change_at_once(tmp_path, at):
+    directory = at(tmp_path)
     saver = AsyncSaver(directory)
     tensors, expected = state(1), state(1)
     blob = bytearray(b"blob 1")
@@ -540,8 +568,8 @@ def test_the_callers_tensors_may_change_at_once(tmp_path):
     saver.close()
 
 
-def test_a_second_begin_while_busy_does_nothing(tmp_path):
-    directory = CheckpointDirectory(tmp_path)
+def test_a_second_begin_while_busy_does_nothing(tmp_path, at):
+    directory = at(tmp_path)
     saver = AsyncSaver(directory)
     assert saver.last_stall_s is None
     assert saver.last_write_s is None

@@ -170,3 +170,47 @@ def test_a_server_that_refuses_is_complained_of_once(listener, caplog):
     until(lambda: listener.num_refused >= 4)
     reporter.close()
     assert [line.split(": ")[1][:3] for line in caplog.messages if "refuses" in line] == ["401", "403"]
+
+
+def test_a_replica_that_was_given_up_is_told_once_and_sends_no_more(listener):
+    listener.status, listener.answer = 409, {"error": {"type": "FencedError", "message": "'a-1' was given up"}}
+    reporter = HttpReporter(listener.url, "secret", "a", "a-1")
+    reporter._every_s = 0.01
+    told = []
+    reporter.on_fenced = lambda message: told.append(message) or True
+    reporter.send(a_report())
+    until(lambda: told)
+    reporter._thread.join(10)
+    assert not reporter._thread.is_alive()
+    for step in range(5):
+        reporter.send(a_report(num_steps=step))
+    reporter.close()
+    assert told == ["the server says: 'a-1' was given up"] and listener.num_refused == 1
+
+
+def test_a_server_that_is_behind_is_not_believed(listener, caplog):
+    """The owner of the replicas knows better: reports go on."""
+    listener.status, listener.answer = 409, {"error": {"message": "unknown"}}
+    reporter = HttpReporter(listener.url, "secret", "a", "a-1")
+    reporter._every_s = 0.01
+    reporter.on_fenced = lambda message: False
+    for num_refused in (1, 2):
+        reporter.send(a_report())
+        until(lambda seen=num_refused: listener.num_refused >= seen)
+    listener.status, listener.answer = 200, {"params": None, "report_every_s": 0.05}
+    reporter.send(a_report(num_steps=7))
+    until(lambda: listener.received)
+    assert (listener.received[0][2].num_steps, listener.received[0][2].replica) == (7, "a-1")
+    reporter.close()
+    assert caplog.text.count("409") == 1
+
+
+def test_the_replica_is_named_by_the_environment(listener):
+    env = {"POLLUX_URL": listener.url, "POLLUX_TOKEN": "t", "POLLUX_JOB_ID": "a"}
+    for more, expected in (({}, None), ({"POLLUX_REPLICA_ID": "a-7"}, "a-7")):
+        reporter = HttpReporter.from_environment({**env, **more})
+        assert reporter is not None
+        reporter.send(a_report())
+        until(lambda: listener.received)
+        reporter.close()
+        assert listener.received.pop()[2].replica == expected

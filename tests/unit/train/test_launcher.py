@@ -120,7 +120,7 @@ def bench(tmp_path: Path, nursery: Nursery) -> Iterator[Bench]:
     assert processes_in(tmp_path) == []
 
 
-def pump_until(job: LocalJob, condition: Callable[[], object], timeout_s: float = 25.0) -> None:
+def pump_until(job: LocalJob, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         job.pump()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -414,3 +415,91 @@ def test_the_store_says_what_the_protocol_says(job):
     assert json.loads(store.get("roster/1"))["members"][1] == {"replica_id": "b", "node": "n2"}
     assert store.check(["ready/a", "ready/b", "here/1/0", "here/1/0/0", "here/1/0/1"])
     assert store.get("verdict/1/0") == b"form"
+
+
+# Fenced: replicas that the owner has given up.
+
+
+def test_only_who_was_given_up_is_fenced(job):
+    job.formed(A, B, C)
+    told: list[str] = []
+    job.replicas["b"].on_fenced(lambda reason: 1 / 0)  # type: ignore[arg-type, return-value]
+    job.replicas["b"].on_fenced(told.append)
+    assert not any(replica.is_fenced() for replica in job.replicas.values())
+    job.controller.publish([A, C], lost=["b"])
+    assert job.replicas["b"].is_fenced()
+    until(lambda: bool(told), 2.0)
+    assert not job.replicas["a"].is_fenced() and not job.replicas["c"].is_fenced()
+    job.controller.publish([A])  # c is not needed any more, but it may finish what it is at
+    until(job.replicas["c"].has_newer)
+    assert not job.replicas["c"].is_fenced()
+    job.controller.fence(["c"])
+    assert job.replicas["c"].is_fenced() and not job.replicas["a"].is_fenced()
+    assert job.replicas["b"].is_fenced()
+    assert told == ["its owner has given it up"]
+
+
+def test_being_given_up_is_noticed_without_asking(job):
+    job.formed(A)
+    told: list[str] = []
+    job.replicas["a"].on_fenced(told.append)
+    job.controller.fence(["somebody", "a"])
+    until(lambda: bool(told), 2.0)
+
+
+def test_static_memberships_are_never_fenced():
+    alone = membership_from_environment({})
+    assert not alone.is_fenced()
+    alone.join(1.0)
+    assert not alone.is_fenced()
+    alone.close()
+
+
+def test_who_has_not_joined_is_not_fenced(job):
+    assert not job.replica(A).is_fenced()
+
+
+def test_an_owner_that_is_gone_has_given_everybody_up(monkeypatch):
+    monkeypatch.setattr(membership_module, "ANSWER_S", 0.5)
+    controller = JobController()
+    controller.publish([A])
+    replica = StoreMembership.from_environment({"POLLUX_STORE": controller.address, "POLLUX_REPLICA_ID": "a"})
+    told: list[str] = []
+    replica.on_fenced(told.append)
+    replica.join(10.0)
+    assert not replica.is_fenced()
+    controller.close()
+    began = time.monotonic()
+    assert replica.is_fenced()
+    assert time.monotonic() - began < 3.0
+    assert told == [f"its owner at {controller.address} has not answered for 0.5 s"]
+    replica.close()
+    assert replica.is_fenced()
+
+
+def test_a_frozen_owner_keeps_nobody_waiting(monkeypatch):
+    """torch's store has no time-out for this question."""
+    monkeypatch.setattr(membership_module, "ANSWER_S", 0.5)
+    code = """
+import sys
+from pollux.train.controller import JobController, Member
+controller = JobController()
+controller.publish([Member(replica_id="a", node="n1")])
+print(controller.address, flush=True)
+sys.stdin.read()
+"""
+    owner = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    try:
+        assert owner.stdout is not None
+        address = owner.stdout.readline().strip()
+        replica = StoreMembership.from_environment({"POLLUX_STORE": address, "POLLUX_REPLICA_ID": "a"})
+        replica.join(10.0)
+        assert not replica.is_fenced()
+        owner.send_signal(signal.SIGSTOP)
+        began = time.monotonic()
+        assert replica.is_fenced()
+        assert time.monotonic() - began < 3.0
+    finally:
+        owner.kill()
+        owner.communicate(timeout=10)
+    replica.close()

@@ -36,7 +36,7 @@ def starter(request: pytest.FixtureRequest) -> Iterator[Starter]:
             yield cold
 
 
-def until(condition: Callable[[], object], timeout_s: float = 20.0) -> None:
+def until(condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, "waited too long"

@@ -1,0 +1,234 @@
+"""One node's hands: it starts, signals and reaps the replicas there, and gives their output away.
+
+Stands in ``engines/ray``. A Ray actor without resources, pinned to its node and owned by the steward, with which it
+ends. One thread does everything with processes: those that it starts end with that thread. What is asked may be asked
+twice and what happened may be told twice, as Ray does not say whether a call that failed was carried out.
+
+Output is written to files of this machine under the names that the server knows them by; :meth:`Agent.read_logs` gives
+what is new, and a file of a replica that has ended is removed when all of it has been taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from pollux.engines.commands import plan_start
+from pollux.engines.devices import find_gpus
+from pollux.engines.leftovers import MARK, REPLICA, kill_leftovers
+from pollux.engines.protocol import Message
+from pollux.engines.ray.networking import free_port, network_env
+from pollux.train.failure import read_end
+from pollux.train.nursery import ColdStarter, Command, Nursery, Replica, Starter
+
+PERIOD_S = 0.02
+LEASE_S = 120.0  # whoever hears nothing from the steward for so long has been given up long ago
+CHUNK_BYTES = 1 << 20
+READ_PERIOD_S = 0.1
+RAYS_OWN = ("RAY_", "PYTHONBREAKPOINT", "CUDA_VISIBLE_DEVICES")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Process:
+    replica: Replica
+    starter: Starter
+    command: Command
+    is_told: bool = False  # its pid
+
+
+class Agent:
+    def __init__(self, *, cluster: str, address: str) -> None:
+        """``cluster`` names whose replicas these are: leftovers of earlier agents of it are ended."""
+        self._address = address
+        me = psutil.Process()
+        prefix = f"pollux-{cluster}-"
+        _remove_folders(prefix)
+        kill_orphans(f"{cluster}:")
+        self._mark = f"{cluster}:{me.pid}:{me.create_time()}"
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{prefix}{me.pid}-"))
+        self._environment = {name: value for name, value in os.environ.items() if not name.startswith(RAYS_OWN)}
+        self._changed = threading.Condition()  # guards all below
+        self._orders: deque[Message] = deque()
+        self._news: deque[tuple[int, Message]] = deque()
+        self._num_news = 0
+        self._processes: dict[str, _Process] = {}
+        self._seen: set[str] = set()  # keys
+        self._logs: dict[str, float | None] = {}  # name -> when its replica ended
+        self._heard_at = time.monotonic()
+        threading.Thread(target=self._run, name="pollux-agent", daemon=True).start()
+
+    def describe(self, probe: str | None = None) -> Message:
+        """What this node is. ``probe``: a file of the storage, which all nodes should see."""
+        return {
+            "pid": os.getpid(),
+            "gpus": [gpu.name for gpu in find_gpus()],
+            "sees_storage": probe is None or os.path.exists(probe),
+        }
+
+    def port(self) -> int:
+        """One that is free now, for a job's rendezvous."""
+        return free_port(self._address)
+
+    def obey(self, orders: Sequence[Message]) -> None:
+        """Spawn and signal processes; soon."""
+        with self._changed:
+            self._heard_at = time.monotonic()
+            self._orders.extend(orders)
+
+    def news(self, after: int, wait_s: float) -> list[tuple[int, Message]]:
+        """What happened after that number, as soon as there is something; what came before is forgotten."""
+        with self._changed:
+            self._heard_at = time.monotonic()
+            while self._news and self._news[0][0] <= after:
+                self._news.popleft()
+            self._changed.wait_for(lambda: bool(self._news), wait_s)
+            return list(self._news)
+
+    def read_logs(self, known: Mapping[str, int], wait_s: float) -> dict[str, tuple[int, bytes]]:
+        """By name, from where on and what; for a file that the caller does not name yet, its beginning is nothing."""
+        deadline = time.monotonic() + wait_s
+        while not (found := self._new_output(known)) and time.monotonic() < deadline:
+            time.sleep(READ_PERIOD_S)
+        return found
+
+    # --- output ---------------------------------------------------------------------------------------------------
+
+    def _path_of(self, name: str) -> Path:
+        """Where a file of the server's is written here."""
+        return self._folder / name.lstrip("/")
+
+    def _new_output(self, known: Mapping[str, int]) -> dict[str, tuple[int, bytes]]:
+        with self._changed:
+            logs = dict(self._logs)
+        found: dict[str, tuple[int, bytes]] = {}
+        for name, ended_at in logs.items():
+            path = self._path_of(name)
+            try:
+                size = path.stat().st_size
+            except OSError:
+                size = 0
+            if name not in known:
+                if size:
+                    found[name] = 0, b""
+                continue
+            if size > known[name]:
+                with contextlib.suppress(OSError), path.open("rb") as file:
+                    file.seek(known[name])
+                    found[name] = known[name], file.read(CHUNK_BYTES)
+            elif ended_at is not None and time.monotonic() - ended_at > 2.0:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+                with self._changed:
+                    self._logs.pop(name, None)
+        return found
+
+    # --- the thread -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        nursery, cold = Nursery(self._environment), ColdStarter(prefix=())
+        while time.monotonic() - self._heard_at < LEASE_S:
+            try:
+                self._turn(nursery, cold)
+            except Exception:  # one replica's trouble must not end the others
+                logger.exception("the agent stumbled")
+                time.sleep(1.0)
+            time.sleep(PERIOD_S)
+        logger.error("nothing was heard from the steward for %.0f s: all replicas here are ended", LEASE_S)
+        nursery.close()
+        cold.close()
+        kill_leftovers(self._mark)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        os._exit(1)
+
+    def _turn(self, nursery: Nursery, cold: ColdStarter) -> None:
+        with self._changed:
+            orders = list(self._orders)
+            self._orders.clear()
+        for order in orders:
+            if order["op"] == "spawn":
+                self._spawn(order, nursery, cold)
+            elif (process := self._processes.get(order["key"])) is not None:
+                process.starter.signal(process.replica, order["signum"], group=order["group"])
+        nursery.poll()
+        cold.poll()
+        for key, process in list(self._processes.items()):
+            replica = process.replica
+            if replica.pid is not None and not process.is_told:
+                process.is_told = True
+                self._tell({"event": "spawned", "key": key, "pid": replica.pid})
+            if replica.exit_code is not None:
+                del self._processes[key]
+                self._bury(key, process)
+
+    def _bury(self, key: str, process: _Process) -> None:
+        replica_id = process.command.env.get(REPLICA)
+        if replica_id:
+            kill_leftovers(self._mark, [replica_id])
+        tail = read_end(process.command.stderr) if process.replica.exit_code else ""
+        with self._changed:
+            for name in self._logs:
+                if str(self._path_of(name)) in (process.command.stdout, process.command.stderr):
+                    self._logs[name] = time.monotonic()
+        end = {"code": process.replica.exit_code, "is_orphan": process.replica.is_orphan, "tail": tail}
+        self._tell({"event": "exited", "key": key, **end})
+
+    def _spawn(self, order: Message, nursery: Nursery, cold: ColdStarter) -> None:
+        if order["key"] in self._seen:
+            return  # asked twice
+        self._seen.add(order["key"])
+        env = {**network_env(self._address), **order["env"], MARK: self._mark}
+        start = plan_start(order["argv"], env, order["cwd"], parent_env=self._environment)
+        files = {}
+        for kind in ("stdout", "stderr"):
+            path = self._path_of(order[kind])
+            path.parent.mkdir(parents=True, exist_ok=True)
+            files[kind] = str(path)
+            with self._changed:
+                self._logs[order[kind]] = None
+        command = Command(argv=start.argv, env={**env, **start.env}, cwd=order["cwd"], **files)
+        starter: Starter = nursery if start.is_forked else cold
+        replica = starter.spawn(command)
+        self._processes[order["key"]] = _Process(replica=replica, starter=starter, command=command)
+
+    def _tell(self, message: Message) -> None:
+        with self._changed:
+            self._num_news += 1
+            self._news.append((self._num_news, message))
+            self._changed.notify_all()
+
+
+def kill_orphans(prefix: str) -> None:
+    """End what agents of this cluster have left on this machine that are not there any more."""
+    marks = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            mark = process.environ().get(MARK, "")
+            if mark.startswith(prefix):
+                marks.add(mark)
+    for mark in marks:
+        _, pid, created = mark.split(":")
+        with contextlib.suppress(psutil.Error):
+            if psutil.Process(int(pid)).create_time() == float(created):
+                continue
+        logger.warning("killed what an earlier agent left behind: %s", kill_leftovers(mark))
+
+
+def _remove_folders(prefix: str) -> None:
+    """Of agents that are gone."""
+    for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        pid = path.name.removeprefix(prefix).split("-")[0]
+        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+            shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,352 @@
+"""The nodes of a Ray cluster, each with an agent on it: who is there, who is lost, what they tell.
+
+Stands in ``engines/ray``, inside the steward. Two threads of its own ask Ray, which may take long when the head is in
+trouble; the steward takes what they have found, and never waits. A node is known by Ray's id for it; people and plans
+know it by a name, which it keeps while it is there. A node that comes back has another id, and its old name again.
+
+What a node offers is what it has, less what others on the Ray cluster use. That is seen with a delay, so slots
+disappear only when they have been missing for a while.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from pollux.engines.devices import CPU
+from pollux.engines.protocol import Message
+from pollux.engines.ray.agent import Agent
+from pollux.errors import EngineError
+
+WATCH_PERIOD_S = 0.25
+NEWS_S = 1.0
+SHRINK_S = 3.0  # for so long slots must be missing
+TALK_S = 0.05
+DESCRIBE_TIMEOUT_S = 60.0
+_GPU = "GPU"
+
+logger = logging.getLogger(__name__)
+AgentActor = ray.remote(num_cpus=0, max_concurrency=8, max_restarts=0)(Agent)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Host:
+    """A node that can be used."""
+
+    id: str  # Ray's
+    name: str
+    address: str
+    num_slots: int
+    accelerator: str
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Station:
+    """What is known of a living node."""
+
+    id: str
+    name: str
+    address: str
+    num_total: int  # slots
+    agent: Any
+    describing: Any
+    asked_at: float
+    host: Host | None = None  # when its agent has answered
+    is_useless: bool = False
+    missing_since: float | None = None
+    orders: list[Message] = field(default_factory=list)
+    ordering: Any = None
+    sent: list[Message] = field(default_factory=list)
+    listening: Any = None
+    num_heard: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """Since they were taken last. ``lost`` are names, each with Ray's reason."""
+
+    hosts: tuple[Host, ...]
+    lost: Mapping[str, str]
+    news: Sequence[tuple[str, Message]]  # the node's name, and what its agent told
+
+
+class Fleet:
+    def __init__(self, *, cluster: str, resource: str | None, probe: str | None) -> None:
+        """``resource``: what a slot is, "GPU" or "CPU"; None: GPUs where there is any. ``probe``: see the agent."""
+        self._cluster, self._resource, self._probe = cluster, resource, probe
+        self._turn = threading.Lock()  # guards all below
+        self._stations: dict[str, _Station] = {}  # by Ray's id
+        self._names: dict[str, str] = {}  # name -> id, of the living
+        self._released: set[str] = set()  # ids that are to go
+        self._seated: Counter[str] = Counter()  # ids -> seats of ours
+        self._lost: dict[str, str] = {}
+        self._news: deque[tuple[str, Message]] = deque()
+        self._closing = threading.Event()
+        self.has_looked = threading.Event()  # every node that was there at first has been asked
+        self._threads = [
+            threading.Thread(target=self._loop, args=(step, period_s), name=f"pollux-{step.__name__}", daemon=True)
+            for step, period_s in ((self._watch, WATCH_PERIOD_S), (self._talk, 0.0))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # --- what the steward asks: never waits -----------------------------------------------------------------------
+
+    @property
+    def resource(self) -> str:
+        return self._resource or CPU.upper()
+
+    def take(self) -> Changes:
+        with self._turn:
+            hosts = tuple(station.host for station in self._stations.values() if station.host is not None)
+            lost, self._lost = self._lost, {}
+            news, self._news = list(self._news), deque()
+        return Changes(hosts=tuple(host for host in hosts if host.num_slots), lost=lost, news=news)
+
+    def id_of(self, name: str) -> str | None:
+        with self._turn:
+            return self._names.get(name)
+
+    def address_of(self, name: str) -> tuple[str, int]:
+        """A node's address and a port that was free there. Asks the agent, for a moment.
+
+        Raises:
+            EngineError: the node is gone, or does not answer.
+        """
+        with self._turn:
+            station = self._stations.get(self._names.get(name, ""))
+        if station is None:
+            raise EngineError(f"node {name} is gone")
+        try:
+            return station.address, int(ray.get(station.agent.port.remote(), timeout=5.0))
+        except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:
+            raise EngineError(f"node {name} does not answer: {str(error).splitlines()[0]}") from error
+
+    def order(self, name: str, message: Message) -> bool:
+        """Whether there is such a node."""
+        with self._turn:
+            station = self._stations.get(self._names.get(name, ""))
+            if station is not None:
+                station.orders.append(message)
+            return station is not None
+
+    def count_seat(self, node_id: str, change: int) -> None:
+        with self._turn:
+            self._seated[node_id] += change
+
+    def keep_only(self, names: Sequence[str] | None) -> None:
+        """Let the others go: nothing of ours stays on them, so that Ray's auto-scaler can end them. None: keep all."""
+        with self._turn:
+            released = set() if names is None else {id for name, id in self._names.items() if name not in names}
+            for node_id in self._released - released:
+                if (station := self._stations.pop(node_id, None)) is not None:  # it is wanted again, and joins anew
+                    self._names.pop(station.name, None)
+            self._released = released
+            for node_id in released:
+                station = self._stations[node_id]
+                if station.host is not None:
+                    logger.info("%s is let go", station.name)
+                    station.host, station.is_useless = None, True
+                    _kill(station.agent)
+
+    def agents(self) -> dict[str, Any]:
+        """Handles by node name."""
+        with self._turn:
+            return {station.name: station.agent for station in self._stations.values() if station.host is not None}
+
+    def close(self) -> None:
+        self._closing.set()
+        for thread in self._threads:
+            thread.join(5.0)
+
+    # --- the threads ----------------------------------------------------------------------------------------------
+
+    def _loop(self, step: Any, period_s: float) -> None:
+        while not self._closing.wait(period_s):
+            try:
+                step()
+            except Exception as error:  # the head is away, say: what is known stays
+                logger.warning("%s: %s", step.__name__, str(error).splitlines()[0] if str(error) else repr(error))
+                self._closing.wait(1.0)
+
+    def _watch(self) -> None:
+        seen = ray.nodes()
+        rows = {row["NodeID"]: row for row in seen if row["Alive"]}
+        reasons = {row["NodeID"]: row.get("DeathReasonMessage") or "" for row in seen if not row["Alive"]}
+        if self._resource is None and any(row["Resources"].get(_GPU) for row in rows.values()):
+            self._resource = _GPU
+        with self._turn:
+            for node_id in [id for id in self._stations if id not in rows]:
+                self._lose(node_id, reasons.get(node_id) or "Ray does not see it any more")
+            new = [
+                row
+                for id, row in rows.items()
+                if id not in self._stations and id not in self._released and self._slots_of(row)
+            ]
+        for row in new:
+            self._join(row)
+        self._see_answers()
+        self._see_others(rows)
+        with self._turn:
+            is_asked = all(s.host is not None or s.is_useless for s in self._stations.values())
+        if is_asked:
+            self.has_looked.set()
+
+    def _slots_of(self, row: Mapping[str, Any]) -> int:
+        return int(row["Resources"].get(self.resource, 0))
+
+    def _lose(self, node_id: str, reason: str) -> None:
+        station = self._stations.pop(node_id)
+        self._names.pop(station.name, None)
+        self._seated.pop(node_id, None)
+        if node_id in self._released:
+            self._released.discard(node_id)
+        else:
+            self._lost[station.name] = f"node {station.name} is lost: {reason}"
+
+    def _join(self, row: Mapping[str, Any]) -> None:
+        node_id, address = row["NodeID"], row["NodeManagerAddress"]
+        base = row["NodeName"] if row["NodeName"] != address else row["NodeManagerHostname"] or address
+        with self._turn:
+            name = base if base not in self._names else f"{base}-{node_id[:6]}"
+        agent = AgentActor.options(
+            name=f"pollux:{self._cluster}:agent:{node_id[:12]}",
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+            get_if_exists=True,
+        ).remote(cluster=self._cluster, address=address)
+        station = _Station(
+            id=node_id,
+            name=name,
+            address=address,
+            num_total=self._slots_of(row),
+            agent=agent,
+            describing=agent.describe.remote(self._probe),
+            asked_at=time.monotonic(),
+        )
+        with self._turn:
+            self._stations[node_id], self._names[name] = station, node_id
+
+    def _see_answers(self) -> None:
+        for station in list(self._stations.values()):
+            if station.host is not None or station.is_useless:
+                continue
+            try:
+                answer = ray.get(station.describing, timeout=0)
+            except ray.exceptions.GetTimeoutError:
+                if time.monotonic() - station.asked_at > DESCRIBE_TIMEOUT_S:
+                    logger.warning("%s: its agent does not answer; it is not used yet", station.name)
+                    station.asked_at = time.monotonic()
+                continue
+            except ray.exceptions.RayError as error:
+                self._dismiss(station, error)
+                continue
+            if not answer["sees_storage"]:
+                logger.warning("%s does not see the storage at %s: it is not used", station.name, self._probe)
+                station.is_useless = True
+                continue
+            accelerator = answer["gpus"][0] if answer["gpus"] and self.resource == _GPU else CPU
+            host = Host(
+                id=station.id,
+                name=station.name,
+                address=station.address,
+                num_slots=station.num_total,
+                accelerator=accelerator,
+            )
+            with self._turn:
+                station.host = host
+            logger.info("%s joins: %d slots, %s", host.name, host.num_slots, host.accelerator)
+
+    def _dismiss(self, station: _Station, error: Exception) -> None:
+        """An agent that has died is replaced, if its node lives."""
+        logger.warning("%s: its agent is gone: %s", station.name, str(error).splitlines()[0])
+        with self._turn:
+            if self._stations.get(station.id) is station:
+                was_used = station.host is not None
+                self._lose(station.id, "its agent ended")
+                if not was_used:
+                    self._lost.pop(station.name, None)
+
+    def _see_others(self, rows: Mapping[str, Any]) -> None:
+        """What others use of a node's slots is not on offer."""
+        available = ray._private.state.available_resources_per_node()
+        now = time.monotonic()
+        with self._turn:
+            for station in self._stations.values():
+                host = station.host
+                if host is None or station.id not in available:
+                    continue
+                free = int(available[station.id].get(self.resource, 0))
+                num_slots = min(station.num_total, free + self._seated[station.id])
+                if num_slots >= host.num_slots:
+                    station.missing_since = None
+                    station.host = dataclasses.replace(host, num_slots=num_slots)
+                elif station.missing_since is None:
+                    station.missing_since = now
+                elif now - station.missing_since > SHRINK_S:
+                    logger.warning("%s: others use its slots; %d are left to us", station.name, num_slots)
+                    station.missing_since = None
+                    station.host = dataclasses.replace(host, num_slots=num_slots)
+
+    def _talk(self) -> None:
+        """Hear what agents tell, and pass on what they are asked, with one call of each kind under way."""
+        with self._turn:
+            stations = [station for station in self._stations.values() if station.host is not None]
+        for station in stations:
+            if station.listening is None:
+                station.listening = station.agent.news.remote(station.num_heard, NEWS_S)
+            with self._turn:
+                if station.ordering is None and station.orders:
+                    station.sent, station.orders = station.orders, []
+                    station.ordering = station.agent.obey.remote(station.sent)
+        waiting = [ref for s in stations for ref in (s.listening, s.ordering) if ref is not None]
+        if not waiting:
+            self._closing.wait(TALK_S)
+            return
+        ready = set(ray.wait(waiting, num_returns=1, timeout=TALK_S)[0])
+        for station in stations:
+            if station.listening in ready:
+                self._hear(station)
+            if station.ordering in ready:
+                self._see_obeyed(station)
+
+    def _hear(self, station: _Station) -> None:
+        ref, station.listening = station.listening, None
+        try:
+            told = ray.get(ref, timeout=0)
+        except ray.exceptions.ActorUnavailableError:
+            self._closing.wait(TALK_S)  # it is asked again; if its node is dead Ray will say so
+            return
+        except ray.exceptions.RayError as error:
+            self._dismiss(station, error)
+            return
+        with self._turn:
+            for number, message in told:
+                if number > station.num_heard:
+                    station.num_heard = number
+                    self._news.append((station.name, message))
+
+    def _see_obeyed(self, station: _Station) -> None:
+        ref, station.ordering = station.ordering, None
+        try:
+            ray.get(ref, timeout=0)
+            station.sent = []
+        except ray.exceptions.ActorUnavailableError:
+            with self._turn:  # perhaps it was heard, perhaps not: agents do nothing twice
+                station.orders, station.sent = station.sent + station.orders, []
+        except ray.exceptions.RayError as error:
+            self._dismiss(station, error)
+
+
+def _kill(actor: Any) -> None:
+    with contextlib.suppress(Exception):
+        ray.kill(actor)

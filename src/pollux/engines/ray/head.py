@@ -1,0 +1,157 @@
+"""Which Ray cluster to use: the one that is named, the one that runs here, or a head of our own.
+
+Stands in ``engines/ray``; no Ray is imported. A head of our own outlives the server, as jobs do; it is known by a file
+in the data directory, ends with the jobs, and looks for lost nodes often: see HEALTH_CHECKS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+import psutil
+
+from pollux.engines.ray.networking import can_connect, free_port
+from pollux.errors import EngineError
+
+HEAD_FILE, HEAD_LOG = "ray-head.json", "ray-head.log"
+START_TIMEOUT_S, STOP_TIMEOUT_S = 60.0, 20.0
+DEFAULT_PORT = 6379
+# A node that is gone is missed after a second instead of a quarter of a minute, a frozen one after four.
+HEALTH_CHECKS = {
+    "health_check_initial_delay_ms": 500,
+    "health_check_period_ms": 300,
+    "health_check_timeout_ms": 1000,
+    "health_check_failure_threshold": 3,
+}
+LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_LAST_CLUSTER = Path("/tmp/ray/ray_current_cluster")  # where `ray start` notes it
+
+
+def find_address(address: str | None, directory: Path, env: Mapping[str, str] = os.environ) -> str | None:
+    """The cluster that is meant, by its head's address; None: there is none, and a head may be started."""
+    if address is not None and address != "auto":
+        return address
+    if env.get("RAY_ADDRESS"):
+        return env["RAY_ADDRESS"]
+    if (own := own_head(directory)) is not None:
+        return own
+    with contextlib.suppress(OSError):
+        found = _LAST_CLUSTER.read_text().strip()
+        host, _, port = found.rpartition(":")
+        if host and port.isdecimal() and not can_connect(host, int(port), 2.0):
+            return found
+    if address == "auto":
+        raise EngineError("no Ray runs on this machine: start one (`ray start --head`), or leave --address out")
+    return None
+
+
+def as_others_know_it(address: str) -> str:
+    """The address of a head on this machine's loopback as nodes on other machines know it, if it has another.
+
+    Ray does not take 127.0.0.1 for an answer: its head has an address that others reach, and they may join at any time.
+    """
+    host, _, port = address.rpartition(":")
+    if host.strip("[]") not in LOOPBACK:
+        return address
+    for process in psutil.process_iter(["name", "cmdline"]):
+        words = process.info["cmdline"] or []
+        if process.info["name"] == "gcs_server" and f"--gcs_server_port={port}" in words:
+            known = [word.partition("=")[2] for word in words if word.startswith("--node-ip-address=")]
+            return f"{known[0]}:{port}" if known else address
+    return address
+
+
+def own_address(towards: str | None) -> str:
+    """This machine's address as the host of a cluster sees it; the loopback for one that nobody else reaches."""
+    host = (towards or "").rpartition(":")[0].removeprefix("ray://").strip("[]")
+    if host in ("", *LOOPBACK):
+        return "127.0.0.1"
+    try:
+        family = socket.getaddrinfo(host, 9)[0][0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # sends nothing
+            return str(probe.getsockname()[0])
+    except OSError as error:
+        raise EngineError(f"the host of {towards} cannot be found: {error.strerror or error}") from error
+
+
+def own_head(directory: Path) -> str | None:
+    """The address of a head that was started here and lives."""
+    found = _read(directory)
+    return None if found is None else found[1]
+
+
+def start_head(directory: Path, host: str) -> str:
+    """Start a head that outlives this process; its address.
+
+    Raises:
+        EngineError: it did not start; says what its log says.
+    """
+    port = DEFAULT_PORT if can_connect(host, DEFAULT_PORT, 1.0) else free_port(host)
+    command = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--head", "--block"]
+    command += [f"--node-ip-address={host}", f"--port={port}", "--include-dashboard=false", "--disable-usage-stats"]
+    command += [f"--system-config={json.dumps(HEALTH_CHECKS)}"]
+    log = directory / HEAD_LOG
+    env = {name: value for name, value in os.environ.items() if not name.startswith("POLLUX_")}
+    env["RAY_memory_monitor_refresh_ms"] = "0"  # Ray would end workers of its own choice when memory is short
+    pid = os.posix_spawn(
+        sys.executable,
+        command,
+        env,
+        file_actions=[
+            (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
+            (os.POSIX_SPAWN_OPEN, 1, str(log), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600),
+            (os.POSIX_SPAWN_DUP2, 1, 2),
+        ],
+        setsid=True,
+    )
+    address = f"{host}:{port}"
+    note = {"pid": pid, "created": psutil.Process(pid).create_time(), "address": address}
+    (directory / HEAD_FILE).write_text(json.dumps(note))
+    deadline = time.monotonic() + START_TIMEOUT_S
+    while "Ray runtime started" not in (text := log.read_text(errors="replace")):
+        has_ended = os.waitpid(pid, os.WNOHANG)[0] != 0
+        if has_ended or time.monotonic() > deadline:
+            if not has_ended:
+                stop_head(directory)
+            raise EngineError(f"a Ray head could not be started; {log} ends with:\n{text[-1500:].strip()}")
+        time.sleep(0.1)
+    return address
+
+
+def stop_head(directory: Path) -> None:
+    """End a head of our own, and all that it started, if there is one."""
+    found = _read(directory)
+    if found is None:
+        return
+    head = found[0]
+    everybody = [head, *head.children(recursive=True)]
+    with contextlib.suppress(psutil.Error):
+        head.send_signal(signal.SIGTERM)
+    _, left = psutil.wait_procs(everybody, STOP_TIMEOUT_S)
+    for process in left:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    with contextlib.suppress(ChildProcessError):
+        os.waitpid(head.pid, os.WNOHANG)
+    (directory / HEAD_FILE).unlink(missing_ok=True)
+
+
+def _read(directory: Path) -> tuple[psutil.Process, str] | None:
+    """The process and its address, if it is the one that was noted, and not another with its number."""
+    try:
+        note = json.loads((directory / HEAD_FILE).read_text())
+        process = psutil.Process(note["pid"])
+        if process.create_time() != note["created"] or process.status() == psutil.STATUS_ZOMBIE:
+            return None
+        return process, str(note["address"])
+    except (OSError, ValueError, KeyError, TypeError, psutil.Error):
+        return None

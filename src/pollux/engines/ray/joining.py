@@ -1,0 +1,138 @@
+"""Joining a Ray cluster, and finding the steward of a Pollux there or making one. Stands in ``engines/ray``.
+
+Whatever is wrong is one sentence that says what to do; nothing of anybody else's is touched.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import signal
+import sys
+import threading
+from typing import Any
+
+from pollux.engines.ray.networking import can_connect
+from pollux.errors import EngineError
+
+NAMESPACE = "pollux"
+NO_STEWARD = "there is no steward"
+REACH_S = 5.0
+ANSWER_S = 60.0
+_HOST_PORT = re.compile(r"(?P<host>.+):(?P<port>[0-9]{1,5})")
+
+logger = logging.getLogger(__name__)
+
+
+class Refused(EngineError):
+    """It cannot be; the message says why and what to do."""
+
+
+def steward_name(cluster: str) -> str:
+    return f"pollux:{cluster}:steward"
+
+
+def join(settings: dict[str, Any]) -> Any:
+    """The steward's handle. ``settings``: address, and what a steward is made with.
+
+    Raises:
+        Refused: no Ray is there, another version, or the name is another Pollux's.
+    """
+    address, steward_settings = settings["address"], settings["steward"]
+    connect(address)
+    import ray
+
+    name = steward_name(steward_settings["cluster"])
+    steward = _find(name)
+    if steward is None and not settings["makes_steward"]:
+        raise Refused(f"{NO_STEWARD}: nothing of this Pollux runs at {address}")
+    if steward is None:
+        logger.info("no steward named %s is there: making one", name)
+        steward = _make(name, steward_settings)
+    try:
+        about = ray.get(steward.about.remote(), timeout=ANSWER_S)
+    except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:
+        raise Refused(
+            f"the steward {name} does not answer: {_first_line(error)}; see Ray's logs on the head"
+        ) from error
+    if about["owner"] != steward_settings["owner"]:
+        raise Refused(
+            f"another Pollux on this Ray cluster is called {steward_settings['cluster']!r} (that of {about['where']}, "
+            "running now): give this one another name with --name; nothing of the other was touched"
+        )
+    return steward
+
+
+def connect(address: str) -> None:
+    """Raises Refused."""
+    try:
+        import ray
+    except ImportError as error:
+        raise Refused(f'ray is not installed here ({error}): pip install "pollux-scheduler[ray]"') from error
+    match = _HOST_PORT.fullmatch(address)
+    if match is not None and "://" not in address:
+        why = can_connect(match["host"], int(match["port"]), REACH_S)
+        if why:
+            raise Refused(
+                f"no Ray answers at {address} ({why}): see that the head runs (`ray status` on it) and that the port "
+                "is reachable from here, or leave --address out to start a head"
+            )
+    handler = signal.getsignal(signal.SIGTERM) if threading.current_thread() is threading.main_thread() else None
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    try:
+        ray.init(address=address, namespace=NAMESPACE, log_to_driver=False, logging_level=logging.ERROR)
+    except RuntimeError as error:
+        if "ersion mismatch" in str(error):
+            what = " ".join(str(error).split())
+            raise Refused(
+                f"the Ray cluster at {address} and this machine have different versions: {what}; this is Ray "
+                f"{ray.__version__} on Python {sys.version.split()[0]}: install the same on all machines"
+            ) from error
+        raise Refused(f"Ray at {address} cannot be joined: {_first_line(error)}") from error
+    except (ConnectionError, ValueError, TimeoutError) as error:
+        raise Refused(
+            f"no Ray cluster can be joined at {address}: {_first_line(error)}; the server must run on a machine of "
+            "the cluster (`ray start --address=...` makes it one)"
+        ) from error
+    finally:
+        if handler is not None:
+            signal.signal(signal.SIGTERM, handler)  # Ray puts its own there
+
+
+def _find(name: str) -> Any | None:
+    import ray
+
+    try:
+        return ray.get_actor(name, namespace=NAMESPACE)
+    except ValueError:
+        return None
+
+
+def _make(name: str, settings: dict[str, Any]) -> Any:
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from pollux.engines.ray.steward import Steward
+
+    actor = ray.remote(num_cpus=0, max_concurrency=32, max_restarts=0)(Steward)
+    options: dict[str, Any] = {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True}
+    head = head_node()
+    if head is not None:
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(head, soft=False)
+    return actor.options(**options).remote(**settings)
+
+
+def head_node() -> str | None:
+    """Its id, where the cluster says which it is: it outlives all others."""
+    import ray
+
+    for row in ray.nodes():
+        if row["Alive"] and "node:__internal_head__" in row["Resources"]:
+            return str(row["NodeID"])
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else repr(error)

@@ -1,0 +1,198 @@
+"""The server's hand in a Ray cluster: a process that carries messages between an engine and its steward.
+
+``python -m pollux.engines.ray.relay --fd N ...`` talks lines of JSON over the socket N, as the steward of one machine
+does (:mod:`pollux.engines.protocol`), and calls the steward's actor. It also fetches what replicas print, from the
+agents into the data directory. It keeps nothing: Ray may end it at any moment, and another one takes over.
+
+It is a process of its own because Ray ends a process whose node it loses, and takes over its signals and its logging.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import logging
+import os
+import queue
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from pollux.engines.protocol import Lines, Message, to_line
+from pollux.engines.ray.joining import Refused, join
+
+HEAR_S = 1.0
+LATE_S = 5.0  # beyond that
+ANSWER_S = 30.0
+PATIENCE_S = 15.0  # with a steward that is out of reach: another relay is soon started, and can say more
+LOG_PERIOD_S = 2.0
+CATCH_UP_S = 2.0
+ENDS = ("ended", "stopped", "lost")
+
+logger = logging.getLogger(__name__)
+
+
+class Relay:
+    def __init__(self, link: socket.socket, steward: Any, directory: Path) -> None:
+        self._link, self._steward, self._directory = link, steward, directory
+        self._client = secrets.token_hex(8)
+        self._questions: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._lines = Lines()
+        self._agents: dict[str, Any] = {}
+        self._known: dict[str, int] = {}  # log file -> how much of it is here
+        self._writing = threading.Lock()
+
+    def run(self) -> None:
+        """Until the engine or the steward has ended."""
+        import ray
+
+        ray.get(self._steward.greet.remote(self._client), timeout=ANSWER_S)
+        for target in (self._read, self._ask, self._fetch_logs):
+            threading.Thread(target=self._guarded, args=(target,), daemon=True).start()
+        heard, lost_at = 0, None
+        while True:
+            try:
+                told = ray.get(self._steward.hear.remote(self._client, heard, HEAR_S), timeout=HEAR_S + LATE_S)
+                lost_at = None
+            except (ray.exceptions.ActorUnavailableError, ray.exceptions.GetTimeoutError) as error:
+                lost_at = lost_at or time.monotonic()
+                if time.monotonic() - lost_at > PATIENCE_S:
+                    raise Refused(f"the steward is out of reach: {error}") from error
+                time.sleep(0.2)
+                continue
+            if any(message["event"] in ENDS for _, message in told):
+                self._catch_up()
+            for number, message in told:
+                heard = max(heard, number)
+                if message["event"] == "over":
+                    ray.kill(self._steward)
+                    return
+                self._link.sendall(to_line(message))
+
+    def _guarded(self, target: Any) -> None:
+        """A part that ends, ends all: the engine starts another relay."""
+        try:
+            target()
+        except Exception:
+            logger.exception("the relay ends")
+        os._exit(1)
+
+    def _read(self) -> None:
+        while data := self._link.recv(1 << 16):
+            for message in self._lines.feed(data):
+                self._questions.put(message)
+        os._exit(0)  # the engine is gone; the steward is not
+
+    def _ask(self) -> None:
+        import ray
+
+        number = 0
+        while True:
+            messages = [self._questions.get()]
+            while not self._questions.empty():
+                messages.append(self._questions.get())
+            number += 1
+            ends_at = time.monotonic() + PATIENCE_S
+            while True:
+                try:
+                    ray.get(self._steward.ask.remote(self._client, number, messages), timeout=ANSWER_S)
+                    break
+                except (ray.exceptions.ActorUnavailableError, ray.exceptions.GetTimeoutError):
+                    if time.monotonic() > ends_at:
+                        raise
+                    time.sleep(0.2)
+
+    def _fetch_logs(self) -> None:
+        """With one question to each agent under way."""
+        import ray
+
+        asked: dict[str, Any] = {}
+        seen_at = -LOG_PERIOD_S
+        while True:
+            if time.monotonic() - seen_at > LOG_PERIOD_S:
+                seen_at = time.monotonic()
+                with contextlib.suppress(ray.exceptions.ActorUnavailableError, ray.exceptions.GetTimeoutError):
+                    self._agents = ray.get(self._steward.agents.remote(), timeout=ANSWER_S)
+            for node, agent in self._agents.items():
+                if node not in asked:
+                    asked[node] = agent.read_logs.remote(dict(self._known), HEAR_S)
+            if not asked:
+                time.sleep(0.2)
+                continue
+            ready = ray.wait(list(asked.values()), num_returns=1, timeout=HEAR_S)[0]
+            for node, ref in list(asked.items()):
+                if ref not in ready:
+                    continue
+                del asked[node]
+                try:
+                    self._write(ray.get(ref, timeout=0))
+                except ray.exceptions.RayError:
+                    self._agents.pop(node, None)  # its node is lost, perhaps; it is asked for again
+
+    def _catch_up(self) -> None:
+        """What was printed before an end is here before anybody hears of that."""
+        import ray
+
+        ends_at = time.monotonic() + CATCH_UP_S
+        for agent in list(self._agents.values()):
+            with contextlib.suppress(ray.exceptions.RayError):
+                while (left_s := ends_at - time.monotonic()) > 0:
+                    found = ray.get(agent.read_logs.remote(dict(self._known), 0.0), timeout=left_s)
+                    if not found:
+                        break
+                    self._write(found)
+
+    def _write(self, found: dict[str, tuple[int, bytes]]) -> None:
+        for name, (offset, data) in found.items():
+            with self._writing:
+                self._append(name, offset, data)
+
+    def _append(self, name: str, offset: int, data: bytes) -> None:
+        path = Path(name)
+        if not path.is_relative_to(self._directory / "jobs") or ".." in path.parts:
+            logger.error("an agent offers %s, which is no log of ours", name)
+            self._known[name] = sys.maxsize
+            return
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("ab") as file:
+            if file.tell() == offset:
+                file.write(data)
+        self._known[name] = path.stat().st_size
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m pollux.engines.ray.relay", description="carries messages")
+    parser.add_argument("--fd", type=int, required=True, help="an inherited, connected stream socket")
+    parser.add_argument("--directory", type=Path, required=True, help="the data directory")
+    parser.add_argument("--settings", required=True, help="as JSON: see joining.Settings")
+    options = parser.parse_args(argv)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    link = socket.socket(fileno=options.fd)
+    os.set_inheritable(link.fileno(), False)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
+    try:
+        steward = join(json.loads(options.settings))
+        Relay(link, steward, options.directory).run()
+    except Refused as error:
+        link.sendall(to_line({"event": "refused", "version": 0, "reason": str(error)}))
+        return 1
+    except OSError:
+        return 1  # the engine is gone
+    except Exception as error:
+        logger.exception("the relay ends")
+        link.sendall(to_line({"event": "refused", "version": 0, "reason": f"Ray: {str(error).splitlines()[0]}"}))
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    code = main()
+    logging.shutdown()
+    os._exit(code)  # Ray's own end takes seconds, and nothing of ours is left to do

@@ -1,0 +1,213 @@
+"""Starting replicas on the nodes of a Ray cluster. Stands in ``engines/ray``, inside the steward.
+
+Each replica has a *seat*: an actor in a placement group of one bundle, pinned to the node that the plan names. It holds
+the slot in Ray's books, so that nobody else is given it, and knows which device it was given. The process itself is
+forked by the node's agent. The group goes when the process has ended, or before the process begins if it is not wanted
+any more. :class:`RayStarter` is a :class:`~pollux.train.nursery.Starter`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from pollux.engines.protocol import Message
+from pollux.engines.ray.fleet import Fleet
+from pollux.train.nursery import Command, Replica, StarterEvent
+
+NUM_THREADS = 8
+MAX_TAILS = 1000
+PATIENCE_S = 5.0  # with a slot that should be free
+
+logger = logging.getLogger(__name__)
+
+
+class Seat:
+    """In Ray's eyes, the replica."""
+
+    def __init__(self) -> None:
+        self._leaving = threading.Event()
+
+    def devices(self) -> str | None:
+        """As CUDA is told."""
+        return os.environ.get("CUDA_VISIBLE_DEVICES")
+
+    def hold(self) -> None:
+        """Until the end, so that whoever waits hears of it."""
+        self._leaving.wait()
+
+
+SeatActor = ray.remote(max_concurrency=2, max_restarts=0)(Seat)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Taken:
+    """A seat: what Ray gave for it."""
+
+    group: Any
+    actor: Any
+    devices: Any
+    holding: Any
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _Process:
+    replica: Replica
+    command: Command
+    node_id: str
+    taking: Future[_Taken]
+    asked_at: float
+    seat: _Taken | None = None
+    is_counted: bool = False  # among our seats of its node
+    is_asked_for: bool = False  # the agent was told to start it
+
+
+class RayStarter:
+    def __init__(self, fleet: Fleet, *, cluster: str) -> None:
+        self._fleet, self._cluster = fleet, cluster
+        self._processes: dict[str, _Process] = {}
+        self._tails: dict[str, str] = {}  # by stderr file
+        self._events: list[StarterEvent] = []
+        self._num_spawned = 0
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="pollux-seats")
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Agents become ready by themselves."""
+
+    def make_folder(self, path: str) -> None:
+        """Agents do, on their machines."""
+
+    def last_words(self, stderr: str) -> str:
+        return self._tails.get(stderr, "")
+
+    def spawn(self, command: Command) -> Replica:
+        self._num_spawned += 1
+        replica = Replica(key=str(self._num_spawned))
+        node_id = self._fleet.id_of(command.node)
+        if node_id is None:
+            self._end(replica, -signal.SIGKILL, f"node {command.node} is gone")
+            return replica
+        name = f"pollux:{self._cluster}:{os.path.basename(command.stdout).removesuffix('.out')}:{self._num_spawned}"
+        process = self._processes[replica.key] = _Process(
+            replica=replica,
+            command=command,
+            node_id=node_id,
+            taking=self._threads.submit(_take_seat, node_id, self._fleet.resource, name),
+            asked_at=time.monotonic(),
+        )
+        self._count(process, is_ours=True)
+        return replica
+
+    def signal(self, replica: Replica, signum: int, *, group: bool | None = None) -> None:
+        process = self._processes.get(replica.key)
+        if process is None or replica.exit_code is not None:
+            return
+        if not process.is_asked_for:
+            if signum in (signal.SIGKILL, signal.SIGTERM):
+                self._leave(process, -signum)  # nobody is there yet to hear it
+            return
+        order = {"op": "signal", "key": replica.key, "signum": int(signum)}
+        self._fleet.order(process.command.node, {**order, "group": group})
+
+    def take(self, node: str, message: Message) -> None:
+        """What an agent told."""
+        process = self._processes.get(message["key"])
+        if process is None or process.command.node != node:
+            return
+        if message["event"] == "spawned":
+            process.replica.pid = message["pid"]
+            self._events.append(StarterEvent(kind="spawned", replica=process.replica))
+        elif message["event"] == "exited":
+            self._tails[process.command.stderr] = message["tail"]
+            while len(self._tails) > MAX_TAILS:
+                del self._tails[next(iter(self._tails))]
+            self._leave(process, message["code"], is_orphan=message["is_orphan"])
+
+    def lose(self, nodes: Sequence[str]) -> None:
+        """All that is on these nodes has ended, or is given up."""
+        for process in list(self._processes.values()):
+            if process.command.node in nodes:
+                self._leave(process, -signal.SIGKILL, is_orphan=True)
+
+    def poll(self) -> list[StarterEvent]:
+        for process in list(self._processes.values()):
+            try:
+                self._advance(process)
+            except Exception as error:  # Ray has many
+                logger.warning("%s: its seat is gone: %s", process.command.stdout, str(error).splitlines()[0])
+                if process.is_asked_for:
+                    order = {"op": "signal", "key": process.replica.key, "signum": int(signal.SIGKILL), "group": True}
+                    self._fleet.order(process.command.node, order)
+                self._leave(process, -signal.SIGKILL, is_orphan=True)
+        events, self._events = self._events, []
+        return events
+
+    def close(self) -> None:
+        for process in list(self._processes.values()):
+            self.signal(process.replica, signal.SIGKILL)
+            self._leave(process, -signal.SIGKILL)
+        self._threads.shutdown(wait=True)
+
+    def _advance(self, process: _Process) -> None:
+        if process.seat is None:
+            if not process.taking.done():
+                return
+            process.seat = process.taking.result()
+        seat = process.seat
+        if not process.is_asked_for:
+            if not ray.wait([seat.devices], timeout=0)[0]:
+                if process.is_counted and time.monotonic() - process.asked_at > PATIENCE_S:
+                    logger.warning("%s waits for a slot of %s", process.command.stdout, process.command.node)
+                    self._count(process, is_ours=False)  # somebody else has it: the node offers less
+                return
+            devices = ray.get(seat.devices, timeout=1.0)
+            self._count(process, is_ours=True)
+            process.is_asked_for = True
+            command = process.command
+            env = {**command.env, "CUDA_VISIBLE_DEVICES": devices or ""}
+            plain = {"argv": list(command.argv), "env": env, "cwd": command.cwd}
+            files = {"stdout": command.stdout, "stderr": command.stderr}
+            self._fleet.order(command.node, {"op": "spawn", "key": process.replica.key, **plain, **files})
+        elif ray.wait([seat.holding], timeout=0)[0]:
+            ray.get(seat.holding, timeout=1.0)
+
+    def _leave(self, process: _Process, code: int, *, is_orphan: bool = False) -> None:
+        del self._processes[process.replica.key]
+        self._count(process, is_ours=False)
+        self._end(process.replica, code, "", is_orphan)
+        self._threads.submit(_give_back, process.taking)
+
+    def _count(self, process: _Process, *, is_ours: bool) -> None:
+        if process.is_counted != is_ours:
+            process.is_counted = is_ours
+            self._fleet.count_seat(process.node_id, +1 if is_ours else -1)
+
+    def _end(self, replica: Replica, code: int, message: str, is_orphan: bool = True) -> None:
+        replica.exit_code, replica.is_orphan = code, is_orphan
+        self._events.append(StarterEvent(kind="exited", replica=replica, message=message))
+
+
+def _take_seat(node_id: str, resource: str, name: str) -> _Taken:
+    """In a thread: the head may take its time."""
+    group = placement_group([{resource: 1}], bundle_label_selector=[{"ray.io/node-id": node_id}], name=name)
+    amount = {"num_gpus": 1, "num_cpus": 0} if resource == "GPU" else {"num_cpus": 1}
+    place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
+    actor = SeatActor.options(name=name, scheduling_strategy=place, **amount).remote()
+    return _Taken(group=group, actor=actor, devices=actor.devices.remote(), holding=actor.hold.remote())
+
+
+def _give_back(taking: Future[_Taken]) -> None:
+    with contextlib.suppress(Exception):
+        remove_placement_group(taking.result().group)

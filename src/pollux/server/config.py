@@ -1,0 +1,66 @@
+"""What a server is started with. Stands in ``server``; no I/O."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pollux.errors import InvalidValueError
+from pollux.policy import PolicySettings
+from pollux.scheduler.autoscale import AutoscaleConfig
+from pollux.server.access import check_host
+
+DEFAULT_HOST = "127.0.0.1"
+SECRET_FILE = "secret"
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceConfig:
+    """``port`` None: the one used before here, else 7077 or the next that is free; 0: any that is free."""
+
+    data_directory: Path
+    host: str | None = None  # None: the loopback, or with Ray this machine's address among the others
+    port: int | None = None
+    reached_at: str | None = None  # by jobs, where it listens at every address
+    slots: int | None = None  # CPU slots; None: the GPUs, or a slot per CPU where there are none
+    nodes: str | None = None  # virtual nodes, as in "2x2"
+    policy: str = "pollux"
+    settings: PolicySettings | None = None  # of the policy; None: those for a live cluster
+    interval_s: float = 10.0  # decide at least this often
+    needs_token: bool = True
+    grace_s: float = 30.0  # for a job that is told to stop, before it is killed
+    min_free_mib: int = 64  # jobs pause when their disk has less
+    stop_timeout_s: float = 60.0  # for all jobs to checkpoint and leave
+    hurry_timeout_s: float = 2.0  # the same, when asked twice
+    storage: str | None = None  # for checkpoints: a path or a URL that all nodes reach; None: the data directory
+    engine: Literal["local", "ray"] = "local"
+    address: str | None = None  # of Ray's head
+    name: str = "pollux"  # among those on one Ray cluster
+    resource: Literal["GPU", "CPU"] | None = None  # what a slot is, in Ray; None: GPUs where there are any
+    autoscale: AutoscaleConfig | None = None
+    node_slots: int | None = None  # of a node that is added; None: as many as the largest has
+    node_price: float | None = None  # for an hour
+
+    def __post_init__(self) -> None:
+        if self.port is not None and not 0 <= self.port <= 65535:
+            raise InvalidValueError(f"port = {self.port}; a number from 1 to 65535 is needed, or 0 for any")
+        for name in ("interval_s", "grace_s", "stop_timeout_s", "hurry_timeout_s"):
+            if not (math.isfinite(value := getattr(self, name)) and value > 0):
+                raise InvalidValueError(f"{name} = {value}; a positive number of seconds is needed")
+        check_host(self.host or DEFAULT_HOST, self.needs_token)
+        is_ray = self.engine == "ray"
+        if is_ray and (self.slots is not None or self.nodes is not None):
+            raise InvalidValueError("slots and nodes are Ray's to say: leave out --slots and --nodes with --engine ray")
+        for option in ("address", "resource", "autoscale", "node_slots"):
+            if not is_ray and getattr(self, option) is not None:
+                raise InvalidValueError(f"{option} is for a cluster of several machines: it needs --engine ray")
+        if not _NAME.fullmatch(self.name):
+            raise InvalidValueError(f"name = {self.name!r}; up to 40 letters, digits, - and _ are needed")
+        if self.node_slots is not None and self.node_slots < 1:
+            raise InvalidValueError(f"node_slots = {self.node_slots}; a number of at least 1 is needed")
+        if self.node_price is not None and not (math.isfinite(self.node_price) and self.node_price >= 0):
+            raise InvalidValueError(f"node_price = {self.node_price}; a number of at least 0 is needed")

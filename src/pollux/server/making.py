@@ -1,0 +1,163 @@
+"""Making the cluster that is served: an engine, and the scheduler on it.
+
+Stands in ``server``, between the configuration and the service. What an engine needs before the server listens
+(a Ray cluster to join, the address by which nodes reach us) is :func:`prepared`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import importlib.util
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+from pollux.errors import InvalidValueError
+from pollux.server.access import load_token
+from pollux.server.config import SECRET_FILE, ServiceConfig
+from pollux.server.gate import LiveCluster
+from pollux.server.store import SqlStore
+from pollux.types import Node
+
+if TYPE_CHECKING:
+    from pollux.server.cluster import Cluster
+
+_OWN_VARIABLE = re.compile(
+    "(POLLUX|TORCHELASTIC)_.*|MASTER_(ADDR|PORT)|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME"
+)
+
+
+class ServedCluster(LiveCluster, Protocol):
+    """What is served, with what begins and ends it."""
+
+    def start(self) -> None: ...
+    def stop(self, *, keeps_jobs: bool, timeout_s: float = 60) -> None: ...
+    def hurry(self, timeout_s: float) -> None: ...
+    def job_of_token(self, token: str) -> str | None: ...
+
+
+ClusterMaker = Callable[[ServiceConfig, SqlStore, str], ServedCluster]
+"""Makes a cluster that keeps its jobs in the store and is reached at a URL."""
+
+
+def make_cluster(config: ServiceConfig, store: SqlStore, url: str) -> ServedCluster:
+    """As the configuration says."""
+    return (make_ray_cluster if config.engine == "ray" else make_local_cluster)(config, store, url)
+
+
+def make_local_cluster(config: ServiceConfig, store: SqlStore, url: str) -> ServedCluster:
+    """The one of this machine: processes in its GPUs or CPU slots."""
+    from pollux.engines.devices import detect_nodes
+    from pollux.engines.local import LocalEngine
+
+    nodes, devices = detect_nodes(config.slots, config.nodes)
+
+    def make_engine(**options: Any) -> LocalEngine:
+        return LocalEngine(
+            config.data_directory,
+            nodes=nodes,
+            devices=devices,
+            steward_options={"min-free-bytes": str(config.min_free_mib << 20)},
+            **options,
+        )
+
+    return _make(config, store, url, make_engine)
+
+
+def make_ray_cluster(config: ServiceConfig, store: SqlStore, url: str) -> ServedCluster:
+    """Many machines. ``config`` is :func:`prepared`."""
+    from pollux.engines.ray.engine import RayEngine, RaySettings
+
+    assert config.address is not None, "prepared() comes first"
+    settings = RaySettings(
+        address=config.address,
+        name=config.name,
+        owner=_owner(config),
+        resource=config.resource,
+        storage=config.storage or str(config.data_directory / "jobs"),
+        min_free_bytes=config.min_free_mib << 20,
+    )
+    template = None
+    if config.node_slots is not None:
+        template = Node(name="new", num_slots=config.node_slots, accelerator="cpu")
+
+    def make_engine(**options: Any) -> RayEngine:
+        return RayEngine(config.data_directory, settings, template=template, **options)
+
+    return _make(config, store, url, make_engine)
+
+
+@contextlib.contextmanager
+def prepared(config: ServiceConfig) -> Iterator[ServiceConfig]:
+    """The configuration with nothing left open. Whatever was started for it ends if it is not used.
+
+    Raises:
+        EngineError: there is no Ray cluster, and none can be started.
+    """
+    if config.engine != "ray":
+        yield config
+        return
+    if importlib.util.find_spec("ray") is None:
+        raise InvalidValueError('the engine "ray" needs ray, not installed here: pip install "pollux-scheduler[ray]"')
+    from pollux.engines.ray.head import as_others_know_it, find_address, own_address, start_head, stop_head
+
+    address = find_address(config.address, config.data_directory)
+    is_new = address is None
+    if address is None:
+        address = start_head(config.data_directory, config.host or "127.0.0.1")
+    try:
+        address = as_others_know_it(address)
+        reached_at = own_address(address)
+        yield dataclasses.replace(config, address=address, host=config.host or reached_at, reached_at=reached_at)
+        is_new = False
+    finally:
+        if is_new:
+            stop_head(config.data_directory)
+
+
+def _make(config: ServiceConfig, store: SqlStore, url: str, make_engine: Callable[..., Any]) -> ServedCluster:
+    from pollux.server.cluster import Cluster, ClusterConfig
+
+    made: list[Cluster] = []  # cluster and engine know each other; this one comes later
+
+    def wake() -> None:
+        for cluster in made:
+            cluster.wake()
+
+    engine = make_engine(launch_of=lambda name: made[0].launch_of(name), on_event=wake, grace_s=config.grace_s)
+    try:
+        settings: dict[str, Any] = {} if config.settings is None else {"settings": config.settings}
+        storage = None if config.storage is None else f"{config.storage.rstrip('/')}/{config.name}-{_owner(config)}"
+        described = ClusterConfig(
+            data_directory=config.data_directory,
+            secret=load_token(config.data_directory / SECRET_FILE),
+            url=url,
+            policy=config.policy,
+            interval_s=config.interval_s,
+            environment=environment_of_jobs(os.environ),
+            engine_name=config.engine,
+            storage=storage,
+            autoscale=config.autoscale,
+            node_price=config.node_price,
+            **settings,
+        )
+        pool = engine if config.autoscale is not None else None
+        made.append(Cluster(store=store, engine=engine, config=described, pool=pool))
+    except BaseException:
+        engine.close(stops_jobs=False)
+        raise
+    return made[0]
+
+
+def environment_of_jobs(environ: Mapping[str, str]) -> dict[str, str]:
+    """What jobs inherit: nothing that would make a replica take itself for part of something else."""
+    return {name: value for name, value in environ.items() if not _OWN_VARIABLE.fullmatch(name)}
+
+
+def _owner(config: ServiceConfig) -> str:
+    """What tells the jobs of this data directory from all others."""
+    secret = load_token(config.data_directory / SECRET_FILE)
+    return hashlib.sha256(f"owner {secret}".encode()).hexdigest()[:12]

@@ -1,0 +1,159 @@
+"""A real Ray cluster of several nodes on this machine, each a process tree of its own that can be killed or frozen."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Self
+
+import psutil
+
+RAY = str(Path(sys.executable).parent / "ray")
+TUNED = {
+    "health_check_initial_delay_ms": 500,
+    "health_check_period_ms": 300,
+    "health_check_timeout_ms": 1000,
+    "health_check_failure_threshold": 3,
+}
+START_S = 60.0
+
+
+class RayNode:
+    """``ray start --block`` and all that it started."""
+
+    def __init__(self, argv: Sequence[str], env: Mapping[str, str], log: Path, prefix: Sequence[str] = ()) -> None:
+        with log.open("ab") as output:
+            self.process = subprocess.Popen(
+                [*prefix, RAY, "start", "--block", *argv],
+                env=dict(env),
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                start_new_session=True,
+            )
+        self._known: dict[int, psutil.Process] = {}
+
+    def tree(self) -> list[psutil.Process]:
+        """Everything that ever descended from it and lives."""
+        roots = [psutil.Process(self.process.pid)] if self.process.poll() is None else []
+        for root in [*roots, *self._known.values()]:
+            with contextlib.suppress(psutil.Error):
+                for found in [root, *root.children(recursive=True)]:
+                    self._known[found.pid] = found
+        return [found for found in self._known.values() if found.is_running()]
+
+    def kill(self) -> None:
+        """As when the power goes. Twice: somebody may have been forking."""
+        for _ in range(2):
+            for found in self.tree():
+                with contextlib.suppress(psutil.Error):
+                    found.kill()
+        self.process.wait(10.0)
+
+    def freeze(self) -> None:
+        for _ in range(2):
+            for found in self.tree():
+                with contextlib.suppress(psutil.Error):
+                    found.suspend()
+
+    def thaw(self) -> None:
+        for found in self.tree():
+            with contextlib.suppress(psutil.Error):
+                found.resume()
+
+
+class RayCluster:
+    """``with RayCluster(tmp_path) as cluster``: a head; :meth:`add` more nodes. Nothing is left at the end."""
+
+    def __init__(self, folder: Path, *, head_cpus: int = 0, env: Mapping[str, str] | None = None) -> None:
+        self.folder, self.head_cpus = folder, head_cpus
+        # Sockets of Ray have a bounded length, and a test's folder is long.
+        self.temporary = Path(tempfile.mkdtemp(prefix="pollux-ray-", dir="/tmp"))
+        self.port = _free_port()
+        self.address = f"127.0.0.1:{self.port}"
+        self.env = {
+            **{name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "POLLUX_"))},
+            "RAY_USAGE_STATS_ENABLED": "0",
+            "RAY_DISABLE_IMPORT_WARNING": "1",
+            "RAY_memory_monitor_refresh_ms": "0",
+            **(env or {}),
+        }
+        self.nodes: dict[str, RayNode] = {}
+
+    def __enter__(self) -> Self:
+        try:
+            self.start_head()
+        except BaseException:
+            self.close()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def start_head(self, *options: str) -> RayNode:
+        quiet = ["--include-dashboard=false", "--disable-usage-stats", f"--temp-dir={self.temporary}"]
+        place = ["--head", "--node-ip-address=127.0.0.1", f"--port={self.port}"]
+        tuned = [f"--system-config={json.dumps(TUNED)}"]
+        argv = [*place, f"--num-cpus={self.head_cpus}", *_SMALL, *quiet, *tuned, *options]
+        # Started again, Ray would take its other nodes on this machine for a head that still runs.
+        (self.temporary / "ray_current_cluster").unlink(missing_ok=True)
+        node = self.nodes["head"] = RayNode(argv, self.env, self.folder / "ray-head.log")
+        deadline = time.monotonic() + START_S
+        while not _answers(self.port):
+            if node.process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"the head did not start: {(self.folder / 'ray-head.log').read_text()[-2000:]}")
+            time.sleep(0.1)
+        return node
+
+    def add(self, name: str, num_cpus: int = 2, *options: str, prefix: Sequence[str] = ()) -> RayNode:
+        """``prefix``: a command that runs the rest of its line, elsewhere or otherwise."""
+        place = [f"--address={self.address}", "--node-ip-address=127.0.0.1", f"--node-name={name}"]
+        argv = [*place, f"--num-cpus={num_cpus}", *_SMALL, "--disable-usage-stats", *options]
+        log = self.folder / f"ray-{name}.log"
+        log.unlink(missing_ok=True)
+        node = self.nodes[name] = RayNode(argv, self.env, log, prefix)
+        deadline = time.monotonic() + START_S
+        while "Ray runtime started" not in log.read_text():  # two that start at once take each other's sockets
+            if node.process.poll() is not None or time.monotonic() > deadline:
+                raise AssertionError(f"{name} did not start: {log.read_text()[-2000:]}")
+            time.sleep(0.05)
+        return node
+
+    def close(self) -> None:
+        for node in self.nodes.values():
+            node.thaw()
+        for node in reversed(self.nodes.values()):
+            if node.process.poll() is None:
+                node.tree()
+                node.process.send_signal(signal.SIGTERM)
+        for node in self.nodes.values():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                node.process.wait(8.0)
+            node.kill()
+        shutil.rmtree(self.temporary, ignore_errors=True)
+
+
+_SMALL = ["--object-store-memory=80000000", "--num-gpus=0"]
+
+
+def _answers(port: int) -> bool:
+    with contextlib.suppress(OSError):
+        socket.create_connection(("127.0.0.1", port), timeout=1.0).close()
+        return True
+    return False
+
+
+def _free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return int(listener.getsockname()[1])
