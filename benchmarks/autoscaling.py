@@ -7,7 +7,8 @@ MLSys'20: every example counts the same, each replica keeps its batch, so the to
 paper reports 25 % less cost for 6 % more time (OSDI'21, section 5.3.3). Needs ../shared/osdi21. The last rows are what
 the traces allow at all: for every epoch the best number of nodes and batch, known in advance, at no cost of moving.
 
-stream: jobs on a budget of so many GPUs on average, against a fixed cluster of that size. BOA Constrictor reports 1.6
+stream: auto-scaled clusters against a fixed one of the same average size, which is found from the auto-scaled run; and
+on a budget of so many GPUs in every window of a day, against a fixed cluster of that many. BOA Constrictor reports 1.6
 times lower average JCT at an equal budget. Nodes take 120 s to start, and are paid for from when they are asked for.
 Without ../shared/osdi21 the applications are the built-in ones, and the published workloads are left out.
 """
@@ -29,7 +30,7 @@ from pollux.model.goodput import fixed_batch
 from pollux.policy import PolicySettings, make_policy
 from pollux.simulator.application import Application
 from pollux.simulator.generate import generate_workload
-from pollux.simulator.result import summarise
+from pollux.simulator.result import SimulationResult, summarise
 from pollux.simulator.run import SimulationConfig, SimulationRun, simulate
 from pollux.simulator.source import load_applications
 from pollux.simulator.workload import Workload, job_spec, load_workload
@@ -40,6 +41,7 @@ RESIZE_S = 5.0  # in place
 GPUS_PER_NODE = 4
 MAX_NODES = 16
 BANDS = ((0.55, 0.75), (0.45, 0.65), (0.35, 0.55), (0.30, 0.50), (0.25, 0.45), (0.20, 0.40))
+STREAM_BANDS = ((0.55, 0.75), (0.75, 0.95))
 PRICES = (0.02, 0.05, 0.1, 0.13, 0.2, 0.3)  # of a node, against time, for what the traces allow
 SMALL_MIX = {"cifar10": 0.42, "ncf": 0.38, "deepspeech2": 0.10, "bert": 0.08, "yolov3": 0.02}
 
@@ -186,28 +188,45 @@ def streams(show: Any) -> None:
         workloads += [(load_workload(path, applications), 48) for path in files if path.is_file()]
     else:
         print("../shared/osdi21 not found: without the published workloads", file=sys.stderr)
-    print("# streams of jobs: fixed cluster, then auto-scaled on the same budget", file=sys.stderr)
-    print("# workload, budget, cluster, average JCT s, p99 JCT s, GPU-hours paid for, times lower JCT", file=sys.stderr)
+    print("# streams of jobs: auto-scaled by band, then a fixed cluster of the same average size", file=sys.stderr)
+    print(f"# {', '.join(_STREAM_COLUMNS)}", file=sys.stderr)
+    for workload in {workload.name: workload for workload, _ in workloads}.values():
+        for low, high in STREAM_BANDS:
+            scaled = _run_stream(workload, applications, min_nodes=1, max_nodes=4 * MAX_NODES, low=low, high=high)
+            mean_nodes = scaled.slot_hours * 3600 / scaled.makespan_s / GPUS_PER_NODE
+            fixed = _run_stream(workload, applications, num_nodes=max(round(mean_nodes), 1))
+            name = f"{low:.2f}..{high:.2f}"
+            show(_stream_row(workload, name, fixed, fixed))
+            show(_stream_row(workload, name, scaled, fixed))
+    print("# the same on a budget: a fixed cluster of so many GPUs, then auto-scaled", file=sys.stderr)
     for workload, budget in workloads:
         num_nodes = budget // GPUS_PER_NODE
-        base: float | None = None
-        for cluster, config in (
-            ("fixed", {"num_nodes": num_nodes}),
-            ("auto-scaled", {"min_nodes": 1, "max_nodes": 4 * num_nodes, "budget_slots": float(budget)}),
-        ):
-            result = summarise(run(workload, applications, f"{workload.name}, {cluster}", **config))
-            base = base or result.avg_jct_s
-            show(
-                {
-                    "workload": workload.name,
-                    "budget": budget,
-                    "cluster": cluster,
-                    "JCT s": round(result.avg_jct_s),
-                    "p99 JCT s": round(result.jct_s.p99),
-                    "GPU-hours": round(result.slot_hours),
-                    "times": round(base / result.avg_jct_s, 2),
-                }
-            )
+        fixed = _run_stream(workload, applications, num_nodes=num_nodes)
+        scaled = _run_stream(workload, applications, min_nodes=1, max_nodes=4 * num_nodes, budget_slots=float(budget))
+        show(_stream_row(workload, f"{budget} GPUs", fixed, fixed))
+        show(_stream_row(workload, f"{budget} GPUs", scaled, fixed))
+
+
+def _run_stream(workload: Workload, applications: Mapping[str, Application], **config: Any) -> SimulationResult:
+    kind = "fixed" if "num_nodes" in config else "auto-scaled"
+    return summarise(run(workload, applications, f"{workload.name}, {kind}", **config))
+
+
+_STREAM_COLUMNS = ("workload", "by", "cluster", "JCT s", "p99 JCT s", "GPU-hours", "mean GPUs", "times")
+
+
+def _stream_row(workload: Workload, by: str, result: SimulationResult, fixed: SimulationResult) -> dict[str, Any]:
+    values = (
+        workload.name,
+        by,
+        "fixed" if result is fixed else "auto-scaled",
+        round(result.avg_jct_s),
+        round(result.jct_s.p99),
+        round(result.slot_hours),
+        round(result.slot_hours * 3600 / result.makespan_s, 1),
+        round(fixed.avg_jct_s / result.avg_jct_s, 2),
+    )
+    return dict(zip(_STREAM_COLUMNS, values, strict=True))
 
 
 def bursty(applications: Mapping[str, Application], seed: int = 0) -> Workload:
