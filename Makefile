@@ -37,8 +37,10 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/decisions.py
 	$(BIN)/python benchmarks/fitting.py
 	$(BIN)/python benchmarks/simulation.py
+	$(BIN)/python benchmarks/autoscaling.py
 	$(BIN)/python benchmarks/train_overhead.py
 	$(BIN)/python benchmarks/resize.py
+	$(BIN)/python benchmarks/ray_resize.py
 	$(BIN)/python benchmarks/scaling_rules.py
 	$(BIN)/python benchmarks/server.py
 

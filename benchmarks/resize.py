@@ -50,8 +50,8 @@ class Row:
 # --- the job ---------------------------------------------------------------------------------------------------------
 
 
-def train_and_note(folder: Path, width: int) -> None:
-    """Trains until the folder says stop; one line per step."""
+def train_and_note(folder: Path, width: int, pause_s: float = 0.0) -> None:
+    """Trains until the folder says stop; one line per step, which waits for ``pause_s``."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     run = train.init()
@@ -63,6 +63,7 @@ def train_and_note(folder: Path, width: int) -> None:
     with (folder / f"steps-{os.getpid()}").open("w", buffering=1) as notes:
         for _ in run.epochs(10**6, by="passes"):
             for x, y in loader:
+                time.sleep(pause_s)
                 loss = nn.functional.cross_entropy(model(x.to(run.device)), y.to(run.device))
                 loss.backward()
                 optimizer.step()
@@ -247,10 +248,11 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--logs", action="store_true", help="show what the replicas wrote")
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--pause-s", type=float, default=0.0, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.train is not None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-        train_and_note(options.train, options.width)
+        train_and_note(options.train, options.width, options.pause_s)
         return
     # Asking torch whether there is a GPU may touch it, and the nursery is our child; looking for the device does not.
     is_gpu = Path("/dev/nvidia0").exists()

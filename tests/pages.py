@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -72,7 +74,9 @@ class Session:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("POLLUX_")}
         path = os.pathsep.join((os.path.dirname(sys.executable), inherited.get("PATH", os.defpath)))
         own = {"HOME": str(folder), "POLLUX_DATA": str(folder / ".pollux"), "PATH": path, "OMP_NUM_THREADS": "1"}
-        self._env = inherited | own
+        # A Ray that is started is nobody else's; paths of its sockets must be short.
+        self.temporary = Path(tempfile.mkdtemp(prefix="pollux-ray-", dir="/tmp"))
+        self._env = inherited | own | {"RAY_TMPDIR": str(self.temporary)}
         (folder / "examples").symlink_to(ROOT / "examples")
 
     def run(self, block: Block) -> str:
@@ -133,3 +137,4 @@ def session(folder: Path) -> Iterator[Session]:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             time.sleep(0.05)
+        shutil.rmtree(made.temporary, ignore_errors=True)

@@ -21,10 +21,13 @@ PATIENCE_S = 90.0
 SERVE = """
 import json, logging, sys
 from pathlib import Path
+from pollux.scheduler.autoscale import AutoscaleConfig
 from pollux.server.config import ServiceConfig
 from pollux.server.service import serve
 logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
 options = json.loads(sys.argv[1])
+if "autoscale" in options:
+    options["autoscale"] = AutoscaleConfig(**options["autoscale"])
 serve(ServiceConfig(**{**options, "data_directory": Path(options["data_directory"])}))
 """
 

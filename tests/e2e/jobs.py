@@ -61,7 +61,7 @@ class Bench:
         job.start()
         return job
 
-    def finish(self, job: LocalJob, timeout_s: float = 40.0) -> None:
+    def finish(self, job: LocalJob, timeout_s: float = 90.0) -> None:
         """Let the job train to its end without waiting in its steps."""
         self.hurry.touch()
         assert job.wait(timeout_s) == 0, self.story(job)
@@ -121,7 +121,7 @@ class Bench:
 NO_STEP = Trace(0.0, -1, 0, 0, 0, "nan")
 
 
-def pump_until(bench: Bench, job: LocalJob, condition: Callable[[], object], timeout_s: float = 25.0) -> None:
+def pump_until(bench: Bench, job: LocalJob, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         job.pump()

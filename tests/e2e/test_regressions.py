@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import signal
 import time
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from tests.e2e.jobs import Bench, of_kind, pump_until
+from tests.e2e.jobs import Bench, of_kind, pump_for, pump_until
 
 NUM_STEPS = 20
 SCRIPT = """
@@ -84,3 +85,17 @@ def test_a_first_rank_that_is_busy_after_training_is_left_in_peace(bench: Bench)
     assert sorted(event.detail for event in of_kind(job, "exited")) == ["code 0", "code 0"]
     assert left(bench, 0)["steps"] == left(bench, 1)["steps"] == NUM_STEPS
     assert not of_kind(job, "killed")
+
+
+def test_a_member_that_is_frozen_in_the_second_step_is_left_behind(bench: Bench) -> None:
+    """DDP lays its buckets out anew there, with a collective that nobody can be called away from."""
+    job = bench.start(3, args=["--epochs", 1, "--step-s", 0.3], replace_lost=False)
+    pump_until(bench, job, lambda: bench.step() >= 1)
+    job.kill(0, signal.SIGSTOP)
+    pump_for(job, 1.0)
+    assert bench.step() == 1
+    job.controller.publish(job.members[1:], lost=[job.members[0].replica_id])
+    pump_until(bench, job, lambda: bench.step() >= 3, timeout_s=20.0)
+    job.kill(0)
+    bench.finish(job)
+    bench.check_ledger(1, job)

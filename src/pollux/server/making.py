@@ -79,6 +79,7 @@ def make_ray_cluster(config: ServiceConfig, store: SqlStore, url: str) -> Served
         resource=config.resource,
         storage=config.storage or str(config.data_directory / "jobs"),
         min_free_bytes=config.min_free_mib << 20,
+        is_scaled=config.autoscale is not None,
     )
     template = None
     if config.node_slots is not None:
@@ -107,7 +108,9 @@ def prepared(config: ServiceConfig) -> Iterator[ServiceConfig]:
     address = find_address(config.address, config.data_directory)
     is_new = address is None
     if address is None:
-        address = start_head(config.data_directory, config.host or "127.0.0.1")
+        # For the loopback Ray takes the address that this machine has among others.
+        is_open = config.host in (None, "0.0.0.0", "::")
+        address = start_head(config.data_directory, "127.0.0.1" if is_open else str(config.host))
     try:
         address = as_others_know_it(address)
         reached_at = own_address(address)

@@ -9,6 +9,7 @@ its past gradients; a newcomer cannot have it.)
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,8 @@ Reduce = Callable[[dist.ProcessGroup, Any], torch.futures.Future[Tensor]]
 
 class ElasticModel(DistributedDataParallel):
     """What ``run.prepare`` returns. ``.module`` is the user's own."""
+
+    _is_rebuilt: bool
 
     def __init__(self, module: nn.Module, reduce: Reduce, process_group: dist.ProcessGroup, **options: Any) -> None:
         super().__init__(module, **self._arguments(process_group, options))
@@ -67,10 +70,18 @@ class ElasticModel(DistributedDataParallel):
         return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
 
     def _is_whole(self) -> bool:
-        """Whether the group stands. DDP's own collective of a forward pass is made here, where it may fail."""
+        """Whether the group stands. DDP's own collective of a forward pass is made here, where it may fail.
+
+        It comes after the first backward pass, and nobody can be called away from it: were a peer frozen, it would end
+        with the group's time-out. So all meet before.
+        """
         if self.on_forward is None:
             return True
         try:
+            if self._has_reduced.is_set() and not self._is_rebuilt:
+                self._is_rebuilt = True
+                if self.on_rebuild is not None:
+                    self.on_rebuild()
             self.reducer._rebuild_buckets()
         except RuntimeError as error:
             return self.on_forward(error)
@@ -79,8 +90,16 @@ class ElasticModel(DistributedDataParallel):
     def _remember(self, reduce: Reduce, options: dict[str, Any]) -> None:
         self._reduce, self._options = reduce, options
         self.on_forward: OnForward | None = getattr(self, "on_forward", None)
-        # DDP insists on its own annotations, or none.
-        self.register_comm_hook(self.process_group, lambda group, bucket: reduce(group, bucket))
+        self.on_rebuild: Callable[[], None] | None = getattr(self, "on_rebuild", None)
+        has_reduced = self._has_reduced = threading.Event()  # with this reducer, which must not hold us
+        self._is_rebuilt = False
+
+        def on_bucket(group, bucket):  # type: ignore[no-untyped-def]
+            """Without annotations: DDP insists on its own, or none."""
+            has_reduced.set()
+            return reduce(group, bucket)
+
+        self.register_comm_hook(self.process_group, on_bucket)
 
     @staticmethod
     def _arguments(process_group: dist.ProcessGroup, options: dict[str, Any]) -> dict[str, Any]:

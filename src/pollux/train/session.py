@@ -546,6 +546,10 @@ class Session:
                 trainee.hook.abandon(caught)
         return not self.has_failed()
 
+    def on_rebuild(self) -> None:
+        """Meet the others. Raises BrokenGroup."""
+        self.team.start_sum([0.0]).wait()
+
     def context(self) -> StepContext:
         parts, current = self._parts, self.current
         initial = parts.tuner.limits.initial

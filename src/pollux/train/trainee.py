@@ -32,6 +32,7 @@ class Steps(Protocol):
     def on_ready(self) -> None: ...
     def on_last(self) -> None: ...
     def on_forward(self, error: BaseException | None) -> bool: ...
+    def on_rebuild(self) -> None: ...
 
 
 class Trainee:
@@ -67,7 +68,7 @@ class Trainee:
             self.rate.detach()  # a second attempt would scale twice
             raise
         self.has_buffers = any(True for _ in model.buffers())
-        self.model.on_forward = steps.on_forward
+        self.model.on_forward, self.model.on_rebuild = steps.on_forward, steps.on_rebuild
         self._gates: list[Gate] = [
             gate_optimizer(optimizer, steps.is_last_pass, self._may_step, steps.on_stepped, self._note_used)
         ]

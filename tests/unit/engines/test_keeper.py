@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -262,3 +263,74 @@ def test_trouble_with_one_job_is_its_own(cluster):
     assert cluster.drain() == [("ended", "a", 1)]
     assert "cannot be looked after: ZeroDivisionError" in cluster.keeper.state()[0]["end"]["reason"]
     assert cluster.numbers("b") == [1]
+
+
+# --- nodes that are lost ------------------------------------------------------------------------------------------
+
+
+def lose(cluster: Cluster, *nodes: str) -> None:
+    """As a steward of many machines does: the starter knows first, so that nobody is waited for there."""
+    for entry in cluster.keeper._entries.values():
+        processes = cluster.processes(entry.job)
+        if processes is not None:
+            processes.members = [slot for slot in processes.members if slot.node not in nodes]
+    cluster.keeper.lose(nodes, f"node {nodes[0]} is lost")
+    cluster.keeper.turn()
+
+
+def test_survivors_of_a_lost_node_go_on_and_others_do_not_notice(cluster):
+    cluster.start("a", 1, ("node-0", 2), ("node-1", 1))
+    cluster.start("b", 1, ("node-0", 1))
+    before = cluster.processes("a")
+    cluster.drain()
+    lose(cluster, "node-1")
+    assert cluster.processes("a") is before and cluster.numbers("a") == [0, 1]
+    assert cluster.numbers("b") == [2]
+    assert cluster.drain() == []  # the generation that was asked for runs; who is left is told with the replicas
+    cluster.resize("a", 2, ("node-0", 2))
+    assert cluster.drain() == [("runs", "a", 2)]
+    assert cluster.keeper.nodes_in_use == {"node-0"}
+
+
+def test_a_job_of_which_nobody_is_left_is_lost(cluster):
+    cluster.start("a", 1, ("node-0", 1))
+    cluster.start("b", 1, ("node-1", 3))
+    cluster.drain()
+    lose(cluster, "node-1")
+    assert cluster.drain() == [("lost", "b", 1)]
+    assert cluster.keeper.state()[1]["end"]["reason"] == "node node-1 is lost"
+    cluster.keeper.forget({"job": "b", "generation": 1})
+    cluster.start("b", 2, ("node-0", 2))
+    assert cluster.numbers("b") == [1, 2]
+
+
+def test_a_fixed_job_is_lost_with_any_of_its_nodes(cluster):
+    cluster.start("a", 1, ("node-0", 1), ("node-1", 1))
+    entry = cluster.keeper._entries["a"]
+    entry.launch = dataclasses.replace(entry.launch, kind="fixed")
+    cluster.drain()
+    lose(cluster, "node-1")
+    assert cluster.drain() == [("lost", "a", 1)]
+
+
+def test_a_job_that_waits_or_stops_is_not_lost(cluster):
+    cluster.start("a", 1, ("node-1", 3))
+    cluster.start("waits", 1, ("node-1", 1))
+    cluster.stop("a")
+    cluster.drain()
+    lose(cluster, "node-1")
+    cluster.leave("a")
+    assert cluster.drain() == [("stopped", "a", 1)]
+    cluster.resize("waits", 2, ("node-0", 1))
+    assert cluster.drain() == [("runs", "waits", 2)]
+
+
+def test_nobody_is_placed_on_a_lost_node_until_it_is_back(cluster):
+    cluster.start("a", 1, ("node-0", 1))
+    lose(cluster, "node-1")
+    cluster.drain()
+    cluster.resize("a", 2, ("node-0", 1), ("node-1", 1))
+    assert cluster.drain() == [] and cluster.numbers("a") == [0]
+    cluster.use(*detect_nodes(nodes="2x3", slots=6)[1])
+    cluster.keeper.turn()
+    assert cluster.numbers("a") == [0, 3] and cluster.drain() == [("runs", "a", 2)]

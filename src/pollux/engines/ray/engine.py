@@ -48,6 +48,7 @@ class RaySettings:
     storage: str | None = None
     min_free_bytes: int = MIN_FREE_BYTES
     makes_steward: bool = True  # if there is none
+    is_scaled: bool = False  # nodes come and go as the server says
 
     def to_json(self, where: str) -> str:
         steward = {
@@ -71,7 +72,8 @@ class RayConnector:
         return self._directory / LOG
 
     def hello(self) -> Message:
-        return {"op": "hello", "version": PROTOCOL_VERSION, "devices": None}
+        about = {"devices": None, "is_scaled": self._settings.is_scaled}
+        return {"op": "hello", "version": PROTOCOL_VERSION, **about}
 
     def connect(self, giving_up: threading.Event) -> tuple[Link, Message]:
         self._end_relay()
@@ -179,6 +181,7 @@ class RayEngine(StewardEngine):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         note_engine(path, RAY, dataclasses.asdict(settings))
         self._template = template
+        self._seen: frozenset[str] = frozenset()  # nodes, when the size was decided on last
         super().__init__(
             RayConnector(path, settings), nodes=(), launch_of=launch_of, on_event=on_event, grace_s=grace_s
         )
@@ -193,6 +196,9 @@ class RayEngine(StewardEngine):
         return max(nodes, key=lambda node: node.num_slots)
 
     def scale_to(self, keeping: Sequence[str], num_more: int) -> None:
-        message: dict[str, Any] = {"op": "scale", "keeping": list(keeping), "num_more": num_more}
+        # One that joined while this was decided is not meant: whoever was there the last time is.
+        refused = sorted(self._seen.difference(keeping))
+        message: dict[str, Any] = {"op": "scale", "keeping": list(keeping), "refused": refused, "num_more": num_more}
         with self._changed:
+            self._seen = frozenset(node.name for node in self._nodes)
             self._send({**message, "slots": self.template.num_slots})

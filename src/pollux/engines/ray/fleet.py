@@ -6,6 +6,9 @@ know it by a name, which it keeps while it is there. A node that comes back has 
 
 What a node offers is what it has, less what others on the Ray cluster use. That is seen with a delay, so slots
 disappear only when they have been missing for a while.
+
+Where somebody scales, nodes that are not wanted are let go: their agents end, so that Ray's auto-scaler, which leaves
+a node alone that has an actor on it, sees them idle and ends them. See :mod:`pollux.engines.ray.scaling`.
 """
 
 from __future__ import annotations
@@ -16,16 +19,18 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import ray
+from ray.autoscaler.sdk import request_resources
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pollux.engines.devices import CPU
 from pollux.engines.protocol import Message
 from pollux.engines.ray.agent import Agent
+from pollux.engines.ray.scaling import Member, Wish, requested, unwanted
 from pollux.errors import EngineError
 
 WATCH_PERIOD_S = 0.25
@@ -33,6 +38,7 @@ NEWS_S = 1.0
 SHRINK_S = 3.0  # for so long slots must be missing
 TALK_S = 0.05
 DESCRIBE_TIMEOUT_S = 60.0
+LINGER_S = 3.0  # for so long nobody must have wanted a node: what was printed there last is fetched meanwhile
 _GPU = "GPU"
 
 logger = logging.getLogger(__name__)
@@ -58,11 +64,13 @@ class _Station:
     name: str
     address: str
     num_total: int  # slots
-    agent: Any
-    describing: Any
-    asked_at: float
+    agent: Any = None
+    describing: Any = None
+    asked_at: float = 0.0
     host: Host | None = None  # when its agent has answered
     is_useless: bool = False
+    is_released: bool = False  # it has no agent
+    unwanted_since: float | None = None
     missing_since: float | None = None
     orders: list[Message] = field(default_factory=list)
     ordering: Any = None
@@ -87,7 +95,10 @@ class Fleet:
         self._turn = threading.Lock()  # guards all below
         self._stations: dict[str, _Station] = {}  # by Ray's id
         self._names: dict[str, str] = {}  # name -> id, of the living
-        self._released: set[str] = set()  # ids that are to go
+        self._wish: Wish | None = None  # nobody scales
+        self._request: list[dict[str, int]] | None = None  # what Ray's auto-scaler is to be asked for
+        self._requested: list[dict[str, int]] | None = None
+        self._leaving: list[Any] = []  # agents of nodes that are let go
         self._seated: Counter[str] = Counter()  # ids -> seats of ours
         self._lost: dict[str, str] = {}
         self._news: deque[tuple[str, Message]] = deque()
@@ -144,20 +155,49 @@ class Fleet:
         with self._turn:
             self._seated[node_id] += change
 
-    def keep_only(self, names: Sequence[str] | None) -> None:
-        """Let the others go: nothing of ours stays on them, so that Ray's auto-scaler can end them. None: keep all."""
+    def scale(self, wish: Wish | None, in_use: Collection[str]) -> None:
+        """Called often. Let nodes go that are neither wished for nor in use, and take back those that are. None: all.
+
+        Raises nothing: that nodes come is Ray's business, and may take minutes.
+        """
+        now = time.monotonic()
         with self._turn:
-            released = set() if names is None else {id for name, id in self._names.items() if name not in names}
-            for node_id in self._released - released:
-                if (station := self._stations.pop(node_id, None)) is not None:  # it is wanted again, and joins anew
-                    self._names.pop(station.name, None)
-            self._released = released
-            for node_id in released:
-                station = self._stations[node_id]
-                if station.host is not None:
+            gone = set() if wish is None else unwanted(wish, self._members(), in_use)
+            for station in list(self._stations.values()):
+                if station.name not in gone:
+                    if station.is_released:
+                        logger.info("%s is taken back", station.name)
+                    station.unwanted_since, station.is_released = None, False
+                elif station.unwanted_since is None:
+                    station.unwanted_since = now
+                elif not station.is_released and now - station.unwanted_since > LINGER_S:
                     logger.info("%s is let go", station.name)
-                    station.host, station.is_useless = None, True
-                    _kill(station.agent)
+                    self._stations[station.id] = _Station(
+                        id=station.id,
+                        name=station.name,
+                        address=station.address,
+                        num_total=station.num_total,
+                        is_released=True,
+                        unwanted_since=station.unwanted_since,
+                    )
+                    self._leaving.append(station.agent)
+            if wish is not None:
+                self._request = requested(wish, self._members(), self.resource)
+            elif self._wish is not None:
+                self._request = []
+            self._wish = wish
+
+    def ask_for_nothing(self) -> None:
+        """At the end: what was asked of Ray's auto-scaler would stay."""
+        if self._requested:
+            with contextlib.suppress(Exception):
+                request_resources(bundles=[])
+
+    def _members(self) -> list[Member]:
+        return [
+            Member(name=station.name, num_slots=station.num_total, is_released=station.is_released)
+            for station in self._stations.values()
+        ]
 
     def agents(self) -> dict[str, Any]:
         """Handles by node name."""
@@ -188,17 +228,17 @@ class Fleet:
         with self._turn:
             for node_id in [id for id in self._stations if id not in rows]:
                 self._lose(node_id, reasons.get(node_id) or "Ray does not see it any more")
-            new = [
-                row
-                for id, row in rows.items()
-                if id not in self._stations and id not in self._released and self._slots_of(row)
-            ]
-        for row in new:
-            self._join(row)
+            for node_id, row in rows.items():
+                if node_id not in self._stations and self._slots_of(row):
+                    self._add(row)
+            vacant = [s for s in self._stations.values() if s.agent is None and not s.is_released]
+        for station in vacant:
+            self._join(station)
         self._see_answers()
         self._see_others(rows)
+        self._ask_for_nodes()
         with self._turn:
-            is_asked = all(s.host is not None or s.is_useless for s in self._stations.values())
+            is_asked = all(s.host is not None or s.is_useless or s.is_released for s in self._stations.values())
         if is_asked:
             self.has_looked.set()
 
@@ -209,36 +249,33 @@ class Fleet:
         station = self._stations.pop(node_id)
         self._names.pop(station.name, None)
         self._seated.pop(node_id, None)
-        if node_id in self._released:
-            self._released.discard(node_id)
-        else:
+        if not station.is_released:
             self._lost[station.name] = f"node {station.name} is lost: {reason}"
 
-    def _join(self, row: Mapping[str, Any]) -> None:
+    def _add(self, row: Mapping[str, Any]) -> None:
         node_id, address = row["NodeID"], row["NodeManagerAddress"]
-        base = row["NodeName"] if row["NodeName"] != address else row["NodeManagerHostname"] or address
-        with self._turn:
-            name = base if base not in self._names else f"{base}-{node_id[:6]}"
+        name = row["NodeName"] if row["NodeName"] != address else row["NodeManagerHostname"] or address
+        if name in self._names:
+            name = f"{name}-{node_id[-6:]}"
+        self._stations[node_id] = _Station(id=node_id, name=name, address=address, num_total=self._slots_of(row))
+        self._names[name] = node_id
+
+    def _join(self, station: _Station) -> None:
         agent = AgentActor.options(
-            name=f"pollux:{self._cluster}:agent:{node_id[:12]}",
-            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+            name=f"pollux:{self._cluster}:agent:{station.id}",
+            scheduling_strategy=NodeAffinitySchedulingStrategy(station.id, soft=False),
             get_if_exists=True,
-        ).remote(cluster=self._cluster, address=address)
-        station = _Station(
-            id=node_id,
-            name=name,
-            address=address,
-            num_total=self._slots_of(row),
-            agent=agent,
-            describing=agent.describe.remote(self._probe),
-            asked_at=time.monotonic(),
-        )
+        ).remote(cluster=self._cluster, address=station.address)
+        describing = agent.describe.remote(self._probe)
         with self._turn:
-            self._stations[node_id], self._names[name] = station, node_id
+            station.agent, station.describing, station.asked_at = agent, describing, time.monotonic()
+            is_wanted = self._stations.get(station.id) is station
+        if not is_wanted:  # any more
+            _kill(agent)
 
     def _see_answers(self) -> None:
         for station in list(self._stations.values()):
-            if station.host is not None or station.is_useless:
+            if station.describing is None or station.host is not None or station.is_useless:
                 continue
             try:
                 answer = ray.get(station.describing, timeout=0)
@@ -296,6 +333,17 @@ class Fleet:
                     logger.warning("%s: others use its slots; %d are left to us", station.name, num_slots)
                     station.missing_since = None
                     station.host = dataclasses.replace(host, num_slots=num_slots)
+
+    def _ask_for_nodes(self) -> None:
+        """And let others go."""
+        with self._turn:
+            request, leaving, self._leaving = self._request, self._leaving, []
+        for agent in leaving:
+            _kill(agent)
+        if request is not None and request != self._requested:
+            request_resources(bundles=request)
+            logger.info("Ray's auto-scaler is asked for %s", request or "nothing more")
+            self._requested = request
 
     def _talk(self) -> None:
         """Hear what agents tell, and pass on what they are asked, with one call of each kind under way."""

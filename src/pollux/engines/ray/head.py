@@ -32,7 +32,7 @@ HEALTH_CHECKS = {
     "health_check_failure_threshold": 3,
 }
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
-_LAST_CLUSTER = Path("/tmp/ray/ray_current_cluster")  # where `ray start` notes it
+_LAST_CLUSTER = "ray/ray_current_cluster"  # where `ray start` notes it, in its folder for temporary files
 
 
 def find_address(address: str | None, directory: Path, env: Mapping[str, str] = os.environ) -> str | None:
@@ -44,7 +44,7 @@ def find_address(address: str | None, directory: Path, env: Mapping[str, str] = 
     if (own := own_head(directory)) is not None:
         return own
     with contextlib.suppress(OSError):
-        found = _LAST_CLUSTER.read_text().strip()
+        found = Path(env.get("RAY_TMPDIR") or env.get("TMPDIR") or "/tmp", _LAST_CLUSTER).read_text().strip()
         host, _, port = found.rpartition(":")
         if host and port.isdecimal() and not can_connect(host, int(port), 2.0):
             return found
@@ -102,6 +102,7 @@ def start_head(directory: Path, host: str) -> str:
     log = directory / HEAD_LOG
     env = {name: value for name, value in os.environ.items() if not name.startswith("POLLUX_")}
     env["RAY_memory_monitor_refresh_ms"] = "0"  # Ray would end workers of its own choice when memory is short
+    env["RAY_worker_niceness"] = "0"  # else 15, and replicas would come after everything else on the machine
     pid = os.posix_spawn(
         sys.executable,
         command,

@@ -29,8 +29,9 @@ from pollux.engines.protocol import Lines, Message, to_line
 from pollux.engines.ray.joining import Refused, join
 
 HEAR_S = 1.0
+START_S = 60.0
 LATE_S = 5.0  # beyond that
-ANSWER_S = 30.0
+ANSWER_S = 10.0
 PATIENCE_S = 15.0  # with a steward that is out of reach: another relay is soon started, and can say more
 LOG_PERIOD_S = 2.0
 CATCH_UP_S = 2.0
@@ -53,7 +54,7 @@ class Relay:
         """Until the engine or the steward has ended."""
         import ray
 
-        ray.get(self._steward.greet.remote(self._client), timeout=ANSWER_S)
+        ray.get(self._steward.greet.remote(self._client), timeout=START_S)
         for target in (self._read, self._ask, self._fetch_logs):
             threading.Thread(target=self._guarded, args=(target,), daemon=True).start()
         heard, lost_at = 0, None

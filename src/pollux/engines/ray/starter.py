@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.util.placement_group import placement_group, remove_placement_group
+from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from pollux.engines.protocol import Message
@@ -72,6 +72,7 @@ class _Process:
     seat: _Taken | None = None
     is_counted: bool = False  # among our seats of its node
     is_asked_for: bool = False  # the agent was told to start it
+    looking: Future[bool] | None = None  # whether it has its slot
 
 
 class RayStarter:
@@ -168,9 +169,7 @@ class RayStarter:
         seat = process.seat
         if not process.is_asked_for:
             if not ray.wait([seat.devices], timeout=0)[0]:
-                if process.is_counted and time.monotonic() - process.asked_at > PATIENCE_S:
-                    logger.warning("%s waits for a slot of %s", process.command.stdout, process.command.node)
-                    self._count(process, is_ours=False)  # somebody else has it: the node offers less
+                self._look_for_slot(process, seat)
                 return
             devices = ray.get(seat.devices, timeout=1.0)
             self._count(process, is_ours=True)
@@ -182,6 +181,18 @@ class RayStarter:
             self._fleet.order(command.node, {"op": "spawn", "key": process.replica.key, **plain, **files})
         elif ray.wait([seat.holding], timeout=0)[0]:
             ray.get(seat.holding, timeout=1.0)
+
+    def _look_for_slot(self, process: _Process, seat: _Taken) -> None:
+        """If somebody else has it, the node offers less. The seat's actor may also just start slowly."""
+        if process.looking is None:
+            if time.monotonic() - process.asked_at > PATIENCE_S:
+                process.looking = self._threads.submit(_has_slot, seat.group)
+        elif process.looking.done():
+            has_slot = process.looking.result()
+            if process.is_counted and not has_slot:
+                logger.warning("%s waits for a slot of %s", process.command.stdout, process.command.node)
+            self._count(process, is_ours=has_slot)
+            process.looking, process.asked_at = None, time.monotonic()
 
     def _leave(self, process: _Process, code: int, *, is_orphan: bool = False) -> None:
         del self._processes[process.replica.key]
@@ -206,6 +217,14 @@ def _take_seat(node_id: str, resource: str, name: str) -> _Taken:
     place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
     actor = SeatActor.options(name=name, scheduling_strategy=place, **amount).remote()
     return _Taken(group=group, actor=actor, devices=actor.devices.remote(), holding=actor.hold.remote())
+
+
+def _has_slot(group: Any) -> bool:
+    """In a thread, too."""
+    try:
+        return bool(placement_group_table(group).get("state") == "CREATED")
+    except Exception:  # the head is away, say
+        return True
 
 
 def _give_back(taking: Future[_Taken]) -> None:

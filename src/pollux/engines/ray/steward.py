@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray.autoscaler.sdk import request_resources
 
 from pollux.engines.desk import Desk
 from pollux.engines.devices import Device
@@ -28,6 +27,7 @@ from pollux.engines.keeper import Keeper, Place, ReplicaJob
 from pollux.engines.launch import Launch
 from pollux.engines.protocol import Message
 from pollux.engines.ray.fleet import Fleet, Host
+from pollux.engines.ray.scaling import Wish
 from pollux.engines.space import MIN_FREE_BYTES, SpaceWatch, free_bytes
 from pollux.version import __version__
 
@@ -119,7 +119,7 @@ class Steward:
         probe = _write_probe(storage, cluster)
         self._fleet = Fleet(cluster=cluster, resource=resource, probe=probe)
         self._cluster = cluster
-        self._keeping: set[str] | None = None  # nodes, when somebody scales
+        self._wish: Wish | None = None  # as to nodes, when somebody scales
         self._hosts: dict[str, Host] = {}
         self._numbers: dict[tuple[str, int], int] = {}  # slot of a node, by Ray's id -> number of the device
         space = SpaceWatch(min_free_bytes, free_at=_free_at)
@@ -181,6 +181,7 @@ class Steward:
             if not self._keeper.num_living and self._desk.is_closing and not self.is_over:
                 self.is_over = True
                 self._keeper.close()
+                self._fleet.ask_for_nothing()
                 self._tell({"event": "over"})
             if time.monotonic() - idle_since > self._idle_s:
                 logger.info("nothing to do for %.0f s: ending", self._idle_s)
@@ -196,6 +197,9 @@ class Steward:
                 self._desk.is_introduced = False
             elif message["op"] == "scale":
                 self._scale(message)
+            elif message["op"] == "hello" and not message.get("is_scaled"):
+                self._wish = None  # what a server before this one wished for
+                self._desk.obey(message)
             else:
                 self._desk.obey(message)
         self._see_fleet()
@@ -226,7 +230,7 @@ class Steward:
             self._keeper.tell_nodes(rows)
         if hosts and self._desk.is_introduced and time.monotonic() - self._asked_at > QUIET_S:
             self._keeper.warm_up()  # imports torch: a client's first questions are not to wait for it
-        self._release()
+        self._fleet.scale(self._wish, self._keeper.nodes_in_use)
 
     def _devices_of(self, host: Host) -> list[Device]:
         """A slot's number is its own as long as its node is there."""
@@ -242,19 +246,12 @@ class Steward:
     # --- more and fewer nodes -------------------------------------------------------------------------------------
 
     def _scale(self, message: Message) -> None:
-        """Ray's auto-scaler is told what the cluster should be able to hold; what nobody uses it ends by itself."""
-        self._keeping = set(message["keeping"])
-        resource = self._fleet.resource
-        sizes = [host.num_slots for name, host in self._hosts.items() if name in self._keeping]
-        sizes += [int(message["slots"])] * int(message["num_more"])
-        try:
-            request_resources(bundles=[{resource: size} for size in sizes])
-        except Exception as error:
-            logger.warning("the auto-scaler was not reached: %s", error)
-
-    def _release(self) -> None:
-        if self._keeping is not None:
-            self._fleet.keep_only(sorted(self._keeping | self._keeper.nodes_in_use))
+        self._wish = Wish(
+            keeping=frozenset(message["keeping"]),
+            refused=frozenset(message["refused"]),
+            num_more=int(message["num_more"]),
+            num_slots=int(message["slots"]),
+        )
 
     def _tell(self, message: Message) -> None:
         with self._changed:

@@ -1,0 +1,95 @@
+"""Which cluster is meant; and a real head of our own, started and stopped."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from pathlib import Path
+
+import pytest
+
+psutil = pytest.importorskip("psutil")
+
+from pollux.engines.ray import head  # noqa: E402
+from pollux.engines.ray.networking import can_connect  # noqa: E402
+from pollux.errors import EngineError  # noqa: E402
+
+
+@pytest.fixture
+def last_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    path = tmp_path / "ray_current_cluster"
+    monkeypatch.setattr(head, "_LAST_CLUSTER", path)
+    return path
+
+
+def note_head(directory: Path, address: str, **changes: object) -> None:
+    me = psutil.Process()
+    note = {"pid": me.pid, "created": me.create_time(), "address": address, **changes}
+    (directory / head.HEAD_FILE).write_text(json.dumps(note))
+
+
+def test_the_named_cluster_then_the_environment_then_our_own_then_the_last(tmp_path, last_cluster):
+    environment = {"RAY_ADDRESS": "env:1"}
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        last = f"127.0.0.1:{listener.getsockname()[1]}"
+        last_cluster.write_text(f"{last}\n")
+        note_head(tmp_path, "own:1")
+        assert head.find_address("named:1", tmp_path, environment) == "named:1"
+        assert head.find_address("auto", tmp_path, environment) == "env:1"
+        assert head.find_address(None, tmp_path, environment) == "env:1"
+        assert head.find_address(None, tmp_path, {}) == "own:1"
+        (tmp_path / head.HEAD_FILE).unlink()
+        assert head.find_address(None, tmp_path, {}) == head.find_address("auto", tmp_path, {}) == last
+    assert head.find_address(None, tmp_path, {}) is None  # nobody answers there any more
+    with pytest.raises(EngineError, match=r"no Ray runs on this machine: start one \(`ray start --head`\)"):
+        head.find_address("auto", tmp_path, {})
+
+
+@pytest.mark.parametrize("damage", [{"created": 1.0}, {"pid": 2**22 + 1}, {"pid": "x"}])
+def test_another_process_with_the_number_of_our_head_is_not_it(tmp_path, damage):
+    note_head(tmp_path, "own:1", **damage)
+    assert head.own_head(tmp_path) is None
+    head.stop_head(tmp_path)
+    assert psutil.pid_exists(os.getpid())
+
+
+def test_a_damaged_note_is_none(tmp_path):
+    (tmp_path / head.HEAD_FILE).write_text("{ damaged")
+    assert head.own_head(tmp_path) is None
+
+
+def test_our_own_address_towards_a_cluster():
+    for near in (None, "localhost:6379", "127.0.0.1:6379", "[::1]:6379"):
+        assert head.own_address(near) == "127.0.0.1"
+    with pytest.raises(EngineError, match=r"the host of nowhere\.invalid:6379 cannot be found"):
+        head.own_address("nowhere.invalid:6379")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_head_is_started_found_and_stopped(tmp_path, last_cluster):
+    pytest.importorskip("ray")
+    address = head.start_head(tmp_path, "127.0.0.1")
+    try:
+        pid = json.loads((tmp_path / head.HEAD_FILE).read_text())["pid"]
+        everybody = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+        assert len(everybody) > 2
+        host, port = address.split(":")
+        assert can_connect(host, int(port), 2.0) == ""
+        assert head.own_head(tmp_path) == head.find_address(None, tmp_path, {}) == address
+    finally:
+        head.stop_head(tmp_path)
+    assert psutil.wait_procs(everybody, 5.0)[1] == []
+    assert head.own_head(tmp_path) is None and not (tmp_path / head.HEAD_FILE).exists()
+    assert can_connect(host, int(port), 2.0) != ""
+    head.stop_head(tmp_path)  # again: there is nothing to stop
+
+
+def test_a_head_that_does_not_start_says_why(tmp_path, monkeypatch):
+    pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_gcs_storage", "rocksdb")
+    with pytest.raises(EngineError, match=r"a Ray head could not be started; .*ray-head\.log ends with:\n") as error:
+        head.start_head(tmp_path, "127.0.0.1")
+    assert "requires RAY_gcs_storage_path" in str(error.value)
+    assert head.own_head(tmp_path) is None
