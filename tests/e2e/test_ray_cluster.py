@@ -166,6 +166,14 @@ def is_alive(pid: int) -> bool:
         return False
 
 
+def command_of(process: Any) -> list[str]:
+    try:
+        found: list[str] = process.cmdline()
+    except psutil.Error:
+        return []
+    return found
+
+
 def look_into(nodes: RayCluster) -> tuple[list[str], list[str]]:
     """Named actors and placement groups that there are."""
     command = [sys.executable, "-c", LOOK, nodes.address]
@@ -345,7 +353,7 @@ def test_a_killed_server_and_a_killed_relay_change_nothing_for_the_jobs(cluster:
 
 
 def relays(server: Any) -> list[Any]:
-    return [child for child in server.children() if "pollux.engines.ray.relay" in " ".join(child.cmdline())]
+    return [child for child in server.children() if "pollux.engines.ray.relay" in command_of(child)]
 
 
 def test_a_killed_steward_is_replaced_and_jobs_go_on_from_their_checkpoints(
@@ -415,11 +423,3 @@ def test_a_name_that_is_taken_and_another_that_is_not(nodes: RayCluster, cluster
     assert left == []
     assert seats(cluster, "mine") == before
     finish(cluster, "mine")
-
-
-def command_of(process: Any) -> list[str]:
-    try:
-        found: list[str] = process.cmdline()
-    except psutil.Error:
-        return []
-    return found
