@@ -22,8 +22,14 @@ SHARED = TESTS.parents[1] / "shared"
 
 # Their tests take ten seconds and more each, and share nothing.
 LONG = ("test_docs.py", "e2e", "test_readme.py", "sim")
-# Of these, files whose tests share a cluster.
-WHOLE_FILES = ("e2e/test_ray_cluster.py",)
+# What starts a Ray cluster, all on one worker: two of them at a time are more than a small machine can take.
+RAY = (
+    "/test_ray_",
+    "/test_deployments.py",
+    "engines/ray/",
+    "::TestRayEngine",
+    "test_docs.py::test_pages_run_from_top_to_bottom[ray]",
+)
 # Files of a minute, whose tests share a server.
 LONG_FILES = ("unit/cli/test_cluster_commands.py", "unit/engines/test_steward.py")
 MOST_WORKERS = 12  # with more, the longest test decides how long it takes
@@ -43,13 +49,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
     def turn(item: pytest.Item) -> int:
         place = item.path.relative_to(TESTS)
-        if place.as_posix() in WHOLE_FILES:
+        if _needs_ray(item.nodeid):
             return -1
         if place.parts[0] in LONG:
             return LONG.index(place.parts[0])
         return len(LONG) + (place.as_posix() not in LONG_FILES)
 
     items.sort(key=turn)
+
+
+def _needs_ray(nodeid: str) -> bool:
+    return any(part in nodeid for part in RAY)
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -59,9 +69,10 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class InTurn(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
+            if _needs_ray(nodeid):
+                return "ray"
             file = nodeid.split("::", 1)[0]
-            place = file.removeprefix("tests/")
-            return nodeid if place.split("/", 1)[0] in LONG and place not in WHOLE_FILES else file
+            return nodeid if file.removeprefix("tests/").split("/", 1)[0] in LONG else file
 
     config.option.loadscopereorder = False
     return InTurn(config, log)
