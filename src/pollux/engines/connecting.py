@@ -143,23 +143,25 @@ class Link:
     def ask(self, hello: Message, deadline: float) -> Message | None:
         """The answer to a hello; None where the steward ends just then."""
         self.send(hello)
-        while not self._early:
-            self._connection.settimeout(max(deadline - time.monotonic(), 0.1))
-            try:
-                told = self.receive()
-            except TimeoutError:
-                raise EngineError(
-                    "the steward took the connection but does not answer; is it frozen? End it with SIGKILL: its "
-                    "replicas end with it, and their jobs start again from their checkpoints"
-                ) from None
-            if told is None:
-                return None
-            self._early = told
-        self._connection.settimeout(None)
-        answer = self._early.pop(0)
-        if answer["event"] == "refused":
-            raise EngineError(answer["reason"])
-        return answer
+        while True:
+            while not self._early:
+                self._connection.settimeout(max(deadline - time.monotonic(), 0.1))
+                try:
+                    told = self.receive()
+                except TimeoutError:
+                    raise EngineError(
+                        "the steward took the connection but does not answer; is it frozen? End it with SIGKILL: its "
+                        "replicas end with it, and their jobs start again from their checkpoints"
+                    ) from None
+                if told is None:
+                    return None
+                self._early = told
+            answer = self._early.pop(0)
+            if answer["event"] == "refused":
+                raise EngineError(answer["reason"])
+            if answer["event"] == "state":  # what comes before was meant for whoever listened then
+                self._connection.settimeout(None)
+                return answer
 
     def close(self) -> None:
         with contextlib.suppress(OSError):

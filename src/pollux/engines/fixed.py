@@ -187,7 +187,7 @@ class FixedJob:
 
     def _restart_or_fail(self, failed: _Process) -> None:
         code = failed.exit_code or 1
-        excuse = self._excuse()
+        excuse = "its starter ended" if failed.handle.is_orphan else self._excuse()
         if excuse:
             logger.info("%s: rank %d %s, which is excused: %s", self._name, failed.rank, how_it_ended(code), excuse)
         elif self._num_restarts < self._max_restarts:

@@ -40,11 +40,14 @@ from pollux.train.checkpoint_files import (
     remove_temporary,
 )
 
+MAX_LOOKS = 20
+
 logger = logging.getLogger(__name__)
 
 OPERATION_S = 60.0  # for one operation with all its attempts, beside the time its bytes take
 SLOWEST_BYTES_PER_S = 2e6  # a store slower than this is taken for one that hangs
 MAX_ATTEMPTS = 5
+MAX_LOOKS = 20  # at a store that changes while it is listed
 FIRST_PAUSE_S = 0.25  # before the second attempt; doubles from one to the next
 LARGE_BYTES = 1 << 28  # so much to move is worth a line in the log
 # Asking again does not help where the store has understood and said no.
@@ -102,7 +105,15 @@ class RemoteStorage:
     # --- reading --------------------------------------------------------------------------------------------------
 
     def names(self) -> list[str]:
-        return [name for name in self._candidates() if MANIFEST in self._files(name)]
+        """A writer elsewhere may replace all that is there while it is looked through: then it is looked at again."""
+        found: list[str] = []
+        candidates = self._candidates()
+        for _ in range(MAX_LOOKS):
+            found = [name for name in candidates if MANIFEST in self._files(name)]
+            before, candidates = candidates, self._candidates()
+            if found or set(candidates) <= set(before):
+                break
+        return found
 
     def read_manifest(self, name: str) -> Manifest:
         try:

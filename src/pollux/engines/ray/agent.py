@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import shutil
 import tempfile
 import threading
@@ -30,7 +31,7 @@ from pollux.engines.leftovers import MARK, REPLICA, kill_leftovers
 from pollux.engines.protocol import Message
 from pollux.engines.ray.networking import free_port, network_env
 from pollux.train.failure import read_end
-from pollux.train.nursery import ColdStarter, Command, Nursery, Replica, Starter
+from pollux.train.nursery import MISSING_CODE, ColdStarter, Command, Nursery, Replica, Starter
 
 PERIOD_S = 0.02
 LEASE_S = 120.0  # whoever hears nothing from the steward for so long has been given up long ago
@@ -158,10 +159,14 @@ class Agent:
             orders = list(self._orders)
             self._orders.clear()
         for order in orders:
-            if order["op"] == "spawn":
-                self._spawn(order, nursery, cold)
-            elif (process := self._processes.get(order["key"])) is not None:
-                process.starter.signal(process.replica, order["signum"], group=order["group"])
+            try:
+                self._obey(order, nursery, cold)
+            except Exception as error:  # one replica's trouble must not keep the others' orders
+                logger.exception("%s: not done", order["op"])
+                if order["op"] == "spawn" and order["key"] not in self._processes:
+                    tail = f"cannot be started on this node: {error}"
+                    end = {"code": MISSING_CODE, "is_orphan": False, "tail": tail}
+                    self._tell({"event": "exited", "key": order["key"], **end})
         nursery.poll()
         cold.poll()
         for key, process in list(self._processes.items()):
@@ -172,6 +177,12 @@ class Agent:
             if replica.exit_code is not None:
                 del self._processes[key]
                 self._bury(key, process)
+
+    def _obey(self, order: Message, nursery: Nursery, cold: ColdStarter) -> None:
+        if order["op"] == "spawn":
+            self._spawn(order, nursery, cold)
+        elif (process := self._processes.get(order["key"])) is not None:
+            process.starter.signal(process.replica, order["signum"], group=order["group"])
 
     def _bury(self, key: str, process: _Process) -> None:
         replica_id = process.command.env.get(REPLICA)
@@ -229,6 +240,6 @@ def kill_orphans(prefix: str) -> None:
 def _remove_folders(prefix: str) -> None:
     """Of agents that are gone."""
     for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-        pid = path.name.removeprefix(prefix).split("-")[0]
-        if pid.isdecimal() and not psutil.pid_exists(int(pid)):
+        match = re.fullmatch(r"([0-9]+)-[^-]+", path.name.removeprefix(prefix))  # not of "exp-2" if we are "exp"
+        if match is not None and not psutil.pid_exists(int(match[1])):
             shutil.rmtree(path, ignore_errors=True)

@@ -26,7 +26,7 @@ from pollux.engines.ending import RAY, note_engine
 from pollux.engines.launch import Launch
 from pollux.engines.protocol import PROTOCOL_VERSION, Message
 from pollux.engines.ray.head import stop_head
-from pollux.engines.ray.joining import NO_STEWARD
+from pollux.engines.ray.joining import ANOTHER, NO_RAY, NO_STEWARD
 from pollux.engines.space import MIN_FREE_BYTES
 from pollux.errors import EngineError
 from pollux.types import Node
@@ -152,12 +152,19 @@ def end_ray_steward(directory: Path, settings: RaySettings, timeout_s: float) ->
 
 
 def has_ray_steward(directory: Path, settings: RaySettings) -> bool:
-    """Whether there is one that could have jobs; not where Ray itself is gone."""
+    """Whether there is one that could have jobs; not where Ray itself is gone.
+
+    Raises:
+        EngineError: that cannot be told.
+    """
     connector = RayConnector(directory, dataclasses.replace(settings, makes_steward=False))
     try:
         connector.connect(threading.Event())[0].close()
-    except EngineError:
-        return False
+    except EngineError as error:
+        if any(known in str(error) for known in (NO_STEWARD, NO_RAY, ANOTHER)):
+            return False
+        why = f"it cannot be told whether jobs still run as {settings.name!r} on Ray at {settings.address}: {error}"
+        raise EngineError(why) from error
     finally:
         connector.close()
     return True

@@ -154,6 +154,8 @@ class Fleet:
     def count_seat(self, node_id: str, change: int) -> None:
         with self._turn:
             self._seated[node_id] += change
+            if not self._seated[node_id]:
+                del self._seated[node_id]
 
     def scale(self, wish: Wish | None, in_use: Collection[str]) -> None:
         """Called often. Let nodes go that are neither wished for nor in use, and take back those that are. None: all.
@@ -248,7 +250,6 @@ class Fleet:
     def _lose(self, node_id: str, reason: str) -> None:
         station = self._stations.pop(node_id)
         self._names.pop(station.name, None)
-        self._seated.pop(node_id, None)
         if not station.is_released:
             self._lost[station.name] = f"node {station.name} is lost: {reason}"
 

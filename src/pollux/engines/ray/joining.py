@@ -11,13 +11,14 @@ import re
 import signal
 import sys
 import threading
+import time
 from typing import Any
 
 from pollux.engines.ray.networking import can_connect
 from pollux.errors import EngineError
 
 NAMESPACE = "pollux"
-NO_STEWARD = "there is no steward"
+NO_STEWARD, NO_RAY, ANOTHER = "there is no steward", "no Ray answers", "another Pollux on this Ray cluster"
 REACH_S = 5.0
 ANSWER_S = 60.0
 _HOST_PORT = re.compile(r"(?P<host>.+):(?P<port>[0-9]{1,5})")
@@ -43,25 +44,32 @@ def join(settings: dict[str, Any]) -> Any:
     connect(address)
     import ray
 
-    name = steward_name(steward_settings["cluster"])
-    steward = _find(name)
-    if steward is None and not settings["makes_steward"]:
-        raise Refused(f"{NO_STEWARD}: nothing of this Pollux runs at {address}")
-    if steward is None:
-        logger.info("no steward named %s is there: making one", name)
-        steward = _make(name, steward_settings)
-    try:
-        about = ray.get(steward.about.remote(), timeout=ANSWER_S)
-    except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:
-        raise Refused(
-            f"the steward {name} does not answer: {_first_line(error)}; see Ray's logs on the head"
-        ) from error
-    if about["owner"] != steward_settings["owner"]:
-        raise Refused(
-            f"another Pollux on this Ray cluster is called {steward_settings['cluster']!r} (that of {about['where']}, "
-            "running now): give this one another name with --name; nothing of the other was touched"
-        )
-    return steward
+    name, ends_at = steward_name(steward_settings["cluster"]), time.monotonic() + ANSWER_S
+    while True:
+        steward = _find(name)
+        if steward is None and not settings["makes_steward"]:
+            raise Refused(f"{NO_STEWARD}: nothing of this Pollux runs at {address}")
+        if steward is None:
+            logger.info("no steward named %s is there: making one", name)
+            steward = _make(name, steward_settings)
+        try:
+            about = ray.get(steward.about.remote(), timeout=ANSWER_S)
+        except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:
+            if isinstance(error, ray.exceptions.ActorDiedError) and time.monotonic() < ends_at:
+                time.sleep(0.2)  # it was ending just then; its name is free soon
+                continue
+            why = f"the steward {name} does not answer: {_first_line(error)}; see Ray's logs on the head"
+            raise Refused(why) from error
+        if about["owner"] != steward_settings["owner"]:
+            raise Refused(
+                f"{ANOTHER} is called {steward_settings['cluster']!r} (that of "
+                f"{about['where']}, running now): give this one another name with --name; nothing of the other was "
+                "touched"
+            )
+        if not about["is_over"]:
+            return steward
+        ray.kill(steward)  # its jobs have left, and it takes no others
+        time.sleep(0.2)
 
 
 def connect(address: str) -> None:
@@ -75,7 +83,7 @@ def connect(address: str) -> None:
         why = can_connect(match["host"], int(match["port"]), REACH_S)
         if why:
             raise Refused(
-                f"no Ray answers at {address} ({why}): see that the head runs (`ray status` on it) and that the port "
+                f"{NO_RAY} at {address} ({why}): see that the head runs (`ray status` on it) and that the port "
                 "is reachable from here, or leave --address out to start a head"
             )
     handler = signal.getsignal(signal.SIGTERM) if threading.current_thread() is threading.main_thread() else None

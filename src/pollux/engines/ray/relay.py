@@ -153,7 +153,11 @@ class Relay:
     def _write(self, found: dict[str, tuple[int, bytes]]) -> None:
         for name, (offset, data) in found.items():
             with self._writing:
-                self._append(name, offset, data)
+                try:
+                    self._append(name, offset, data)
+                except OSError as error:  # a full disk, say: it is fetched again
+                    logger.warning("%s: %s", name, error)
+                    time.sleep(0.5)
 
     def _append(self, name: str, offset: int, data: bytes) -> None:
         path = Path(name)

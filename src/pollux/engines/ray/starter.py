@@ -30,6 +30,7 @@ from pollux.train.nursery import Command, Replica, StarterEvent
 NUM_THREADS = 8
 MAX_TAILS = 1000
 PATIENCE_S = 5.0  # with a slot that should be free
+SEAT_S = 1.0
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,7 @@ class _Taken:
     actor: Any
     devices: Any
     holding: Any
+    is_known: bool  # the slot is ours, and it has no device that only the actor would know
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -168,10 +170,10 @@ class RayStarter:
             process.seat = process.taking.result()
         seat = process.seat
         if not process.is_asked_for:
-            if not ray.wait([seat.devices], timeout=0)[0]:
+            if not seat.is_known and not ray.wait([seat.devices], timeout=0)[0]:
                 self._look_for_slot(process, seat)
                 return
-            devices = ray.get(seat.devices, timeout=1.0)
+            devices = None if seat.is_known else ray.get(seat.devices, timeout=1.0)
             self._count(process, is_ours=True)
             process.is_asked_for = True
             command = process.command
@@ -216,7 +218,10 @@ def _take_seat(node_id: str, resource: str, name: str) -> _Taken:
     amount = {"num_gpus": 1, "num_cpus": 0} if resource == "GPU" else {"num_cpus": 1}
     place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
     actor = SeatActor.options(name=name, scheduling_strategy=place, **amount).remote()
-    return _Taken(group=group, actor=actor, devices=actor.devices.remote(), holding=actor.hold.remote())
+    is_known = resource != "GPU" and bool(group.wait(SEAT_S))  # the process need not wait for the actor's
+    return _Taken(
+        group=group, actor=actor, devices=actor.devices.remote(), holding=actor.hold.remote(), is_known=is_known
+    )
 
 
 def _has_slot(group: Any) -> bool:

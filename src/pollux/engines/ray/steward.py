@@ -131,7 +131,8 @@ class Steward:
     # --- what is asked, from any thread ---------------------------------------------------------------------------
 
     def about(self) -> Message:
-        return dict(self._about)
+        """``is_over``: it has ended its jobs, and whoever asked for that did not stay to end it."""
+        return {**self._about, "is_over": self.is_over}
 
     def greet(self, client: str) -> bool:
         """A new client takes the place of the old one. Whether the nodes have been looked at."""
@@ -185,6 +186,7 @@ class Steward:
                 self._tell({"event": "over"})
             if time.monotonic() - idle_since > self._idle_s:
                 logger.info("nothing to do for %.0f s: ending", self._idle_s)
+                self._fleet.ask_for_nothing()
                 os._exit(0)
 
     def _turn(self) -> None:
