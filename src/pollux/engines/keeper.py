@@ -58,20 +58,25 @@ class ReplicaJob(Protocol):
     def close(self) -> None: ...
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobOrder:
+    """What a workshop makes a job from. ``env_of``: what a replica finds in its environment by its place."""
+
+    launch: Launch
+    name: str
+    replica_name: str
+    log_dir: Path
+    places: Sequence[Place]
+    env_of: Callable[[Place], Mapping[str, str]]
+    excuse: Callable[[], str]
+
+
 class Workshop(Protocol):
     """Where the processes of jobs are made; see :mod:`pollux.engines.workshop`."""
 
-    def make(
-        self,
-        launch: Launch,
-        *,
-        name: str,
-        replica_name: str,
-        log_dir: Path,
-        places: Sequence[Place],
-        env_of: Callable[[Place], Mapping[str, str]],
-        excuse: Callable[[], str],
-    ) -> ReplicaJob: ...
+    def make(self, order: JobOrder) -> ReplicaJob:
+        """A job that has not been started yet."""
+
     def place(self, job: ReplicaJob, places: Sequence[Place]) -> None: ...
     def poll(self) -> None: ...
     def close(self) -> None: ...
@@ -385,8 +390,8 @@ class Keeper:
         def env_of(place: Place) -> Mapping[str, str]:
             return {**fixed_env, **threads, **slot_env(self._devices.get(place))}
 
-        entry.processes = workshop.make(
-            launch,
+        order = JobOrder(
+            launch=launch,
             name=entry.job,
             replica_name=entry.job if entry.generation == 1 else f"{entry.job}.{entry.generation}",
             log_dir=directory / "logs" / str(entry.generation),
@@ -394,6 +399,7 @@ class Keeper:
             env_of=env_of,
             excuse=lambda: self._space.shortage(launch.checkpoint_dir),
         )
+        entry.processes = workshop.make(order)
         entry.processes.start()
 
     def _pick(self, entry: _Entry) -> tuple[Place, ...] | None:

@@ -6,16 +6,32 @@ for the first elastic job, or before by :meth:`LocalWorkshop.warm_up`: other com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from pollux.engines.commands import plan_start
 from pollux.engines.fixed import FixedJob
-from pollux.engines.keeper import Place, ReplicaJob
-from pollux.engines.launch import Launch
+from pollux.engines.keeper import JobOrder, Place, ReplicaJob
 from pollux.train.launcher import LocalJob, Slot
 from pollux.train.nursery import ColdStarter, Nursery
+
+
+def options_of(order: JobOrder) -> dict[str, Any]:
+    """What elastic and fixed jobs are made with alike, wherever they run."""
+    return {
+        "slots": [Slot(*place) for place in order.places],
+        "log_dir": order.log_dir,
+        "name": order.name,
+        "replica_name": order.replica_name,
+        "cwd": order.launch.cwd,
+        "slot_env": order.env_of,
+        "max_restarts": order.launch.max_restarts,
+        "excuse": order.excuse,
+    }
+
+
+def place(job: ReplicaJob, places: Sequence[Place]) -> None:
+    job.place([Slot(*place) for place in places])
 
 
 class LocalWorkshop:
@@ -33,37 +49,17 @@ class LocalWorkshop:
             self._nursery = Nursery()
         return self._nursery
 
-    def make(
-        self,
-        launch: Launch,
-        *,
-        name: str,
-        replica_name: str,
-        log_dir: Path,
-        places: Sequence[Place],
-        env_of: Callable[[Place], Mapping[str, str]],
-        excuse: Callable[[], str],
-    ) -> ReplicaJob:
-        """A job that has not been started yet. ``env_of``: what a replica finds in its environment by its place."""
-        options: dict[str, Any] = {
-            "slots": [Slot(*place) for place in places],
-            "log_dir": log_dir,
-            "name": name,
-            "replica_name": replica_name,
-            "cwd": launch.cwd,
-            "slot_env": env_of,
-            "max_restarts": launch.max_restarts,
-            "excuse": excuse,
-        }
+    def make(self, order: JobOrder) -> ReplicaJob:
+        launch, options = order.launch, options_of(order)
         if launch.kind == "fixed":
-            options |= {"env": launch.env, "checkpoints": launch.checkpoints}
-            return FixedJob(launch.command, starter=self._cold, **options)
+            more: dict[str, Any] = {"env": launch.env, "checkpoints": launch.checkpoints}
+            return FixedJob(launch.command, starter=self._cold, **more, **options)
         start = plan_start(launch.command, launch.env, launch.cwd)
         starter = self._open_nursery() if start.is_forked else self._cold
         return LocalJob(start.argv, starter=starter, env={**launch.env, **start.env}, **options)
 
     def place(self, job: ReplicaJob, places: Sequence[Place]) -> None:
-        job.place([Slot(*place) for place in places])
+        place(job, places)
 
     def poll(self) -> None:
         """Hear who has ended, also while no job asks."""

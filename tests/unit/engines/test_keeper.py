@@ -6,14 +6,14 @@ import dataclasses
 import random
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 
 pytest.importorskip("psutil")
 
 from pollux.engines.devices import Device, detect_nodes
-from pollux.engines.keeper import Keeper, Place
+from pollux.engines.keeper import JobOrder, Keeper, Place
 from pollux.engines.launch import Launch
 from pollux.engines.protocol import Message
 from pollux.engines.space import SpaceWatch
@@ -76,8 +76,8 @@ class FakeProcesses:
 
 
 class FakeWorkshop:
-    def make(self, launch: Launch, *, places: Sequence[Place], **_: Any) -> FakeProcesses:
-        return FakeProcesses(places)
+    def make(self, order: JobOrder) -> FakeProcesses:
+        return FakeProcesses(order.places)
 
     def place(self, job: FakeProcesses, places: Sequence[Place]) -> None:
         job.place([Slot(*place) for place in places])

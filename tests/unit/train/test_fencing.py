@@ -49,13 +49,6 @@ for epoch in run.epochs(10**6):
 """
 
 
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as nursery:
-        nursery.wait_ready(60.0)
-        yield nursery
-
-
 class Bench:
     def __init__(self, folder: Path, nursery: Nursery) -> None:
         self.folder, self.nursery = folder, nursery

@@ -77,13 +77,6 @@ print("done", int(state), flush=True)
 FOREVER = 10**6
 
 
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as nursery:
-        nursery.wait_ready(60.0)
-        yield nursery
-
-
 class Bench:
     """Makes jobs, and checks at the end that nothing of them is left."""
 

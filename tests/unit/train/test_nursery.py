@@ -20,13 +20,6 @@ from pollux.train.nursery import ColdStarter, Command, Nursery, Replica, Starter
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
 
-@pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    with Nursery() as nursery:
-        nursery.wait_ready(60.0)
-        yield nursery
-
-
 @pytest.fixture(params=["forked", "cold"])
 def starter(request: pytest.FixtureRequest) -> Iterator[Starter]:
     if request.param == "forked":

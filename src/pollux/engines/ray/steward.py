@@ -15,20 +15,21 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 import ray
 
 from pollux.engines.desk import Desk
 from pollux.engines.devices import Device
-from pollux.engines.keeper import Keeper, Place, ReplicaJob
-from pollux.engines.launch import Launch
+from pollux.engines.fixed import FixedJob
+from pollux.engines.keeper import JobOrder, Keeper, Place, ReplicaJob
 from pollux.engines.protocol import Message
 from pollux.engines.ray.fleet import Fleet, Host
 from pollux.engines.ray.scaling import Wish
 from pollux.engines.space import MIN_FREE_BYTES, SpaceWatch, free_bytes
+from pollux.engines.workshop import options_of, place
+from pollux.train.launcher import LocalJob
 from pollux.version import __version__
 
 BUSY_PERIOD_S = 0.015
@@ -46,42 +47,16 @@ class RayWorkshop:
     def __init__(self, fleet: Fleet, starter: Any, host: str) -> None:
         self._fleet, self._starter, self._host = fleet, starter, host
 
-    def make(
-        self,
-        launch: Launch,
-        *,
-        name: str,
-        replica_name: str,
-        log_dir: Path,
-        places: Sequence[Place],
-        env_of: Callable[[Place], Mapping[str, str]],
-        excuse: Callable[[], str],
-    ) -> ReplicaJob:
-        from pollux.engines.fixed import FixedJob
-        from pollux.train.launcher import LocalJob, Slot
-
-        options: dict[str, Any] = {
-            "slots": [Slot(*place) for place in places],
-            "starter": self._starter,
-            "log_dir": log_dir,
-            "name": name,
-            "replica_name": replica_name,
-            "env": launch.env,
-            "cwd": launch.cwd,
-            "slot_env": env_of,
-            "max_restarts": launch.max_restarts,
-            "excuse": excuse,
-        }
+    def make(self, order: JobOrder) -> ReplicaJob:
+        launch = order.launch
+        options: dict[str, Any] = {"starter": self._starter, "env": launch.env, **options_of(order)}
         if launch.kind == "fixed":
-            return FixedJob(
-                launch.command, checkpoints=launch.checkpoints, address_of=self._fleet.address_of, **options
-            )
+            more: dict[str, Any] = {"checkpoints": launch.checkpoints, "address_of": self._fleet.address_of}
+            return FixedJob(launch.command, **more, **options)
         return LocalJob(launch.command, host=self._host, **options)
 
     def place(self, job: ReplicaJob, places: Sequence[Place]) -> None:
-        from pollux.train.launcher import Slot
-
-        job.place([Slot(*place) for place in places])
+        place(job, places)
 
     def warm_up(self) -> None:
         import pollux.train.controller  # noqa: F401
