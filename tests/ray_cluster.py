@@ -110,9 +110,7 @@ class RayCluster:
         tuned = [f"--system-config={json.dumps(TUNED)}"]
         argv = [*place, f"--num-cpus={self.head_cpus}", *_SMALL, *quiet, *tuned, *options]
         log = self.folder / "ray-head.log"
-        for _ in range(
-            3
-        ):  # as a supervisor does: a head that is restarted on a busy machine may not see itself in time
+        for _ in range(3):  # as a supervisor does: one that is restarted on a busy machine may not see itself in time
             # Started again, Ray would take its other nodes on this machine for a head that still runs.
             (self.temporary / "ray_current_cluster").unlink(missing_ok=True)
             log.unlink(missing_ok=True)

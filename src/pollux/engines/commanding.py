@@ -78,8 +78,8 @@ class Connector(Protocol):
     def hello(self) -> Message:
         """What to ask a steward for its state with."""
 
-    def wait_for_end(self, timeout_s: float) -> None:
-        """After a shutdown was asked for: return when all is over; what is not over in time is ended by force."""
+    def wait_for_end(self, timeout_s: float) -> bool:
+        """After a shutdown was asked for: whether all was over in time. What is not is ended by force."""
 
     def close(self) -> None:
         """The connection is closed; jobs train on unless they were shut down."""
@@ -219,7 +219,7 @@ class StewardEngine:
         if stops_jobs:
             with self._changed:
                 self._send({"op": "shutdown", "grace_s": self._grace_s if grace_s is None else grace_s})
-            self._connector.wait_for_end(self._grace_s + 20.0 if grace_s is None else grace_s + 5.0)
+            self._connector.wait_for_end(self._grace_s + 20.0 if grace_s is None else grace_s + 15.0)
         with self._changed:
             self._disconnect()
         self._thread.join(10.0)
@@ -368,7 +368,7 @@ class StewardEngine:
                 known.replicas, known.note = _replicas(row["replicas"]), row["note"]
                 if known.is_stopping and not row["is_stopping"]:
                     self._send_stop(job, "asked for before")
-                elif not known.is_stopping and row["generation"] != known.generation:
+                elif not known.is_stopping and not _is_as_commanded(row, known):
                     self._send(_placing("resize", job, known.generation, known.allocation))
                 elif not known.is_stopping and row["runs"] == known.generation:
                     self._events.append((JobRuns(job=job, generation=known.generation), None))
@@ -381,6 +381,12 @@ class StewardEngine:
                 self._send_stop(job, "nobody knows it any more")
             else:
                 self._send({"op": "forget", "job": job, "generation": row["generation"]})
+
+
+def _is_as_commanded(row: Message, known: _Known) -> bool:
+    """What it holds may have shrunk with a node that went, and came back, while nobody listened."""
+    held: object = row["generation"], row["allocation"]
+    return held == (known.generation, allocation_to_list(known.allocation))
 
 
 def _placing(op: str, job: str, generation: int, allocation: Allocation, **more: object) -> Message:

@@ -12,6 +12,7 @@ import json
 import logging
 import math
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,7 +21,7 @@ from typing import Any, Protocol
 from pollux.engines.devices import Device, slot_env
 from pollux.engines.launch import Launch
 from pollux.engines.leftovers import MARK, kill_leftovers, mark_of
-from pollux.engines.protocol import ENDS, Message, allocation_from_list
+from pollux.engines.protocol import ENDS, Message, allocation_from_list, allocation_to_list
 from pollux.engines.space import SpaceWatch
 from pollux.types import NO_ALLOCATION, Allocation
 
@@ -199,7 +200,12 @@ class Keeper:
             processes = entry.processes
             if processes is None or entry.is_stopping:
                 continue  # it waits for another place, or what is left of it stops as asked
-            if left and shares and entry.launch is not None and entry.launch.kind == "elastic":
+            is_elastic = entry.launch is not None and entry.launch.kind == "elastic"
+            if is_elastic and not (left and shares):  # it was moving there; who was to leave stays
+                members = [view.slot for view in processes.replicas if view.state == "member"]
+                left = tuple(tuple(slot) for slot in members if slot.node not in nodes)
+                shares = list(Counter(node for node, _ in left).items())
+            if is_elastic and left:
                 logger.warning("%s: %s; it goes on with %d replicas", entry.job, reason, len(left))
                 self._open_workshop().place(processes, left)  # nobody is started again where nothing is
                 entry.places, entry.allocation, entry.is_placed = left, Allocation.of(*shares), False
@@ -213,6 +219,7 @@ class Keeper:
             {
                 "job": entry.job,
                 "generation": entry.generation,
+                "allocation": allocation_to_list(entry.allocation),
                 "runs": entry.runs,
                 "is_stopping": entry.is_stopping,
                 "end": entry.end,
@@ -325,8 +332,9 @@ class Keeper:
 
     def _finish(self, entry: _Entry, end: Message) -> None:
         entry.processes, entry.places = None, ()
-        if entry.again is not None:
-            self.start(entry.again)
+        again, entry.again = entry.again, None
+        if again is not None and self._closing_grace_s is None:
+            self.start(again)
             return
         entry.end = {**end, "job": entry.job, "generation": entry.generation}
         logger.info("%s: %s", entry.job, end["event"])

@@ -55,14 +55,16 @@ class LocalConnector:
             raise
         return link, state
 
-    def wait_for_end(self, timeout_s: float) -> None:
+    def wait_for_end(self, timeout_s: float) -> bool:
         self._stops_jobs = True
         try:
             self.steward.wait(timeout_s)
+            return True
         except psutil.TimeoutExpired:
             logger.error("the steward (pid %d) did not end in time: killed", self.steward.pid)
             self.steward.kill()
             self.steward.wait(5.0)
+            return False
 
     def close(self) -> None:
         if self._stops_jobs or self._steward is None:

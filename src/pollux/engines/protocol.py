@@ -26,7 +26,7 @@ from typing import Any
 
 from pollux.types import Allocation
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 SOCKET = "steward.sock"
 LOCK = "steward.pid"
 LOG = "steward.log"

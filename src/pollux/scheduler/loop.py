@@ -328,23 +328,32 @@ class Scheduler:
                 self._ask_for_round("end")
 
     def _keep_survivors(self, now: float) -> None:
-        """Jobs that lost some of their nodes go on with the rest; that is what they hold now.
+        """Jobs that lost some of their nodes go on with the rest; one that was moving to a lost node stays.
 
-        If too little is left, or of a job that is only starting, the engine will say what has become of it.
+        The engine keeps them alive without being asked, and is told what they hold now: what it was told before may
+        name nodes that are gone. If too little is left, or of a job that is only starting, it will say what has become
+        of it.
         """
+        nodes = self._engine.nodes()
         running = [record for record in self._active.values() if record.state in _GOES_ON]
-        left = survivors(self._engine.nodes(), [record.view(now) for record in running])
+        left = survivors(nodes, [record.view(now) for record in running])
+        names = {node.name for node in nodes}
         for record in running:
             allocation = left.get(record.name)
-            if allocation is None:
+            if allocation is None and names.isdisjoint(share.node for share in record.allocation.shares):
+                allocation = Allocation(tuple(share for share in record.leaving.shares if share.node in names))
+            if allocation is None or allocation.num_replicas < record.spec.min_replicas:
                 continue
             record.account(now)
             lost = [share.node for share in record.allocation.shares if share not in allocation.shares]
             if self._desired.get(record.name) == record.allocation:
                 self._desired[record.name] = allocation
-            was, record.allocation = record.allocation.num_replicas, allocation
-            record.note(now, f"lost {', '.join(lost)}: {was} -> {_replicas(allocation.num_replicas)}")
+            was = record.allocation.num_replicas
+            record.allocation, record.generation = allocation, record.generation + 1
+            why = f"lost {', '.join(lost)}: {was} -> {_replicas(allocation.num_replicas)}"
+            record.move(JobState.RESIZING, now, why)
             self._store.save_job(record)
+            self._engine.apply([ResizeJob(job=record.name, allocation=allocation, generation=record.generation)])
 
     def _end(self, record: JobRecord, state: JobState, at: float, reason: str) -> None:
         record.finished_at = at

@@ -313,6 +313,36 @@ def test_a_fixed_job_is_lost_with_any_of_its_nodes(cluster):
     assert cluster.drain() == [("lost", "a", 1)]
 
 
+def test_a_job_that_was_moving_to_a_lost_node_stays_where_it_was(cluster):
+    cluster.start("a", 1, ("node-0", 2))
+    cluster.drain()
+    processes = cluster.processes("a")
+    before = list(processes.members)
+
+    def begin_to_move(slots: Sequence[Slot]) -> None:
+        processes.target = list(slots)  # newcomers start; who trains is still on the other node
+
+    processes.place = begin_to_move  # type: ignore[method-assign]
+    cluster.resize("a", 2, ("node-1", 2))
+    assert processes.target != processes.members == before
+    cluster.keeper.lose(["node-1"], "node node-1 is lost")
+    cluster.keeper.turn()
+    assert cluster.processes("a") is processes and processes.target == before
+    assert cluster.keeper.state()[0]["allocation"] == [["node-0", 2]]
+    cluster.resize("a", 3, ("node-0", 2))
+    assert cluster.drain()[-1] == ("runs", "a", 3)
+
+
+def test_a_start_that_was_to_follow_a_stop_does_not_keep_a_closing_steward(cluster):
+    cluster.start("a", 1, ("node-0", 1))
+    cluster.stop("a")
+    cluster.start("a", 2, ("node-0", 1))
+    cluster.keeper.shut_down(1.0)
+    cluster.leave("a")
+    cluster.keeper.turn()
+    assert cluster.keeper.num_living == 0
+
+
 def test_a_job_that_waits_or_stops_is_not_lost(cluster):
     cluster.start("a", 1, ("node-1", 3))
     cluster.start("waits", 1, ("node-1", 1))

@@ -302,6 +302,14 @@ def test_adoption_repeats_commands_that_never_arrived(bench):
     assert list(bench.engine.replicas("d")) == []
 
 
+def test_adoption_gives_back_what_a_job_lost_while_nobody_listened(bench):
+    bench.run("a", ("node-0", 1))
+    bench.engine.close(stops_jobs=False)
+    bench.engine = bench.open()
+    bench.engine.adopt([bench.record("a", JobState.RUNNING, 1, ("node-0", 1), ("node-1", 1))])
+    until(lambda: [place for place, _ in places(bench, "a")] == ["node-0", "node-1"], "a grows again")
+
+
 def test_an_end_that_could_not_be_saved_is_told_again_however_often_that_takes(bench):
     """A full disk under the database: whoever polls begins again and again."""
     bench.prepare("a", bench.script("pass"))

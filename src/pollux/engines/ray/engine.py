@@ -26,7 +26,7 @@ from pollux.engines.ending import RAY, note_engine
 from pollux.engines.launch import Launch
 from pollux.engines.protocol import PROTOCOL_VERSION, Message
 from pollux.engines.ray.head import stop_head
-from pollux.engines.ray.joining import ANOTHER, NO_RAY, NO_STEWARD
+from pollux.engines.ray.joining import ANOTHER, LAST_S, NO_RAY, NO_STEWARD
 from pollux.engines.space import MIN_FREE_BYTES
 from pollux.errors import EngineError
 from pollux.types import Node
@@ -89,13 +89,17 @@ class RayConnector:
                 link.close()
                 self._end_relay()
 
-    def wait_for_end(self, timeout_s: float) -> None:
+    def wait_for_end(self, timeout_s: float) -> bool:
+        is_over = True
         if self._relay is not None:
             try:
-                self._relay.wait(timeout_s)
+                is_over = self._relay.wait(timeout_s) == 0
             except subprocess.TimeoutExpired:
+                is_over = False
+            if not is_over:
                 logger.error("the steward in Ray did not end its jobs in time; see %s", self.log)
         stop_head(self._directory)
+        return is_over
 
     def close(self) -> None:
         self._end_relay()
@@ -137,8 +141,9 @@ def end_ray_steward(directory: Path, settings: RaySettings, timeout_s: float) ->
     try:
         link, _ = connector.connect(threading.Event())
         try:
-            link.send({"op": "shutdown", "grace_s": max(timeout_s - 10.0, 1.0)})
-            connector.wait_for_end(timeout_s)
+            link.send({"op": "shutdown", "grace_s": max(timeout_s - LAST_S, 1.0)})
+            if not connector.wait_for_end(timeout_s + LAST_S):
+                raise EngineError(f"not all jobs had left Ray in {timeout_s:g} s; see {connector.log}")
         finally:
             link.close()
     except EngineError as error:

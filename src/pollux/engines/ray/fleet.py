@@ -85,7 +85,6 @@ class Changes:
 
     hosts: tuple[Host, ...]
     lost: Mapping[str, str]
-    news: Sequence[tuple[str, Message]]  # the node's name, and what its agent told
 
 
 class Fleet:
@@ -121,8 +120,13 @@ class Fleet:
         with self._turn:
             hosts = tuple(station.host for station in self._stations.values() if station.host is not None)
             lost, self._lost = self._lost, {}
+        return Changes(hosts=tuple(host for host in hosts if host.num_slots), lost=lost)
+
+    def take_news(self) -> Sequence[tuple[str, Message]]:
+        """What agents told since this was asked last, each with the node's name."""
+        with self._turn:
             news, self._news = list(self._news), deque()
-        return Changes(hosts=tuple(host for host in hosts if host.num_slots), lost=lost, news=news)
+        return news
 
     def id_of(self, name: str) -> str | None:
         with self._turn:

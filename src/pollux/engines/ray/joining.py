@@ -21,6 +21,7 @@ NAMESPACE = "pollux"
 NO_STEWARD, NO_RAY, ANOTHER = "there is no steward", "no Ray answers", "another Pollux on this Ray cluster"
 REACH_S = 5.0
 ANSWER_S = 60.0
+LAST_S = 10.0  # beyond their grace, for jobs that are ended
 _HOST_PORT = re.compile(r"(?P<host>.+):(?P<port>[0-9]{1,5})")
 
 logger = logging.getLogger(__name__)

@@ -13,6 +13,7 @@ import argparse
 import contextlib
 import json
 import logging
+import math
 import os
 import queue
 import secrets
@@ -26,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from pollux.engines.protocol import Lines, Message, to_line
-from pollux.engines.ray.joining import Refused, join
+from pollux.engines.ray.joining import LAST_S, Refused, join
 
 HEAR_S = 1.0
 START_S = 60.0
@@ -35,6 +36,7 @@ ANSWER_S = 10.0
 PATIENCE_S = 15.0  # with a steward that is out of reach: another relay is soon started, and can say more
 LOG_PERIOD_S = 2.0
 CATCH_UP_S = 2.0
+MAX_KNOWN = 10_000  # log files of one node
 ENDS = ("ended", "stopped", "lost")
 
 logger = logging.getLogger(__name__)
@@ -47,8 +49,9 @@ class Relay:
         self._questions: queue.SimpleQueue[Message] = queue.SimpleQueue()
         self._lines = Lines()
         self._agents: dict[str, Any] = {}
-        self._known: dict[str, int] = {}  # log file -> how much of it is here
+        self._known: dict[str, dict[str, int]] = {}  # node -> log file -> how much of it is here
         self._writing = threading.Lock()
+        self._end_by = math.inf  # in monotonic time: all should be over by then
 
     def run(self) -> None:
         """Until the engine or the steward has ended."""
@@ -59,6 +62,9 @@ class Relay:
             threading.Thread(target=self._guarded, args=(target,), daemon=True).start()
         heard, lost_at = 0, None
         while True:
+            if time.monotonic() > self._end_by:
+                ray.kill(self._steward)  # Ray ends what it owns
+                raise Refused("the jobs did not leave in time: they were ended by force")
             try:
                 told = ray.get(self._steward.hear.remote(self._client, heard, HEAR_S), timeout=HEAR_S + LATE_S)
                 lost_at = None
@@ -88,6 +94,8 @@ class Relay:
     def _read(self) -> None:
         while data := self._link.recv(1 << 16):
             for message in self._lines.feed(data):
+                if message["op"] == "shutdown":
+                    self._end_by = min(self._end_by, time.monotonic() + message["grace_s"] + LAST_S)
                 self._questions.put(message)
         os._exit(0)  # the engine is gone; the steward is not
 
@@ -123,7 +131,7 @@ class Relay:
                     self._agents = ray.get(self._steward.agents.remote(), timeout=ANSWER_S)
             for node, agent in self._agents.items():
                 if node not in asked:
-                    asked[node] = agent.read_logs.remote(dict(self._known), HEAR_S)
+                    asked[node] = agent.read_logs.remote(self._known_of(node), HEAR_S)
             if not asked:
                 time.sleep(0.2)
                 continue
@@ -133,7 +141,7 @@ class Relay:
                     continue
                 del asked[node]
                 try:
-                    self._write(ray.get(ref, timeout=0))
+                    self._write(node, ray.get(ref, timeout=0))
                 except ray.exceptions.RayError:
                     self._agents.pop(node, None)  # its node is lost, perhaps; it is asked for again
 
@@ -142,34 +150,41 @@ class Relay:
         import ray
 
         ends_at = time.monotonic() + CATCH_UP_S
-        for agent in list(self._agents.values()):
+        for node, agent in list(self._agents.items()):
             with contextlib.suppress(ray.exceptions.RayError):
                 while (left_s := ends_at - time.monotonic()) > 0:
-                    found = ray.get(agent.read_logs.remote(dict(self._known), 0.0), timeout=left_s)
+                    found = ray.get(agent.read_logs.remote(self._known_of(node), 0.0), timeout=left_s)
                     if not found:
                         break
-                    self._write(found)
+                    self._write(node, found)
 
-    def _write(self, found: dict[str, tuple[int, bytes]]) -> None:
+    def _known_of(self, node: str) -> dict[str, int]:
+        with self._writing:
+            return dict(self._known.get(node, {}))
+
+    def _write(self, node: str, found: dict[str, tuple[int, bytes]]) -> None:
         for name, (offset, data) in found.items():
             with self._writing:
+                known = self._known.setdefault(node, {})
+                while len(known) > MAX_KNOWN:  # one that is still read is only asked about again
+                    del known[next(iter(known))]
                 try:
-                    self._append(name, offset, data)
+                    known[name] = self._append(name, offset, data)
                 except OSError as error:  # a full disk, say: it is fetched again
                     logger.warning("%s: %s", name, error)
                     time.sleep(0.5)
 
-    def _append(self, name: str, offset: int, data: bytes) -> None:
+    def _append(self, name: str, offset: int, data: bytes) -> int:
+        """How much of it is here then."""
         path = Path(name)
         if not path.is_relative_to(self._directory / "jobs") or ".." in path.parts:
             logger.error("an agent offers %s, which is no log of ours", name)
-            self._known[name] = sys.maxsize
-            return
+            return sys.maxsize
         path.parent.mkdir(parents=True, exist_ok=True)
         with path.open("ab") as file:
             if file.tell() == offset:
                 file.write(data)
-        self._known[name] = path.stat().st_size
+        return path.stat().st_size
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -8,7 +8,6 @@ any more. :class:`RayStarter` is a :class:`~pollux.train.nursery.Starter`.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import signal
@@ -31,6 +30,7 @@ NUM_THREADS = 8
 MAX_TAILS = 1000
 PATIENCE_S = 5.0  # with a slot that should be free
 SEAT_S = 1.0
+RETURN_PAUSES_S = (1.0, 5.0, 20.0, 0.0)
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class RayStarter:
         order = {"op": "signal", "key": replica.key, "signum": int(signum)}
         self._fleet.order(process.command.node, {**order, "group": group})
 
-    def take(self, node: str, message: Message) -> None:
+    def _take(self, node: str, message: Message) -> None:
         """What an agent told."""
         process = self._processes.get(message["key"])
         if process is None or process.command.node != node:
@@ -145,6 +145,8 @@ class RayStarter:
                 self._leave(process, -signal.SIGKILL, is_orphan=True)
 
     def poll(self) -> list[StarterEvent]:
+        for node, message in self._fleet.take_news():
+            self._take(node, message)
         for process in list(self._processes.values()):
             try:
                 self._advance(process)
@@ -182,7 +184,10 @@ class RayStarter:
             files = {"stdout": command.stdout, "stderr": command.stderr}
             self._fleet.order(command.node, {"op": "spawn", "key": process.replica.key, **plain, **files})
         elif ray.wait([seat.holding], timeout=0)[0]:
-            ray.get(seat.holding, timeout=1.0)
+            try:
+                ray.get(seat.holding, timeout=1.0)
+            except ray.exceptions.ActorUnavailableError:  # for a moment: if it is gone Ray will say so
+                seat.holding = seat.actor.hold.remote()
 
     def _look_for_slot(self, process: _Process, seat: _Taken) -> None:
         """If somebody else has it, the node offers less. The seat's actor may also just start slowly."""
@@ -233,5 +238,10 @@ def _has_slot(group: Any) -> bool:
 
 
 def _give_back(taking: Future[_Taken]) -> None:
-    with contextlib.suppress(Exception):
-        remove_placement_group(taking.result().group)
+    for pause_s in RETURN_PAUSES_S:  # the head may be away: a slot that is not given back is nobody's
+        try:
+            remove_placement_group(taking.result().group)
+            return
+        except Exception as error:
+            logger.info("a slot is not given back yet: %s", str(error).splitlines()[0] if str(error) else repr(error))
+            time.sleep(pause_s)

@@ -184,9 +184,6 @@ class Steward:
 
     def _see_fleet(self) -> None:
         changes = self._fleet.take()
-        for node, news in changes.news:
-            if self._starter is not None:
-                self._starter.take(node, news)
         hosts = {host.name: host for host in changes.hosts}
         back = {name for name, host in hosts.items() if name in self._hosts and self._hosts[name].id != host.id}
         lost = {**changes.lost, **{name: f"node {name} was lost, and came back" for name in back}}
