@@ -86,6 +86,9 @@ def test_jobs_train_share_and_leave_a_report(tmp_path: Path, temporary: Path) ->
         accuracy = re.search(r"accuracy (0\.\d+)", rows["digits-1"])
         assert accuracy is not None and float(accuracy[1]) > 0.9
         assert "static equal shares" in output and "times as long" in output
+        # Within a tenth where the machine is free (tests/recordings); here other tests take turns with the jobs.
+        error = re.search(r"gives \S+ \(([+-]\d+)%\)", output)
+        assert error is not None and abs(int(error[1])) < 40
         lost = re.search(r"Jobs lost ([\d.]+)% of their time to resizes", output)
         assert lost is not None and float(lost[1]) < 3
         page = (tmp_path / "out" / "demo.html").read_text()

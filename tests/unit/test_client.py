@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -209,6 +210,81 @@ def test_a_drained_node_takes_no_jobs(client: Client, here: Path) -> None:
     assert job.wait(WAIT_S) == "succeeded"
     with pytest.raises(UnknownNameError):
         client.drain("nowhere")
+
+
+def test_what_is_drawn_can_be_asked_for(client: Client, here: Path) -> None:
+    job = submit(client, "pass", name="drawn")
+    job.result(WAIT_S)
+    assert job.curves()["at"] == []
+    assert job.model()["accelerators"] == {}
+    timeline = client.timeline(limit=1000)
+    assert job.name in [entry["name"] for entry in timeline["jobs"]]
+    eventually(lambda: bool(client.samples()), "a sample is taken")
+    assert client.samples(since=1, until=2) == []
+    with pytest.raises(InvalidValueError, match="since = 2 is after until = 1"):
+        client.samples(since=2, until=1)
+    last = client.rounds(limit=1)[-1]
+    detail = client.round(last["id"])
+    assert {name: detail[name] for name in last} == last
+    with pytest.raises(UnknownNameError, match="unknown round '123456789'"):
+        client.round(123456789)
+
+
+def test_simulations_are_published(client: Client) -> None:
+    rows = [{"workload": "w", "policy": "pollux", "avg_jct_s": 1.5}]
+    made = client.publish(title="mine", command="pollux compare", kind="compare", summary=rows, html="<p>x</p>")
+    assert client.simulations()[0] == made
+    assert made["report_url"].startswith("/reports/")
+    with pytest.raises(InvalidValueError, match="kind"):
+        client.publish(title="mine", command="", kind="guess", summary=rows, html="<p>x</p>")
+    client.remove_simulation(made["id"])
+    assert made not in client.simulations()
+    with pytest.raises(UnknownNameError):
+        client.remove_simulation(made["id"])
+
+
+def test_changes_are_told_as_they_happen_and_after_a_restart(here: Path) -> None:
+    directory = here / "data"
+    messages: list[dict[str, Any]] = []
+
+    def told(name: str) -> bool:
+        return any(row["name"] == name for message in list(messages) for row in message["jobs"])
+
+    with Service(config_of(directory)) as first, Client(data_directory=directory) as client:
+        is_over = threading.Event()
+
+        def listen() -> None:
+            for message in client.events(every_s=0.5):
+                messages.append(message)
+                if is_over.is_set():
+                    return
+
+        listener = threading.Thread(target=listen)
+        listener.start()
+        eventually(lambda: bool(messages), "the first message")
+        assert messages[0]["is_full"]
+        submit(client, "pass", name="early")
+        eventually(lambda: told("early"), "a job is told of")
+        first.stop()
+        with Service(config_of(directory)):
+            client.look_again()
+            eventually(lambda: sum(message["is_full"] for message in messages) == 2, "everything is told again")
+            is_over.set()
+            submit(client, "pass", name="late")
+            listener.join(WAIT_S)
+            assert not listener.is_alive()
+            assert told("late")
+
+
+def test_a_stream_of_a_server_that_does_not_come_back_ends(here: Path) -> None:
+    directory = here / "data"
+    with Service(config_of(directory)) as service, Client(data_directory=directory, patience_s=0.5) as client:
+        events = client.events()
+        assert next(events)["is_full"]
+        service.stop()
+        with pytest.raises(ServerNotFoundError):
+            for _ in events:
+                pass
 
 
 # Finding the server ---------------------------------------------------------------------------

@@ -12,12 +12,17 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from pollux.cli.api import api
 from pollux.cli.compare import compare
+from pollux.cli.dashboard import dashboard
+from pollux.cli.decisions import decisions
 from pollux.cli.demo import demo
 from pollux.cli.describe import describe
+from pollux.cli.export import export
 from pollux.cli.job_options import CONTEXT
 from pollux.cli.jobs import cancel, logs, wait
 from pollux.cli.listing import drain, ls, nodes, status
+from pollux.cli.replay import replay
 from pollux.cli.run import run
 from pollux.cli.simulate import simulate
 from pollux.cli.submit import submit
@@ -69,10 +74,10 @@ def _options(
 
 
 _PANELS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Server": (up, down, status),
-    "Jobs": (submit, run, ls, describe, logs, cancel, wait, top),
+    "Server": (up, down, status, dashboard, decisions, api),
+    "Jobs": (submit, run, ls, describe, logs, cancel, wait, top, export),
     "Nodes": (nodes, drain),
-    "Simulation": (simulate, compare, demo),
+    "Simulation": (simulate, compare, replay, demo),
 }
 for _panel, _commands in _PANELS.items():
     for _command in _commands:

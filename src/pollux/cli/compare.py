@@ -15,13 +15,16 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from pollux.cli.connect import DataOption, ServerOption
 from pollux.cli.parallel import run_all
+from pollux.cli.publishing import PublishOption, check_server, publish
 from pollux.cli.simulate import (
     POLICY_HELP,
     WORKLOAD_HELP,
     AutoscaleOption,
     BandOption,
     BudgetOption,
+    ChargeOption,
     EventsOption,
     GpusOption,
     HtmlOption,
@@ -42,16 +45,19 @@ from pollux.cli.simulate import (
     Weights,
     WeightsOption,
     announce,
+    charged,
     check_outputs,
     check_setup,
     command_line,
     load_setup,
     make_config,
     output_console,
+    summary_row,
 )
 from pollux.errors import InvalidValueError
+from pollux.look import require_plotly
 from pollux.policy import PolicySettings
-from pollux.simulator.report import html_report, require_plotly
+from pollux.simulator.report import html_report
 from pollux.simulator.result import SimulationResult, group_results, mean_of, write_json, write_text
 from pollux.simulator.workload import Workload
 from pollux.version import __version__
@@ -171,28 +177,7 @@ def comparison_json(results: Sequence[SimulationResult]) -> dict[str, Any]:
     for workload, by_policy in group_results(results).items():
         best = min(mean_of(seeds, "jct_s.mean") for seeds in by_policy.values())
         for policy, seeds in by_policy.items():
-            average = mean_of(seeds, "jct_s.mean")
-            summary.append(
-                {
-                    "workload": workload,
-                    "policy": policy,
-                    "seeds": [result.config["policy_settings"]["seed"] for result in seeds],
-                    "ratio_to_best": average / best if best > 0 else 1.0,
-                    "avg_jct_s": average,
-                    "p50_jct_s": mean_of(seeds, "jct_s.p50"),
-                    "p99_jct_s": mean_of(seeds, "jct_s.p99"),
-                    "makespan_s": mean_of(seeds, "makespan_s"),
-                    "rho_p99": mean_of(seeds, "rho.p99"),
-                    "rho_max": mean_of(seeds, "rho.max"),
-                    "restarts_mean": mean_of(seeds, "restarts_mean"),
-                    "gpu_hours": mean_of(seeds, "gpu_hours"),
-                    "node_hours": mean_of(seeds, "node_hours"),
-                    "slot_hours": mean_of(seeds, "slot_hours"),
-                    "cost": mean_of(seeds, "cost") if seeds[0].cost is not None else None,
-                    "efficiency_mean": mean_of(seeds, "efficiency_mean"),
-                    "decision_s": mean_of(seeds, "decision_s.mean"),
-                }
-            )
+            summary.append(summary_row(workload, policy, seeds, best))
     return {
         "format": FORMAT,
         "pollux_version": __version__,
@@ -224,18 +209,23 @@ def compare(
     node_price: PriceOption = None,
     min_nodes: MinNodesOption = None,
     max_nodes: MaxNodesOption = None,
+    charge_s: ChargeOption = None,
     p: POption = -1.0,
     weights: WeightsOption = Weights.EQUAL,
     events: EventsOption = Switch.OFF,
     profile_memory: MemoryOption = Switch.OFF,
     output: OutputOption = None,
     html: HtmlOption = None,
+    is_published: PublishOption = False,
     as_json: JsonOption = False,
+    data: DataOption = None,
+    server: ServerOption = None,
 ) -> None:
     """Run every policy on every workload and print them side by side."""
     check_outputs(output, html)
     if html is not None:
         require_plotly()
+    check_server(is_published, data, server)
     config = make_config(
         nodes=nodes,
         gpus_per_node=gpus_per_node,
@@ -259,7 +249,7 @@ def compare(
             traces=traces,
             policy=name,
             config=config,
-            settings=PolicySettings(p=p, resize_s=resize_s, weights=weights.value, seed=number),
+            settings=PolicySettings(p=p, resize_s=charged(charge_s, resize_s), weights=weights.value, seed=number),
         )
         for source, name, number in itertools.product(workloads, policies, all_seeds)
     ]
@@ -267,15 +257,22 @@ def compare(
     if output is not None:
         write_json(output, comparison_json(results))
         announce(output)
+    arguments = [
+        *(("--workload", source) for source in workloads),
+        *(("--policy", name) for name in policies),
+        ("--seeds", ",".join(map(str, all_seeds))),
+    ]
+    command, title = command_line("compare", arguments, setups[0]), report_title(results)
+
+    def page(plotly_url: str | None = None) -> str:
+        return html_report(results, title=title, command=command, plotly_url=plotly_url)
+
     if html is not None:
-        arguments = [
-            *(("--workload", source) for source in workloads),
-            *(("--policy", name) for name in policies),
-            ("--seeds", ",".join(map(str, all_seeds))),
-        ]
-        command = command_line("compare", arguments, setups[0])
-        write_text(html, html_report(results, title=report_title(results), command=command))
+        write_text(html, page())
         announce(html)
+    if is_published:
+        summary = comparison_json(results)["summary"]
+        publish(data, server, title=title, command=command, kind="compare", summary=summary, make_html=page)
     if as_json:
         typer.echo(json.dumps(comparison_json(results), indent=1, allow_nan=False))
     else:

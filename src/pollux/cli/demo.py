@@ -25,16 +25,19 @@ from rich.text import Text
 
 from pollux.cli import figures
 from pollux.cli.demo_simulated import simulated_demo
+from pollux.cli.gather import pages
 from pollux.cli.job_table import FINAL_STATES, job_table, plain
 from pollux.cli.run import data_directory, embedded_service, signals_as_exceptions
+from pollux.cli.server_log import show_log
 from pollux.cli.simulate import announce, check_outputs, output_console
 from pollux.cli.top import header
-from pollux.cli.up import require_server_libraries, show_log
+from pollux.cli.up import require_server_libraries
 from pollux.client import Client, Job, make_request
 from pollux.errors import PolluxError, SimulationError
-from pollux.simulator.recorded import Comparison, Recording, compare_recording, read_recording
+from pollux.look import require_plotly
+from pollux.simulator.recorded import Comparison, compare_recording
 from pollux.simulator.recorded_report import recording_report
-from pollux.simulator.report import require_plotly
+from pollux.simulator.recording import Recording, read_recording
 from pollux.simulator.result import write_text
 
 DEFAULT_REPORT = Path("out/demo.html")
@@ -43,8 +46,6 @@ CPU_SLOTS = 4
 TIMEOUT_S = 900.0  # then something is wrong
 EXIT_FAILED = 1
 _POLL_S, _LINE_EVERY_S = 0.5, 5.0
-_PAGE = 1000
-_SIMULATED_INTERVAL_S = 2.0  # live decisions follow every new measurement, simulated ones an interval
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +124,8 @@ def demo(
         print_outcome(console, comparison)
         title = f"{len(comparison.recording.jobs)} jobs that shared {comparison.recording.num_slots} slots"
         command = f"pollux demo{' --fast' if is_fast else ''}{'' if slots is None else f' --slots {slots}'}"
-        write_text(html, recording_report(comparison, title=title, note=EMULATION, command=command))
+        made = recording_report(comparison, title=title, note=EMULATION, command=command, packages=("torch",))
+        write_text(html, made)
         announce(html)
     if has_failed:
         raise typer.Exit(EXIT_FAILED)
@@ -178,8 +180,8 @@ def _run(plan: Sequence[DemoJob], slots: int | None, console: Console) -> tuple[
         console.print(f"{EMULATION}\n")
         submitted = _train(client, plan, console)
         details = [job.describe() for job in submitted]
-        reports = {job.name: list(_pages(job.reports)) for job in submitted}
-        rounds = list(_pages(client.rounds))
+        reports = {job.name: list(pages(job.reports)) for job in submitted}
+        rounds, cluster = list(pages(client.rounds)), client.status()
     failed = [view for view in details if view["state"] != "succeeded"]
     for view in failed:
         text = view["failure"] or view["reason"]
@@ -187,7 +189,9 @@ def _run(plan: Sequence[DemoJob], slots: int | None, console: Console) -> tuple[
     if len(failed) == len(details):
         return None, True
     try:
-        recording = read_recording(details, reports, nodes, rounds=rounds, interval_s=_SIMULATED_INTERVAL_S)
+        recording = read_recording(
+            details, reports, nodes, rounds=rounds, policy=cluster["policy"], interval_s=cluster["interval_s"]
+        )
     except SimulationError as error:
         console.print(Text(f"nothing to compare with: {error}", style="yellow"))
         return None, bool(failed)
@@ -199,14 +203,6 @@ def _num_slots(wanted: int | None) -> int | None:
     from pollux.engines.devices import find_gpus
 
     return wanted if wanted is not None or len(find_gpus()) >= 2 else CPU_SLOTS
-
-
-def _pages(ask: Callable[[int, int], list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """All entries of a list that is handed out piece by piece."""
-    since = 0
-    while entries := ask(since, _PAGE):
-        yield from entries
-        since = entries[-1]["id"]
 
 
 def _train(client: Client, plan: Sequence[DemoJob], console: Console) -> list[Job]:
@@ -286,8 +282,10 @@ def print_outcome(console: Console, comparison: Comparison) -> None:
     console.print(outcome_table(comparison))
     recorded, static = comparison.recorded, comparison.static
     recording = comparison.recording
-    for name, reason in recording.left_out.items():
-        console.print(Text(f"{name} is not compared: {reason}"))
+    told = [f"{job.name}: {job.remark}" for job in recording.jobs if job.remark]
+    told += [f"{name} is not compared: {reason}" for name, reason in recording.left_out.items()]
+    for text in told:
+        console.print(Text(plain(text)))
     share = figures.plural(recording.static_share, "slot")
     console.print(
         f"\nA job took {figures.duration(recorded.avg_jct_s)} on average; with static equal shares ({share} and the "
@@ -295,7 +293,8 @@ def print_outcome(console: Console, comparison: Comparison) -> None:
         f"{static.avg_jct_s / recorded.avg_jct_s:.2f} times as long."
     )
     console.print(
-        f"The same simulation of what was done differs from it by {comparison.fidelity:.0%} on average. "
+        f"The same simulation of what was done gives {figures.duration(comparison.simulated.avg_jct_s)} "
+        f"({comparison.prediction.average_error:+.0%}); single jobs differ by {comparison.prediction.mean_error:.0%}. "
         f"Jobs lost {figures.share(lost_share(recording))} of their time to resizes."
     )
 
@@ -307,7 +306,7 @@ def outcome_table(comparison: Comparison) -> Table:
         table.add_column(head, justify="left" if head == "reached" else "right", no_wrap=True)
     for job, static in zip(comparison.recording.jobs, comparison.static.jobs, strict=True):
         counts = [count for _, _, count in job.allocations] or [0]
-        batches = [point.total_batch for point in job.points]
+        batches = [point.total_batch for point in job.points] or [0]
         reached = ", ".join(f"{name} {figures.number(value)}" for name, value in _numbers(job.metrics).items())
         table.add_row(
             Text(plain(job.name)),

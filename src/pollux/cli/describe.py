@@ -262,9 +262,10 @@ def describe(
 ) -> None:
     """Say why a job has what it has: its state, model, decisions, resizes, and its failure if it failed."""
     with connect(data, server) as client:
-        job = client.job(name).describe()
+        found = client.job(name)
+        job = found.describe()
+        if as_json:
+            print_json({**job, "model": found.model(), "curves": found.curves()})
+            return
         now = float(client.status()["now"])
-    if as_json:
-        print_json(job)
-    else:
-        show(description(job, now))
+    show(description(job, now))

@@ -5,7 +5,7 @@ What a job wrote into its name or reason is shown as text, never as markup, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from rich.table import Table
@@ -74,33 +74,70 @@ COLUMNS: tuple[_Column, ...] = (
     ("progress", "right", lambda view, now: figures.share(view.get("progress"))),
     ("age", "right", lambda view, now: figures.duration(age_s(view, now))),
 )
-NARROW = 100  # columns; below, there is no room for the two that are least missed
-_LEFT_OUT_IF_NARROW = ("noise scale", "efficiency")
+_LEFT_OUT_IN_TURN = ("noise scale", "efficiency", "age", "batch", "goodput")  # where the terminal is too narrow
+_SHORTEST_NAME, _SHORTEST_REASON = 16, 12
+_GAP = 2
 
 
-def job_table(views: Iterable[View], now: float, *, title: str | None = None, width: int | None = None) -> Table:
+def job_table(
+    views: Iterable[View],
+    now: float,
+    *,
+    title: str | None = None,
+    width: int | None = None,
+    marks: Mapping[str, Text] | None = None,
+    chosen: str | None = None,
+) -> Table:
     """A row per view, in their order.
 
-    ``now`` is the server's time in seconds since 1970; ``width`` that of the terminal, where there is one.
+    ``now`` is the server's time in seconds since 1970; ``width`` that of the terminal, where there is one; ``marks``
+    stand before the names of jobs that have one; ``chosen`` is the job whose row stands out.
     """
-    is_narrow = width is not None and width < NARROW
-    columns = [column for column in COLUMNS if not (is_narrow and column[0] in _LEFT_OUT_IF_NARROW)]
+    views = list(views)
+    columns = _fitting(views, now, width, has_marks=marks is not None)
+    has_reasons = width is None or any(map(reason, views))
     table = Table(box=None, pad_edge=False, title=title and Text(title), title_justify="left", header_style="bold")
+    if marks is not None:
+        table.add_column("", no_wrap=True, width=1)
     table.add_column("job")
     table.add_column("state", no_wrap=True)
     for name, justify, _ in columns:
         table.add_column(name, justify=justify, no_wrap=True)
-    table.add_column("reason")
+    if has_reasons:
+        table.add_column("reason")
     for view in views:
         state = plain(view["state"])
+        name = str(view["name"])
         table.add_row(
-            _cut(view["name"]),
+            *(() if marks is None else (marks.get(name, Text(" ")),)),
+            _cut(name),
             Text(state, style=STATE_STYLES.get(state, "")),
             *(Text(cell(view, now)) for _, _, cell in columns),
-            _cut(reason(view)),
-            style="dim" if state in FINAL_STATES - {"failed"} else None,
+            *((_cut(reason(view)),) if has_reasons else ()),
+            style="reverse" if name == chosen else "dim" if state in FINAL_STATES - {"failed"} else None,
         )
     return table
+
+
+def _fitting(views: Sequence[View], now: float, width: int | None, *, has_marks: bool) -> list[_Column]:
+    """As many columns as there is room for beside names and reasons, which give way to a certain point."""
+    columns = list(COLUMNS)
+    if width is None:
+        return columns
+
+    def widest(head: str, cells: Iterable[str]) -> int:
+        return max(len(head), *map(len, cells), 0) + _GAP
+
+    names = min(widest("job", (plain(view["name"]) for view in views)), _SHORTEST_NAME + _GAP)
+    has_reasons = any(map(reason, views))
+    reasons = min(widest("reason", map(reason, views)), _SHORTEST_REASON + _GAP) if has_reasons else 0
+    room = width - names - reasons - widest("state", (plain(view["state"]) for view in views)) - (1 + _GAP) * has_marks
+    widths = {head: widest(head, (cell(view, now) for view in views)) for head, _, cell in columns}
+    for head in _LEFT_OUT_IN_TURN:
+        if sum(widths[column[0]] for column in columns) <= room:
+            break
+        columns = [column for column in columns if column[0] != head]
+    return columns
 
 
 def _cut(value: object) -> Text:

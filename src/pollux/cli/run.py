@@ -17,7 +17,8 @@ import typer
 from pollux.cli.connect import say
 from pollux.cli.follow import exit_code_of, follow_jobs, outcome
 from pollux.cli.job_options import CommandArgument, takes_job_options
-from pollux.cli.up import IntervalOption, NodesOption, SlotsOption, require_server_libraries, show_log
+from pollux.cli.server_log import show_log
+from pollux.cli.up import IntervalOption, NodesOption, SlotsOption, require_server_libraries
 from pollux.client import Client, make_request
 from pollux.client.address import find_data_directory
 from pollux.engines.connecting import end_steward

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -18,14 +18,17 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from pollux.cli.connect import DataOption, ServerOption
+from pollux.cli.publishing import PublishOption, check_server, publish
 from pollux.cli.ranges import parse_band, parse_nodes
 from pollux.errors import InputFileError, InvalidValueError, SimulationError
+from pollux.look import require_plotly
 from pollux.policy import PolicySettings, make_policy, policy_names
 from pollux.scheduler.autoscale import DEFAULT_BAND
 from pollux.scheduler.loop import SchedulerConfig
 from pollux.simulator.generate import BUILTIN_WORKLOADS
-from pollux.simulator.report import html_report, require_plotly
-from pollux.simulator.result import SimulationResult, summarise, write_json, write_text
+from pollux.simulator.report import html_report
+from pollux.simulator.result import SimulationResult, mean_of, summarise, write_json, write_text
 from pollux.simulator.run import SimulationConfig
 from pollux.simulator.run import simulate as run_simulation
 from pollux.simulator.source import load_source
@@ -58,6 +61,15 @@ IntervalOption = Annotated[
 ]
 ResizeOption = Annotated[
     float, typer.Option("--resize-s", help="Seconds that a start or resize takes.", rich_help_panel=_CLUSTER)
+]
+ChargeOption = Annotated[
+    float | None,
+    typer.Option(
+        "--charge-s",
+        metavar="S",
+        help="Seconds that the policy charges for a resize; as long as it takes if left out.",
+        rich_help_panel=_POLICY,
+    ),
 ]
 InterferenceOption = Annotated[
     float,
@@ -180,6 +192,11 @@ def make_config(
     return config
 
 
+def charged(charge_s: float | None, resize_s: float) -> float:
+    """What the policy takes a resize to cost."""
+    return resize_s if charge_s is None else charge_s
+
+
 # Before a run ---------------------------------------------------------------------------------
 
 
@@ -288,6 +305,7 @@ def command_line(command: str, arguments: Sequence[tuple[str, object]], setup: S
         ("--band", f"{config.low:g}..{config.high:g}", f"{usual.low:g}..{usual.high:g}"),
         ("--budget", config.budget_slots, None),
         ("--node-price", config.node_price, None),
+        ("--charge-s", settings.resize_s, config.resize_s),
         ("--p", settings.p, usual_settings.p),
         ("--weights", settings.weights, usual_settings.weights),
     ]
@@ -295,6 +313,30 @@ def command_line(command: str, arguments: Sequence[tuple[str, object]], setup: S
     for name, value in [*arguments, *((name, value) for name, value, default in options if value != default)]:
         words += [name, f"{value:g}" if isinstance(value, float) else str(value)]
     return shlex.join(words)
+
+
+def summary_row(workload: str, policy: str, seeds: Sequence[SimulationResult], best_s: float) -> dict[str, Any]:
+    """The means over a policy's seeds on a workload, of which the best policy has an average JCT of ``best_s``."""
+    average = mean_of(seeds, "jct_s.mean")
+    return {
+        "workload": workload,
+        "policy": policy,
+        "seeds": [result.config["policy_settings"]["seed"] for result in seeds],
+        "ratio_to_best": average / best_s if best_s > 0 else 1.0,
+        "avg_jct_s": average,
+        "p50_jct_s": mean_of(seeds, "jct_s.p50"),
+        "p99_jct_s": mean_of(seeds, "jct_s.p99"),
+        "makespan_s": mean_of(seeds, "makespan_s"),
+        "rho_p99": mean_of(seeds, "rho.p99"),
+        "rho_max": mean_of(seeds, "rho.max"),
+        "restarts_mean": mean_of(seeds, "restarts_mean"),
+        "gpu_hours": mean_of(seeds, "gpu_hours"),
+        "node_hours": mean_of(seeds, "node_hours"),
+        "slot_hours": mean_of(seeds, "slot_hours"),
+        "cost": mean_of(seeds, "cost") if seeds[0].cost is not None else None,
+        "efficiency_mean": mean_of(seeds, "efficiency_mean"),
+        "decision_s": mean_of(seeds, "decision_s.mean"),
+    }
 
 
 def result_table(result: SimulationResult) -> Table:
@@ -341,6 +383,7 @@ def simulate(
     node_price: PriceOption = None,
     min_nodes: MinNodesOption = None,
     max_nodes: MaxNodesOption = None,
+    charge_s: ChargeOption = None,
     seed: Annotated[
         int, typer.Option("--seed", help="Of the policy and of built-in workloads.", min=0, rich_help_panel=_POLICY)
     ] = 0,
@@ -350,12 +393,16 @@ def simulate(
     profile_memory: MemoryOption = Switch.OFF,
     output: OutputOption = None,
     html: HtmlOption = None,
+    is_published: PublishOption = False,
     as_json: JsonOption = False,
+    data: DataOption = None,
+    server: ServerOption = None,
 ) -> None:
     """Run a workload under a policy, in virtual time, and print how its jobs fared."""
     check_outputs(output, html)
     if html is not None:
         require_plotly()
+    check_server(is_published, data, server)
     config = make_config(
         nodes=nodes,
         gpus_per_node=gpus_per_node,
@@ -371,7 +418,7 @@ def simulate(
         min_nodes=min_nodes,
         max_nodes=max_nodes,
     )
-    settings = PolicySettings(p=p, resize_s=resize_s, weights=weights.value, seed=seed)
+    settings = PolicySettings(p=p, resize_s=charged(charge_s, resize_s), weights=weights.value, seed=seed)
     setup = Setup(workload=workload, traces=traces, policy=policy, config=config, settings=settings)
     loaded = load_setup(setup)
     check_setup(setup, loaded)
@@ -381,11 +428,18 @@ def simulate(
     if output is not None:
         write_json(output, result.to_json())
         announce(output)
+    arguments = [("--workload", workload), ("--policy", policy), ("--seed", seed)]
+    command, title = command_line("simulate", arguments, setup), f"{result.policy} on {result.workload}"
+
+    def page(plotly_url: str | None = None) -> str:
+        return html_report([result], title=title, command=command, plotly_url=plotly_url)
+
     if html is not None:
-        arguments = [("--workload", workload), ("--policy", policy), ("--seed", seed)]
-        command = command_line("simulate", arguments, setup)
-        write_text(html, html_report([result], title=f"{result.policy} on {result.workload}", command=command))
+        write_text(html, page())
         announce(html)
+    if is_published:
+        summary = [summary_row(result.workload, result.policy, [result], result.avg_jct_s)]
+        publish(data, server, title=title, command=command, kind="simulate", summary=summary, make_html=page)
     if as_json:
         typer.echo(json.dumps(result.to_json(), indent=1, allow_nan=False))
     else:

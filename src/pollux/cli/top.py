@@ -1,13 +1,18 @@
-"""``pollux top``: the cluster and its jobs, live. Goes on when the server is restarted; ``q`` or Ctrl-C leaves."""
+"""``pollux top``: the cluster and its jobs, live. Goes on when the server is restarted; ``q`` or Ctrl-C leaves.
+
+What is drawn is in :mod:`pollux.cli.board`; here is who asks the server, and what keys do (:class:`Screen`).
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import select
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any
 
 import typer
@@ -15,35 +20,171 @@ from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
-from pollux.cli import figures
+from pollux.cli.board import Board, board_lines, footer_line, header, help_lines, job_lines, marks_of
 from pollux.cli.connect import DataOption, JsonOption, ServerOption, connect, print_json, show
-from pollux.cli.job_table import job_table
-from pollux.cli.listing import STATES, current_views
+from pollux.cli.job_table import plain
+from pollux.cli.listing import current_views
 from pollux.client import Client
-from pollux.errors import ServerError
+from pollux.errors import PolluxError, ServerError, UnknownNameError
 
-_BAR_WIDTH = 24
+__all__ = ["Screen", "header", "look", "press", "top"]
 
-
-def header(cluster: Mapping[str, Any]) -> Text:
-    """One line of the cluster: how full it is, what its jobs do, how decisions go."""
-    used, slots = cluster["num_used_slots"], cluster["num_slots"]
-    filled = min(round(_BAR_WIDTH * used / slots), _BAR_WIDTH) if slots else 0  # fewer slots than before a restart
-    jobs = ", ".join(f"{count} {state}" for state in STATES if (count := cluster["jobs"].get(state)))
-    text = Text("slots ", style="bold")
-    text.append("█" * filled, style="green").append("░" * (_BAR_WIDTH - filled), style="dim")
-    text.append(f" {used} of {slots}", style="not bold")
-    text.append(f"   {jobs or 'no jobs'}   {cluster['policy']}, {figures.plural(cluster['num_rounds'], 'decision')}")
-    text.append(f", lost {figures.share(cluster['lost_share'])}", style="not bold")
-    return text
+NUM_ROUNDS = 30
+NUM_SAMPLES = 100
+SAMPLES_S = 3600.0  # how far back the curves go
+SAMPLES_EVERY_S = 5.0  # they are taken every ten
+NUM_LOG_LINES, NUM_CURVE_POINTS = 60, 200
+_FILE_WIDTH = 160  # of what goes to a file or a pipe
 
 
-def screen(client: Client, width: int | None) -> tuple[RenderableType, Mapping[str, Any]]:
-    """What is to be seen now, and the same as data."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Screen:
+    """What is looked at: all, a job, or the help; and what waits for a yes."""
+
+    chosen: str | None = None
+    is_inside: bool = False  # looking into the chosen job
+    is_help: bool = False
+    question: str | None = None  # the job that would be cancelled
+    is_leaving: bool = False
+    cancels: str | None = None  # a job that is to be cancelled now
+    note: str = ""  # what came of it
+
+
+def press(screen: Screen, key: str, names: Sequence[str]) -> Screen:
+    """What a key makes of the screen, when these jobs can be chosen."""
+    screen = dataclasses.replace(screen, note="")
+    if screen.question is not None:
+        asked, screen = screen.question, dataclasses.replace(screen, question=None)
+        return dataclasses.replace(screen, cancels=asked) if key in ("y", "Y") else screen
+    if key in ("q", "Q", ""):
+        return dataclasses.replace(screen, is_leaving=True)
+    if screen.is_help:
+        return dataclasses.replace(screen, is_help=False)
+    if key == "?":
+        return dataclasses.replace(screen, is_help=True)
+    if screen.is_inside and key in ("enter", "escape", "left", "backspace"):
+        return dataclasses.replace(screen, is_inside=False)
+    if not names:
+        return screen
+    steps = {"up": -1, "k": -1, "down": 1, "j": 1}
+    if key in steps:
+        place = names.index(screen.chosen) + steps[key] if screen.chosen in names else 0
+        return dataclasses.replace(screen, chosen=names[min(max(place, 0), len(names) - 1)])
+    chosen = screen.chosen if screen.chosen in names else names[0]
+    if key in ("enter", "right"):
+        return dataclasses.replace(screen, chosen=chosen, is_inside=True)
+    if key == "c":
+        return dataclasses.replace(screen, chosen=chosen, question=chosen)
+    return screen
+
+
+# Asking ---------------------------------------------------------------------------------------
+
+
+def look(client: Client, samples: Sequence[Mapping[str, Any]] | None = None) -> Board:
+    """What is to be seen now; ``samples`` if they are known already."""
     cluster = client.status()
-    views = current_views(client, float(cluster["now"]))
-    table = job_table(views, float(cluster["now"]), width=width)
-    return Group(header(cluster), Text(), table), {"cluster": cluster, "jobs": views}
+    now = float(cluster["now"])
+    views = current_views(client, now)
+    return Board(
+        cluster=cluster,
+        nodes=client.nodes(),
+        jobs=views,
+        rounds=client.rounds(limit=NUM_ROUNDS),
+        samples=client.samples(since=now - SAMPLES_S, points=NUM_SAMPLES) if samples is None else samples,
+        marks=marks_of(views),
+    )
+
+
+class Looker:
+    """Asks no more than is needed: samples now and then, a job's curves and log only while they are looked at."""
+
+    def __init__(self, client: Client) -> None:
+        self._client = client
+        self._samples: Sequence[Mapping[str, Any]] | None = None
+        self._samples_at = -SAMPLES_EVERY_S
+        self.board = look(client)
+        self.inside: tuple[Mapping[str, Any], Mapping[str, Any], list[str]] | None = None
+
+    def look(self, screen: Screen) -> None:
+        """Raises ServerError."""
+        now = time.monotonic()
+        if now - self._samples_at >= SAMPLES_EVERY_S:
+            self._samples, self._samples_at = None, now
+        self.board = look(self._client, self._samples)
+        self._samples = self.board.samples
+        self.inside = self._look_into(screen.chosen) if screen.is_inside and screen.chosen else None
+
+    def _look_into(self, name: str) -> tuple[Mapping[str, Any], Mapping[str, Any], list[str]] | None:
+        try:
+            job = self._client.job(name)
+            return job.view(), job.curves(NUM_CURVE_POINTS), list(job.logs(tail=NUM_LOG_LINES))
+        except ServerError:
+            raise
+        except UnknownNameError:  # of another server, before a restart
+            return None
+
+    def cancel(self, name: str) -> str:
+        """What came of it."""
+        try:
+            view = self._client.job(name).cancel("from pollux top")
+        except ServerError:
+            raise
+        except PolluxError as error:
+            return str(error)
+        return f"{name} is {view['state']}"
+
+    def draw(self, screen: Screen, width: int, height: int, problem: str = "") -> RenderableType:
+        lines = [Text(f"looking again: {problem}", style="bold red", no_wrap=True, overflow="ellipsis")]
+        room = height - 1 if problem else height
+        drawn = self._draw(screen, width, room)
+        return Group(*lines, drawn) if problem else drawn
+
+    def _draw(self, screen: Screen, width: int, height: int) -> RenderableType:
+        question = None if screen.question is None else f"cancel {plain(screen.question)}? y: yes, any other key: no"
+        footer = (
+            Text(plain(screen.note), style="bold") if screen.note else footer_line(question, is_inside=screen.is_inside)
+        )
+        if screen.is_help:
+            return help_lines()
+        if screen.is_inside and self.inside is not None:
+            return job_lines(*self.inside, self.board.now, width, height, footer)
+        return board_lines(self.board, width, height, screen.chosen, footer)
+
+
+# Keys -----------------------------------------------------------------------------------------
+
+_SEQUENCES = {
+    b"\x1b[A": "up",
+    b"\x1b[B": "down",
+    b"\x1b[C": "right",
+    b"\x1b[D": "left",
+    b"\x1bOA": "up",
+    b"\x1bOB": "down",
+    b"\x1bOC": "right",
+    b"\x1bOD": "left",
+}
+_SINGLE = {b"\r": "enter", b"\n": "enter", b"\x1b": "escape", b"\x7f": "backspace", b"\x08": "backspace"}
+
+
+def read_keys(data: bytes) -> list[str]:
+    """The names of the keys that were pressed, letters as they are; the end of all input is ``""``."""
+    if not data:
+        return [""]
+    keys = []
+    while data:
+        sequence = next((known for known in _SEQUENCES if data.startswith(known)), None)
+        if sequence is not None:
+            keys.append(_SEQUENCES[sequence])
+            data = data[len(sequence) :]
+            continue
+        if data.startswith((b"\x1b[", b"\x1bO")):  # some other key: what it sends ends with a letter or ~
+            end = next((n for n in range(2, len(data)) if data[n : n + 1].isalpha() or data[n] == 0x7E), len(data) - 1)
+            data = data[end + 1 :]
+            continue
+        keys.append(_SINGLE.get(data[:1]) or data[:1].decode("ascii", "replace"))
+        data = data[1:]
+    return keys
 
 
 @contextlib.contextmanager
@@ -63,18 +204,17 @@ def single_keys() -> Iterator[bool]:
         termios.tcsetattr(sys.stdin, termios.TCSADRAIN, before)
 
 
-def wants_to_leave(has_keys: bool, timeout_s: float) -> bool:
-    """Whether ``q`` is pressed within the time."""
+def wait_for_keys(has_keys: bool, timeout_s: float) -> list[str]:
+    """Those pressed within the time, as soon as there are some."""
     if not has_keys:
         time.sleep(timeout_s)
-        return False
-    ends_at = time.monotonic() + timeout_s
-    while (left_s := ends_at - time.monotonic()) > 0:
-        if select.select([sys.stdin], [], [], left_s)[0]:
-            keys = os.read(sys.stdin.fileno(), 64)
-            if not keys or b"q" in keys.lower():
-                return True
-    return False
+        return []
+    if not select.select([sys.stdin], [], [], max(timeout_s, 0.0))[0]:
+        return []
+    return read_keys(os.read(sys.stdin.fileno(), 256))
+
+
+# Command --------------------------------------------------------------------------------------
 
 
 def top(
@@ -84,19 +224,37 @@ def top(
     data: DataOption = None,
     server: ServerOption = None,
 ) -> None:
-    """Show the cluster and its jobs, live. Press q to leave."""
+    """Show the cluster, its jobs, its queue and its decisions, live. Press ? for the keys, q to leave."""
     with connect(data, server, timeout_s=5.0) as client:
         if is_once or as_json or not sys.stdout.isatty():
-            shown, document = screen(client, Console().width if sys.stdout.isatty() else None)
-            print_json(document) if as_json else show(shown)
+            board = look(client)
+            width = Console().width if sys.stdout.isatty() else _FILE_WIDTH
+            print_json(board.to_json()) if as_json else show(board_lines(board, width, None, None, Text()))
             return
-        console = Console()
-        last: RenderableType = screen(client, console.width)[0]  # no server at all is an error, and says so
-        with single_keys() as has_keys, Live(last, console=console, screen=True, auto_refresh=False) as live:
-            while not wants_to_leave(has_keys, every):
-                try:
-                    last = screen(client, console.width)[0]
-                    live.update(last, refresh=True)
-                except ServerError as error:
-                    live.update(Group(Text(f"{error}; looking again ...", style="red"), last), refresh=True)
-                    client.look_again()
+        _live(Looker(client), client, every)  # no server at all is an error, and says so
+
+
+def _live(looker: Looker, client: Client, every_s: float) -> None:
+    console = Console(highlight=False)
+    screen, problem, looks_at = Screen(), "", 0.0
+    with single_keys() as has_keys, Live(console=console, screen=True, auto_refresh=False) as live:
+        while True:
+            live.update(looker.draw(screen, console.width, console.height, problem), refresh=True)
+            keys = wait_for_keys(has_keys, min(max(looks_at - time.monotonic(), 0.0), every_s))
+            before = screen
+            for key in keys:
+                screen = press(screen, key, looker.board.names)
+                if screen.is_leaving:
+                    return
+            try:
+                if screen.cancels is not None:
+                    name, screen = screen.cancels, dataclasses.replace(screen, cancels=None)
+                    screen = dataclasses.replace(screen, note=looker.cancel(name))
+                    looks_at = 0.0
+                looks_into = screen.is_inside and (not before.is_inside or screen.chosen != before.chosen)
+                if looks_into or time.monotonic() >= looks_at:
+                    looker.look(screen)
+                    problem, looks_at = "", time.monotonic() + every_s
+            except ServerError as error:
+                problem, looks_at = plain(error), time.monotonic() + every_s
+                client.look_again()

@@ -20,13 +20,16 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pollux.cli.connect import DataOption, ServerOption, say
+from pollux.cli.dashboard import link
 from pollux.cli.ranges import parse_band, parse_nodes
+from pollux.cli.server_log import LogFormat, show_log
 from pollux.client import Client
-from pollux.client.address import Address, find_data_directory, is_alive
+from pollux.client.address import Address, find_address, find_data_directory, is_alive
 from pollux.engines.ending import end_jobs
 from pollux.errors import (
     InputFileError,
     InvalidValueError,
+    PolluxError,
     ServerNotFoundError,
     ServerUnavailableError,
     UnknownNameError,
@@ -45,6 +48,8 @@ START_TIMEOUT_S, STOP_TIMEOUT_S = 120.0, 70.0
 _POLL_S = 0.1
 _TAIL_LINES = 20
 _CLUSTER, _SERVICE, _MANY = "Cluster", "Service", "Many machines"
+
+logger = logging.getLogger(__name__)
 
 
 class EngineName(StrEnum):
@@ -86,18 +91,11 @@ def require_server_libraries() -> None:
     """Raises:
     InvalidValueError: they are an extra, and not installed.
     """
-    for name in ("fastapi", "uvicorn", "sqlalchemy"):
+    for name in ("fastapi", "uvicorn", "sqlalchemy", "prometheus_client"):
         if importlib.util.find_spec(name) is None:
             raise InvalidValueError(
                 f'a server needs {name}, not installed here: pip install "pollux-scheduler[server]"'
             )
-
-
-def show_log(level: int) -> None:
-    """What the server logs goes to stderr, one line each."""
-    logging.basicConfig(level=level, stream=sys.stderr, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
-    for name in ("httpx", "httpcore", "uvicorn.error", "asyncio"):
-        logging.getLogger(name).setLevel(max(level, logging.WARNING))
 
 
 def up(
@@ -202,6 +200,18 @@ def up(
             rich_help_panel=_SERVICE,
         ),
     ] = None,
+    has_open_metrics: Annotated[
+        bool,
+        typer.Option(
+            "--open-metrics",
+            help="Whoever reaches the server may read /metrics, jobs' names among them, without a token.",
+            rich_help_panel=_SERVICE,
+        ),
+    ] = False,
+    log_format: Annotated[
+        LogFormat,
+        typer.Option("--log-format", help="Of the server's log; json: an object a line.", rich_help_panel=_SERVICE),
+    ] = LogFormat.TEXT,
 ) -> None:
     """Start the server, here or in the background. Ctrl-C: its jobs checkpoint, leave, and go on at the next start."""
     require_server_libraries()
@@ -221,15 +231,28 @@ def up(
         autoscale=make_autoscale(autoscale, band, budget, settle),
         node_slots=node_slots,
         node_price=node_price,
+        has_open_metrics=has_open_metrics,
         **settings,
     )
     if policy not in policy_names():
         raise UnknownNameError("policy", policy, policy_names())
     if is_detached:
-        typer.echo(start_detached(config))
+        typer.echo(url := start_detached(config, log_format))
+        if sys.stderr.isatty():
+            say(f"Dashboard: {link(url, find_address(None, None, config.data_directory).token)}")
         return
-    show_log(logging.INFO)
-    serve(config, _say_where)
+    show_log(logging.INFO, log_format)
+    if log_format is LogFormat.TEXT:
+        serve(config, _say_where)
+        return
+    try:  # whoever collects the log finds nothing else in it
+        serve(config)
+    except PolluxError as error:
+        logger.critical("%s", error)
+        raise typer.Exit(EXIT_BAD_USAGE) from None
+    except Exception:
+        logger.critical("the server failed", exc_info=True)
+        raise typer.Exit(EXIT_FAILED) from None
 
 
 def make_autoscale(
@@ -253,6 +276,8 @@ def _say_where(service: Service) -> None:
     data = shlex.quote(str(service.config.data_directory))
     option = "" if service.config.data_directory == find_data_directory() else f" --data {data}"
     say(f"Pollux runs at {service.url}, with its data in {data}.")
+    # What is no terminal may be a log that others read.
+    say(f"Dashboard: {link(service.url, service.token) if sys.stderr.isatty() else f'pollux dashboard{option}'}")
     say(f"Submit a job: pollux submit{option} -- python train.py    Watch: pollux top{option}")
     say("Ctrl-C: jobs checkpoint and leave; they go on when it is started again.")
 
@@ -260,7 +285,7 @@ def _say_where(service: Service) -> None:
 # In the background ----------------------------------------------------------------------------
 
 
-def start_detached(config: ServiceConfig) -> str:
+def start_detached(config: ServiceConfig, log_format: LogFormat = LogFormat.TEXT) -> str:
     """The URL of a server in a session of its own, when it takes jobs. What it logs is in its data directory.
 
     Raises:
@@ -277,7 +302,7 @@ def start_detached(config: ServiceConfig) -> str:
     with open(file, "ab") as output:
         log_begin = os.fstat(file).st_size
         process = subprocess.Popen(
-            [sys.executable, "-m", "pollux.cli", *arguments_of(config)],
+            [sys.executable, "-m", "pollux.cli", *arguments_of(config, log_format)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
@@ -297,7 +322,7 @@ def start_detached(config: ServiceConfig) -> str:
         raise typer.Exit(EXIT_BAD_USAGE if code == EXIT_BAD_USAGE else EXIT_FAILED) from None
 
 
-def arguments_of(config: ServiceConfig) -> list[str]:
+def arguments_of(config: ServiceConfig, log_format: LogFormat = LogFormat.TEXT) -> list[str]:
     """The command line of a server with this configuration."""
     options: dict[str, object] = {
         "--data": config.data_directory,
@@ -314,6 +339,7 @@ def arguments_of(config: ServiceConfig) -> list[str]:
         "--slot": config.resource,
         "--node-slots": config.node_slots,
         "--node-price": config.node_price,
+        "--log-format": None if log_format is LogFormat.TEXT else log_format,
     }
     if (size := config.autoscale) is not None:
         options |= {
@@ -322,7 +348,8 @@ def arguments_of(config: ServiceConfig) -> list[str]:
             "--budget": size.budget_slots,
             "--settle": f"{size.settle_s!r}s",
         }
-    return ["up", *(word for name, value in options.items() if value is not None for word in (name, str(value)))]
+    words = [word for name, value in options.items() if value is not None for word in (name, str(value))]
+    return ["up", *words, *(["--open-metrics"] if config.has_open_metrics else [])]
 
 
 def _wait_until_ready(process: subprocess.Popen[bytes], directory: Path) -> str:

@@ -6,6 +6,7 @@ Whoever waits survives a restart of the server: questions that nobody answers ar
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import re
 import time
@@ -43,6 +44,7 @@ _PAGE = 100
 _FIRST_POLL_S, _LAST_POLL_S = 0.1, 1.0
 _RECONNECT_S = 0.3
 _MAX_SILENCE_S = 600.0  # of a followed log, after which it is asked for again
+_MAX_EVENT_SILENCE_S = 45.0  # of a stream that says every 15 s that it is still there
 _GOOD_STREAM_S = 5.0  # one that lasted so long was no mere failure to connect
 _PREFIX = re.compile(r"\[[^\]\s]+\] ")
 _T = TypeVar("_T")
@@ -64,6 +66,14 @@ class JobResult:
     gpu_s: float | None
     num_restarts: int | None
     lost_share: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What the server says to any question, as it comes."""
+
+    media_type: str
+    parts: Iterator[str]
 
 
 class Job:
@@ -98,6 +108,14 @@ class Job:
         """What it told of itself, oldest first: the last reports, or the first after the id ``since``."""
         answer = self._client._get(_path("jobs", self.name, "reports"), since=since, limit=limit)
         return list(answer["reports"])
+
+    def curves(self, points: int = 600) -> dict[str, Any]:
+        """What it told of itself as columns, evenly thinned: replicas, batch, noise scale, goodput, its metrics."""
+        return self._client._get(_path("jobs", self.name, "curves"), points=points)
+
+    def model(self) -> dict[str, Any]:
+        """What was measured of its speed, what was fitted to that, and what follows for batch and replicas."""
+        return self._client._get(_path("jobs", self.name, "model"))
 
     def cancel(self, reason: str = "") -> View:
         """Ask it to leave; one that has ended stays as it is."""
@@ -166,7 +184,7 @@ class Job:
             skipped = seen.copy()
             server = self._client._incarnation() if follow else 0.0
             try:
-                for line in self._client._lines(path, asked):
+                for line in self._client._lines(path, asked, _MAX_SILENCE_S if follow else self._client._timeout_s):
                     # As long as there was one replica alone, its lines did not tell whose they are.
                     marks = hash(line), hash(_PREFIX.sub("", line, count=1))
                     mark = next((mark for mark in marks if skipped[mark] > 0), None)
@@ -309,6 +327,67 @@ class Client:
         """Decisions, oldest first: the last ones, or the first after the id ``since``."""
         return list(self._get("rounds", since=since, limit=limit)["rounds"])
 
+    def round(self, id_: int) -> dict[str, Any]:
+        """One decision with all that was weighed for it.
+
+        Raises:
+            UnknownNameError: there is none of this id, or it was forgotten.
+        """
+        return self._get(_path("rounds", str(id_)))
+
+    def samples(
+        self, since: float | None = None, until: float | None = None, points: int = 600
+    ) -> list[dict[str, Any]]:
+        """The cluster over time, evenly thinned; times are seconds since 1970."""
+        return list(self._get("samples", since=since, until=until, points=points)["samples"])
+
+    def timeline(self, since: float | None = None, until: float | None = None, limit: int = 200) -> dict[str, Any]:
+        """Who held what; in the last hour if nothing is said."""
+        return self._get("timeline", since=since, until=until, limit=limit)
+
+    def events(self, every_s: float = 1.0) -> Iterator[dict[str, Any]]:
+        """What changes, as it changes: first everything (``is_full``), then only what is new.
+
+        Goes on for ever, and after a restart of the server: then everything comes again.
+        """
+        gives_up_at = math.inf
+        while True:
+            began_at = time.monotonic()
+            try:
+                for line in self._lines("events", {"every_s": every_s}, _MAX_EVENT_SILENCE_S):
+                    name, _, value = line.partition(": ")
+                    if name == "data":
+                        gives_up_at = math.inf
+                        yield json.loads(value)
+            except (ServerNotFoundError, ServerUnavailableError):
+                now = time.monotonic()
+                if now - began_at > _GOOD_STREAM_S or gives_up_at == math.inf:
+                    gives_up_at = now + self._patience_s
+                if now > gives_up_at:
+                    raise
+            time.sleep(_RECONNECT_S)
+            self._insist(self.status, math.inf)
+
+    # Simulations ------------------------------------------------------------------------------
+
+    def publish(
+        self, *, title: str, command: str, kind: str, summary: Sequence[Mapping[str, Any]], html: str
+    ) -> dict[str, Any]:
+        """Put the report of a simulation on the server's dashboard; what is kept of it, with its ``report_url``.
+
+        ``kind``: compare, replay or simulate. ``summary``: a row of numbers and texts for each workload and policy.
+        """
+        rows = [dict(row) for row in summary]
+        body = {"title": title, "command": command, "kind": kind, "summary": rows, "html": html}
+        return self._post("simulations", body)
+
+    def simulations(self) -> list[dict[str, Any]]:
+        """Those that were published, newest first."""
+        return list(self._get("simulations")["simulations"])
+
+    def remove_simulation(self, id_: str) -> None:
+        self._ask("DELETE", _path("simulations", id_))
+
     def shutdown(self, *, keep_jobs: bool = False) -> None:
         """End the server. Its jobs checkpoint, leave and go on at the next start; or train on (``keep_jobs``)."""
         self._post("shutdown", {"keep_jobs": keep_jobs})
@@ -345,9 +424,25 @@ class Client:
             response = self._http.request(method, self._url(path), headers=self._headers(), **request)
         return _answer(response)
 
-    def _lines(self, path: str, params: Mapping[str, Any]) -> Iterator[str]:
+    @contextlib.contextmanager
+    def open(self, method: str, path: str, body: str | None = None) -> Iterator[Answer]:
+        """Any question: ``path`` is one under /api/v1, or begins with a slash; ``body`` is JSON.
+
+        Raises:
+            PolluxError: the kind the server named, or a :class:`ServerError`.
+        """
+        url = f"{self.address.url}{path}" if path.startswith("/") else self._url(path)
+        headers = self._headers() | ({} if body is None else {"Content-Type": "application/json"})
+        timeout = httpx.Timeout(self._timeout_s, read=_MAX_SILENCE_S)
+        answer = self._http.stream(method, url, content=body, headers=headers, timeout=timeout)
+        with self._asking(), answer as response:
+            if not response.is_success:
+                response.read()
+                _answer(response)
+            yield Answer(media_type=response.headers.get("content-type", ""), parts=response.iter_text())
+
+    def _lines(self, path: str, params: Mapping[str, Any], silence_s: float) -> Iterator[str]:
         given = {key: value for key, value in params.items() if value is not None}
-        silence_s = _MAX_SILENCE_S if given["follow"] == "true" else self._timeout_s
         timeout = httpx.Timeout(self._timeout_s, read=silence_s)
         rest = ""
         answer = self._http.stream("GET", self._url(path), params=given, headers=self._headers(), timeout=timeout)

@@ -27,12 +27,15 @@ logger = logging.getLogger(__name__)
 
 
 def answer(content: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:
-    """As JSON that everybody can read: in ASCII, and null for numbers that are none."""
+    return Response(to_json(content), status, headers, media_type="application/json")
+
+
+def to_json(content: object) -> str:
+    """That everybody can read: in ASCII, and null for numbers that are none."""
     try:
-        text = json.dumps(content, allow_nan=False, separators=(",", ":"))
+        return json.dumps(content, allow_nan=False, separators=(",", ":"))
     except ValueError:
-        text = json.dumps(_finite(content), allow_nan=False, separators=(",", ":"))
-    return Response(text, status, headers, media_type="application/json")
+        return json.dumps(_finite(content), allow_nan=False, separators=(",", ":"))
 
 
 def _finite(value: object) -> object:
@@ -83,6 +86,7 @@ def answer_error(error: PolluxError) -> Response:
 
 async def _on_pollux_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, PolluxError)
+    request.app.state.metrics.failed(error)
     return answer_error(error)
 
 

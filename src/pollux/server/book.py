@@ -44,6 +44,7 @@ class RequestBook:
         self._names = store.names()
         self._requests: dict[str, JobRequest] = {}
         self._tokens: dict[str, str] = {}  # hash of the token -> job
+        self._endings: dict[str, str] = {}  # states of jobs that are over, which others waited for
         self.reload()
 
     def __contains__(self, name: str) -> bool:
@@ -131,8 +132,15 @@ class RequestBook:
             if other in self._requests:
                 states[other] = JobState.PENDING.value
             elif other in self._names:
-                states[other] = self._store.job(other).state.value
+                states[other] = self._endings.get(other) or self._ending_of(other)
         return blocked_reason(request.after, states)
+
+    def _ending_of(self, name: str) -> str:
+        """The state of a job from the database; what it became, it stays."""
+        state = self._store.job(name).state
+        if state.is_final:
+            self._endings[name] = state.value
+        return state.value
 
     def job_of_token(self, token: str) -> str | None:
         token_hash = _hash(token)

@@ -2,7 +2,7 @@
 
 Stands in ``server``, between :mod:`pollux.server.app` and :mod:`pollux.scheduler.loop`. One thread owns the scheduler
 and everything that changes it: what others ask for is queued and done between two ticks. Reading needs no turn (see
-:mod:`pollux.server.views`), reports of jobs go into an inbox, and a submission is in the database before it is
+:mod:`pollux.server.reading`), reports of jobs go into an inbox, and a submission is in the database before it is
 answered, so no caller waits for a decision.
 
 The thread is crash-only: whatever goes wrong in a tick (a full disk under the database, say), it begins again from what
@@ -16,40 +16,33 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 from pollux.engines.launch import Launch
 from pollux.engines.live import LiveEngine
 from pollux.errors import FencedError, PolluxError, StoreError, UnknownNameError
 from pollux.jobs import JobRequest
-from pollux.policy import PolicySettings, make_policy
-from pollux.scheduler.autoscale import AutoscaleConfig
+from pollux.policy import make_policy
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.loop import Scheduler, SchedulerConfig
 from pollux.scheduler.ports import NodePool
 from pollux.scheduler.record import JobRecord
 from pollux.server.book import RequestBook
 from pollux.server.clock import LiveClock
+from pollux.server.config import ClusterConfig
+from pollux.server.gauges import Measured
 from pollux.server.inbox import Inbox
 from pollux.server.journal import Journal
 from pollux.server.kept import read_names, read_seconds, write_names, write_seconds
+from pollux.server.metrics import Metrics
+from pollux.server.reading import ClusterReading
 from pollux.server.store import SqlStore, StoredJob
-from pollux.server.views import (
-    job_view,
-    model_views,
-    node_view,
-    resize_view,
-    round_view,
-    sizing_view,
-    transition_view,
-    waiting_reason,
-)
-from pollux.wire import WireReport, report_to_dict
+from pollux.wire import WireReport
+
+__all__ = ["Cluster", "ClusterConfig"]
 
 ANSWER_S = 10.0  # the longest a caller waits for the scheduler's thread
 SHORTEST_TICK_S = 0.02  # events that come together are seen together
@@ -57,6 +50,7 @@ LONGEST_WAIT_S = 1.0
 MAX_DUTY = 0.25  # share of the time that the scheduler's thread may take from those who answer requests
 LONGEST_PAUSE_S = 30.0  # between attempts to begin again
 TIDY_EVERY_S = 5.0
+SAMPLE_EVERY_S = 10.0
 NUM_REPLAYED, MANY_JOBS = 20, 200  # reports of each job after a restart; of many jobs the last one alone
 NUM_KEPT_REPORTS = 4096  # ended jobs whose last report stays in memory
 DRAINING_FILE, NODE_SECONDS_FILE = "draining.json", "node-seconds.json"
@@ -66,25 +60,7 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ClusterConfig:
-    data_directory: Path
-    secret: str  # jobs' tokens are made from it
-    url: str = ""  # where jobs find the server
-    policy: str = "pollux"
-    settings: PolicySettings = field(default_factory=lambda: PolicySettings(resize_s=1.0))
-    interval_s: float = 10.0
-    min_pause_s: float = 0.25
-    environment: Mapping[str, str] = field(default_factory=dict)  # what every job's begins with
-    engine_name: str = "local"
-    storage: str | None = None  # for checkpoints, a path or a URL; None: the data directory
-    autoscale: AutoscaleConfig | None = None
-    node_price: float | None = None  # for an hour
-    keep_rounds: int = 5000
-    keep_reports: int = 5000  # of each job
-
-
-class Cluster:
+class Cluster(ClusterReading):
     """Any thread may call; nothing takes longer than ``ANSWER_S``."""
 
     def __init__(
@@ -95,12 +71,12 @@ class Cluster:
         config: ClusterConfig,
         clock: LiveClock | None = None,
         pool: NodePool | None = None,
+        metrics: Metrics | None = None,
     ) -> None:
         """``pool``: the engine too, where its nodes can come and go."""
-        self._store, self._engine, self._config, self._pool = store, engine, config, pool
-        self._clock = clock or LiveClock(store.latest_time())
-        self._inbox = Inbox(engine)
-        self._book = RequestBook(
+        self.metrics = metrics or Metrics()
+        self.metrics.watch(self.measured)
+        book = RequestBook(
             store,
             secret=config.secret,
             url=config.url,
@@ -108,21 +84,20 @@ class Cluster:
             environment=config.environment,
             storage=config.storage,
         )
-        self._held: dict[str, StoredJob] = {}  # waiting for other jobs
-        self._latest: dict[str, tuple[float, WireReport]] = {}
+        clock = clock or LiveClock(store.latest_time())
+        super().__init__(store=store, engine=engine, config=config, clock=clock, book=book)
+        self._pool = pool
+        self._inbox = Inbox(engine)
         self._ended: deque[str] = deque()
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._woken = threading.Event()
-        self._scheduler: Scheduler | None = None
-        self._journal: Journal | None = None
         self._thread: threading.Thread | None = None
         self._is_stopping = self._looks_at_dependencies = False
         self._stop_by = math.inf  # in monotonic time
         self._turn_s = 0.0  # what the last one took
-        self._tidy_at = 0.0
+        self._tidy_at = self._sample_at = 0.0
         self._problem = "the scheduler has not begun yet"
         self._draining = read_names(config.data_directory / DRAINING_FILE)
-        self.started_at = self._clock.now()
 
     # Life -------------------------------------------------------------------------------------
 
@@ -173,6 +148,24 @@ class Cluster:
     def problem(self) -> str:
         return self._problem
 
+    def measured(self) -> Measured:
+        """What is there at this moment, for whoever keeps an eye on it."""
+        scheduler, active = self._scheduler, list(self._active().values())
+        counts = Counter(record.state for record in active)
+        counts[JobState.PENDING] += len(self._held)
+        counts.update({state: count for state, count in self._store.counts().items() if state.is_final})
+        return Measured(
+            is_ready=self.is_ready,
+            nodes=self._engine.nodes(),
+            draining=self._draining,
+            releasing=frozenset() if scheduler is None else scheduler.releasing,
+            jobs=[(record, self._latest.get(record.name)) for record in active],
+            num_jobs={state.value: counts[state] for state in JobState},
+            node_s={} if scheduler is None else scheduler.node_s,
+            node_price=self._config.node_price,
+            num_wanted_nodes=None if scheduler is None else scheduler.num_wanted_nodes,
+        )
+
     # Changing ---------------------------------------------------------------------------------
 
     def submit(self, request: JobRequest) -> list[dict[str, Any]]:
@@ -222,6 +215,9 @@ class Cluster:
             self._latest[job] = at, report
             if self._inbox.put(at, report):
                 self.wake()
+            self.metrics.took_report()
+        else:
+            self.metrics.took_late_report()
         params = self._inbox.advice.get(job)
         return {
             "params": None if params is None else {name: list(numbers) for name, numbers in params.items()},
@@ -238,111 +234,6 @@ class Cluster:
                     "up, and must neither report nor save"
                 )
 
-    # Reading ----------------------------------------------------------------------------------
-
-    def view(self, name: str) -> dict[str, Any]:
-        record = self._active().get(name)
-        if record is not None:
-            return self._view_of(record, self._book.get(name))
-        held = self._held.get(name)
-        return self._view_of_stored(self._store.job(name)) if held is None else self._view_of_held(held)
-
-    def jobs(
-        self, states: Sequence[str] | None, limit: int, offset: int, newest_first: bool
-    ) -> tuple[list[dict[str, Any]], int]:
-        wanted = None if states is None else [_state(state) for state in states]
-        counts = self._store.counts()
-        total = sum(count for state, count in counts.items() if wanted is None or state in wanted)
-        active = self._active()
-        views = []
-        for name in self._store.job_names(wanted, limit=limit, offset=offset, newest_first=newest_first):
-            record = active.get(name)
-            views.append(self.view(name) if record is None else self._view_of(record, self._book.get(name)))
-        return views, total
-
-    def job(self, name: str) -> dict[str, Any]:
-        """All there is to say about a job."""
-        stored = self._store.job(name)
-        record = self._active().get(name)
-        if record is None and (record := stored.record) is not None:
-            record.knowledge.refit()  # the fit is not kept, what it follows from is
-        journal = self._journal
-        return {
-            **self.view(name),
-            "request": stored.request or {},
-            "failure": record.reason if record is not None and record.state is JobState.FAILED else "",
-            "models": {} if record is None else model_views(record),
-            "decision": None if journal is None else journal.decision(name),
-            "decisions": [] if journal is None else journal.changes(name),
-            "transitions": [transition_view(transition) for transition in self._store.transitions(name)],
-            "resizes": [resize_view(resize) for resize in self._store.resizes(name)],
-            "replicas": [
-                {
-                    "replica_id": replica.replica_id,
-                    "rank": replica.rank,
-                    "node": replica.node,
-                    "slot": replica.slot,
-                    "pid": replica.pid,
-                    "state": replica.state,
-                }
-                for replica in self._engine.replicas(name)
-            ],
-            "log_directory": str(self.job_directory(name) / "logs"),
-        }
-
-    def nodes(self) -> list[dict[str, Any]]:
-        allocations = {name: record.allocation for name, record in self._active().items()}
-        releasing = frozenset() if self._scheduler is None else self._scheduler.releasing
-        return [
-            node_view(node, node.name in self._draining, node.name in releasing, allocations)
-            for node in self._engine.nodes()
-        ]
-
-    def rounds(self, since: int | None, limit: int) -> list[dict[str, Any]]:
-        return [round_view(round_) for round_ in self._store.rounds(since, limit)]
-
-    def reports(self, name: str, since: int | None, limit: int) -> list[dict[str, Any]]:
-        return [
-            {"id": kept.id, "at": kept.at, **report_to_dict(kept.report)}
-            for kept in self._store.reports(name, since, limit)
-        ]
-
-    def summary(self) -> dict[str, Any]:
-        nodes, active = list(self._engine.nodes()), self._active()
-        views = [self._view_of(record, None) for record in active.values()]
-        running_s = sum(view["running_s"] for view in views)
-        counts = Counter(view["state"] for view in views)
-        counts[JobState.PENDING.value] += len(self._held)
-        counts.update({state.value: count for state, count in self._store.counts().items() if state.is_final})
-        last = None if self._journal is None else self._journal.last_round
-        return {
-            "engine": self._config.engine_name,
-            "policy": self._config.policy,
-            "started_at": self.started_at,
-            "now": self._clock.now(),
-            "num_slots": sum(node.num_slots for node in nodes),
-            "num_used_slots": sum(record.allocation.num_replicas for record in active.values()),
-            "nodes": len(nodes),
-            "jobs": {state.value: counts[state.value] for state in JobState},
-            "num_rounds": 0 if self._scheduler is None else self._scheduler.num_rounds,
-            "last_decision_s": None if last is None else last.decision_s,
-            "lost_share": sum(view["lost_s"] for view in views) / running_s if running_s > 0 else None,
-            "sizing": sizing_view(self._scheduler, self._config.autoscale, self._config.node_price),
-            "data_directory": str(self._config.data_directory),
-            "interval_s": self._config.interval_s,
-        }
-
-    def job_directory(self, name: str) -> Path:
-        """Raises:
-        UnknownNameError: there is no such job.
-        """
-        if not self._book.is_known(name):
-            self._store.job(name)  # which says what names there are
-        return self._book.directory_of(name)
-
-    def is_ended(self, name: str) -> bool:
-        return name not in self._book
-
     def job_of_token(self, token: str) -> str | None:
         return self._book.job_of_token(token)
 
@@ -356,7 +247,11 @@ class Cluster:
         """From what is kept and what runs: at the start, and whenever a tick has failed."""
         store, config = self._store, self._config
         self._journal = Journal(
-            store, keep_rounds=config.keep_rounds, keep_reports=config.keep_reports, on_ended=self._on_ended
+            store,
+            keep_rounds=config.keep_rounds,
+            keep_reports=config.keep_reports,
+            on_ended=self._on_ended,
+            metrics=self.metrics,
         )
         scheduler = Scheduler(
             policy=make_policy(config.policy, config.settings),
@@ -386,6 +281,7 @@ class Cluster:
         scheduler.restore(records, store.knowledge().values())
         scheduler.drain(self._draining)
         self._engine.adopt(records)
+        self.metrics.remember(records)
         self._scheduler = scheduler
         self._held = {}
         self._take_in(held)
@@ -402,6 +298,7 @@ class Cluster:
                     self._turn()
             except Exception as error:  # crash-only: see above
                 self._problem = str(error) or repr(error)
+                self.metrics.stumbled(error)
                 if isinstance(error, StoreError):
                     logger.error("nothing is decided until this is mended: %s", error)
                 else:
@@ -432,7 +329,11 @@ class Cluster:
             self._tidy_at = self._clock.now() + TIDY_EVERY_S
             self._store.tidy()
             write_seconds(self._config.data_directory / NODE_SECONDS_FILE, scheduler.node_s)
+        self.metrics.saw_nodes(self._engine.nodes(), self._draining | scheduler.releasing)
         scheduler.tick()
+        if self._clock.now() >= self._sample_at:
+            self._sample_at = self._clock.now() + SAMPLE_EVERY_S
+            self.take_sample()
         if self._looks_at_dependencies:
             self._looks_at_dependencies = False
             self._take_in(list(self._held.values()))
@@ -511,9 +412,6 @@ class Cluster:
             raise StoreError(f"the scheduler does not work: {self._problem}")
         return self._scheduler
 
-    def _active(self) -> dict[str, JobRecord]:
-        return {} if self._scheduler is None else {record.name: record for record in self._scheduler.active_jobs}
-
     def _queue(self, call: Callable[[], _T]) -> Future[_T]:
         future: Future[_T] = Future()
         self._calls.append((call, future))
@@ -534,51 +432,3 @@ class Cluster:
     def _refuse_calls(self) -> None:
         while self._calls:
             self._calls.popleft()[1].set_exception(StoreError("the server is stopping"))
-
-    def _view_of(self, record: JobRecord, request: JobRequest | None) -> dict[str, Any]:
-        is_waiting = record.state is JobState.PENDING
-        return job_view(
-            record,
-            request,
-            self._latest.get(record.name),
-            name=record.name,
-            sequence=record.sequence,
-            submitted_at=record.spec.submitted_at,
-            now=self._clock.now(),
-            reason=waiting_reason(record, self._engine.nodes(), self._draining) if is_waiting else "",
-            note="" if is_waiting else self._engine.note(record.name),
-        )
-
-    def _view_of_held(self, job: StoredJob, now: float | None = None) -> dict[str, Any]:
-        request, blocked = self._book.get(job.name), self._book.blocked(job.name)
-        return job_view(
-            None,
-            request,
-            None,
-            name=job.name,
-            sequence=job.sequence,
-            submitted_at=job.submitted_at,
-            now=self._clock.now() if now is None else now,
-            reason="waiting for slots" if blocked is None else blocked.reason,
-        )
-
-    def _view_of_stored(self, job: StoredJob) -> dict[str, Any]:
-        report = self._latest.get(job.name)
-        if report is None and (kept := self._store.reports(job.name, limit=1)):
-            report = kept[-1].at, kept[-1].report
-        return job_view(
-            job.record,
-            None if job.request is None else JobRequest.from_dict(job.request),
-            report,
-            name=job.name,
-            sequence=job.sequence,
-            submitted_at=job.submitted_at,
-            now=self._clock.now(),
-        )
-
-
-def _state(text: str) -> JobState:
-    try:
-        return JobState(text)
-    except ValueError:
-        raise UnknownNameError("state", text, [state.value for state in JobState]) from None

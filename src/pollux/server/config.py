@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -32,6 +33,7 @@ class ServiceConfig:
     settings: PolicySettings | None = None  # of the policy; None: those for a live cluster
     interval_s: float = 10.0  # decide at least this often
     needs_token: bool = True
+    has_open_metrics: bool = False  # /metrics needs no token
     grace_s: float = 30.0  # for a job that is told to stop, before it is killed
     min_free_mib: int = 64  # jobs pause when their disk has less
     stop_timeout_s: float = 60.0  # for all jobs to checkpoint and leave
@@ -64,3 +66,23 @@ class ServiceConfig:
             raise InvalidValueError(f"node_slots = {self.node_slots}; a number of at least 1 is needed")
         if self.node_price is not None and not (math.isfinite(self.node_price) and self.node_price >= 0):
             raise InvalidValueError(f"node_price = {self.node_price}; a number of at least 0 is needed")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig:
+    """What the cluster of a server needs of that, and what it finds out itself."""
+
+    data_directory: Path
+    secret: str  # jobs' tokens are made from it
+    url: str = ""  # where jobs find the server
+    policy: str = "pollux"
+    settings: PolicySettings = field(default_factory=lambda: PolicySettings(resize_s=1.0))
+    interval_s: float = 10.0
+    min_pause_s: float = 0.25
+    environment: Mapping[str, str] = field(default_factory=dict)  # what every job's begins with
+    engine_name: str = "local"
+    storage: str | None = None  # for checkpoints, a path or a URL; None: the data directory
+    autoscale: AutoscaleConfig | None = None
+    node_price: float | None = None  # for an hour
+    keep_rounds: int = 5000
+    keep_reports: int = 5000  # of each job

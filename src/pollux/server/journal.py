@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from pollux.scheduler.record import JobRecord, RoundRecord
+from pollux.server.metrics import Metrics
 from pollux.server.store import SqlStore
 from pollux.server.views import decision_view
 from pollux.types import JobDecision, Plan, Snapshot
@@ -23,27 +24,35 @@ MANY_JOBS = 200  # from here on only what a round changed is kept: writing all o
 
 class Journal:
     def __init__(
-        self, store: SqlStore, *, keep_rounds: int, keep_reports: int, on_ended: Callable[[JobRecord], None]
+        self,
+        store: SqlStore,
+        *,
+        keep_rounds: int,
+        keep_reports: int,
+        on_ended: Callable[[JobRecord], None],
+        metrics: Metrics | None = None,
     ) -> None:
-        self._store, self._on_ended = store, on_ended
+        self._store, self._on_ended, self._metrics = store, on_ended, metrics or Metrics()
         self._keep = keep_rounds, keep_reports
-        self._last: dict[str, tuple[JobDecision, RoundRecord]] = {}
+        self._last: dict[str, tuple[JobDecision, RoundRecord, int]] = {}  # with the round's id
         self._changes: dict[str, deque[dict[str, Any]]] = {}
         self.last_round: RoundRecord | None = None
         for stored in store.rounds(limit=NUM_RECALLED):
-            self._remember(stored.record)
+            self._remember(stored.record, stored.id)
 
     def save_job(self, record: JobRecord) -> None:
         self._store.save_job(record)
+        self._metrics.saw_job(record)
         if record.state.is_final:
             self._on_ended(record)
 
     def save_round(self, round_record: RoundRecord, snapshot: Snapshot) -> None:
         if round_record.num_jobs < MANY_JOBS:
-            self._store.save_round(round_record, snapshot)
+            id_ = self._store.save_round(round_record, snapshot)
         else:
-            self._store.save_round(_changes_alone(round_record), None)
-        self._remember(round_record)
+            id_ = self._store.save_round(_changes_alone(round_record), None)
+        self._metrics.saw_round(round_record, snapshot)
+        self._remember(round_record, id_)
         if round_record.number % PRUNE_EVERY == 0:
             self._store.prune(*self._keep)
 
@@ -54,19 +63,24 @@ class Journal:
     def decision(self, job: str) -> dict[str, Any] | None:
         """The last one about a job, with the options that were weighed."""
         found = self._last.get(job)
-        return None if found is None else decision_view(*found, with_options=True)
+        return None if found is None else decision_view(*found[:2], with_options=True)
+
+    def weighed(self, job: str) -> tuple[JobDecision, int] | None:
+        """The last decision about a job as it was made, and the id of its round."""
+        found = self._last.get(job)
+        return None if found is None else (found[0], found[2])
 
     def changes(self, job: str) -> list[dict[str, Any]]:
         """The last decisions that changed something for a job, oldest first."""
         return list(self._changes.get(job, ()))
 
-    def _remember(self, record: RoundRecord) -> None:
+    def _remember(self, record: RoundRecord, id_: int) -> None:
         self.last_round = record
         explanation = record.plan.explanation
         # Of ended jobs the last decision stays: it must not keep those about all others of its round alive.
         alone = dataclasses.replace(record, plan=_without_jobs(record.plan))
         for decision in () if explanation is None else explanation.jobs:
-            self._last[decision.job] = decision, alone
+            self._last[decision.job] = decision, alone, id_
             if decision.has_changed:
                 changes = self._changes.setdefault(decision.job, deque(maxlen=NUM_CHANGES))
                 changes.append(decision_view(decision, record, with_options=False))

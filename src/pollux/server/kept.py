@@ -1,4 +1,5 @@
-"""Small things that outlive a server, each in a file of its own: which nodes are drained, what they have cost.
+"""Small things that outlive a server, each in a file of its own: which nodes are drained, what they have cost,
+how it decided.
 
 Stands in ``server``, below :mod:`pollux.server.cluster`. Written whole or not at all; what cannot be read is nothing.
 """
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from pollux.errors import StoreError
+
+SETTINGS_FILE = "settings.json"
 
 
 def read_names(path: Path) -> set[str]:
@@ -34,6 +37,17 @@ def read_seconds(path: Path) -> dict[str, float]:
 def write_seconds(path: Path, seconds: Mapping[str, float]) -> None:
     """Raises StoreError."""
     _write(path, dict(seconds))
+
+
+def read_settings(path: Path) -> dict[str, Any]:
+    """What the last server here decided with: policy, interval_s, resize_s (what a resize is charged), node_price."""
+    found = _read(path)
+    return dict(found) if isinstance(found, dict) else {}
+
+
+def write_settings(path: Path, settings: Mapping[str, Any]) -> None:
+    """Raises StoreError."""
+    _write(path, dict(settings))
 
 
 def _read(path: Path) -> Any:

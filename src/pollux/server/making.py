@@ -19,6 +19,7 @@ from pollux.errors import InvalidValueError
 from pollux.server.access import load_token
 from pollux.server.config import SECRET_FILE, ServiceConfig
 from pollux.server.gate import LiveCluster
+from pollux.server.kept import SETTINGS_FILE, write_settings
 from pollux.server.store import SqlStore
 from pollux.types import Node
 
@@ -147,6 +148,9 @@ def _make(config: ServiceConfig, store: SqlStore, url: str, make_engine: Callabl
             node_price=config.node_price,
             **settings,
         )
+        decides_with = {"policy": described.policy, "interval_s": described.interval_s}
+        decides_with |= {"resize_s": described.settings.resize_s, "node_price": described.node_price}
+        write_settings(config.data_directory / SETTINGS_FILE, decides_with)  # for whoever replays what was decided
         pool = engine if config.autoscale is not None else None
         made.append(Cluster(store=store, engine=engine, config=described, pool=pool))
     except BaseException:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Depends, Query, Request, Response
-from fastapi.responses import HTMLResponse, StreamingResponse
+from fastapi.responses import StreamingResponse
 from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
 
 from pollux import wire
@@ -41,22 +41,22 @@ FOLLOW_EVERY_S = 0.25
 
 logger = logging.getLogger(__name__)
 
-_Responses = dict[int | str, dict[str, Any]]
+Responses = dict[int | str, dict[str, Any]]
 _Limit = Annotated[int, Query(ge=0, le=10_000, description="At most so many.")]
 _Since = Annotated[
     int | None, Query(ge=0, le=MAX_INTEGER, description="Only those after this id, oldest first; else the last ones.")
 ]
-_READY = [Depends(require_ready)]
+READY = [Depends(require_ready)]
 
 
-def _errors(*statuses: int) -> _Responses:
+def error_answers(*statuses: int) -> Responses:
     return {
         status: {"model": schemas.ErrorAnswer, "description": HTTPStatus(status).phrase}
         for status in (401, 403, *statuses, 503)
     }
 
 
-def _of_operator(tag: str) -> APIRouter:
+def of_operator(tag: str) -> APIRouter:
     first = [Depends(require_operator), Depends(require_known_parameters)]
     return APIRouter(prefix="/api/v1", tags=[tag], dependencies=first)
 
@@ -64,7 +64,7 @@ def _of_operator(tag: str) -> APIRouter:
 # Health: no token -----------------------------------------------------------------------------
 
 health = APIRouter(tags=["health"])
-_NOT_READY: _Responses = {503: {"model": schemas.ErrorAnswer, "description": "Not ready; the message says why."}}
+_NOT_READY: Responses = {503: {"model": schemas.ErrorAnswer, "description": "Not ready; the message says why."}}
 
 
 @health.get("/healthz", summary="Does the process live?", response_model=schemas.Health)
@@ -79,16 +79,9 @@ async def readyz(cluster: ItsCluster) -> Response:
     return retry_later("ServerUnavailableError", cluster.problem or "starting or ending")
 
 
-@health.get("/", include_in_schema=False)
-async def root() -> Response:
-    return HTMLResponse(
-        f'<!doctype html><title>Pollux</title><p>Pollux {__version__} runs here. <a href="/docs">HTTP interface</a>'
-    )
-
-
 # Jobs -----------------------------------------------------------------------------------------
 
-jobs = _of_operator("jobs")
+jobs = of_operator("jobs")
 
 
 @jobs.post(
@@ -96,8 +89,8 @@ jobs = _of_operator("jobs")
     summary="Submit a job",
     status_code=201,
     response_model=schemas.JobList,
-    responses=_errors(413, 422),
-    dependencies=_READY,
+    responses=error_answers(413, 422),
+    dependencies=READY,
     openapi_extra=schemas.body_schema(schemas.JobForm, is_required=True, example=schemas.JOB_EXAMPLE),
 )
 def submit(cluster: ItsCluster, form: Annotated[schemas.Body, Depends(body_of(schemas.JobForm))]) -> Response:
@@ -106,7 +99,7 @@ def submit(cluster: ItsCluster, form: Annotated[schemas.Body, Depends(body_of(sc
     return answer({"jobs": cluster.submit(request)}, 201)
 
 
-@jobs.get("/jobs", summary="List jobs", response_model=schemas.JobPage, responses=_errors(422))
+@jobs.get("/jobs", summary="List jobs", response_model=schemas.JobPage, responses=error_answers(422))
 def list_jobs(
     cluster: ItsCluster,
     state: Annotated[list[schemas.JobStateName] | None, Query(description="Only those in these states.")] = None,
@@ -118,7 +111,9 @@ def list_jobs(
     return answer({"jobs": views, "total": total})
 
 
-@jobs.get("/jobs/{name}", summary="All about a job", response_model=schemas.JobDetail, responses=_errors(404, 422))
+@jobs.get(
+    "/jobs/{name}", summary="All about a job", response_model=schemas.JobDetail, responses=error_answers(404, 422)
+)
 def describe(cluster: ItsCluster, name: str) -> Response:
     """What it asked for and has, why it has that, and what became of it."""
     return answer(cluster.job(name))
@@ -128,8 +123,8 @@ def describe(cluster: ItsCluster, name: str) -> Response:
     "/jobs/{name}/cancel",
     summary="Cancel a job",
     response_model=schemas.JobView,
-    responses=_errors(404, 413, 422),
-    dependencies=_READY,
+    responses=error_answers(404, 413, 422),
+    dependencies=READY,
     openapi_extra=schemas.body_schema(schemas.CancelForm, is_required=False),
 )
 def cancel(
@@ -145,7 +140,7 @@ def cancel(
     "/jobs/{name}/reports",
     summary="What a job reported",
     response_model=schemas.ReportList,
-    responses=_errors(404, 422),
+    responses=error_answers(404, 422),
 )
 def list_reports(cluster: ItsCluster, name: str, since: _Since = None, limit: _Limit = 100) -> Response:
     return answer({"reports": cluster.reports(name, since, limit)})
@@ -158,7 +153,7 @@ reporting = APIRouter(prefix="/api/v1", tags=["jobs"])  # for jobs too, with the
     "/jobs/{name}/reports",
     summary="Report for a job",
     response_model=schemas.ReportAnswer,
-    responses=_errors(404, 409, 413, 422),
+    responses=error_answers(404, 409, 413, 422),
     openapi_extra=schemas.body_schema(schemas.ReportForm, is_required=True),
 )
 async def report(request: Request, cluster: ItsCluster, caller: ItsCaller, name: str) -> Response:
@@ -178,8 +173,8 @@ async def report(request: Request, cluster: ItsCluster, caller: ItsCaller, name:
 
 # Logs -----------------------------------------------------------------------------------------
 
-logs = _of_operator("logs")
-_TEXT: _Responses = {
+logs = of_operator("logs")
+_TEXT: Responses = {
     200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "The text, as it comes."}
 }
 
@@ -194,7 +189,7 @@ def _directory_of(cluster: LiveCluster, name: str) -> Path:
     "/jobs/{name}/log-files",
     summary="Which log files a job has",
     response_model=schemas.LogFileList,
-    responses=_errors(404, 422),
+    responses=error_answers(404, 422),
 )
 def list_log_files(cluster: ItsCluster, name: str) -> Response:
     """In order of their start."""
@@ -209,7 +204,7 @@ def list_log_files(cluster: ItsCluster, name: str) -> Response:
     "/jobs/{name}/logs",
     summary="A job's output",
     response_class=StreamingResponse,
-    responses={**_errors(404, 422), **_TEXT},
+    responses={**error_answers(404, 422), **_TEXT},
 )
 async def read_logs(
     request: Request,
@@ -245,15 +240,15 @@ async def read_logs(
 
 # The cluster ----------------------------------------------------------------------------------
 
-cluster = _of_operator("cluster")
+cluster = of_operator("cluster")
 
 
-@cluster.get("/cluster", summary="At a glance", response_model=schemas.ClusterView, responses=_errors())
+@cluster.get("/cluster", summary="At a glance", response_model=schemas.ClusterView, responses=error_answers())
 def summarise(cluster: ItsCluster) -> Response:
     return answer({"version": __version__, **cluster.summary()})
 
 
-@cluster.get("/nodes", summary="The nodes", response_model=schemas.NodeList, responses=_errors())
+@cluster.get("/nodes", summary="The nodes", response_model=schemas.NodeList, responses=error_answers())
 def list_nodes(cluster: ItsCluster) -> Response:
     return answer({"nodes": cluster.nodes()})
 
@@ -262,8 +257,8 @@ def list_nodes(cluster: ItsCluster) -> Response:
     "/nodes/{name}/drain",
     summary="Give no more jobs to a node; those on it are moved",
     response_model=schemas.NodeView,
-    responses=_errors(404, 422),
-    dependencies=_READY,
+    responses=error_answers(404, 422),
+    dependencies=READY,
 )
 def drain(cluster: ItsCluster, name: str) -> Response:
     return answer(cluster.drain(name, True))
@@ -273,14 +268,14 @@ def drain(cluster: ItsCluster, name: str) -> Response:
     "/nodes/{name}/undrain",
     summary="Use a node again",
     response_model=schemas.NodeView,
-    responses=_errors(404, 422),
-    dependencies=_READY,
+    responses=error_answers(404, 422),
+    dependencies=READY,
 )
 def undrain(cluster: ItsCluster, name: str) -> Response:
     return answer(cluster.drain(name, False))
 
 
-@cluster.get("/rounds", summary="Decisions", response_model=schemas.RoundList, responses=_errors(422))
+@cluster.get("/rounds", summary="Decisions", response_model=schemas.RoundList, responses=error_answers(422))
 def list_rounds(cluster: ItsCluster, since: _Since = None, limit: _Limit = 100) -> Response:
     return answer({"rounds": cluster.rounds(since, limit)})
 
@@ -290,7 +285,7 @@ def list_rounds(cluster: ItsCluster, since: _Since = None, limit: _Limit = 100) 
     summary="End the server",
     status_code=202,
     response_model=schemas.Ending,
-    responses=_errors(413, 422),
+    responses=error_answers(413, 422),
     openapi_extra=schemas.body_schema(schemas.ShutdownForm, is_required=False),
 )
 def shut_down(

@@ -290,6 +290,8 @@ class Round(BaseModel):
     fitness_before: float | None
     fitness: float | None
     upper_bound: float | None
+    gap: float | None = Field(description="No allocation is better by more than this share.")
+    words: list[str] = Field(description="What changed and why, in sentences.")
     changes: list[Change]
 
 

@@ -38,6 +38,7 @@ from pollux.server.access import Access, load_token
 from pollux.server.app import create_app
 from pollux.server.config import DEFAULT_HOST, ServiceConfig
 from pollux.server.making import ClusterMaker, ServedCluster, make_cluster, prepared
+from pollux.server.metrics import counted_log
 from pollux.server.store import SqlStore
 from pollux.version import __version__
 
@@ -102,10 +103,12 @@ class Service:
             cluster = self._make_cluster(self.config, store, self.url)
             self._cluster = cluster
             stack.callback(self._stop_cluster)
+            stack.enter_context(counted_log(cluster.metrics))
             access = Access(self.token if self.config.needs_token else None, cluster.job_of_token)
             # Replicas of the server before may report as soon as the cluster is there; until then they queue.
             cluster.start()
-            stack.enter_context(_http(create_app(cluster, access, self.begin_stop), listener))
+            app = create_app(cluster, access, self.begin_stop, has_open_metrics=self.config.has_open_metrics)
+            stack.enter_context(_http(app, listener))
             stack.callback(self._stop_cluster)  # before HTTP: jobs report what they did last, logs are read to the end
             _write(server_file, json.dumps(_describe(self.url)))
             self._cleanup = stack.pop_all()

@@ -1,4 +1,7 @@
-"""The tables of a server's database; :mod:`pollux.server.store` fills and reads them."""
+"""The tables of a server's database as they are now; :mod:`pollux.server.store` fills and reads them.
+
+Whoever changes one appends to :mod:`pollux.server.migrations` what changes it in the databases there are.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +31,7 @@ jobs = sa.Table(
     sa.Column("state", sa.Text, nullable=False, index=True),
     sa.Column("submitted_at", sa.Float, nullable=False),
     sa.Column("finished_at", sa.Float),
+    sa.Index("jobs_by_end", "finished_at"),
     sqlite_autoincrement=True,
 )
 knowledge = sa.Table(  # shared by the jobs of an application, where profiles are remembered
@@ -82,4 +86,16 @@ secrets = sa.Table(
     tables,
     _of_job(is_key=True),
     sa.Column("token_hash", sa.Text, nullable=False, unique=True),
+)
+samples = sa.Table(  # the cluster over time
+    "samples",
+    tables,
+    sa.Column("id", sa.Integer, primary_key=True),
+    sa.Column("at", sa.Float, nullable=False, index=True),
+    *(
+        sa.Column(name, sa.Integer, nullable=False)
+        for name in ("num_nodes", "num_slots", "num_used_slots", "num_running", "num_pending")
+    ),
+    *(sa.Column(name, sa.Float) for name in ("efficiency", "goodput", "node_hours", "cost")),
+    sqlite_autoincrement=True,
 )

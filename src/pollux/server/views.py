@@ -7,7 +7,9 @@ writing: single fields are looked at, once each, and lists are copied, so that w
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from pollux.jobs import JobRequest
@@ -16,6 +18,8 @@ from pollux.scheduler.lifecycle import JobState, Transition
 from pollux.scheduler.loop import Scheduler
 from pollux.scheduler.record import JobRecord, RoundRecord
 from pollux.server.forms import StoredResize, StoredRound
+from pollux.server.past import Departure
+from pollux.server.words import changes_of, words_of
 from pollux.types import Allocation, JobDecision, Node
 from pollux.wire import WireReport, allocation_to_list
 
@@ -42,10 +46,7 @@ def job_view(
     allocation = Allocation() if record is None else record.allocation
     state = JobState.PENDING if record is None else record.state
     told = None if report is None else report[1]
-    running_s = 0.0 if record is None else record.attained_s
-    if record is not None and allocation and not state.is_final:
-        running_s += max(now - record.accounted_at, 0.0)
-    lost_s = 0.0 if record is None else lost_time_s(list(record.history), told)
+    running_s, lost_s = (0.0, 0.0) if record is None else spent_s(record, told, now)
     return {
         "name": name,
         "state": state.value,
@@ -88,6 +89,14 @@ def _remaining_s(told: WireReport | None) -> float | None:
     return told.remaining_examples / told.goodput
 
 
+def spent_s(record: JobRecord, told: WireReport | None, now: float) -> tuple[float, float]:
+    """Seconds in which the job held slots, and in how many of those it stood still."""
+    running_s = record.attained_s
+    if record.allocation and not record.state.is_final:
+        running_s += max(now - record.accounted_at, 0.0)
+    return running_s, lost_time_s(list(record.history), told)
+
+
 def lost_time_s(history: Sequence[Transition], told: WireReport | None) -> float:
     """Seconds in which the job held slots but stood still: resizes as it measured them, and starts after the first."""
     lost_s = 0.0 if told is None else told.stalled_s
@@ -103,19 +112,35 @@ def lost_time_s(history: Sequence[Transition], told: WireReport | None) -> float
     return lost_s
 
 
-def waiting_reason(record: JobRecord, nodes: Iterable[Node], draining: Collection[str] = ()) -> str:
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """How many slots a cluster has of each type, and how many of those are on nodes that are being drained."""
+
+    num_slots: Mapping[str, int]
+    num_drained: Mapping[str, int]
+
+    @classmethod
+    def of(cls, nodes: Iterable[Node], draining: Collection[str] = ()) -> Capacity:
+        slots: Counter[str] = Counter()
+        drained: Counter[str] = Counter()
+        for node in nodes:
+            slots[node.accelerator] += node.num_slots
+            drained[node.accelerator] += node.num_slots * (node.name in draining)
+        return cls(slots, drained)
+
+
+def waiting_reason(record: JobRecord, capacity: Capacity) -> str:
     """Why a pending job does not run."""
-    spec, nodes = record.spec, list(nodes)
-    usable = [node for node in nodes if spec.accelerators is None or node.accelerator in spec.accelerators]
-    if nodes and not usable:
-        there = ", ".join(sorted({node.accelerator for node in nodes}))
+    spec, there = record.spec, capacity.num_slots
+    usable = [kind for kind in there if spec.accelerators is None or kind in spec.accelerators]
+    if there and not usable:
         wanted = ", ".join(sorted(spec.accelerators or ()))
-        return f"needs a slot of type {wanted}; the cluster has {there}"
-    num_slots, least = sum(node.num_slots for node in usable), spec.requested_replicas or spec.min_replicas
+        return f"needs a slot of type {wanted}; the cluster has {', '.join(sorted(there))}"
+    num_slots, least = sum(there[kind] for kind in usable), spec.requested_replicas or spec.min_replicas
     slots = f"{least} slot{'s at once' * (least > 1)}"
     if least > num_slots:
         return f"needs {slots}; the cluster has {num_slots}"
-    num_drained = sum(node.num_slots for node in usable if node.name in draining)
+    num_drained = sum(capacity.num_drained[kind] for kind in usable)
     if least > num_slots - num_drained:
         return f"needs {slots}; {num_drained} of the cluster's {num_slots} are being drained"
     return record.reason.partition("\n")[0] if record.history else "waiting for slots"
@@ -156,10 +181,11 @@ def decision_view(decision: JobDecision, record: RoundRecord, *, with_options: b
     return view
 
 
-def round_view(round_: StoredRound) -> dict[str, Any]:
+def round_view(round_: StoredRound, departures: Sequence[Departure] = ()) -> dict[str, Any]:
+    """``departures``: jobs that ended since the round before."""
     record = round_.record
     explanation = record.plan.explanation
-    changed = [] if explanation is None else [decision for decision in explanation.jobs if decision.has_changed]
+    changes = changes_of(record, round_.snapshot)
     return {
         "id": round_.id,
         "number": record.number,
@@ -172,17 +198,44 @@ def round_view(round_: StoredRound) -> dict[str, Any]:
         "fitness_before": None if explanation is None else _finite(explanation.fitness_before),
         "fitness": None if explanation is None else _finite(explanation.fitness),
         "upper_bound": None if explanation is None else _finite(explanation.upper_bound),
+        "gap": None if explanation is None else _finite(explanation.gap),
+        "words": words_of(record, changes, departures),
         "changes": [
             {
+                "job": change.job,
+                "before": change.before.num_replicas,
+                "after": change.after.num_replicas,
+                "speedup_before": _finite(change.speedup_before),
+                "speedup_after": _finite(change.speedup_after),
+                "note": change.note,
+            }
+            for change in changes
+        ],
+    }
+
+
+def round_detail(round_: StoredRound, departures: Sequence[Departure] = ()) -> dict[str, Any]:
+    """A round with every decision that is kept of it, and the nodes it was about, where those are."""
+    explanation = round_.record.plan.explanation
+    nodes = None if round_.snapshot is None else round_.snapshot.get("nodes")
+    return {
+        **round_view(round_, departures),
+        "method": "" if explanation is None else explanation.method,
+        "jobs": [
+            {
                 "job": decision.job,
-                "before": decision.before.num_replicas,
-                "after": decision.after.num_replicas,
+                "before": allocation_to_list(decision.before),
+                "after": allocation_to_list(decision.after),
                 "speedup_before": _finite(decision.speedup_before),
                 "speedup_after": _finite(decision.speedup_after),
+                "move_factor": _finite(decision.move_factor),
                 "note": decision.note,
+                "option_replicas": [int(count) for count in decision.option_replicas],
+                "option_speedups": [_finite(speedup) for speedup in decision.option_speedups],
             }
-            for decision in changed
+            for decision in (() if explanation is None else explanation.jobs)
         ],
+        "nodes": nodes,
     }
 
 
@@ -206,21 +259,25 @@ def resize_view(resize: StoredResize) -> dict[str, Any]:
     }
 
 
-def node_view(node: Node, is_draining: bool, is_leaving: bool, allocations: Mapping[str, Allocation]) -> dict[str, Any]:
-    jobs = [
-        {"name": name, "num_replicas": count}
-        for name, allocation in allocations.items()
-        if (count := allocation.as_mapping().get(node.name, 0))
+def node_views(
+    nodes: Iterable[Node], draining: Collection[str], leaving: Collection[str], allocations: Mapping[str, Allocation]
+) -> list[dict[str, Any]]:
+    jobs: dict[str, list[dict[str, Any]]] = {}
+    for name, allocation in allocations.items():
+        for node, count in allocation.shares:
+            jobs.setdefault(node, []).append({"name": name, "num_replicas": count})
+    return [
+        {
+            "name": node.name,
+            "num_slots": node.num_slots,
+            "accelerator": node.accelerator,
+            "is_draining": node.name in draining,
+            "is_leaving": node.name in leaving,
+            "used": sum(job["num_replicas"] for job in jobs.get(node.name, ())),
+            "jobs": jobs.get(node.name, []),
+        }
+        for node in nodes
     ]
-    return {
-        "name": node.name,
-        "num_slots": node.num_slots,
-        "accelerator": node.accelerator,
-        "is_draining": is_draining,
-        "is_leaving": is_leaving,
-        "used": sum(job["num_replicas"] for job in jobs),
-        "jobs": jobs,
-    }
 
 
 def _finite(value: float) -> float | None:

@@ -6,10 +6,11 @@ Two kinds: traces measured by others (:mod:`pollux.simulator.osdi21`) and conden
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
-from pollux.types import BatchLimits
+from pollux.types import BatchLimits, JobSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +46,24 @@ def dense_placement(num_replicas: int, gpus_per_node: int) -> tuple[int, ...]:
     return (gpus_per_node,) * full + ((rest,) if rest else ())
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Habits:
+    """What is known of a job beside its physics, where one was seen on a live cluster. None: as the simulation says.
+
+    ``lone_noise_scales`` is what it measures in each epoch on one replica without accumulation, where there is but one
+    gradient a step: that estimate is biased, and it decides whether the batch grows.
+    """
+
+    start_s: float | None = None  # it holds slots but does not train: before its first step and after its last
+    join_s: float = 0.0  # until newcomers train with it when it grows; the others go on meanwhile
+    batch_threshold: float | None = None  # gain below which it does not change its batch
+    rounds_epochs: bool = True  # an epoch's last stretch takes whole seconds, as in the artifact
+    lone_noise_scales: tuple[float, ...] = ()
+
+
+NO_HABITS = Habits()
+
+
 class Application(Protocol):
     """The physics of one kind of training job."""
 
@@ -52,6 +71,7 @@ class Application(Protocol):
     limits: BatchLimits
     max_replicas: int
     num_epochs: int
+    habits: Habits
 
     def step_time(self, accelerator: str, placement: tuple[int, ...], device_batch: int) -> StepTime:
         """Of one step with ``placement`` replicas per node (in rank order) and ``device_batch`` examples each."""
@@ -64,3 +84,12 @@ class Application(Protocol):
 
     def iterations_between(self, epoch: int, last: int, total_batch: int) -> float:
         """Steps at ``total_batch`` from the end of epoch ``epoch`` to the end of epoch ``last``."""
+
+
+def application_key(applications: Mapping[str, Application], job: JobSpec) -> str:
+    """Under which name the physics of a job are found: ``application/job`` where it has its own, else its application.
+
+    Jobs that were recorded have: they do one thing at one speed, but each has its own work and noise.
+    """
+    own = f"{job.application}/{job.name}"
+    return own if own in applications else job.application

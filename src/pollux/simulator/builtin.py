@@ -1,11 +1,13 @@
 """Applications from a profile: a throughput model, an epoch grid and a noise scale per epoch.
 
 :class:`ProfiledApplication` needs plain values only, so it serves both the built-in profiles (:func:`load_builtin`,
-condensed from the OSDI'21 traces by ``scripts/condense_profiles.py``) and jobs that were recorded on a real cluster.
+condensed from the OSDI'21 traces by ``scripts/condense_profiles.py``) and jobs that were recorded on a real cluster
+(:mod:`pollux.simulator.recording`). Files of profiles are JSON: :func:`load_profiles`, :func:`profiles_json`.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -13,13 +15,15 @@ from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
 from itertools import accumulate, pairwise
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
-from pollux.errors import InvalidValueError, UnknownNameError
+from pollux.errors import InputFileError, InvalidValueError, UnknownNameError
 from pollux.model.efficiency import MAX_NOISE_SCALE
 from pollux.model.throughput import grad_s, overlap, sync_s
-from pollux.simulator.application import GradientStats, StepTime
+from pollux.simulator.application import NO_HABITS, GradientStats, Habits, StepTime
 from pollux.types import BatchLimits, ThroughputParams
 
 BUILTIN_PROFILES = "osdi21.json"  # in the folder profiles/ of this package
@@ -100,8 +104,9 @@ class ProfiledApplication:
         epoch_ends: Sequence[float],
         noise_scales: Sequence[float],
         corrections: Mapping[str, StepCorrections] | None = None,
+        habits: Habits = NO_HABITS,
     ) -> None:
-        self.name, self.limits, self.max_replicas = name, limits, max_replicas
+        self.name, self.limits, self.max_replicas, self.habits = name, limits, max_replicas, habits
         self.num_epochs = len(epoch_ends)
         self._params = dict(params)
         self._corrections = dict(corrections or {})
@@ -139,7 +144,16 @@ class ProfiledApplication:
             len(noise_scales) == len(ends),
             f"{name}: {len(noise_scales)} noise scales for {len(ends)} epochs; one per epoch is needed",
         )
-        _require(all(phi >= 0 for phi in noise_scales), f"{name}: noise scales must be numbers >= 0")
+        alone, start_s = self.habits.lone_noise_scales, self.habits.start_s
+        _require(
+            len(alone) in (0, len(ends)),
+            f"{name}: {len(alone)} noise scales of one replica for {len(ends)} epochs; one for each or none is needed",
+        )
+        _require(all(phi >= 0 for phi in (*noise_scales, *alone)), f"{name}: noise scales must be numbers >= 0")
+        _require(
+            start_s is None or (math.isfinite(start_s) and start_s >= 0),
+            f"{name}: a start of {start_s} s; a number >= 0 is needed",
+        )
 
     @property
     def accelerators(self) -> tuple[str, ...]:
@@ -184,26 +198,70 @@ class ProfiledApplication:
         return initial / total_batch * (progress + (total_batch - initial) * slowed)
 
 
-@cache
-def _read_builtin() -> tuple[ProfiledApplication, ...]:
-    text = resources.files(__package__).joinpath("profiles", BUILTIN_PROFILES).read_text(encoding="utf-8")
-    table = json.loads(text)
-    applications = []
-    for name, row in table["applications"].items():
-        num_epochs = row["num_epochs"]
+# Files ----------------------------------------------------------------------------------------
+
+
+def profiles_json(applications: Mapping[str, ProfiledApplication], source: str) -> dict[str, Any]:
+    """What :func:`load_profiles` reads. ``source`` says where they come from."""
+    rows = {}
+    for key, application in applications.items():
+        ends, habits = application._ends, application.habits
+        rows[key] = {
+            "limits": dataclasses.asdict(application.limits),
+            "max_replicas": application.max_replicas,
+            "epoch_ends": ends,
+            "noise_scales": [stats.var * application.limits.initial for stats in application._gradients],
+            "habits": dataclasses.asdict(habits),
+            "accelerators": {
+                kind: {"params": params._asdict(), **_corrections_json(application._corrections.get(kind))}
+                for kind, params in application._params.items()
+            },
+        }
+    return {"source": source, "applications": rows}
+
+
+def _corrections_json(corrections: StepCorrections | None) -> dict[str, dict[str, float]]:
+    known = corrections or NO_CORRECTIONS
+    return {
+        "pass_factors": {str(batch): factor for batch, factor in known.pass_factors.items()},
+        "sync_factors": {f"{nodes}x{replicas}": factor for (nodes, replicas), factor in known.sync_factors.items()},
+    }
+
+
+def load_profiles(path: str | Path) -> dict[str, ProfiledApplication]:
+    """The applications of a file of profiles.
+
+    Raises:
+        InputFileError: it cannot be read, or a value in it cannot be; the message names it.
+    """
+    try:
+        return _applications(json.loads(Path(path).read_text(encoding="utf-8")))
+    except OSError as error:
+        raise InputFileError(path, f"cannot be read ({error.strerror})") from error
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        what = f"no {error}" if isinstance(error, KeyError) else str(error)
+        raise InputFileError(
+            path, f"not a file of profiles: {what}; pollux replay --workload-out writes them"
+        ) from error
+
+
+def _applications(table: Mapping[str, Any]) -> dict[str, ProfiledApplication]:
+    found = {}
+    for key, row in table["applications"].items():
         accelerators = row["accelerators"]
-        applications.append(
-            ProfiledApplication(
-                name=name,
-                limits=BatchLimits(**row["limits"]),
-                max_replicas=row["max_replicas"],
-                params={kind: ThroughputParams(**entry["params"]) for kind, entry in accelerators.items()},
-                epoch_ends=[row["progress_per_epoch"] * epoch for epoch in range(1, num_epochs + 1)],
-                noise_scales=row["noise_scales"],
-                corrections={kind: _corrections(entry) for kind, entry in accelerators.items()},
-            )
+        ends = row.get("epoch_ends") or [row["progress_per_epoch"] * n for n in range(1, row["num_epochs"] + 1)]
+        habits = dict(row.get("habits") or {})
+        found[key] = ProfiledApplication(
+            name=key,
+            limits=BatchLimits(**row["limits"]),
+            max_replicas=row["max_replicas"],
+            params={kind: ThroughputParams(**entry["params"]) for kind, entry in accelerators.items()},
+            epoch_ends=ends,
+            noise_scales=row["noise_scales"],
+            corrections={kind: _corrections(entry) for kind, entry in accelerators.items()},
+            habits=Habits(**{**habits, "lone_noise_scales": tuple(habits.get("lone_noise_scales", ()))}),
         )
-    return tuple(applications)
+    return found
 
 
 def _corrections(entry: Mapping[str, Mapping[str, float]]) -> StepCorrections:
@@ -215,6 +273,12 @@ def _corrections(entry: Mapping[str, Mapping[str, float]]) -> StepCorrections:
     )
 
 
+@cache
+def _read_builtin() -> Mapping[str, ProfiledApplication]:
+    text = resources.files(__package__).joinpath("profiles", BUILTIN_PROFILES).read_text(encoding="utf-8")
+    return _applications(json.loads(text))
+
+
 def load_builtin() -> dict[str, ProfiledApplication]:
     """The built-in applications by name: those of the OSDI'21 evaluation on its GPUs. Read once per process."""
-    return {application.name: application for application in _read_builtin()}
+    return dict(_read_builtin())

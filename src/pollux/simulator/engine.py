@@ -1,7 +1,8 @@
 """The simulated engine: jobs that train by the physics of their application, in virtual time.
 
 Implements :class:`~pollux.scheduler.ports.Engine`. Semantics are those of the OSDI'21 artifact: a start or
-resize stands still for ``resize_s``; progress goes epoch by epoch at a rate that depends on placement,
+resize stands still for ``resize_s`` (and where newcomers' starts were recorded, the others train on until they are
+there); progress goes epoch by epoch at a rate that depends on placement,
 batch and epoch; whole seconds at the end of an epoch.
 """
 
@@ -31,7 +32,7 @@ from pollux.scheduler.ports import (
     StopJob,
     TuneJob,
 )
-from pollux.simulator.application import Application
+from pollux.simulator.application import Application, application_key
 from pollux.types import (
     DEFAULT_ACCELERATOR,
     NO_ALLOCATION,
@@ -58,6 +59,7 @@ class SimulatedJob:
     accelerator: str = DEFAULT_ACCELERATOR
     generation: int = 0
     delay_s: float = 0.0  # of the start or resize under way
+    joining_s: float = 0.0  # before that, until newcomers are there: ``placement`` is still the old one
     is_announced: bool = True  # the scheduler knows that this generation trains
     epoch: int = 0
     progress: float = 0.0
@@ -84,8 +86,15 @@ class SimulatedJob:
         return self.batch.total(self.num_replicas)
 
     def allocate(self, allocation: Allocation, accelerator: str, generation: int, delay_s: float) -> None:
-        self.allocation, self.placement, self.accelerator = allocation, allocation.counts, accelerator
+        is_growing = 0 < self.num_replicas < allocation.num_replicas and accelerator == self.accelerator
+        self.allocation, self.accelerator = allocation, accelerator
         self.generation, self.delay_s, self.is_announced = generation, delay_s, False
+        self.joining_s = self.application.habits.join_s if is_growing else 0.0
+        if self.joining_s == 0:
+            self._take_place()
+
+    def _take_place(self) -> None:
+        self.placement = self.allocation.counts
         self.choose_batch(is_new_allocation=True)
 
     def release(self) -> None:
@@ -95,7 +104,9 @@ class SimulatedJob:
         """The noise scale that training now would measure; boundless if all examples are taken to be of equal use."""
         if not self.counts_efficiency:
             return MAX_NOISE_SCALE
-        limits = self.application.limits
+        limits, alone = self.application.limits, self.application.habits.lone_noise_scales
+        if alone and self.num_replicas * (self.batch.accum_steps + 1) == 1:
+            return min(alone[self.epoch], MAX_NOISE_SCALE)
         stats = self.application.gradient(self.epoch, max(self.total_batch, limits.initial))
         return min(limits.initial * stats.var / stats.sqr, MAX_NOISE_SCALE) if stats.sqr > 0 else MAX_NOISE_SCALE
 
@@ -155,10 +166,22 @@ class SimulatedJob:
         if self.completed_at is not None or not self.placement or left <= 0:
             self.clock = max(self.clock, until)
             return
+        if self.joining_s > 0:
+            joining_s = min(self.joining_s, left)
+            self._train(joining_s)
+            if self.completed_at is not None:
+                return
+            self.joining_s -= joining_s
+            left -= joining_s
+            if self.joining_s == 0:
+                self._take_place()
         waited = min(self.delay_s, left)
         self.delay_s -= waited
         self.clock += waited
-        left -= waited
+        self._train(left - waited)
+
+    def _train(self, left: float) -> None:
+        """For ``left`` seconds, or to the end."""
         application = self.application
         while left > 0:
             rate = self.current_rate()
@@ -206,7 +229,7 @@ class _Checkpoint:
     measured: dict[tuple[int, int], dict[int, Timing]]
 
     FIELDS = (
-        *("clock", "delay_s", "epoch", "progress", "completed_at"),
+        *("clock", "joining_s", "placement", "delay_s", "epoch", "progress", "completed_at"),
         *("batch", "tuner", "tuner_basis", "tuned_for", "rate"),
     )
 
@@ -236,7 +259,7 @@ class SimulatedEngine:
         interference: float = 0.0,
         batch_threshold: float = 0.0,
         node_start_s: float = 0.0,
-        start_s: float | Mapping[str, float] | None = None,
+        start_s: float | None = None,
         rounds_epochs: bool = True,
         counts_efficiency: bool = True,
     ) -> None:
@@ -267,7 +290,7 @@ class SimulatedEngine:
                     job = self.jobs.get(command.job) or self._create(command)
                     job.params = command.params
                     job.clock = self.now
-                    self._allocate(job, command.allocation, command.generation, self._start_s_of(command.job))
+                    self._allocate(job, command.allocation, command.generation, self._start_s_of(job))
                     self._running[command.job] = job
                 case ResizeJob():
                     self._allocate(self._known(command.job), command.allocation, command.generation, self._resize_s)
@@ -324,7 +347,7 @@ class SimulatedEngine:
 
     def _observe(self, job: SimulatedJob) -> None:
         name = job.spec.name
-        if job.delay_s == 0 and not job.is_announced:
+        if job.delay_s == 0 and job.joining_s == 0 and not job.is_announced:
             job.is_announced = True
             self._events.append(JobRuns(job=name, generation=job.generation))
         if job.completed_at is not None:
@@ -353,15 +376,16 @@ class SimulatedEngine:
 
     def job_for(self, spec: JobSpec) -> SimulatedJob:
         """A job that has not started yet."""
-        application = self._applications.get(spec.application)
+        application = self._applications.get(application_key(self._applications, spec))
         if application is None:
             raise SimulationError(f"job {spec.name!r}: nothing is known of application {spec.application!r}")
+        habits = application.habits
         return SimulatedJob(
             spec,
             application,
             self._adapts_batch,
-            batch_threshold=self._batch_threshold,
-            rounds_epochs=self._rounds_epochs,
+            batch_threshold=self._batch_threshold if habits.batch_threshold is None else habits.batch_threshold,
+            rounds_epochs=self._rounds_epochs and habits.rounds_epochs,
             counts_efficiency=self._counts_efficiency,
         )
 
@@ -369,9 +393,9 @@ class SimulatedEngine:
         job = self.jobs[command.job] = self.job_for(command.spec)
         return job
 
-    def _start_s_of(self, name: str) -> float:
-        start_s = self._start_s.get(name) if isinstance(self._start_s, Mapping) else self._start_s
-        return self._resize_s if start_s is None else start_s
+    def _start_s_of(self, job: SimulatedJob) -> float:
+        known = (job.application.habits.start_s, self._start_s, self._resize_s)
+        return next(start_s for start_s in known if start_s is not None)
 
     def _known(self, name: str) -> SimulatedJob:
         job = self.jobs.get(name)

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from pollux.errors import InputFileError
-from pollux.simulator.application import GradientStats, StepTime
+from pollux.simulator.application import NO_HABITS, GradientStats, StepTime
 from pollux.simulator.csvfile import read_rows, to_float, to_int
 from pollux.types import BatchLimits, FloatArray
 
@@ -76,7 +76,7 @@ class TraceApplication:
     """One application of the artifact. Implements :class:`~pollux.simulator.application.Application`."""
 
     def __init__(self, folder: Path) -> None:
-        self.name = folder.name
+        self.name, self.habits = folder.name, NO_HABITS
         self._folder = folder
         self._read_step_times()
         self._read_training_runs()

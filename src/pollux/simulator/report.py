@@ -11,14 +11,15 @@ import html
 import json
 import math
 from collections.abc import Mapping, Sequence
-from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
 
+from pollux import look
 from pollux.errors import PolluxError
-from pollux.simulator.page import FIGURE, PAGE, SCRIPT, STYLE
+from pollux.simulator.page import FIGURE, PAGE, SCRIPT
 from pollux.simulator.result import SimulationResult, group_results, mean_of
+from pollux.simulator.versions import made_with
 
 MAX_GANTT_JOBS = 60  # the busiest; more rows than these cannot be told apart
 _MAX_NAMED_JOBS = 15  # rows that have room for a name
@@ -30,16 +31,6 @@ Figure = dict[str, Any]
 ByPolicy = Mapping[str, Sequence[SimulationResult]]  # the results of one policy differ by their seed
 
 
-def require_plotly() -> None:
-    """Say now, not after a long simulation, that the report cannot be made.
-
-    Raises:
-        PolluxError: plotly is not installed.
-    """
-    if find_spec("plotly") is None:
-        raise PolluxError('an HTML report needs plotly, which is not installed: pip install "pollux-scheduler[cli]"')
-
-
 def html_report(
     results: Sequence[SimulationResult],
     *,
@@ -48,19 +39,22 @@ def html_report(
     slot: str = "GPU",
     first: str = "",
     figures: dict[str, Figure] | None = None,
+    packages: Sequence[str] = (),
+    plotly_url: str | None = None,
 ) -> str:
     """The page. Results of one workload are compared with each other; seeds of one policy are averaged.
 
-    ``slot`` is what a replica sits on; ``first`` is HTML that goes before all else, with ``figures`` of its own.
+    ``slot`` is what a replica sits on; ``first`` is HTML that goes before all else, with ``figures`` of its own;
+    ``packages`` are those whose versions matter beside the usual ones. A page that a server shows takes plotly from
+    ``plotly_url`` there; without one it is in the page, which then needs nothing.
 
     Raises:
         PolluxError: there is nothing to show, or plotly is not installed.
     """
-    require_plotly()
+    if plotly_url is None:
+        look.require_plotly()
     if not results:
         raise PolluxError("a report needs at least one result")
-    from plotly.offline import get_plotlyjs
-
     figures = {} if figures is None else figures
     groups = group_results(results)
     sections = [
@@ -72,15 +66,20 @@ def html_report(
     return PAGE.format(
         title=html.escape(title),
         subtitle=html.escape(f"{', '.join(policies)} on {', '.join(groups)}"),
-        style=STYLE,
+        style=look.style(),
         first=first,
         sections="\n".join(sections),
         repeat=_repeat_section(results, command),
         version=html.escape(results[0].pollux_version),
-        plotly=get_plotlyjs(),
+        made_with=html.escape(made_with(*packages)),
+        plotly=_plotly(plotly_url),
         figures=data,
-        script=SCRIPT,
+        script=look.script() + SCRIPT,
     )
+
+
+def _plotly(url: str | None) -> str:
+    return f"<script>{look.plotly_js()}</script>" if url is None else f'<script src="{html.escape(url)}"></script>'
 
 
 # Sections -------------------------------------------------------------------------------------
@@ -183,23 +182,26 @@ _COLUMNS: tuple[tuple[str, str, str, str, bool], ...] = (
     ("efficiency", "mean statistical efficiency", "efficiency_mean", ".0%", False),
     ("decision", "mean time of one scheduling decision", "decision_s.mean", "ms", False),
 )
+_COST = ("cost", "of all node-hours, at the price that was given", "cost", ",.2f", False)
 _HIGHER_IS_BETTER = {"efficiency_mean"}
 
 
 def _table(by_policy: ByPolicy, slot: str) -> str:
+    has_cost = all(result.cost is not None for seeds in by_policy.values() for result in seeds)
+    columns = (*_COLUMNS, _COST) if has_cost else _COLUMNS
     heads = "".join(
         f'<th title="{html.escape(tip.format(slot=slot))}">{html.escape(head.format(slot=slot))}</th>'
-        for head, tip, *_ in _COLUMNS
+        for head, tip, *_ in columns
     )
-    values = {policy: [mean_of(seeds, column[2]) for column in _COLUMNS] for policy, seeds in by_policy.items()}
+    values = {policy: [mean_of(seeds, column[2]) for column in columns] for policy, seeds in by_policy.items()}
     best = [
         (max if column[2] in _HIGHER_IS_BETTER else min)(row[index] for row in values.values())
-        for index, column in enumerate(_COLUMNS)
+        for index, column in enumerate(columns)
     ]
     rows = []
     for index, (policy, row) in enumerate(values.items()):
         cells = []
-        for (_, _, _, form, has_ratio), value, least in zip(_COLUMNS, row, best, strict=True):
+        for (_, _, _, form, has_ratio), value, least in zip(columns, row, best, strict=True):
             text = {"duration": duration, "ms": _milliseconds}.get(form, lambda v, f=form: format(v, f))(value)
             ratio = f"<small>{value / least:.2f}×</small>" if has_ratio and least > 0 and len(values) > 1 else ""
             is_best = ' class="best"' if value == least and len(values) > 1 else ""

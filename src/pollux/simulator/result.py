@@ -23,6 +23,7 @@ import numpy as np
 from pollux.errors import InputFileError, SimulationError
 from pollux.policy.base import PolicySettings
 from pollux.scheduler.record import JobRecord, RoundRecord
+from pollux.simulator.application import application_key
 from pollux.simulator.fairness import SoloTimes, finish_time_fairness
 from pollux.simulator.run import Sample, SimulationRun
 from pollux.types import FloatArray
@@ -210,7 +211,7 @@ def summarise(run: SimulationRun, settings: PolicySettings | None = None) -> Sim
     lives = np.maximum(ends - begins, 1e-9)
     rho = finish_time_fairness(
         SoloTimes(run.applications, gpus_per_node=run.config.gpus_per_node, resize_s=run.config.resize_s),
-        [record.spec.application for record in records],
+        [application_key(run.applications, record.spec) for record in records],
         begins,
         ends,
         slot_s.between(begins, begins + lives) / lives,  # the cluster's size, which auto-scaling changes

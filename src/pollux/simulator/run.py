@@ -30,7 +30,7 @@ class SimulationConfig:
     gpus_per_node: int = 4
     interval_s: float = 60.0
     resize_s: float = 30.0
-    start_s: float | Mapping[str, float] | None = None  # of a start, or by job; as long as a resize if left out
+    start_s: float | None = None  # of a start, where a job's own is not known; as long as a resize if left out
     interference: float = 0.0
     batch_threshold: float = 0.0  # jobs re-batch for any gain; live jobs ask for 5 %
     decides_on_events: bool = False
@@ -51,7 +51,7 @@ class SimulationConfig:
             ("nodes", self.num_nodes, 1),
             ("GPUs per node", self.gpus_per_node, 1),
             ("resize seconds", self.resize_s, 0),
-            *(("start seconds", start_s, 0) for start_s in self._starts_s),
+            ("start seconds", self.start_s or 0.0, 0),
             ("node start seconds", self.node_start_s, 0),
         ):
             if not (math.isfinite(value) and value >= least):
@@ -65,11 +65,6 @@ class SimulationConfig:
             raise InvalidValueError("a budget is for auto-scaling; say the fewest and the most nodes too")
         if self.node_price is not None and not (math.isfinite(self.node_price) and self.node_price >= 0):
             raise InvalidValueError(f"a node's price of {self.node_price} an hour; a number >= 0 is needed")
-
-    @property
-    def _starts_s(self) -> list[float]:
-        given = self.start_s
-        return list(given.values()) if isinstance(given, Mapping) else [] if given is None else [given]
 
     @property
     def autoscale(self) -> AutoscaleConfig | None:
@@ -211,6 +206,6 @@ def _sample(engine: SimulatedEngine, now: float, num_active: int) -> Sample:
         at=now,
         num_slots=sum(node.num_slots for node in engine.nodes()),
         num_waiting=num_active - len(running),
-        replicas={job.spec.name: job.num_replicas for job in running},
+        replicas={job.spec.name: job.allocation.num_replicas for job in running},
         efficiency={job.spec.name: job.efficiency() for job in running},
     )

@@ -1,20 +1,23 @@
 """Where a simulation's input comes from: a workload and the applications its jobs train.
 
 The commands that simulate all take the same two words: a workload (a CSV file, or ``builtin:NAME``) and a
-directory of traces (or nothing: the built-in profiles).
+directory of traces (or nothing: the built-in profiles). A directory with a file ``profiles.json`` holds condensed
+profiles, of recorded jobs say; ``pollux replay --workload-out`` makes one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 
 from pollux.simulator.application import Application
-from pollux.simulator.builtin import load_builtin
+from pollux.simulator.builtin import load_builtin, load_profiles
 from pollux.simulator.generate import builtin_workload
 from pollux.simulator.osdi21 import load_traces
 from pollux.simulator.workload import Workload, load_workload
 
 BUILTIN_PREFIX = "builtin:"
+PROFILES_FILE = "profiles.json"
 
 
 def load_applications(traces: str | None) -> Mapping[str, Application]:
@@ -23,7 +26,10 @@ def load_applications(traces: str | None) -> Mapping[str, Application]:
     Raises:
         InputFileError: ``traces`` is not a directory of usable traces.
     """
-    return load_builtin() if traces is None else load_traces(traces)
+    if traces is None:
+        return load_builtin()
+    profiles = Path(traces) / PROFILES_FILE
+    return load_profiles(profiles) if profiles.is_file() else load_traces(traces)
 
 
 def load_source(workload: str, traces: str | None, seed: int = 0) -> tuple[Workload, Mapping[str, Application]]:

@@ -1,7 +1,8 @@
 """Workloads: which jobs arrive when. Read from CSV, written to CSV, described.
 
 Columns: ``name,time,application,num_replicas,batch_size`` (the OSDI'21 artifact's format). The last two are what a user
-would have asked for; policies that tune jobs themselves ignore them. The order of rows breaks ties.
+would have asked for; policies that tune jobs themselves ignore them. The order of rows breaks ties. Four more columns
+may be there, for jobs that a live cluster recorded: ``min_replicas,max_replicas,weight,is_preemptible``.
 """
 
 from __future__ import annotations
@@ -9,16 +10,18 @@ from __future__ import annotations
 import csv
 import io
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from pollux.errors import InputFileError, InvalidValueError
-from pollux.simulator.application import Application
+from pollux.simulator.application import Application, application_key
 from pollux.simulator.csvfile import read_rows, to_float, to_int
 from pollux.types import JobSpec
 
 MAX_TIME_S = 1e8  # three years: further off is a slip of the pen
 COLUMNS = ("name", "time", "application", "num_replicas", "batch_size")
+MORE_COLUMNS = ("min_replicas", "max_replicas", "weight", "is_preemptible")
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +55,8 @@ def load_workload(path: str | Path, applications: Mapping[str, Application]) -> 
     jobs: list[JobSpec] = []
     names: set[str] = set()
     for number, row in read_rows(path, COLUMNS):
-        application = applications.get(row["application"])
+        key = application_key(applications, JobSpec(name=row["name"], application=row["application"]))
+        application = applications.get(key)
         if application is None:
             raise InputFileError(
                 path, f"unknown application {row['application']!r}; known: {', '.join(sorted(applications))}", number
@@ -80,18 +84,35 @@ def load_workload(path: str | Path, applications: Mapping[str, Application]) -> 
             spec = job_spec(
                 application, name=row["name"], time_s=time_s, num_replicas=num_replicas, batch_size=batch_size
             )
+            spec = replace(spec, application=row["application"], **_more(path, number, row))
         except InvalidValueError as error:
             raise InputFileError(path, str(error), number) from error
         jobs.append(spec)
     return Workload(path.stem, tuple(jobs))
 
 
-def workload_csv(jobs: Sequence[JobSpec]) -> str:
-    """The jobs as the text of a workload file."""
+def _more(path: Path, number: int, row: dict[str, str]) -> dict[str, Any]:
+    """Of the columns that may be there, those that say something."""
+    given = {column: row[column] for column in MORE_COLUMNS if row.get(column) not in (None, "", "None")}
+    found: dict[str, Any] = {}
+    for column in given:
+        if column == "is_preemptible":
+            if row[column] not in ("True", "False"):
+                raise InputFileError(path, f"{column} = {row[column]!r}; True or False is needed", number)
+            found[column] = row[column] == "True"
+        else:
+            found[column] = (to_float if column == "weight" else to_int)(path, number, row, column)
+    return found
+
+
+def workload_csv(jobs: Sequence[JobSpec], *, with_more: bool = False) -> str:
+    """The jobs as the text of a workload file; ``with_more``: also what only jobs of a live cluster have."""
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
+    writer.writerow(COLUMNS + MORE_COLUMNS * with_more)
     for job in jobs:
         time_s = int(job.submitted_at) if job.submitted_at == int(job.submitted_at) else job.submitted_at
-        writer.writerow((job.name, time_s, job.application, job.requested_replicas, job.requested_batch_size))
+        row = (job.name, time_s, job.application, job.requested_replicas, job.requested_batch_size)
+        more = (job.min_replicas, job.max_replicas, job.weight, job.is_preemptible) if with_more else ()
+        writer.writerow((*row, *more))
     return text.getvalue()

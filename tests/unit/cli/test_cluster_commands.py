@@ -322,6 +322,8 @@ def test_up_in_the_foreground_says_where_and_ends_by_a_signal(alone: Path) -> No
             server.kill()
     assert server.returncode == 0
     assert "pollux submit -- python train.py" in said
+    assert "Dashboard: pollux dashboard\n" in said
+    assert (alone / "data/token").read_text().strip() not in said  # this may be a log that others read
     assert "Traceback" not in said
 
 

@@ -33,6 +33,10 @@ READING = (
     ("wait", "x"),
     ("cancel", "x"),
     ("drain", "x"),
+    ("api", "cluster"),
+    ("decisions",),
+    ("decisions", "--follow"),
+    ("dashboard",),
 )
 ELASTIC = "from pollux import train\n"
 

@@ -13,7 +13,9 @@ from typer.testing import CliRunner
 
 from pollux.cli import demo, demo_simulated
 from pollux.cli.app import app
-from pollux.simulator.recorded import compare_recording, read_recording
+from pollux.cli.gather import pages
+from pollux.simulator.recorded import compare_recording
+from pollux.simulator.recording import read_recording
 from tests.unit.simulator.test_recorded import NODES, job, reports_of
 
 runner = CliRunner()
@@ -105,20 +107,22 @@ def test_all_pages_are_asked_for():
         asked.append(since)
         return [entry for entry in entries if entry["id"] > since][:3]
 
-    assert list(demo._pages(ask)) == entries
+    assert list(pages(ask)) == entries
     assert asked == [0, 3, 6, 7]
 
 
 def test_the_outcome_names_every_job_and_what_static_shares_would_have_given(console: Console) -> None:
     crowd = [job(name, delay, delay + 60, lost_share=lost) for name, delay, lost in (("a", 0, 0.02), ("b", 1, None))]
-    crowd.append(job("c", 2, 9, state="failed"))
+    crowd.append(job("c", 2, 62, state="failed", lost_share=0.02))
+    crowd.append(job("d", 3, 9, state="cancelled", resizes=[]))
     reports = {entry["name"]: reports_of(entry, 1000) for entry in crowd}
     comparison = compare_recording(read_recording(crowd, reports, NODES, interval_s=2.0))
     demo.print_outcome(console, comparison)
     text = " ".join(printed(console).split())
     assert "a 1m00s" in text and "b 1m00s" in text
     assert "accuracy 0.98" in text
-    assert "c is not compared: it is failed" in text
+    assert "c: it is failed: simulated up to where it had come" in text
+    assert "d is not compared: it is cancelled and did not run" in text
     assert f"{comparison.static.avg_jct_s / 60:.2f} times as long" in text
     assert "Jobs lost 2.0% of their time to resizes." in text
 

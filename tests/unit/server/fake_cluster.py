@@ -12,6 +12,9 @@ from typing import Any
 from pollux.errors import UnknownNameError
 from pollux.jobs import JobRequest, check_dependencies, unique_name
 from pollux.server import schemas
+from pollux.server.metrics import Metrics
+from pollux.server.seeing import curves_view, job_row, model_view
+from pollux.server.simulations import Simulations
 from pollux.server.views import sizing_view
 from pollux.wire import WireReport, report_to_dict
 
@@ -27,6 +30,9 @@ class FakeCluster:
         self.error: Exception | None = None  # raised by every question, if set
         self.stopped: list[tuple[bool, float]] = []
         self.has_started = False
+        self.num_summaries = 0
+        self.metrics = Metrics()
+        self.simulations = Simulations(directory / "simulations")
         self._lock = threading.Lock()
 
     # Life
@@ -125,7 +131,43 @@ class FakeCluster:
         self._fail()
         return []
 
+    def round(self, id_: int) -> dict[str, Any]:
+        raise UnknownNameError("round", str(id_), [])
+
+    def samples(self, since: float | None, until: float | None, points: int) -> list[dict[str, Any]]:
+        self._fail()
+        return []
+
+    def samples_after(self, id_: int) -> list[tuple[int, dict[str, Any]]]:
+        return []
+
+    def last_sample_id(self) -> int:
+        return 0
+
+    def timeline(self, since: float | None, until: float | None, limit: int) -> dict[str, Any]:
+        self._fail()
+        return {"since": since or 0.0, "until": until or time.time(), "total": 0, "jobs": []}
+
+    def curves(self, name: str, points: int) -> dict[str, Any]:
+        self.view(name)
+        return curves_view([(at, report) for job, at, report in self.told if job == name][:points])
+
+    def model(self, name: str) -> dict[str, Any]:
+        self.view(name)
+        return model_view(None, None, (), None)
+
+    def active_rows(self) -> dict[str, dict[str, Any]]:
+        self._fail()
+        return {name: job_row(view) for name, view in self.views.items() if not self.is_ended(name)}
+
+    def row(self, name: str) -> dict[str, Any]:
+        return job_row(self.view(name))
+
+    def last_ended(self, limit: int) -> list[str]:
+        return [name for name in self.views if self.is_ended(name)][-limit:]
+
     def summary(self) -> dict[str, Any]:
+        self.num_summaries += 1
         self._fail()
         return dict(
             engine="fake", policy="none", started_at=1.0, now=time.time(), num_slots=4, num_used_slots=0,

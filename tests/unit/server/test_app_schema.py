@@ -9,14 +9,18 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from pollux.server import routes
+from pollux.server import routes, seeing_routes
 from pollux.server.access import Access
 from pollux.server.app import create_app
+from pollux.server.metering import metering
 from tests.unit.server.test_cluster import World
 
 TOKEN = "operator-token-0123456789"
 OPERATOR = {"Authorization": f"Bearer {TOKEN}"}
-ROUTERS = (routes.health, routes.reporting, routes.jobs, routes.logs, routes.cluster)
+ROUTERS = (
+    *(routes.health, metering, routes.reporting, routes.jobs, routes.logs, routes.cluster),
+    *seeing_routes.ROUTERS,
+)
 OPERATIONS = [
     (method, route.path)
     for router in ROUTERS
@@ -45,6 +49,7 @@ def api(tmp_path_factory):
     world.cluster.cancel("over", "")
     world.until(lambda: world.cluster.is_ended("over"))
     app = create_app(world.cluster, Access(TOKEN, world.cluster.job_of_token), lambda keeps_jobs: None)
+    app.state.is_ending = True  # a stream of events ends after the first one
     yield schemathesis.openapi.from_asgi("/api/v1/openapi.json", app)
     world.cluster.stop(keeps_jobs=True)
     world.store.close()

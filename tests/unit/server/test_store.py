@@ -28,7 +28,7 @@ from pollux.scheduler.knowledge import Knowledge, ProfileMemory
 from pollux.scheduler.lifecycle import JobState, Transition
 from pollux.scheduler.loop import Scheduler, SchedulerConfig
 from pollux.scheduler.record import JobRecord, RoundRecord
-from pollux.server import forms, store
+from pollux.server import database, forms, migrations
 from pollux.server.store import SqlStore
 from pollux.types import Allocation, JobSpec, JobView, Node, Plan, ShapeFactor, Snapshot, ThroughputParams
 from pollux.wire import WireReport, dumps, loads
@@ -588,7 +588,7 @@ def test_the_file_is_private_and_set_up_for_one_writer_and_many_readers(path):
         sql.save_job(make_record())
         for file in path.parent.iterdir():
             assert stat.S_IMODE(file.stat().st_mode) == 0o600, file
-        with sql._reading() as connection:
+        with sql.reading() as connection:
             pragmas = ("journal_mode", "synchronous", "foreign_keys", "busy_timeout")
             values = [connection.exec_driver_sql(f"PRAGMA {name}").scalar() for name in pragmas]
         assert values == ["wal", 1, 1, 10_000]
@@ -629,10 +629,10 @@ def test_a_database_of_a_newer_version_is_left_alone(path):
     with SqlStore(path) as sql:
         sql.save_job(make_record())
     with sqlite3.connect(path) as connection:
-        connection.execute("UPDATE meta SET version = 2")
+        connection.execute(f"UPDATE meta SET version = {len(migrations.MIGRATIONS) + 1}")
     connection.close()
     before = path.read_bytes()
-    with pytest.raises(StoreError, match=r"written by a newer Pollux \(schema version 2; this one knows up to 1\)"):
+    with pytest.raises(StoreError, match=r"written by a newer Pollux \(schema version 3; this one knows up to 2\)"):
         SqlStore(path)
     assert path.read_bytes() == before
 
@@ -646,14 +646,14 @@ def test_an_older_database_is_brought_up_to_date_once(path, monkeypatch):
         calls.append("colour")
         connection.exec_driver_sql("ALTER TABLE jobs ADD COLUMN colour TEXT")
 
-    monkeypatch.setattr(store, "MIGRATIONS", [*store.MIGRATIONS, add_colour])
+    monkeypatch.setattr(migrations, "MIGRATIONS", [*migrations.MIGRATIONS, add_colour])
     for _ in range(2):
         with SqlStore(path) as sql:
             assert sql.job("resnet").name == "resnet"
             sql.save_job(make_record("b"))
     assert calls == ["colour"]
     with sqlite3.connect(path) as connection:
-        assert connection.execute("SELECT version FROM meta").fetchall() == [(2,)]
+        assert connection.execute("SELECT version FROM meta").fetchall() == [(3,)]
     connection.close()
 
 
@@ -666,10 +666,10 @@ def test_a_migration_that_fails_changes_nothing(path, monkeypatch):
         connection.exec_driver_sql("ALTER TABLE nonsense ADD COLUMN colour TEXT")
 
     with monkeypatch.context() as patch:
-        patch.setattr(store, "MIGRATIONS", [*store.MIGRATIONS, fail])
+        patch.setattr(migrations, "MIGRATIONS", [*migrations.MIGRATIONS, fail])
         with pytest.raises(StoreError, match="nonsense"):
             SqlStore(path)
-    with SqlStore(path) as sql, sql._reading() as connection:
+    with SqlStore(path) as sql, sql.reading() as connection:
         assert "colour" not in {column["name"] for column in sa.inspect(connection).get_columns("jobs")}
 
 
@@ -734,7 +734,7 @@ def test_a_row_that_cannot_be_read_is_named(sql, path, statement, ask, says):
 
 
 def test_a_database_that_another_process_holds_is_reported_as_busy(path, monkeypatch):
-    monkeypatch.setattr(store, "_BUSY_TIMEOUT_S", 0.05)
+    monkeypatch.setattr(database, "_BUSY_TIMEOUT_S", 0.05)
     with SqlStore(path) as sql:
         other = sqlite3.connect(path, isolation_level=None)
         other.execute("BEGIN IMMEDIATE")

@@ -7,7 +7,19 @@ from typing import Any
 import pytest
 
 from pollux.errors import InvalidValueError, SimulationError
-from pollux.simulator.recorded import STATIC, Recording, compare_recording, read_recording, replay
+from pollux.policy import make_policy
+from pollux.simulator.recorded import (
+    STATIC,
+    compare_recording,
+    recorded_applications,
+    recorded_workload,
+    replay,
+    write_workload,
+)
+from pollux.simulator.recording import Recording, read_recording
+from pollux.simulator.result import summarise
+from pollux.simulator.run import simulate
+from pollux.simulator.source import load_source
 
 INITIAL = 32
 PASS_S, EXAMPLE_S, SYNC_S = 0.02, 0.002, 0.004
@@ -32,6 +44,10 @@ def report(at: float, progress: float, work: float, **others: Any) -> dict[str, 
         "batch": {"initial": INITIAL, "maximum": 512, "device_min": 8, "device_max": 256, "minimum": INITIAL},
         "accelerator": "cpu",
         "num_replicas": 1,
+        "num_nodes": 1,
+        "generation": 1,
+        "device_batch": INITIAL,
+        "accum_steps": 0,
         "num_steps": round(progress * work),
         "progress": progress,
         "remaining_examples": (1 - progress) * work * INITIAL,
@@ -47,8 +63,12 @@ def report(at: float, progress: float, work: float, **others: Any) -> dict[str, 
 
 
 def reports_of(job: dict[str, Any], work: float, **others: Any) -> list[dict[str, Any]]:
+    """Each of another generation, so that nothing can be told from the time between two of them."""
     begin, end = job["submitted_at"], job["finished_at"]
-    return [report(begin + (end - begin) * step / 10, step / 10, work, **others) for step in range(11)]
+    return [
+        report(begin + (end - begin) * step / 10, step / 10, work, **{"generation": step, **others})
+        for step in range(11)
+    ]
 
 
 def job(name: str, submitted_at: float, finished_at: float, **others: Any) -> dict[str, Any]:
@@ -56,6 +76,7 @@ def job(name: str, submitted_at: float, finished_at: float, **others: Any) -> di
         "name": name,
         "sequence": round(submitted_at),
         "state": "succeeded",
+        "application": "",
         "submitted_at": submitted_at,
         "finished_at": finished_at,
         "min_replicas": 1,
@@ -148,11 +169,15 @@ def test_the_record_itself_becomes_a_result():
     outcome = comparison.recorded.jobs[0]
     assert outcome.jct_s == 100
     assert outcome.allocations == ((0.0, 10.0, 1), (10.0, 30.0, 3), (40.0, 100.0, 2))
-    # One resize, two starts. It stood still for 0.8 s, and two of three replicas were missing for a second.
-    assert comparison.recording.config.resize_s == pytest.approx(0.8 + 2 / 3)
-    assert comparison.recording.config.start_s == {"a": START_S}
+    # One resize, two starts. It stood still for 0.8 s, and went on with one replica for a second.
+    assert comparison.recording.config.resize_s == pytest.approx(0.8)
+    assert comparison.recording.jobs[0].application.habits.start_s == START_S
+    assert comparison.recording.jobs[0].application.habits.join_s == 1.0
     assert comparison.recorded.series.gpus[0] == 1
-    assert comparison.fidelity == pytest.approx(abs(comparison.simulated.avg_jct_s / 100 - 1))
+    prediction = comparison.prediction
+    assert prediction.errors == pytest.approx([comparison.simulated.avg_jct_s / 100 - 1])
+    assert prediction.average_error == pytest.approx(prediction.errors[0])
+    assert prediction.mean_error == pytest.approx(abs(prediction.errors[0]))
 
 
 def test_the_noise_scale_follows_progress():
@@ -163,8 +188,28 @@ def test_the_noise_scale_follows_progress():
     application = read_recording([entry], {"a": reports}, NODES).jobs[0].application
     phis = [INITIAL * application.gradient(stage, INITIAL).var for stage in range(application.num_epochs)]
     assert phis[0] == pytest.approx(100)  # the first that is known
-    assert phis[20] == pytest.approx(100 * 10 * 20.5 / 40)
-    assert phis[-1] == pytest.approx(100 * 10 * 39.5 / 40)
+    assert phis[20] == pytest.approx(500)  # what was known at 51 %
+    assert phis[-1] == pytest.approx(900)
+
+
+def test_one_gradient_a_step_measures_another_noise_scale_than_several():
+    entry = job("a", 0, 100)
+    reports = reports_of(entry, 1000, noise_scale=50.0)
+    for one in reports[4:8]:
+        one |= {"num_replicas": 2, "device_batch": 16, "noise_scale": 900.0}
+    reports[4]["noise_scale"] = 50.0  # still what was measured before the change
+    application = read_recording([entry], {"a": reports}, NODES).jobs[0].application
+    assert {INITIAL * application.gradient(stage, INITIAL).var for stage in range(40)} == {900.0}
+    assert set(application.habits.lone_noise_scales) == {50.0}
+
+
+def test_the_pace_is_that_at_which_it_really_went_on():
+    entry = job("a", 0, 200)
+    took_s = 1.25 * 1000 * STEP_S
+    reports = [report(5 + took_s * step / 10, step / 10, 1000) for step in range(11)]
+    entry["finished_at"] = reports[-1]["at"]
+    application = read_recording([entry], {"a": reports}, NODES).jobs[0].application
+    assert application.step_time("gpu", (1,), INITIAL).step_s == pytest.approx(1.25 * STEP_S, rel=0.01)
 
 
 def test_work_is_counted_by_steps_where_nobody_said_what_is_left():
@@ -177,28 +222,81 @@ def test_work_is_counted_by_steps_where_nobody_said_what_is_left():
     assert work.epoch_end(work.num_epochs - 1) == pytest.approx(500 + 500 * 1.5)
 
 
-def test_jobs_that_cannot_be_simulated_are_left_out_and_named():
-    good, failed, silent, short = (
-        job("good", 0, 9),
-        job("failed", 1, 9, state="failed"),
-        job("silent", 2, 9),
-        job("s", 3, 9),
-    )
-    reports = {
-        "good": reports_of(good, 100),
-        "failed": reports_of(failed, 100),
-        "s": reports_of(short, 100, timings=[]),
+def test_jobs_that_ended_early_or_have_not_ended_are_cut():
+    failed, runs = job("failed", 0, 100, state="failed"), job("runs", 1, 100, state="running")
+    reports = {"failed": reports_of(failed, 1000)[:6], "runs": reports_of(runs, 1000)[:3]}
+    runs["finished_at"] = None
+    found = {entry.name: entry for entry in read_recording([failed, runs], reports, NODES).jobs}
+    assert found["failed"].finished_at == 100
+    assert found["failed"].application.epoch_end(39) == pytest.approx(500)
+    assert found["runs"].finished_at == pytest.approx(20.8)  # its last report
+    assert found["runs"].application.epoch_end(39) == pytest.approx(200)
+    assert all("simulated up to where it had come" in entry.remark for entry in found.values())
+
+
+def test_jobs_that_told_nothing_of_their_work_hold_their_slots_for_as_long_as_they_did():
+    start = {"at": 2.0, "before": [], "after": [["here", 3]], "runs_at": 4.0, "took_s": 2.0}
+    silent, short = job("silent", 2, 62, resizes=[start]), job("short", 70, 80)
+    found = read_recording([silent, short], {"short": reports_of(short, 100, timings=[])}, NODES)
+    assert "no reports" in found.jobs[0].remark and "holding 3 slots" in found.jobs[0].remark
+    assert "no step times" in found.jobs[1].remark and "holding 1 slot for" in found.jobs[1].remark
+    for policy in ("pollux", "fifo", "tiresias", "equal"):
+        outcome = replay(found, policy).jobs
+        assert [entry.jct_s for entry in outcome] == pytest.approx([60.0, 10.0], abs=0.1), policy
+        assert {replicas for _, _, replicas in outcome[0].allocations} == {3}
+
+
+def test_jobs_that_never_ran_are_left_out_and_named():
+    waits = {**job("waits", 5, 9, state="pending", resizes=[]), "finished_at": None}
+    gone = job("gone", 6, 9, state="cancelled", resizes=[])
+    found = read_recording([job("a", 0, 9), waits, gone], {}, NODES, left_out={"broken": "cannot be read"})
+    assert [entry.name for entry in found.jobs] == ["a"]
+    assert found.left_out == {
+        "waits": "it is pending and did not run",
+        "gone": "it is cancelled and did not run",
+        "broken": "cannot be read",
     }
-    found = read_recording([good, failed, silent, short], reports, NODES)
-    assert [entry.name for entry in found.jobs] == ["good"]
-    assert "failed" in found.left_out["failed"]
-    assert "no reports" in found.left_out["silent"]
-    assert "too short" in found.left_out["s"]
+
+
+def test_jobs_of_one_application_share_what_is_learnt_of_it():
+    crowd = [job(name, delay, delay + 100, application="digits") for name, delay in (("a", 0), ("b", 300))]
+    found = recording(*crowd)
+    assert {entry.spec.application for entry in found.jobs} == {"digits"}
+    assert set(recorded_applications(found)) == {"digits/a", "digits/b"}
+    outcome = {entry.name: entry for entry in replay(found, "pollux").jobs}
+    assert outcome["a"].allocations[0][2] == 1  # nothing is known of it yet
+    assert outcome["b"].allocations[0][2] == 4
+
+
+def test_a_cluster_whose_nodes_came_and_went_has_its_usual_size():
+    def decided(at: float, num_slots: int) -> dict[str, Any]:
+        return {"at": at, "num_slots": num_slots, "fitness": None, "decision_s": 0.001, "changes": []}
+
+    entry = job("a", 0, 100)
+    rounds = [decided(0, 4), decided(10, 8), decided(80, 12), decided(100, 12)]
+    found = read_recording([entry], {"a": reports_of(entry, 1000)}, [{"num_slots": 4}] * 3, rounds=rounds)
+    assert (found.config.num_nodes, found.config.gpus_per_node) == (2, 4)
+    assert any("4 to 12 slots" in text and "8, as it was 70% of the time" in text for text in found.assumptions)
+
+
+def test_a_record_as_files_gives_the_same_simulation(tmp_path):
+    crowd = [
+        job("a", 0, 100, weight=2.0),
+        job("b", 10.5, 60, application="digits", is_preemptible=False),
+        job("c", 20, 90, min_replicas=2, max_replicas=3),
+    ]
+    found = recording(*crowd)
+    path = write_workload(found, tmp_path / "new" / "folder", "a test")
+    workload, applications = load_source(str(path), str(path.parent))
+    assert workload.jobs == recorded_workload(found).jobs
+    for policy in ("pollux", "tiresias"):
+        again = summarise(simulate(workload, applications, make_policy(policy, found.settings), found.config))
+        assert jct_s(again) == jct_s(replay(found, policy))
 
 
 def test_nothing_to_simulate_is_said():
-    with pytest.raises(SimulationError, match="silent: it sent no reports"):
-        read_recording([job("silent", 0, 9)], {}, NODES)
+    with pytest.raises(SimulationError, match="waits: it is pending"):
+        read_recording([job("waits", 0, 9, state="pending", resizes=[])], {}, NODES)
     with pytest.raises(SimulationError, match="there are none"):
         read_recording([], {}, NODES)
 

@@ -9,6 +9,7 @@ from html.parser import HTMLParser
 
 import pytest
 
+from pollux import look
 from pollux.errors import PolluxError
 from pollux.policy import PolicySettings, make_policy
 from pollux.simulator import report
@@ -130,9 +131,9 @@ def test_only_the_busiest_jobs_get_a_row(results: list[SimulationResult]) -> Non
 def test_nothing_to_show_or_nothing_to_show_it_with(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PolluxError, match="at least one result"):
         html_report([], title="t", command="c")
-    monkeypatch.setattr(report, "find_spec", lambda name: None)
+    monkeypatch.setattr(look, "find_spec", lambda name: None)
     with pytest.raises(PolluxError, match=r"pip install \"pollux-scheduler\[cli\]\""):
-        report.require_plotly()
+        look.require_plotly()
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,212 @@
+"""A large cluster on the dashboard: how long until it is seen, and what updates cost the browser.
+
+    python benchmarks/dashboard.py [--jobs 500] [--nodes 1000] [--seconds 15] [--json]
+
+Server, feed and page are the shipped ones, the server in a process of its own; only the engine pretends. Jobs report
+all the time, and now and then one ends and another begins. Chromium measures itself: first contentful paint, when the
+page of the cluster stood there, the time of the main thread that each message took (reading it and changing the page),
+and the longest task while they came, figures and maps included. Needs playwright and chromium.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import random
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from playwright.sync_api import Page, sync_playwright
+
+from pollux.server.book import job_token
+from pollux.server.cluster import Cluster, ClusterConfig
+from pollux.server.config import ServiceConfig
+from pollux.server.service import Service, prefer_answers
+from pollux.types import Node
+from server import SECRET, Caller, PretendedEngine, report
+
+SLOTS_PER_NODE = 8
+REPORT_EVERY_S, END_EVERY_S = 10.0, 2.0
+SETTLE_S = 4.0  # figures are drawn for the first time
+ASKED_PAINT_S, ASKED_UPDATE_MS = 2.0, 200.0
+PAGES = {"cluster": "#/", "jobs": "#/jobs", "a job": "#/jobs/many-{last}", "decisions": "#/decisions"}
+WATCH = """
+window.tasks = [];
+new PerformanceObserver(list => tasks.push(...list.getEntries().map(task => [task.startTime, task.duration])))
+  .observe({type: 'longtask', buffered: true});
+"""
+
+
+# --- the server's process --------------------------------------------------------------------------------------------
+
+
+def serve(folder: Path, num_nodes: int) -> None:
+    def make(config: ServiceConfig, store: Any, url: str) -> Cluster:
+        engine = PretendedEngine(lambda: cluster.wake())
+        engine._nodes = [Node(name=f"n{i:04}", num_slots=SLOTS_PER_NODE, accelerator="gpu") for i in range(num_nodes)]
+        engines.append(engine)
+        settings = ClusterConfig(data_directory=folder, secret=SECRET, url=url, engine_name="pretended", interval_s=5.0)
+        cluster = Cluster(store=store, engine=engine, config=settings)
+        return cluster
+
+    engines: list[PretendedEngine] = []
+    prefer_answers()  # as serve() does
+    with Service(ServiceConfig(data_directory=folder, port=0), make) as service:
+        print(json.dumps({"url": service.url, "token": service.token}), flush=True)
+        ends = threading.Event()
+        threading.Thread(target=lambda: (sys.stdin.read(), ends.set()), daemon=True).start()
+        while not ends.wait(END_EVERY_S):
+            if service.cluster.summary()["jobs"]["running"] > 1:
+                engines[0].end_one()
+
+
+async def load(url: str, token: str, num_jobs: int, ends: threading.Event, ready: threading.Event) -> None:
+    """Jobs that report, and one that comes for each that ends."""
+    parts, rng = urlsplit(url), random.Random(0)
+
+    def caller_of(own: str) -> Caller:
+        return Caller(str(parts.hostname), int(parts.port or 80), own)
+
+    operator = caller_of(token)
+    many = {"command": ["true"], "kind": "elastic", "name": "many", "array": f"0-{num_jobs - 1}"}
+    status, text = await operator.call("POST", "/api/v1/jobs", json.dumps(many).encode())
+    assert status == 201, text
+    callers = {f"many-{number}": caller_of(job_token(SECRET, f"many-{number}")) for number in range(num_jobs)}
+    step = 0
+    while not ends.is_set():
+        step += 1
+        begun = time.monotonic()
+        for number, (name, caller) in enumerate(callers.items()):
+            await caller.call("POST", f"/api/v1/jobs/{name}/reports", report(name, rng, step))
+            if ends.is_set():
+                return
+            if step > 1:  # the first ones as fast as possible
+                await asyncio.sleep(max(0.0, begun + REPORT_EVERY_S * number / num_jobs - time.monotonic()))
+            if number % (num_jobs // 5) == 0 and step > 1:
+                body = json.dumps({"command": ["true"], "kind": "elastic", "name": f"late-{step}-{number}"}).encode()
+                await operator.call("POST", "/api/v1/jobs", body)
+        ready.set()
+
+
+# --- the browser -----------------------------------------------------------------------------------------------------
+
+
+def measure(page: Page, url: str, token: str, num_jobs: int, seconds: float) -> dict[str, Any]:
+    page.add_init_script(WATCH)
+    page.goto(f"{url}/#token={token}")
+    page.wait_for_function("() => performance.getEntriesByName('pollux-shown').length > 0")
+    page.wait_for_function("() => performance.getEntriesByName('first-contentful-paint').length > 0")
+    first = "name => performance.getEntriesByName(name)[0].startTime / 1000"
+    result: dict[str, Any] = {
+        "first_paint_s": page.evaluate(first, "first-contentful-paint"),
+        "shown_s": page.evaluate(first, "pollux-shown"),
+        "jobs": page.evaluate("pollux.store.jobs.size"),
+        "nodes": page.evaluate("pollux.store.nodes.size"),
+        "pages": {},
+    }
+    for name, hash_ in PAGES.items():
+        page.evaluate("hash => { location.hash = hash }", hash_.format(last=num_jobs - 1))  # the first ones end
+        page.wait_for_timeout(1000 * SETTLE_S)
+        # All of it is looked at, so that all of it is drawn.
+        page.evaluate(
+            """async () => { for (let y = 0; y < document.body.scrollHeight; y += 400) { scrollTo(0, y);
+            await new Promise(resolve => setTimeout(resolve, 150)) } }"""
+        )
+        page.wait_for_timeout(1000)
+        begun = page.evaluate("(pollux.store.updates.length = 0, performance.now())")
+        if name == "cluster":
+            page.evaluate("document.querySelector('canvas.gantt').scrollIntoView()")
+        page.wait_for_timeout(1000 * seconds)
+        updates = page.evaluate("pollux.store.updates")
+        tasks = page.evaluate("begun => tasks.filter(([at]) => at >= begun).map(([, took]) => took)", begun)
+        rows = page.evaluate("document.querySelectorAll('tr').length")
+        result["pages"][name] = {
+            "updates": len(updates),
+            "update_p50_ms": statistics.median(updates),
+            "update_max_ms": max(updates),
+            "longest_task_ms": max(tasks, default=0.0),
+            "long_tasks": len(tasks),
+            "rows": rows,
+        }
+    return result
+
+
+@contextlib.contextmanager
+def browsing() -> Iterator[Page]:
+    path = shutil.which("chromium") or shutil.which("google-chrome")
+    options = ["--no-sandbox"] if os.geteuid() == 0 else []
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=path, args=[*options, "--disable-gpu"])
+        yield browser.new_page(viewport={"width": 1280, "height": 900})
+        browser.close()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--jobs", type=int, default=500)
+    parser.add_argument("--nodes", type=int, default=1000)
+    parser.add_argument("--seconds", type=float, default=15.0, help="on each page")
+    parser.add_argument("--screenshot", type=Path, help="of the page of the cluster")
+    parser.add_argument("--json", action="store_true")
+    parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        serve(args.serve, args.nodes)
+        return
+    ends, ready = threading.Event(), threading.Event()
+    with tempfile.TemporaryDirectory(prefix="pollux-benchmark-") as folder:
+        command = [sys.executable, __file__, "--serve", folder, "--nodes", str(args.nodes)]
+        server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert server.stdin is not None and server.stdout is not None
+        loader: threading.Thread | None = None
+        try:
+            address = json.loads(server.stdout.readline())
+            url, token = address["url"], address["token"]
+            loader = threading.Thread(target=lambda: asyncio.run(load(url, token, args.jobs, ends, ready)))
+            loader.start()
+            assert ready.wait(120), "the jobs did not report in time"
+            with browsing() as page:
+                result = measure(page, url, token, args.jobs, args.seconds)
+                if args.screenshot:
+                    page.evaluate("location.hash = '#/'")
+                    page.wait_for_timeout(3000)
+                    page.screenshot(path=args.screenshot, full_page=True)
+        finally:
+            ends.set()
+            if loader is not None:
+                loader.join(30)
+            server.stdin.close()
+            try:
+                server.wait(60)
+            except subprocess.TimeoutExpired:
+                server.kill()
+                server.wait()
+    if args.json:
+        print(json.dumps(result))
+        return
+    verdict = "ok" if result["first_paint_s"] < ASKED_PAINT_S else "TOO SLOW"
+    print(f"{result['jobs']} jobs on {result['nodes']} nodes with {SLOTS_PER_NODE} slots each")
+    print(f"first paint {result['first_paint_s']:.2f} s, cluster shown {result['shown_s']:.2f} s   {verdict}")
+    for name, told in result["pages"].items():
+        verdict = "ok" if max(told["update_max_ms"], told["longest_task_ms"]) < ASKED_UPDATE_MS else "TOO SLOW"
+        print(
+            f"{name:>10}: {told['updates']:3} updates, main thread p50 {told['update_p50_ms']:5.1f} ms, "
+            f"max {told['update_max_ms']:5.1f} ms; {told['long_tasks']} tasks over 50 ms, "
+            f"longest {told['longest_task_ms']:.0f} ms; {told['rows']} rows   {verdict}"
+        )
+
+
+if __name__ == "__main__":
+    main()

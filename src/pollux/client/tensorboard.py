@@ -1,0 +1,142 @@
+"""A job's curves and decisions as a run of TensorBoard.
+
+Stands in ``client``: what the server keeps of a job is asked for page by page, and goes into one event file. The step
+of a point is the number of steps the job had made, its time that of the report.
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pollux.client import event_file
+from pollux.client.client import Job
+from pollux.errors import InputFileError, InvalidValueError
+
+PAGE = 1000
+_CURVES = {  # field of a report -> tag
+    "num_replicas": "pollux/replicas",
+    "total_batch": "pollux/total_batch",
+    "device_batch": "pollux/device_batch",
+    "accum_steps": "pollux/accumulation_steps",
+    "gain": "pollux/gain",
+    "noise_scale": "pollux/noise_scale",
+    "efficiency": "pollux/efficiency",
+    "throughput": "pollux/throughput",
+    "goodput": "pollux/goodput",
+    "progress": "pollux/progress",
+    "epoch": "pollux/epoch",
+}
+DECISIONS = "pollux/decisions"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """What was written, and where. ``num_points`` by tag; the decisions' texts are among them."""
+
+    job: str
+    path: Path
+    num_reports: int
+    num_points: Mapping[str, int]
+
+
+def export(job: Job, directory: str | Path) -> Exported:
+    """Write a job's curves as a run of its name below ``directory``; an earlier export of the job is replaced.
+
+    Raises:
+        InvalidValueError: the job has told nothing yet.
+        InputFileError: the file cannot be written.
+    """
+    view = job.describe()
+    reports = list(_reports(job))
+    if not reports:
+        raise InvalidValueError(
+            f"job {job.name!r} is {view['state']} and has not reported anything, so there is nothing to export; "
+            "jobs of kind elastic report while they train"
+        )
+    num_points: dict[str, int] = {}
+    records = []
+    for report in reports:
+        for tag, value in _scalars(report):
+            records.append(event_file.scalar(tag, value, report["num_steps"], report["at"]))
+            num_points[tag] = num_points.get(tag, 0) + 1
+    ats, steps = [report["at"] for report in reports], [report["num_steps"] for report in reports]
+    for round_, change in _decisions(job, view["submitted_at"]):
+        # As of the report before it; the first decision comes before all of them.
+        step = steps[max(bisect.bisect_right(ats, round_["at"]) - 1, 0)]
+        records.append(event_file.text(DECISIONS, in_words(round_, change), step, round_["at"]))
+        num_points[DECISIONS] = num_points.get(DECISIONS, 0) + 1
+    # One name for each job, as TensorBoard reads all files of a run together.
+    path = Path(directory) / job.name / f"events.out.tfevents.{int(view['submitted_at'])}.pollux"
+    _write(path, event_file.joined(records, ats[0]))
+    return Exported(job=job.name, path=path, num_reports=len(reports), num_points=num_points)
+
+
+def in_words(round_: Mapping[str, Any], change: Mapping[str, Any]) -> str:
+    """What a round changed for the job, and why."""
+    words = [f"Round {round_['number']} ({round_['trigger']}): {change['before']} → {change['after']} replicas"]
+    if change["speedup_before"] is not None and change["speedup_after"] is not None:
+        words.append(f"speedup {change['speedup_before']:.3g} → {change['speedup_after']:.3g}")
+    if round_["fitness"] is not None and round_["upper_bound"] is not None:
+        words.append(f"fitness {round_['fitness']:.3g} of at most {round_['upper_bound']:.3g}")
+    if change["note"]:
+        words.append(str(change["note"]))
+    return "; ".join(words)
+
+
+def _reports(job: Job) -> Iterator[dict[str, Any]]:
+    return _pages(lambda since: job.reports(since=since, limit=PAGE))
+
+
+def _decisions(job: Job, since: float) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Rounds that changed something for the job, each with the change; none before the job was there."""
+    for round_ in _pages(lambda last: job._client.rounds(since=last, limit=PAGE)):
+        for change in round_["changes"]:
+            if change["job"] == job.name and round_["at"] >= since:
+                yield round_, change
+
+
+def _pages(ask: Callable[[int], list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+    """All that is kept, oldest first."""
+    since = 0
+    while page := ask(since):
+        yield from page
+        since = page[-1]["id"]
+
+
+def _scalars(report: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for field, tag in _CURVES.items():
+        if (value := report.get(field)) is not None:
+            yield tag, float(value)
+    yield from _metrics(report.get("metrics") or {}, ("metrics",))
+
+
+def _metrics(values: Mapping[str, Any], path: Sequence[str]) -> Iterator[tuple[str, float]]:
+    """Those that are numbers, also in objects within."""
+    for name, value in values.items():
+        where = (*path, name)
+        if isinstance(value, Mapping):
+            yield from _metrics(value, where)
+        elif (number := _number(value)) is not None:
+            yield "/".join(where), number
+
+
+def _number(value: object) -> float | None:
+    """JSON has no NaN and no infinity: they come as texts."""
+    if isinstance(value, bool | int | float):
+        return float(value)
+    return float(value) if isinstance(value, str) and value in ("nan", "inf", "-inf") else None
+
+
+def _write(path: Path, data: bytes) -> None:
+    """All of it or nothing: TensorBoard may be looking."""
+    beside = path.with_name("new.partial")  # a name that TensorBoard does not take for one of its files
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        beside.write_bytes(data)
+        beside.replace(path)
+    except OSError as error:
+        raise InputFileError(path, f"cannot be written: {error.strerror or error}; name another directory") from error

@@ -1,0 +1,338 @@
+/* The page of the cluster: what it does now, who has what, who waits, and how it came to that. */
+
+import {api} from "./api.js";
+import {Figure, hasNumbers, lastOf, layout, line, wholeAxis} from "./charts.js";
+import {h, setText, toast} from "./dom.js";
+import {ago, count, duration, money, number, plural, share, wallClock} from "./format.js";
+import {Gantt} from "./gantt.js";
+import {JobsTable, queueTable} from "./jobs.js";
+import {NodeMap} from "./map.js";
+import {nodeTable, openNode} from "./nodes.js";
+import {assignStyles, jobsByArrival, loadSamples, now, roundsNewestFirst, store} from "./store.js";
+
+const SPANS = [
+  [900, "15 minutes"],
+  [3600, "hour"],
+  [21600, "6 hours"],
+  [86400, "day"],
+  [604800, "week"],
+  [0, "all of it"],
+];
+const TIMELINE_EVERY_MS = 5000;
+const GANTT_NOTE = "bars are as high as their replicas; dotted: waiting";
+
+/* A number with its name; `bar` is a share that is drawn under it. */
+class Tile {
+  constructor(label, title = "") {
+    this.number = h("span");
+    this.unit = h("small");
+    this.value = h("div", {class: "tile-value"}, this.number, " ", this.unit);
+    this.note = h("div", {class: "tile-note"});
+    this.bar = h("span", {class: "tile-bar"});
+    this.track = h("div", {class: "tile-track", hidden: true}, this.bar);
+    this.element = h(
+      "div",
+      {class: "card tile", title},
+      h("div", {class: "tile-label"}, label),
+      this.value,
+      this.track,
+      this.note,
+    );
+  }
+
+  update(value, note = "", bar = null, unit = "") {
+    setText(this.number, value);
+    setText(this.unit, unit);
+    setText(this.note, note);
+    this.track.hidden = bar === null;
+    if (bar !== null) this.bar.style.width = `${Math.min(100, Math.max(0, 100 * bar))}%`;
+  }
+}
+
+function tiles() {
+  const all = {
+    slots: new Tile("Slots in use"),
+    goodput: new Tile("Goodput", "Useful work per second, in slots: what a job does with one slot counts 1"),
+    efficiency: new Tile("Efficiency", "Statistical efficiency of the running jobs, weighted by their replicas"),
+    jobs: new Tile("Jobs"),
+    lost: new Tile("Time lost", "Share of the jobs' time that went to starts, resizes and restarts"),
+    cost: new Tile("Node hours", "Since the data directory was made"),
+    decision: new Tile("Last decision"),
+  };
+  return {
+    element: h(
+      "div",
+      {class: "tiles"},
+      Object.values(all).map(tile => tile.element),
+    ),
+    update() {
+      const {cluster} = store,
+        sample = store.samples.at(-1),
+        last = roundsNewestFirst()[0];
+      if (!cluster) return;
+      const jobs = cluster.jobs ?? {},
+        running = (jobs.running ?? 0) + (jobs.resizing ?? 0) + (jobs.starting ?? 0) + (jobs.stopping ?? 0);
+      all.slots.update(
+        count(cluster.num_used_slots),
+        `on ${plural(cluster.nodes, "node")}`,
+        cluster.num_slots ? cluster.num_used_slots / cluster.num_slots : 0,
+        `of ${count(cluster.num_slots)}`,
+      );
+      all.goodput.update(number(sample?.goodput), "useful slots’ worth of work");
+      all.efficiency.update(share(sample?.efficiency), "of the running jobs", sample?.efficiency ?? null);
+      const ended = [
+        ["succeeded", "done"],
+        ["failed", "failed"],
+        ["cancelled", "cancelled"],
+      ]
+        .filter(([state]) => jobs[state])
+        .map(([state, word]) => `${count(jobs[state])} ${word}`);
+      all.jobs.update(count(running), [`${count(jobs.pending ?? 0)} waiting`, ...ended].join(" · "), null, "running");
+      all.lost.update(share(cluster.lost_share), "to starts, resizes, restarts");
+      const sizing = cluster.sizing,
+        hours = Object.values(sizing?.node_hours ?? {}).reduce((sum, one) => sum + one, 0);
+      const wanted =
+        sizing?.num_wanted !== null && sizing?.num_wanted !== undefined
+          ? `${plural(sizing.num_wanted, "node")} wanted`
+          : "";
+      all.cost.update(
+        hours < 10 ? hours.toFixed(2) : count(hours),
+        [sizing?.cost !== null && sizing?.cost !== undefined ? `cost ${money(sizing.cost)}` : "no price set", wanted]
+          .filter(Boolean)
+          .join(" · "),
+      );
+      all.decision.update(
+        duration(cluster.last_decision_s),
+        last ? `${ago(Math.max(0, now() - last.at))} · ${cluster.policy}` : cluster.policy,
+      );
+    },
+  };
+}
+
+/* --- curves --------------------------------------------------------------------------------------------------- */
+
+function curves() {
+  const figures = {
+    slots: new Figure({title: "Slots", hint: "in use, and there"}),
+    goodput: new Figure({title: "Goodput", hint: "useful slots’ worth of work"}),
+    efficiency: new Figure({title: "Efficiency", hint: "of running jobs"}),
+    queue: new Figure({title: "Jobs", hint: "running and waiting"}),
+    cost: new Figure({title: "Node hours", hint: "and what they cost"}),
+  };
+  return {
+    elements: Object.values(figures).map(figure => figure.element),
+    update() {
+      const {samples} = store,
+        x = samples.map(sample => wallClock(sample.at)),
+        of = name => samples.map(sample => sample[name]);
+      if (!samples.length) {
+        for (const figure of Object.values(figures)) figure.update(null);
+        return;
+      }
+      const last = samples.at(-1),
+        step = {line: {shape: "hv"}},
+        legend = {showlegend: true, margin: {l: 40, r: 12, t: 26, b: 28}};
+      figures.slots.update(
+        {
+          data: [
+            line(x, of("num_slots"), "there", "@muted", {line: {shape: "hv", dash: "dot", width: 1.5}}),
+            line(x, of("num_used_slots"), "in use", "@0", {line: {shape: "hv"}, fill: "tozeroy"}),
+          ],
+          layout: layout({...legend, yaxis: wholeAxis(of("num_slots"))}),
+        },
+        `${last.num_used_slots} of ${last.num_slots}`,
+      );
+      const goodput = of("goodput"),
+        efficiency = of("efficiency");
+      figures.goodput.update(
+        hasNumbers(goodput) ? {data: [line(x, goodput, "goodput", "@2", step)], layout: layout()} : null,
+        number(lastOf(goodput)),
+      );
+      figures.efficiency.update(
+        hasNumbers(efficiency)
+          ? {
+              data: [line(x, efficiency, "efficiency", "@4")],
+              layout: layout({yaxis: {tickformat: ".0%", rangemode: "tozero", nticks: 5}}),
+            }
+          : null,
+        share(lastOf(efficiency)),
+      );
+      figures.queue.update(
+        {
+          data: [
+            line(x, of("num_running"), "running", "@0", step),
+            line(x, of("num_pending"), "waiting", "@3", {line: {shape: "hv", dash: "dash"}}),
+          ],
+          layout: layout({...legend, yaxis: wholeAxis([...of("num_running"), ...of("num_pending")])}),
+        },
+        `${last.num_running} running, ${last.num_pending} waiting`,
+      );
+      const cost = of("cost"),
+        hours = of("node_hours"),
+        hasCost = hasNumbers(cost);
+      const right = {
+        yaxis2: {overlaying: "y", side: "right", showgrid: false, rangemode: "tozero", nticks: 5},
+        showlegend: true,
+        margin: {l: 40, r: 44, t: 26, b: 28},
+      };
+      figures.cost.update(
+        hasNumbers(hours)
+          ? {
+              data: [
+                line(x, hours, "node hours", "@5"),
+                ...(hasCost ? [line(x, cost, "cost", "@1", {yaxis: "y2", line: {dash: "dash"}})] : []),
+              ],
+              layout: layout(hasCost ? right : {}),
+            }
+          : null,
+        hasCost ? `${number(lastOf(hours))} h, cost ${money(lastOf(cost))}` : `${number(lastOf(hours))} h`,
+      );
+    },
+    remove() {
+      for (const figure of Object.values(figures)) figure.remove();
+    },
+  };
+}
+
+/* --- the page ------------------------------------------------------------------------------------------------- */
+
+export function clusterPage({go}) {
+  const leaving = new AbortController(),
+    {signal} = leaving;
+  const openJob = name => go(`#/jobs/${encodeURIComponent(name)}`);
+  const headline = tiles(),
+    map = new NodeMap({openJob, openNode}),
+    nodes = nodeTable(),
+    queue = queueTable(),
+    jobs = new JobsTable({step: 25});
+  const charts = curves(),
+    gantt = new Gantt({openJob});
+  const nodesBox = h(
+    "details",
+    {
+      class: "as-table",
+      ontoggle: () => {
+        if (nodesBox.open) nodes.update([...store.nodes.values()]);
+      },
+    },
+    h("summary", {}, "The nodes as a table"),
+    nodes.element,
+  );
+  const span = h(
+    "select",
+    {
+      "aria-label": "How far back",
+      onchange: () => {
+        loadSpan();
+      },
+    },
+    SPANS.map(([value, text]) => h("option", {value, selected: value === 3600}, value ? `last ${text}` : text)),
+  );
+  const ganttNote = h("small", {}, GANTT_NOTE);
+  const queueTitle = h("h2", {}, "Queue"),
+    reason = h("p", {class: "muted"});
+  const element = h(
+    "div",
+    {},
+    h("h1", {class: "sr-only"}, "Cluster"),
+    headline.element,
+    reason,
+    h(
+      "section",
+      {class: "card pad", "aria-label": "Map"},
+      h("div", {class: "section-head"}, h("h2", {}, "Nodes and slots")),
+      map.element,
+      nodesBox,
+    ),
+    h("section", {}, queueTitle, queue.element),
+    h("section", {}, h("h2", {}, "Jobs"), jobs.element),
+    h(
+      "section",
+      {},
+      h("div", {class: "section-head"}, h("h2", {}, "Over time"), span),
+      h(
+        "figure",
+        {class: "card pad gantt-box", "aria-label": "Allocations"},
+        h("figcaption", {}, h("span", {}, "Allocations", ganttNote)),
+        gantt.element,
+      ),
+      h("div", {class: "grid charts"}, charts.elements),
+    ),
+  );
+
+  let timelineAt = 0,
+    timelineTimer = null;
+  async function loadTimeline() {
+    clearTimeout(timelineTimer);
+    timelineTimer = null;
+    timelineAt = performance.now();
+    try {
+      const from = Number(span.value) ? now() - Number(span.value) : 0;
+      const told = await api(`/timeline?limit=200&since=${from.toFixed(3)}`, {signal});
+      gantt.update(told);
+      setText(
+        ganttNote,
+        [GANTT_NOTE, told.total > told.jobs.length && `; ${told.jobs.length} of ${count(told.total)} jobs`]
+          .filter(Boolean)
+          .join(""),
+      );
+    } catch (error) {
+      if (error.name !== "AbortError" && error.status) toast(`The timeline: ${error.message}`);
+    }
+  }
+  const wantTimeline = () => {
+    timelineTimer ??= setTimeout(loadTimeline, Math.max(0, timelineAt + TIMELINE_EVERY_MS - performance.now()));
+  };
+  async function loadSpan() {
+    loadTimeline();
+    try {
+      await loadSamples(Number(span.value), signal);
+    } catch (error) {
+      if (error.name !== "AbortError" && error.status) toast(`The curves: ${error.message}`);
+    }
+  }
+
+  function update(changes) {
+    if (changes.isFull) {
+      assignStyles();
+      loadSpan();
+    } else if (changes.moves) wantTimeline();
+    headline.update();
+    if (changes.isFull || changes.nodes.size) {
+      map.update(changes.isFull);
+      if (nodesBox.open) nodes.update([...store.nodes.values()]);
+    }
+    if (changes.isFull || changes.jobs.size) {
+      const all = jobsByArrival(),
+        waiting = all.filter(job => job.state === "pending");
+      queue.update(waiting);
+      setText(queueTitle, waiting.length ? `Queue: ${plural(waiting.length, "job waits", "jobs wait")}` : "Queue");
+      jobs.update(all);
+    }
+    if (changes.isFull || changes.samples) charts.update();
+    setText(reason, store.cluster?.sizing?.reason ? `Size: ${store.cluster.sizing.reason}` : "");
+    reason.hidden = !reason.textContent;
+    gantt.refresh();
+  }
+
+  const ticking = setInterval(() => {
+    if (!document.hidden) {
+      headline.update();
+      gantt.refresh();
+    }
+  }, 1000);
+  update({isFull: true, jobs: new Set(), nodes: new Set()});
+  return {
+    title: "Cluster",
+    element,
+    update,
+    remove() {
+      clearInterval(ticking);
+      clearTimeout(timelineTimer);
+      leaving.abort();
+      charts.remove();
+      map.remove();
+      gantt.remove();
+    },
+  };
+}

@@ -1,0 +1,256 @@
+/* The page of simulations: what policies make of a workload, side by side, as `pollux compare --publish` sends it. */
+
+import {api} from "./api.js";
+import {Figure, layout} from "./charts.js";
+import {DataTable, confirmDialog, fill, h, toast} from "./dom.js";
+import {DASH, describeField, duration, plain, time} from "./format.js";
+
+const AVERAGE = ["avg_jct_s", "average_jct_s", "mean_jct_s", "jct_s"];
+const MOST_CHOSEN = 6;
+
+const HOW = [
+  [
+    "Compare policies on a workload",
+    "pollux compare --workload builtin:small --policy pollux --policy tiresias --publish",
+  ],
+  ["Replay what this server has recorded under other policies", "pollux replay --publish"],
+  ["Simulate one policy", "pollux simulate --workload builtin:small --policy pollux --publish"],
+];
+
+/* The name of the average completion time among a summary's numbers. */
+const averageOf = rows =>
+  AVERAGE.find(name => rows.some(row => typeof row[name] === "number")) ??
+  Object.keys(rows[0] ?? {}).find(name => /jct/.test(name) && typeof rows[0][name] === "number");
+
+/* The least, if there is anything to choose. */
+const bestOf = values => (Math.min(...values) < Math.max(...values) ? Math.min(...values) : null);
+
+export function comparePage() {
+  const leaving = new AbortController(),
+    {signal} = leaving;
+  const list = h("div", {class: "simulations"}),
+    result = h("div"),
+    figure = new Figure({title: "Average job completion time", hint: "shorter is better", height: 300, isWide: true});
+  const report = h("div"),
+    empty = h(
+      "div",
+      {class: "card pad", hidden: true},
+      h("h2", {}, "No simulation has been published yet"),
+      h("p", {}, "Any of these sends its report here:"),
+      h(
+        "dl",
+        {class: "how"},
+        HOW.map(([what, command]) => [h("dt", {}, what), h("dd", {}, h("code", {}, command))]),
+      ),
+    );
+  const element = h(
+    "div",
+    {},
+    h("h1", {}, "Compare"),
+    h(
+      "p",
+      {class: "muted"},
+      "Simulations run with the scheduler that is at work here, under the policies of your choice.",
+    ),
+    empty,
+    list,
+    result,
+    report,
+  );
+  const chosen = new Set();
+  let known = [];
+
+  async function load() {
+    try {
+      known = (await api("/simulations", {signal})).simulations;
+    } catch (error) {
+      if (error.name !== "AbortError" && error.status) toast(error.message);
+      return;
+    }
+    const ids = new Set(known.map(one => one.id));
+    for (const id of chosen) if (!ids.has(id)) chosen.delete(id);
+    if (!chosen.size && known.length) chosen.add(known[0].id);
+    show();
+  }
+
+  async function remove(one) {
+    if (!(await confirmDialog({title: "Delete this simulation?", text: one.title, action: "Delete it"}))) return;
+    try {
+      await api(`/simulations/${encodeURIComponent(one.id)}`, {method: "DELETE"});
+      chosen.delete(one.id);
+    } catch (error) {
+      toast(error.message);
+    }
+    await load();
+  }
+
+  function show() {
+    empty.hidden = known.length > 0;
+    fill(
+      list,
+      known.map(one =>
+        h(
+          "div",
+          {class: "card simulation"},
+          h(
+            "label",
+            {class: "check"},
+            h("input", {
+              type: "checkbox",
+              checked: chosen.has(one.id),
+              onchange: event => {
+                if (event.target.checked) chosen.add(one.id);
+                else chosen.delete(one.id);
+                if (chosen.size > MOST_CHOSEN) chosen.delete(chosen.values().next().value);
+                show();
+              },
+            }),
+            h(
+              "span",
+              {},
+              h("strong", {}, one.title || one.id),
+              h("small", {class: "muted"}, ` ${one.kind} · ${time(one.at ?? one.created_at ?? one.published_at)}`),
+            ),
+          ),
+          h("code", {class: "command"}, one.command),
+          h(
+            "div",
+            {class: "actions"},
+            h("a", {href: one.report_url, target: "_blank", rel: "noopener noreferrer"}, "Open the report"),
+            h("button", {type: "button", class: "ghost small", onclick: () => remove(one)}, "Delete"),
+          ),
+        ),
+      ),
+    );
+    const shown = known.filter(one => chosen.has(one.id));
+    showSummary(shown);
+    showReport(shown[0]);
+  }
+
+  function showSummary(shown) {
+    const rows = shown.flatMap(one => (one.summary ?? []).map(row => ({...row, from: one})));
+    if (!rows.length) {
+      fill(result);
+      figure.update(null);
+      return;
+    }
+    const names = [
+      ...new Set(
+        rows.flatMap(row => Object.keys(row).filter(name => typeof row[name] === "number" || row[name] === null)),
+      ),
+    ];
+    const isBest = (row, name) =>
+      /jct|makespan/.test(name) &&
+      row[name] !== null &&
+      row[name] === bestOf(rows.filter(one => one.workload === row.workload).map(one => one[name] ?? Infinity));
+    const columns = [
+      {key: "policy", label: "Policy", value: row => row.policy, cell: row => String(row.policy ?? DASH)},
+      {
+        key: "workload",
+        label: "Workload",
+        class: "left",
+        value: row => row.workload,
+        cell: row => String(row.workload ?? DASH),
+      },
+      ...(shown.length > 1
+        ? [
+            {
+              key: "from",
+              label: "Simulation",
+              class: "left words",
+              value: row => row.from.title,
+              cell: row => row.from.title || row.from.id,
+            },
+          ]
+        : []),
+      ...names.map(name => {
+        const {label, show} = describeField(name);
+        return {
+          key: name,
+          label,
+          value: row => row[name],
+          mark: row => `${row[name]}`,
+          cell: row => h("span", {class: isBest(row, name) ? "best" : null}, show(row[name])),
+        };
+      }),
+    ];
+    const table = new DataTable({columns, keyOf: row => rows.indexOf(row), label: "Summary", step: 200});
+    table.update(rows);
+    fill(result, h("h2", {}, "Side by side"), table.element, figure.element);
+    drawBars(rows, shown);
+  }
+
+  function drawBars(rows, shown) {
+    const name = averageOf(rows);
+    if (!name) {
+      figure.update(null);
+      return;
+    }
+    const label = row =>
+      plain(shown.length > 1 ? `${row.workload} · ${row.from.title || row.from.id}` : String(row.workload)).slice(
+        0,
+        60,
+      );
+    const policies = [...new Set(rows.map(row => row.policy))];
+    const patterns = ["", "/", ".", "x", "-", "|"];
+    const data = policies.map((policy, index) => {
+      const own = rows.filter(row => row.policy === policy);
+      return {
+        type: "bar",
+        name: plain(policy),
+        x: own.map(label),
+        y: own.map(row => (row[name] === null ? null : row[name] / 3600)),
+        text: own.map(row => duration(row[name])),
+        textposition: "auto",
+        hovertemplate: `%{x}: %{text}<extra>${plain(policy)}</extra>`,
+        marker: {color: `@${index % 6}`, pattern: {shape: patterns[Math.floor(index / 6) % patterns.length]}},
+      };
+    });
+    figure.update({
+      data,
+      layout: layout({
+        xaxis: {type: "category", automargin: true},
+        yaxis: {title: {text: "hours"}, rangemode: "tozero", nticks: 6},
+        barmode: "group",
+        bargap: rows.length < 3 ? 0.7 : 0.35,
+        bargroupgap: 0.1,
+        hovermode: "closest",
+        showlegend: true,
+        margin: {l: 50, r: 12, t: 30, b: 40},
+      }),
+    });
+  }
+
+  function showReport(one) {
+    if (report.dataset.id === (one?.id ?? "")) return;
+    report.dataset.id = one?.id ?? "";
+    // Its address cannot be guessed, and the server lets it do nothing but draw.
+    fill(
+      report,
+      one && [
+        h("h2", {}, "The full report"),
+        h("iframe", {
+          class: "report card",
+          src: one.report_url,
+          title: `Report: ${one.title}`,
+          sandbox: "allow-scripts",
+          loading: "lazy",
+          referrerpolicy: "no-referrer",
+        }),
+      ],
+    );
+  }
+
+  load();
+  return {
+    title: "Compare",
+    element,
+    update: changes => {
+      if (changes.isFull) load();
+    },
+    remove() {
+      leaving.abort();
+      figure.remove();
+    },
+  };
+}

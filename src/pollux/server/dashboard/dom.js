@@ -1,0 +1,245 @@
+/* Making and updating elements. Text always goes in as text: nothing here, or anywhere else, parses HTML. */
+
+/* h("td", {class: "num", onclick: f, title: "x"}, "text", element, [more]) */
+export function h(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  set(element, attributes);
+  element.append(...flat(children));
+  return element;
+}
+
+const flat = children =>
+  children
+    .flat(Infinity)
+    .filter(child => child !== null && child !== undefined && child !== false)
+    .map(child => (child instanceof Node ? child : String(child)));
+
+export function set(element, attributes) {
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (name === "style") for (const [key, one] of Object.entries(value)) element.style.setProperty(key, one);
+    else if (value === true) element.setAttribute(name, "");
+    else if (value === false || value === null || value === undefined) element.removeAttribute(name);
+    else if (element.getAttribute(name) !== String(value)) element.setAttribute(name, value);
+  }
+  return element;
+}
+
+/* Touches the page only if the text is another: most of what is told again is the same. */
+export function setText(element, text) {
+  const wanted = String(text ?? "");
+  if (element.textContent !== wanted) element.textContent = wanted;
+}
+
+export function fill(element, ...children) {
+  element.replaceChildren(...flat(children));
+  return element;
+}
+
+/* Rows by key: elements are made once, moved if they must be, and updated in place, so that focus stays. */
+export class KeyedList {
+  constructor(parent, make) {
+    this.parent = parent;
+    this.make = make; // item -> {element, update(item)}
+    this.rows = new Map();
+  }
+
+  update(items, keyOf) {
+    const wanted = new Set(items.map(keyOf));
+    for (const [key, row] of this.rows)
+      if (!wanted.has(key)) {
+        row.element.remove();
+        this.rows.delete(key);
+      }
+    let place = this.parent.firstElementChild;
+    for (const item of items) {
+      const key = keyOf(item);
+      let row = this.rows.get(key);
+      if (!row) this.rows.set(key, (row = this.make(item)));
+      row.update(item);
+      if (row.element === place) place = place.nextElementSibling;
+      else this.parent.insertBefore(row.element, place);
+    }
+  }
+}
+
+/* A table whose columns are {key, label, title, value(item), cell(item) -> text or nodes, class}. At most `step` rows
+   stand in the page; a button shows more. Sorting is by the column's value; null comes last either way. */
+export class DataTable {
+  constructor({columns, keyOf, step = 100, sort = null, empty = "Nothing here.", label = ""}) {
+    Object.assign(this, {columns, keyOf, step, limit: step, sort, items: []});
+    this.head = h("tr");
+    for (const column of columns) {
+      const button =
+        column.value &&
+        h(
+          "button",
+          {type: "button", class: "sort", title: column.title, onclick: () => this.sortBy(column)},
+          column.label,
+        );
+      column.th = h("th", {scope: "col", class: column.class, title: column.title}, button || column.label);
+      this.head.append(column.th);
+    }
+    this.body = h("tbody");
+    this.empty = h("p", {class: "empty"}, empty);
+    this.more = h("button", {
+      type: "button",
+      class: "ghost more",
+      hidden: true,
+      onclick: () => {
+        this.limit += this.step;
+        this.update(this.items);
+      },
+    });
+    this.table = h("table", {"aria-label": label}, h("thead", {}, this.head), this.body);
+    this.scroll = h("div", {class: "scroll", tabindex: "0", role: "region", "aria-label": label}, this.table);
+    this.element = h("div", {class: "table"}, this.scroll, this.empty, this.more);
+    this.list = new KeyedList(this.body, () => this.makeRow());
+  }
+
+  makeRow() {
+    const cells = this.columns.map((column, index) =>
+      h(index ? "td" : "th", {class: column.class, ...(index ? {} : {scope: "row"})}),
+    );
+    const shown = cells.map(() => undefined);
+    return {
+      element: h("tr", {}, cells),
+      update: item =>
+        this.columns.forEach((column, index) => {
+          // A cell made of elements says by `mark` when it has to be made again.
+          const mark = column.mark ? column.mark(item) : column.cell(item);
+          if (mark === shown[index]) return;
+          shown[index] = mark;
+          const content = column.mark ? column.cell(item) : mark;
+          if (typeof content === "string") setText(cells[index], content);
+          else fill(cells[index], content);
+        }),
+    };
+  }
+
+  sortBy(column) {
+    const isSame = this.sort?.key === column.key;
+    this.sort = {key: column.key, isDown: isSame ? !this.sort.isDown : Boolean(column.isDown)};
+    this.update(this.items);
+  }
+
+  update(items) {
+    this.items = items;
+    const column = this.columns.find(one => one.key === this.sort?.key);
+    for (const one of this.columns)
+      set(one.th, {"aria-sort": one === column ? (this.sort.isDown ? "descending" : "ascending") : null});
+    const sorted = column ? sortedBy(items, column.value, this.sort.isDown) : items;
+    this.list.update(sorted.slice(0, this.limit), this.keyOf);
+    const left = items.length - this.limit;
+    this.more.hidden = left <= 0;
+    setText(this.more, `Show ${Math.min(left, this.step)} more of ${left}`);
+    this.scroll.hidden = !items.length;
+    this.empty.hidden = items.length > 0;
+  }
+}
+
+function sortedBy(items, value, isDown) {
+  const sign = isDown ? -1 : 1;
+  return items
+    .map(item => [value(item), item])
+    .sort(([a], [b]) => {
+      if (a === null || a === undefined) return b === null || b === undefined ? 0 : 1;
+      if (b === null || b === undefined) return -1;
+      return sign * (typeof a === "string" ? a.localeCompare(b, undefined, {numeric: true}) : a - b);
+    })
+    .map(([, item]) => item);
+}
+
+/* What is told now and then, by a screen reader too. */
+export function announce(text) {
+  setText(document.getElementById("announcer"), text);
+}
+
+export function toast(message, kind = "error") {
+  const box = document.getElementById("toasts");
+  const close = h(
+    "button",
+    {type: "button", class: "ghost square", "aria-label": "Close", onclick: () => one.remove()},
+    "×",
+  );
+  const one = h("div", {class: `toast ${kind}`}, h("span", {}, message), close);
+  while (box.children.length >= 4) box.firstElementChild.remove();
+  box.append(one);
+  setTimeout(() => one.remove(), kind === "error" ? 12000 : 5000);
+}
+
+/* A question as a modal dialog; resolves to true if it is answered with the action, to null if closed. */
+export function confirmDialog({title, text, action, field = null}) {
+  return new Promise(resolve => {
+    const input = field && h("input", {type: "text", id: "confirm-field", maxlength: "1000", autocomplete: "off"});
+    const dialog = h(
+      "dialog",
+      {class: "ask", "aria-labelledby": "confirm-title"},
+      h(
+        "form",
+        {method: "dialog"},
+        h("h2", {id: "confirm-title"}, title),
+        h("p", {}, text),
+        input && h("label", {for: "confirm-field", class: "field"}, h("span", {}, field), input),
+        h(
+          "div",
+          {class: "actions"},
+          h("button", {type: "submit", value: "", class: "ghost"}, "Keep as it is"),
+          h("button", {type: "submit", value: "yes", class: "danger"}, action),
+        ),
+      ),
+    );
+    dialog.addEventListener("close", () => {
+      const isYes = dialog.returnValue === "yes";
+      dialog.remove();
+      resolve(isYes ? {text: input ? input.value : ""} : null);
+    });
+    document.body.append(dialog);
+    dialog.showModal();
+  });
+}
+
+/* Browsers allow six connections to a server, for all tabs together: one that nobody looks at gives its streams back
+   after a while, and takes them again when it is seen. Returns how to end that. */
+const HIDDEN_MS = 20000;
+export function whileSeen(pause, resume) {
+  let timer = null,
+    isPaused = false;
+  const look = () => {
+    clearTimeout(timer);
+    if (document.hidden)
+      timer = setTimeout(() => {
+        isPaused = true;
+        pause();
+      }, HIDDEN_MS);
+    else if (isPaused) {
+      isPaused = false;
+      resume();
+    }
+  };
+  document.addEventListener("visibilitychange", look);
+  return () => {
+    clearTimeout(timer);
+    document.removeEventListener("visibilitychange", look);
+  };
+}
+
+/* One box that follows the pointer. */
+export const tip = {
+  show(lines, x, y) {
+    const box = document.getElementById("tip");
+    fill(
+      box,
+      lines.map((line, index) => h(index ? "div" : "strong", {}, line)),
+    );
+    box.hidden = false;
+    const {width, height} = box.getBoundingClientRect();
+    const left = Math.min(Math.max(8, x + 14), innerWidth - width - 8);
+    const top = y + 18 + height > innerHeight ? y - height - 10 : y + 18;
+    box.style.left = `${left}px`;
+    box.style.top = `${Math.max(8, top)}px`;
+  },
+  hide() {
+    document.getElementById("tip").hidden = true;
+  },
+};

@@ -1,0 +1,226 @@
+/* Who held how many slots, and when: a row per job, bars as high as their replicas, a thin line while it waited. */
+
+import {announce, h, tip} from "./dom.js";
+import {duration, plural, time} from "./format.js";
+import {Canvas, colours, fillOf, fitted} from "./paint.js";
+import {now} from "./store.js";
+
+const AXIS = 26,
+  MOST_HEIGHT = 520;
+const STEPS_S = [
+  1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800,
+];
+
+export class Gantt {
+  constructor({openJob}) {
+    Object.assign(this, {openJob, data: null, isLive: true, cursor: null, hovered: null, shape: null});
+    this.canvas = new Canvas(
+      {
+        class: "gantt",
+        tabindex: "0",
+        role: "application",
+        "aria-roledescription": "Gantt chart",
+        "aria-label": "Allocations over time, a row per job. Up and down move; Enter opens the job.",
+      },
+      (...args) => this.draw(...args),
+    );
+    this.empty = h("p", {class: "empty"}, "No job has been here in this time.");
+    this.element = h("div", {}, this.canvas.element, this.empty);
+    this.listen(this.canvas.element);
+  }
+
+  update(data) {
+    this.data = data;
+    const num = data.jobs.length;
+    this.canvas.element.hidden = !num;
+    this.empty.hidden = num > 0;
+    const row = Math.max(4, Math.min(26, Math.floor((MOST_HEIGHT - AXIS) / Math.max(1, num))));
+    this.begin = Math.max(data.since, Math.min(...data.jobs.map(job => job.submitted_at))); // no more than there is
+    this.most = Math.max(1, ...data.jobs.flatMap(job => job.spans.map(span => span.num_replicas)));
+    this.row = row;
+    this.canvas.setHeight(num * row + AXIS);
+    this.canvas.ask();
+  }
+
+  refresh() {
+    if (this.data?.jobs.length) this.canvas.ask();
+  }
+
+  draw(context, width, height) {
+    if (!this.data?.jobs.length) return;
+    const {jobs} = this.data,
+      paint = colours(),
+      row = this.row;
+    const until = this.isLive ? now() : this.data.until,
+      since = Math.min(this.begin, until - 1);
+    context.font = "12px system-ui, sans-serif";
+    const hasLabels = row >= 13;
+    const names = hasLabels
+      ? Math.min(0.28 * width, 170, Math.max(...jobs.map(job => context.measureText(job.name).width)) + 12)
+      : 4;
+    const x = at => names + ((Math.min(Math.max(at, since), until) - since) / (until - since)) * (width - names - 8);
+    this.shape = {names, since, until, width};
+    this.axis(context, x, since, until, width - names, height, paint);
+    jobs.forEach((job, index) => {
+      const top = index * row,
+        middle = top + row / 2;
+      if (this.hovered === index || (this.cursor === index && document.activeElement === this.canvas.element)) {
+        context.fillStyle = paint.grid;
+        context.fillRect(0, top, width, row);
+      }
+      if (hasLabels) {
+        context.fillStyle = paint.ink;
+        context.textAlign = "left";
+        context.textBaseline = "middle";
+        context.fillText(fitted(context, job.name, names - 10), 2, middle);
+      }
+      context.strokeStyle = paint.muted;
+      context.lineWidth = 1;
+      context.setLineDash([2, 3]);
+      context.beginPath();
+      context.moveTo(x(job.submitted_at), middle);
+      context.lineTo(x(job.finished_at ?? until), middle);
+      context.stroke();
+      context.setLineDash([]);
+      context.fillStyle = fillOf(context, job.name);
+      for (const span of job.spans) {
+        const tall = Math.max(2, (row - 3) * Math.sqrt(span.num_replicas / this.most));
+        const left = x(span.from),
+          right = x(span.to ?? until);
+        if (right > left || span.to === null)
+          context.fillRect(left, middle - tall / 2, Math.max(1, right - left - (row > 8 ? 1 : 0)), tall);
+      }
+      if (row >= 18) this.numbers(context, job, x, middle, until, paint);
+    });
+  }
+
+  /* How many replicas, where there is room for it. */
+  numbers(context, job, x, middle, until, paint) {
+    context.textAlign = "center";
+    context.textBaseline = "middle";
+    context.font = "600 11px system-ui, sans-serif";
+    for (const span of job.spans) {
+      const left = x(span.from),
+        right = x(span.to ?? until),
+        tall = (this.row - 3) * Math.sqrt(span.num_replicas / this.most);
+      if (right - left < 18 || tall < 12) continue;
+      context.lineWidth = 3;
+      context.strokeStyle = paint.card;
+      context.fillStyle = paint.ink;
+      context.lineJoin = "round";
+      context.strokeText(String(span.num_replicas), (left + right) / 2, middle + 0.5);
+      context.fillText(String(span.num_replicas), (left + right) / 2, middle + 0.5);
+    }
+    context.font = "12px system-ui, sans-serif";
+  }
+
+  axis(context, x, since, until, width, height, paint) {
+    const step = STEPS_S.find(one => (until - since) / one <= Math.max(2, width / 90)) ?? STEPS_S.at(-1);
+    const shift = 60 * new Date(1000 * since).getTimezoneOffset(); // ticks at whole hours of the clock on the wall
+    context.textAlign = "center";
+    context.textBaseline = "alphabetic";
+    const form =
+      step >= 86400
+        ? {day: "numeric", month: "short"}
+        : {hour: "2-digit", minute: "2-digit", hourCycle: "h23", ...(step < 60 ? {second: "2-digit"} : {})};
+    const shown = new Intl.DateTimeFormat(undefined, form);
+    for (let at = Math.ceil((since - shift) / step) * step + shift; at <= until; at += step) {
+      const place = x(at);
+      context.strokeStyle = paint.line;
+      context.lineWidth = 1;
+      context.beginPath();
+      context.moveTo(place, 0);
+      context.lineTo(place, height - AXIS + 4);
+      context.stroke();
+      const text = shown.format(new Date(1000 * at)),
+        half = context.measureText(text).width / 2;
+      if (place - half < 0 || place + half > x(until) + 8) continue;
+      context.fillStyle = paint.muted;
+      context.fillText(text, place, height - 6);
+    }
+  }
+
+  listen(element) {
+    const rowAt = event => {
+      const index = Math.floor((event.clientY - element.getBoundingClientRect().top) / this.row);
+      return this.data?.jobs[index] ? index : null;
+    };
+    element.addEventListener("pointermove", event => {
+      const index = rowAt(event);
+      if (index !== this.hovered) {
+        this.hovered = index;
+        this.canvas.ask();
+      }
+      if (index === null || event.pointerType === "touch") {
+        tip.hide();
+        return;
+      }
+      tip.show(this.words(index, event.clientX - element.getBoundingClientRect().left), event.clientX, event.clientY);
+    });
+    element.addEventListener("pointerleave", () => {
+      this.hovered = null;
+      tip.hide();
+      this.canvas.ask();
+    });
+    element.addEventListener("click", event => {
+      const index = rowAt(event);
+      if (index !== null) {
+        tip.hide();
+        this.openJob(this.data.jobs[index].name);
+      }
+    });
+    element.addEventListener("focus", () => {
+      this.cursor ??= 0;
+      this.canvas.ask();
+    });
+    element.addEventListener("blur", () => {
+      tip.hide();
+      this.canvas.ask();
+    });
+    element.addEventListener("keydown", event => {
+      const num = this.data?.jobs.length ?? 0;
+      if (!num) return;
+      if (event.key === "Enter") this.openJob(this.data.jobs[this.cursor].name);
+      else if (event.key === "ArrowDown") this.cursor = Math.min(num - 1, this.cursor + 1);
+      else if (event.key === "ArrowUp") this.cursor = Math.max(0, this.cursor - 1);
+      else return;
+      event.preventDefault();
+      const box = element.getBoundingClientRect(),
+        lines = this.words(this.cursor, null);
+      announce(lines.join(", "));
+      tip.show(lines, box.left + 40, box.top + (this.cursor + 1) * this.row);
+      this.canvas.ask();
+    });
+  }
+
+  words(index, place) {
+    const job = this.data.jobs[index],
+      {names, since, until, width} = this.shape;
+    const lines = [
+      job.name,
+      `${job.state}; submitted ${time(job.submitted_at)}${job.finished_at ? `, ended ${time(job.finished_at)}` : ""}`,
+    ];
+    if (place !== null && place > names) {
+      const at = since + ((place - names) / (width - names - 8)) * (until - since);
+      const span = job.spans.find(one => one.from <= at && at < (one.to ?? until));
+      const where = span?.allocation
+        .slice(0, 4)
+        .map(([node, num]) => `${num} on ${node}`)
+        .join(", ");
+      if (span)
+        lines.push(
+          `${time(at)}: ${plural(span.num_replicas, "replica")} for ${duration((span.to ?? until) - span.from)}`,
+          where + (span.allocation.length > 4 ? ", …" : ""),
+        );
+      else
+        lines.push(
+          `${time(at)}: ${at < job.submitted_at || at > (job.finished_at ?? Infinity) ? "not here" : "no slots"}`,
+        );
+    } else lines.push(plural(job.spans.length, "allocation"));
+    return lines;
+  }
+
+  remove() {
+    this.canvas.remove();
+  }
+}

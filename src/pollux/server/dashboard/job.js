@@ -1,0 +1,342 @@
+/* The page of one job: what it is and has, how it trains, what was learnt of it, why it has what it has, its output. */
+
+import {api, post} from "./api.js";
+import {DataTable, confirmDialog, fill, h, set, setText, toast} from "./dom.js";
+import {DASH, FINAL, ago, batchParts, count, duration, number, plural, replicaRange, share, time} from "./format.js";
+import {jobFigures} from "./job_figures.js";
+import {progressBar, stateChip} from "./jobs.js";
+import {LogView} from "./logs.js";
+import {swatch} from "./paint.js";
+import {now, store} from "./store.js";
+import {openSubmit} from "./submit.js";
+
+const EVERY_MS = 2000,
+  MODEL_EVERY_MS = 8000;
+
+/* Facts with their names; made once, then only their text is set. */
+class Facts {
+  constructor() {
+    this.element = h("dl", {class: "facts card"});
+    this.rows = new Map();
+  }
+
+  update(pairs) {
+    for (const [name, value, title] of pairs) {
+      let row = this.rows.get(name);
+      if (!row) {
+        row = {value: h("dd"), box: null};
+        row.box = h("div", {title}, h("dt", {}, name), row.value);
+        this.rows.set(name, row);
+        this.element.append(row.box);
+      }
+      setText(row.value, value);
+    }
+  }
+}
+
+const nodesIn = shares => (shares.length ? shares.map(([node, num]) => `${num} on ${node}`).join(", ") : "none");
+
+const replicaTable = () =>
+  new DataTable({
+    columns: [
+      {key: "rank", label: "Rank", value: one => one.rank, cell: one => (one.rank === null ? DASH : String(one.rank))},
+      {key: "id", label: "Replica", class: "left", cell: one => one.replica_id},
+      {key: "node", label: "Node", class: "left", value: one => one.node, cell: one => one.node},
+      {key: "slot", label: "Slot", value: one => one.slot, cell: one => String(one.slot)},
+      {key: "pid", label: "Process", cell: one => (one.pid === null ? DASH : String(one.pid))},
+      {key: "state", label: "State", class: "left", cell: one => one.state},
+    ],
+    keyOf: one => one.replica_id,
+    sort: {key: "rank", isDown: false},
+    label: "Replicas",
+    empty: "It has no replicas now.",
+  });
+
+const decisionTable = () =>
+  new DataTable({
+    columns: [
+      {key: "at", label: "When", cell: one => time(one.at)},
+      {key: "change", label: "Replicas", class: "left", cell: one => `${one.before} → ${one.after}`},
+      {
+        key: "speedup",
+        label: "Speedup",
+        class: "left",
+        cell: one => `${number(one.speedup_before)} → ${number(one.speedup_after)}`,
+      },
+      {
+        key: "fitness",
+        label: "Fitness",
+        title: "Of the whole cluster, after the decision",
+        cell: one => number(one.fitness),
+      },
+      {key: "trigger", label: "Why then", class: "left words", cell: one => one.trigger},
+      {key: "note", label: "Note", class: "left words", cell: one => one.note},
+    ],
+    keyOf: one => `${one.round}/${one.at}`,
+    step: 20,
+    label: "Decisions",
+    empty: "No decision has changed it.",
+  });
+
+const transitionTable = () =>
+  new DataTable({
+    columns: [
+      {key: "at", label: "When", cell: one => time(one.at)},
+      {key: "change", label: "State", class: "left", mark: one => one.target, cell: one => stateChip(one.target)},
+      {key: "reason", label: "Why", class: "left words", cell: one => one.reason},
+    ],
+    keyOf: one => `${one.at}/${one.source}/${one.target}`,
+    step: 20,
+    label: "States",
+    empty: "Nothing has happened yet.",
+  });
+
+const resizeTable = () =>
+  new DataTable({
+    columns: [
+      {key: "at", label: "When", cell: one => time(one.at)},
+      {key: "before", label: "From", class: "left words", cell: one => nodesIn(one.before)},
+      {key: "after", label: "To", class: "left words", cell: one => nodesIn(one.after)},
+      {key: "took", label: "Took", cell: one => (one.took_s === null ? "not finished" : duration(one.took_s))},
+    ],
+    keyOf: one => one.generation,
+    step: 20,
+    label: "Resizes",
+    empty: "It was never started.",
+  });
+
+const section = (title, ...children) => h("section", {}, h("h2", {}, title), children);
+const newestFirst = list => [...list].reverse();
+
+export function jobPage({name, go}) {
+  const leaving = new AbortController(),
+    {signal} = leaving,
+    path = `/jobs/${encodeURIComponent(name)}`;
+  const chip = h("span"),
+    bar = h("span"),
+    reason = h("p", {class: "reason"}),
+    failure = h("pre", {class: "failure", hidden: true});
+  const command = h("code", {class: "command"}),
+    facts = new Facts(),
+    figures = jobFigures(),
+    logs = new LogView(name);
+  const cancel = h("button", {type: "button", class: "danger", hidden: true, onclick: askCancel}, "Cancel the job");
+  const again = h(
+    "button",
+    {type: "button", class: "ghost", hidden: true, onclick: () => openSubmit({go, request: detail?.request})},
+    "Submit again",
+  );
+  const replicas = replicaTable(),
+    decisions = decisionTable(),
+    transitions = transitionTable(),
+    resizes = resizeTable();
+  const body = h(
+    "div",
+    {hidden: true},
+    facts.element,
+    failure,
+    section("Training", h("div", {class: "grid charts"}, figures.curves)),
+    section("What was learnt of it", h("div", {class: "grid charts"}, figures.model)),
+    section("Output", logs.element),
+    section("Replicas", replicas.element),
+    section("Decisions about it", decisions.element),
+    h("div", {class: "grid"}, section("States", transitions.element), section("Starts and resizes", resizes.element)),
+  );
+  const missing = h("div", {class: "card pad empty-page", hidden: true});
+  const element = h(
+    "div",
+    {},
+    h("p", {class: "crumbs"}, h("a", {href: "#/jobs"}, "Jobs"), " / "),
+    h(
+      "div",
+      {class: "section-head"},
+      h("h1", {}, swatch(name), name, " ", chip),
+      h("div", {class: "actions"}, again, cancel),
+    ),
+    bar,
+    reason,
+    command,
+    missing,
+    body,
+  );
+
+  let detail = null,
+    shownState = null;
+
+  async function askCancel() {
+    const told = await confirmDialog({
+      title: `Cancel ${name}?`,
+      text: "It checkpoints and leaves. A cancelled job does not go on by itself.",
+      action: "Cancel the job",
+      field: "Reason (shown with the job)",
+    });
+    if (!told) return;
+    set(cancel, {disabled: true});
+    try {
+      await post(`${path}/cancel`, told.text ? {reason: told.text} : {});
+      toast(`${name} is being cancelled.`, "good");
+      refresh(true);
+    } catch (error) {
+      toast(error.message);
+    }
+    set(cancel, {disabled: false});
+  }
+
+  function show() {
+    const job = {...(detail ?? {}), ...(store.jobs.get(name) ?? {})};
+    if (!job.name) return;
+    missing.hidden = true;
+    body.hidden = false;
+    if (job.state !== shownState) {
+      shownState = job.state;
+      fill(chip, stateChip(job.state));
+    }
+    fill(bar, typeof job.progress === "number" && progressBar(job.progress));
+    setText(reason, [job.note, job.reason].filter(Boolean).join(" · "));
+    reason.hidden = !reason.textContent;
+    cancel.hidden = FINAL.has(job.state);
+    const lasted = job.started_at === null ? null : (job.finished_at ?? now()) - job.started_at;
+    facts.update([
+      ["Replicas", `${job.num_replicas}`, ""],
+      ["Allowed", replicaRange(job.min_replicas, job.max_replicas)],
+      [
+        "Nodes",
+        job.allocation?.length
+          ? job.allocation.length > 3
+            ? plural(job.allocation.length, "node")
+            : nodesIn(job.allocation)
+          : DASH,
+      ],
+      [
+        "Total batch",
+        job.total_batch === null
+          ? DASH
+          : `${count(job.total_batch)}${job.num_replicas ? " =" : ","} ${batchParts(job)}`,
+        "Replicas × device batch × accumulation",
+      ],
+      ["Learning-rate gain", number(job.gain)],
+      ["Noise scale", number(job.noise_scale)],
+      ["Efficiency", share(job.efficiency)],
+      ["Throughput", job.throughput === null ? DASH : `${number(job.throughput)}/s`, "Examples per second"],
+      ["Goodput", job.goodput === null ? DASH : `${number(job.goodput)}/s`, "Useful examples per second"],
+      ["Epoch", number(job.epoch)],
+      ["Time left", duration(job.remaining_s)],
+      ["Running for", duration(lasted)],
+      ["Submitted", time(job.submitted_at)],
+      ["Last report", job.reported_at === null ? DASH : ago(Math.max(0, now() - job.reported_at))],
+      ["Resizes", number(job.num_restarts)],
+      ["Crashes", number(job.num_crashes)],
+      [
+        "Time lost",
+        detail
+          ? `${duration(detail.lost_s)}${detail.lost_share === null ? "" : ` (${share(detail.lost_share)})`}`
+          : DASH,
+        "To starts, resizes and restarts",
+      ],
+      ["Application", job.application || DASH],
+    ]);
+  }
+
+  function showDetail() {
+    setText(
+      command,
+      detail.command?.length ? `${detail.cwd ? `${detail.cwd} $ ` : "$ "}${detail.command.map(shown).join(" ")}` : "",
+    );
+    again.hidden = !detail.request;
+    failure.hidden = !detail.failure;
+    setText(failure, detail.failure);
+    replicas.update(detail.replicas);
+    decisions.update(newestFirst(detail.decisions).sort((a, b) => b.at - a.at));
+    transitions.update(newestFirst(detail.transitions));
+    resizes.update(newestFirst(detail.resizes).sort((a, b) => b.generation - a.generation));
+  }
+
+  let timer = null,
+    loadedAt = 0,
+    modelAt = 0,
+    isLoading = false;
+  async function load() {
+    timer = null;
+    isLoading = true;
+    loadedAt = performance.now();
+    const wantsModel = performance.now() - modelAt > MODEL_EVERY_MS || !modelAt;
+    try {
+      const [found, curves, model] = await Promise.all([
+        api(path, {signal}),
+        api(`${path}/curves?points=600`, {signal}),
+        wantsModel ? api(`${path}/model`, {signal}) : null,
+      ]);
+      detail = found;
+      show();
+      showDetail();
+      figures.updateCurves(curves);
+      if (model) {
+        modelAt = performance.now();
+        figures.updateModel(model);
+      }
+    } catch (error) {
+      if (error.name === "AbortError") return;
+      if (error.status === 404 && !detail) {
+        fill(
+          missing,
+          h("h2", {}, `There is no job “${name}”.`),
+          h(
+            "p",
+            {},
+            error.known?.length
+              ? [
+                  "There are ",
+                  error.known
+                    .slice(0, 8)
+                    .map((one, index) => [index ? ", " : "", h("a", {href: `#/jobs/${encodeURIComponent(one)}`}, one)]),
+                ]
+              : "No job has been submitted yet.",
+          ),
+        );
+        missing.hidden = false;
+      } else if (error.status) toast(error.message);
+    } finally {
+      isLoading = false;
+    }
+  }
+  function refresh(isUrgent) {
+    if (timer && !isUrgent) return;
+    clearTimeout(timer);
+    timer = setTimeout(
+      () => (isLoading ? refresh(false) : load()),
+      isUrgent ? 0 : Math.max(50, loadedAt + EVERY_MS - performance.now()),
+    );
+  }
+
+  const ticking = setInterval(() => {
+    if (!document.hidden) show();
+  }, 1000);
+  load();
+  show();
+  return {
+    title: name,
+    element,
+    update(changes) {
+      if (changes.isFull) {
+        modelAt = 0;
+        refresh(true);
+        show();
+      } else if (changes.jobs.has(name)) {
+        show();
+        refresh(false);
+      }
+    },
+    remove() {
+      clearInterval(ticking);
+      clearTimeout(timer);
+      leaving.abort();
+      logs.remove();
+      figures.remove();
+    },
+  };
+}
+
+/* A word as it would be typed in a shell. */
+function shown(word) {
+  return /^[\w@%+=:,./-]+$/.test(word) ? word : `'${word.replaceAll("'", "'\\''")}'`;
+}

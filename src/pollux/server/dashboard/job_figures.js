@@ -1,0 +1,347 @@
+/* The figures of one job: how it trained, and the model of its speed against what was measured. */
+
+import {Figure, hasNumbers, lastOf, layout, line, logAxis, wholeAxis} from "./charts.js";
+import {DASH, count, duration, number, plain, plural, share, wallClock} from "./format.js";
+
+const MOST_METRICS = 12,
+  MOST_LINES = 12;
+const LEGEND = {showlegend: true, margin: {l: 44, r: 12, t: 26, b: 28}};
+const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "x", "cross", "star", "pentagon"];
+
+export function jobFigures() {
+  const own = {
+    replicas: new Figure({title: "Replicas"}),
+    batch: new Figure({title: "Batch size", hint: "total, and per device"}),
+    accum: new Figure({title: "Accumulation", hint: "extra passes per step"}),
+    gain: new Figure({title: "Learning-rate gain"}),
+    noise: new Figure({title: "Gradient noise scale", hint: "examples, log scale"}),
+    efficiency: new Figure({title: "Efficiency"}),
+    speed: new Figure({title: "Throughput and goodput", hint: "examples per second"}),
+    progress: new Figure({title: "Progress"}),
+  };
+  const metrics = new Map(),
+    holder = document.createElement("div");
+  holder.className = "grid charts wide";
+  const model = {
+    fit: new Figure({
+      title: "Time of a step",
+      hint: "fitted: lines; measured: points",
+      height: 300,
+      empty: "No speed has been fitted yet: that takes a few reports.",
+    }),
+    error: new Figure({
+      title: "Measured against predicted",
+      hint: "a perfect fit is on the line",
+      height: 300,
+      empty: "No speed has been fitted yet.",
+    }),
+    goodput: new Figure({
+      title: "Goodput by batch size",
+      hint: "for its present replicas",
+      height: 300,
+      empty: "Needs a fitted model, a noise scale and replicas.",
+    }),
+    speedup: new Figure({
+      title: "Speedup by replicas",
+      hint: "what the last decision considered",
+      height: 300,
+      empty: "No decision has considered more than one size for it.",
+    }),
+  };
+  return {
+    curves: [...Object.values(own).map(figure => figure.element), holder],
+    model: Object.values(model).map(figure => figure.element),
+    updateCurves: told => {
+      drawCurves(own, told);
+      drawMetrics(metrics, holder, told);
+    },
+    updateModel: told => drawModel(model, told),
+    remove() {
+      for (const figure of [...Object.values(own), ...metrics.values(), ...Object.values(model)]) figure.remove();
+    },
+  };
+}
+
+function drawCurves(own, told) {
+  const x = told.at.map(wallClock);
+  const one = (figure, name, colour, show, {shape = "linear", ...more} = {}) =>
+    figure.update(
+      hasNumbers(told[name])
+        ? {data: [line(x, told[name], plain(name.replaceAll("_", " ")), colour, {line: {shape}})], layout: layout(more)}
+        : null,
+      show(lastOf(told[name])),
+    );
+  one(own.replicas, "num_replicas", "@0", number, {shape: "hv", yaxis: wholeAxis(told.num_replicas)});
+  own.batch.update(
+    hasNumbers(told.total_batch)
+      ? {
+          data: [
+            line(x, told.total_batch, "total", "@0", {line: {shape: "hv"}}),
+            line(x, told.device_batch, "per device", "@3", {line: {shape: "hv", dash: "dash"}}),
+          ],
+          layout: layout(LEGEND),
+        }
+      : null,
+    count(lastOf(told.total_batch)),
+  );
+  one(own.accum, "accum_steps", "@5", number, {shape: "hv", yaxis: wholeAxis(told.accum_steps)});
+  one(own.gain, "gain", "@2", number);
+  const noise = told.noise_scale.map(value => (value > 0 ? value : null));
+  own.noise.update(
+    hasNumbers(noise) ? {data: [line(x, noise, "noise scale", "@4")], layout: layout({yaxis: logAxis(noise)})} : null,
+    number(lastOf(told.noise_scale)),
+  );
+  one(own.efficiency, "efficiency", "@2", share, {yaxis: {tickformat: ".0%", rangemode: "tozero", nticks: 5}});
+  own.speed.update(
+    hasNumbers(told.throughput)
+      ? {
+          data: [
+            line(x, told.throughput, "throughput", "@0"),
+            line(x, told.goodput, "goodput", "@2", {line: {dash: "dash"}}),
+          ],
+          layout: layout(LEGEND),
+        }
+      : null,
+    hasNumbers(told.goodput) ? `${number(lastOf(told.goodput))}/s useful` : "",
+  );
+  one(own.progress, "progress", "@0", share, {yaxis: {tickformat: ".0%", range: [0, 1.04]}});
+}
+
+/* The loss first; the others by name. Figures come as metrics do. */
+function drawMetrics(figures, holder, told) {
+  const names = Object.keys(told.metrics)
+    .sort((a, b) => (b === "loss") - (a === "loss") || a.localeCompare(b))
+    .slice(0, MOST_METRICS);
+  const x = told.at.map(wallClock);
+  for (const name of names) {
+    let figure = figures.get(name);
+    if (!figure) {
+      figure = new Figure({
+        title: name.slice(0, 80),
+        hint: "logged by the script",
+        empty: "Logged, but never as a finite number.",
+      });
+      figures.set(name, figure);
+      holder.append(figure.element);
+    }
+    const values = told.metrics[name];
+    figure.update(
+      hasNumbers(values)
+        ? {
+            data: [line(x, values, plain(name.slice(0, 40)), "@3", {connectgaps: true})],
+            layout: layout({yaxis: {rangemode: "normal", nticks: 5}}),
+          }
+        : null,
+      number(lastOf(values)),
+    );
+  }
+}
+
+function drawModel(figures, told) {
+  const found = Object.entries(told.accelerators ?? {}).filter(([, fit]) => fit.points.length);
+  drawFit(figures.fit, found);
+  drawError(figures.error, found);
+  drawGoodput(figures.goodput, told.goodput);
+  drawSpeedup(figures.speedup, told.speedups);
+}
+
+const setup = (one, type, hasTypes) =>
+  `${one.num_replicas}${one.num_nodes > 1 ? ` on ${one.num_nodes} nodes` : ""}${hasTypes ? ` (${plain(type)})` : ""}`;
+/* The error is one of logarithms: how many percent it is off, or by which factor. */
+const errorOf = rmsle =>
+  rmsle === null ? DASH : rmsle < 0.5 ? share(Math.expm1(rmsle), 1) : `a factor of ${number(Math.exp(rmsle), 2)}`;
+const errors = found =>
+  found.map(([type, fit]) => `${found.length > 1 ? `${type} ` : ""}${errorOf(fit.rmsle)}`).join(", ");
+
+function drawFit(figure, found) {
+  if (!found.length) {
+    figure.update(null);
+    return;
+  }
+  const data = [],
+    numberOf = new Map();
+  const style = key => {
+    if (!numberOf.has(key)) numberOf.set(key, numberOf.size);
+    return numberOf.get(key);
+  };
+  for (const [type, fit] of found) {
+    for (const drawn of fit.lines.slice(0, MOST_LINES)) {
+      const name = setup(drawn, type, found.length > 1),
+        colour = `@${style(name) % 6}`;
+      data.push({
+        ...line(drawn.device_batch, drawn.step_s, name, colour, {line: {width: 1.5}}),
+        mode: "lines",
+        showlegend: false,
+        hoverinfo: "skip",
+        hovertemplate: undefined,
+      });
+    }
+    const groups = Map.groupBy
+      ? Map.groupBy(fit.points, point => setup(point, type, found.length > 1))
+      : grouped(fit.points, point => setup(point, type, found.length > 1));
+    for (const [name, points] of groups) {
+      const index = style(name);
+      data.push({
+        type: "scatter",
+        mode: "markers",
+        name,
+        x: points.map(one => one.device_batch),
+        y: points.map(one => one.step_s),
+        customdata: points.map(one => [duration(one.predicted_step_s), one.num_steps]),
+        marker: {
+          color: `@${index % 6}`,
+          symbol: SYMBOLS[index % SYMBOLS.length],
+          size: 9,
+          line: {color: "@card", width: 1},
+        },
+        hovertemplate:
+          "%{x} per device: %{y:.4~g} s<br>predicted %{customdata[0]}, %{customdata[1]} steps<extra>" +
+          name +
+          " replicas</extra>",
+      });
+    }
+  }
+  figure.update(
+    {
+      data,
+      layout: layout({
+        hovermode: "closest",
+        xaxis: {title: {text: "examples per device"}, rangemode: "tozero"},
+        yaxis: {title: {text: "seconds"}, rangemode: "tozero", nticks: 6},
+        showlegend: true,
+        legend: {orientation: "h", y: 1.02, yanchor: "bottom", x: 0, title: {text: "replicas "}},
+        margin: {l: 50, r: 12, t: 30, b: 44},
+      }),
+    },
+    `error ${errors(found)}`,
+  );
+}
+
+function grouped(items, keyOf) {
+  const groups = new Map();
+  for (const item of items) groups.set(keyOf(item), [...(groups.get(keyOf(item)) ?? []), item]);
+  return groups;
+}
+
+function drawError(figure, found) {
+  const points = found.flatMap(([type, fit]) =>
+    fit.points.filter(one => one.predicted_step_s !== null).map(one => ({...one, type})),
+  );
+  if (!points.length) {
+    figure.update(null);
+    return;
+  }
+  const ends = [
+    Math.min(...points.flatMap(one => [one.step_s, one.predicted_step_s])),
+    Math.max(...points.flatMap(one => [one.step_s, one.predicted_step_s])),
+  ];
+  const marks = (of, predicted, name, colour, symbol) => ({
+    type: "scatter",
+    mode: "markers",
+    name,
+    x: points.map(one => one[of]),
+    y: points.map(one => one[predicted]),
+    customdata: points.map(one => `${plural(one.num_replicas, "replica")}, ${one.device_batch} per device`),
+    marker: {color: colour, symbol, size: 8, line: {color: "@card", width: 1}},
+    hovertemplate: "%{customdata}<br>measured %{x:.4~g} s, predicted %{y:.4~g} s<extra></extra>",
+  });
+  const worst = Math.max(...points.map(one => Math.abs(one.predicted_step_s / one.step_s - 1)));
+  figure.update(
+    {
+      data: [
+        {
+          ...line(ends, ends, "perfect", "@muted", {line: {dash: "dot", width: 1.5}}),
+          mode: "lines",
+          hoverinfo: "skip",
+          hovertemplate: undefined,
+          showlegend: false,
+        },
+        marks("step_s", "predicted_step_s", "step", "@0", "circle"),
+        marks("grad_s", "predicted_grad_s", "gradient alone", "@1", "diamond"),
+      ],
+      layout: layout({
+        hovermode: "closest",
+        showlegend: true,
+        margin: {l: 50, r: 12, t: 30, b: 44},
+        xaxis: {title: {text: "measured seconds"}, rangemode: "tozero"},
+        yaxis: {title: {text: "predicted seconds"}, rangemode: "tozero", nticks: 6},
+      }),
+    },
+    `worst ${share(worst)} off`,
+  );
+}
+
+function drawGoodput(figure, told) {
+  if (!told?.total_batch?.length) {
+    figure.update(null);
+    return;
+  }
+  const {chosen} = told;
+  figure.update(
+    {
+      data: [
+        line(told.total_batch, told.throughput, "throughput", "@0", {line: {dash: "dot", width: 1.5}}),
+        line(told.total_batch, told.goodput, "goodput", "@2"),
+        ...(chosen
+          ? [
+              {
+                type: "scatter",
+                mode: "markers",
+                name: "chosen",
+                x: [chosen.total_batch],
+                y: [chosen.goodput],
+                marker: {color: "@3", size: 13, symbol: "star", line: {color: "@card", width: 1}},
+                hovertemplate: `${count(chosen.total_batch)}: %{y:.4~g}/s<extra>chosen</extra>`,
+              },
+            ]
+          : []),
+      ],
+      layout: layout({
+        xaxis: logAxis(told.total_batch, {title: {text: "total batch, examples"}}),
+        yaxis: {title: {text: "examples per second"}, rangemode: "tozero", nticks: 6},
+        showlegend: true,
+        margin: {l: 54, r: 12, t: 30, b: 44},
+      }),
+    },
+    chosen ? `${count(chosen.total_batch)} → ${number(chosen.goodput)}/s, efficiency ${share(chosen.efficiency)}` : "",
+  );
+}
+
+function drawSpeedup(figure, told) {
+  if (!told || told.num_replicas.length < 1) {
+    figure.update(null);
+    return;
+  }
+  const index = told.num_replicas.indexOf(told.chosen);
+  figure.update(
+    {
+      data: [
+        {...line(told.num_replicas, told.speedup, "speedup", "@0"), mode: "lines+markers"},
+        ...(index >= 0
+          ? [
+              {
+                type: "scatter",
+                mode: "markers",
+                name: "chosen",
+                x: [told.chosen],
+                y: [told.speedup[index]],
+                marker: {color: "@3", size: 13, symbol: "star", line: {color: "@card", width: 1}},
+                hovertemplate: "%{y:.4~g}<extra>chosen</extra>",
+              },
+            ]
+          : []),
+      ],
+      layout: layout({
+        xaxis: {title: {text: "replicas"}, ...wholeAxis(told.num_replicas)},
+        yaxis: {title: {text: "speedup over its fair share"}, rangemode: "tozero", nticks: 6},
+        showlegend: true,
+        margin: {l: 50, r: 12, t: 30, b: 44},
+      }),
+    },
+    index >= 0
+      ? `${plural(told.chosen, "replica")} → ${number(told.speedup[index])}`
+      : told.chosen === 0
+        ? "chosen: none now"
+        : "",
+  );
+}

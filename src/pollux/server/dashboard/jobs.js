@@ -1,0 +1,248 @@
+/* Jobs as a table, to sort and to search; and the page with all of them. */
+
+import {api} from "./api.js";
+import {DataTable, h, set, setText, toast} from "./dom.js";
+import {DASH, FINAL, ago, batchParts, count, duration, number, plural, share, time} from "./format.js";
+import {jobLink} from "./paint.js";
+import {now, store} from "./store.js";
+
+const RANK = {running: 0, resizing: 0, starting: 1, stopping: 1, pending: 2, failed: 3, cancelled: 4, succeeded: 5};
+const MARKS = {
+  running: "▶",
+  resizing: "↔",
+  starting: "△",
+  stopping: "▽",
+  pending: "…",
+  failed: "✕",
+  cancelled: "◦",
+  succeeded: "✓",
+};
+
+/* The state in words, a sign and a colour. */
+export const stateChip = state =>
+  h("span", {class: `state ${state}`}, h("span", {"aria-hidden": "true"}, MARKS[state] ?? "?"), state);
+
+export function progressBar(progress) {
+  if (typeof progress !== "number") return DASH;
+  return h(
+    "span",
+    {
+      class: "progress",
+      role: "progressbar",
+      "aria-valuemin": 0,
+      "aria-valuemax": 100,
+      "aria-valuenow": Math.round(100 * progress),
+      "aria-label": "progress",
+    },
+    h(
+      "span",
+      {class: "progress-track"},
+      h("span", {class: "progress-bar", style: {width: `${Math.min(100, 100 * progress)}%`}}),
+    ),
+    h("span", {class: "progress-text"}, share(progress)),
+  );
+}
+
+/* Where all is well there is nothing to explain. */
+const why = job => job.note || (["running", "succeeded"].includes(job.state) ? "" : job.reason);
+
+const columns = () => [
+  {
+    key: "name",
+    label: "Job",
+    value: job => job.name,
+    mark: job => `${job.name}/${why(job)}`,
+    cell: job => [jobLink(job.name), why(job) && h("small", {class: "why", title: why(job)}, why(job))],
+  },
+  {
+    key: "state",
+    label: "State",
+    class: "left",
+    value: job => (RANK[job.state] ?? 9) * 1e9 - job.sequence,
+    mark: job => job.state,
+    cell: job => stateChip(job.state),
+  },
+  {
+    key: "replicas",
+    label: "Replicas",
+    isDown: true,
+    value: job => job.num_replicas,
+    cell: job => (job.num_replicas ? String(job.num_replicas) : DASH),
+  },
+  {
+    key: "progress",
+    label: "Progress",
+    class: "left",
+    isDown: true,
+    value: job => job.progress,
+    mark: job => (job.progress === null ? DASH : share(job.progress)),
+    cell: job => progressBar(job.progress),
+  },
+  {
+    key: "remaining",
+    label: "Left",
+    title: "Time it still needs, by its own reports",
+    value: job => job.remaining_s,
+    cell: job => (job.remaining_s === null ? DASH : duration(job.remaining_s)),
+  },
+  {
+    key: "batch",
+    label: "Batch",
+    title: "Examples per step: replicas × device batch × accumulation",
+    isDown: true,
+    value: job => job.total_batch,
+    mark: job => `${job.total_batch}/${batchParts(job)}`,
+    cell: job => (job.total_batch === null ? DASH : [count(job.total_batch), h("small", {}, batchParts(job))]),
+  },
+  {
+    key: "efficiency",
+    label: "Efficiency",
+    title: "Statistical efficiency: progress per example, against the batch size it was tuned for",
+    isDown: true,
+    value: job => job.efficiency,
+    cell: job => share(job.efficiency),
+  },
+  {
+    key: "goodput",
+    label: "Goodput",
+    title: "Useful examples per second",
+    isDown: true,
+    value: job => job.goodput,
+    cell: job => (job.goodput === null ? DASH : `${number(job.goodput)}/s`),
+  },
+  {key: "loss", label: "Loss", value: job => job.loss, cell: job => number(job.loss)},
+  {
+    key: "submitted",
+    label: "Submitted",
+    isDown: true,
+    value: job => job.submitted_at,
+    cell: job => time(job.submitted_at),
+  },
+];
+
+export class JobsTable {
+  constructor({step = 100} = {}) {
+    this.all = [];
+    this.search = h("input", {
+      type: "search",
+      placeholder: "Filter by name, state, reason …",
+      "aria-label": "Filter jobs",
+      oninput: () => this.show(),
+    });
+    this.which = h(
+      "select",
+      {"aria-label": "Which jobs", onchange: () => this.show()},
+      [
+        ["all", "All jobs"],
+        ["active", "Active"],
+        ["ended", "Ended"],
+        ["failed", "Failed"],
+      ].map(([value, text]) => h("option", {value}, text)),
+    );
+    this.tally = h("span", {class: "muted", role: "status"});
+    this.table = new DataTable({
+      columns: columns(),
+      keyOf: job => job.name,
+      sort: {key: "state", isDown: false},
+      step,
+      label: "Jobs",
+      empty: "No job matches.",
+    });
+    this.element = h("div", {}, h("div", {class: "tools"}, this.search, this.which, this.tally), this.table.element);
+  }
+
+  update(jobs) {
+    this.all = jobs;
+    this.show();
+  }
+
+  show() {
+    const words = this.search.value.toLowerCase().split(/\s+/).filter(Boolean),
+      which = this.which.value;
+    const chosen = this.all.filter(job => {
+      if (
+        (which === "active" && FINAL.has(job.state)) ||
+        (which === "ended" && !FINAL.has(job.state)) ||
+        (which === "failed" && job.state !== "failed")
+      )
+        return false;
+      if (!words.length) return true;
+      const text = `${job.name} ${job.state} ${job.application} ${why(job)} ${job.kind}`.toLowerCase();
+      return words.every(word => text.includes(word));
+    });
+    this.table.empty.textContent = this.all.length
+      ? "No job matches."
+      : "No jobs yet. “Submit a job” above starts one, as does: pollux submit -- python train.py";
+    this.table.update(chosen);
+    setText(
+      this.tally,
+      chosen.length === this.all.length
+        ? plural(chosen.length, "job")
+        : `${count(chosen.length)} of ${plural(this.all.length, "job")}`,
+    );
+  }
+}
+
+/* Those who wait, and why. */
+export function queueTable() {
+  return new DataTable({
+    columns: [
+      {key: "name", label: "Job", mark: job => job.name, cell: job => jobLink(job.name)},
+      {
+        key: "why",
+        label: "Waits because",
+        class: "left words",
+        cell: job => why(job) || "waiting for the next decision",
+      },
+      {key: "least", label: "Needs", class: "wide-only", cell: job => plural(job.min_replicas, "slot")},
+      {key: "since", label: "Submitted", cell: job => ago(now() - job.submitted_at)},
+    ],
+    keyOf: job => job.name,
+    step: 20,
+    label: "Queue",
+    empty: "Nobody waits.",
+  });
+}
+
+/* The page: what is live, and on request what ended long ago. */
+export function jobsPage() {
+  const older = new Map(),
+    table = new JobsTable();
+  const more = h("button", {type: "button", class: "ghost", onclick: load}, "Load older jobs");
+  const note = h("p", {class: "muted"});
+  let offset = 0,
+    total = null;
+
+  async function load() {
+    set(more, {disabled: true});
+    try {
+      const page = await api(`/jobs?limit=500&offset=${offset}&newest=true`);
+      offset += page.jobs.length;
+      total = page.total;
+      for (const job of page.jobs)
+        older.set(job.name, {...job, loss: typeof job.metrics?.loss === "number" ? job.metrics.loss : null});
+      update();
+    } catch (error) {
+      toast(error.message);
+    }
+    set(more, {disabled: false});
+  }
+
+  function update() {
+    const merged = new Map([...older, ...store.jobs]);
+    table.update([...merged.values()]);
+    const known = Object.values(store.cluster?.jobs ?? {}).reduce((sum, num) => sum + num, 0);
+    more.hidden = total !== null ? offset >= total : known <= merged.size;
+    setText(note, more.hidden ? "" : "All active jobs are here, and those that ended last.");
+  }
+
+  update();
+  return {
+    title: "Jobs",
+    element: h("div", {}, h("h1", {}, "Jobs"), table.element, h("div", {class: "actions left"}, more, note)),
+    update: changes => {
+      if (changes.jobs.size || changes.cluster) update();
+    },
+    remove() {},
+  };
+}

@@ -1,0 +1,127 @@
+/* Single nodes: what is on them, as a table or one at a time; draining them. */
+
+import {post} from "./api.js";
+import {DataTable, confirmDialog, h, toast} from "./dom.js";
+import {DASH, plural} from "./format.js";
+import {jobLink} from "./paint.js";
+import {store} from "./store.js";
+
+async function setDrained(name, isDrained) {
+  const jobs = store.nodes.get(name)?.jobs ?? [];
+  const told = isDrained
+    ? {
+        title: `Drain ${name}?`,
+        action: "Drain it",
+        text: `No more jobs go there${jobs.length ? `; ${plural(jobs.length, "job")} on it will be moved away` : ""}.`,
+      }
+    : {title: `Use ${name} again?`, action: "Use it again", text: "The next decision may give its slots to jobs."};
+  if (!(await confirmDialog(told))) return;
+  try {
+    const node = await post(`/nodes/${encodeURIComponent(name)}/${isDrained ? "drain" : "undrain"}`);
+    store.nodes.set(node.name, node);
+    toast(isDrained ? `${name} is being drained.` : `${name} is used again.`, "good");
+  } catch (error) {
+    toast(error.message);
+  }
+}
+
+const drainButton = node =>
+  h(
+    "button",
+    {type: "button", class: "ghost", onclick: () => setDrained(node.name, !node.is_draining)},
+    node.is_draining ? "Use again" : "Drain",
+  );
+
+/* What is on a node; from here it is drained, or used again. */
+export function openNode(name) {
+  const node = store.nodes.get(name);
+  if (!node) return;
+  const dialog = h(
+    "dialog",
+    {class: "ask", "aria-labelledby": "node-title"},
+    h(
+      "form",
+      {method: "dialog"},
+      h("h2", {id: "node-title"}, node.name),
+      h(
+        "p",
+        {class: "muted"},
+        [
+          `${node.used} of ${plural(node.num_slots, "slot")} used`,
+          node.accelerator,
+          node.is_draining && "drained",
+          node.is_leaving && "is given back once nobody is on it",
+        ]
+          .filter(Boolean)
+          .join(" · "),
+      ),
+      node.jobs.length
+        ? h(
+            "ul",
+            {class: "plain"},
+            node.jobs.map(job => h("li", {}, jobLink(job.name), ` ${plural(job.num_replicas, "replica")}`)),
+          )
+        : h("p", {}, "No job is on it."),
+      h(
+        "div",
+        {class: "actions"},
+        h("button", {type: "submit", class: "ghost"}, "Close"),
+        h(
+          "button",
+          {type: "submit", value: "drain", class: node.is_draining ? "primary" : "danger"},
+          node.is_draining ? "Use it again …" : "Drain it …",
+        ),
+      ),
+    ),
+  );
+  dialog.addEventListener("click", event => {
+    if (event.target.closest("a") || event.target === dialog) dialog.close();
+  });
+  dialog.addEventListener("close", () => {
+    dialog.remove();
+    if (dialog.returnValue === "drain") setDrained(name, !node.is_draining);
+  });
+  document.body.append(dialog);
+  dialog.showModal();
+}
+
+export const nodeTable = () =>
+  new DataTable({
+    columns: [
+      {key: "name", label: "Node", value: node => node.name, cell: node => node.name},
+      {
+        key: "state",
+        label: "State",
+        class: "left",
+        value: node => Number(node.is_draining),
+        cell: node => (node.is_leaving ? "leaving" : node.is_draining ? "drained" : "in use"),
+      },
+      {
+        key: "accelerator",
+        label: "Type",
+        class: "left",
+        value: node => node.accelerator,
+        cell: node => node.accelerator,
+      },
+      {
+        key: "used",
+        label: "Used",
+        isDown: true,
+        value: node => node.used,
+        cell: node => `${node.used} of ${node.num_slots}`,
+      },
+      {
+        key: "jobs",
+        label: "Jobs",
+        class: "left words",
+        mark: node => JSON.stringify(node.jobs),
+        cell: node =>
+          node.jobs.length ? node.jobs.slice(0, 8).map(job => [jobLink(job.name), ` × ${job.num_replicas} `]) : DASH,
+      },
+      {key: "drain", label: "", mark: node => node.is_draining, cell: drainButton},
+    ],
+    keyOf: node => node.name,
+    sort: {key: "name", isDown: false},
+    label: "Nodes",
+    empty: "No nodes.",
+  });

@@ -1,0 +1,167 @@
+"""What changes in a cluster, for everybody who watches: looked at once for all, and told as differences.
+
+Stands in ``server``, between the cluster and :mod:`pollux.server.seeing_routes`. Every row (a job, a node, a round, a
+sample) is kept, also as JSON text, with the version in which it changed last; a listener says which version it has, and
+gets the rows that are newer. Nothing is looked at unless somebody asks, and at most every ``LOOK_EVERY_S``.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
+
+from pollux.server.answers import to_json
+
+LOOK_EVERY_S = 0.5
+NUM_ENDED, NUM_ROUNDS, NUM_SAMPLES = 100, 50, 360
+SUMMARY_EVERY_S = 10.0  # for what grows all the time: hours, cost, share of time lost
+NUM_REMEMBERED = 1000  # rows that are gone; a listener who missed more gets everything again
+
+
+class Watched(Protocol):
+    """What is asked of :class:`pollux.server.reading.ClusterReading`."""
+
+    def summary(self) -> dict[str, Any]: ...
+    def nodes(self) -> list[dict[str, Any]]: ...
+    def rounds(self, since: int | None, limit: int) -> list[dict[str, Any]]: ...
+    def active_rows(self) -> dict[str, dict[str, Any]]: ...
+    def row(self, name: str) -> dict[str, Any]: ...
+    def last_ended(self, limit: int) -> list[str]: ...
+    def samples_after(self, id_: int) -> list[tuple[int, dict[str, Any]]]: ...
+    def last_sample_id(self) -> int: ...
+
+
+Row = dict[str, Any]
+
+
+class Rows:
+    """By name, each with the version in which it came to be what it is, and as text."""
+
+    def __init__(self) -> None:
+        self._rows: dict[str, tuple[int, Row, str]] = {}
+        self._gone: deque[tuple[int, str]] = deque(maxlen=NUM_REMEMBERED)
+
+    def put(self, version: int, rows: Mapping[str, Row]) -> bool:
+        """Take all of ``rows``, and nothing else; whether that changed anything."""
+        changed = False
+        for name, row in rows.items():
+            known = self._rows.get(name)
+            if known is None or known[1] != row:
+                self._rows[name] = version, row, to_json(row)
+                changed = True
+        for name in [name for name in self._rows if name not in rows]:
+            del self._rows[name]
+            self._gone.append((version, name))
+            changed = True
+        return changed
+
+    def since(self, version: int) -> str:
+        """As a JSON list."""
+        return f"[{','.join(text for changed, _, text in self._rows.values() if changed > version)}]"
+
+    def gone_since(self, version: int) -> list[str]:
+        names = {name for went, name in self._gone if went > version}
+        return sorted(name for name in names if name not in self._rows)
+
+    @property
+    def forgot(self) -> int:
+        """Up to which version it is not known any more what went."""
+        return self._gone[0][0] if len(self._gone) == NUM_REMEMBERED else 0
+
+
+class Feed:
+    """Any thread may ask."""
+
+    def __init__(self, cluster: Watched, version: str, *, monotonic: Callable[[], float] = time.monotonic) -> None:
+        """``version``: of the program, for the summary."""
+        self._cluster, self._program, self._monotonic = cluster, version, monotonic
+        self._turn = threading.Lock()
+        self._version = 0
+        self._looked_at = -LOOK_EVERY_S
+        self._at = 0.0
+        self._jobs, self._nodes = Rows(), Rows()
+        self._ended: dict[str, Row] = {}  # rows of jobs that are over: they do not change
+        self._rounds: deque[tuple[int, int, str]] = deque(maxlen=NUM_ROUNDS)  # version, id, text
+        self._samples: deque[tuple[int, int, str]] = deque(maxlen=NUM_SAMPLES)
+        self._summary: tuple[int, str] = 0, "null"
+        self._seen: object = None  # of the summary what does not change by itself
+        self._summed_at = -SUMMARY_EVERY_S
+        self._told: dict[int, str] = {}  # the message for those who have this version; most have the same
+
+    def message(self, version: int) -> tuple[int, str | None]:
+        """What is new to somebody who has ``version`` (0: nothing yet), and the version that makes; None: nothing."""
+        with self._turn:
+            if self._monotonic() - self._looked_at >= LOOK_EVERY_S:
+                self._look()
+            if version == self._version and version > 0:
+                return version, None
+            if version not in self._told:
+                self._told[version] = self._difference(version)
+            return self._version, self._told[version]
+
+    def _look(self) -> None:
+        now, version = self._monotonic(), self._version + 1
+        summary = {"version": self._program, **self._cluster.summary()}
+        active = self._cluster.active_rows()
+        changes = [
+            self._jobs.put(version, {**self._ended_rows(active), **active}),
+            self._nodes.put(version, {node["name"]: node for node in self._cluster.nodes()}),
+            self._add_rounds(version),
+            self._add_samples(version),
+        ]
+        seen = {key: value for key, value in summary.items() if key not in ("now", "lost_share", "sizing")}
+        seen["sizing"] = {
+            key: value for key, value in summary["sizing"].items() if key not in ("node_hours", "cost", "utility")
+        }
+        if seen != self._seen or now - self._summed_at >= SUMMARY_EVERY_S:
+            self._seen, self._summed_at = seen, now
+            self._summary = version, to_json(summary)
+            changes.append(True)
+        self._looked_at, self._at = now, summary["now"]
+        if any(changes):
+            self._version, self._told = version, {}
+
+    def _ended_rows(self, active: Mapping[str, Row]) -> dict[str, Row]:
+        names = [name for name in self._cluster.last_ended(NUM_ENDED) if name not in active]
+        self._ended = {name: self._ended.get(name) or self._cluster.row(name) for name in names}
+        return self._ended
+
+    def _add_rounds(self, version: int) -> bool:
+        since = self._rounds[-1][1] if self._rounds else None
+        rounds = self._cluster.rounds(since, NUM_ROUNDS)
+        if len(rounds) == NUM_ROUNDS and since is not None:  # nobody watched for long: the last ones are wanted
+            rounds = self._cluster.rounds(None, NUM_ROUNDS)
+        self._rounds.extend((version, round_["id"], to_json(round_)) for round_ in rounds)
+        return bool(rounds)
+
+    def _add_samples(self, version: int) -> bool:
+        if self._version == 0:  # those of before are asked for apart
+            self._samples.append((version, self._cluster.last_sample_id(), ""))
+            return True
+        samples = self._cluster.samples_after(self._samples[-1][1])
+        self._samples.extend((version, id_, to_json(sample)) for id_, sample in samples)
+        return bool(samples)
+
+    def _difference(self, version: int) -> str:
+        is_full = version == 0 or version > self._version or version < max(self._jobs.forgot, self._nodes.forgot)
+        version = 0 if is_full else version
+        samples = _newer(self._samples, self._version if is_full else version)
+        parts = {
+            "at": to_json(self._at),
+            "is_full": to_json(is_full),
+            "cluster": self._summary[1] if self._summary[0] > version else "null",
+            "jobs": self._jobs.since(version),
+            "gone_jobs": to_json([] if is_full else self._jobs.gone_since(version)),
+            "nodes": self._nodes.since(version),
+            "gone_nodes": to_json([] if is_full else self._nodes.gone_since(version)),
+            "rounds": f"[{','.join(_newer(self._rounds, version))}]",
+            "samples": f"[{','.join(samples)}]",
+        }
+        return "{" + ",".join(f'"{name}":{text}' for name, text in parts.items()) + "}"
+
+
+def _newer(entries: Iterable[tuple[int, int, str]], version: int) -> list[str]:
+    return [text for changed, _, text in entries if changed > version and text]

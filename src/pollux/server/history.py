@@ -1,0 +1,178 @@
+"""A data directory's database read without a server: what it keeps of jobs, as the HTTP interface would tell it.
+
+Stands in ``server``, beside :mod:`pollux.server.store`. The database is copied first and the copy is opened, which
+upgrades one of an older version; the original is only read, and a server may be writing to it meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import shutil
+import sqlite3
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pollux.errors import InputFileError, InvalidValueError, StoreError
+from pollux.jobs import JobRequest
+from pollux.server.kept import SETTINGS_FILE, read_settings
+from pollux.server.service import STORE_FILE
+from pollux.server.store import SqlStore, StoredJob
+from pollux.server.views import job_view, resize_view, round_view, transition_view
+from pollux.wire import report_to_dict
+
+_PAGE = 1000
+_BUSY_TIMEOUT_S = 10.0
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class History:
+    """Jobs in order of arrival; reports by job; nodes as they were last; rounds, oldest first.
+
+    ``settings`` is what the server was started with, as far as that is kept; ``unread`` are jobs that cannot be read.
+    """
+
+    jobs: tuple[dict[str, Any], ...]
+    reports: dict[str, list[dict[str, Any]]]
+    nodes: tuple[dict[str, Any], ...]
+    rounds: tuple[dict[str, Any], ...]
+    settings: dict[str, Any]
+    unread: dict[str, str]
+    warnings: tuple[str, ...]
+
+
+def read_history(
+    directory: Path,
+    is_wanted: Callable[[float], bool] = lambda submitted_at: True,
+    on_job: Callable[[int, int], None] = lambda num_done, num_all: None,
+) -> History:
+    """Of the jobs whose time of submission is wanted. ``on_job(done, all)`` is called after each.
+
+    Raises:
+        InputFileError: nothing is kept there.
+        StoreError: the database cannot be used: damaged, or of a newer version.
+    """
+    path = directory / STORE_FILE
+    if not directory.is_dir():
+        raise InputFileError(directory, "there is no such directory; a server's data directory is needed")
+    if not path.is_file():
+        raise InputFileError(
+            directory, f"no history here: there is no {STORE_FILE}, which a server that ran with this directory leaves"
+        )
+    with _copy_of(path) as copy:
+        try:
+            with SqlStore(copy) as store:
+                return _read(store, read_settings(directory / SETTINGS_FILE), is_wanted, on_job)
+        except StoreError as error:
+            raise StoreError(str(error).replace(str(copy), str(path))) from error
+
+
+@contextlib.contextmanager
+def _copy_of(path: Path) -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="pollux-history-") as folder:
+        copy = Path(folder) / path.name
+        try:
+            if not _is_backed_up(path, copy):
+                # Nobody has it open, or it was left in the middle of something: SQLite mends the copy from its log.
+                copy.unlink(missing_ok=True)
+                shutil.copyfile(path, copy)
+                if (log := path.with_name(f"{path.name}-wal")).is_file():
+                    shutil.copyfile(log, copy.with_name(f"{copy.name}-wal"))
+        except OSError as error:
+            raise InputFileError(path, f"cannot be copied ({error.strerror or error}); it must be readable") from error
+        yield copy
+
+
+def _is_backed_up(path: Path, copy: Path) -> bool:
+    """By SQLite, which a writer does not disturb; only where its own files lie beside it, so that none is made."""
+    if not all(path.with_name(f"{path.name}{suffix}").is_file() for suffix in ("-wal", "-shm")):
+        return False
+    place = f"{path.absolute().as_uri()}?mode=ro"
+    try:
+        with (
+            contextlib.closing(sqlite3.connect(place, uri=True, timeout=_BUSY_TIMEOUT_S)) as source,
+            contextlib.closing(sqlite3.connect(copy)) as target,
+        ):
+            source.backup(target)
+    except sqlite3.Error as error:
+        logger.debug("%s: no backup: %s", path, error)
+        return False
+    return True
+
+
+def _read(
+    store: SqlStore,
+    settings: dict[str, Any],
+    is_wanted: Callable[[float], bool],
+    on_job: Callable[[int, int], None],
+) -> History:
+    now = store.latest_time()
+    jobs, reports, unread = [], {}, {}
+    names = sorted(store.names())
+    for number, name in enumerate(names, start=1):
+        try:
+            stored = store.job(name)
+            if is_wanted(stored.submitted_at):
+                reports[name] = list(_reports(store, name))
+                jobs.append(_detail(store, stored, now))
+        except (StoreError, InvalidValueError) as error:
+            unread[name] = str(error).removeprefix(f"{store.place}: ")
+        on_job(number, len(names))
+    rounds, nodes, warnings = _rounds(store)
+    return History(
+        jobs=tuple(sorted(jobs, key=lambda job: int(job["sequence"]))),
+        reports=reports,
+        nodes=nodes,
+        rounds=rounds,
+        settings=settings,
+        unread=unread,
+        warnings=warnings,
+    )
+
+
+def _reports(store: SqlStore, name: str) -> Iterator[dict[str, Any]]:
+    since = 0
+    while page := store.reports(name, since, _PAGE):
+        for kept in page:
+            yield {"id": kept.id, "at": kept.at, **report_to_dict(kept.report)}
+        since = page[-1].id
+
+
+def _detail(store: SqlStore, stored: StoredJob, now: float) -> dict[str, Any]:
+    last = store.reports(stored.name, limit=1)
+    view = job_view(
+        stored.record,
+        None if stored.request is None else JobRequest.from_dict(stored.request),
+        (last[-1].at, last[-1].report) if last else None,
+        name=stored.name,
+        sequence=stored.sequence,
+        submitted_at=stored.submitted_at,
+        now=now,
+    )
+    return {
+        **view,
+        "transitions": [transition_view(transition) for transition in store.transitions(stored.name)],
+        "resizes": [resize_view(resize) for resize in store.resizes(stored.name)],
+    }
+
+
+def _rounds(store: SqlStore) -> tuple[tuple[dict[str, Any], ...], tuple[dict[str, Any], ...], tuple[str, ...]]:
+    """Rounds, the nodes of the last one that kept them, and what could not be read."""
+    found: list[dict[str, Any]] = []
+    nodes: tuple[dict[str, Any], ...] = ()
+    since = 0
+    try:
+        while page := store.rounds(since, _PAGE):
+            for stored in page:
+                found.append(round_view(stored))
+                if stored.snapshot is not None and stored.snapshot.get("nodes"):
+                    nodes = tuple(dict(node) for node in stored.snapshot["nodes"])
+            since = page[-1].id
+    except StoreError as error:
+        return tuple(found), nodes, (f"Not all decisions can be read: {str(error).removeprefix(f'{store.place}: ')}",)
+    return tuple(found), nodes, ()

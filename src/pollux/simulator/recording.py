@@ -1,0 +1,501 @@
+"""What a live cluster kept, understood: jobs whose work, speed and noise scale are known, as they ran.
+
+Stands in ``simulator``, below :mod:`pollux.simulator.recorded`, which runs them again. A job's reports hold its
+physics: step times (θ is fitted to them), the noise scale over its progress, and how many useful examples it took in
+all. Its record holds when it came and what it held. Input is plain data as the HTTP interface gives it.
+
+Nothing is dropped silently: jobs that end early are cut (they do again what they did), those whose work cannot be told
+hold their slots for as long as they did, and whoever cannot be simulated at all is named with the reason.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import fmean, median
+from typing import Any
+
+import numpy as np
+
+from pollux.errors import FitError, InvalidValueError, ProfileError, SimulationError
+from pollux.model.fitting import fit
+from pollux.model.profile import Configuration, Profile, Timing
+from pollux.model.throughput import grad_s, sync_s
+from pollux.policy import PolicySettings
+from pollux.simulator.application import Habits
+from pollux.simulator.builtin import ProfiledApplication, StepCorrections
+from pollux.simulator.fairness import mean_jobs_present
+from pollux.simulator.run import SimulationConfig
+from pollux.types import DEFAULT_ACCELERATOR, BatchLimits, JobSpec, ThroughputParams
+
+Record = Mapping[str, Any]  # one JSON object
+
+NUM_STAGES = 40  # stretches of equal progress over each of which the noise scale is taken as constant
+LIVE_BATCH_THRESHOLD = 0.05  # gain for which a live job changes its batch
+LIVE_INTERVAL_S, LIVE_CHARGE_S = 10.0, 1.0  # of a server that says nothing else
+_MAX_PROGRESS = 0.98  # later, what is left is too little to tell the whole from
+_DEFAULT_RESIZE_S = 0.5
+_MOST_ROUNDS = 2000  # in which live decisions, which follow every new measurement, are approached
+_SHORTEST_INTERVAL_S = 1.0
+_PACES = (0.5, 4.0)  # beyond, the reports did not come when they were made
+_TINY = 1e-8
+_MAX_POINTS = 400
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One report, as far as plots need it. Times are seconds since the first submission."""
+
+    at: float
+    num_replicas: int
+    total_batch: int
+    noise_scale: float | None
+    efficiency: float | None
+    goodput: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedJob:
+    """One job: what it did, and what it would do again."""
+
+    spec: JobSpec  # submitted_at counts from the first submission
+    application: ProfiledApplication
+    finished_at: float
+    num_restarts: int
+    gpu_s: float
+    lost_share: float | None
+    metrics: Mapping[str, Any]
+    allocations: tuple[tuple[float, float, int], ...]  # (from, to, replicas)
+    points: tuple[Point, ...]
+    remark: str = ""  # what is not simulated as it was, and why
+
+    @property
+    def name(self) -> str:
+        return self.spec.name
+
+    @property
+    def jct_s(self) -> float:
+        return self.finished_at - self.spec.submitted_at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Recording:
+    """Jobs of one cluster. ``left_out`` says which could not be understood, and why; ``assumptions`` what was taken
+    for granted."""
+
+    jobs: tuple[RecordedJob, ...]
+    left_out: Mapping[str, str]
+    config: SimulationConfig
+    settings: PolicySettings
+    policy: str = "pollux"  # that decided
+    assumptions: tuple[str, ...] = ()
+    rounds: tuple[Record, ...] = ()
+    began_at: float = 0.0  # of the first submission, in the record's own time
+
+    @property
+    def num_slots(self) -> int:
+        return self.config.num_nodes * self.config.gpus_per_node
+
+    def with_assumptions(self, more: Sequence[str]) -> Recording:
+        return replace(self, assumptions=(*self.assumptions, *more))
+
+    @property
+    def static_share(self) -> int:
+        """Slots per job if they were dealt out equally and for good."""
+        present = mean_jobs_present(
+            [job.spec.submitted_at for job in self.jobs], [job.finished_at for job in self.jobs]
+        )
+        return max(1, math.floor(self.num_slots / fmean(present)))
+
+
+def read_recording(
+    jobs: Sequence[Record],
+    reports: Mapping[str, Sequence[Record]],
+    nodes: Sequence[Record],
+    *,
+    rounds: Sequence[Record] = (),
+    policy: str | None = None,
+    interval_s: float | None = None,
+    charge_s: float | None = None,
+    left_out: Mapping[str, str] | None = None,
+    node_price: float | None = None,
+) -> Recording:
+    """Understand what a cluster recorded: job details, reports by job, nodes, and rounds.
+
+    ``policy``, ``interval_s`` and ``charge_s`` (what it charges for a resize) are the server's, as far as they are on
+    record; ``left_out`` are jobs that could not even be read, with the reason.
+
+    Raises:
+        SimulationError: no job can be simulated; the message says why.
+        InvalidValueError: something is not as the HTTP interface describes it.
+    """
+    notes: list[str] = []
+    missing = dict(left_out or {})
+    try:
+        began_at = min((float(job["submitted_at"]) for job in jobs), default=0.0)
+        num_nodes, slots_per_node = _cluster(jobs, nodes, rounds, notes)
+        found: list[RecordedJob] = []
+        usual_join_s = _join_s(jobs) or 0.0
+        for job in sorted(jobs, key=lambda job: job["sequence"]):
+            try:
+                told = reports.get(job["name"], ())
+                found.append(_read_job(job, told, began_at, num_nodes * slots_per_node, usual_join_s))
+            except SimulationError as error:
+                missing[job["name"]] = str(error)
+        num_resizes = sum(1 for job in jobs for entry in job["resizes"] if entry["before"])
+        stalled_s = sum(series[-1]["stalled_s"] for series in reports.values() if series)
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise InvalidValueError(f"a record of jobs that cannot be read: {type(error).__name__} {error}") from error
+    if not found:
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in missing.items()) or "there are none"
+        raise SimulationError(f"no recorded job can be simulated: {reasons}")
+    if policy is None:
+        notes.append("Which policy decided is not on record; pollux is taken for it.")
+    settings = PolicySettings(resize_s=LIVE_CHARGE_S if charge_s is None else charge_s)
+    span_s = max(job.finished_at for job in found)
+    live_s = LIVE_INTERVAL_S if interval_s is None else interval_s
+    config = SimulationConfig(
+        num_nodes=num_nodes,
+        gpus_per_node=slots_per_node,
+        interval_s=round(min(live_s, max(span_s / _MOST_ROUNDS, _SHORTEST_INTERVAL_S)), 2),
+        resize_s=round(stalled_s / num_resizes, 4) if num_resizes else _DEFAULT_RESIZE_S,
+        decides_on_events=True,
+        remembers_profiles=True,
+        node_price=node_price,
+    )
+    return Recording(
+        jobs=tuple(found),
+        left_out=missing,
+        config=config,
+        settings=settings,
+        policy=policy or "pollux",
+        assumptions=tuple(notes),
+        rounds=tuple(rounds),
+        began_at=began_at,
+    )
+
+
+# The cluster ----------------------------------------------------------------------------------
+
+
+def _cluster(
+    jobs: Sequence[Record], nodes: Sequence[Record], rounds: Sequence[Record], notes: list[str]
+) -> tuple[int, int]:
+    """(nodes, slots of each) that there were most of the time. The simulator's nodes are all alike, and stay."""
+    slots = [int(node["num_slots"]) for node in nodes]
+    if min(slots, default=1) < 1 or not (slots or rounds):
+        raise InvalidValueError(f"nodes with {slots} slots; at least one node with a slot is needed")
+    begin = min((job["submitted_at"] for job in jobs), default=0.0)
+    seen: dict[int, float] = {}
+    for entry, following in pairwise([entry for entry in rounds if entry["at"] >= begin and entry["num_slots"] > 0]):
+        seen[entry["num_slots"]] = seen.get(entry["num_slots"], 0.0) + max(following["at"] - entry["at"], 0.0)
+    usual = max(seen, key=seen.__getitem__) if seen else sum(slots)
+    if len(seen) > 1:
+        share = seen[usual] / (sum(seen.values()) or 1.0)
+        notes.append(
+            f"Nodes came and went: there were {min(seen)} to {max(seen)} slots. All simulations have {usual}, "
+            f"as it was {share:.0%} of the time."
+        )
+    largest = max(slots, default=usual)
+    if slots and sum(slots) == usual and min(slots) == largest:
+        return len(slots), largest
+    largest = min(largest, usual)
+    num_nodes = max(1, usual // largest)
+    if slots and (min(slots) != max(slots) or num_nodes * largest != usual):
+        notes.append(
+            f"Nodes of different sizes are taken for {num_nodes} of {largest} slots: simulated nodes are all alike."
+        )
+    return num_nodes, largest
+
+
+# Jobs -----------------------------------------------------------------------------------------
+
+
+def _read_job(
+    job: Record, reports: Sequence[Record], began_at: float, num_slots: int, usual_join_s: float = 0.0
+) -> RecordedJob:
+    """Raises:
+    SimulationError: it cannot be simulated.
+    """
+    ended_at = job["finished_at"]
+    if ended_at is None:
+        ended_at = reports[-1]["at"] if reports else None
+    allocations = () if ended_at is None else _allocations(job, began_at, ended_at - began_at)
+    if not allocations:
+        raise SimulationError(f"it is {job['state']} and did not run")
+    is_whole = job["state"] == "succeeded"
+    remark = "" if is_whole else f"it is {job['state']}: simulated up to where it had come"
+    try:
+        application, batch = _elastic(job, reports, num_slots, usual_join_s, is_whole=is_whole), 0
+        limits = application.limits
+        batch, least, most = (
+            limits.initial,
+            min(job["min_replicas"], application.max_replicas),
+            application.max_replicas,
+        )
+    except (SimulationError, FitError, ProfileError) as error:
+        application = _rigid(job, allocations, num_slots)
+        least = most = batch = application.max_replicas
+        slots = f"{most} slot{'s' if most > 1 else ''}"
+        remark = f"{error}: simulated as holding {slots} for as long as it did"
+    spec = JobSpec(
+        name=job["name"],
+        application=job["application"] or job["name"],
+        submitted_at=max(job["submitted_at"] - began_at, 0.0),
+        batch=application.limits,
+        min_replicas=least,
+        max_replicas=most,
+        requested_batch_size=batch,
+        is_preemptible=job["is_preemptible"],
+        weight=job["weight"],
+    )
+    return RecordedJob(
+        spec=spec,
+        application=application,
+        finished_at=ended_at - began_at,
+        num_restarts=job["num_restarts"] or 0,
+        gpu_s=job["gpu_s"] or 0.0,
+        lost_share=job["lost_share"],
+        metrics=dict(job["metrics"]),
+        allocations=allocations,
+        points=tuple(_point(report, began_at) for report in _thinned(reports)),
+        remark=remark,
+    )
+
+
+def _key(job: Record) -> str:
+    """Jobs of one application share what is learnt of it; each has physics of its own."""
+    return f"{job['application'] or job['name']}/{job['name']}"
+
+
+def _elastic(
+    job: Record, reports: Sequence[Record], num_slots: int, usual_join_s: float, *, is_whole: bool
+) -> ProfiledApplication:
+    """What it was, by its reports."""
+    if not reports:
+        raise SimulationError("it sent no reports, which only jobs that train with pollux.train do")
+    limits = next((BatchLimits(**report["batch"]) for report in reports if report["batch"] is not None), None)
+    if limits is None:
+        raise SimulationError("its batch limits are not on record")
+    done = 1.0 if is_whole else reports[-1]["progress"]
+    work = _work_of(reports, limits) * (1.0 if done is None else done)
+    if work <= 0:
+        raise SimulationError("it made no progress")
+    profile = _profile(reports)
+    params = fit(profile.observations(DEFAULT_ACCELERATOR)).params
+    corrections = {DEFAULT_ACCELERATOR: _corrections(profile, params)}
+    noise_scales, alone = _noise_scales(reports, 1.0 if done is None else done)
+    join_s = _join_s([job])
+
+    def make(pace: float) -> ProfiledApplication:
+        return ProfiledApplication(
+            name=_key(job),
+            limits=limits,
+            max_replicas=max(1, min(job["max_replicas"], limits.max_replicas, num_slots)),
+            params={DEFAULT_ACCELERATOR: _paced(params, pace)},
+            epoch_ends=[work * (stage + 1) / NUM_STAGES for stage in range(NUM_STAGES)],
+            noise_scales=noise_scales,
+            corrections=corrections,
+            habits=Habits(
+                start_s=_standing_s(job, reports),
+                join_s=usual_join_s if join_s is None else join_s,
+                batch_threshold=LIVE_BATCH_THRESHOLD,
+                rounds_epochs=False,
+                lone_noise_scales=tuple(alone),
+            ),
+        )
+
+    return make(_pace(reports, make(1.0), done))
+
+
+def _paced(params: ThroughputParams, pace: float) -> ThroughputParams:
+    return ThroughputParams(
+        **{name: value * (1.0 if name == "gamma" else pace) for name, value in params._asdict().items()}
+    )
+
+
+def _pace(reports: Sequence[Record], application: ProfiledApplication, done: float | None) -> float:
+    """Seconds it really took over those that θ and φ give, where nothing changed from one report to the next.
+
+    Step times do not know of evaluation, logging and checkpoints, nor of the moments when others had the processor.
+    """
+    work, initial = application.epoch_end(NUM_STAGES - 1), application.limits.initial
+    actual_s = model_s = 0.0
+    for before, after in pairwise(reports):
+        if any(before[name] != after[name] for name in ("generation", "num_replicas", "total_batch", "accum_steps")):
+            continue
+        stage = min(int((before["progress"] or 0.0) / (done or 1.0) * NUM_STAGES), NUM_STAGES - 1)
+        gain = application.gradient(stage, before["total_batch"]).gain(before["total_batch"] / initial)
+        if done is None or before["progress"] is None or after["progress"] is None:
+            num_steps = float(after["num_steps"] - before["num_steps"])
+        else:
+            num_steps = (after["progress"] - before["progress"]) / done * work / gain
+        others = before["num_nodes"] - 1
+        placement = (before["num_replicas"] - others, *(1,) * others)
+        step = application.step_time(DEFAULT_ACCELERATOR, placement, before["device_batch"])
+        if num_steps > 0:
+            actual_s += after["at"] - before["at"]
+            model_s += num_steps * step.iteration_s(before["accum_steps"])
+    return min(max(actual_s / model_s, _PACES[0]), _PACES[1]) if model_s > 0 else 1.0
+
+
+def _rigid(job: Record, allocations: Sequence[tuple[float, float, int]], num_slots: int) -> ProfiledApplication:
+    """Steps of a second, as many as it held its slots for seconds."""
+    replicas = min(max(count for *_, count in allocations), num_slots)
+    held_s = sum((end - begin) * count for begin, end, count in allocations) / replicas
+    start_s = min(_standing_s(job, ()) or 0.0, held_s / 2)
+    return ProfiledApplication(
+        name=_key(job),
+        limits=BatchLimits(initial=replicas, maximum=replicas, device_min=1, device_max=1, minimum=replicas),
+        max_replicas=replicas,
+        params={DEFAULT_ACCELERATOR: ThroughputParams(1.0 - _TINY, _TINY, _TINY, _TINY, _TINY, _TINY, 1.0)},
+        epoch_ends=[max(held_s - start_s, 1e-3)],
+        noise_scales=[0.0],
+        habits=Habits(start_s=start_s, batch_threshold=LIVE_BATCH_THRESHOLD, rounds_epochs=False),
+    )
+
+
+def _standing_s(job: Record, reports: Sequence[Record]) -> float | None:
+    """Its slots' time before its first step (the mean of its starts) and after its last; None: not on record.
+
+    The first start on a cluster takes longer than others, whoever decides.
+    """
+    known = [entry["took_s"] for entry in job["resizes"] if not entry["before"] and entry["took_s"] is not None]
+    if not known:
+        return None
+    is_complete = bool(reports) and job["finished_at"] is not None and (reports[-1]["progress"] or 0.0) > 0.999
+    tail_s = max(job["finished_at"] - reports[-1]["at"], 0.0) if is_complete else 0.0
+    return float(fmean(known) + tail_s)
+
+
+def _join_s(jobs: Sequence[Record]) -> float | None:
+    """From the decision to let a job grow until all its replicas train: the mean; None where none grew."""
+    known = [
+        float(entry["took_s"])
+        for job in jobs
+        for entry in job["resizes"]
+        if entry["took_s"] is not None and 0 < _num_replicas(entry["before"]) < _num_replicas(entry["after"])
+    ]
+    return fmean(known) if known else None
+
+
+def _num_replicas(allocation: Sequence[Sequence[Any]]) -> int:
+    return sum(count for _, count in allocation)
+
+
+def _thinned(reports: Sequence[Record]) -> Sequence[Record]:
+    """As many as can be told apart, the last one among them."""
+    step = -(-len(reports) // _MAX_POINTS)
+    return reports if step <= 1 else [*reports[:-1:step], reports[-1]]
+
+
+def _point(report: Record, began_at: float) -> Point:
+    return Point(
+        at=max(report["at"] - began_at, 0.0),
+        num_replicas=report["num_replicas"],
+        total_batch=report["total_batch"],
+        noise_scale=report["noise_scale"],
+        efficiency=report["efficiency"],
+        goodput=report["goodput"],
+    )
+
+
+def _profile(reports: Sequence[Record]) -> Profile:
+    """Step times, all under one name: the simulator's accelerators are of one type, that with the most steps."""
+    num_steps: dict[str, int] = {}
+    for report in reports:
+        for *_, count in report["timings"]:
+            num_steps[report["accelerator"]] = num_steps.get(report["accelerator"], 0) + count
+    if not num_steps:
+        raise SimulationError("no step times are on record")
+    chosen, profile = max(num_steps, key=num_steps.__getitem__), Profile()
+    for report in reports:
+        if report["accelerator"] == chosen:
+            for nodes, replicas, device_batch, pass_s, step_s, count in report["timings"]:
+                configuration = Configuration(nodes, replicas, device_batch)
+                profile.add(DEFAULT_ACCELERATOR, configuration, Timing(pass_s, step_s, count))
+    return profile
+
+
+def _corrections(profile: Profile, params: ThroughputParams) -> StepCorrections:
+    """What was measured where θ's straight lines pass by it: the means of the logarithms, by steps."""
+    passes: dict[int, list[tuple[float, float]]] = {}
+    for (_, _, device_batch), timing in profile.timings(DEFAULT_ACCELERATOR).items():
+        ratio = timing.grad_s / float(grad_s(params, device_batch))
+        passes.setdefault(device_batch, []).append((math.log(ratio), timing.num_steps))
+    factors = {batch: _weighted(found) for batch, found in passes.items()}
+    syncs: dict[tuple[int, int], list[tuple[float, float]]] = {}
+    for (num_nodes, num_replicas, device_batch), timing in profile.timings(DEFAULT_ACCELERATOR).items():
+        modelled_s = float(sync_s(params, num_nodes, num_replicas))
+        pass_s = float(grad_s(params, device_batch)) * factors[device_batch]
+        seen = timing.step_s**params.gamma - pass_s**params.gamma  # the overlap, turned round
+        if modelled_s > 1e-4 * timing.step_s and seen > 0:
+            ratio = seen ** (1 / params.gamma) / modelled_s
+            syncs.setdefault((num_nodes, num_replicas), []).append((math.log(ratio), timing.num_steps))
+    return StepCorrections(
+        pass_factors=factors, sync_factors={shape: _weighted(found) for shape, found in syncs.items()}
+    )
+
+
+def _weighted(logs: Sequence[tuple[float, float]]) -> float:
+    return math.exp(sum(log * weight for log, weight in logs) / sum(weight for _, weight in logs))
+
+
+def _work_of(reports: Sequence[Record], limits: BatchLimits) -> float:
+    """All of its work, in steps at M0: from what was left at each report, else from the steps that were made."""
+    whole = [
+        report["remaining_examples"] / (1 - report["progress"])
+        for report in reports
+        if report["remaining_examples"] and report["progress"] is not None and report["progress"] < _MAX_PROGRESS
+    ]
+    if whole:
+        return max(float(median(whole)) / limits.initial, 1.0)
+    work, num_steps = 0.0, 0
+    for report in reports:
+        useful = min(report["total_batch"] / limits.initial, max(report["gain"], 1.0))
+        work += max(report["num_steps"] - num_steps, 0) * useful  # steps made again after a crash count once
+        num_steps = max(report["num_steps"], num_steps)
+    if work <= 0:
+        raise SimulationError("how much it had to do is not on record")
+    return work
+
+
+def _noise_scales(reports: Sequence[Record], done: float) -> tuple[list[float], list[float]]:
+    """φ in the middle of every stage: as two and more gradients a step give it, and as one does.
+
+    Where there never were several, one has to do for both; where there never was one, the second list is empty.
+    Nothing known at all: 0, which makes large batches useless.
+    """
+    known: tuple[dict[float, float], dict[float, float]] = {}, {}
+    was_alone: bool | None = None
+    for report in reports:
+        is_alone = report["num_replicas"] * (report["accum_steps"] + 1) == 1
+        # The first one after a change still tells what was measured before it.
+        if None not in (report["progress"], report["noise_scale"]) and was_alone in (None, is_alone):
+            known[is_alone][report["progress"]] = report["noise_scale"]
+        was_alone = is_alone
+    middles = (np.arange(NUM_STAGES) + 0.5) / NUM_STAGES * done
+    several, alone = (_held(points, middles.tolist()) for points in known)
+    return several or alone or [0.0] * NUM_STAGES, alone
+
+
+def _held(points: Mapping[float, float], places: Sequence[float]) -> list[float]:
+    """The last value known at each place, else the first one. In between nobody measured: what a job knows is old."""
+    known = sorted(points)
+    return [points[known[max(bisect_right(known, place) - 1, 0)]] for place in places] if known else []
+
+
+def _allocations(job: Record, began_at: float, finished_at: float) -> tuple[tuple[float, float, int], ...]:
+    """From starts and resizes; a job that goes back to waiting holds nothing until it is started again."""
+    changes = [(entry["at"] - began_at, sum(count for _, count in entry["after"])) for entry in job["resizes"]]
+    changes += [(moved["at"] - began_at, 0) for moved in job["transitions"] if moved["target"] == "pending"]
+    changes.sort(key=lambda change: change[0])
+    ends = [*(at for at, _ in changes[1:]), finished_at][: len(changes)]
+    return tuple(
+        (at, min(end, finished_at), count)
+        for (at, count), end in zip(changes, ends, strict=True)
+        if count and at < min(end, finished_at)
+    )

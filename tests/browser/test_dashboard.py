@@ -1,0 +1,404 @@
+"""The dashboard in a real browser, before a real server with real jobs: what it shows, what it does, what it survives.
+
+Screenshots of every page go to ``out/screenshots``; whoever changes a page looks at them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.browser.browsing import (
+    ELASTIC_JOB,
+    EVIL,
+    ODD_JOB,
+    SCREENSHOTS,
+    Visitor,
+    Watched,
+    browser,
+    draw_all,
+    overflow,
+)
+from tests.leftovers import processes_in
+
+DESKTOP = {"width": 1280, "height": 900}
+PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True, "device_scale_factor": 1.5}
+PAGES = {"cluster": "#/", "jobs": "#/jobs", "job": "#/jobs/train", "decisions": "#/decisions", "compare": "#/compare"}
+FIGURES_OF_A_JOB = (
+    *("Replicas", "Batch size", "Accumulation", "Learning-rate gain", "Gradient noise scale", "Efficiency"),
+    *("Throughput and goodput", "Progress", "Time of a step", "Measured against predicted", "Goodput by batch size"),
+    "Speedup by replicas",
+)
+REPORT = "<!DOCTYPE html><title>r</title><h1>The published report</h1><script>document.title = 'ran'</script>"
+
+
+@pytest.fixture(scope="module")
+def chrome() -> Iterator[Any]:
+    with browser() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def server(chrome: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
+    folder = tmp_path_factory.mktemp("dashboard")
+    made = Watched(folder)
+    made.start()
+    try:
+        made.submit("train", ELASTIC_JOB, 5000, max_replicas=2)
+        made.submit("odd", ODD_JOB, 5000, max_replicas=1)
+        made.submit("waits", ELASTIC_JOB, 1, min_replicas=64)
+        made.until(lambda client: (client.job("train").view()["goodput"] or 0) > 0, "train reports")
+        made.until(lambda client: EVIL in client.job("odd").view()["metrics"], "odd reports")
+        yield made
+    finally:
+        with made.client as client:
+            for job in client.jobs(states=("running", "pending", "starting", "resizing")):
+                job.cancel("the test is over")
+        made.stop(keeps_jobs=False)
+    assert processes_in(folder) == []
+
+
+@pytest.fixture(scope="module")
+def context(chrome: Any) -> Iterator[Any]:
+    """Shared, so that plotly.js is loaded once."""
+    made = chrome.new_context(viewport=DESKTOP)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def visitor(context: Any, server: Watched) -> Iterator[Visitor]:
+    made = Visitor(context, server)
+    yield made
+    made.close()
+
+
+@contextlib.contextmanager
+def stranger(chrome: Any, server: Watched, **options: Any) -> Iterator[Visitor]:
+    """With a browser of its own, which remembers nothing."""
+    context = chrome.new_context(**{"viewport": DESKTOP, **options})
+    made = Visitor(context, server)
+    yield made
+    made.close()
+    context.close()
+
+
+def text_of(page: Any, selector: str) -> str:
+    return str(page.locator(selector).first.inner_text())
+
+
+# --- what it shows ---------------------------------------------------------------------------------------------------
+
+
+def test_values_change_without_a_reload(visitor: Visitor) -> None:
+    page = visitor.open()
+    page.locator("table[aria-label=Jobs]").wait_for()
+    read = "() => pollux.store.jobs.get('train').reported_at"
+    before = page.evaluate(read)
+    page.wait_for_function(f"before => ({read})() > before", arg=before)
+    shown = "() => document.querySelector('table[aria-label=Jobs] tbody').innerText"
+    before = page.evaluate(shown)
+    page.wait_for_function(f"before => ({shown})() !== before", arg=before)
+    assert page.evaluate("performance.getEntriesByType('navigation').length") == 1
+
+
+def test_a_job(visitor: Visitor) -> None:
+    page = visitor.open("#/jobs/train")
+    page.get_by_role("heading", name="train running").wait_for()
+    page.locator("dl.facts").get_by_text("Learning-rate gain").wait_for()
+    page.locator("figure[aria-label=loss]").wait_for()
+    draw_all(page)
+    for name in (*FIGURES_OF_A_JOB, "loss"):
+        assert page.locator(f"figure[aria-label='{name}'] .main-svg").count() > 0, name
+    assert "error" in text_of(page, "figure[aria-label='Time of a step'] figcaption")
+    assert "train-0" in text_of(page, "table[aria-label=Replicas]")
+    assert "0 → 1" in text_of(page, "table[aria-label=Decisions]")
+    assert "1 on" in text_of(page, "table[aria-label=Resizes]")
+    assert "running" in text_of(page, "table[aria-label=States]")
+
+
+def test_hard_output_is_shown_sensibly(visitor: Visitor) -> None:
+    """NaN, a line of 10 MB, colours of a terminal, and HTML where names are."""
+    page = visitor.open("#/jobs/odd")
+    page.locator(".log-line", has_text="more characters").wait_for()
+    lines = page.locator(".log-line").all_inner_texts()
+    long = next(line for line in lines if line.startswith("begin xxx"))
+    assert len(long) < 4100 and re.search(r"9 996 \d\d\d more characters", long)
+    assert f"red {EVIL}" in lines
+    before = len(lines)
+    page.wait_for_function("before => document.querySelectorAll('.log-line').length > before", arg=before)  # live
+    evil = page.locator("figure", has_text=EVIL).first
+    evil.scroll_into_view_if_needed()
+    evil.locator(".main-svg").first.wait_for()
+    assert page.locator("figure[aria-label=loss] .main-svg").count() == 0  # it never was a number
+    assert page.locator("main img").count() == 0
+
+
+def test_names_and_reasons_are_text(visitor: Visitor) -> None:
+    """Names of jobs are restricted, but not what somebody asks for; reasons and commands are not."""
+    visitor.expects.append("404")
+    visitor.server.submit("evil", "import time; time.sleep(600)", EVIL, kind="fixed")
+    page = visitor.open("#/jobs/evil")
+    page.locator(".command", has_text=EVIL).wait_for()
+    with visitor.server.client as client:
+        client.job("evil").cancel(EVIL)
+    page.locator(".reason", has_text=EVIL).wait_for()
+    page.evaluate("name => { location.hash = '#/jobs/' + encodeURIComponent(name) }", EVIL)
+    page.get_by_text(f"There is no job “{EVIL}”").wait_for()
+    assert page.locator("main img").count() == 0
+
+
+def test_the_cluster(visitor: Visitor) -> None:
+    # One is taken every ten seconds; jobs know their efficiency after some steps.
+    visitor.server.until(
+        lambda client: any(one["efficiency"] for one in client.samples()), "a sample with an efficiency"
+    )
+    page = visitor.open()
+    page.get_by_text("Slots in use").wait_for()
+    tiles = text_of(page, ".tiles")
+    for name in ("Slots in use", "Goodput", "Efficiency", "Jobs", "Time lost", "Node hours", "Last decision"):
+        assert name in tiles
+    assert re.search(r"\d of 4", tiles) and "2 running" in tiles and "1 waiting" in tiles
+    assert "needs 64 slots at once; the cluster has 4" in text_of(page, "section:has(h2:text('Queue'))")
+    rows = page.locator("table[aria-label=Jobs] tbody tr")
+    assert {row.split()[0] for row in rows.all_inner_texts()} >= {"train", "odd", "waits"}
+    page.get_by_label("Filter jobs").fill("wai")
+    assert rows.count() == 1
+    page.get_by_label("Filter jobs").fill("")
+    page.get_by_role("button", name="Job", exact=True).click()
+    names = [row.split()[0] for row in rows.all_inner_texts()]
+    assert names == sorted(names) and len(names) >= 3
+    page.get_by_role("button", name="Job", exact=True).click()
+    assert [row.split()[0] for row in rows.all_inner_texts()] == names[::-1]
+    assert page.locator("canvas.map").bounding_box()["height"] > 20
+    page.locator("canvas.gantt").wait_for()
+    draw_all(page)
+    for name in ("Slots", "Goodput", "Efficiency", "Jobs", "Node hours"):
+        assert page.locator(f"figure[aria-label='{name}'] .main-svg").count() > 0, name
+
+
+def test_decisions(visitor: Visitor) -> None:
+    page = visitor.open("#/decisions")
+    page.locator(".round", has_text="train starts with 1 slot").first.wait_for()
+    page.locator("figure[aria-label='Fitness and its upper bound'] .main-svg").first.wait_for()
+    first = page.locator(".round", has_text="train starts").first
+    assert re.search(r"took [<\d].* m?s", first.inner_text()) and "gap" in first.inner_text()
+    first.get_by_role("button", name="Details").click()
+    first.locator("table[aria-label='Jobs of the round']", has_text="train").wait_for()
+    page.get_by_label("also those that changed nothing").check()
+    number = "() => document.querySelectorAll('.round').length"
+    before = page.evaluate(number)
+    page.wait_for_function(f"before => ({number})() > before || before >= 25", arg=before)
+
+
+def test_simulations(visitor: Visitor) -> None:
+    page = visitor.open("#/compare")
+    page.get_by_text("No simulation has been published yet").wait_for()
+    assert "pollux replay --publish" in text_of(page, "main")
+    summary = [
+        {"workload": "w6", "policy": policy, "num_jobs": 160, "average_jct_s": jct_s}
+        for policy, jct_s in (("pollux", 2300.0), ("tiresias", 3469.7))
+    ]
+    with visitor.server.client as client:
+        client.publish(title=EVIL, command="pollux compare", kind="compare", summary=summary, html=REPORT)
+    page.reload()
+    page.locator(".simulation", has_text=EVIL).wait_for()
+    table = text_of(page, "table[aria-label=Summary]")
+    assert "38 min 20 s" in table and "tiresias" in table
+    page.locator("figure[aria-label='Average job completion time'] .main-svg").first.wait_for()
+    page.locator("iframe.report").scroll_into_view_if_needed()
+    page.frame_locator("iframe.report").get_by_text("The published report").wait_for()
+    page.screenshot(path=_place("compare-light-one"), full_page=True)
+    page.get_by_role("button", name="Delete").click()
+    page.get_by_role("button", name="Delete it").click()
+    page.get_by_text("No simulation has been published yet").wait_for()
+
+
+# --- what it does ----------------------------------------------------------------------------------------------------
+
+
+def test_submit_and_cancel(visitor: Visitor) -> None:
+    visitor.expects.append("422")
+    page = visitor.open()
+    page.get_by_role("button", name="Submit a job").click()
+    page.get_by_label("Command").fill("sleep '600")
+    page.get_by_text("a ' is not closed").wait_for()
+    page.get_by_label("Command").fill("""sh -c 'echo "$0 of a shell"; sleep 600' words""")
+    assert page.locator(".words-list code").all_inner_texts() == [
+        "sh",
+        "-c",
+        'echo "$0 of a shell"; sleep 600',
+        "words",
+    ]
+    page.get_by_label("Name", exact=True).fill(EVIL)
+    page.get_by_label("Working directory").fill(str(visitor.server.folder))
+    page.locator("dialog").get_by_role("button", name="Submit").click()
+    page.locator(".problem", has_text="job name").wait_for()  # as the server says
+    page.get_by_label("Name", exact=True).fill("typed")
+    page.locator("dialog").get_by_role("button", name="Submit").click()
+    page.wait_for_function("() => location.hash === '#/jobs/typed'")
+    page.locator(".log-line", has_text="words of a shell").wait_for()
+    page.locator("h1 .state", has_text="running").wait_for()
+    page.get_by_role("button", name="Cancel the job").click()
+    page.get_by_role("button", name="Keep as it is").click()
+    page.get_by_role("button", name="Cancel the job").click()
+    page.get_by_label("Reason").fill("seen enough")
+    page.locator("dialog").get_by_role("button", name="Cancel the job").click()
+    page.locator("h1 .state", has_text="cancelled").wait_for()
+    page.locator(".reason", has_text="seen enough").wait_for()
+    assert page.get_by_role("button", name="Cancel the job").count() == 0
+
+
+def test_drain_by_mouse_and_use_again_by_keyboard(visitor: Visitor) -> None:
+    page = visitor.open()
+    page.locator("canvas.map").wait_for()
+    page.locator("canvas.map").click(position={"x": 15, "y": 8})  # on the node's name
+    page.locator("dialog").get_by_role("button", name="Drain it …").click()
+    page.locator("dialog", has_text="moved away").get_by_role("button", name="Drain it").click()
+    page.wait_for_function("() => [...pollux.store.nodes.values()][0].is_draining")
+    page.get_by_text("drained", exact=True).first.wait_for()
+    page.locator("canvas.map").focus()
+    page.keyboard.press("ArrowRight")
+    page.keyboard.press(" ")
+    page.locator("dialog").get_by_role("button", name="Use it again …").focus()
+    page.keyboard.press("Enter")
+    page.locator("dialog", has_text="The next decision").get_by_role("button", name="Use it again").focus()
+    page.keyboard.press("Enter")
+    page.wait_for_function("() => ![...pollux.store.nodes.values()][0].is_draining")
+
+
+def test_a_job_is_found_by_keyboard_alone(visitor: Visitor) -> None:
+    page = visitor.open()
+    page.locator("table[aria-label=Jobs]").wait_for()
+    page.evaluate("document.activeElement.blur()")
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "content"
+    for _ in range(60):
+        page.keyboard.press("Tab")
+        focused = page.evaluate(
+            "({text: document.activeElement.innerText, inTable: !!document.activeElement.closest('tbody')})"
+        )
+        if focused["inTable"] and focused["text"].strip() == "train":
+            break
+    outline = page.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+    assert outline == "solid"
+    page.keyboard.press("Enter")
+    page.wait_for_function("() => location.hash === '#/jobs/train'")
+    assert page.evaluate("document.activeElement.id") == "content"  # a reader goes on with the new page
+
+
+# --- who may see it --------------------------------------------------------------------------------------------------
+
+
+def test_without_the_token_nothing_is_shown_and_nothing_breaks(chrome: Any, server: Watched) -> None:
+    with stranger(chrome, server) as visitor:
+        visitor.expects.append("401")
+        enter(visitor)
+
+
+def enter(visitor: Visitor) -> None:
+    page = visitor.open(has_token=False)
+    dialog = page.locator("#token-dialog")
+    dialog.get_by_text("pollux dashboard").wait_for()
+    assert text_of(page, "main").strip() == "" and "not accepted" not in dialog.inner_text()
+    page.keyboard.press("Escape")
+    page.keyboard.press("Escape")
+    dialog.wait_for()
+    dialog.get_by_label("Token").fill("a-wrong-token-of-some-length")
+    dialog.get_by_role("button", name="Go on").click()
+    page.get_by_text("The token was not accepted").wait_for()
+    dialog.get_by_label("Token").fill(visitor.server.token)
+    dialog.get_by_role("button", name="Go on").click()
+    page.get_by_text("Slots in use").wait_for()
+    page.reload()  # it is remembered
+    page.get_by_text("Slots in use").wait_for()
+    assert visitor.server.token not in page.url
+
+
+# --- what it survives ------------------------------------------------------------------------------------------------
+
+
+def test_a_restart_of_the_server(visitor: Visitor) -> None:
+    lost = ("CONNECTION_REFUSED", "INCOMPLETE_CHUNKED_ENCODING", "CONNECTION_RESET", "EMPTY_RESPONSE")
+    visitor.expects += [f"ERR_{what}" for what in lost]
+    page = visitor.open("#/jobs/odd")
+    page.locator(".log-line", has_text="is over").first.wait_for()
+    url = visitor.server.url
+    visitor.server.stop(keeps_jobs=True)
+    try:
+        page.locator("#banner", has_text="Connection lost, trying again").wait_for()
+    finally:
+        visitor.server.start()
+    assert visitor.server.url == url
+    page.locator("#banner").wait_for(state="hidden")
+    read = "() => pollux.store.jobs.get('odd').reported_at"
+    before = page.evaluate(read)
+    page.wait_for_function(f"before => ({read})() > before", arg=before)
+    last = "() => document.querySelector('.log-line:last-child').innerText"
+    before = page.evaluate(last)
+    page.wait_for_function(f"before => ({last})() !== before", arg=before)  # and its output comes again
+    assert page.evaluate("performance.getEntriesByType('navigation')[0].type") == "navigate"
+
+
+# --- how it looks ----------------------------------------------------------------------------------------------------
+
+
+def _place(name: str) -> str:
+    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
+    return str(SCREENSHOTS / f"{name}.png")
+
+
+def test_every_page_fits_a_phone(chrome: Any, server: Watched) -> None:
+    with stranger(chrome, server, **PHONE) as visitor:
+        take_pictures(visitor.open(), "phone")
+
+
+def test_every_page_in_light_and_dark(visitor: Visitor) -> None:
+    take_pictures(visitor.open(), "light", "dark")
+
+
+def take_pictures(page: Any, *modes: str) -> None:
+    for name, hash_ in PAGES.items():
+        page.evaluate("hash => { location.hash = hash }", hash_)
+        page.locator("main h1").first.wait_for(state="attached")
+        if name == "job":
+            page.locator("figure[aria-label=loss]").wait_for()
+        elif name != "compare":
+            page.locator("main :is(table[aria-label=Jobs], .round)").first.wait_for()
+        else:
+            page.get_by_text("No simulation has been published yet").wait_for()
+        for mode in modes:
+            page.emulate_media(color_scheme="dark" if mode == "dark" else "light")
+            draw_all(page)
+            assert overflow(page) <= 0, f"{name} is {overflow(page)} px too wide"
+            page.screenshot(path=_place(f"{name}-{mode}"), full_page=True)
+            dark, light = "rgb(15, 18, 23)", "rgb(246, 247, 249)"
+            colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
+            assert colour == (dark if mode == "dark" else light)
+    page.locator("#submit").click()
+    page.locator("#submit-dialog summary").click()
+    page.screenshot(path=_place(f"submit-{mode}"))
+
+
+def test_the_switch_overrides_the_system(chrome: Any, server: Watched) -> None:
+    with stranger(chrome, server, color_scheme="light") as visitor:
+        switch_theme(visitor.open())
+
+
+def switch_theme(page: Any) -> None:
+    switch = page.locator("#theme")
+    colour = "getComputedStyle(document.body).backgroundColor"
+    light = page.evaluate(colour)
+    switch.click()
+    assert page.evaluate("document.documentElement.dataset.theme") == "light" and page.evaluate(colour) == light
+    switch.click()
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark" and page.evaluate(colour) != light
+    page.reload()
+    page.get_by_text("Slots in use").wait_for()
+    assert page.evaluate(colour) != light

@@ -1,0 +1,448 @@
+"""Every metric moves when what it tells of happens: a real server, cluster and database, and an obedient engine."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from pollux.engines.live import ReplicaInfo
+from pollux.errors import PolluxError, StoreError
+from pollux.jobs import JobRequest
+from pollux.model.profile import Configuration, Timing
+from pollux.scheduler.autoscale import AutoscaleConfig
+from pollux.scheduler.lifecycle import JobState
+from pollux.scheduler.ports import JobHurt, JobLost, NodesChanged
+from pollux.server.book import job_token
+from pollux.server.cluster import Cluster, ClusterConfig
+from pollux.server.config import ServiceConfig
+from pollux.server.metrics import REFUSALS, CountedLog, Metrics, counted_log
+from pollux.server.service import Service
+from pollux.server.store import SqlStore
+from pollux.types import Node
+from pollux.version import __version__
+from pollux.wire import MAX_REPORT_BYTES, WireReport, report_to_json
+from tests.reports import report_fields
+from tests.unit.live_server import eventually
+from tests.unit.server.test_cluster import ObedientEngine
+
+SECRET = "s" * 32
+PATIENCE_S = 20.0
+Samples = dict[tuple[str, tuple[tuple[str, str], ...]], float]
+
+# What may stay as it was, and why.
+CONSTANT = {
+    "pollux_build_info": "says what runs",
+    "process_start_time_seconds": "of this process",
+    "process_max_fds": "a limit of this process",
+    "process_open_fds": "depends on the moment",
+    "process_resident_memory_bytes": "depends on the allocator",
+    "process_virtual_memory_bytes": "depends on the allocator",
+}
+
+
+class Engine(ObedientEngine):
+    """Its nodes can go, and be asked for; a job may have replicas that have names."""
+
+    template = Node(name="new", num_slots=4, accelerator="cpu")
+
+    def __init__(self, *nodes: Node) -> None:
+        super().__init__(*nodes)
+        self.named: dict[str, list[ReplicaInfo]] = {}
+
+    def scale_to(self, keeping: Any, num_more: int) -> None:
+        """Nobody comes."""
+
+    def replicas(self, job: str) -> list[ReplicaInfo]:
+        return self.named.get(job, [])
+
+    def lose(self, name: str) -> None:
+        self._nodes = tuple(node for node in self._nodes if node.name != name)
+        self.say(NodesChanged())
+
+
+class Metered:
+    """A server that is measured."""
+
+    def __init__(self, directory: Path, **options: Any) -> None:
+        self.engine = Engine(
+            Node(name="a", num_slots=4, accelerator="cpu"), Node(name="b", num_slots=4, accelerator="cpu")
+        )
+        self.store: SqlStore | None = None
+        self.scraped: list[Samples] = []
+        config = ServiceConfig(data_directory=directory, port=0, **options)
+        self.service = Service(config, self._make)
+
+    def _make(self, config: ServiceConfig, store: SqlStore, url: str) -> Cluster:
+        self.store = store
+        described = ClusterConfig(
+            data_directory=config.data_directory,
+            secret=SECRET,
+            url=url,
+            interval_s=0.2,
+            min_pause_s=0.0,
+            node_price=3600.0,
+            autoscale=AutoscaleConfig(min_nodes=2, max_nodes=4),
+        )
+        self.cluster = Cluster(store=store, engine=self.engine, config=described, pool=self.engine)
+        self.engine.wake = self.cluster.wake
+        return self.cluster
+
+    def scrape(self) -> Samples:
+        answer = httpx.get(f"{self.service.url}/metrics", headers=self.operator)
+        assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/plain")
+        self.scraped.append(samples_of(answer.text))
+        return self.scraped[-1]
+
+    @property
+    def operator(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.service.token}"}
+
+    def value(self, name: str, **labels: str) -> float | None:
+        return self.scrape().get((name, tuple(sorted(labels.items()))))
+
+    def until(self, condition: Callable[[], object], what: str) -> None:
+        eventually(lambda: bool(condition()), what, PATIENCE_S)
+
+    def until_value(self, wanted: float, name: str, **labels: str) -> None:
+        self.until(lambda: self.value(name, **labels) == wanted, f"{name} {labels} is {wanted}")
+
+    def submit(self, name: str, **options: Any) -> str:
+        self.cluster.submit(JobRequest(command=("sleep", "9"), name=name, **options))
+        self.until_state(name, "running")
+        return name
+
+    def until_state(self, name: str, state: str) -> None:
+        self.until(lambda: self.cluster.view(name)["state"] == state, f"{name} is {state}")
+
+    def tell(self, job: str, body: str | bytes | None = None, token: str | None = None, **values: Any) -> int:
+        """What comes of a report of a job, over HTTP."""
+        if body is None:
+            body = report_to_json(WireReport(job=job, **report_fields(**values)))
+        headers = {"Authorization": f"Bearer {token or job_token(SECRET, job)}"}
+        return httpx.post(f"{self.service.url}/api/v1/jobs/{job}/reports", headers=headers, content=body).status_code
+
+
+def samples_of(text: str) -> Samples:
+    return {
+        (sample.name, tuple(sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def families_of(text: str) -> set[str]:
+    return {family.name for family in text_string_to_metric_families(text)}
+
+
+@contextlib.contextmanager
+def metered(directory: Path, **options: Any) -> Iterator[Metered]:
+    made = Metered(directory, **options)
+    with made.service:
+        yield made
+
+
+def grown(world: Metered, name: str) -> str:
+    """An elastic job with two replicas."""
+    world.submit(name, kind="elastic", max_replicas=2)
+    timings = ((Configuration(1, 1, 32), Timing(0.1, 0.1, 10)),)
+    assert world.tell(name, timings=timings) == 200
+    world.until(lambda: world.cluster.view(name)["num_replicas"] == 2, f"{name} grows")
+    return name
+
+
+def test_every_metric_moves(tmp_path, monkeypatch):
+    with metered(tmp_path) as world:
+        seen_families = families_of(httpx.get(f"{world.service.url}/metrics", headers=world.operator).text)
+
+        # Jobs: they start, grow, move, shrink, crash, come again, and end in every way.
+        first = grown(world, "first")
+        during = world.scrape()
+        assert during["pollux_job_replicas", (("job_name", "first"),)] == 2
+        assert during["pollux_job_noise_scale_examples", (("job_name", "first"),)] == 100.0
+        assert during["pollux_slots_used", (("accelerator", "cpu"),)] == 2
+        node = world.cluster.view(first)["allocation"][0][0]
+        world.cluster.drain(node, True)
+        world.until(lambda: world.value("pollux_resizes_total", kind="move") == 1, "it moves")
+        world.until_state(first, "running")
+        assert world.value("pollux_nodes", accelerator="cpu", state="draining") == 1
+        for number in range(3):
+            world.submit(f"other-{number}")
+        world.until(lambda: world.value("pollux_resizes_total", kind="shrink"), "it shrinks")
+        world.cluster.drain(node, False)
+        world.engine.say(JobHurt(job="other-0", reason="a replica died"))
+        world.until_value(1, "pollux_job_crashes_total")
+        world.engine.say(JobLost(job="other-0", reason="it is gone"))
+        world.until_value(2, "pollux_job_crashes_total")
+        world.until_value(1, "pollux_job_restarts_total")
+        world.until_state("other-0", "running")
+        world.engine.end("other-0", exit_code=0)
+        world.engine.end("other-1", JobState.FAILED, exit_code=1)
+        world.cluster.cancel("other-2", "")
+        for state in ("succeeded", "failed", "cancelled"):
+            world.until_value(1, "pollux_job_ends_total", state=state)
+
+        # Reports: taken, and refused in every way there is.
+        world.engine.named[first] = [ReplicaInfo(replica_id="r1", rank=0, node="a", slot=0, pid=1, state="running")]
+        statuses = [
+            world.tell(first, progress=0.75),
+            world.tell(first, token="nobody's" * 3),
+            world.tell(first, token=job_token(SECRET, "other-0")),
+            world.tell("nobody", token=world.service.token),
+            world.tell(first, replica="r0"),
+            world.tell(first, b" " * (MAX_REPORT_BYTES + 1)),
+            world.tell(first, b"{}"),
+            world.tell("other-0"),
+        ]
+        assert statuses == [200, *REFUSALS, 200]
+        refused = {reason: world.value("pollux_reports_refused_total", reason=reason) for reason in REFUSALS.values()}
+        assert refused == dict.fromkeys(REFUSALS.values(), 1.0)
+        assert world.value("pollux_reports_refused_total", reason="ended") == 1
+        assert world.value("pollux_reports_total") == 2  # of the growth, and this one
+
+        # Trouble: a policy that is wrong, a database that fails, a node that is lost.
+        with monkeypatch.context() as patch:
+            patch.setattr(world.cluster._scheduler.policy, "decide", fails(PolluxError("no plan")))
+            world.until(lambda: world.value("pollux_round_errors_total"), "a round fails")
+        with monkeypatch.context() as patch:
+            patch.setattr(world.store, "save_round", fails(StoreError("the disk is full")))
+            world.until(lambda: world.value("pollux_ready") == 0, "it is not ready")
+        world.until_value(1, "pollux_ready")
+        world.engine.lose(world.cluster.view(first)["allocation"][0][0])
+        world.until_value(1, "pollux_node_losses_total")
+
+        world.cluster.submit(JobRequest(command=("sleep", "9"), name="many", array="0-11"))
+        world.until(lambda: (world.value("pollux_nodes_wanted") or 0) > 2, "more nodes are wanted")
+
+        with following(world), listening(world):
+            after = world.scrape()
+            text = httpx.get(f"{world.service.url}/metrics", headers=world.operator).text
+    families = families_of(text)
+    assert seen_families <= families
+    keys = {key for scraped in world.scraped for key in scraped}
+    moved = {key[0] for key in keys if len({scraped.get(key) for scraped in world.scraped}) > 1}
+    still = {family for family in families if not moved & {family + suffix for suffix in ("", "_total", "_count")}}
+    assert still <= set(CONSTANT), "never updated"
+    assert set(CONSTANT) <= families
+    # And they are what happened.
+    rounds = sum(value for (name, _), value in after.items() if name == "pollux_rounds_total")
+    assert rounds == after["pollux_decision_seconds_count", ()] > 5
+    seconds = after["pollux_node_seconds_total", (("accelerator", "cpu"),)]
+    assert after["pollux_node_cost_total", ()] == pytest.approx(seconds)  # at 3600 an hour
+    assert after["pollux_slots", (("accelerator", "cpu"),)] == 4
+    assert 0 <= after["pollux_round_gap_ratio", ()] < 1
+    assert after["pollux_build_info", tuple(sorted({"version": __version__, "python": python()}.items()))] == 1
+
+
+def python() -> str:
+    import platform
+
+    return platform.python_version()
+
+
+def fails(error: Exception) -> Callable[..., Any]:
+    def fail(*_: object) -> None:
+        raise error
+
+    return fail
+
+
+@contextlib.contextmanager
+def streaming(world: Metered, path: str) -> Iterator[None]:
+    """Somebody reads an answer that does not end."""
+    with (
+        httpx.Client(headers=world.operator, timeout=PATIENCE_S) as client,
+        client.stream("GET", f"{world.service.url}/api/v1/{path}") as answer,
+    ):
+        assert answer.status_code == 200
+        yield
+
+
+@contextlib.contextmanager
+def following(world: Metered) -> Iterator[None]:
+    with streaming(world, "jobs/first/logs?follow=true"):
+        world.until_value(1, "pollux_http_answers_open", route="/api/v1/jobs/{name}/logs")
+        yield
+
+
+@contextlib.contextmanager
+def listening(world: Metered) -> Iterator[None]:
+    with streaming(world, "events"):
+        world.until_value(1, "pollux_event_listeners")
+        yield
+    world.until_value(0, "pollux_event_listeners")
+
+
+def test_series_of_a_job_vanish_when_it_is_over(tmp_path):
+    with metered(tmp_path) as world:
+        name = grown(world, "one")
+        labels = (("job_name", name),)
+        told = {key[0] for key in world.scrape() if key[1] == labels}
+        assert {"pollux_job_replicas", "pollux_job_goodput_examples_per_second", "pollux_job_gain_ratio"} <= told
+        world.engine.end(name)
+        world.until_state(name, "succeeded")
+        assert not [key for key in world.scrape() if key[1] == labels]
+
+
+def test_a_job_that_waits_has_no_speed(tmp_path):
+    """What it told last is not so any more."""
+    with metered(tmp_path) as world:
+        name = grown(world, "one")
+        assert world.value("pollux_job_throughput_examples_per_second", job_name=name) == 50.0
+        for node in ("a", "b"):
+            world.cluster.drain(node, True)
+        world.until_state(name, "pending")
+        assert world.value("pollux_job_throughput_examples_per_second", job_name=name) is None
+        assert world.value("pollux_job_replicas", job_name=name) == 0
+        assert world.value("pollux_job_progress_ratio", job_name=name) == 0.5
+
+
+def test_a_restart_counts_nothing_twice(tmp_path):
+    with metered(tmp_path) as world:
+        grown(world, "one")
+        world.engine.say(JobHurt(job="one", reason="a replica died"))
+        world.until_value(1, "pollux_job_crashes_total")
+        assert world.value("pollux_resizes_total", kind="grow") == 1
+        node_s = world.value("pollux_node_seconds_total", accelerator="cpu")
+        world.service.stop(keeps_jobs=True)
+    again = Metered(tmp_path)
+    again.engine.running = world.engine.running
+    with again.service:
+        again.until(lambda: again.value("pollux_decision_seconds_count"), "a decision")
+        again.engine.say(JobHurt(job="one", reason="another one died"))
+        again.until_value(1, "pollux_job_crashes_total")  # of this server
+        assert again.value("pollux_resizes_total", kind="grow") == 0
+        assert again.value("pollux_resizes_total", kind="start") == 0
+        assert again.value("pollux_job_replicas", job_name="one") == 2
+        assert node_s and again.value("pollux_node_seconds_total", accelerator="cpu") >= node_s - 6  # kept every 5 s
+
+
+def test_a_scrape_works_while_the_database_does_not(tmp_path, monkeypatch):
+    with metered(tmp_path) as world:
+        monkeypatch.setattr(world.store, "counts", fails(StoreError("the disk is gone")))
+        samples = world.scrape()
+        assert ("pollux_log_messages_total", (("level", "warning"),)) in samples
+        assert ("pollux_ready", ()) not in samples
+        answer = httpx.get(f"{world.service.url}/api/v1/jobs", headers=world.operator)
+        assert answer.status_code == 503
+        assert world.value("pollux_store_errors_total") == 1
+
+
+# Access ---------------------------------------------------------------------------------------
+
+
+def test_metrics_are_for_the_operator(tmp_path):
+    with metered(tmp_path) as world:
+        world.submit("one")
+        url, token = f"{world.service.url}/metrics", world.service.token
+        refused = httpx.get(url)
+        assert refused.status_code == 401 and "Basic" in refused.headers["www-authenticate"]
+        assert "password" in refused.json()["error"]["message"]
+        assert httpx.get(url, auth=("anybody", token)).status_code == 200
+        assert httpx.get(url, auth=("anybody", "wrong")).status_code == 401
+        assert httpx.get(url, headers={"Authorization": "Basic !"}).status_code == 401
+        assert httpx.get(url, auth=("x", job_token(SECRET, "one"))).status_code == 403
+        assert httpx.get(url, headers={"Authorization": f"Bearer {job_token(SECRET, 'one')}"}).status_code == 403
+
+
+def test_open_metrics_are_for_everybody_and_nothing_else_is(tmp_path):
+    with metered(tmp_path, has_open_metrics=True) as world:
+        assert httpx.get(f"{world.service.url}/metrics").status_code == 200
+        assert httpx.get(f"{world.service.url}/api/v1/cluster").status_code == 401
+
+
+# HTTP and logs --------------------------------------------------------------------------------
+
+
+def test_requests_are_counted_by_their_route(tmp_path):
+    with metered(tmp_path) as world:
+        world.submit("one")
+        for path in ("/api/v1/jobs/one", "/api/v1/jobs/nobody", "/api/v1/jobs/nobody-else", "/made/up", "/made/up/too"):
+            httpx.get(f"{world.service.url}{path}", headers=world.operator)
+        httpx.request("INVENT", f"{world.service.url}/healthz")
+        counted = {
+            tuple(value for _, value in labels): number
+            for (name, labels), number in world.scrape().items()
+            if name == "pollux_http_requests_total"
+        }
+        assert counted["GET", "/api/v1/jobs/{name}", "200"] == 1
+        assert counted["GET", "/api/v1/jobs/{name}", "404"] == 2
+        assert counted["GET", "unknown", "404"] == 2
+        assert counted["other", "/healthz", "405"] == 1
+        assert world.value("pollux_http_request_seconds_count", method="GET", route="/api/v1/jobs/{name}") == 3
+        assert world.value("pollux_http_answers_open", route="/api/v1/jobs/{name}") == 0
+
+
+def test_a_bug_is_a_500(tmp_path, monkeypatch):
+    with metered(tmp_path) as world:
+        monkeypatch.setattr(world.cluster, "summary", fails(RuntimeError("a bug")))
+        assert httpx.get(f"{world.service.url}/api/v1/cluster", headers=world.operator).status_code == 500
+        assert world.value("pollux_http_requests_total", method="GET", route="/api/v1/cluster", status="500") == 1
+
+
+def test_what_is_logged_is_counted_and_still_heard(capsys):
+    metrics, logger = Metrics(), logging.getLogger("pollux.somewhere")
+    with counted_log(metrics):
+        logger.info("nothing")
+        logger.warning("a warning")
+        logger.error("an error")
+        logger.critical("worse")
+    logger.error("nobody counts any more")
+    samples = samples_of(metrics.text().decode())
+    assert samples["pollux_log_messages_total", (("level", "warning"),)] == 1
+    assert samples["pollux_log_messages_total", (("level", "error"),)] == 2
+    assert not any(isinstance(handler, CountedLog) for handler in logging.getLogger("pollux").handlers)
+
+
+def test_a_program_without_logging_still_prints_warnings(capsys, monkeypatch):
+    """As Python does when nobody listens: counting is not listening."""
+    root = logging.getLogger()
+    monkeypatch.setattr(root, "handlers", [])
+    printed: list[str] = []
+    monkeypatch.setattr(logging, "lastResort", Printed(printed))
+    with counted_log(Metrics()):
+        logging.getLogger("pollux.somewhere").warning("a warning")
+    assert printed == ["a warning"]
+
+
+class Printed(logging.Handler):
+    def __init__(self, lines: list[str]) -> None:
+        super().__init__(logging.WARNING)
+        self._lines = lines
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self._lines.append(record.getMessage())
+
+
+def test_applications_do_not_share_numbers():
+    one, other = Metrics(), Metrics()
+    one.took_report()
+    assert samples_of(one.text().decode())["pollux_reports_total", ()] == 1
+    assert samples_of(other.text().decode())["pollux_reports_total", ()] == 0
+
+
+def test_counting_from_many_threads_loses_nothing():
+    metrics = Metrics()
+
+    def count() -> None:
+        for _ in range(500):
+            metrics.took_report()
+            metrics.answered("GET", "/x", 200, 0.01)
+
+    threads = [threading.Thread(target=count) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    samples = samples_of(metrics.text().decode())
+    assert samples["pollux_reports_total", ()] == 4000
+    assert samples["pollux_http_request_seconds_sum", (("method", "GET"), ("route", "/x"))] == pytest.approx(40.0)
+    assert not math.isnan(samples["pollux_reports_total", ()])
