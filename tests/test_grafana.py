@@ -15,7 +15,7 @@ from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.record import JobRecord, RoundRecord
 from pollux.server.gauges import JOB_GAUGES, Measured
 from pollux.server.metrics import Metrics
-from pollux.types import Allocation, Explanation, JobSpec, Node, Plan, Snapshot
+from pollux.types import Allocation, Explanation, JobSpec, Node, Plan
 from pollux.wire import WireReport
 from tests.pages import ROOT
 from tests.promql import named
@@ -42,7 +42,7 @@ def exported() -> dict[str, set[str]]:
     explanation = Explanation(fitness_before=1.0, fitness=1.0, upper_bound=2.0)
     plan = Plan(allocations={}, explanation=explanation)
     decision = RoundRecord(number=1, at=1.0, trigger="submit", plan=plan, num_jobs=1, num_slots=1, decision_s=0.1)
-    metrics.saw_round(decision, Snapshot.of(1.0, [], []))
+    metrics.saw_round(decision)
     report = WireReport(job="one", **report_fields())
     seen = Measured(
         is_ready=True,

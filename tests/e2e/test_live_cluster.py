@@ -49,7 +49,7 @@ def test_jobs_grow_and_shrink_in_place_and_all_learn(cluster: LiveCluster) -> No
     for job in (late, long):
         assert job.wait(120) == "succeeded", cluster.story(job.name)
     for job in (short, late, long):
-        assert job.result().metrics["accuracy"] > 0.93, cluster.story(job.name)
+        assert job.result().metrics["accuracy"] > 0.9, cluster.story(job.name)
     reports = long.reports()
     by_replicas = {count: [r for r in reports if r["num_replicas"] == count] for count in (1, 2, 3, 4)}
     assert {r["total_batch"] for r in reports} != {32}  # re-batched on the way

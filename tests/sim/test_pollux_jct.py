@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from pollux.errors import SimulationError
@@ -13,6 +15,7 @@ from pollux.simulator.run import SimulationConfig, SimulationRun, simulate
 from pollux.simulator.source import load_source
 from pollux.simulator.workload import Workload, job_spec
 
+SLOW = pytest.mark.skipif("POLLUX_TEST_ALL" not in os.environ, reason="takes half a minute more: POLLUX_TEST_ALL=1")
 ON_OUR_PHYSICS = SimulationConfig(resize_s=5.0, decides_on_events=True, remembers_profiles=True)
 
 
@@ -28,8 +31,8 @@ def average_jct(run: SimulationRun) -> float:
         ("workloads/workload-3", "equal", SimulationConfig(), 2188),
         ("workloads/workload-6", "equal", SimulationConfig(), 2446),
         ("workloads-0.5/workload-6", "equal", SimulationConfig(), 1288),
-        ("workloads-1.5/workload-6", "equal", SimulationConfig(), 3474),
-        ("workloads-2.0/workload-6", "equal", SimulationConfig(), 5105),
+        pytest.param("workloads-1.5/workload-6", "equal", SimulationConfig(), 3474, marks=SLOW),
+        pytest.param("workloads-2.0/workload-6", "equal", SimulationConfig(), 5105, marks=SLOW),
         ("workloads/workload-6", "remaining", SimulationConfig(), 2300),
         ("workloads/workload-6", "remaining", ON_OUR_PHYSICS, 1950),
     ],

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -233,6 +234,7 @@ def test_what_is_drawn_can_be_asked_for(client: Client, here: Path) -> None:
 def test_simulations_are_published(client: Client) -> None:
     rows = [{"workload": "w", "policy": "pollux", "avg_jct_s": 1.5}]
     made = client.publish(title="mine", command="pollux compare", kind="compare", summary=rows, html="<p>x</p>")
+    assert made.pop("forgotten") == []
     assert client.simulations()[0] == made
     assert made["report_url"].startswith("/reports/")
     with pytest.raises(InvalidValueError, match="kind"):
@@ -285,6 +287,36 @@ def test_a_stream_of_a_server_that_does_not_come_back_ends(here: Path) -> None:
         with pytest.raises(ServerNotFoundError):
             for _ in events:
                 pass
+
+
+class HalfSaid(BaseHTTPRequestHandler):
+    """Ends its first stream of events in the middle of a message."""
+
+    streams = iter(
+        ('data: {"number": 1}\n\ndata: {"number": 2}', ': still here\n\nevent: state\ndata: {"number": 3}\n\n')
+    )
+
+    def do_GET(self) -> None:
+        is_stream = "/events" in self.path
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write((next(self.streams) if is_stream else "{}").encode())
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_half_a_message_is_none() -> None:
+    with ThreadingHTTPServer(("127.0.0.1", 0), HalfSaid) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        try:
+            with Client(url=f"http://127.0.0.1:{server.server_port}", token="t" * 16) as client:
+                events = client.events()
+                assert [next(events), next(events)] == [{"number": 1}, {"number": 3}]
+        finally:
+            server.shutdown()
+            thread.join(WAIT_S)
 
 
 # Finding the server ---------------------------------------------------------------------------

@@ -163,17 +163,14 @@ def test_decisions_are_texts_at_the_step_of_their_time(served, tmp_path, monkeyp
     for step in range(3):
         tell(cluster, "bert", submitted_at + 10 * step, num_steps=100 * step)
 
-    def round_(number: int, at: float, name: str) -> dict[str, Any]:
-        change = dict(job=name, before=number, after=number + 1, speedup_before=1.0, speedup_after=None, note="why <b>")
-        return dict(
-            id=number, number=number, at=at, trigger="model", fitness=1.5, upper_bound=2.0, changes=[change], words=[]
-        )
+    def round_(id_: int, at: float, name: str, *words: str) -> dict[str, Any]:
+        return dict(id=id_, number=1, at=at, trigger="model", changes=[dict(job=name)], words=list(words))
 
     rounds = [
         round_(1, submitted_at - 5, "bert"),  # of another job, which had that name before
         round_(2, submitted_at, "other"),
-        round_(3, submitted_at + 12, "bert"),
-        round_(4, submitted_at + 25, "bert"),
+        round_(3, submitted_at + 12, "bert", "bert-2 gave 1 slot to bert: why <b>", "bert-2 waits", "x gave 2 to bert"),
+        round_(4, submitted_at + 25, "bert", "bertha starts", "and 70 jobs more"),
     ]
     monkeypatch.setattr(
         cluster, "rounds", lambda since, limit: [one for one in rounds if one["id"] > (since or 0)][:limit]
@@ -185,8 +182,11 @@ def test_decisions_are_texts_at_the_step_of_their_time(served, tmp_path, monkeyp
         (100, pytest.approx(12)),
         (200, pytest.approx(25)),
     ]
-    words = texts["pollux/decisions/text_summary"][0][2]
-    assert words == "Round 3 (model): 3 → 4 replicas; fitness 1.5 of at most 2; why <b>"
+    # By the round's id, as everywhere, in the server's words; all of those where it is not among them.
+    assert [words for _, _, words in texts["pollux/decisions/text_summary"]] == [
+        "#3 (model): bert-2 gave 1 slot to bert: why <b>; x gave 2 to bert",
+        "#4 (model): bertha starts; and 70 jobs more",
+    ]
 
 
 def test_the_command_says_where(served, tmp_path):

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import html
 import os
 import sys
+import tempfile
 import webbrowser
+from pathlib import Path
 from typing import Annotated
 from urllib.parse import quote
 
@@ -16,6 +20,29 @@ from pollux.cli.connect import DataOption, JsonOption, ServerOption, connect, pr
 def link(url: str, token: str) -> str:
     """What follows the ``#`` stays in the browser; the page takes it out of the address at once."""
     return f"{url}/#token={quote(token, safe='')}"
+
+
+def open_privately(address: str, folder: Path | None) -> bool:
+    """In a browser; whether there is one.
+
+    It is given a page that leads there, which its owner alone can read: everybody sees a program's arguments. The page
+    lies in ``folder``, or where such files do, until the next one is made.
+    """
+    folder = folder or Path(tempfile.gettempdir())
+    prefix = f"pollux-dashboard-{os.getuid()}-"
+    for old in folder.glob(f"{prefix}*.html"):
+        with contextlib.suppress(OSError):  # not ours, or gone
+            old.unlink()
+    there = html.escape(address)
+    try:
+        descriptor, name = tempfile.mkstemp(".html", prefix, folder)  # of mode 0600
+        with os.fdopen(descriptor, "w") as file:
+            file.write(
+                f'<!doctype html><meta http-equiv="refresh" content="0; url={there}"><a href="{there}">Pollux</a>\n'
+            )
+    except OSError:  # a full disk, say: the address is printed all the same
+        return False
+    return webbrowser.open(Path(name).as_uri())
 
 
 def _has_screen() -> bool:
@@ -35,11 +62,12 @@ def dashboard(
     with connect(data, server) as client:
         client.status()  # says so if nobody is there, or the token is a wrong one
         address = link(client.address.url, client.address.token)
+        folder = client.address.data_directory
     if as_json:
         print_json({"url": address})
     else:
         typer.echo(address)
     if opens is None:
         opens = not as_json and sys.stdout.isatty() and _has_screen()
-    if opens and not webbrowser.open(address):
+    if opens and not open_privately(address, folder):
         say("no browser could be opened; copy the address")

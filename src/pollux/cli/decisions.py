@@ -41,6 +41,8 @@ def lines(rounds: Iterable[Round]) -> Iterator[str]:
 def _follow(client: Client, last: int, as_json: bool) -> None:
     """Rounds after the one of this id, as they are made."""
     for message in client.events():
+        if message["is_full"] and max((round_["id"] for round_ in message["rounds"]), default=0) < last:
+            last = 0  # another server, or one that began anew
         for round_ in message["rounds"]:
             if round_["id"] <= last:
                 continue  # told before, or again after a restart

@@ -352,13 +352,16 @@ class Client:
         """
         gives_up_at = math.inf
         while True:
-            began_at = time.monotonic()
+            began_at, data = time.monotonic(), ""
             try:
                 for line in self._lines("events", {"every_s": every_s}, _MAX_EVENT_SILENCE_S):
                     name, _, value = line.partition(": ")
                     if name == "data":
+                        data = value
+                    elif not line and data:  # only now it is whole
                         gives_up_at = math.inf
-                        yield json.loads(value)
+                        yield json.loads(data)
+                        data = ""
             except (ServerNotFoundError, ServerUnavailableError):
                 now = time.monotonic()
                 if now - began_at > _GOOD_STREAM_S or gives_up_at == math.inf:

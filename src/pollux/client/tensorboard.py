@@ -7,6 +7,7 @@ of a point is the number of steps the job had made, its time that of the report.
 from __future__ import annotations
 
 import bisect
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,10 +65,10 @@ def export(job: Job, directory: str | Path) -> Exported:
             records.append(event_file.scalar(tag, value, report["num_steps"], report["at"]))
             num_points[tag] = num_points.get(tag, 0) + 1
     ats, steps = [report["at"] for report in reports], [report["num_steps"] for report in reports]
-    for round_, change in _decisions(job, view["submitted_at"]):
+    for round_ in _decisions(job, view["submitted_at"]):
         # As of the report before it; the first decision comes before all of them.
         step = steps[max(bisect.bisect_right(ats, round_["at"]) - 1, 0)]
-        records.append(event_file.text(DECISIONS, in_words(round_, change), step, round_["at"]))
+        records.append(event_file.text(DECISIONS, in_words(round_, job.name), step, round_["at"]))
         num_points[DECISIONS] = num_points.get(DECISIONS, 0) + 1
     # One name for each job, as TensorBoard reads all files of a run together.
     path = Path(directory) / job.name / f"events.out.tfevents.{int(view['submitted_at'])}.pollux"
@@ -75,28 +76,22 @@ def export(job: Job, directory: str | Path) -> Exported:
     return Exported(job=job.name, path=path, num_reports=len(reports), num_points=num_points)
 
 
-def in_words(round_: Mapping[str, Any], change: Mapping[str, Any]) -> str:
-    """What a round changed for the job, and why."""
-    words = [f"Round {round_['number']} ({round_['trigger']}): {change['before']} → {change['after']} replicas"]
-    if change["speedup_before"] is not None and change["speedup_after"] is not None:
-        words.append(f"speedup {change['speedup_before']:.3g} → {change['speedup_after']:.3g}")
-    if round_["fitness"] is not None and round_["upper_bound"] is not None:
-        words.append(f"fitness {round_['fitness']:.3g} of at most {round_['upper_bound']:.3g}")
-    if change["note"]:
-        words.append(str(change["note"]))
-    return "; ".join(words)
+def in_words(round_: Mapping[str, Any], job: str) -> str:
+    """What the server says of the job in a round; all of it where the round has too much to name everybody."""
+    named = re.compile(rf"(?<![\w.-]){re.escape(job)}(?![\w.-])")
+    words = [sentence for sentence in round_["words"] if named.search(sentence)] or round_["words"]
+    return f"#{round_['id']} ({round_['trigger']}): {'; '.join(words)}"
 
 
 def _reports(job: Job) -> Iterator[dict[str, Any]]:
     return _pages(lambda since: job.reports(since=since, limit=PAGE))
 
 
-def _decisions(job: Job, since: float) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    """Rounds that changed something for the job, each with the change; none before the job was there."""
+def _decisions(job: Job, since: float) -> Iterator[dict[str, Any]]:
+    """Rounds that changed something for the job; none before the job was there."""
     for round_ in _pages(lambda last: job._client.rounds(since=last, limit=PAGE)):
-        for change in round_["changes"]:
-            if change["job"] == job.name and round_["at"] >= since:
-                yield round_, change
+        if round_["at"] >= since and any(change["job"] == job.name for change in round_["changes"]):
+            yield round_
 
 
 def _pages(ask: Callable[[int], list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:

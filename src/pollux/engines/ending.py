@@ -17,20 +17,28 @@ ENGINE_FILE = "engine.json"
 LOCAL, RAY = "local", "ray"
 
 
-def note_engine(directory: Path, name: str, settings: Mapping[str, object] | None = None) -> None:
-    """From now on this engine has the jobs.
-
-    Raises:
-        EngineError: those of another still run.
+def require_free(directory: Path, name: str, settings: Mapping[str, object] | None = None) -> None:
+    """Raises:
+    EngineError: jobs of another engine than this one still run.
     """
-    note = {"engine": name, "settings": dict(settings or {})}
     before = _read(directory)
+    note = {"engine": name, "settings": dict(settings or {})}
     if before and _place(before) != _place(note) and (where := _where_they_run(directory, before)):
         raise EngineError(
-            f"jobs of {directory} still run {where}: `pollux down` lets them checkpoint and leave; they go on when it "
-            "is started again"
+            f"jobs of {directory} still run {where}: start with that again, and they are taken over; or `pollux down` "
+            "lets them checkpoint and leave, and they go on when it is started again"
         )
+
+
+def note_engine(directory: Path, name: str, settings: Mapping[str, object] | None = None) -> None:
+    """From now on this engine has the jobs."""
+    note = {"engine": name, "settings": dict(settings or {})}
     (directory / ENGINE_FILE).write_text(json.dumps(note), encoding="utf-8")
+
+
+def forget_engine(directory: Path) -> None:
+    """No engine has any job."""
+    (directory / ENGINE_FILE).unlink(missing_ok=True)
 
 
 def end_jobs(directory: Path, timeout_s: float) -> bool:
@@ -59,7 +67,9 @@ def _where_they_run(directory: Path, note: Mapping[str, Any]) -> str:
     from pollux.engines.ray.engine import RaySettings, has_ray_steward
 
     settings = RaySettings(**note["settings"])
-    return f"as {settings.name!r} on Ray at {settings.address}" if has_ray_steward(directory, settings) else ""
+    if not has_ray_steward(directory, settings):
+        return ""
+    return f"as {settings.name!r} on Ray at {settings.address} (--engine ray --name {settings.name})"
 
 
 def _read(directory: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import psutil
 from pollux.engines.commanding import GRACE_S, StewardEngine
 from pollux.engines.connecting import Link, StewardProcess, connect
 from pollux.engines.devices import Device
-from pollux.engines.ending import LOCAL, note_engine
+from pollux.engines.ending import LOCAL, note_engine, require_free
 from pollux.engines.launch import Launch
 from pollux.engines.leftovers import kill_leftovers, mark_of
 from pollux.engines.protocol import Message
@@ -95,6 +95,7 @@ class LocalEngine(StewardEngine):
             raise InvalidValueError(f"{len(devices)} devices for nodes {list(nodes)}; each slot needs one")
         path = Path(directory).resolve()
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        require_free(path, LOCAL)
         note_engine(path, LOCAL)
         self._local = LocalConnector(path, devices, steward_options or {})
         super().__init__(self._local, nodes=nodes, launch_of=launch_of, on_event=on_event, grace_s=grace_s)

@@ -41,7 +41,7 @@ from pollux.scheduler.ports import (
     check_report,
 )
 from pollux.scheduler.reconcile import Actual, Change, Resize, Start, reconcile, together, verify_plan
-from pollux.scheduler.record import JobRecord, RoundRecord
+from pollux.scheduler.record import Departure, JobRecord, Reallocation, RoundRecord
 from pollux.scheduler.sizing import Sizer
 from pollux.types import NO_ALLOCATION, Allocation, JobSpec, JobView, Node, Plan, Snapshot
 
@@ -101,6 +101,7 @@ class Scheduler:
         self._not_before = -math.inf  # for decisions that events ask for
         self._trigger: str | None = None  # an event that asks for a decision now
         self._num_rounds = 0
+        self._departures: list[Departure] = []  # since the last round
         self._next_sequence = 0
         self._draining: frozenset[str] = frozenset()
         self._sizer: Sizer | None = None
@@ -294,10 +295,10 @@ class Scheduler:
                     self._store.save_job(record)
             case JobStopped() if record.state in _MAY_STOP:  # otherwise it is late: the job is starting again
                 record.account(now)
-                record.allocation = record.leaving = NO_ALLOCATION
                 if record.stops_as.is_final:
                     self._end(record, record.stops_as, now, record.stop_reason)
                 else:
+                    record.allocation = record.leaving = NO_ALLOCATION
                     record.move(JobState.PENDING, now, "stopped")
                     self._store.save_job(record)
                 self._ask_for_round("stop")
@@ -307,11 +308,11 @@ class Scheduler:
                 self._store.save_job(record)
             case JobLost(reason=reason) if record.state.holds_slots:
                 # Nobody knows since when: perhaps the machine was off. That time is not the job's.
-                record.allocation = record.leaving = NO_ALLOCATION
                 record.num_crashes += 1
                 if record.stops_as.is_final:
                     self._end(record, record.stops_as, now, record.stop_reason)
                 else:
+                    record.allocation = record.leaving = NO_ALLOCATION
                     record.move(JobState.PENDING, now, reason)
                     self._store.save_job(record)
                 self._ask_for_round("loss")
@@ -322,7 +323,6 @@ class Scheduler:
                 if record.allocation:  # time since it ended was not its own
                     record.attained_s -= now - at
                     record.gpu_s -= (now - at) * record.allocation.num_replicas
-                record.allocation = record.leaving = NO_ALLOCATION
                 record.exit_code = exit_code
                 self._end(record, state, at, reason)
                 self._ask_for_round("end")
@@ -343,6 +343,9 @@ class Scheduler:
             if allocation is None and names.isdisjoint(share.node for share in record.allocation.shares):
                 allocation = Allocation(tuple(share for share in record.leaving.shares if share.node in names))
             if allocation is None or allocation.num_replicas < record.spec.min_replicas:
+                gone = [share.node for share in record.allocation.shares if share.node not in names]
+                if gone:
+                    record.note(now, f"lost {', '.join(gone)}: what is left is not enough to go on with")
                 continue
             record.account(now)
             lost = [share.node for share in record.allocation.shares if share not in allocation.shares]
@@ -356,11 +359,14 @@ class Scheduler:
             self._engine.apply([ResizeJob(job=record.name, allocation=allocation, generation=record.generation)])
 
     def _end(self, record: JobRecord, state: JobState, at: float, reason: str) -> None:
+        num_slots, record.allocation, record.leaving = record.allocation.num_replicas, NO_ALLOCATION, NO_ALLOCATION
         record.finished_at = at
         record.move(state, at, reason or state.value)
-        del self._active[record.name]
+        why = record.reason.partition("\n")[0]
+        self._departures.append(Departure(job=record.name, state=state, reason=why, num_slots=num_slots))
         self._desired.pop(record.name, None)
         self._store.save_job(record)
+        del self._active[record.name]  # after it is saved: whoever looks meanwhile finds it in one place or the other
 
     def _take_report(self, record: JobRecord, report: JobReport) -> None:
         knowledge = record.knowledge
@@ -432,9 +438,8 @@ class Scheduler:
         snapshot = placeable(self.snapshot(now))
         plan, error = self._plan(snapshot)
         decision_s = time.perf_counter() - began
-        if plan.explanation is not None:
-            explanation = dataclasses.replace(plan.explanation, decision_s=decision_s)
-            plan = dataclasses.replace(plan, explanation=explanation)
+        changes = () if error else self._changes(plan)
+        plan = self._as_it_was(plan, decision_s)
         # A job that is stopping keeps its slots until it has; what it held is not what it should get back.
         self._desired = {
             name: allocation
@@ -452,9 +457,47 @@ class Scheduler:
                 num_slots=snapshot.num_slots,
                 decision_s=decision_s,
                 error=error,
+                changes=changes,
+                departures=tuple(self._departures),
             ),
             snapshot,
         )
+        self._departures.clear()
+
+    def _as_it_was(self, plan: Plan, decision_s: float) -> Plan:
+        """With how long it took, and what jobs really held: one that must leave a node was shown as holding nothing."""
+        if plan.explanation is None:
+            return plan
+        jobs = []
+        for decision in plan.explanation.jobs:
+            record = self._active[decision.job]
+            if decision.before != record.allocation and record.state is not JobState.STOPPING:
+                decision = dataclasses.replace(decision, before=record.allocation)
+            jobs.append(decision)
+        explanation = dataclasses.replace(plan.explanation, jobs=tuple(jobs), decision_s=decision_s)
+        return dataclasses.replace(plan, explanation=explanation)
+
+    def _changes(self, plan: Plan) -> tuple[Reallocation, ...]:
+        """What a plan changes for jobs, also those it does not know; nothing for jobs that are stopping anyway."""
+        there = {node.name for node in self._engine.nodes()}
+        found = []
+        for record in self._active.values():
+            before, after = record.allocation, plan.allocation_of(record.name)
+            if before == after or record.state is JobState.STOPPING:
+                continue
+            barred = {}
+            for node, _ in before.shares:
+                if node in self._draining:
+                    barred[node] = "drained"
+                elif node in self.releasing:
+                    barred[node] = "released"
+                elif node not in there:
+                    barred[node] = "lost"
+            has_started = record.num_restarts is not None
+            found.append(
+                Reallocation(job=record.name, before=before, after=after, has_started=has_started, barred=barred)
+            )
+        return tuple(found)
 
     def _plan(self, snapshot: Snapshot) -> tuple[Plan, str]:
         """The policy's plan; what is held already if that plan cannot be carried out."""

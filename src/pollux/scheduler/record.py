@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from pollux.scheduler.knowledge import Knowledge
@@ -85,8 +86,33 @@ class JobRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Reallocation:
+    """What a round changed for a job.
+
+    ``before`` is what it held, also where the policy was shown that it holds nothing: nodes it may use no longer are
+    ``barred``, each with why: drained, released or lost.
+    """
+
+    job: str
+    before: Allocation
+    after: Allocation
+    has_started: bool  # before this round
+    barred: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Departure:
+    """A job that ended, and how many slots it held until then."""
+
+    job: str
+    state: JobState
+    reason: str  # in one line
+    num_slots: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RoundRecord:
-    """One decision: when, why then, what was planned, and how long that took."""
+    """One decision: when, why then, what was planned, how long that took, and what changed."""
 
     number: int
     at: float
@@ -96,3 +122,5 @@ class RoundRecord:
     num_slots: int
     decision_s: float
     error: str = ""
+    changes: tuple[Reallocation, ...] | None = None  # None: not kept, by an older version
+    departures: tuple[Departure, ...] = ()  # jobs that ended since the round before

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ipaddress
 import logging
-import os
 import re
 import secrets
 import socket
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from pollux.errors import InputFileError, InvalidValueError
+from pollux.server.kept import write_whole
 
 MIN_TOKEN_LENGTH = 16
 _TOKEN = re.compile(rf"[!-~]{{{MIN_TOKEN_LENGTH},1000}}")  # what an Authorization header carries as it is
@@ -74,7 +74,7 @@ def load_token(path: Path) -> str:
     """
     try:
         if not path.exists():
-            _make_token(path)
+            write_whole(path, f"{secrets.token_urlsafe(32)}\n")
         mode = stat.S_IMODE(path.stat().st_mode)
         if mode & 0o077:
             path.chmod(0o600)
@@ -91,18 +91,6 @@ def load_token(path: Path) -> str:
             "delete the file to have a new one made",
         )
     return token
-
-
-def _make_token(path: Path) -> None:
-    """Written beside it first: a crash in between must not leave an empty file."""
-    beside = path.with_name(f"{path.name}.new")
-    beside.unlink(missing_ok=True)
-    descriptor = os.open(beside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-    with os.fdopen(descriptor, "w") as file:
-        file.write(f"{secrets.token_urlsafe(32)}\n")
-        file.flush()
-        os.fsync(file.fileno())
-    beside.replace(path)
 
 
 def is_loopback(host: str) -> bool:

@@ -16,7 +16,7 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from typing import Any, TypeVar
@@ -97,6 +97,7 @@ class Cluster(ClusterReading):
         self._turn_s = 0.0  # what the last one took
         self._tidy_at = self._sample_at = 0.0
         self._problem = "the scheduler has not begun yet"
+        self._node_s_before = read_seconds(config.data_directory / NODE_SECONDS_FILE)  # counted by servers before
         self._draining = read_names(config.data_directory / DRAINING_FILE)
 
     # Life -------------------------------------------------------------------------------------
@@ -126,6 +127,7 @@ class Cluster(ClusterReading):
                 while not (is_settled := self._scheduler.settle()) and time.monotonic() < self._stop_by:
                     time.sleep(SHORTEST_TICK_S)
             self._save_reports()
+            self._save_node_s()
         except PolluxError as error:  # a full disk, say
             logger.error("not all is kept of how jobs were stopped: %s", error)
         finally:  # whatever happened, nothing runs on that should not
@@ -161,7 +163,7 @@ class Cluster(ClusterReading):
             releasing=frozenset() if scheduler is None else scheduler.releasing,
             jobs=[(record, self._latest.get(record.name)) for record in active],
             num_jobs={state.value: counts[state] for state in JobState},
-            node_s={} if scheduler is None else scheduler.node_s,
+            node_s={} if scheduler is None else _less(scheduler.node_s, self._node_s_before),
             node_price=self._config.node_price,
             num_wanted_nodes=None if scheduler is None else scheduler.num_wanted_nodes,
         )
@@ -268,7 +270,7 @@ class Cluster(ClusterReading):
                 autoscale=config.autoscale,
             ),
             pool=self._pool,
-            node_s=read_seconds(config.data_directory / NODE_SECONDS_FILE),
+            node_s=self._node_s_before if self._scheduler is None else self._scheduler.node_s,
         )
         records, held = store.records(), store.requests()
         self._book.reload()
@@ -328,7 +330,7 @@ class Cluster(ClusterReading):
         if self._clock.now() >= self._tidy_at:
             self._tidy_at = self._clock.now() + TIDY_EVERY_S
             self._store.tidy()
-            write_seconds(self._config.data_directory / NODE_SECONDS_FILE, scheduler.node_s)
+            self._save_node_s()
         self.metrics.saw_nodes(self._engine.nodes(), self._draining | scheduler.releasing)
         scheduler.tick()
         if self._clock.now() >= self._sample_at:
@@ -347,6 +349,10 @@ class Cluster(ClusterReading):
         except StoreError:
             self._inbox.put_back(reports)
             raise
+
+    def _save_node_s(self) -> None:
+        if self._scheduler is not None:
+            write_seconds(self._config.data_directory / NODE_SECONDS_FILE, self._scheduler.node_s)
 
     def _take_in(self, jobs: Sequence[StoredJob]) -> None:
         """Give jobs to the scheduler, unless they wait for others; those that wait in vain are cancelled."""
@@ -432,3 +438,7 @@ class Cluster(ClusterReading):
     def _refuse_calls(self) -> None:
         while self._calls:
             self._calls.popleft()[1].set_exception(StoreError("the server is stopping"))
+
+
+def _less(seconds: Mapping[str, float], before: Mapping[str, float]) -> dict[str, float]:
+    return {kind: used_s - before.get(kind, 0.0) for kind, used_s in seconds.items()}

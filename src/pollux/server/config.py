@@ -17,6 +17,7 @@ from pollux.server.access import check_host
 DEFAULT_HOST = "127.0.0.1"
 SECRET_FILE = "secret"
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
+_ADDRESS = re.compile(r"(\[[^\[\]]+\]|[^\s:/\[\]]+):[0-9]{1,5}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +61,10 @@ class ServiceConfig:
         for option in ("address", "resource", "autoscale", "node_slots"):
             if not is_ray and getattr(self, option) is not None:
                 raise InvalidValueError(f"{option} is for a cluster of several machines: it needs --engine ray")
+        if self.address not in (None, "auto") and not _ADDRESS.fullmatch(str(self.address)):
+            raise InvalidValueError(
+                f"address = {self.address!r}; HOST:PORT of Ray's head is needed, as in 10.0.0.1:6379, or auto"
+            )
         if not _NAME.fullmatch(self.name):
             raise InvalidValueError(f"name = {self.name!r}; up to 40 letters, digits, - and _ are needed")
         if self.node_slots is not None and self.node_slots < 1:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 from pollux.server.answers import to_json
@@ -72,6 +72,28 @@ class Rows:
         return self._gone[0][0] if len(self._gone) == NUM_REMEMBERED else 0
 
 
+class Tail:
+    """The newest of what only comes, each with its id, as text, and the version in which it came."""
+
+    def __init__(self, length: int) -> None:
+        self._length = length
+        self._entries: deque[tuple[int, int, str]] = deque()
+        self.forgot = 0  # up to which version something came that is not here any more
+
+    @property
+    def last_id(self) -> int | None:
+        return self._entries[-1][1] if self._entries else None
+
+    def add(self, version: int, id_: int, text: str) -> None:
+        self._entries.append((version, id_, text))
+        if len(self._entries) > self._length:
+            self.forgot = max(self.forgot, self._entries.popleft()[0])
+
+    def since(self, version: int) -> str:
+        """As a JSON list."""
+        return f"[{','.join(text for came, _, text in self._entries if came > version and text)}]"
+
+
 class Feed:
     """Any thread may ask."""
 
@@ -84,8 +106,7 @@ class Feed:
         self._at = 0.0
         self._jobs, self._nodes = Rows(), Rows()
         self._ended: dict[str, Row] = {}  # rows of jobs that are over: they do not change
-        self._rounds: deque[tuple[int, int, str]] = deque(maxlen=NUM_ROUNDS)  # version, id, text
-        self._samples: deque[tuple[int, int, str]] = deque(maxlen=NUM_SAMPLES)
+        self._rounds, self._samples = Tail(NUM_ROUNDS), Tail(NUM_SAMPLES)
         self._summary: tuple[int, str] = 0, "null"
         self._seen: object = None  # of the summary what does not change by itself
         self._summed_at = -SUMMARY_EVERY_S
@@ -130,25 +151,29 @@ class Feed:
         return self._ended
 
     def _add_rounds(self, version: int) -> bool:
-        since = self._rounds[-1][1] if self._rounds else None
+        since = self._rounds.last_id
         rounds = self._cluster.rounds(since, NUM_ROUNDS)
-        if len(rounds) == NUM_ROUNDS and since is not None:  # nobody watched for long: the last ones are wanted
-            rounds = self._cluster.rounds(None, NUM_ROUNDS)
-        self._rounds.extend((version, round_["id"], to_json(round_)) for round_ in rounds)
+        if len(rounds) == NUM_ROUNDS and since is not None:  # nobody looked for long: the last ones are wanted
+            first, rounds = rounds[0]["id"], self._cluster.rounds(None, NUM_ROUNDS)
+            if rounds[0]["id"] != first:
+                self._rounds.forgot = version
+        for round_ in rounds:
+            self._rounds.add(version, round_["id"], to_json(round_))
         return bool(rounds)
 
     def _add_samples(self, version: int) -> bool:
         if self._version == 0:  # those of before are asked for apart
-            self._samples.append((version, self._cluster.last_sample_id(), ""))
+            self._samples.add(version, self._cluster.last_sample_id(), "")
             return True
-        samples = self._cluster.samples_after(self._samples[-1][1])
-        self._samples.extend((version, id_, to_json(sample)) for id_, sample in samples)
+        samples = self._cluster.samples_after(self._samples.last_id or 0)
+        for id_, sample in samples:
+            self._samples.add(version, id_, to_json(sample))
         return bool(samples)
 
     def _difference(self, version: int) -> str:
-        is_full = version == 0 or version > self._version or version < max(self._jobs.forgot, self._nodes.forgot)
+        forgot = max(kept.forgot for kept in (self._jobs, self._nodes, self._rounds, self._samples))
+        is_full = version == 0 or version > self._version or version < forgot
         version = 0 if is_full else version
-        samples = _newer(self._samples, self._version if is_full else version)
         parts = {
             "at": to_json(self._at),
             "is_full": to_json(is_full),
@@ -157,11 +182,7 @@ class Feed:
             "gone_jobs": to_json([] if is_full else self._jobs.gone_since(version)),
             "nodes": self._nodes.since(version),
             "gone_nodes": to_json([] if is_full else self._nodes.gone_since(version)),
-            "rounds": f"[{','.join(_newer(self._rounds, version))}]",
-            "samples": f"[{','.join(samples)}]",
+            "rounds": self._rounds.since(version),
+            "samples": self._samples.since(self._version if is_full else version),
         }
         return "{" + ",".join(f'"{name}":{text}' for name, text in parts.items()) + "}"
-
-
-def _newer(entries: Iterable[tuple[int, int, str]], version: int) -> list[str]:
-    return [text for changed, _, text in entries if changed > version and text]

@@ -12,7 +12,7 @@ from typing import Any
 from pollux.errors import InvalidValueError
 from pollux.scheduler.knowledge import Knowledge
 from pollux.scheduler.lifecycle import JobState, Transition
-from pollux.scheduler.record import JobRecord, RoundRecord
+from pollux.scheduler.record import Departure, JobRecord, Reallocation, RoundRecord
 from pollux.types import (
     Allocation,
     BatchLimits,
@@ -194,14 +194,28 @@ def round_to_dict(record: RoundRecord) -> dict[str, Any]:
         "num_slots": int(record.num_slots),
         "decision_s": float(record.decision_s),
         "error": record.error,
+        "changes": None if record.changes is None else [_change_to_dict(change) for change in record.changes],
+        "departures": [[one.job, one.state.value, one.reason, int(one.num_slots)] for one in record.departures],
+    }
+
+
+def _change_to_dict(change: Reallocation) -> dict[str, Any]:
+    return {
+        "job": change.job,
+        "before": allocation_to_list(change.before),
+        "after": allocation_to_list(change.after),
+        "has_started": bool(change.has_started),
+        "barred": dict(change.barred),
     }
 
 
 _ROUND_FIELDS = tuple(entry.name for entry in fields(RoundRecord))
+_CHANGE_FIELDS = tuple(entry.name for entry in fields(Reallocation))
 
 
 def round_from_dict(value: object, where: str = "round") -> RoundRecord:
     reader = Reader(value, where, _ROUND_FIELDS, ROUND_VERSION)
+    changes = None if reader.raw("changes") is None else reader.entries("changes")
     return RoundRecord(
         number=reader.integer("number", minimum=0),
         at=reader.number("at"),
@@ -211,6 +225,30 @@ def round_from_dict(value: object, where: str = "round") -> RoundRecord:
         num_slots=reader.integer("num_slots", minimum=0),
         decision_s=reader.number("decision_s", minimum=0),
         error=reader.text("error"),
+        changes=None if changes is None else tuple(_change(entry, place) for place, entry in changes),
+        departures=tuple(_departure(entry, place) for place, entry in reader.entries("departures")),
+    )
+
+
+def _change(value: object, where: str) -> Reallocation:
+    reader = Reader(value, where, _CHANGE_FIELDS)
+    barred = read_mapping(reader.raw("barred"), reader.where("barred"))
+    return Reallocation(
+        job=reader.text("job"),
+        before=reader.allocation("before"),
+        after=reader.allocation("after"),
+        has_started=reader.flag("has_started"),
+        barred={node: read_text(why, f"{reader.where('barred')}.{node}") for node, why in barred.items()},
+    )
+
+
+def _departure(value: object, where: str) -> Departure:
+    job, state, reason, num_slots = read_list(value, where, length=4)
+    return Departure(
+        job=read_text(job, f"{where}[0]"),
+        state=_state(state, f"{where}[1]"),
+        reason=read_text(reason, f"{where}[2]"),
+        num_slots=read_integer(num_slots, f"{where}[3]", minimum=0),
     )
 
 

@@ -33,7 +33,7 @@ class Measured:
     releasing: Collection[str] = ()
     jobs: Sequence[tuple[JobRecord, tuple[float, WireReport] | None]] = ()
     num_jobs: Mapping[str, int] = field(default_factory=dict)  # by state, also of those that are over
-    node_s: Mapping[str, float] = field(default_factory=dict)  # by accelerator
+    node_s: Mapping[str, float] = field(default_factory=dict)  # by accelerator, since the server started
     node_price: float | None = None  # for an hour
     num_wanted_nodes: int | None = None  # None: no auto-scaling
 
@@ -139,13 +139,13 @@ def _node_families(seen: Measured) -> Iterator[Metric]:
         wanted.add_metric((), seen.num_wanted_nodes)
         yield wanted
     seconds = CounterMetricFamily(
-        "pollux_node_seconds", "Time that nodes were up, since the data directory was made.", labels=_ACCELERATOR
+        "pollux_node_seconds", "Time that nodes were up, since the server started.", labels=_ACCELERATOR
     )
     for kind, used_s in seen.node_s.items():
         seconds.add_metric((kind,), used_s)
     yield seconds
     if seen.node_price is not None:
-        cost = CounterMetricFamily("pollux_node_cost", "What nodes have cost, in the unit of --node-price.")
+        cost = CounterMetricFamily("pollux_node_cost", "What that cost, in the unit of --node-price.")
         cost.add_metric((), seen.node_price * sum(seen.node_s.values()) / 3600.0)
         yield cost
 

@@ -51,7 +51,7 @@ class Journal:
             id_ = self._store.save_round(round_record, snapshot)
         else:
             id_ = self._store.save_round(_changes_alone(round_record), None)
-        self._metrics.saw_round(round_record, snapshot)
+        self._metrics.saw_round(round_record)
         self._remember(round_record, id_)
         if round_record.number % PRUNE_EVERY == 0:
             self._store.prune(*self._keep)
@@ -63,7 +63,7 @@ class Journal:
     def decision(self, job: str) -> dict[str, Any] | None:
         """The last one about a job, with the options that were weighed."""
         found = self._last.get(job)
-        return None if found is None else decision_view(*found[:2], with_options=True)
+        return None if found is None else decision_view(*found, with_options=True)
 
     def weighed(self, job: str) -> tuple[JobDecision, int] | None:
         """The last decision about a job as it was made, and the id of its round."""
@@ -83,7 +83,7 @@ class Journal:
             self._last[decision.job] = decision, alone, id_
             if decision.has_changed:
                 changes = self._changes.setdefault(decision.job, deque(maxlen=NUM_CHANGES))
-                changes.append(decision_view(decision, record, with_options=False))
+                changes.append(decision_view(decision, record, id_, with_options=False))
 
 
 def _without_jobs(plan: Plan) -> Plan:
@@ -93,9 +93,8 @@ def _without_jobs(plan: Plan) -> Plan:
 
 def _changes_alone(record: RoundRecord) -> RoundRecord:
     explanation = record.plan.explanation
-    if explanation is None:
-        return record
-    changed = tuple(decision for decision in explanation.jobs if decision.has_changed)
-    allocations = {decision.job: decision.after for decision in changed}
-    plan = Plan(allocations=allocations, explanation=dataclasses.replace(explanation, jobs=changed))
-    return dataclasses.replace(record, plan=plan)
+    if explanation is not None:
+        changed = tuple(decision for decision in explanation.jobs if decision.has_changed)
+        explanation = dataclasses.replace(explanation, jobs=changed)
+    allocations = {change.job: change.after for change in record.changes or ()}
+    return dataclasses.replace(record, plan=Plan(allocations=allocations, explanation=explanation))

@@ -1,12 +1,13 @@
 """Small things that outlive a server, each in a file of its own: which nodes are drained, what they have cost,
-how it decided.
+how it decided. And how any file of the data directory is written: whole or not at all.
 
-Stands in ``server``, below :mod:`pollux.server.cluster`. Written whole or not at all; what cannot be read is nothing.
+Stands in ``server``, below everything there that keeps files. What cannot be read is nothing.
 """
 
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,20 @@ from typing import Any
 from pollux.errors import StoreError
 
 SETTINGS_FILE = "settings.json"
+
+
+def write_whole(path: Path, text: str, *, mode: int = 0o600) -> None:
+    """All of it or nothing, whatever crashes in between: it is on the disk before it has its name.
+
+    ``mode``: who may read it, but for what the umask takes away. Raises OSError.
+    """
+    beside = path.with_name(f"{path.name}.new")
+    beside.unlink(missing_ok=True)
+    with os.fdopen(os.open(beside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, mode), "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    beside.replace(path)
 
 
 def read_names(path: Path) -> set[str]:
@@ -58,9 +73,7 @@ def _read(path: Path) -> Any:
 
 
 def _write(path: Path, value: Any) -> None:
-    beside = path.with_name(f"{path.name}.new")
     try:
-        beside.write_text(json.dumps(value), encoding="utf-8")
-        beside.replace(path)
+        write_whole(path, json.dumps(value), mode=0o666)
     except OSError as error:
         raise StoreError(f"{path}: {error.strerror}; free some space, or make it writable for this user") from error

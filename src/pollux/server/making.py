@@ -19,13 +19,14 @@ from pollux.errors import InvalidValueError
 from pollux.server.access import load_token
 from pollux.server.config import SECRET_FILE, ServiceConfig
 from pollux.server.gate import LiveCluster
-from pollux.server.kept import SETTINGS_FILE, write_settings
+from pollux.server.kept import SETTINGS_FILE, read_settings, write_settings
 from pollux.server.store import SqlStore
 from pollux.types import Node
 
 if TYPE_CHECKING:
     from pollux.server.cluster import Cluster
 
+STORAGE_FILE = "storage.json"
 _OWN_VARIABLE = re.compile(
     "(POLLUX|TORCHELASTIC)_.*|MASTER_(ADDR|PORT)|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME"
 )
@@ -78,7 +79,7 @@ def make_ray_cluster(config: ServiceConfig, store: SqlStore, url: str) -> Served
         name=config.name,
         owner=_owner(config),
         resource=config.resource,
-        storage=config.storage or str(config.data_directory / "jobs"),
+        storage=keep_storage(config, store) or str(config.data_directory / "jobs"),
         min_free_bytes=config.min_free_mib << 20,
         is_scaled=config.autoscale is not None,
     )
@@ -134,7 +135,7 @@ def _make(config: ServiceConfig, store: SqlStore, url: str, make_engine: Callabl
     engine = make_engine(launch_of=lambda name: made[0].launch_of(name), on_event=wake, grace_s=config.grace_s)
     try:
         settings: dict[str, Any] = {} if config.settings is None else {"settings": config.settings}
-        storage = None if config.storage is None else f"{config.storage.rstrip('/')}/{config.name}-{_owner(config)}"
+        storage = keep_storage(config, store)
         described = ClusterConfig(
             data_directory=config.data_directory,
             secret=load_token(config.data_directory / SECRET_FILE),
@@ -157,6 +158,33 @@ def _make(config: ServiceConfig, store: SqlStore, url: str, make_engine: Callabl
         engine.close(stops_jobs=False)
         raise
     return made[0]
+
+
+def keep_storage(config: ServiceConfig, store: SqlStore) -> str | None:
+    """Where checkpoints go: where it was said, else where they went before. None: into the data directory.
+
+    Raises:
+        InvalidValueError: jobs that are not over have theirs elsewhere, or it cannot be made.
+    """
+    path = config.data_directory / STORAGE_FILE
+    kept = read_settings(path)
+    wanted = None if config.storage is None else f"{config.storage.rstrip('/')}/{config.name}-{_owner(config)}"
+    if config.storage is None:
+        wanted = kept.get("storage")
+    elif kept and kept.get("storage") != wanted and store.active():
+        raise InvalidValueError(
+            f"jobs of {config.data_directory} that are not over have their checkpoints in "
+            f"{kept.get('storage') or config.data_directory}: leave --storage out, and they go on from there"
+        )
+    if wanted is not None and "://" not in wanted:
+        try:
+            os.makedirs(wanted, exist_ok=True)
+        except OSError as error:
+            raise InvalidValueError(
+                f"storage {wanted}: {error.strerror}; a folder is needed that all nodes can write to"
+            ) from error
+    write_settings(path, {"storage": wanted})
+    return wanted
 
 
 def environment_of_jobs(environ: Mapping[str, str]) -> dict[str, str]:

@@ -12,6 +12,8 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Request, Response, Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBasic, HTTPBasicCredentials
 from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.exceptions import HTTPException
+from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pollux.server import schemas
@@ -21,9 +23,18 @@ from pollux.server.metrics import Metrics
 
 UNKNOWN_ROUTE = "unknown"  # no route has that path; anybody may make up paths
 
-_basic = HTTPBasic(
-    auto_error=False, scheme_name="password", description="Any user; the operator's token is the password."
-)
+
+class _Basic(HTTPBasic):
+    """What cannot be read is no password: the answer to that is ours, not the framework's."""
+
+    async def __call__(self, request: HTTPConnection) -> HTTPBasicCredentials | None:  # type: ignore[override]
+        try:
+            return await super().__call__(request)
+        except HTTPException:
+            return None
+
+
+_basic = _Basic(auto_error=False, scheme_name="password", description="Any user; the operator's token is the password.")
 
 
 class Meter:

@@ -23,7 +23,7 @@ from pollux.errors import PolluxError, StoreError
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.record import JobRecord, RoundRecord
 from pollux.server.gauges import Measured, cluster_families, job_text
-from pollux.types import NO_ALLOCATION, Allocation, Explanation, Node, Snapshot
+from pollux.types import NO_ALLOCATION, Allocation, Explanation, Node
 from pollux.version import __version__
 
 EVENTS_ROUTE = "/api/v1/events"
@@ -167,14 +167,13 @@ class Metrics:
         else:
             self._seen[record.name] = now
 
-    def saw_round(self, record: RoundRecord, snapshot: Snapshot) -> None:
+    def saw_round(self, record: RoundRecord) -> None:
         """A decision was saved."""
         self._rounds.labels(record.trigger).inc()
         self._decision_s.observe(record.decision_s)
         if record.error:
             self._round_errors.inc()
-        else:
-            self._changes.inc(sum(record.plan.allocation_of(job.name) != job.allocation for job in snapshot.jobs))
+        self._changes.inc(len(record.changes or ()))
         explanation = record.plan.explanation
         self._quality = {} if explanation is None else _quality(explanation)
 
@@ -182,8 +181,9 @@ class Metrics:
         """The nodes there are; those in ``may_go`` are no loss when they are gone."""
         if (nodes := list(nodes)) != self._nodes:
             left = {node.name for node in nodes}
-            lost = [node.name for node in self._nodes if node.name not in left and node.name not in self._may_go]
-            self._node_losses.inc(len(lost))
+            # Also of those that were let go and went since the last look.
+            expected = {*left, *self._may_go, *may_go}
+            self._node_losses.inc(sum(node.name not in expected for node in self._nodes))
             self._nodes = nodes
         self._may_go = may_go
 
@@ -203,7 +203,7 @@ class Metrics:
         self._late.inc()
 
     def answered(self, method: str, route: str, status: int, took_s: float) -> None:
-        key = (method, route, status)
+        key = (method if method in _METHODS else "other", route, status)  # anybody may make up methods
         known = self._answered.get(key)
         if known is None:
             known = self._answered[key] = self._children(*key)
@@ -213,7 +213,6 @@ class Metrics:
             self._refused.labels(REFUSALS[status]).inc()
 
     def _children(self, method: str, route: str, status: int) -> tuple[Counter, Histogram]:
-        method = method if method in _METHODS else "other"  # anybody may make up methods
         return self._requests.labels(method, route, str(status)), self._http_s.labels(method, route)
 
     def failed(self, error: Exception) -> None:

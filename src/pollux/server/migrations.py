@@ -113,5 +113,12 @@ def _make_version_2(connection: sa.Connection) -> None:
     connection.exec_driver_sql("CREATE INDEX jobs_by_end ON jobs (finished_at)")
 
 
-MIGRATIONS: list[Callable[[sa.Connection], None]] = [_make_version_1, _make_version_2]
+# Version 3: what a decision changed, and who had ended since the one before -------------------
+
+
+def _make_version_3(connection: sa.Connection) -> None:
+    connection.exec_driver_sql("ALTER TABLE rounds ADD COLUMN changes TEXT")
+
+
+MIGRATIONS: list[Callable[[sa.Connection], None]] = [_make_version_1, _make_version_2, _make_version_3]
 """What brings a database from version i to i + 1."""

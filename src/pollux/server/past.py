@@ -1,4 +1,4 @@
-"""What is asked of longer times: the cluster over time, who held what, who ended, and a job's reports thinned out.
+"""What is asked of longer times: the cluster over time, who held what, and a job's reports thinned out.
 
 Stands in ``server``, beside :mod:`pollux.server.store` on the same database. Whatever is asked, what is read is bounded
 by the number of points or jobs that are wanted, not by how much was kept.
@@ -18,7 +18,6 @@ from pollux.server.database import Database
 from pollux.server.tables import jobs as _jobs
 from pollux.server.tables import reports as _reports
 from pollux.server.tables import resizes as _resizes
-from pollux.server.tables import rounds as _rounds
 from pollux.server.tables import samples as _samples
 from pollux.server.tables import transitions as _transitions
 from pollux.types import Allocation
@@ -61,17 +60,6 @@ class PastJob:
     submitted_at: float
     finished_at: float | None
     spans: tuple[Span, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Departure:
-    """A job that ended, and how many slots it held until then."""
-
-    job: str
-    at: float
-    state: JobState
-    reason: str
-    num_slots: int
 
 
 class Past:
@@ -178,38 +166,6 @@ class Past:
                 )
             )
         return jobs, total
-
-    def time_before_round(self, id_: int) -> float:
-        """When the decision before this one was made; 0: there was none, or it was forgotten."""
-        query = sa.select(_rounds.c.at).where(_rounds.c.id < id_).order_by(_rounds.c.id.desc()).limit(1)
-        with self._database.reading() as connection:
-            return float(connection.scalar(query) or 0.0)
-
-    def departures(self, since: float, until: float, limit: int = 1000) -> list[Departure]:
-        """Jobs that ended after ``since`` and not after ``until``, in that order."""
-        ended = sa.select(_jobs.c.name, _jobs.c.state, _jobs.c.finished_at)
-        ended = ended.where(_jobs.c.finished_at > since, _jobs.c.finished_at <= until)
-        with self._database.reading() as connection:
-            rows = connection.execute(ended.order_by(_jobs.c.finished_at).limit(limit)).all()
-            names = [row.name for row in rows]
-            held = self._holdings(connection, names)
-            columns = _transitions.c
-            query = sa.select(columns.job, columns.reason).where(columns.job.in_(names), columns.target.in_(_FINAL))
-            reasons: dict[str, str] = {job: reason for job, reason in connection.execute(query)}
-        found = []
-        for row in rows:
-            spans = _spans(held.get(row.name, []), row.finished_at, JobState(row.state))
-            last = spans[-1] if spans and spans[-1].until == row.finished_at else None
-            found.append(
-                Departure(
-                    job=row.name,
-                    at=row.finished_at,
-                    state=JobState(row.state),
-                    reason=reasons.get(row.name, "").partition("\n")[0],
-                    num_slots=0 if last is None else last.allocation.num_replicas,
-                )
-            )
-        return found
 
     def _holdings(
         self, connection: sa.Connection, names: Sequence[str]

@@ -65,7 +65,7 @@ class ClusterReading:
     def view(self, name: str) -> dict[str, Any]:
         record = self._active().get(name)
         if record is not None:
-            return self._view_of(record, self._book.get(name))
+            return self._view_of(record)
         held = self._held.get(name)
         return self._view_of_stored(self._store.job(name)) if held is None else self._view_of_held(held)
 
@@ -79,7 +79,7 @@ class ClusterReading:
         views = []
         for name in self._store.job_names(wanted, limit=limit, offset=offset, newest_first=newest_first):
             record = active.get(name)
-            views.append(self.view(name) if record is None else self._view_of(record, self._book.get(name), capacity))
+            views.append(self.view(name) if record is None else self._view_of(record, capacity))
         return views, total
 
     def job(self, name: str) -> dict[str, Any]:
@@ -118,22 +118,13 @@ class ClusterReading:
         return node_views(self._engine.nodes(), self._draining, releasing, allocations)
 
     def rounds(self, since: int | None, limit: int) -> list[dict[str, Any]]:
-        rounds = self._store.rounds(since, limit)
-        if not rounds:
-            return []
-        begins = [self._past.time_before_round(rounds[0].id), *(round_.record.at for round_ in rounds)]
-        ended = self._past.departures(begins[0], begins[-1])
-        return [
-            round_view(round_, [one for one in ended if begin < one.at <= round_.record.at])
-            for round_, begin in zip(rounds, begins, strict=False)
-        ]
+        return [round_view(round_) for round_ in self._store.rounds(since, limit)]
 
     def round(self, id_: int) -> dict[str, Any]:
         """Raises:
         UnknownNameError: there is no such round.
         """
-        round_ = self._store.round(id_)
-        return round_detail(round_, self._past.departures(self._past.time_before_round(id_), round_.record.at))
+        return round_detail(self._store.round(id_))
 
     def reports(self, name: str, since: int | None, limit: int) -> list[dict[str, Any]]:
         return [
@@ -229,10 +220,7 @@ class ClusterReading:
     def active_rows(self) -> dict[str, dict[str, Any]]:
         """Jobs that are not over, by name, in short."""
         capacity = Capacity.of(self._engine.nodes(), self._draining)
-        rows = {
-            name: job_row(self._view_of(record, self._book.get(name), capacity))
-            for name, record in self._active().items()
-        }
+        rows = {name: job_row(self._view_of(record, capacity)) for name, record in self._active().items()}
         return rows | {job.name: job_row(self._view_of_held(job)) for job in list(self._held.values())}
 
     def row(self, name: str) -> dict[str, Any]:
@@ -281,10 +269,11 @@ class ClusterReading:
     def _active(self) -> dict[str, JobRecord]:
         return {} if self._scheduler is None else {record.name: record for record in self._scheduler.active_jobs}
 
-    def _view_of(
-        self, record: JobRecord, request: JobRequest | None, capacity: Capacity | None = None
-    ) -> dict[str, Any]:
+    def _view_of(self, record: JobRecord, capacity: Capacity | None = None) -> dict[str, Any]:
         """``capacity``: of the nodes, where it is known already."""
+        request = self._book.get(record.name)
+        if request is None:  # it has ended at this moment, and is kept as such
+            return self._view_of_stored(self._store.job(record.name))
         is_waiting = record.state is JobState.PENDING
         if is_waiting and capacity is None:
             capacity = Capacity.of(self._engine.nodes(), self._draining)

@@ -7,7 +7,7 @@ rather than rows where something is to be drawn.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -72,15 +72,27 @@ def timeline_view(jobs: Iterable[PastJob], since: float, until: float, total: in
 
 
 def curves_view(reports: Sequence[tuple[float, WireReport]]) -> dict[str, Any]:
-    """Columns of equal length. Of the metrics, those that ever were numbers."""
+    """Columns of equal length. Of the metrics, those that ever were numbers, finite or not."""
     told = [report for _, report in reports]
-    names = dict.fromkeys(name for report in told for name in report.metrics)
-    columns = {name: [_number(report.metrics.get(name)) for report in told] for name in names}
+    metrics = [dict(_numbers(report.metrics)) for report in told]
+    names = dict.fromkeys(name for numbers in metrics for name in numbers)
     return {
         "at": [at for at, _ in reports],
         **{field: [getattr(report, field) for report in told] for field in CURVES},
-        "metrics": {name: column for name, column in columns.items() if any(value is not None for value in column)},
+        "metrics": {name: [numbers.get(name) for numbers in metrics] for name in names},
     }
+
+
+def _numbers(metrics: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, float | int | None]]:
+    """Metrics that are numbers, also in objects within (``eval/accuracy``); None for those that are not finite."""
+    for name, value in metrics.items():
+        where = f"{path}{name}"
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{where}/")
+        elif (number := _number(value)) is not None:
+            yield where, number
+        elif isinstance(value, float) or value in ("nan", "inf", "-inf"):  # as texts: JSON has none of them
+            yield where, None
 
 
 def _number(value: object) -> float | int | None:

@@ -32,7 +32,8 @@ MIN_EVERY_S, MAX_EVERY_S = 0.5, 60.0
 STILL_HERE_S = 15.0
 LOOK_FOR_END_S = 0.25  # how soon a stream ends with its server or its reader
 MAX_POINTS = 10_000
-# A page that somebody published may run its own scripts and do nothing else: it is nobody here, and loads nothing.
+# A page that somebody published may run its own scripts and load this server's (/assets/plotly.js), and nothing else:
+# in its sandbox it is nobody here, and can neither ask nor send anything.
 REPORT_POLICY = (
     "sandbox allow-scripts; default-src 'none'; script-src 'self' 'unsafe-inline'; style-src 'unsafe-inline'; "
     "img-src data:"
@@ -84,13 +85,13 @@ async def events(
             if message is not None:
                 yield f"event: state\nid: {version}\ndata: {message}\n\n"
                 said_at = time.monotonic()
-            elif time.monotonic() - said_at >= STILL_HERE_S:
-                yield ": still here\n\n"
-                said_at = time.monotonic()
             look_at = time.monotonic() + every_s
             while (left_s := look_at - time.monotonic()) > 0:
                 if await is_over():
                     return
+                if time.monotonic() - said_at >= STILL_HERE_S:  # also where looks are farther apart
+                    yield ": still here\n\n"
+                    said_at = time.monotonic()
                 await asyncio.sleep(min(left_s, LOOK_FOR_END_S))
             try:
                 version, message = await run_in_threadpool(feed.message, version)
@@ -191,12 +192,14 @@ def _read_simulation(data: bytes) -> seeing_schemas.SimulationForm:
     "/simulations",
     summary="Publish a simulation",
     status_code=201,
-    response_model=seeing_schemas.Simulation,
+    response_model=seeing_schemas.PublishedSimulation,
     responses=error_answers(413, 422),
     openapi_extra=schemas.body_schema(seeing_schemas.SimulationForm, is_required=True),
 )
 def publish(cluster: ItsCluster, form: Annotated[seeing_schemas.SimulationForm, Depends(_simulation_form)]) -> Response:
-    """Its page is shown to whoever knows the address in the answer, and can do nothing but be looked at."""
+    """Its page is shown to whoever knows the address in the answer, and can do nothing but be looked at. The newest 100
+    are kept, and no more than 500 MB of them.
+    """
     return answer(cluster.simulations.add(form.model_dump(exclude={"html"}), form.html), 201)
 
 

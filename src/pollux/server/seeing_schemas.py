@@ -242,5 +242,9 @@ class Simulation(BaseModel):
     report_url: str = Field(description="Where the page is; whoever knows it may see it.")
 
 
+class PublishedSimulation(Simulation):
+    forgotten: list[str] = Field(description="Ids of older ones that went, as there were too many.")
+
+
 class SimulationList(BaseModel):
     simulations: list[Simulation] = Field(description="Newest first.")

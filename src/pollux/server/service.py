@@ -37,6 +37,7 @@ from pollux.errors import DirectoryInUseError, InvalidValueError, ServerError, S
 from pollux.server.access import Access, load_token
 from pollux.server.app import create_app
 from pollux.server.config import DEFAULT_HOST, ServiceConfig
+from pollux.server.kept import write_whole
 from pollux.server.making import ClusterMaker, ServedCluster, make_cluster, prepared
 from pollux.server.metrics import counted_log
 from pollux.server.store import SqlStore
@@ -110,7 +111,7 @@ class Service:
             app = create_app(cluster, access, self.begin_stop, has_open_metrics=self.config.has_open_metrics)
             stack.enter_context(_http(app, listener))
             stack.callback(self._stop_cluster)  # before HTTP: jobs report what they did last, logs are read to the end
-            _write(server_file, json.dumps(_describe(self.url)))
+            write_whole(server_file, json.dumps(_describe(self.url)) + "\n")
             self._cleanup = stack.pop_all()
         logger.info("Pollux %s listens at %s; data in %s", __version__, self.url, directory)
         return self
@@ -275,15 +276,6 @@ def _describe(url: str) -> dict[str, Any]:
     return {"url": url, "pid": os.getpid(), "version": __version__, "started_at": time.time()}
 
 
-def _write(path: Path, text: str) -> None:
-    """All of it or nothing."""
-    beside = path.with_name(f"{path.name}.new")
-    beside.unlink(missing_ok=True)
-    with os.fdopen(os.open(beside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w") as file:
-        file.write(f"{text}\n")
-    beside.replace(path)
-
-
 # HTTP -----------------------------------------------------------------------------------------
 
 
@@ -291,7 +283,7 @@ def _listen(host: str, port: int | None, port_file: Path) -> socket.socket:
     """A socket where the server before listened, if possible: its replicas look for us there."""
     if port:
         listener = _bind(host, port)
-        _write(port_file, str(port))
+        write_whole(port_file, f"{port}\n")
         return listener
     with contextlib.suppress(OSError, ValueError, InvalidValueError):
         return _bind(host, int(port_file.read_text()))
@@ -304,7 +296,7 @@ def _listen(host: str, port: int | None, port_file: Path) -> socket.socket:
             if port == ports[-1] or not isinstance(cause, OSError) or cause.errno != errno.EADDRINUSE:
                 raise
         else:
-            _write(port_file, str(listener.getsockname()[1]))
+            write_whole(port_file, f"{listener.getsockname()[1]}\n")
             return listener
     raise AssertionError("the last port is taken or raises")
 

@@ -1,14 +1,14 @@
 """Reports of simulations that somebody published here: each a small file that describes it, and the page itself.
 
 Stands in ``server``, below :mod:`pollux.server.cluster`. Files in the data directory, whole or not there at all. A page
-is shown to whoever knows its address, which holds a key that cannot be guessed; an id alone opens nothing.
+is shown to whoever knows its address, which holds a key that cannot be guessed; an id alone opens nothing. Of too many
+the oldest are forgotten.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-import os
 import re
 import secrets
 import threading
@@ -18,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 from pollux.errors import StoreError, UnknownNameError
+from pollux.server.kept import write_whole
 
 MAX_BYTES = 20_000_000  # of one
+KEEP_NUMBER, KEEP_BYTES = 100, 500_000_000  # of all
 _NUM_KNOWN = 10
 _ID = re.compile(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{6}")
 _FIELDS: dict[str, type | tuple[type, ...]] = {
@@ -45,7 +47,7 @@ class Simulations:
         self._warned: set[str] = set()
 
     def add(self, described: Mapping[str, Any], html: str) -> dict[str, Any]:
-        """Keep one; what is said of it."""
+        """Keep one; what is said of it, and the ids of those that were ``forgotten`` for it."""
         now = time.time()
         id_ = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{secrets.token_hex(3)}"
         kept = {**described, "id": id_, "key": secrets.token_urlsafe(24), "at": now}
@@ -53,13 +55,34 @@ class Simulations:
             try:
                 self._folder.mkdir(mode=0o700, exist_ok=True)
                 # The page first: what is described is there.
-                _write(self._page(id_), html)
-                _write(self._folder / f"{id_}.json", json.dumps(kept))
+                write_whole(self._page(id_), html)
+                write_whole(self._folder / f"{id_}.json", json.dumps(kept))
+                forgotten = self._forget(id_)
             except OSError as error:
                 raise StoreError(
                     f"{self._folder}: {error.strerror}; free some space, or make it writable for this user"
                 ) from error
-        return _view(kept)
+        return {**_view(kept), "forgotten": forgotten}
+
+    def _forget(self, newest: str) -> list[str]:
+        """The oldest beyond what is kept, whose ids are the answer; and pages that a crash left without description."""
+        files: dict[str, list[Path]] = {}
+        for path in self._folder.iterdir():
+            if _ID.fullmatch(id_ := path.name.partition(".")[0]):
+                files.setdefault(id_, []).append(path)
+        forgotten, number, size = [], 0, 0
+        for id_ in sorted(files, key=lambda id_: (id_ == newest, id_), reverse=True):  # they begin with the time
+            is_described = (self._folder / f"{id_}.json").exists()
+            if is_described:
+                number, size = number + 1, size + sum(path.stat().st_size for path in files[id_])
+                if number <= KEEP_NUMBER and size <= KEEP_BYTES:
+                    continue
+                forgotten.append(id_)
+            for path in sorted(files[id_], reverse=True):  # the description first, as where one is removed
+                path.unlink(missing_ok=True)
+        if forgotten:
+            logger.info("simulations that were published long ago are forgotten: %s", ", ".join(forgotten))
+        return forgotten
 
     def all(self) -> list[dict[str, Any]]:
         """Newest first."""
@@ -139,12 +162,3 @@ def _view(kept: Mapping[str, Any]) -> dict[str, Any]:
         **{name: kept[name] for name in _FIELDS if name != "key"},
         "report_url": f"/reports/{kept['id']}-{kept['key']}",
     }
-
-
-def _write(path: Path, text: str) -> None:
-    """All of it or nothing, for its owner alone."""
-    beside = path.with_name(f"{path.name}.new")
-    beside.unlink(missing_ok=True)
-    with os.fdopen(os.open(beside, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600), "w", encoding="utf-8") as file:
-        file.write(text)
-    beside.replace(path)

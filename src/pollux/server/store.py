@@ -31,7 +31,7 @@ from pollux.server.tables import samples as _samples
 from pollux.server.tables import secrets as _secrets
 from pollux.server.tables import transitions as _transitions
 from pollux.types import NO_ALLOCATION, Snapshot
-from pollux.wire import WireReport, dumps, loads, read_integer, read_number
+from pollux.wire import WireReport, dumps, loads, read_integer, read_mapping, read_number
 
 __all__ = ["SqlStore", "StoredJob", "StoredReport", "StoredResize", "StoredRound"]
 
@@ -116,6 +116,7 @@ class SqlStore(Database):
                 None if snapshot is None else forms.snapshot_to_dict(snapshot),
                 f"snapshot of round {round_record.number}",
             ),
+            "changes": dumps({name: form[name] for name in _NO_CHANGES}, f"changes of round {round_record.number}"),
         }
         with self.writing() as connection:
             return int(connection.execute(_rounds.insert().values(row)).inserted_primary_key[0])  # type: ignore[index]
@@ -248,7 +249,9 @@ class SqlStore(Database):
     def _round(self, row: sa.Row[Any]) -> StoredRound:
         with self.interpreting(f"round {row.id}"):
             form = {name: getattr(row, name) for name in _ROUND_COLUMNS}
-            form |= {"version": forms.ROUND_VERSION, "plan": loads(row.plan, "plan")}
+            form |= {"version": forms.ROUND_VERSION, "plan": loads(row.plan, "plan"), **_NO_CHANGES}
+            if row.changes is not None:
+                form |= read_mapping(loads(row.changes, "changes"), "changes")
             snapshot = loads(row.snapshot, "snapshot")
             return StoredRound(id=row.id, record=forms.round_from_dict(form), snapshot=snapshot)
 
@@ -405,6 +408,7 @@ class SqlStore(Database):
 _job_rows = sa.select(_jobs)
 _is_active = _jobs.c.state.not_in([state.value for state in JobState if state.is_final])
 _TRANSITION_COLUMNS = ("job", "at", "source", "target", "reason")
+_NO_CHANGES: dict[str, Any] = {"changes": None, "departures": []}  # what is known of rounds of an older version
 _ROUND_COLUMNS = ("number", "at", "trigger", "error", "decision_s", "num_jobs", "num_slots")
 
 

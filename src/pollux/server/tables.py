@@ -59,6 +59,7 @@ rounds = sa.Table(
     *(sa.Column(name, sa.Text, nullable=False) for name in ("trigger", "plan", "error", "snapshot")),
     sa.Column("decision_s", sa.Float, nullable=False),
     *(sa.Column(name, sa.Integer, nullable=False) for name in ("num_jobs", "num_slots")),
+    sa.Column("changes", sa.Text),  # JSON: what changed and who had ended; null: by an older version
     sqlite_autoincrement=True,
 )
 reports = sa.Table(

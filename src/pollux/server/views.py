@@ -18,7 +18,6 @@ from pollux.scheduler.lifecycle import JobState, Transition
 from pollux.scheduler.loop import Scheduler
 from pollux.scheduler.record import JobRecord, RoundRecord
 from pollux.server.forms import StoredResize, StoredRound
-from pollux.server.past import Departure
 from pollux.server.words import changes_of, words_of
 from pollux.types import Allocation, JobDecision, Node
 from pollux.wire import WireReport, allocation_to_list
@@ -160,10 +159,11 @@ def model_views(record: JobRecord) -> dict[str, Any]:
     }
 
 
-def decision_view(decision: JobDecision, record: RoundRecord, *, with_options: bool) -> dict[str, Any]:
+def decision_view(decision: JobDecision, record: RoundRecord, id_: int, *, with_options: bool) -> dict[str, Any]:
+    """``id_``: of the round; its number begins again with the server."""
     explanation = record.plan.explanation
     view = {
-        "round": record.number,
+        "round": id_,
         "at": record.at,
         "trigger": record.trigger,
         "before": decision.before.num_replicas,
@@ -181,8 +181,7 @@ def decision_view(decision: JobDecision, record: RoundRecord, *, with_options: b
     return view
 
 
-def round_view(round_: StoredRound, departures: Sequence[Departure] = ()) -> dict[str, Any]:
-    """``departures``: jobs that ended since the round before."""
+def round_view(round_: StoredRound) -> dict[str, Any]:
     record = round_.record
     explanation = record.plan.explanation
     changes = changes_of(record, round_.snapshot)
@@ -199,7 +198,7 @@ def round_view(round_: StoredRound, departures: Sequence[Departure] = ()) -> dic
         "fitness": None if explanation is None else _finite(explanation.fitness),
         "upper_bound": None if explanation is None else _finite(explanation.upper_bound),
         "gap": None if explanation is None else _finite(explanation.gap),
-        "words": words_of(record, changes, departures),
+        "words": words_of(record, changes),
         "changes": [
             {
                 "job": change.job,
@@ -214,12 +213,12 @@ def round_view(round_: StoredRound, departures: Sequence[Departure] = ()) -> dic
     }
 
 
-def round_detail(round_: StoredRound, departures: Sequence[Departure] = ()) -> dict[str, Any]:
+def round_detail(round_: StoredRound) -> dict[str, Any]:
     """A round with every decision that is kept of it, and the nodes it was about, where those are."""
     explanation = round_.record.plan.explanation
     nodes = None if round_.snapshot is None else round_.snapshot.get("nodes")
     return {
-        **round_view(round_, departures),
+        **round_view(round_),
         "method": "" if explanation is None else explanation.method,
         "jobs": [
             {

@@ -2,20 +2,22 @@
 
 Stands in ``server``, below :mod:`pollux.server.views`. Pure. Nothing is said that the round's numbers do not show: jobs
 that lost slots are paired with jobs that gained some, first where they met on a node, and what is left over was free
-or stays free. Speedups are those the policy counted with, what moving costs included.
+or stays free. Slots of a node that is drained, released or lost go to nobody: whoever held some leaves them. Speedups
+are those the policy counted with, what moving costs included.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from pollux.scheduler.record import RoundRecord
-from pollux.server.past import Departure
-from pollux.types import Allocation
+from pollux.scheduler.record import Departure, Reallocation, RoundRecord
+from pollux.types import Allocation, JobDecision
 
 MAX_SENTENCES = 20
+_BARRED = {"drained": "drained", "released": "given back", "lost": "lost"}
+_NUM_NAMED = 4  # nodes in a sentence
 _LARGE = 10.0  # a fitness that grew by more than so many times is told as it is, not in percent
 
 
@@ -30,16 +32,29 @@ class Changed:
     speedup_after: float = math.nan
     note: str = ""
     has_started: bool | None = None  # before this round; None: not known
+    barred: Mapping[str, str] = field(default_factory=dict)  # nodes it must leave, and why
+
+    @property
+    def kept(self) -> Allocation:
+        """Of what it held, what it could have kept."""
+        return Allocation(tuple(share for share in self.before.shares if share.node not in self.barred))
 
     @property
     def num_gained(self) -> int:
-        return self.after.num_replicas - self.before.num_replicas
+        """Slots that somebody else could have had."""
+        return self.after.num_replicas - self.kept.num_replicas
 
 
 def changes_of(record: RoundRecord, snapshot: Mapping[str, object] | None) -> list[Changed]:
-    """What a round changed, from the policy's own explanation, or from what it saw if it gave none."""
-    seen = _seen(snapshot)
+    """What a round changed, with what the policy said of it.
+
+    Rounds of an older version did not keep that: it is taken from the explanation, or from what the policy saw.
+    """
     explanation = record.plan.explanation
+    if record.changes is not None:
+        decisions = {decision.job: decision for decision in (() if explanation is None else explanation.jobs)}
+        return [_changed(change, decisions.get(change.job)) for change in record.changes]
+    seen = _seen(snapshot)
     if explanation is not None:
         return [
             Changed(
@@ -63,6 +78,20 @@ def changes_of(record: RoundRecord, snapshot: Mapping[str, object] | None) -> li
     ]
 
 
+def _changed(change: Reallocation, decision: JobDecision | None) -> Changed:
+    # What a job did on a node that it must leave is not what the policy weighed.
+    return Changed(
+        job=change.job,
+        before=change.before,
+        after=change.after,
+        speedup_before=math.nan if decision is None or change.barred else float(decision.speedup_before),
+        speedup_after=math.nan if decision is None else float(decision.speedup_after),
+        note="" if decision is None else decision.note,
+        has_started=change.has_started,
+        barred=change.barred,
+    )
+
+
 def _seen(snapshot: Mapping[str, object] | None) -> dict[str, tuple[Allocation, bool]]:
     """What each job of a kept snapshot held, and whether it had started before."""
     jobs = () if snapshot is None else snapshot.get("jobs")
@@ -73,16 +102,11 @@ def _seen(snapshot: Mapping[str, object] | None) -> dict[str, tuple[Allocation, 
     return found
 
 
-def words_of(
-    record: RoundRecord,
-    changes: Sequence[Changed],
-    departures: Sequence[Departure] = (),
-    *,
-    max_sentences: int = MAX_SENTENCES,
-) -> list[str]:
+def words_of(record: RoundRecord, changes: Sequence[Changed], *, max_sentences: int = MAX_SENTENCES) -> list[str]:
     """A round in sentences, at most so many; jobs for which there is no room are counted."""
     if record.error:
         return [f"nothing changed: the policy's plan could not be carried out: {record.error}"]
+    departures = record.departures
     told = _tell(list(changes), departures)
     gain = _gain(record) if changes else ""
     if not changes:
@@ -114,7 +138,7 @@ def _tell(changes: list[Changed], departures: Sequence[Departure]) -> list[_Told
         takers = []
         for gainer in gainers:
             count = min(left, gainers[gainer])
-            if count > 0:
+            if count > 0 and gainer != departure.job:
                 left -= count
                 gainers[gainer] -= count
                 takers.append((gainer, count))
@@ -126,6 +150,10 @@ def _tell(changes: list[Changed], departures: Sequence[Departure]) -> list[_Told
     named = frozenset().union(*(jobs for _, jobs in told)) if told else frozenset()
     for change in changes:
         rest = losers.get(change.job, 0) or gainers.get(change.job, 0)
+        if change.barred:
+            told.append((_leave(change), frozenset((change.job,))))
+            if change.job not in named:
+                continue
         if change.num_gained == 0:
             told.append((_move(change), frozenset((change.job,))))
         elif rest and change.job not in named:
@@ -150,9 +178,9 @@ def _pairs(
             gainers[gainer] -= count
             found[loser, gainer] = found.get((loser, gainer), 0) + count
 
-    freed = {loser: _less(by_name[loser].before, by_name[loser].after) for loser in losers}
+    freed = {loser: _less(by_name[loser].kept, by_name[loser].after) for loser in losers}
     for gainer in gainers:
-        for node, taken in _less(by_name[gainer].after, by_name[gainer].before).items():
+        for node, taken in _less(by_name[gainer].after, by_name[gainer].kept).items():
             for loser, nodes in freed.items():
                 pair(loser, gainer, min(taken, nodes.get(node, 0)))
     for loser in losers:
@@ -202,16 +230,37 @@ def _move(change: Changed) -> str:
     return f"{what}{_speedup(change)}"
 
 
+def _leave(change: Changed) -> str:
+    """Because of the nodes it was on."""
+    nodes, before, after = list(change.barred), change.before, change.after
+    why = " and ".join(dict.fromkeys(_BARRED.get(cause, cause) for cause in change.barred.values()))
+    verb = "is" if len(nodes) == 1 else "are"
+    if not after:
+        whose = f"its node{'s' * (len(nodes) > 1)}" if len(nodes) == before.num_nodes else _names(nodes)
+        return f"{change.job} stops: {whose} {verb} {why} and there is no room"
+    what = f"{change.job} leaves {_names(nodes)}, which {verb} {why}"
+    if new := [node for node, _ in after.shares if node not in before.as_mapping()]:
+        what = f"{what}, for {_names(new)}"
+    if after.num_replicas != before.num_replicas:
+        what = f"{what}, with {_slots(after.num_replicas)} instead of {before.num_replicas}"
+    return f"{what}{_speedup(change)}"
+
+
 def _ending(departure: Departure) -> str:
     reason = departure.reason
     more = f": {reason[:200]}" if reason and reason != departure.state.value else ""
     return f"{departure.job} {departure.state.value if departure.state.value != 'cancelled' else 'was cancelled'}{more}"
 
 
+def _names(nodes: Sequence[str]) -> str:
+    rest = len(nodes) - _NUM_NAMED
+    return " and ".join([*nodes[:_NUM_NAMED], *([_count(rest, "more node")] if rest > 0 else [])])
+
+
 def _places(allocation: Allocation) -> str:
     if allocation.num_nodes == 1:
         return allocation.shares[0].node
-    shown = [f"{node} ({count})" for node, count in allocation.shares[:4]]
+    shown = [f"{node} ({count})" for node, count in allocation.shares[:_NUM_NAMED]]
     if rest := allocation.num_nodes - len(shown):
         shown.append(f"{_count(rest, 'more node')}")
     return " + ".join(shown)

@@ -400,7 +400,7 @@ class LocalJob:
                 self._note("exited", f"code {process.exit_code}", process)
                 if self._stop_by is None:
                     self._remember_crash(process)
-                    if process.exit_code:
+                    if process.exit_code and not process.handle.is_orphan:  # its node or its parent was lost with it
                         self.crashes.append(f"{process.member.replica_id} {self._how(process)}")
         if self._stop_by is not None and survivors:
             gone = [process for process in self._members if process not in survivors]

@@ -6,11 +6,13 @@ import json
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import webbrowser
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import httpx
 import pytest
@@ -18,7 +20,7 @@ from typer.testing import CliRunner
 
 from pollux.cli.app import app
 from pollux.cli.dashboard import link
-from pollux.cli.decisions import lines
+from pollux.cli.decisions import _follow, lines
 from pollux.cli.up import _say_where
 from pollux.client import Client
 from pollux.server.service import Service
@@ -70,6 +72,7 @@ def test_api_sends_a_body(data: Path) -> None:
     assert job["name"] == "sent-2"
     form = {"title": "t", "command": "c", "kind": "compare", "summary": [], "html": "<p>"}
     made = json.loads(pollux("api", "simulations", "--body", json.dumps(form)))
+    assert made.pop("forgotten") == []
     assert json.loads(pollux("api", f"simulations/{made['id']}", "--method", "delete")) == made
 
 
@@ -151,6 +154,23 @@ def test_decisions_are_followed(data: Path, service: Service) -> None:
     assert [round_["id"] for round_ in seen] == sorted({round_["id"] for round_ in seen})
 
 
+def test_decisions_of_a_server_that_began_anew_are_followed(capsys: pytest.CaptureFixture[str]) -> None:
+    def told(is_full: bool, *ids: int) -> dict[str, Any]:
+        return {"is_full": is_full, "rounds": [{"id": id_, "words": [f"round {id_}"]} for id_ in ids]}
+
+    class Told:
+        def events(self) -> Iterator[dict[str, Any]]:
+            yield told(True, 7, 8)  # 7 was shown before
+            yield told(False, 9)
+            yield told(True, 8, 9)  # the server restarted
+            yield told(True)  # with another data directory
+            yield told(False, 1)
+            yield told(True, 1, 2)
+
+    _follow(Told(), 7, as_json=True)  # type: ignore[arg-type]
+    assert [json.loads(line)["id"] for line in capsys.readouterr().out.splitlines()] == [8, 9, 1, 2]
+
+
 # dashboard ------------------------------------------------------------------------------------
 
 
@@ -164,8 +184,35 @@ def test_the_dashboards_address_has_the_token_where_no_server_sees_it(
     assert json.loads(pollux("dashboard", "--json", "--no-open")) == {"url": address}
     assert opened == []  # nobody sits there
     assert pollux("dashboard", "--open") == f"{address}\n"
-    assert opened == [address]
     assert httpx.get(address).status_code == 200
+    # A browser's arguments are for everybody to see: it is led there by a page.
+    (page,) = map(page_at, opened)
+    assert page.parent == data
+    assert service.token not in opened[0]
+    assert page.stat().st_mode & 0o077 == 0
+    assert f'content="0; url={address}"' in page.read_text()
+    pollux("dashboard", "--open")
+    assert not page.exists()  # there is a new one
+    page_at(opened[1]).unlink()
+
+
+def page_at(url: str) -> Path:
+    assert url.startswith("file://")
+    return Path(unquote(url.removeprefix("file://")))
+
+
+def test_a_dashboard_elsewhere_is_opened_as_privately(
+    service: Service, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", lambda url: opened.append(url) or True)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("POLLUX_TOKEN", service.token)
+    pollux("dashboard", "--open", "--server", service.url)
+    (page,) = map(page_at, opened)
+    assert page.parent == tmp_path
+    assert page.stat().st_mode & 0o077 == 0
+    assert link(service.url, service.token) in page.read_text()
 
 
 def test_a_browser_that_is_not_there_is_said(data: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from pollux.scheduler.ports import (
     StopJob,
     TuneJob,
 )
-from pollux.types import Allocation, JobSpec, Plan, Snapshot
+from pollux.types import Allocation, JobSpec, Node, Plan, Snapshot
 from tests.fakes import HandClock, SlowEngine
 from tests.snapshots import LIMITS, make_nodes
 
@@ -198,6 +198,7 @@ def test_a_job_that_cannot_do_with_its_survivors_waits_for_the_engines_word(spec
     world.engine.events.append(NodesChanged())
     world.scheduler.tick()
     assert world.store.jobs["a"].allocation == held, note
+    assert any("lost n1: what is left is not enough" in move.reason for move in world.store.jobs["a"].history)
     world.engine.held.clear()
     world.engine.events.append(JobLost(job="a", reason="too few are left"))
     world.scheduler.tick()
@@ -297,6 +298,7 @@ def test_an_invalid_plan_changes_nothing_and_is_recorded(caplog):
         world.round()
     assert world.replicas() == {"a": 3}
     assert "given away" in world.store.rounds[-1].error
+    assert world.store.rounds[-1].changes == ()
     assert "invalid plan" in caplog.text
 
 
@@ -614,6 +616,85 @@ def test_draining_leaves_jobs_alone_that_must_not_be_moved():
     world.engine.end("a", world.clock.time)
     world.round()
     assert node not in {name for node_ in world.scheduler.snapshot(0).nodes for name in [node_.name]}
+
+
+@pytest.mark.parametrize("policy", ["pollux", "equal"])
+def test_a_round_keeps_what_jobs_really_held(policy):
+    """Though policies are shown that a job on a node that is drained holds nothing."""
+    world = World(policy)
+    world.submit("a", max_replicas=1)
+    world.round()
+    before = world.store.jobs["a"].allocation
+    (node,) = before.as_mapping()
+    world.scheduler.drain([node])
+    world.round()
+    after = world.store.jobs["a"].allocation
+    moved = next(kept for kept in world.store.rounds if kept.changes and kept.changes[0].before)
+    (change,) = moved.changes
+    assert (change.job, change.before, change.after) == ("a", before, after)
+    assert (change.has_started, change.barred) == (True, {node: "drained"})
+    if moved.plan.explanation is not None:
+        (decision,) = moved.plan.explanation.jobs
+        assert (decision.before, decision.after) == (before, after)
+    world.scheduler.drain(["n0", "n1"])
+    world.round()
+    (change,) = next(kept for kept in world.store.rounds if kept.changes and not kept.changes[0].after).changes
+    assert (change.before, change.barred) == (after, {next(iter(after.as_mapping())): "drained"})
+    world.round()
+    assert world.store.rounds[-1].changes == ()  # it waits, as before
+
+
+def test_a_job_that_may_not_run_on_what_is_left_is_told_of():
+    """The policy is not even shown it."""
+    world = World("pollux")
+    world.engine.node_list = [Node(name="rare", num_slots=1, accelerator="tpu")]
+    world.submit("a", accelerators=frozenset({"tpu"}))
+    world.round()
+    world.submit("b")
+    world.scheduler.drain(["rare"])
+    world.round()
+    changes = {change.job: change for kept in world.store.rounds[1:] for change in kept.changes}
+    assert (changes["a"].after, changes["a"].barred) == (Allocation(), {"rare": "drained"})
+
+
+def test_a_round_keeps_who_ended_since_the_one_before():
+    """Once, whatever the clock of their machines says."""
+    world = World()
+    for name in "abc":
+        world.submit(name)
+    world.round()
+    assert [kept.departures for kept in world.store.rounds] == [()]
+    held = world.store.jobs["a"].allocation.num_replicas
+    world.engine.end("a", at=-1e9)
+    world.scheduler.tick()
+    world.scheduler.cancel("b", "enough\nof it")
+    world.round()
+    world.round()
+    first, *others = [kept.departures for kept in world.store.rounds[1:]]
+    told = {one.job: (one.state, one.reason, one.num_slots) for one in first}
+    assert told["a"] == (JobState.SUCCEEDED, "succeeded", held)
+    told |= {one.job: (one.state, one.reason, one.num_slots) for later in others for one in later}
+    assert told == {"a": told["a"], "b": (JobState.CANCELLED, "enough", held)}
+    assert sum(len(kept.departures) for kept in world.store.rounds) == 2
+
+
+def test_a_job_that_ends_is_kept_before_it_is_active_no_longer():
+    """Whoever looks meanwhile finds it in one of the two."""
+    world, seen = World(), []
+
+    class Watching(MemoryStore):
+        def save_job(self, record):
+            if record.state.is_final:
+                seen.append(record in world.scheduler.active_jobs)
+            super().save_job(record)
+
+    world.scheduler._store = world.store = Watching()
+    world.submit("a")
+    world.round()
+    world.engine.end("a", world.clock.time)
+    world.round()
+    assert seen == [True]
+    assert world.scheduler.active_jobs == []
 
 
 def test_what_was_learnt_of_an_application_outlives_its_jobs_and_the_scheduler():

@@ -22,11 +22,12 @@ from pollux.jobs import JobRequest
 from pollux.model.profile import Configuration, Timing
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.ports import Command, Event, JobEnded, JobLost, JobRuns, JobStopped, ResizeJob, StartJob, StopJob
-from pollux.scheduler.record import JobRecord, RoundRecord
+from pollux.scheduler.record import Departure, JobRecord, Reallocation, RoundRecord
 from pollux.server.clock import LiveClock
 from pollux.server.cluster import Cluster, ClusterConfig
 from pollux.server.journal import Journal
 from pollux.server.store import SqlStore
+from pollux.server.views import round_view
 from pollux.types import NO_ALLOCATION, Allocation, Explanation, JobDecision, Node, Plan, Snapshot
 from pollux.wire import WireReport
 from tests.reports import report_fields
@@ -279,6 +280,81 @@ def test_draining_lets_jobs_end_that_must_not_be_moved(world):
     world.until_state(late, "running")
 
 
+def test_a_drain_is_told_as_what_it_is(world):
+    world.engine._nodes = tuple(Node(name=name, num_slots=4, accelerator="cpu") for name in "ab")
+    name = world.submit(name="x", kind="elastic", max_replicas=1)
+    world.until_state(name, "running")
+    (first,) = (node for node, _ in world.cluster.view(name)["allocation"])
+    other = "b" if first == "a" else "a"
+    world.cluster.drain(first, True)
+
+    def told(sentence: str) -> Any:
+        rounds = world.cluster.rounds(None, 100)
+        return next((one for one in rounds if one["words"][0].startswith(sentence)), None)
+
+    moved = world.until(lambda: told(f"x leaves {first}, which is drained, for {other}"), "it leaves")
+    assert [(change["before"], change["after"]) for change in moved["changes"]] == [(1, 1)]
+    (job,) = world.cluster.round(moved["id"])["jobs"]
+    assert (job["before"], job["after"]) == ([[first, 1]], [[other, 1]])
+    assert [one["round"] for one in world.cluster.job(name)["decisions"]][-1] == moved["id"]
+    world.cluster.drain(other, True)
+    stopped = world.until(lambda: told("x stops: its node is drained and there is no room"), "it stops")
+    assert [(change["before"], change["after"]) for change in stopped["changes"]] == [(1, 0)]
+
+
+def test_who_ended_is_told_with_one_round_whatever_is_asked_for(world):
+    """Also where its machine's clock is years behind, and the round before is forgotten."""
+    for name in ("one", "two", "three"):
+        world.submit(name=name)
+        world.until_state(name, "running")
+    world.engine.end("one", at=1.0)
+    world.engine.end("two", at=time.time() + 1000)
+
+    def told(limit: int) -> dict[int, list[str]]:
+        rounds = world.cluster.rounds(None, limit)
+        found = {one["id"]: [words for words in one["words"] if "succeeded" in words] for one in rounds}
+        return {id_: words for id_, words in found.items() if words}
+
+    before = world.until(lambda: sum(len(words) for words in told(1000).values()) == 2 and told(1000), "they are told")
+    last = max(before)
+    world.until(lambda: world.cluster.rounds(last + 1, 1), "two more rounds")
+    world.cluster.stop(keeps_jobs=True)
+    assert told(1000) == before
+    num_after = len(world.cluster.rounds(last, 1000))
+    assert told(num_after) == {}
+    world.store.prune(num_after + 1, 100)
+    assert told(1000) == told(num_after + 1) == {last: before[last]}
+    assert world.cluster.round(last)["words"] == world.cluster.rounds(None, num_after + 1)[0]["words"]
+
+
+def test_a_job_that_ends_is_always_shown(world, monkeypatch):
+    """As one that runs or as one that ended, and as what it is; there is no moment between the two."""
+    name, seen, save_job, close = world.submit(kind="fixed"), [], world.store.save_job, world.cluster._book.close
+    world.until_state(name, "running")
+
+    def look() -> None:
+        ended = {one: world.cluster.row(one) for one in world.cluster.last_ended(10)}
+        row = {**ended, **world.cluster.active_rows()}.get(name)
+        seen.append(None if row is None else (row["kind"], row["state"]))
+
+    def save(record: JobRecord) -> None:
+        look()
+        save_job(record)
+        look()
+
+    def closed(job: str) -> None:
+        close(job)
+        look()
+
+    monkeypatch.setattr(world.store, "save_job", save)
+    monkeypatch.setattr(world.cluster._book, "close", closed)
+    world.engine.end(name)
+    world.until_state(name, "succeeded")
+    world.until(lambda: len(seen) == 3, "all looks")
+    assert {kind for kind, _ in seen} == {"fixed"}
+    assert seen[-1] == ("fixed", "succeeded")
+
+
 def test_a_drained_node_stays_drained_after_a_restart(world):
     world.cluster.drain("a", True)
     world.cluster.stop(keeps_jobs=True)
@@ -527,16 +603,43 @@ def test_the_last_decision_about_a_job_does_not_hold_those_about_all_others(worl
     with SqlStore(tmp_path / "another.db") as store:
         journal = Journal(store, keep_rounds=1, keep_reports=1, on_ended=lambda record: None)
         record = RoundRecord(number=1, at=1.0, trigger="submit", plan=plan, num_jobs=5001, num_slots=4, decision_s=0.1)
+        for _ in range(7):
+            store.save_round(dataclasses.replace(record, plan=Plan(allocations={})), None)
         journal.save_round(record, Snapshot.of(1.0, [], []))
         for other in decisions[1:]:
             journal.forget(other.job)
         journal.last_round = None
     shown = journal.decision("one")
-    assert shown is not None and (shown["round"], shown["fitness"]) == (1, 1.0)
+    assert shown is not None and (shown["round"], shown["fitness"]) == (8, 1.0)  # its id, which is for ever
     del record, plan, explanation, decisions, other
     gc.collect()
     held = sum(type(one) is JobDecision and one.job.startswith("other-") for one in gc.get_objects())
     assert held == 0
+
+
+def test_what_changed_among_many_jobs_is_kept_though_the_policy_explains_nothing(tmp_path):
+    plan = Plan(allocations={f"job-{number}": Allocation.of(("a", 1)) for number in range(500)})
+    change = Reallocation(job="job-7", before=NO_ALLOCATION, after=Allocation.of(("a", 1)), has_started=False)
+    record = RoundRecord(
+        number=1,
+        at=1.0,
+        trigger="submit",
+        plan=plan,
+        num_jobs=500,
+        num_slots=500,
+        decision_s=0.1,
+        changes=(change,),
+        departures=(Departure(job="gone", state=JobState.SUCCEEDED, reason="succeeded", num_slots=0),),
+    )
+    with SqlStore(tmp_path / "another.db") as store:
+        Journal(store, keep_rounds=1, keep_reports=1, on_ended=lambda record: None).save_round(
+            record, Snapshot.of(1.0, [], [])
+        )
+        (kept,) = store.rounds()
+    assert kept.record.plan.allocations == {"job-7": change.after}  # writing all of it would take long
+    view = round_view(kept)
+    assert view["words"] == ["gone succeeded", "job-7 starts with 1 slot on a"]
+    assert [(one["job"], one["before"], one["after"]) for one in view["changes"]] == [("job-7", 0, 1)]
 
 
 def test_what_was_measured_last_is_known_after_a_restart(world):

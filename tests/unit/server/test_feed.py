@@ -188,6 +188,29 @@ def test_whoever_missed_too_much_gets_everything_again(cluster, clock, feed, mon
     assert set(listener.nodes) == set(cluster.machines)
 
 
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize(("kind", "length"), [("decided", feeding.NUM_ROUNDS), ("taken", feeding.NUM_SAMPLES)])
+def test_whoever_missed_rounds_or_samples_gets_everything_again(cluster, clock, feed, kind, length, at_once):
+    """Also where nobody looked while they came."""
+    listener, prompt, rows = Listener(feed), Listener(feed), getattr(cluster, kind)
+    rows += [{"id": number, "at": 0.0} for number in range(1, 11)]
+    listener.listen()
+    for number in range(11, length + 11):
+        rows.append({"id": number, "at": 0.0})
+        if not at_once:
+            clock.now += 1
+            prompt.listen()
+    clock.now += 1
+    assert not listener.listen()["is_full"]  # so many are remembered
+    rows += [{"id": number, "at": 0.0} for number in range(length + 11, 2 * length + 12)]
+    clock.now += 1
+    assert listener.listen()["is_full"]
+    if kind == "decided":
+        assert listener.rounds == [row["id"] for row in rows[-length:]]
+    clock.now += 1
+    assert listener.listen() is None
+
+
 @pytest.mark.parametrize("seed", range(5))
 def test_whoever_listens_has_what_is_there(cluster, clock, feed, seed):
     """However rows come, change and go, and however seldom somebody listens."""
@@ -258,10 +281,12 @@ def test_a_stream_tells_of_jobs_as_they_come(service):
 
 
 def test_a_stream_with_nothing_to_tell_says_that_it_is_there(service, monkeypatch):
+    """However seldom it is to look."""
     monkeypatch.setattr(seeing_routes, "STILL_HERE_S", 0.2)
-    with stream(service, every_s=0.5) as response:
+    with stream(service, every_s=60) as response:
         lines = response.iter_lines()
-        assert next(line for line in lines if line.startswith(":")) == ": still here"
+        for _ in range(2):
+            assert next(line for line in lines if line.startswith(":")) == ": still here"
 
 
 def test_a_stream_ends_with_the_server(service):

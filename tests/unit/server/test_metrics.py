@@ -21,13 +21,15 @@ from pollux.model.profile import Configuration, Timing
 from pollux.scheduler.autoscale import AutoscaleConfig
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.ports import JobHurt, JobLost, NodesChanged
+from pollux.scheduler.record import RoundRecord
 from pollux.server.book import job_token
 from pollux.server.cluster import Cluster, ClusterConfig
 from pollux.server.config import ServiceConfig
+from pollux.server.gauges import JOB_GAUGES
 from pollux.server.metrics import REFUSALS, CountedLog, Metrics, counted_log
 from pollux.server.service import Service
 from pollux.server.store import SqlStore
-from pollux.types import Node
+from pollux.types import Explanation, Node, Plan
 from pollux.version import __version__
 from pollux.wire import MAX_REPORT_BYTES, WireReport, report_to_json
 from tests.reports import report_fields
@@ -46,6 +48,25 @@ CONSTANT = {
     "process_open_fds": "depends on the moment",
     "process_resident_memory_bytes": "depends on the allocator",
     "process_virtual_memory_bytes": "depends on the allocator",
+    "pollux_round_gap_ratio": "these jobs are easy; see test_how_good_the_last_decision_was",
+}
+
+
+# What a job tells, and where that is shown: no two numbers are the same, and none is after half of it is told.
+TOLD: dict[str, Any] = dict(
+    total_batch=48, device_batch=14, accum_steps=6, gain=1.5, noise_scale=123.0, efficiency=0.625, throughput=80.0,
+    goodput=50.0, progress=0.875,
+)  # fmt: skip
+GAUGES = {
+    "total_batch": "pollux_job_batch_examples",
+    "device_batch": "pollux_job_device_batch_examples",
+    "accum_steps": "pollux_job_accumulation_steps",
+    "gain": "pollux_job_gain_ratio",
+    "noise_scale": "pollux_job_noise_scale_examples",
+    "efficiency": "pollux_job_efficiency_ratio",
+    "throughput": "pollux_job_throughput_examples_per_second",
+    "goodput": "pollux_job_goodput_examples_per_second",
+    "progress": "pollux_job_progress_ratio",
 }
 
 
@@ -166,9 +187,13 @@ def test_every_metric_moves(tmp_path, monkeypatch):
         # Jobs: they start, grow, move, shrink, crash, come again, and end in every way.
         first = grown(world, "first")
         during = world.scrape()
-        assert during["pollux_job_replicas", (("job_name", "first"),)] == 2
-        assert during["pollux_job_noise_scale_examples", (("job_name", "first"),)] == 100.0
         assert during["pollux_slots_used", (("accelerator", "cpu"),)] == 2
+        assert {"pollux_job_replicas", *GAUGES.values()} == {gauge.name for gauge in JOB_GAUGES}
+        for told in (TOLD, {name: type(value)(value / 2) for name, value in TOLD.items()}):
+            assert world.tell(first, **told) == 200
+            shown = {name: value for (name, labels), value in world.scrape().items() if ("job_name", first) in labels}
+            assert shown.pop("pollux_job_report_timestamp_seconds") == world.cluster.view(first)["reported_at"]
+            assert shown == {"pollux_job_replicas": 2, **{GAUGES[name]: value for name, value in told.items()}}
         node = world.cluster.view(first)["allocation"][0][0]
         world.cluster.drain(node, True)
         world.until(lambda: world.value("pollux_resizes_total", kind="move") == 1, "it moves")
@@ -206,7 +231,7 @@ def test_every_metric_moves(tmp_path, monkeypatch):
         refused = {reason: world.value("pollux_reports_refused_total", reason=reason) for reason in REFUSALS.values()}
         assert refused == dict.fromkeys(REFUSALS.values(), 1.0)
         assert world.value("pollux_reports_refused_total", reason="ended") == 1
-        assert world.value("pollux_reports_total") == 2  # of the growth, and this one
+        assert world.value("pollux_reports_total") == 4  # of the growth, two with numbers, and this one
 
         # Trouble: a policy that is wrong, a database that fails, a node that is lost.
         with monkeypatch.context() as patch:
@@ -227,8 +252,11 @@ def test_every_metric_moves(tmp_path, monkeypatch):
             text = httpx.get(f"{world.service.url}/metrics", headers=world.operator).text
     families = families_of(text)
     assert seen_families <= families
-    keys = {key for scraped in world.scraped for key in scraped}
-    moved = {key[0] for key in keys if len({scraped.get(key) for scraped in world.scraped}) > 1}
+    values: dict[Any, set[float]] = {}
+    for scraped in world.scraped:
+        for key, value in scraped.items():
+            values.setdefault(key, set()).add(value)
+    moved = {key[0] for key, seen in values.items() if len(seen) > 1}  # to come to be is not to move
     still = {family for family in families if not moved & {family + suffix for suffix in ("", "_total", "_count")}}
     assert still <= set(CONSTANT), "never updated"
     assert set(CONSTANT) <= families
@@ -271,6 +299,7 @@ def following(world: Metered) -> Iterator[None]:
     with streaming(world, "jobs/first/logs?follow=true"):
         world.until_value(1, "pollux_http_answers_open", route="/api/v1/jobs/{name}/logs")
         yield
+    world.until_value(0, "pollux_http_answers_open", route="/api/v1/jobs/{name}/logs")
 
 
 @contextlib.contextmanager
@@ -300,6 +329,7 @@ def test_a_job_that_waits_has_no_speed(tmp_path):
         for node in ("a", "b"):
             world.cluster.drain(node, True)
         world.until_state(name, "pending")
+        assert world.value("pollux_round_changes_total") >= 3  # it started, grew, and had to stop
         assert world.value("pollux_job_throughput_examples_per_second", job_name=name) is None
         assert world.value("pollux_job_replicas", job_name=name) == 0
         assert world.value("pollux_job_progress_ratio", job_name=name) == 0.5
@@ -311,8 +341,8 @@ def test_a_restart_counts_nothing_twice(tmp_path):
         world.engine.say(JobHurt(job="one", reason="a replica died"))
         world.until_value(1, "pollux_job_crashes_total")
         assert world.value("pollux_resizes_total", kind="grow") == 1
-        node_s = world.value("pollux_node_seconds_total", accelerator="cpu")
         world.service.stop(keeps_jobs=True)
+        node_s = world.cluster._scheduler.node_s["cpu"]
     again = Metered(tmp_path)
     again.engine.running = world.engine.running
     with again.service:
@@ -322,7 +352,25 @@ def test_a_restart_counts_nothing_twice(tmp_path):
         assert again.value("pollux_resizes_total", kind="grow") == 0
         assert again.value("pollux_resizes_total", kind="start") == 0
         assert again.value("pollux_job_replicas", job_name="one") == 2
-        assert node_s and again.value("pollux_node_seconds_total", accelerator="cpu") >= node_s - 6  # kept every 5 s
+        # Of this server, too; what was before is kept to the end, and part of what the cluster is said to have used.
+        used_h = again.cluster.summary()["sizing"]["node_hours"]["cpu"]
+        counted = again.value("pollux_node_seconds_total", accelerator="cpu")
+        later_h = again.cluster.summary()["sizing"]["node_hours"]["cpu"]
+        assert node_s > 0 and 3600 * used_h <= node_s + counted + 1e-6 and node_s + counted <= 3600 * later_h + 1e-6
+        assert 0 <= counted == pytest.approx(again.scraped[-1]["pollux_node_cost_total", ()])
+
+
+def test_what_nodes_cost_goes_on_where_the_scheduler_stumbles(tmp_path, monkeypatch):
+    """What was counted since the last time it was written is not lost."""
+    monkeypatch.setattr("pollux.server.cluster.TIDY_EVERY_S", 1e6)
+    with metered(tmp_path) as world:
+        world.until(lambda: (world.value("pollux_node_seconds_total", accelerator="cpu") or 0) > 1, "time passes")
+        with monkeypatch.context() as patch:
+            patch.setattr(world.cluster._scheduler, "tick", fails(RuntimeError("a bug")))
+            before = world.value("pollux_node_seconds_total", accelerator="cpu")
+            stumbling = world.cluster._scheduler
+            world.until(lambda: world.cluster._scheduler is not stumbling, "it begins again")
+        assert world.value("pollux_node_seconds_total", accelerator="cpu") >= before
 
 
 def test_a_scrape_works_while_the_database_does_not(tmp_path, monkeypatch):
@@ -339,6 +387,9 @@ def test_a_scrape_works_while_the_database_does_not(tmp_path, monkeypatch):
 # Access ---------------------------------------------------------------------------------------
 
 
+MALFORMED = {"Authorization": "Basic !"}
+
+
 def test_metrics_are_for_the_operator(tmp_path):
     with metered(tmp_path) as world:
         world.submit("one")
@@ -348,7 +399,9 @@ def test_metrics_are_for_the_operator(tmp_path):
         assert "password" in refused.json()["error"]["message"]
         assert httpx.get(url, auth=("anybody", token)).status_code == 200
         assert httpx.get(url, auth=("anybody", "wrong")).status_code == 401
-        assert httpx.get(url, headers={"Authorization": "Basic !"}).status_code == 401
+        malformed = httpx.get(url, headers=MALFORMED)
+        assert (malformed.status_code, malformed.json()) == (401, refused.json())
+        assert malformed.headers["www-authenticate"] == refused.headers["www-authenticate"]
         assert httpx.get(url, auth=("x", job_token(SECRET, "one"))).status_code == 403
         assert httpx.get(url, headers={"Authorization": f"Bearer {job_token(SECRET, 'one')}"}).status_code == 403
 
@@ -356,6 +409,7 @@ def test_metrics_are_for_the_operator(tmp_path):
 def test_open_metrics_are_for_everybody_and_nothing_else_is(tmp_path):
     with metered(tmp_path, has_open_metrics=True) as world:
         assert httpx.get(f"{world.service.url}/metrics").status_code == 200
+        assert httpx.get(f"{world.service.url}/metrics", headers=MALFORMED).status_code == 200
         assert httpx.get(f"{world.service.url}/api/v1/cluster").status_code == 401
 
 
@@ -379,6 +433,41 @@ def test_requests_are_counted_by_their_route(tmp_path):
         assert counted["other", "/healthz", "405"] == 1
         assert world.value("pollux_http_request_seconds_count", method="GET", route="/api/v1/jobs/{name}") == 3
         assert world.value("pollux_http_answers_open", route="/api/v1/jobs/{name}") == 0
+
+
+def test_how_good_the_last_decision_was():
+    metrics = Metrics()
+    for fitness, bound, gap in ((1.5, 2.0, 0.25), (1.0, 2.5, 0.6)):
+        explanation = Explanation(fitness_before=1.0, fitness=fitness, upper_bound=bound)
+        plan = Plan(allocations={}, explanation=explanation)
+        metrics.saw_round(
+            RoundRecord(number=1, at=1.0, trigger="submit", plan=plan, num_jobs=1, num_slots=1, decision_s=0.1)
+        )
+        samples = samples_of(metrics.text().decode())
+        assert samples["pollux_round_fitness", ()] == fitness
+        assert samples["pollux_round_fitness_bound", ()] == bound
+        assert samples["pollux_round_gap_ratio", ()] == pytest.approx(gap)
+
+
+def test_made_up_methods_take_no_room():
+    metrics = Metrics()
+    for number in range(100):
+        metrics.answered(f"INVENT{number}", "/healthz", 405, 0.01)
+    assert len(metrics._answered) == 1
+    labels = (("method", "other"), ("route", "/healthz"), ("status", "405"))
+    assert samples_of(metrics.text().decode())["pollux_http_requests_total", labels] == 100
+
+
+def test_a_node_that_was_let_go_is_no_loss():
+    """Also one that was let go and went between two looks."""
+    metrics, nodes = Metrics(), [Node(name=name, num_slots=1) for name in "abc"]
+    metrics.saw_nodes(nodes, ())
+    metrics.saw_nodes(nodes[:2], {"c"})
+    metrics.saw_nodes(nodes[:2], {"b"})
+    metrics.saw_nodes(nodes[:1], ())
+    assert samples_of(metrics.text().decode())["pollux_node_losses_total", ()] == 0
+    metrics.saw_nodes([], ())
+    assert samples_of(metrics.text().decode())["pollux_node_losses_total", ()] == 1
 
 
 def test_a_bug_is_a_500(tmp_path, monkeypatch):

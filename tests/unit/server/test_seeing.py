@@ -22,6 +22,7 @@ from pollux.scheduler.knowledge import Knowledge
 from pollux.scheduler.record import JobRecord
 from pollux.server import cluster as clusters
 from pollux.server import seeing_schemas
+from pollux.server import simulations as simulations_
 from pollux.server.config import ClusterConfig, ServiceConfig
 from pollux.server.seeing import curves_view, model_view, useful_slots
 from pollux.server.service import Service
@@ -159,6 +160,12 @@ def test_metrics_that_come_and_go_leave_holes():
     assert curves["metrics"] == {"a": [1, None, None], "b": [None, 2.5, None]}
 
 
+def test_metrics_that_are_not_finite_or_lie_deeper_have_curves():
+    odd = [{"loss": "nan", "eval": {"accuracy": 0.5, "by": {"class": 1}}, "word": "inform"}, {"loss": "-inf"}]
+    curves = curves_view([(float(at), report("j", metrics=metrics)) for at, metrics in enumerate(odd)])
+    assert curves["metrics"] == {"loss": [None, None], "eval/accuracy": [0.5, None], "eval/by/class": [1, None]}
+
+
 def test_the_model_of_a_job_that_trains(client):
     model = get(client, "/jobs/trains/model", seeing_schemas.JobModel)
     fitted = model["accelerators"]["cpu"]
@@ -280,11 +287,17 @@ FORM = {
 }
 
 
+DESCRIBED = {name: value for name, value in FORM.items() if name != "html"}
+
+
 def test_a_simulation_is_published_listed_shown_and_forgotten(client, service):
     before = get(client, "/simulations", seeing_schemas.SimulationList)["simulations"]
     first, second = (client.post("/simulations", json={**FORM, "title": title}) for title in ("one", "two"))
     assert (first.status_code, second.status_code) == (201, 201)
     one, two = first.json(), second.json()
+    for made in (one, two):
+        seeing_schemas.PublishedSimulation.model_validate(made)
+        assert made.pop("forgotten") == []
     listed = get(client, "/simulations", seeing_schemas.SimulationList)["simulations"]
     assert listed == [two, one, *before]
     assert get(client, f"/simulations/{one['id']}") == one
@@ -347,7 +360,8 @@ def test_a_page_may_be_large_but_not_too_large(client):
 def test_a_file_that_makes_no_sense_is_left_out_and_said_once(tmp_path, caplog):
     simulations = Simulations(tmp_path / "simulations")
     assert simulations.all() == []
-    good = simulations.add({name: value for name, value in FORM.items() if name != "html"}, PAGE)
+    good = simulations.add(DESCRIBED, PAGE)
+    assert good.pop("forgotten") == []
     folder = tmp_path / "simulations"
     described = json.loads((folder / f"{good['id']}.json").read_text())
     bad = {
@@ -368,6 +382,42 @@ def test_a_file_that_makes_no_sense_is_left_out_and_said_once(tmp_path, caplog):
         simulations.one("20240101-000000-aaaaaa")
     assert folder.stat().st_mode & 0o077 == 0
     assert all(path.stat().st_mode & 0o077 == 0 for path in folder.glob(f"{good['id']}*"))
+
+
+@pytest.mark.parametrize(("number", "num_bytes"), [(3, 10**6), (100, 3 * (len(PAGE) + 500))])
+def test_of_too_many_the_oldest_are_forgotten(tmp_path, monkeypatch, caplog, number, num_bytes):
+    monkeypatch.setattr(simulations_, "KEEP_NUMBER", number)
+    monkeypatch.setattr(simulations_, "KEEP_BYTES", num_bytes)
+    simulations, folder = Simulations(tmp_path / "simulations"), tmp_path / "simulations"
+    old = [made_at(folder, second) for second in range(3)]
+    with caplog.at_level(logging.INFO):
+        new = simulations.add(DESCRIBED, PAGE)
+    assert new.pop("forgotten") == [old[0]]
+    assert old[0] in caplog.text
+    assert [one["id"] for one in simulations.all()] == [new["id"], old[2], old[1]]
+    assert len(list(folder.iterdir())) == 6  # a page and its description
+
+
+def made_at(folder, second):
+    """One that was published long ago; its id."""
+    folder.mkdir(exist_ok=True)
+    kept = {**DESCRIBED, "id": f"20240101-00000{second}-aaaaaa", "key": "k" * 32, "at": float(second)}
+    (folder / f"{kept['id']}.json").write_text(json.dumps(kept).ljust(480))
+    (folder / f"{kept['id']}.html").write_text(PAGE)
+    return kept["id"]
+
+
+def test_what_a_crash_left_behind_goes_with_the_next_one(tmp_path):
+    simulations, folder = Simulations(tmp_path / "simulations"), tmp_path / "simulations"
+    kept = made_at(folder, 1)
+    for name in ("20240101-000000-bbbbbb.html", "20240101-000000-cccccc.html.new", "notes.html"):
+        (folder / name).write_text("half")
+    new = simulations.add(DESCRIBED, PAGE)
+    assert new["forgotten"] == []  # nobody could have seen them
+    assert {path.name for path in folder.iterdir()} == {
+        *(f"{id_}.{kind}" for id_ in (kept, new["id"]) for kind in ("html", "json")),
+        "notes.html",  # not ours
+    }
 
 
 def test_only_the_operator_may_publish_and_look(service):

@@ -27,7 +27,7 @@ from pollux.policy import make_policy
 from pollux.scheduler.knowledge import Knowledge, ProfileMemory
 from pollux.scheduler.lifecycle import JobState, Transition
 from pollux.scheduler.loop import Scheduler, SchedulerConfig
-from pollux.scheduler.record import JobRecord, RoundRecord
+from pollux.scheduler.record import Departure, JobRecord, Reallocation, RoundRecord
 from pollux.server import database, forms, migrations
 from pollux.server.store import SqlStore
 from pollux.types import Allocation, JobSpec, JobView, Node, Plan, ShapeFactor, Snapshot, ThroughputParams
@@ -98,6 +98,15 @@ def records(draw: st.DrawFn) -> JobRecord:
     )
 
 
+reallocations = st.builds(
+    Reallocation,
+    job=texts,
+    before=allocations,
+    after=allocations,
+    has_started=st.booleans(),
+    barred=st.dictionaries(proper_names, texts, max_size=2),
+)
+departures = st.builds(Departure, job=texts, state=st.sampled_from(JobState), reason=texts, num_slots=integers)
 rounds = st.builds(
     RoundRecord,
     number=integers,
@@ -108,6 +117,8 @@ rounds = st.builds(
     num_slots=integers,
     decision_s=numbers,
     error=texts,
+    changes=st.none() | st.lists(reallocations, max_size=2).map(tuple),
+    departures=st.lists(departures, max_size=2).map(tuple),
 )
 params = st.builds(ThroughputParams, *[signed] * 7)
 factors = st.lists(st.builds(ShapeFactor, spans=st.booleans(), num_replicas=counts, factor=signed), max_size=2)
@@ -222,7 +233,25 @@ SCHEDULER_FORMS: dict[str, tuple[Any, Any]] = {
     ),
     "round": (
         forms.round_to_dict(
-            RoundRecord(number=1, at=2.0, trigger="submit", plan=PLAN, num_jobs=1, num_slots=4, decision_s=0.01)
+            RoundRecord(
+                number=1,
+                at=2.0,
+                trigger="submit",
+                plan=PLAN,
+                num_jobs=1,
+                num_slots=4,
+                decision_s=0.01,
+                changes=(
+                    Reallocation(
+                        job="a",
+                        before=Allocation.of(("n0", 2)),
+                        after=Allocation.of(("n1", 2)),
+                        has_started=True,
+                        barred={"n0": "drained"},
+                    ),
+                ),
+                departures=(Departure(job="b", state=JobState.FAILED, reason="why", num_slots=2),),
+            )
         ),
         forms.round_from_dict,
     ),
@@ -632,7 +661,7 @@ def test_a_database_of_a_newer_version_is_left_alone(path):
         connection.execute(f"UPDATE meta SET version = {len(migrations.MIGRATIONS) + 1}")
     connection.close()
     before = path.read_bytes()
-    with pytest.raises(StoreError, match=r"written by a newer Pollux \(schema version 3; this one knows up to 2\)"):
+    with pytest.raises(StoreError, match=r"written by a newer Pollux \(schema version 4; this one knows up to 3\)"):
         SqlStore(path)
     assert path.read_bytes() == before
 
@@ -653,7 +682,7 @@ def test_an_older_database_is_brought_up_to_date_once(path, monkeypatch):
             sql.save_job(make_record("b"))
     assert calls == ["colour"]
     with sqlite3.connect(path) as connection:
-        assert connection.execute("SELECT version FROM meta").fetchall() == [(3,)]
+        assert connection.execute("SELECT version FROM meta").fetchall() == [(4,)]
     connection.close()
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from pollux.engines.commanding import GRACE_S, StewardEngine
 from pollux.engines.connecting import MAX_LOG_BYTES, Link
-from pollux.engines.ending import RAY, note_engine
+from pollux.engines.ending import ENGINE_FILE, RAY, forget_engine, note_engine, require_free
 from pollux.engines.launch import Launch
 from pollux.engines.protocol import PROTOCOL_VERSION, Message
 from pollux.engines.ray.head import stop_head
@@ -99,6 +99,8 @@ class RayConnector:
             if not is_over:
                 logger.error("the steward in Ray did not end its jobs in time; see %s", self.log)
         stop_head(self._directory)
+        if is_over:
+            forget_engine(self._directory)
         return is_over
 
     def close(self) -> None:
@@ -169,7 +171,7 @@ def has_ray_steward(directory: Path, settings: RaySettings) -> bool:
         if any(known in str(error) for known in (NO_STEWARD, NO_RAY, ANOTHER)):
             return False
         why = f"it cannot be told whether jobs still run as {settings.name!r} on Ray at {settings.address}: {error}"
-        raise EngineError(why) from error
+        raise EngineError(f"{why}; if that cluster is gone for good, remove {directory / ENGINE_FILE}") from error
     finally:
         connector.close()
     return True
@@ -191,12 +193,13 @@ class RayEngine(StewardEngine):
         """``template``: what a node looks like that the auto-scaler adds; None: the largest that is there."""
         path = Path(directory).resolve()
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        note_engine(path, RAY, dataclasses.asdict(settings))
+        require_free(path, RAY, dataclasses.asdict(settings))
         self._template = template
         self._seen: frozenset[str] = frozenset()  # nodes, when the size was decided on last
         super().__init__(
             RayConnector(path, settings), nodes=(), launch_of=launch_of, on_event=on_event, grace_s=grace_s
         )
+        note_engine(path, RAY, dataclasses.asdict(settings))  # now that there is such a cluster
 
     @property
     def template(self) -> Node:

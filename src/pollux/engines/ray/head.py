@@ -123,7 +123,8 @@ def start_head(directory: Path, host: str) -> str:
         if has_ended or time.monotonic() > deadline:
             if not has_ended:
                 stop_head(directory)
-            raise EngineError(f"a Ray head could not be started; {log} ends with:\n{text[-1500:].strip()}")
+            last = " / ".join(line.strip() for line in text.splitlines()[-3:])
+            raise EngineError(f"a Ray head could not be started; {log} ends with: {last}")
         time.sleep(0.1)
     return address
 

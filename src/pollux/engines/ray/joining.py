@@ -56,6 +56,9 @@ def join(settings: dict[str, Any]) -> Any:
         try:
             about = ray.get(steward.about.remote(), timeout=ANSWER_S)
         except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:
+            cause = str(error).rstrip().splitlines()
+            if "creation task" in str(error):
+                raise Refused(f"the steward {name} cannot be made on the head: {cause[-1]}") from error
             if isinstance(error, ray.exceptions.ActorDiedError) and time.monotonic() < ends_at:
                 time.sleep(0.2)  # it was ending just then; its name is free soon
                 continue
@@ -101,8 +104,8 @@ def connect(address: str) -> None:
         raise Refused(f"Ray at {address} cannot be joined: {_first_line(error)}") from error
     except (ConnectionError, ValueError, TimeoutError) as error:
         raise Refused(
-            f"no Ray cluster can be joined at {address}: {_first_line(error)}; the server must run on a machine of "
-            "the cluster (`ray start --address=...` makes it one)"
+            f"no Ray cluster can be joined at {address}: {_first_line(error)}; see that it is Ray's head that listens "
+            "there; the server must run on a machine of the cluster (`ray start --address=...` makes it one)"
         ) from error
     finally:
         if handler is not None:

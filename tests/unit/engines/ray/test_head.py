@@ -89,7 +89,7 @@ def test_a_head_is_started_found_and_stopped(tmp_path, last_cluster):
 def test_a_head_that_does_not_start_says_why(tmp_path, monkeypatch):
     pytest.importorskip("ray")
     monkeypatch.setenv("RAY_gcs_storage", "rocksdb")
-    with pytest.raises(EngineError, match=r"a Ray head could not be started; .*ray-head\.log ends with:\n") as error:
+    with pytest.raises(EngineError, match=r"a Ray head could not be started; .*ray-head\.log ends with: ") as error:
         head.start_head(tmp_path, "127.0.0.1")
     assert "requires RAY_gcs_storage_path" in str(error.value)
     assert head.own_head(tmp_path) is None
