@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +25,7 @@ from pollux.engines.ray.engine import RayEngine, RaySettings  # noqa: E402
 from pollux.types import Node  # noqa: E402
 from tests.e2e.cluster import LiveCluster  # noqa: E402
 from tests.ray_cluster import RayCluster  # noqa: E402
+from tests.thorough import only_thorough, some_of  # noqa: E402
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs fork and /proc")
 
@@ -106,7 +106,7 @@ class ScaledRay(RayCluster):
         assert not self.processes()
 
 
-@pytest.fixture(params=["v2", "v1"] if os.environ.get("POLLUX_TEST_ALL") else ["v2"])  # v1 as well takes a minute more
+@pytest.fixture(params=some_of(["v2", "v1"], 1))
 def scaled(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[ScaledRay]:
     """Ray has two auto-scalers: KubeRay and ``ray up`` take the second today, all else the first."""
     with ScaledRay(tmp_path, is_v2=request.param == "v2") as cluster:
@@ -176,6 +176,7 @@ def test_the_cluster_grows_with_its_jobs_and_shrinks_when_they_end(scaled: Scale
     live.until(lambda: scaled.num_workers() == 0, "nothing that is held any more")
 
 
+@only_thorough
 def test_a_node_that_is_wanted_again_before_it_is_gone_is_taken_back(tmp_path: Path) -> None:
     """By the engine alone, and where no auto-scaler runs: the nodes stay, and their agents come and go."""
     with RayCluster(tmp_path) as cluster:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
 import pytest
 
 from pollux.errors import SimulationError
@@ -14,8 +12,8 @@ from pollux.simulator.result import summarise
 from pollux.simulator.run import SimulationConfig, SimulationRun, simulate
 from pollux.simulator.source import load_source
 from pollux.simulator.workload import Workload, job_spec
+from tests.thorough import only_thorough
 
-SLOW = pytest.mark.skipif("POLLUX_TEST_ALL" not in os.environ, reason="takes half a minute more: POLLUX_TEST_ALL=1")
 ON_OUR_PHYSICS = SimulationConfig(resize_s=5.0, decides_on_events=True, remembers_profiles=True)
 
 
@@ -27,13 +25,13 @@ def average_jct(run: SimulationRun) -> float:
 @pytest.mark.parametrize(
     ("workload", "weights", "config", "most"),
     [
-        ("workloads/workload-1", "equal", SimulationConfig(), 2089),
-        ("workloads/workload-3", "equal", SimulationConfig(), 2188),
+        pytest.param("workloads/workload-1", "equal", SimulationConfig(), 2089, marks=only_thorough),
+        pytest.param("workloads/workload-3", "equal", SimulationConfig(), 2188, marks=only_thorough),
         ("workloads/workload-6", "equal", SimulationConfig(), 2446),
         ("workloads-0.5/workload-6", "equal", SimulationConfig(), 1288),
-        pytest.param("workloads-1.5/workload-6", "equal", SimulationConfig(), 3474, marks=SLOW),
-        pytest.param("workloads-2.0/workload-6", "equal", SimulationConfig(), 5105, marks=SLOW),
-        ("workloads/workload-6", "remaining", SimulationConfig(), 2300),
+        pytest.param("workloads-1.5/workload-6", "equal", SimulationConfig(), 3474, marks=only_thorough),
+        pytest.param("workloads-2.0/workload-6", "equal", SimulationConfig(), 5105, marks=only_thorough),
+        pytest.param("workloads/workload-6", "remaining", SimulationConfig(), 2300, marks=only_thorough),
         ("workloads/workload-6", "remaining", ON_OUR_PHYSICS, 1950),
     ],
 )
