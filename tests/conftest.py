@@ -41,7 +41,7 @@ def pytest_xdist_auto_num_workers() -> int | None:
     if os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS"):
         return None
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(2 * num_cores, MOST_WORKERS)
+    return min(num_cores + (num_cores + 1) // 2, MOST_WORKERS)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

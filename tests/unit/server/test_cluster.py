@@ -178,6 +178,7 @@ def test_a_report_of_a_job_that_is_over_changes_nothing(world):
     world.until_state(name, "running")
     world.engine.end(name)
     world.until_state(name, "succeeded")
+    world.until(lambda: world.cluster.is_ended(name))
     world.cluster.report(name, report(name, progress=0.1))
     assert world.cluster.view(name)["progress"] is None
 
