@@ -78,8 +78,10 @@ function tiles() {
         cluster.num_slots ? cluster.num_used_slots / cluster.num_slots : 0,
         `of ${count(cluster.num_slots)}`,
       );
-      all.goodput.update(number(sample?.goodput), "useful slots’ worth of work");
-      all.efficiency.update(share(sample?.efficiency), "of the running jobs", sample?.efficiency ?? null);
+      // The last sample may be of seconds ago, when somebody still ran.
+      const efficiency = cluster.num_used_slots ? sample?.efficiency : null;
+      all.goodput.update(number(cluster.num_used_slots ? sample?.goodput : 0), "useful slots’ worth of work");
+      all.efficiency.update(share(efficiency), "of the running jobs", efficiency ?? null);
       const ended = [
         ["succeeded", "done"],
         ["failed", "failed"],
