@@ -18,7 +18,6 @@ import os
 import random
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import threading
@@ -35,7 +34,7 @@ from pollux.server.cluster import Cluster, ClusterConfig
 from pollux.server.config import ServiceConfig
 from pollux.server.service import Service, prefer_answers
 from pollux.types import Node
-from server import SECRET, Caller, PretendedEngine, report
+from server import SECRET, Caller, PretendedEngine, report, serving
 
 SLOTS_PER_NODE = 8
 REPORT_EVERY_S, END_EVERY_S = 10.0, 2.0
@@ -168,31 +167,20 @@ def main() -> None:
     ends, ready = threading.Event(), threading.Event()
     with tempfile.TemporaryDirectory(prefix="pollux-benchmark-") as folder:
         command = [sys.executable, __file__, "--serve", folder, "--nodes", str(args.nodes)]
-        server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert server.stdin is not None and server.stdout is not None
-        loader: threading.Thread | None = None
-        try:
-            address = json.loads(server.stdout.readline())
-            url, token = address["url"], address["token"]
+        with serving(command) as (url, token):
             loader = threading.Thread(target=lambda: asyncio.run(load(url, token, args.jobs, ends, ready)))
             loader.start()
-            assert ready.wait(120), "the jobs did not report in time"
-            with browsing() as page:
-                result = measure(page, url, token, args.jobs, args.seconds)
-                if args.screenshot:
-                    page.evaluate("location.hash = '#/'")
-                    page.wait_for_timeout(3000)
-                    page.screenshot(path=args.screenshot, full_page=True)
-        finally:
-            ends.set()
-            if loader is not None:
-                loader.join(30)
-            server.stdin.close()
             try:
-                server.wait(60)
-            except subprocess.TimeoutExpired:
-                server.kill()
-                server.wait()
+                assert ready.wait(120), "the jobs did not report in time"
+                with browsing() as page:
+                    result = measure(page, url, token, args.jobs, args.seconds)
+                    if args.screenshot:
+                        page.evaluate("location.hash = '#/'")
+                        page.wait_for_timeout(3000)
+                        page.screenshot(path=args.screenshot, full_page=True)
+            finally:
+                ends.set()
+                loader.join(30)
     if args.json:
         print(json.dumps(result))
         return

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import itertools
 import json
 import random
@@ -20,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -265,6 +266,23 @@ async def load(url: str, token: str, args: argparse.Namespace) -> dict[str, Any]
     }
 
 
+@contextlib.contextmanager
+def serving(command: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """A server in a process of its own, until its stdin is closed; its address and token."""
+    server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert server.stdin is not None and server.stdout is not None
+    try:
+        address = json.loads(server.stdout.readline())
+        yield address["url"], address["token"]
+    finally:
+        server.stdin.close()
+        try:
+            server.wait(60)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--jobs", type=int, default=2000)
@@ -279,18 +297,8 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory(prefix="pollux-benchmark-") as folder:
         command = [sys.executable, __file__, "--serve", folder, "--submissions", str(args.submissions)]
-        server = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        assert server.stdin is not None and server.stdout is not None
-        try:
-            address = json.loads(server.stdout.readline())
-            result = asyncio.run(load(address["url"], address["token"], args))
-        finally:
-            server.stdin.close()
-            try:
-                server.wait(30)
-            except subprocess.TimeoutExpired:
-                server.kill()
-                server.wait()
+        with serving(command) as (url, token):
+            result = asyncio.run(load(url, token, args))
     if args.json:
         print(json.dumps(result))
         return
