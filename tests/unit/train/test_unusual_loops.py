@@ -466,6 +466,7 @@ def train_in_a_group_that_the_environment_does_not_know() -> str:
     for name in TORCHRUN:
         del os.environ[name]
     dist.init_process_group("gloo", init_method=f"file://{os.environ[FOLDER]}/own", rank=rank, world_size=size)
+    dist.barrier()  # nobody may leave while another is still connecting
     try:
         return refusal(train.init, device="cpu")
     finally:
