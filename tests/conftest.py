@@ -64,15 +64,20 @@ def _needs_ray(nodeid: str) -> bool:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Long tests go to whoever is free, the others file by file: what the tests of a file share is made once."""
+    """Long tests go to whoever is free, the others file by file: what the tests of a file share is made once.
+
+    Long ones that share something are in a class, and go together.
+    """
     from xdist.scheduler import LoadScopeScheduling
 
     class InTurn(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
             if _needs_ray(nodeid):
                 return "ray"
-            file = nodeid.split("::", 1)[0]
-            return nodeid if file.removeprefix("tests/").split("/", 1)[0] in LONG else file
+            file, *within = nodeid.split("::")
+            if file.removeprefix("tests/").split("/", 1)[0] not in LONG:
+                return file
+            return nodeid if len(within) == 1 else f"{file}::{within[0]}"
 
     config.option.loadscopereorder = False
     return InTurn(config, log)

@@ -145,7 +145,8 @@ class RayCluster:
         shutil.rmtree(self.temporary, ignore_errors=True)
 
 
-_SMALL = ["--object-store-memory=80000000", "--num-gpus=0"]
+# A log monitor is a process more on each node, and nobody reads what it collects.
+_SMALL = ["--object-store-memory=80000000", "--num-gpus=0", "--include-log-monitor=false"]
 
 
 def _has_started(node: RayNode, log: Path) -> bool:

@@ -18,16 +18,20 @@ import unicodedata
 import warnings
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
-from typing import Any, Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
 
 from pollux.errors import InvalidValueError
-from pollux.types import UNBOUNDED_REPLICAS, JobSpec
+
+if TYPE_CHECKING:
+    from pollux.types import JobSpec
 
 Kind = Literal["elastic", "fixed", "auto"]
 Options = Mapping[str, Any]  # by field of JobRequest
 Existing = Mapping[str, tuple[str, Sequence[str]]]  # (state, after) by job; states are values of lifecycle.JobState
 FORMAT_VERSION = 1
 MAX_NAME_LENGTH = 63
+DEFAULT_RESTARTS = 3
+UNBOUNDED_REPLICAS = 1 << 20  # as in pollux.types, which brings numpy: whoever submits a job can do without
 MAX_ARRAY_JOBS = 10_000
 ARRAY_INDEX = "POLLUX_ARRAY_INDEX"
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_NAME_LENGTH - 1}}}")
@@ -172,7 +176,7 @@ class JobRequest:
     is_preemptible: bool = True
     checkpoints: bool = False
     weight: float = 1.0
-    max_restarts: int = 3
+    max_restarts: int | None = None  # see num_restarts_allowed
     cwd: str | None = None
     env: Mapping[str, str] = field(default_factory=dict, hash=False)
     time_limit_s: float | None = None
@@ -193,7 +197,8 @@ class JobRequest:
         for switch in (self.is_preemptible, self.checkpoints):
             _require(isinstance(switch, bool), "is_preemptible or checkpoints", switch, "true or false is needed")
         put(self, "weight", _positive("weight", self.weight))
-        _whole("max restarts", self.max_restarts, 0)
+        if self.max_restarts is not None:
+            _whole("max restarts", self.max_restarts, 0)
         _require(self.cwd is None or _text("cwd", self.cwd)[:1] == "/", "cwd", self.cwd, "an absolute path is needed")
         put(self, "time_limit_s", None if self.time_limit_s is None else _positive("time limit", self.time_limit_s))
         put(self, "after", tuple(dict.fromkeys(_name("after: job", name) for name in _texts("after", self.after))))
@@ -222,6 +227,13 @@ class JobRequest:
             if is_wrong:
                 raise InvalidValueError(f"{said}; {why}")
 
+    @property
+    def num_restarts_allowed(self) -> int:
+        """After crashes. If nothing is said, what has no checkpoint to go on from is not begun again."""
+        if self.max_restarts is not None:
+            return self.max_restarts
+        return DEFAULT_RESTARTS if self.kind == "elastic" or self.checkpoints else 0
+
     def resolved(self, script_text: str | None) -> JobRequest:
         """With ``auto`` decided by the script's text; without one (any other command) it is fixed."""
         return replace(self, kind=detect_kind(script_text or "")) if self.kind == "auto" else self
@@ -233,6 +245,8 @@ class JobRequest:
 
     def to_spec(self, name: str, submitted_at: float) -> JobSpec:
         """What the scheduler needs. A fixed job that does not checkpoint would lose its work, so is not preemptible."""
+        from pollux.types import JobSpec
+
         _require(self.kind != "auto" and not self.array, "job", name, "it must be resolved and expanded first")
         exact = self.replicas or (1 if self.kind == "fixed" else None)
         return JobSpec(
@@ -304,7 +318,7 @@ OPTIONS = (
     Option("preemptible", "is_preemptible", "flag", "", "May be stopped for others' sake, and go on later."),
     Option("checkpoints", "checkpoints", "flag", "", "A fixed job: it saves its state and can be restarted."),
     Option("weight", "weight", "float", "W", "Priority: twice the weight counts like two jobs."),
-    Option("max-restarts", "max_restarts", "int", "N", "Give up when it has crashed more often than this."),
+    Option("max-restarts", "max_restarts", "int", "N", "Give up after more crashes; 3, or 0 for fixed jobs."),
     Option("cwd", "cwd", "text", "DIR", "Working directory, an absolute path; where it is submitted by default."),
     Option("env", "env", "pairs", "KEY=VALUE", "An environment variable; may be given several times."),
     Option("time-limit", "time_limit_s", "duration", "TIME", "Stop it after this long: 90 (seconds), 10m, 2h30m, 1d."),

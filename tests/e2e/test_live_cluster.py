@@ -90,52 +90,6 @@ def test_a_killed_server_changes_nothing_for_the_jobs(cluster: LiveCluster) -> N
     assert after["started_at"] > before["finished_at"] - 1
 
 
-@pytest.mark.parametrize("delay_s", some_of([0.15, 1.5, 0.0, 0.6], 2))
-def test_a_server_killed_at_any_moment_loses_nothing(cluster: LiveCluster, delay_s: float) -> None:
-    cluster.submit_ledger("one")
-    cluster.submit_ledger("two")
-    time.sleep(delay_s)  # before they start, while they start, while they grow
-    cluster.kill_server()
-    time.sleep(0.3)
-    cluster.start()
-    for name in ("one", "two"):
-        cluster.hurry(name)
-        assert cluster.until_over(name) == "succeeded", cluster.story(name)
-        cluster.check_ledger(name)
-
-
-def test_killed_replicas_are_replaced_and_the_survivors_go_on(cluster: LiveCluster) -> None:
-    cluster.submit_ledger("one", epochs=EPOCHS, step_s=0.3, min_replicas=3)
-    cluster.until_replicas("one", 3, 4)
-    pids = cluster.pids("one")
-    os.kill(pids[1], signal.SIGKILL)
-    cluster.until(
-        lambda: len(alive := set(cluster.pids("one").values())) >= 3 and pids[1] not in alive, "a replacement"
-    )
-    assert pids[0] in cluster.pids("one").values()
-    cluster.until(lambda: cluster.client.job("one").view()["num_crashes"] == 1, "the loss seen")
-    detail = cluster.client.job("one").describe()
-    assert any("was killed by SIGKILL" in transition["reason"] for transition in detail["transitions"])
-    for pid in cluster.pids("one").values():  # all at once: only the checkpoint is left
-        os.kill(pid, signal.SIGKILL)
-    cluster.until(lambda: cluster.pids("one") and pids[0] not in cluster.pids("one").values(), "a restart")
-    cluster.hurry("one")
-    assert cluster.until_over("one") == "succeeded", cluster.story("one")
-    cluster.check_ledger("one", EPOCHS)
-
-
-def test_killing_the_parent_of_all_replicas_is_survived(cluster: LiveCluster) -> None:
-    for name in ("one", "two"):
-        cluster.submit_ledger(name, epochs=EPOCHS, step_s=0.3, min_replicas=2, max_restarts=0)
-    for name in ("one", "two"):
-        cluster.until_replicas(name, 2)
-    cluster.nursery.kill()
-    for name in ("one", "two"):
-        cluster.hurry(name)
-        assert cluster.until_over(name) == "succeeded", cluster.story(name)
-        cluster.check_ledger(name, EPOCHS)
-
-
 def test_killing_the_steward_is_survived(cluster: LiveCluster) -> None:
     cluster.submit_ledger("one", epochs=EPOCHS, step_s=0.3, min_replicas=3)
     cluster.until_replicas("one", 3, 4)
@@ -146,92 +100,6 @@ def test_killing_the_steward_is_survived(cluster: LiveCluster) -> None:
     cluster.hurry("one")
     assert cluster.until_over("one") == "succeeded", cluster.story("one")
     cluster.check_ledger("one", EPOCHS)
-
-
-def test_a_script_that_raises_fails_with_its_traceback(cluster: LiveCluster) -> None:
-    script = cluster.folder / "raises.py"
-    script.write_text(
-        "from pollux import train\nrun = train.init()\n\n"
-        "def explode():\n    raise RuntimeError('no such luck')\n\nexplode()\n"
-    )
-    job = cluster.submit(script)
-    assert job.wait(60) == "failed"
-    detail = job.describe()
-    assert "RuntimeError: no such luck" in detail["failure"] and "in explode" in detail["failure"]
-    assert detail["exit_code"] == 1
-    shown = subprocess.run(
-        [sys.executable, "-m", "pollux.cli", "describe", "--data", cluster.data, job.name],
-        capture_output=True,
-        text=True,
-    )
-    assert shown.returncode == 0 and "RuntimeError: no such luck" in shown.stdout
-
-
-def test_a_plain_command_runs_with_torchruns_variables(cluster: LiveCluster) -> None:
-    script = cluster.folder / "plain.py"
-    script.write_text(
-        "import os, torch.distributed as dist, torch\n"
-        "dist.init_process_group('gloo')\n"
-        "x = torch.ones(1); dist.all_reduce(x)\n"
-        "print('sum', int(x), 'rank', os.environ['RANK'])\n"
-        "dist.destroy_process_group()\n"
-    )
-    job = cluster.submit(script, replicas=2)
-    assert job.wait(60) == "succeeded", cluster.story(job.name)
-    text = "".join(job.logs())
-    assert "sum 2 rank 0" in text and "sum 2 rank 1" in text
-
-
-def test_an_echo_in_an_array_is_not_interpreted_by_any_shell(cluster: LiveCluster) -> None:
-    jobs = cluster.client.submit(["echo", "$HOME; rm -rf $(pwd) `id` & | >x"], name="say", array="0-1")
-    assert isinstance(jobs, list)
-    for job in jobs:
-        assert job.wait(30) == "succeeded"
-        assert "$HOME; rm -rf $(pwd) `id` & | >x" in "".join(job.logs())
-
-
-@pytest.fixture
-def strict_cluster(tmp_path: Path) -> Iterator[LiveCluster]:
-    made = LiveCluster(tmp_path, grace_s=1.0, min_free_mib=4).start()
-    yield made
-    made.stop()
-
-
-def test_a_script_that_hangs_is_stopped_by_its_time_limit(strict_cluster: LiveCluster) -> None:
-    script = strict_cluster.folder / "hangs.py"
-    script.write_text(
-        "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('deaf')\ntime.sleep(600)\n"
-    )
-    job = strict_cluster.submit(script, time_limit_s=2.0)
-    assert job.wait(30) == "failed"
-    assert "time limit of 2 s" in job.view()["reason"]
-
-
-@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
-def test_a_full_disk_pauses_the_job_and_nothing_is_lost(strict_cluster: LiveCluster) -> None:
-    disk = strict_cluster.data / "jobs"
-    disk.mkdir(exist_ok=True)
-    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", disk], capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"no disk can be mounted here: {mounted.stderr.strip()}")
-    try:
-        strict_cluster.submit_ledger("one", epochs=EPOCHS, step_s=0.3, min_replicas=3)
-        strict_cluster.until_replicas("one", 3, 4)
-        with (disk / "filling").open("wb") as file, pytest.raises(OSError):
-            while True:
-                file.write(bytes(1 << 16))
-                file.flush()
-        view = strict_cluster.until(
-            lambda: (v := strict_cluster.client.job("one").view())["note"] and v, "a pause with its reason"
-        )
-        assert view["note"].startswith("paused") and "MiB" in view["note"] and view["state"] != "failed"
-        (disk / "filling").unlink()
-        strict_cluster.hurry("one")
-        assert strict_cluster.until_over("one") == "succeeded", strict_cluster.story("one")
-        strict_cluster.check_ledger("one", EPOCHS)
-        strict_cluster.stop()
-    finally:
-        subprocess.run(["umount", "-l", disk], check=True)
 
 
 def test_what_a_killed_server_leaves_can_be_ended_and_goes_on_later(cluster: LiveCluster) -> None:
@@ -247,3 +115,152 @@ def test_what_a_killed_server_leaves_can_be_ended_and_goes_on_later(cluster: Liv
     cluster.hurry("one")
     assert cluster.until_over("one") == "succeeded", cluster.story("one")
     cluster.check_ledger("one", EPOCHS)
+
+
+def test_a_server_killed_at_any_moment_loses_nothing(cluster: LiveCluster) -> None:
+    for delay_s in some_of([0.15, 1.5, 0.0, 0.6], 2):  # before they start, while they grow, ...
+        names = [f"{name}-after-{delay_s:g}-s" for name in ("one", "two")]
+        for name in names:
+            cluster.submit_ledger(name)
+        time.sleep(delay_s)
+        cluster.kill_server()
+        time.sleep(0.3)
+        cluster.start()
+        for name in names:
+            cluster.hurry(name)
+            assert cluster.until_over(name) == "succeeded", cluster.story(name)
+            cluster.check_ledger(name)
+
+
+# What happens to jobs alone is nothing to the next ones: these share a server -----------------
+
+
+@pytest.fixture(scope="class")
+def shared_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+    made = LiveCluster(tmp_path_factory.mktemp("shared")).start()
+    yield made
+    made.stop()
+
+
+class TestShared:
+    def test_an_echo_in_an_array_is_not_interpreted_by_any_shell(self, shared_cluster: LiveCluster) -> None:
+        cluster = shared_cluster
+        jobs = cluster.client.submit(["echo", "$HOME; rm -rf $(pwd) `id` & | >x"], name="say", array="0-1")
+        assert isinstance(jobs, list)
+        for job in jobs:
+            assert job.wait(30) == "succeeded"
+            assert "$HOME; rm -rf $(pwd) `id` & | >x" in "".join(job.logs())
+
+    def test_a_plain_command_runs_with_torchruns_variables(self, shared_cluster: LiveCluster) -> None:
+        cluster = shared_cluster
+        script = cluster.folder / "plain.py"
+        script.write_text(
+            "import os, torch.distributed as dist, torch\n"
+            "dist.init_process_group('gloo')\n"
+            "x = torch.ones(1); dist.all_reduce(x)\n"
+            "print('sum', int(x), 'rank', os.environ['RANK'])\n"
+            "dist.destroy_process_group()\n"
+        )
+        job = cluster.submit(script, replicas=2)
+        assert job.wait(60) == "succeeded", cluster.story(job.name)
+        text = "".join(job.logs())
+        assert "sum 2 rank 0" in text and "sum 2 rank 1" in text
+
+    def test_a_script_that_raises_fails_with_its_traceback(self, shared_cluster: LiveCluster) -> None:
+        cluster = shared_cluster
+        script = cluster.folder / "raises.py"
+        script.write_text(
+            "from pollux import train\nrun = train.init()\n\n"
+            "def explode():\n    raise RuntimeError('no such luck')\n\nexplode()\n"
+        )
+        job = cluster.submit(script)
+        assert job.wait(60) == "failed"
+        detail = job.describe()
+        assert "RuntimeError: no such luck" in detail["failure"] and "in explode" in detail["failure"]
+        assert detail["exit_code"] == 1
+        shown = subprocess.run(
+            [sys.executable, "-m", "pollux.cli", "describe", "--data", cluster.data, job.name],
+            capture_output=True,
+            text=True,
+        )
+        assert shown.returncode == 0 and "RuntimeError: no such luck" in shown.stdout
+
+    def test_killed_replicas_are_replaced_and_the_survivors_go_on(self, shared_cluster: LiveCluster) -> None:
+        cluster = shared_cluster
+        cluster.submit_ledger("killed", epochs=EPOCHS, step_s=0.3, min_replicas=3)
+        cluster.until_replicas("killed", 3, 4)
+        pids = cluster.pids("killed")
+        os.kill(pids[1], signal.SIGKILL)
+        cluster.until(
+            lambda: len(alive := set(cluster.pids("killed").values())) >= 3 and pids[1] not in alive, "a replacement"
+        )
+        assert pids[0] in cluster.pids("killed").values()
+        cluster.until(lambda: cluster.client.job("killed").view()["num_crashes"] == 1, "the loss seen")
+        detail = cluster.client.job("killed").describe()
+        assert any("was killed by SIGKILL" in transition["reason"] for transition in detail["transitions"])
+        for pid in cluster.pids("killed").values():  # all at once: only the checkpoint is left
+            os.kill(pid, signal.SIGKILL)
+        cluster.until(lambda: cluster.pids("killed") and pids[0] not in cluster.pids("killed").values(), "a restart")
+        cluster.hurry("killed")
+        assert cluster.until_over("killed") == "succeeded", cluster.story("killed")
+        cluster.check_ledger("killed", EPOCHS)
+
+    def test_killing_the_parent_of_all_replicas_is_survived(self, shared_cluster: LiveCluster) -> None:
+        cluster = shared_cluster
+        for name in ("left", "right"):
+            cluster.submit_ledger(name, epochs=EPOCHS, step_s=0.3, min_replicas=2, max_restarts=0)
+        for name in ("left", "right"):
+            cluster.until_replicas(name, 2)
+        cluster.nursery.kill()
+        for name in ("left", "right"):
+            cluster.hurry(name)
+            assert cluster.until_over(name) == "succeeded", cluster.story(name)
+            cluster.check_ledger(name, EPOCHS)
+
+
+@pytest.fixture(scope="class")
+def strict_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+    made = LiveCluster(tmp_path_factory.mktemp("strict"), grace_s=1.0, min_free_mib=4).start()
+    yield made
+    made.stop()
+
+
+class TestStrict:
+    def test_a_script_that_hangs_is_stopped_by_its_time_limit(self, strict_cluster: LiveCluster) -> None:
+        cluster = strict_cluster
+        script = cluster.folder / "hangs.py"
+        script.write_text(
+            "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('deaf')\ntime.sleep(600)\n"
+        )
+        job = cluster.submit(script, time_limit_s=2.0)
+        assert job.wait(30) == "failed"
+        assert "time limit of 2 s" in job.view()["reason"]
+
+    @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+    def test_a_full_disk_pauses_the_job_and_nothing_is_lost(self, strict_cluster: LiveCluster) -> None:
+        cluster = strict_cluster
+        disk = cluster.data / "jobs"
+        disk.mkdir(exist_ok=True)
+        mounted = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=12m", "tmpfs", disk], capture_output=True, text=True
+        )
+        if mounted.returncode:
+            pytest.skip(f"no disk can be mounted here: {mounted.stderr.strip()}")
+        try:
+            cluster.submit_ledger("one", epochs=EPOCHS, step_s=0.3, min_replicas=3)
+            cluster.until_replicas("one", 3, 4)
+            with (disk / "filling").open("wb") as file, pytest.raises(OSError):
+                while True:
+                    file.write(bytes(1 << 16))
+                    file.flush()
+            view = cluster.until(
+                lambda: (v := cluster.client.job("one").view())["note"] and v, "a pause with its reason"
+            )
+            assert view["note"].startswith("paused") and "MiB" in view["note"] and view["state"] != "failed"
+            (disk / "filling").unlink()
+            cluster.hurry("one")
+            assert cluster.until_over("one") == "succeeded", cluster.story("one")
+            cluster.check_ledger("one", EPOCHS)
+            cluster.stop()
+        finally:
+            subprocess.run(["umount", "-l", disk], check=True)

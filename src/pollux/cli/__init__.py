@@ -16,6 +16,8 @@ def main() -> None:
         import typer  # noqa: F401
 
         from pollux.cli.app import app
+
+        app(prog_name="pollux")
     except KeyboardInterrupt:  # before the command that would answer it is there
         raise SystemExit(130) from None
     except ModuleNotFoundError as error:
@@ -26,7 +28,6 @@ def main() -> None:
             file=sys.stderr,
         )
         raise SystemExit(2) from None
-    app(prog_name="pollux")
 
 
 __all__ = ["main"]

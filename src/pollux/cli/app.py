@@ -1,34 +1,20 @@
 """The ``pollux`` command line: its sub-commands, and how they fail.
 
+A command's module is loaded when it is asked for, as most need little and some need the whole simulator. What
+``pollux --help`` says of it therefore stands here, too.
+
 Errors raised on purpose become one line on stderr and exit code 2, as bad usage does; Ctrl-C is 130. Anything else is
 a bug and keeps its traceback.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Annotated, Any
+import importlib
+from typing import Annotated, Any, NamedTuple
 
 import typer
 from typer.core import TyperGroup
 
-from pollux.cli.api import api
-from pollux.cli.compare import compare
-from pollux.cli.dashboard import dashboard
-from pollux.cli.decisions import decisions
-from pollux.cli.demo import demo
-from pollux.cli.describe import describe
-from pollux.cli.export import export
-from pollux.cli.job_options import CONTEXT
-from pollux.cli.jobs import cancel, logs, wait
-from pollux.cli.listing import drain, ls, nodes, status
-from pollux.cli.replay import replay
-from pollux.cli.run import run
-from pollux.cli.simulate import simulate
-from pollux.cli.submit import submit
-from pollux.cli.top import top
-from pollux.cli.up import down, up
-from pollux.cli.workload import app as workload_app
 from pollux.errors import PolluxError
 from pollux.version import __version__
 
@@ -36,8 +22,100 @@ EXIT_BAD_USAGE = 2
 EXIT_INTERRUPTED = 130
 
 
-class OneLineErrors(TyperGroup):
-    """Turns our own exceptions into one line and an exit code, for every command below it."""
+class Listed(NamedTuple):
+    """A command that need not be loaded yet."""
+
+    module: str  # in pollux.cli; has a function of the command's name, or ``app`` if there are commands below it
+    help: str  # the first paragraph of its own
+
+
+PANELS: dict[str, dict[str, Listed]] = {
+    "Server": {
+        "up": Listed(
+            "up",
+            "Start the server, here or in the background. Ctrl-C: its jobs checkpoint, leave, and go on at the next "
+            "start.",
+        ),
+        "down": Listed("down", "End the server. Its jobs checkpoint, leave, and go on at the next start."),
+        "status": Listed("listing", "Say how the server is: its slots, jobs and decisions."),
+        "dashboard": Listed(
+            "dashboard",
+            "Print the dashboard's address, and open it. Whoever has this address is the cluster's operator.",
+        ),
+        "decisions": Listed(
+            "decisions",
+            "Say what was decided, and why: who gave slots to whom, who started, moved or waits, and what that gained.",
+        ),
+        "api": Listed(
+            "api",
+            "Print what the HTTP interface answers: JSON, or text as it comes. pollux api openapi.json tells what "
+            "there is.",
+        ),
+    },
+    "Jobs": {
+        "submit": Listed("submit", "Submit a job; print its name (of an array: one per line)."),
+        "run": Listed(
+            "run", "Run a job here and now: a cluster of its own, its logs as they come, and its exit code at the end."
+        ),
+        "ls": Listed("listing", "List jobs: those that have not ended, and those that ended within the last hour."),
+        "describe": Listed(
+            "describe",
+            "Say why a job has what it has: its state, model, decisions, resizes, and its failure if it failed.",
+        ),
+        "logs": Listed("jobs", "Print what a job has written, all replicas, from its first start on."),
+        "cancel": Listed("jobs", "Cancel jobs: they are asked to leave, and are stopped if they do not."),
+        "wait": Listed(
+            "jobs",
+            "Wait until jobs have ended. Ends with 0 if all succeeded, 1 if one did not, 124 when the time is up.",
+        ),
+        "top": Listed(
+            "top", "Show the cluster, its jobs, its queue and its decisions, live. Press ? for the keys, q to leave."
+        ),
+        "export": Listed(
+            "export",
+            "Export a job's curves and decisions. May be repeated while it trains: the same file is written anew.",
+        ),
+    },
+    "Nodes": {
+        "nodes": Listed("listing", "List nodes, their slots and whose replicas sit there."),
+        "drain": Listed("listing", "Take the jobs off a node and give it none, until --undo."),
+    },
+    "Simulation": {
+        "simulate": Listed("simulate", "Run a workload under a policy, in virtual time, and print how its jobs fared."),
+        "compare": Listed("compare", "Run every policy on every workload and print them side by side."),
+        "replay": Listed(
+            "replay", "Simulate the jobs that a server recorded, as it decided and as other policies would have."
+        ),
+        "demo": Listed(
+            "demo", "Train six jobs on a cluster made for them here, and watch them share it; takes two minutes."
+        ),
+        "workload": Listed("workload", "Make up workloads for the simulator, or look at one."),
+    },
+}
+# Options behind the command that a job runs are that command's own.
+_SETTINGS = {name: {"allow_interspersed_args": False} for name in ("submit", "run")}
+
+
+def load_command(name: str) -> Any:
+    """The command itself, with its options."""
+    listed = next(panel[name] for panel in PANELS.values() if name in panel)
+    module = importlib.import_module(f"pollux.cli.{listed.module}")
+    below = getattr(module, "app", None)
+    if below is None:
+        below = typer.Typer(add_completion=False)
+        below.command(name, context_settings=_SETTINGS.get(name))(getattr(module, name))
+    return typer.main.get_command(below)
+
+
+class LoadedWhenAsked(TyperGroup):
+    """Knows its commands by name and help alone, until one of them is called or completed.
+
+    Turns our own exceptions into one line and an exit code, for every command below it.
+    """
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        name, command, rest = super().resolve_command(ctx, args)
+        return name, command if name is None else load_command(name), rest  # None: what is being completed is no name
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -50,7 +128,7 @@ class OneLineErrors(TyperGroup):
 
 
 app = typer.Typer(
-    cls=OneLineErrors,
+    cls=LoadedWhenAsked,
     help="A co-adaptive scheduler for deep-learning clusters.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -73,14 +151,10 @@ def _options(
     """A co-adaptive scheduler for deep-learning clusters."""
 
 
-_PANELS: dict[str, tuple[Callable[..., None], ...]] = {
-    "Server": (up, down, status, dashboard, decisions, api),
-    "Jobs": (submit, run, ls, describe, logs, cancel, wait, top, export),
-    "Nodes": (nodes, drain),
-    "Simulation": (simulate, compare, replay, demo),
-}
-for _panel, _commands in _PANELS.items():
-    for _command in _commands:
-        _settings = CONTEXT if _command in (submit, run) else None
-        app.command(rich_help_panel=_panel, context_settings=_settings)(_command)
-app.add_typer(workload_app, name="workload", rich_help_panel="Simulation")
+def _stand_in() -> None:
+    """Never called: :meth:`LoadedWhenAsked.resolve_command` puts the command in its place."""
+
+
+for _panel, _commands in PANELS.items():
+    for _name, _listed in _commands.items():
+        app.command(_name, help=_listed.help, rich_help_panel=_panel)(_stand_in)

@@ -11,13 +11,13 @@ import sys
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console, RenderableType
 
-from pollux.client import Client
-from pollux.client.address import find_address
+if TYPE_CHECKING:  # a simulation has these options, too, and mostly no server to ask
+    from pollux.client import Client
 
 _SERVER = "Server"
 _COMPLETION_TIMEOUT_S = 1.0
@@ -46,6 +46,8 @@ JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of 
 @contextlib.contextmanager
 def connect(data: Path | None, server: str | None, timeout_s: float = 30.0) -> Iterator[Client]:
     """The client of the server that is meant, for a while."""
+    from pollux.client import Client
+
     with Client(url=server, data_directory=data, timeout_s=timeout_s) as client:
         yield client
 
@@ -89,6 +91,9 @@ def moment(at: float | None) -> str:
 
 
 def _client_of(ctx: typer.Context) -> Client:
+    from pollux.client import Client
+    from pollux.client.address import find_address
+
     given: dict[str, Any] = ctx.params
     find_address(given.get("server"), None, given.get("data"))  # fails at once where there is none
     return Client(url=given.get("server"), data_directory=given.get("data"), timeout_s=_COMPLETION_TIMEOUT_S)

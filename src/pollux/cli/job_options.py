@@ -17,8 +17,6 @@ _REPEATED = ("list", "pairs")
 CommandArgument = Annotated[
     list[str], typer.Argument(metavar="COMMAND", help="What to run, with its arguments; no shell sees it.")
 ]
-# Options behind the command are the command's own.
-CONTEXT = {"allow_interspersed_args": False}
 
 
 def takes_job_options(command: Callable[..., None]) -> Callable[..., None]:

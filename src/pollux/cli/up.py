@@ -1,4 +1,4 @@
-"""``pollux up`` and ``down``: start the server, here or in the background, and end it.
+"""``pollux up``: start the server, here or in the background.
 
 The server itself is :mod:`pollux.server.service`; this reads options, says what happens, and waits.
 """
@@ -19,19 +19,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from pollux.cli.connect import DataOption, ServerOption, say
+from pollux.cli.connect import DataOption, say
 from pollux.cli.dashboard import link
 from pollux.cli.ranges import parse_band, parse_nodes
 from pollux.cli.server_log import LogFormat, show_log
 from pollux.client import Client
-from pollux.client.address import Address, find_address, find_data_directory, is_alive
-from pollux.engines.ending import end_jobs
+from pollux.client.address import find_address, find_data_directory
 from pollux.errors import (
     InputFileError,
     InvalidValueError,
     PolluxError,
     ServerNotFoundError,
-    ServerUnavailableError,
     UnknownNameError,
 )
 from pollux.jobs import parse_duration
@@ -216,7 +214,6 @@ def up(
     """Start the server, here or in the background. Ctrl-C: its jobs checkpoint, leave, and go on at the next start."""
     require_server_libraries()
     from pollux.server.config import ServiceConfig
-    from pollux.server.service import serve
 
     settings: dict[str, Any] = {"host": host, "port": port, "slots": slots, "nodes": nodes, "policy": policy}
     if interval is not None:
@@ -241,6 +238,8 @@ def up(
         if sys.stderr.isatty():
             say(f"Dashboard: {link(url, find_address(None, None, config.data_directory).token)}")
         return
+    from pollux.server.service import serve  # takes longer than all the rest, and a detached one does it itself
+
     show_log(logging.INFO, log_format)
     if log_format is LogFormat.TEXT:
         serve(config, _say_where)
@@ -291,7 +290,7 @@ def start_detached(config: ServiceConfig, log_format: LogFormat = LogFormat.TEXT
     Raises:
         typer.Exit: it ended instead, or was not ready in time and was ended; the end of its log has been shown.
     """
-    from pollux.server.service import make_directory
+    from pollux.server.kept import make_directory
 
     log = config.data_directory / LOG_FILE
     make_directory(config.data_directory)  # before there is a log in it
@@ -373,48 +372,3 @@ def _end(process: subprocess.Popen[bytes]) -> int:
         except subprocess.TimeoutExpired:
             process.kill()
     return process.wait()
-
-
-# The end --------------------------------------------------------------------------------------
-
-
-def down(
-    keep_jobs: Annotated[
-        bool, typer.Option("--keep-jobs", help="Replicas train on; the next server takes them over.")
-    ] = False,
-    timeout: Annotated[str, typer.Option("--timeout", metavar="TIME", help="Wait no longer than this.")] = "2m",
-    data: DataOption = None,
-    server: ServerOption = None,
-) -> None:
-    """End the server. Its jobs checkpoint, leave, and go on at the next start."""
-    ends_at = time.monotonic() + parse_duration(timeout)
-    try:
-        found = Client(url=server, data_directory=data)
-    except ServerNotFoundError:
-        # A server that was killed leaves its jobs training; whoever says "down" wants an end of that, too.
-        if server is None and not keep_jobs and end_jobs(find_data_directory(data), parse_duration(timeout)):
-            say("no server ran, but its jobs did: they have left, and go on at the next start")
-            return
-        raise
-    with found as client:
-        with contextlib.suppress(ServerUnavailableError):  # it is ending already
-            client.shutdown(keep_jobs=keep_jobs)
-        address = client.address
-        while _is_there(client, address):
-            if time.monotonic() > ends_at:
-                say(f"error: the server at {address.url} has not ended within {timeout}; it is still at it")
-                raise typer.Exit(EXIT_FAILED)
-            time.sleep(_POLL_S)
-    say("the server has ended" + ("; its jobs train on" if keep_jobs else ""))
-
-
-def _is_there(client: Client, address: Address) -> bool:
-    if address.pid is not None:
-        return is_alive(address.pid)
-    try:
-        client.status()
-    except ServerNotFoundError:
-        return False
-    except ServerUnavailableError:
-        return True
-    return True

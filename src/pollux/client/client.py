@@ -9,6 +9,7 @@ import contextlib
 import json
 import math
 import re
+import ssl
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -235,9 +236,12 @@ class Client:
         self._patience_s = patience_s  # how long whoever waits bears a server that does not answer
         self._silent_since = math.inf  # since when it has not
         self.address: Address = find_address(url, token, data_directory)
-        # A proxy is for the way out; none may stand between two processes of one machine.
+        # A proxy is for the way out; none may stand between two processes of one machine. Reading whom to trust takes
+        # longer than most questions, and is left out where nothing is encrypted: then nobody is trusted.
+        is_secured = self.address.url.startswith("https:")
         self._http = httpx.Client(
             timeout=timeout_s,
+            verify=is_secured or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
             trust_env=not self.address.is_loopback,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=8),  # each followed log holds one
         )

@@ -125,14 +125,14 @@ time.sleep(300)
 
 
 def test_one_rank_that_fails_ends_all_and_is_told(bench):
-    job = bench.job(FAILS, max_restarts=5)  # it does not checkpoint: no restarts
+    job = bench.job(FAILS)
     assert ended(job) == 1
     assert job.failure.splitlines()[0] == "f: rank 1 exited with 1: KeyError: 'rank one lost its key'"
     assert job.num_restarts == 0
     assert job.replicas == ()
 
 
-def test_a_job_that_checkpoints_is_started_again(bench):
+def test_a_job_that_may_be_restarted_is_started_again(bench):
     code = """
 import os, sys
 path = f"state-{os.environ['RANK']}"
@@ -142,7 +142,7 @@ print(number, os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["POLLUX_GENER
 sys.exit(3 if number < 2 else 0)
 """
     began = time.monotonic()
-    job = bench.job(code, slots=TWO[:1], checkpoints=True)
+    job = bench.job(code, slots=TWO[:1], max_restarts=3)
     assert ended(job) == 0
     assert time.monotonic() - began > 1.4  # half a second, then a second
     assert [bench.log(number) for number in range(3)] == ["0 0 1\n", "1 1 2\n", "2 2 3\n"]
@@ -151,9 +151,7 @@ sys.exit(3 if number < 2 else 0)
 
 def test_restarts_are_bounded_and_excuses_do_not_count(bench):
     excuses = ["the disk is full", "the disk is full", ""]
-    job = bench.job(
-        "import sys; sys.exit(7)", checkpoints=True, max_restarts=1, excuse=lambda: (excuses or [""]).pop(0)
-    )
+    job = bench.job("import sys; sys.exit(7)", max_restarts=1, excuse=lambda: (excuses or [""]).pop(0))
     assert ended(job) == 7
     assert "f: rank 0 exited with 7, after 1 restarts" in job.failure or "rank 1 exited with 7" in job.failure
     assert job.num_restarts == 1
@@ -169,7 +167,7 @@ time.sleep(300)
 
 
 def test_a_move_is_a_new_start_elsewhere(bench):
-    job = bench.job(STAYS, checkpoints=True)
+    job = bench.job(STAYS, max_restarts=3)
     pump_until(job, lambda: bench.log(0) and bench.log(1))
     assert job.is_settled
     old = {view.pid for view in job.replicas}
@@ -210,7 +208,7 @@ time.sleep(300)
 
 
 def test_nothing_is_started_while_it_is_held(bench):
-    job = bench.job(STAYS, slots=TWO[:1], checkpoints=True)
+    job = bench.job(STAYS, slots=TWO[:1], max_restarts=3)
     pump_until(job, lambda: bench.log(0))
     (view,) = job.replicas
     job.hold()

@@ -15,7 +15,6 @@ LAUNCH = Launch(
     cwd="/home/me",
     env={"PATH": "/bin", "EMPTY": ""},
     max_restarts=0,
-    checkpoints=True,
 )
 
 
@@ -34,7 +33,6 @@ def test_there_and_back():
         ({"env": {"A": 1}}, r"launch.env.A = 1"),
         ({"max_restarts": -1}, "launch.max_restarts"),
         ({"max_restarts": True}, "launch.max_restarts"),
-        ({"checkpoints": 1}, "true or false"),
         ({"surprise": 1}, "surprise missing or not known"),
     ],
 )
