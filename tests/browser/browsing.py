@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -138,6 +139,40 @@ class Visitor:
         left = [text for text in self.complaints if not any(part in text for part in self.expects)]
         assert left == []
         assert is_evil is None
+
+
+class Told:
+    """Stands in for the stream of events, for what no real cluster does at the right moment: every ``tell`` is one
+    message, that tells all, after which the stream ends. A page that was told asks again within a second.
+    """
+
+    def __init__(self, page: Any) -> None:
+        self._page = page
+        self._waiting: list[Any] = []
+        page.route("**/api/v1/events*", lambda route: self._waiting.append(route))
+
+    def tell(self, *, jobs: Iterable[dict[str, Any]] = (), nodes: Iterable[dict[str, Any]] = ()) -> None:
+        hear(self._page, lambda: self._waiting, "the page asks for events")
+        version = self._page.evaluate("window.pollux?.store.version ?? 0")
+        cluster = {"jobs": {}, "nodes": 0, "num_slots": 0, "num_used_slots": 0, "last_decision_s": None}
+        told = {"at": time.time(), "is_full": True, "cluster": cluster, "jobs": list(jobs), "nodes": list(nodes)}
+        body = f"event: state\ndata: {json.dumps(told)}\n\n"
+        self._waiting.pop().fulfill(body=body, headers={"Content-Type": "text/event-stream"})
+        self._page.wait_for_function("version => pollux.store.version > version", arg=version)
+        two_frames(self._page)
+
+
+def hear(page: Any, condition: Callable[[], object], what: str) -> None:
+    """Wait for what handlers of routes bring about: they are called while something is asked of the page."""
+    ends_at = time.monotonic() + PATIENCE_MS / 1000
+    while not condition():
+        assert time.monotonic() < ends_at, f"not in time: {what}"
+        page.wait_for_timeout(20)
+
+
+def two_frames(page: Any) -> None:
+    """After which the page has shown what it was told."""
+    page.evaluate("new Promise(done => requestAnimationFrame(() => requestAnimationFrame(done)))")
 
 
 def draw_all(page: Any) -> None:

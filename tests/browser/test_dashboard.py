@@ -17,11 +17,14 @@ from tests.browser.browsing import (
     EVIL,
     ODD_JOB,
     SCREENSHOTS,
+    Told,
     Visitor,
     Watched,
     browser,
     draw_all,
+    hear,
     overflow,
+    two_frames,
 )
 from tests.leftovers import processes_in
 
@@ -135,6 +138,7 @@ def test_hard_output_is_shown_sensibly(visitor: Visitor) -> None:
     evil.scroll_into_view_if_needed()
     evil.locator(".main-svg").first.wait_for()
     assert page.locator("figure[aria-label=loss] .main-svg").count() == 0  # it never was a number
+    assert "NaN" in text_of(page, "figure[aria-label=loss] figcaption")
     assert page.locator("main img").count() == 0
 
 
@@ -144,6 +148,8 @@ def test_names_and_reasons_are_text(visitor: Visitor) -> None:
     visitor.server.submit("evil", "import time; time.sleep(600)", EVIL, kind="fixed")
     page = visitor.open("#/jobs/evil")
     page.locator(".command", has_text=EVIL).wait_for()
+    page.get_by_role("heading", name="Training").wait_for(state="hidden")  # a command that tells nothing has no curves
+    page.get_by_role("heading", name="Output").wait_for()
     with visitor.server.client as client:
         client.job("evil").cancel(EVIL)
     page.locator(".reason", has_text=EVIL).wait_for()
@@ -181,6 +187,21 @@ def test_the_cluster(visitor: Visitor) -> None:
         assert page.locator(f"figure[aria-label='{name}'] .main-svg").count() > 0, name
 
 
+def test_colours_are_the_same_after_a_reload_and_differ(visitor: Visitor) -> None:
+    page = visitor.open()
+    read = """() => Object.fromEntries([...document.querySelectorAll("table[aria-label=Jobs] .job-link")].map(
+        one => [one.textContent, one.firstElementChild.className + one.firstElementChild.style.cssText]))"""
+    page.locator("table[aria-label=Jobs] .job-link", has_text="waits").wait_for()
+    before = page.evaluate(read)
+    assert len(set(before.values())) == len(before) >= 3
+    page.reload()
+    page.locator("table[aria-label=Jobs] .job-link", has_text="waits").wait_for()
+    after = page.evaluate(read)
+    assert {name: after[name] for name in before} == before
+    page.get_by_text("What the words mean").click()
+    page.get_by_text("Finish-time fairness").wait_for()
+
+
 def test_decisions(visitor: Visitor) -> None:
     page = visitor.open("#/decisions")
     page.locator(".round", has_text="train starts with 1 slot").first.wait_for()
@@ -193,6 +214,47 @@ def test_decisions(visitor: Visitor) -> None:
     number = "() => document.querySelectorAll('.round').length"
     before = page.evaluate(number)
     page.wait_for_function(f"before => ({number})() > before || before >= 25", arg=before)
+
+
+def test_the_span_chosen_last_is_shown(visitor: Visitor) -> None:
+    """Also if the answer for the one before comes later."""
+    page = visitor.open()
+    page.locator("canvas.gantt").wait_for()
+    held: list[Any] = []
+    for_all = re.compile(r"/(timeline\?.*since=0\.000|samples\?points=600)$")
+    page.route(for_all, lambda route: held.append(route))
+    page.get_by_label("How far back").select_option("0")
+    hear(page, lambda: len(held) == 2, "both are asked for")
+    with page.expect_response("**/samples*"), page.expect_response("**/timeline*"):
+        page.get_by_label("How far back").select_option("900")
+    job = {"name": "long-ago", "state": "succeeded", "submitted_at": 1.0, "finished_at": 2.0, "spans": []}
+    timeline = {"since": 0.0, "until": 3.0, "total": 1, "jobs": [job]}
+    for route in held:
+        sample = {"at": 1.0, "num_slots": 4, "num_used_slots": 4, "num_running": 1, "num_pending": 0}
+        told = timeline if "timeline" in route.request.url else {"samples": [sample]}
+        route.fulfill(json=told)
+    page.evaluate("fetch('/healthz').then(answer => answer.text())")  # behind the others
+    two_frames(page)
+    page.locator("canvas.gantt").focus()
+    page.keyboard.press("ArrowUp")
+    assert page.locator("#tip").inner_text().startswith(("train", "odd", "waits", "evil"))
+    assert page.evaluate("pollux.store.samples[0].at") > 1
+
+
+def test_output_stays_when_the_job_ends(visitor: Visitor) -> None:
+    go = visitor.server.folder / "go"
+    script = f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.02)\n"
+    visitor.server.submit("talks", script + "print(*range(700), sep='\\n')", kind="fixed")
+    page = visitor.open("#/jobs/talks")
+    state = page.locator(".tools [role=status]")
+    page.wait_for_function("() => document.querySelector('.logs')?.innerText === 'It has written nothing yet.'")
+    page.evaluate("pollux.store.jobs.set = () => {}")  # its end is told by the events last
+    go.touch()
+    page.wait_for_function("() => document.querySelectorAll('.log-line').length === 700")
+    state.get_by_text("the job has ended").wait_for()
+    assert page.locator(".log-line").count() == 700
+    page.get_by_label("Which output").select_option("err")
+    page.locator(".logs", has_text="It has written nothing").wait_for()
 
 
 def test_simulations(visitor: Visitor) -> None:
@@ -212,7 +274,13 @@ def test_simulations(visitor: Visitor) -> None:
     page.locator("figure[aria-label='Average job completion time'] .main-svg").first.wait_for()
     page.locator("iframe.report").scroll_into_view_if_needed()
     page.frame_locator("iframe.report").get_by_text("The published report").wait_for()
+    page.evaluate("scrollTo(0, 0)")
     page.screenshot(path=_place("compare-light-one"), full_page=True)
+    page.locator(".simulation input").focus()
+    page.keyboard.press("Space")
+    page.locator("table[aria-label=Summary]").wait_for(state="detached")
+    page.keyboard.press("Space")  # it still has the focus
+    page.locator("table[aria-label=Summary]").wait_for()
     page.get_by_role("button", name="Delete").click()
     page.get_by_role("button", name="Delete it").click()
     page.get_by_text("No simulation has been published yet").wait_for()
@@ -224,7 +292,7 @@ def test_simulations(visitor: Visitor) -> None:
 def test_submit_and_cancel(visitor: Visitor) -> None:
     visitor.expects.append("422")
     page = visitor.open()
-    page.get_by_role("button", name="Submit a job").click()
+    page.evaluate("document.getElementById('submit').click(); document.getElementById('submit').click()")
     page.get_by_label("Command").fill("sleep '600")
     page.get_by_text("a ' is not closed").wait_for()
     page.get_by_label("Command").fill("""sh -c 'echo "$0 of a shell"; sleep 600' words""")
@@ -239,6 +307,10 @@ def test_submit_and_cancel(visitor: Visitor) -> None:
     page.locator("dialog").get_by_role("button", name="Submit").click()
     page.locator(".problem", has_text="job name").wait_for()  # as the server says
     page.get_by_label("Name", exact=True).fill("typed")
+    page.get_by_label("At most replicas").press_sequentially("2e")
+    page.locator("dialog").get_by_role("button", name="Submit").click()
+    page.locator(".problem", has_text="At most replicas: that is no number").wait_for()
+    page.get_by_label("At most replicas").clear()
     page.locator("dialog").get_by_role("button", name="Submit").click()
     page.wait_for_function("() => location.hash === '#/jobs/typed'")
     page.locator(".log-line", has_text="words of a shell").wait_for()
@@ -247,7 +319,7 @@ def test_submit_and_cancel(visitor: Visitor) -> None:
     page.get_by_role("button", name="Keep as it is").click()
     page.get_by_role("button", name="Cancel the job").click()
     page.get_by_label("Reason").fill("seen enough")
-    page.locator("dialog").get_by_role("button", name="Cancel the job").click()
+    page.keyboard.press("Enter")
     page.locator("h1 .state", has_text="cancelled").wait_for()
     page.locator(".reason", has_text="seen enough").wait_for()
     assert page.get_by_role("button", name="Cancel the job").count() == 0
@@ -260,7 +332,7 @@ def test_drain_by_mouse_and_use_again_by_keyboard(visitor: Visitor) -> None:
     page.locator("dialog").get_by_role("button", name="Drain it …").click()
     page.locator("dialog", has_text="moved away").get_by_role("button", name="Drain it").click()
     page.wait_for_function("() => [...pollux.store.nodes.values()][0].is_draining")
-    page.get_by_text("drained", exact=True).first.wait_for()
+    page.locator(".legend", has_text="drained").wait_for()
     page.locator("canvas.map").focus()
     page.keyboard.press("ArrowRight")
     page.keyboard.press(" ")
@@ -269,6 +341,52 @@ def test_drain_by_mouse_and_use_again_by_keyboard(visitor: Visitor) -> None:
     page.locator("dialog", has_text="The next decision").get_by_role("button", name="Use it again").focus()
     page.keyboard.press("Enter")
     page.wait_for_function("() => ![...pollux.store.nodes.values()][0].is_draining")
+    page.locator("canvas.map").focus()
+    page.keyboard.press(" ")
+    page.locator("dialog").wait_for()
+    page.evaluate("location.hash = '#/jobs'")  # as Back does
+    page.get_by_role("heading", name="Jobs").wait_for()
+    assert page.locator("dialog").count() == 0 and page.locator("#tip").is_hidden()
+
+
+def test_the_focus_stays_where_it_is(visitor: Visitor) -> None:
+    """Rows are sorted anew, cells are made anew, nodes and jobs go: whoever works with the keyboard notices nothing."""
+    visitor.expects.append("404")  # of jobs that nobody but the events knows
+
+    def job(name: str, sequence: int, **more: Any) -> dict[str, Any]:
+        numbers = ("progress", "remaining_s", "total_batch", "efficiency", "goodput", "loss")
+        known = {"name": name, "sequence": sequence, "state": "pending", "kind": "fixed", "application": "", "note": ""}
+        return {**known, **dict.fromkeys(numbers), "num_replicas": 0, "min_replicas": 1, "submitted_at": 0.0, **more}
+
+    def node(number: int, **more: Any) -> dict[str, Any]:
+        known = {"name": f"n{number}", "num_slots": 2, "accelerator": "cpu", "is_leaving": False, "used": 0, "jobs": []}
+        return {**known, "is_draining": False, **more}
+
+    focused = "document.activeElement.innerText"
+    told = Told(visitor.page)
+    page = visitor.open()
+    told.tell(jobs=[job("a", 1, reason="one"), job("b", 2, reason="one")], nodes=map(node, range(12)))
+    page.locator("table[aria-label=Jobs] tbody a", has_text="a").focus()
+    told.tell(jobs=[job("a", 3, reason="another"), job("b", 2, reason="one")], nodes=map(node, range(12)))
+    assert page.locator("table[aria-label=Jobs] tbody tr").all_inner_texts()[0].startswith("a")
+    assert page.evaluate(focused) == "a"
+    page.get_by_text("The nodes as a table").click()
+    drain = page.locator("table[aria-label=Nodes] tr", has_text="n1").first.get_by_role("button")
+    drain.focus()
+    told.tell(nodes=[node(1, is_draining=True), *map(node, range(2, 12))])
+    assert page.evaluate(focused) == "Use again"
+    page.locator("canvas.map").focus()
+    page.keyboard.press("End")
+    assert page.locator("#tip").inner_text().startswith("n11, slot 0")
+    told.tell(nodes=map(node, range(1, 3)))  # the last ones are gone
+    page.keyboard.press("ArrowRight")
+    assert page.locator("#tip").inner_text().startswith("n2, slot 1")
+    told.tell(nodes=map(node, range(2, 4)))  # one has gone, another has come
+    page.keyboard.press("End")
+    assert page.locator("#tip").inner_text().startswith("n3, slot 0")
+    told.tell()
+    page.get_by_text("The cluster has no nodes now.").wait_for()
+    assert page.locator("canvas.map").is_hidden()
 
 
 def test_a_job_is_found_by_keyboard_alone(visitor: Visitor) -> None:
@@ -310,9 +428,10 @@ def enter(visitor: Visitor) -> None:
     page.keyboard.press("Escape")
     page.keyboard.press("Escape")
     dialog.wait_for()
-    dialog.get_by_label("Token").fill("a-wrong-token-of-some-length")
-    dialog.get_by_role("button", name="Go on").click()
-    page.get_by_text("The token was not accepted").wait_for()
+    for wrong in ("a-wrong-token-of-some-length", "“quoted by somebody”"):
+        dialog.get_by_label("Token").fill(wrong)
+        dialog.get_by_role("button", name="Go on").click()
+        page.get_by_text("The token was not accepted").wait_for()
     dialog.get_by_label("Token").fill(visitor.server.token)
     dialog.get_by_role("button", name="Go on").click()
     page.get_by_text("Slots in use").wait_for()

@@ -55,9 +55,17 @@ export class ApiError extends Error {
   }
 }
 
+/* Asks for a token, unless there is another one by now. */
+function deny(status, message, sent) {
+  if (sent === token) onDenied(message, Boolean(sent));
+  return new ApiError(status, message);
+}
+
 async function request(path, {method = "GET", body, signal} = {}) {
-  const headers = {};
-  if (token) headers.Authorization = `Bearer ${token}`;
+  const headers = {},
+    sent = token;
+  if (/[^\x21-\x7e]/.test(sent)) throw deny(401, "it holds characters that no token has.", sent); // nor any header
+  if (sent) headers.Authorization = `Bearer ${sent}`;
   if (body !== undefined) headers["Content-Type"] = "application/json";
   let response;
   try {
@@ -83,8 +91,8 @@ async function request(path, {method = "GET", body, signal} = {}) {
     /* no JSON: a proxy, perhaps */
   }
   const message = told?.message ?? `The server answered with ${response.status} ${response.statusText}.`;
-  const isDenied = response.status === 401 || (response.status === 403 && method === "GET");
-  if (isDenied) onDenied(message, Boolean(token));
+  if (response.status === 401 || (response.status === 403 && method === "GET"))
+    throw deny(response.status, message, sent);
   throw new ApiError(response.status, message, told?.known);
 }
 
@@ -118,6 +126,7 @@ export async function stream(path, take, {signal, silenceMs = 0, onOpen = () => 
     }
   } finally {
     clearTimeout(timer);
+    silence.abort(); // also if `take` has thrown: browsers have few connections
   }
 }
 

@@ -45,8 +45,11 @@ function drawNext() {
     return;
   }
   queue.delete(figure);
-  figure.drawNow();
-  requestAnimationFrame(drawNext);
+  try {
+    figure.drawNow();
+  } finally {
+    requestAnimationFrame(drawNext); // the others are drawn whatever becomes of this one
+  }
 }
 
 const figures = new Map(); // element -> Figure
@@ -65,10 +68,9 @@ const observer = new IntersectionObserver(
 
 Look.whenThemeChanges(() => {
   for (const figure of figures.values()) {
-    figure.drawnAt = 0;
     figure.isStale = true;
     if (figure.isDrawn) figure.element.dataset.pale = ""; // in the colours of before
-    figure.schedule();
+    figure.drawSoon();
   }
 });
 
@@ -76,7 +78,7 @@ export class Figure {
   constructor({title, hint = "", height = 220, isWide = false, empty = "Nothing measured yet."}) {
     this.value = h("span", {class: "figure-value"});
     this.plot = h("div", {class: "plot", style: {height: `${height}px`}});
-    this.note = h("p", {class: "empty figure-empty", style: {height: `${height}px`}}, empty);
+    this.note = h("p", {class: "empty figure-empty", style: {height: `${height}px`}}, "Not loaded yet.");
     this.element = h(
       "figure",
       {class: `card${isWide ? " wide" : ""}`, role: "group", "aria-label": title},
@@ -122,6 +124,14 @@ export class Figure {
     }, waitMs);
   }
 
+  /* Without the pause between drawings. */
+  drawSoon() {
+    clearTimeout(this.timer);
+    this.timer = null;
+    this.drawnAt = 0;
+    this.schedule();
+  }
+
   drawNow() {
     if (!this.plot.isConnected || !this.spec) return;
     this.isStale = false;
@@ -150,12 +160,11 @@ export class Figure {
 
 /* --- parts of figures ----------------------------------------------------------------------------------------- */
 
-export const timeAxis = (own = {}) => ({
+const timeAxis = () => ({
   type: "date",
   hoverformat: "%d %b %H:%M:%S",
   nticks: innerWidth < 600 ? 4 : 6,
   tickangle: 0,
-  ...own,
 });
 
 export const line = (x, y, name, colour, more = {}) => ({

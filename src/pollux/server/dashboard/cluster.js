@@ -8,7 +8,7 @@ import {Gantt} from "./gantt.js";
 import {JobsTable, queueTable} from "./jobs.js";
 import {NodeMap} from "./map.js";
 import {nodeTable, openNode} from "./nodes.js";
-import {assignStyles, jobsByArrival, loadSamples, now, roundsNewestFirst, store} from "./store.js";
+import {jobsByArrival, loadSamples, noteSequence, now, roundsNewestFirst, store} from "./store.js";
 
 const SPANS = [
   [900, "15 minutes"],
@@ -18,7 +18,8 @@ const SPANS = [
   [604800, "week"],
   [0, "all of it"],
 ];
-const TIMELINE_EVERY_MS = 5000;
+const TIMELINE_EVERY_MS = 5000,
+  SPAN_EVERY_MS = 300000; // what became too old leaves, and what came since is as fine as the rest
 const GANTT_NOTE = "bars are as high as their replicas; dotted: waiting";
 
 /* A number with its name; `bar` is a share that is drawn under it. */
@@ -55,7 +56,10 @@ function tiles() {
     goodput: new Tile("Goodput", "Useful work per second, in slots: what a job does with one slot counts 1"),
     efficiency: new Tile("Efficiency", "Statistical efficiency of the running jobs, weighted by their replicas"),
     jobs: new Tile("Jobs"),
-    lost: new Tile("Time lost", "Share of the jobs' time that went to starts, resizes and restarts"),
+    lost: new Tile(
+      "Time lost",
+      "Of the time that the running jobs have held slots, the share in which they stood still; first starts do not count",
+    ),
     cost: new Tile("Node hours", "Since the data directory was made"),
     decision: new Tile("Last decision"),
   };
@@ -72,9 +76,12 @@ function tiles() {
       if (!cluster) return;
       const jobs = cluster.jobs ?? {},
         running = (jobs.running ?? 0) + (jobs.resizing ?? 0) + (jobs.starting ?? 0) + (jobs.stopping ?? 0);
+      let out = 0; // slots that are free, but for nobody
+      for (const node of store.nodes.values())
+        if (node.is_draining || node.is_leaving) out += node.num_slots - node.used;
       all.slots.update(
         count(cluster.num_used_slots),
-        `on ${plural(cluster.nodes, "node")}`,
+        `on ${plural(cluster.nodes, "node")}${out ? `, ${count(out)} drained` : ""}`,
         cluster.num_slots ? cluster.num_used_slots / cluster.num_slots : 0,
         `of ${count(cluster.num_slots)}`,
       );
@@ -90,7 +97,7 @@ function tiles() {
         .filter(([state]) => jobs[state])
         .map(([state, word]) => `${count(jobs[state])} ${word}`);
       all.jobs.update(count(running), [`${count(jobs.pending ?? 0)} waiting`, ...ended].join(" · "), null, "running");
-      all.lost.update(share(cluster.lost_share), "to starts, resizes, restarts");
+      all.lost.update(share(cluster.lost_share), "to resizes and restarts of the running jobs");
       const sizing = cluster.sizing,
         hours = Object.values(sizing?.node_hours ?? {}).reduce((sum, one) => sum + one, 0);
       const wanted =
@@ -123,8 +130,9 @@ function curves() {
   };
   return {
     elements: Object.values(figures).map(figure => figure.element),
-    update() {
-      const {samples} = store,
+    /* `since`: those of before are too old. */
+    update(since) {
+      const samples = store.samples.filter(sample => sample.at >= since),
         x = samples.map(sample => wallClock(sample.at)),
         of = name => samples.map(sample => sample[name]);
       if (!samples.length) {
@@ -148,7 +156,7 @@ function curves() {
         efficiency = of("efficiency");
       figures.goodput.update(
         hasNumbers(goodput) ? {data: [line(x, goodput, "goodput", "@2", step)], layout: layout()} : null,
-        number(lastOf(goodput)),
+        number(last.goodput),
       );
       figures.efficiency.update(
         hasNumbers(efficiency)
@@ -157,7 +165,7 @@ function curves() {
               layout: layout({yaxis: {tickformat: ".0%", rangemode: "tozero", nticks: 5}}),
             }
           : null,
-        share(lastOf(efficiency)),
+        share(last.efficiency),
       );
       figures.queue.update(
         {
@@ -199,8 +207,6 @@ function curves() {
 /* --- the page ------------------------------------------------------------------------------------------------- */
 
 export function clusterPage({go}) {
-  const leaving = new AbortController(),
-    {signal} = leaving;
   const openJob = name => go(`#/jobs/${encodeURIComponent(name)}`);
   const headline = tiles(),
     map = new NodeMap({openJob, openNode}),
@@ -224,9 +230,7 @@ export function clusterPage({go}) {
     "select",
     {
       "aria-label": "How far back",
-      onchange: () => {
-        loadSpan();
-      },
+      onchange: () => loadSpan(),
     },
     SPANS.map(([value, text]) => h("option", {value, selected: value === 3600}, value ? `last ${text}` : text)),
   );
@@ -262,46 +266,57 @@ export function clusterPage({go}) {
     ),
   );
 
-  let timelineAt = 0,
-    timelineTimer = null;
+  const spanS = () => Number(span.value),
+    since = () => (spanS() ? now() - spanS() : 0);
+  // Of another span no answer is wanted any more: it may come last.
+  let asking = new AbortController(),
+    spanAt = 0;
+  const timeline = {at: 0, isStale: false, isAsked: false};
+
   async function loadTimeline() {
-    clearTimeout(timelineTimer);
-    timelineTimer = null;
-    timelineAt = performance.now();
+    const {signal} = asking;
+    Object.assign(timeline, {isStale: false, isAsked: true});
     try {
-      const from = Number(span.value) ? now() - Number(span.value) : 0;
-      const told = await api(`/timeline?limit=200&since=${from.toFixed(3)}`, {signal});
-      gantt.update(told);
-      setText(
-        ganttNote,
-        [GANTT_NOTE, told.total > told.jobs.length && `; ${told.jobs.length} of ${count(told.total)} jobs`]
-          .filter(Boolean)
-          .join(""),
-      );
+      const told = await api(`/timeline?limit=200&since=${since().toFixed(3)}`, {signal});
+      told.jobs.forEach(noteSequence);
+      gantt.update(told, spanS());
+      const isCut = told.total > told.jobs.length;
+      setText(ganttNote, isCut ? `${GANTT_NOTE}; ${told.jobs.length} of ${count(told.total)} jobs` : GANTT_NOTE);
     } catch (error) {
       if (error.name !== "AbortError" && error.status) toast(`The timeline: ${error.message}`);
+      timeline.isStale ||= !signal.aborted; // to be asked for again
     }
+    if (!signal.aborted) Object.assign(timeline, {at: performance.now(), isAsked: false});
   }
-  const wantTimeline = () => {
-    timelineTimer ??= setTimeout(loadTimeline, Math.max(0, timelineAt + TIMELINE_EVERY_MS - performance.now()));
-  };
+
   async function loadSpan() {
+    asking.abort();
+    asking = new AbortController();
+    spanAt = performance.now();
     loadTimeline();
     try {
-      await loadSamples(Number(span.value), signal);
+      await loadSamples(spanS(), asking.signal);
     } catch (error) {
       if (error.name !== "AbortError" && error.status) toast(`The curves: ${error.message}`);
     }
   }
 
+  function tick() {
+    if (document.hidden) return;
+    headline.update();
+    queue.update(queue.items); // who waits, waits longer
+    gantt.refresh();
+    const at = performance.now();
+    if (at - spanAt > SPAN_EVERY_MS) loadSpan();
+    else if (timeline.isStale && !timeline.isAsked && at - timeline.at > TIMELINE_EVERY_MS) loadTimeline();
+  }
+
   function update(changes) {
-    if (changes.isFull) {
-      assignStyles();
-      loadSpan();
-    } else if (changes.moves) wantTimeline();
+    if (changes.isFull) loadSpan();
+    else if (changes.moves) timeline.isStale = true;
     headline.update();
     if (changes.isFull || changes.nodes.size) {
-      map.update(changes.isFull);
+      map.update();
       if (nodesBox.open) nodes.update([...store.nodes.values()]);
     }
     if (changes.isFull || changes.jobs.size) {
@@ -311,18 +326,13 @@ export function clusterPage({go}) {
       setText(queueTitle, waiting.length ? `Queue: ${plural(waiting.length, "job waits", "jobs wait")}` : "Queue");
       jobs.update(all);
     }
-    if (changes.isFull || changes.samples) charts.update();
+    if (changes.isFull || changes.samples) charts.update(since());
     setText(reason, store.cluster?.sizing?.reason ? `Size: ${store.cluster.sizing.reason}` : "");
     reason.hidden = !reason.textContent;
     gantt.refresh();
   }
 
-  const ticking = setInterval(() => {
-    if (!document.hidden) {
-      headline.update();
-      gantt.refresh();
-    }
-  }, 1000);
+  const ticking = setInterval(tick, 1000);
   update({isFull: true, jobs: new Set(), nodes: new Set()});
   return {
     title: "Cluster",
@@ -330,8 +340,7 @@ export function clusterPage({go}) {
     update,
     remove() {
       clearInterval(ticking);
-      clearTimeout(timelineTimer);
-      leaving.abort();
+      asking.abort();
       charts.remove();
       map.remove();
       gantt.remove();

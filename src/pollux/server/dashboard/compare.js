@@ -2,10 +2,10 @@
 
 import {api} from "./api.js";
 import {Figure, layout} from "./charts.js";
-import {DataTable, confirmDialog, fill, h, toast} from "./dom.js";
+import {DataTable, KeyedList, confirmDialog, fill, h, toast} from "./dom.js";
 import {DASH, describeField, duration, plain, time} from "./format.js";
 
-const AVERAGE = ["avg_jct_s", "average_jct_s", "mean_jct_s", "jct_s"];
+const AVERAGE = "avg_jct_s"; // as our own reports call it
 const MOST_CHOSEN = 6;
 
 const HOW = [
@@ -17,10 +17,11 @@ const HOW = [
   ["Simulate one policy", "pollux simulate --workload builtin:small --policy pollux --publish"],
 ];
 
-/* The name of the average completion time among a summary's numbers. */
-const averageOf = rows =>
-  AVERAGE.find(name => rows.some(row => typeof row[name] === "number")) ??
-  Object.keys(rows[0] ?? {}).find(name => /jct/.test(name) && typeof rows[0][name] === "number");
+/* The name of the average completion time among a summary's numbers; undefined: it has none. */
+function averageOf(rows) {
+  const names = rows.flatMap(row => Object.keys(row).filter(name => typeof row[name] === "number"));
+  return names.includes(AVERAGE) ? AVERAGE : names.find(name => /jct/.test(name));
+}
 
 /* The least, if there is anything to choose. */
 const bestOf = values => (Math.min(...values) < Math.max(...values) ? Math.min(...values) : null);
@@ -29,6 +30,7 @@ export function comparePage() {
   const leaving = new AbortController(),
     {signal} = leaving;
   const list = h("div", {class: "simulations"}),
+    cards = new KeyedList(list, makeCard),
     result = h("div"),
     figure = new Figure({title: "Average job completion time", hint: "shorter is better", height: 300, isWide: true});
   const report = h("div"),
@@ -58,15 +60,18 @@ export function comparePage() {
     report,
   );
   const chosen = new Set();
-  let known = [];
+  let known = null; // until the server has told
 
   async function load() {
+    let told;
     try {
-      known = (await api("/simulations", {signal})).simulations;
+      told = (await api("/simulations", {signal})).simulations;
     } catch (error) {
       if (error.name !== "AbortError" && error.status) toast(error.message);
       return;
     }
+    if (known && JSON.stringify(told) === JSON.stringify(known)) return;
+    known = told;
     const ids = new Set(known.map(one => one.id));
     for (const id of chosen) if (!ids.has(id)) chosen.delete(id);
     if (!chosen.size && known.length) chosen.add(known[0].id);
@@ -84,44 +89,44 @@ export function comparePage() {
     await load();
   }
 
-  function show() {
-    empty.hidden = known.length > 0;
-    fill(
-      list,
-      known.map(one =>
-        h(
-          "div",
-          {class: "card simulation"},
-          h(
-            "label",
-            {class: "check"},
-            h("input", {
-              type: "checkbox",
-              checked: chosen.has(one.id),
-              onchange: event => {
-                if (event.target.checked) chosen.add(one.id);
-                else chosen.delete(one.id);
-                if (chosen.size > MOST_CHOSEN) chosen.delete(chosen.values().next().value);
-                show();
-              },
-            }),
-            h(
-              "span",
-              {},
-              h("strong", {}, one.title || one.id),
-              h("small", {class: "muted"}, ` ${one.kind} · ${time(one.at ?? one.created_at ?? one.published_at)}`),
-            ),
-          ),
-          h("code", {class: "command"}, one.command),
-          h(
-            "div",
-            {class: "actions"},
-            h("a", {href: one.report_url, target: "_blank", rel: "noopener noreferrer"}, "Open the report"),
-            h("button", {type: "button", class: "ghost small", onclick: () => remove(one)}, "Delete"),
-          ),
-        ),
+  function makeCard(one) {
+    const box = h("input", {
+      type: "checkbox",
+      onchange: () => {
+        if (box.checked) chosen.add(one.id);
+        else chosen.delete(one.id);
+        if (chosen.size > MOST_CHOSEN) chosen.delete(chosen.values().next().value);
+        show();
+      },
+    });
+    const card = h(
+      "div",
+      {class: "card simulation"},
+      h(
+        "label",
+        {class: "check"},
+        box,
+        h("span", {}, h("strong", {}, one.title), h("small", {class: "muted"}, ` ${one.kind} · ${time(one.at)}`)),
+      ),
+      h("code", {class: "command"}, one.command),
+      h(
+        "div",
+        {class: "actions"},
+        h("a", {href: one.report_url, target: "_blank", rel: "noopener noreferrer"}, "Open the report"),
+        h("button", {type: "button", class: "ghost small", onclick: () => remove(one)}, "Delete"),
       ),
     );
+    return {
+      element: card,
+      update: () => {
+        box.checked = chosen.has(one.id);
+      },
+    };
+  }
+
+  function show() {
+    empty.hidden = known.length > 0;
+    cards.update(known, one => one.id);
     const shown = known.filter(one => chosen.has(one.id));
     showSummary(shown);
     showReport(shown[0]);
@@ -159,7 +164,7 @@ export function comparePage() {
               label: "Simulation",
               class: "left words",
               value: row => row.from.title,
-              cell: row => row.from.title || row.from.id,
+              cell: row => row.from.title,
             },
           ]
         : []),
@@ -186,20 +191,21 @@ export function comparePage() {
       figure.update(null);
       return;
     }
+    const workload = row => String(row.workload ?? DASH),
+      policyOf = row => String(row.policy ?? DASH);
     const label = row =>
-      plain(shown.length > 1 ? `${row.workload} · ${row.from.title || row.from.id}` : String(row.workload)).slice(
-        0,
-        60,
-      );
-    const policies = [...new Set(rows.map(row => row.policy))];
+      plain((shown.length > 1 ? `${workload(row)} · ${row.from.title}` : workload(row)).slice(0, 60));
+    const policies = [...new Set(rows.map(policyOf))],
+      longest = Math.max(...rows.map(row => (typeof row[name] === "number" ? row[name] : 0)));
+    const [unit, unitS] = longest < 120 ? ["seconds", 1] : longest < 7200 ? ["minutes", 60] : ["hours", 3600];
     const patterns = ["", "/", ".", "x", "-", "|"];
     const data = policies.map((policy, index) => {
-      const own = rows.filter(row => row.policy === policy);
+      const own = rows.filter(row => policyOf(row) === policy);
       return {
         type: "bar",
         name: plain(policy),
         x: own.map(label),
-        y: own.map(row => (row[name] === null ? null : row[name] / 3600)),
+        y: own.map(row => (typeof row[name] === "number" ? row[name] / unitS : null)),
         text: own.map(row => duration(row[name])),
         textposition: "auto",
         hovertemplate: `%{x}: %{text}<extra>${plain(policy)}</extra>`,
@@ -210,7 +216,7 @@ export function comparePage() {
       data,
       layout: layout({
         xaxis: {type: "category", automargin: true},
-        yaxis: {title: {text: "hours"}, rangemode: "tozero", nticks: 6},
+        yaxis: {title: {text: unit}, rangemode: "tozero", nticks: 6},
         barmode: "group",
         bargap: rows.length < 3 ? 0.7 : 0.35,
         bargroupgap: 0.1,
@@ -242,6 +248,7 @@ export function comparePage() {
   }
 
   load();
+  addEventListener("focus", load, {signal}); // back from the terminal where one was published
   return {
     title: "Compare",
     element,

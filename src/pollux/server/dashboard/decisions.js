@@ -3,9 +3,9 @@
 import {api} from "./api.js";
 import {Figure, layout, line} from "./charts.js";
 import {DataTable, KeyedList, fill, h, set, setText, toast} from "./dom.js";
-import {DASH, ago, count, duration, number, plural, share, time, wallClock} from "./format.js";
+import {DASH, count, duration, number, plural, share, time, wallClock} from "./format.js";
 import {jobLink} from "./paint.js";
-import {addRounds, now, roundsNewestFirst} from "./store.js";
+import {addRounds, roundsNewestFirst} from "./store.js";
 
 const FIRST = 25,
   MORE = 100,
@@ -117,7 +117,8 @@ function roundCard(round) {
 
   function update(told) {
     setText(when, time(told.at));
-    set(when, {datetime: new Date(1000 * told.at).toISOString(), title: ago(Math.max(0, now() - told.at))});
+    const date = new Date(1000 * told.at);
+    set(when, {datetime: date.toISOString(), title: date.toLocaleString()});
     setText(trigger, told.trigger);
     const change = told.fitness !== null && told.fitness_before ? told.fitness / told.fitness_before - 1 : null;
     const shown = [
@@ -322,7 +323,9 @@ export function decisionsPage() {
     title: "Decisions",
     element,
     update: changes => {
-      if (changes.rounds || changes.isFull) show();
+      if (changes.isFull)
+        load(); // more may have been decided meanwhile than the stream begins with
+      else if (changes.rounds) show();
     },
     remove() {
       leaving.abort();

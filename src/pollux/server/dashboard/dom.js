@@ -1,5 +1,7 @@
 /* Making and updating elements. Text always goes in as text: nothing here, or anywhere else, parses HTML. */
 
+import {byName} from "./format.js";
+
 /* h("td", {class: "num", onclick: f, title: "x"}, "text", element, [more]) */
 export function h(tag, attributes = {}, ...children) {
   const element = document.createElement(tag);
@@ -36,7 +38,20 @@ export function fill(element, ...children) {
   return element;
 }
 
-/* Rows by key: elements are made once, moved if they must be, and updated in place, so that focus stays. */
+/* `fill` for what may hold the focus: whoever stands on a link or a button stands there when it is made anew. */
+export function refill(element, ...children) {
+  const active = document.activeElement,
+    all = () => [...element.querySelectorAll("a, button, input")],
+    at = all().indexOf(active),
+    href = active.getAttribute("href");
+  fill(element, ...children);
+  if (at < 0) return;
+  const made = all(),
+    same = href && made.find(one => one.getAttribute("href") === href);
+  (same || made[Math.min(at, made.length - 1)])?.focus({preventScroll: true});
+}
+
+/* Rows by key: elements are made once, moved if they must be, and updated in place. The focus stays where it is. */
 export class KeyedList {
   constructor(parent, make) {
     this.parent = parent;
@@ -58,7 +73,11 @@ export class KeyedList {
       if (!row) this.rows.set(key, (row = this.make(item)));
       row.update(item);
       if (row.element === place) place = place.nextElementSibling;
-      else this.parent.insertBefore(row.element, place);
+      else {
+        const focused = row.element.contains(document.activeElement) ? document.activeElement : null;
+        this.parent.insertBefore(row.element, place);
+        focused?.focus({preventScroll: true}); // whatever is moved loses it
+      }
     }
   }
 }
@@ -112,7 +131,7 @@ export class DataTable {
           shown[index] = mark;
           const content = column.mark ? column.cell(item) : mark;
           if (typeof content === "string") setText(cells[index], content);
-          else fill(cells[index], content);
+          else refill(cells[index], content);
         }),
     };
   }
@@ -145,7 +164,7 @@ function sortedBy(items, value, isDown) {
     .sort(([a], [b]) => {
       if (a === null || a === undefined) return b === null || b === undefined ? 0 : 1;
       if (b === null || b === undefined) return -1;
-      return sign * (typeof a === "string" ? a.localeCompare(b, undefined, {numeric: true}) : a - b);
+      return sign * (typeof a === "string" ? byName(a, b) : a - b);
     })
     .map(([, item]) => item);
 }
@@ -157,6 +176,7 @@ export function announce(text) {
 
 export function toast(message, kind = "error") {
   const box = document.getElementById("toasts");
+  for (const told of [...box.children]) if (told.firstElementChild.textContent === message) told.remove(); // once is enough
   const close = h(
     "button",
     {type: "button", class: "ghost square", "aria-label": "Close", onclick: () => one.remove()},
@@ -184,7 +204,8 @@ export function confirmDialog({title, text, action, field = null}) {
         h(
           "div",
           {class: "actions"},
-          h("button", {type: "submit", value: "", class: "ghost"}, "Keep as it is"),
+          // No submit button: Enter in the field means the action.
+          h("button", {type: "button", class: "ghost", onclick: () => dialog.close()}, "Keep as it is"),
           h("button", {type: "submit", value: "yes", class: "danger"}, action),
         ),
       ),

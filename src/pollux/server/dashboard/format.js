@@ -2,9 +2,20 @@
 
 export const DASH = "–";
 const UNBOUNDED = 1 << 20;
+/* As people order names: node-9 before node-10. */
+export const byName = new Intl.Collator(undefined, {numeric: true}).compare;
 const isNumber = value => typeof value === "number" && Number.isFinite(value);
 
+/* JSON has no such numbers: they come as texts. */
+const ODD = {nan: "NaN", inf: "∞", "-inf": "−∞"};
+export const isOdd = value => typeof value === "string" && Object.hasOwn(ODD, value);
+
+/* To sort by: what is no number counts as the worst. */
+export const asNumber = value =>
+  isNumber(value) ? value : isOdd(value) ? (value === "-inf" ? -Infinity : Infinity) : null;
+
 export function number(value, digits = 3) {
+  if (isOdd(value)) return ODD[value];
   if (!isNumber(value)) return DASH;
   const size = Math.abs(value);
   if (size >= 1e6 || (size > 0 && size < 1e-3)) return scaled(value, digits);
@@ -37,6 +48,7 @@ export function share(value, digits = 0) {
 export function duration(seconds) {
   if (!isNumber(seconds)) return DASH;
   const s = Math.abs(seconds);
+  if (s === 0) return "0 s";
   if (s < 0.001) return "< 1 ms";
   if (s < 1) return `${Math.round(1000 * seconds)} ms`;
   if (s < 10) return `${seconds.toFixed(1)} s`;
@@ -59,6 +71,7 @@ const day = new Intl.DateTimeFormat(undefined, {
   month: "short",
   hour: "2-digit",
   minute: "2-digit",
+  second: "2-digit",
   hourCycle: "h23",
 });
 
@@ -95,9 +108,14 @@ export function batchParts(job) {
     : `${count(job.device_batch)} per device`;
 }
 
-/* plotly reads <b>, <a> and the like in names, and our figures read "@0": these must not come from users. */
+/* plotly reads <b>, <a> and %{y} in names, and our figures read "@0": these must not come from users. */
 export const plain = text =>
-  String(text).replace(/^@/, "\u200b@").replaceAll("&", "&amp;").replaceAll("<", "&lt;").replaceAll(">", "&gt;");
+  String(text)
+    .replace(/^@/, "\u200b@")
+    .replaceAll("%{", "%\u200b{")
+    .replaceAll("&", "&amp;")
+    .replaceAll("<", "&lt;")
+    .replaceAll(">", "&gt;");
 
 /* Name of a number as in "avg_jct_s": words, and how its values are shown. */
 export function describeField(name) {
@@ -148,6 +166,9 @@ export function splitCommand(text) {
   if (word !== null) words.push(word);
   return words;
 }
+
+/* A word as it would be typed in a shell. */
+export const quoted = word => (/^[\w@%+=:,./-]+$/.test(word) ? word : `'${word.replaceAll("'", "'\\''")}'`);
 
 /* Seconds of "90", "10m", "2h30m", "1d"; NaN if it is none of them. */
 export function parseDuration(text) {

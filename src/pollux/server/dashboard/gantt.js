@@ -8,12 +8,13 @@ import {now} from "./store.js";
 const AXIS = 26,
   MOST_HEIGHT = 520;
 const STEPS_S = [
-  1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800,
+  1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800, 1209600,
+  2419200, 7257600, 31449600,
 ];
 
 export class Gantt {
   constructor({openJob}) {
-    Object.assign(this, {openJob, data: null, isLive: true, cursor: null, hovered: null, shape: null});
+    Object.assign(this, {openJob, data: null, cursor: null, hovered: null, shape: null});
     this.canvas = new Canvas(
       {
         class: "gantt",
@@ -29,14 +30,23 @@ export class Gantt {
     this.listen(this.canvas.element);
   }
 
-  update(data) {
+  /* `spanS`: how far back it goes from now; 0: as far as there is something. */
+  update(data, spanS) {
+    const under = this.data?.jobs[this.cursor]?.name; // the cursor stays with its job
     this.data = data;
+    this.spanS = spanS || Infinity;
+    if (under)
+      this.cursor = Math.max(
+        0,
+        data.jobs.findIndex(job => job.name === under),
+      );
     const num = data.jobs.length;
     this.canvas.element.hidden = !num;
     this.empty.hidden = num > 0;
     const row = Math.max(4, Math.min(26, Math.floor((MOST_HEIGHT - AXIS) / Math.max(1, num))));
-    this.begin = Math.max(data.since, Math.min(...data.jobs.map(job => job.submitted_at))); // no more than there is
-    this.most = Math.max(1, ...data.jobs.flatMap(job => job.spans.map(span => span.num_replicas)));
+    this.begin = Math.min(...data.jobs.map(job => job.submitted_at)); // no more than there is
+    this.most = 1;
+    for (const job of data.jobs) for (const span of job.spans) this.most = Math.max(this.most, span.num_replicas);
     this.row = row;
     this.canvas.setHeight(num * row + AXIS);
     this.canvas.ask();
@@ -51,8 +61,8 @@ export class Gantt {
     const {jobs} = this.data,
       paint = colours(),
       row = this.row;
-    const until = this.isLive ? now() : this.data.until,
-      since = Math.min(this.begin, until - 1);
+    const until = now(),
+      since = Math.min(Math.max(this.begin, until - this.spanS), until - 1);
     context.font = "12px system-ui, sans-serif";
     const hasLabels = row >= 13;
     const names = hasLabels
@@ -143,7 +153,7 @@ export class Gantt {
   listen(element) {
     const rowAt = event => {
       const index = Math.floor((event.clientY - element.getBoundingClientRect().top) / this.row);
-      return this.data?.jobs[index] ? index : null;
+      return this.shape && this.data?.jobs[index] ? index : null;
     };
     element.addEventListener("pointermove", event => {
       const index = rowAt(event);
@@ -171,6 +181,7 @@ export class Gantt {
     });
     element.addEventListener("focus", () => {
       this.cursor ??= 0;
+      if (element.matches(":focus-visible")) this.tell();
       this.canvas.ask();
     });
     element.addEventListener("blur", () => {
@@ -178,19 +189,29 @@ export class Gantt {
       this.canvas.ask();
     });
     element.addEventListener("keydown", event => {
-      const num = this.data?.jobs.length ?? 0;
-      if (!num) return;
-      if (event.key === "Enter") this.openJob(this.data.jobs[this.cursor].name);
-      else if (event.key === "ArrowDown") this.cursor = Math.min(num - 1, this.cursor + 1);
+      const last = (this.data?.jobs.length ?? 0) - 1;
+      if (last < 0) return;
+      if (event.key === "Enter") {
+        this.openJob(this.data.jobs[this.cursor].name);
+        return;
+      }
+      if (event.key === "ArrowDown") this.cursor = Math.min(last, this.cursor + 1);
       else if (event.key === "ArrowUp") this.cursor = Math.max(0, this.cursor - 1);
+      else if (event.key === "Home") this.cursor = 0;
+      else if (event.key === "End") this.cursor = last;
       else return;
       event.preventDefault();
-      const box = element.getBoundingClientRect(),
-        lines = this.words(this.cursor, null);
-      announce(lines.join(", "));
-      tip.show(lines, box.left + 40, box.top + (this.cursor + 1) * this.row);
+      this.tell();
       this.canvas.ask();
     });
+  }
+
+  tell() {
+    if (!this.data?.jobs[this.cursor] || !this.shape) return;
+    const box = this.canvas.element.getBoundingClientRect(),
+      lines = this.words(this.cursor, null);
+    announce(lines.join(", "));
+    tip.show(lines, box.left + 40, box.top + (this.cursor + 1) * this.row);
   }
 
   words(index, place) {

@@ -2,15 +2,29 @@
 
 import {api, post} from "./api.js";
 import {DataTable, confirmDialog, fill, h, set, setText, toast} from "./dom.js";
-import {DASH, FINAL, ago, batchParts, count, duration, number, plural, replicaRange, share, time} from "./format.js";
+import {
+  DASH,
+  FINAL,
+  ago,
+  batchParts,
+  count,
+  duration,
+  number,
+  plural,
+  quoted,
+  replicaRange,
+  share,
+  time,
+} from "./format.js";
 import {jobFigures} from "./job_figures.js";
 import {progressBar, stateChip} from "./jobs.js";
 import {LogView} from "./logs.js";
 import {swatch} from "./paint.js";
-import {now, store} from "./store.js";
+import {noteSequence, now, store} from "./store.js";
 import {openSubmit} from "./submit.js";
 
 const EVERY_MS = 2000,
+  RETRY_MS = 10000,
   MODEL_EVERY_MS = 8000;
 
 /* Facts with their names; made once, then only their text is set. */
@@ -83,7 +97,7 @@ const transitionTable = () =>
     columns: [
       {key: "at", label: "When", cell: one => time(one.at)},
       {key: "change", label: "State", class: "left", mark: one => one.target, cell: one => stateChip(one.target)},
-      {key: "reason", label: "Why", class: "left words", cell: one => one.reason},
+      {key: "reason", label: "Why", class: "left words", cell: one => one.reason.replaceAll("->", "→")},
     ],
     keyOf: one => `${one.at}/${one.source}/${one.target}`,
     step: 20,
@@ -97,7 +111,7 @@ const resizeTable = () =>
       {key: "at", label: "When", cell: one => time(one.at)},
       {key: "before", label: "From", class: "left words", cell: one => nodesIn(one.before)},
       {key: "after", label: "To", class: "left words", cell: one => nodesIn(one.after)},
-      {key: "took", label: "Took", cell: one => (one.took_s === null ? "not finished" : duration(one.took_s))},
+      {key: "took", label: "Took", cell: one => (one.took_s === null ? one.instead : duration(one.took_s))},
     ],
     keyOf: one => one.generation,
     step: 20,
@@ -113,6 +127,7 @@ export function jobPage({name, go}) {
     {signal} = leaving,
     path = `/jobs/${encodeURIComponent(name)}`;
   const chip = h("span"),
+    mark = h("span"),
     bar = h("span"),
     reason = h("p", {class: "reason"}),
     failure = h("pre", {class: "failure", hidden: true});
@@ -130,14 +145,20 @@ export function jobPage({name, go}) {
     decisions = decisionTable(),
     transitions = transitionTable(),
     resizes = resizeTable();
+  const trained = h(
+      "div",
+      {},
+      section("Training", h("div", {class: "grid charts"}, figures.curves)),
+      section("What was learnt of it", h("div", {class: "grid charts"}, figures.model)),
+    ),
+    output = section("Output", logs.element);
   const body = h(
     "div",
     {hidden: true},
     facts.element,
     failure,
-    section("Training", h("div", {class: "grid charts"}, figures.curves)),
-    section("What was learnt of it", h("div", {class: "grid charts"}, figures.model)),
-    section("Output", logs.element),
+    trained,
+    output,
     section("Replicas", replicas.element),
     section("Decisions about it", decisions.element),
     h("div", {class: "grid"}, section("States", transitions.element), section("Starts and resizes", resizes.element)),
@@ -150,7 +171,7 @@ export function jobPage({name, go}) {
     h(
       "div",
       {class: "section-head"},
-      h("h1", {}, swatch(name), name, " ", chip),
+      h("h1", {}, mark, name, " ", chip),
       h("div", {class: "actions"}, again, cancel),
     ),
     bar,
@@ -161,12 +182,18 @@ export function jobPage({name, go}) {
   );
 
   let detail = null,
-    shownState = null;
+    shownState = null,
+    shownProgress = null;
+
+  const canCheckpoint = () =>
+    (detail ?? store.jobs.get(name))?.kind !== "fixed" || Boolean(detail?.request?.checkpoints);
 
   async function askCancel() {
     const told = await confirmDialog({
       title: `Cancel ${name}?`,
-      text: "It checkpoints and leaves. A cancelled job does not go on by itself.",
+      text: canCheckpoint()
+        ? "It checkpoints and leaves. A cancelled job does not go on by itself."
+        : "It is asked to leave. What it has not saved by itself is lost, and it does not go on by itself.",
       action: "Cancel the job",
       field: "Reason (shown with the job)",
     });
@@ -186,13 +213,18 @@ export function jobPage({name, go}) {
     const job = {...(detail ?? {}), ...(store.jobs.get(name) ?? {})};
     if (!job.name) return;
     missing.hidden = true;
-    body.hidden = false;
+    for (const part of [body, chip, bar, command]) part.hidden = false;
+    noteSequence(job);
     if (job.state !== shownState) {
+      fill(mark, swatch(name));
       shownState = job.state;
       fill(chip, stateChip(job.state));
     }
-    fill(bar, typeof job.progress === "number" && progressBar(job.progress));
-    setText(reason, [job.note, job.reason].filter(Boolean).join(" · "));
+    if (job.progress !== shownProgress) {
+      shownProgress = job.progress;
+      fill(bar, typeof job.progress === "number" && progressBar(job.progress));
+    }
+    setText(reason, [job.note, job.reason].filter(Boolean).join(" · ").replaceAll("->", "→"));
     reason.hidden = !reason.textContent;
     cancel.hidden = FINAL.has(job.state);
     const lasted = job.started_at === null ? null : (job.finished_at ?? now()) - job.started_at;
@@ -231,7 +263,7 @@ export function jobPage({name, go}) {
         detail
           ? `${duration(detail.lost_s)}${detail.lost_share === null ? "" : ` (${share(detail.lost_share)})`}`
           : DASH,
-        "To starts, resizes and restarts",
+        "To resizes and restarts; the first start does not count",
       ],
       ["Application", job.application || DASH],
     ]);
@@ -240,15 +272,17 @@ export function jobPage({name, go}) {
   function showDetail() {
     setText(
       command,
-      detail.command?.length ? `${detail.cwd ? `${detail.cwd} $ ` : "$ "}${detail.command.map(shown).join(" ")}` : "",
+      detail.command?.length ? `${detail.cwd ? `${detail.cwd} $ ` : "$ "}${detail.command.map(quoted).join(" ")}` : "",
     );
-    again.hidden = !detail.request;
+    again.hidden = !detail.request?.command;
     failure.hidden = !detail.failure;
     setText(failure, detail.failure);
     replicas.update(detail.replicas);
     decisions.update(newestFirst(detail.decisions).sort((a, b) => b.at - a.at));
     transitions.update(newestFirst(detail.transitions));
-    resizes.update(newestFirst(detail.resizes).sort((a, b) => b.generation - a.generation));
+    const last = FINAL.has(detail.state) ? "never finished" : "not finished";
+    const begun = newestFirst(detail.resizes).sort((a, b) => b.generation - a.generation);
+    resizes.update(begun.map((one, index) => ({...one, instead: index ? "replaced by the next" : last})));
   }
 
   let timer = null,
@@ -266,9 +300,12 @@ export function jobPage({name, go}) {
         api(`${path}/curves?points=600`, {signal}),
         wantsModel ? api(`${path}/model`, {signal}) : null,
       ]);
+      if (!missing.hidden) logs.start(); // it was not there before
       detail = found;
       show();
       showDetail();
+      // A command that does not train with Pollux has nothing to draw, and its output is all there is of it.
+      trained.hidden = found.kind === "fixed" && !curves.at.length;
       figures.updateCurves(curves);
       if (model) {
         modelAt = performance.now();
@@ -276,28 +313,29 @@ export function jobPage({name, go}) {
       }
     } catch (error) {
       if (error.name === "AbortError") return;
-      if (error.status === 404 && !detail) {
-        fill(
-          missing,
-          h("h2", {}, `There is no job “${name}”.`),
-          h(
-            "p",
-            {},
-            error.known?.length
-              ? [
-                  "There are ",
-                  error.known
-                    .slice(0, 8)
-                    .map((one, index) => [index ? ", " : "", h("a", {href: `#/jobs/${encodeURIComponent(one)}`}, one)]),
-                ]
-              : "No job has been submitted yet.",
-          ),
-        );
-        missing.hidden = false;
-      } else if (error.status) toast(error.message);
+      if (error.status === 404) showMissing(error.known ?? []);
+      else {
+        if (error.status) toast(error.message);
+        timer ??= setTimeout(load, RETRY_MS); // a job that is over says nothing that would bring it about
+      }
     } finally {
       isLoading = false;
     }
+  }
+
+  /* It never was, or the server is another one now. */
+  function showMissing(known) {
+    const links = known
+      .slice(0, 8)
+      .map((one, index) => [index ? ", " : "", h("a", {href: `#/jobs/${encodeURIComponent(one)}`}, one)]);
+    detail = null;
+    fill(
+      missing,
+      h("h2", {}, `There is no job “${name}”.`),
+      h("p", {}, links.length ? ["There are ", links] : h("a", {href: "#/jobs"}, "To all jobs")),
+    );
+    missing.hidden = false;
+    for (const part of [body, again, cancel, chip, bar, reason, command]) part.hidden = true;
   }
   function refresh(isUrgent) {
     if (timer && !isUrgent) return;
@@ -320,6 +358,7 @@ export function jobPage({name, go}) {
       if (changes.isFull) {
         modelAt = 0;
         refresh(true);
+        logs.renew();
         show();
       } else if (changes.jobs.has(name)) {
         show();
@@ -334,9 +373,4 @@ export function jobPage({name, go}) {
       figures.remove();
     },
   };
-}
-
-/* A word as it would be typed in a shell. */
-function shown(word) {
-  return /^[\w@%+=:,./-]+$/.test(word) ? word : `'${word.replaceAll("'", "'\\''")}'`;
 }

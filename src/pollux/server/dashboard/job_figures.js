@@ -1,7 +1,7 @@
 /* The figures of one job: how it trained, and the model of its speed against what was measured. */
 
 import {Figure, hasNumbers, lastOf, layout, line, logAxis, wholeAxis} from "./charts.js";
-import {DASH, count, duration, number, plain, plural, share, wallClock} from "./format.js";
+import {DASH, byName, count, duration, isOdd, number, plain, plural, share, wallClock} from "./format.js";
 
 const MOST_METRICS = 12,
   MOST_LINES = 12;
@@ -107,13 +107,48 @@ function drawCurves(own, told) {
   one(own.progress, "progress", "@0", share, {yaxis: {tickformat: ".0%", range: [0, 1.04]}});
 }
 
+/* Where NaN or infinity was logged: a cross at the height of the last number. */
+function oddMarks(x, values, name) {
+  let height = values.find(value => typeof value === "number");
+  const at = [],
+    heights = [],
+    texts = [];
+  values.forEach((value, index) => {
+    if (typeof value === "number") height = value;
+    if (!isOdd(value)) return;
+    at.push(x[index]);
+    heights.push(height);
+    texts.push(number(value));
+  });
+  if (!at.length) return [];
+  return [
+    {
+      type: "scatter",
+      mode: "markers",
+      name,
+      x: at,
+      y: heights,
+      text: texts,
+      marker: {color: "@ink", symbol: "x", size: 8},
+      hovertemplate: `%{text}<extra>${name}</extra>`,
+      showlegend: false,
+    },
+  ];
+}
+
 /* The loss first; the others by name. Figures come as metrics do. */
 function drawMetrics(figures, holder, told) {
   const names = Object.keys(told.metrics)
-    .sort((a, b) => (b === "loss") - (a === "loss") || a.localeCompare(b))
+    .sort((a, b) => (b === "loss") - (a === "loss") || byName(a, b))
     .slice(0, MOST_METRICS);
+  for (const [name, figure] of figures)
+    if (!names.includes(name)) {
+      figure.remove();
+      figure.element.remove();
+      figures.delete(name);
+    }
   const x = told.at.map(wallClock);
-  for (const name of names) {
+  for (const [index, name] of names.entries()) {
     let figure = figures.get(name);
     if (!figure) {
       figure = new Figure({
@@ -122,13 +157,15 @@ function drawMetrics(figures, holder, told) {
         empty: "Logged, but never as a finite number.",
       });
       figures.set(name, figure);
-      holder.append(figure.element);
+      holder.insertBefore(figure.element, holder.children[index] ?? null);
     }
-    const values = told.metrics[name];
+    const values = told.metrics[name],
+      finite = values.map(value => (isOdd(value) ? null : value)),
+      label = plain(name.slice(0, 40));
     figure.update(
-      hasNumbers(values)
+      hasNumbers(finite)
         ? {
-            data: [line(x, values, plain(name.slice(0, 40)), "@3", {connectgaps: true})],
+            data: [line(x, finite, label, "@3", {connectgaps: true}), ...oddMarks(x, values, label)],
             layout: layout({yaxis: {rangemode: "normal", nticks: 5}}),
           }
         : null,
@@ -176,10 +213,7 @@ function drawFit(figure, found) {
         hovertemplate: undefined,
       });
     }
-    const groups = Map.groupBy
-      ? Map.groupBy(fit.points, point => setup(point, type, found.length > 1))
-      : grouped(fit.points, point => setup(point, type, found.length > 1));
-    for (const [name, points] of groups) {
+    for (const [name, points] of Map.groupBy(fit.points, point => setup(point, type, found.length > 1))) {
       const index = style(name);
       data.push({
         type: "scatter",
@@ -215,12 +249,6 @@ function drawFit(figure, found) {
     },
     `error ${errors(found)}`,
   );
-}
-
-function grouped(items, keyOf) {
-  const groups = new Map();
-  for (const item of items) groups.set(keyOf(item), [...(groups.get(keyOf(item)) ?? []), item]);
-  return groups;
 }
 
 function drawError(figure, found) {

@@ -2,9 +2,9 @@
 
 import {api} from "./api.js";
 import {DataTable, h, set, setText, toast} from "./dom.js";
-import {DASH, FINAL, ago, batchParts, count, duration, number, plural, share, time} from "./format.js";
+import {DASH, FINAL, ago, asNumber, batchParts, count, duration, number, plural, share, time} from "./format.js";
 import {jobLink} from "./paint.js";
-import {now, store} from "./store.js";
+import {noteSequence, now, store} from "./store.js";
 
 const RANK = {running: 0, resizing: 0, starting: 1, stopping: 1, pending: 2, failed: 3, cancelled: 4, succeeded: 5};
 const MARKS = {
@@ -110,7 +110,7 @@ const columns = () => [
     value: job => job.goodput,
     cell: job => (job.goodput === null ? DASH : `${number(job.goodput)}/s`),
   },
-  {key: "loss", label: "Loss", value: job => job.loss, cell: job => number(job.loss)},
+  {key: "loss", label: "Loss", value: job => asNumber(job.loss), cell: job => number(job.loss)},
   {
     key: "submitted",
     label: "Submitted",
@@ -146,7 +146,6 @@ export class JobsTable {
       sort: {key: "state", isDown: false},
       step,
       label: "Jobs",
-      empty: "No job matches.",
     });
     this.element = h("div", {}, h("div", {class: "tools"}, this.search, this.which, this.tally), this.table.element);
   }
@@ -170,9 +169,12 @@ export class JobsTable {
       const text = `${job.name} ${job.state} ${job.application} ${why(job)} ${job.kind}`.toLowerCase();
       return words.every(word => text.includes(word));
     });
-    this.table.empty.textContent = this.all.length
-      ? "No job matches."
-      : "No jobs yet. “Submit a job” above starts one, as does: pollux submit -- python train.py";
+    setText(
+      this.table.empty,
+      this.all.length
+        ? "No job matches."
+        : "No jobs yet. “Submit a job” above starts one, as does: pollux submit -- python train.py",
+    );
     this.table.update(chosen);
     setText(
       this.tally,
@@ -206,7 +208,8 @@ export function queueTable() {
 
 /* The page: what is live, and on request what ended long ago. */
 export function jobsPage() {
-  const older = new Map(),
+  const leaving = new AbortController(),
+    older = new Map(),
     table = new JobsTable();
   const more = h("button", {type: "button", class: "ghost", onclick: load}, "Load older jobs");
   const note = h("p", {class: "muted"});
@@ -216,19 +219,22 @@ export function jobsPage() {
   async function load() {
     set(more, {disabled: true});
     try {
-      const page = await api(`/jobs?limit=500&offset=${offset}&newest=true`);
+      const page = await api(`/jobs?limit=500&offset=${offset}&newest=true`, {signal: leaving.signal});
       offset += page.jobs.length;
       total = page.total;
       for (const job of page.jobs)
-        older.set(job.name, {...job, loss: typeof job.metrics?.loss === "number" ? job.metrics.loss : null});
+        older.set(job.name, {...job, loss: job.metrics?.loss ?? null});
+      page.jobs.forEach(noteSequence);
       update();
     } catch (error) {
-      toast(error.message);
+      if (error.name !== "AbortError") toast(error.message);
     }
     set(more, {disabled: false});
   }
 
   function update() {
+    // The feed forgets who ended long ago; what it said last of them stands.
+    for (const [name, job] of store.jobs) if (older.has(name)) older.set(name, job);
     const merged = new Map([...older, ...store.jobs]);
     table.update([...merged.values()]);
     const known = Object.values(store.cluster?.jobs ?? {}).reduce((sum, num) => sum + num, 0);
@@ -243,6 +249,8 @@ export function jobsPage() {
     update: changes => {
       if (changes.jobs.size || changes.cluster) update();
     },
-    remove() {},
+    remove() {
+      leaving.abort();
+    },
   };
 }

@@ -1,18 +1,18 @@
 /* A job's output as it comes. Whatever it prints, the page stays small: so many lines, and none longer than this. */
 
-import {ApiError, stream} from "./api.js";
+import {ApiError, api, stream} from "./api.js";
 import {fill, h, setText, whileSeen} from "./dom.js";
 import {FINAL, count} from "./format.js";
-import {store} from "./store.js";
 
 const MOST_LINES = 5000,
   MOST_LETTERS = 4000,
-  TAIL = 500;
+  TAIL = 500,
+  FRESH_MS = 10000;
 // Colours, cursor movements and titles of terminals.
 const ESCAPES = /\u001b(?:\[[0-9;?]*[ -/]*[@-~]|\][^\u0007\u001b]*(?:\u0007|\u001b\\)|[@-Z\\-_])/g;
 
 /* Lines out of pieces of text. Of a line that is too long only the beginning is ever kept. */
-export class LineCutter {
+class LineCutter {
   constructor(take) {
     this.take = take;
     this.open = "";
@@ -53,7 +53,14 @@ export class LogView {
     this.name = name;
     this.which = h(
       "select",
-      {"aria-label": "Which output", onchange: () => this.start()},
+      {
+        "aria-label": "Which output",
+        onchange: () => {
+          this.pending = [];
+          fill(this.box);
+          this.start();
+        },
+      },
       [
         ["both", "stdout and stderr"],
         ["out", "stdout"],
@@ -86,6 +93,8 @@ export class LogView {
     });
     this.element = h("div", {}, h("div", {class: "tools"}, this.which, this.toEnd, this.state), this.box);
     this.isFollowing = true;
+    this.isOpen = false;
+    this.openedAt = 0;
     this.pending = [];
     this.unwatch = whileSeen(
       () => this.ending?.abort(),
@@ -96,10 +105,12 @@ export class LogView {
 
   async start() {
     this.ending?.abort();
+    this.isOpen = false;
     const mine = (this.ending = new AbortController());
     let waitMs = 500;
     while (!mine.signal.aborted) {
       let isRefused = false,
+        isWhole = false,
         isFirst = true; // what is there stays until there is something new to show
       try {
         const cutter = new LineCutter((text, dropped) => this.add(text, dropped));
@@ -118,28 +129,46 @@ export class LogView {
             signal: mine.signal,
             onOpen: () => {
               waitMs = 500;
+              this.isOpen = true;
+              this.openedAt = performance.now();
               setText(this.state, "live");
               if (!this.box.childElementCount) fill(this.box, h("p", {class: "empty"}, "It has written nothing yet."));
             },
           },
         );
         cutter.finish();
+        isWhole = true;
       } catch (error) {
         if (mine.signal.aborted) return;
         isRefused = error instanceof ApiError && error.status >= 400 && error.status < 500;
         setText(this.state, isRefused ? error.message : "connection lost, trying again");
       }
-      if (mine.signal.aborted || isRefused) return;
-      // Its end is told by the stream's end; but that may have been the server's.
-      const state = store.jobs.get(this.name)?.state;
-      if (store.isConnected && (!state || FINAL.has(state))) {
-        setText(this.state, state ? "the job has ended" : "the end");
+      if (mine.signal.aborted) return;
+      this.isOpen = false;
+      if (isRefused) return;
+      // Its end is told by the stream's end; but that may have been the server's, and then there is more to come.
+      if (isWhole && (await this.isOver(mine.signal))) {
+        setText(this.state, "the job has ended");
         if (isFirst) fill(this.box, h("p", {class: "empty"}, "It has written nothing."));
         return;
       }
       await new Promise(resolve => setTimeout(resolve, waitMs));
       waitMs = Math.min(10000, 1.7 * waitMs);
     }
+  }
+
+  /* Asked, as the events may tell it later than the output does. */
+  async isOver(signal) {
+    try {
+      return FINAL.has((await api(`/jobs/${encodeURIComponent(this.name)}`, {signal})).state);
+    } catch {
+      return false;
+    }
+  }
+
+  /* The server was away: a stream of before may be dead without having said so, as nothing is heard of a quiet job. */
+  renew() {
+    if (this.isOpen && performance.now() - this.openedAt > FRESH_MS) this.start();
   }
 
   add(text, dropped) {

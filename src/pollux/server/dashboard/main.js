@@ -4,10 +4,10 @@ import {remember, remembered, setToken, takeTokenFromAddress, whenDenied} from "
 import {clusterPage} from "./cluster.js";
 import {comparePage} from "./compare.js";
 import {decisionsPage} from "./decisions.js";
-import {announce, fill, h, set, setText} from "./dom.js";
+import {announce, fill, h, set, setText, tip} from "./dom.js";
 import {jobPage} from "./job.js";
 import {jobsPage} from "./jobs.js";
-import {connect, store, subscribe, tryNow} from "./store.js";
+import {connect, forget, store, subscribe, tryNow} from "./store.js";
 import {openSubmit} from "./submit.js";
 
 const BANNER_AFTER_MS = 800; // a restart behind a proxy is not worth a word
@@ -51,9 +51,15 @@ function makePage(hash) {
   };
 }
 
+/* What was asked on a page goes with it. */
+function closeDialogs() {
+  for (const open of document.querySelectorAll("dialog:not(#token-dialog)")) open.close();
+}
+
 function show({keepsFocus = false} = {}) {
   page?.remove();
   page = null;
+  tip.hide();
   for (const link of document.querySelectorAll("#nav a")) {
     const own = link.getAttribute("href"),
       isHere = own === "#/" ? /^#?\/?$/.test(location.hash) : location.hash.startsWith(own);
@@ -83,11 +89,7 @@ addEventListener("hashchange", () => {
     start();
     return;
   }
-  if (location.hash === "#content") {
-    history.replaceState(null, "", "#/");
-    content.focus();
-    return;
-  }
+  closeDialogs();
   show();
 });
 document.querySelector(".skip").addEventListener("click", event => {
@@ -111,14 +113,10 @@ let bannerTimer = null;
 function onState(state, {message}) {
   live.dataset.state = state;
   setText(liveText, {on: "live", off: "offline", denied: "no access"}[state]);
-  if (state === "on") {
+  if (state !== "off") {
     clearTimeout(bannerTimer);
     bannerTimer = null;
-    if (!banner.hidden) announce("The server is back.");
-    banner.hidden = true;
-    return;
-  }
-  if (state === "denied") {
+    if (state === "on" && !banner.hidden) announce("The server is back.");
     banner.hidden = true;
     return;
   }
@@ -136,6 +134,7 @@ function onState(state, {message}) {
         h("button", {type: "button", class: "ghost small", onclick: tryNow}, "Try now"),
       );
       banner.hidden = false;
+      announce(text);
       if (!store.hasState) fill(content, h("div", {class: "loading"}, "The server cannot be reached."));
     },
     store.hasState ? BANNER_AFTER_MS : 0,
@@ -149,7 +148,7 @@ function askToken(message, hadToken) {
   page?.remove();
   page = null;
   fill(content);
-  for (const open of document.querySelectorAll("dialog:not(#token-dialog)")) open.close();
+  closeDialogs();
   if (document.getElementById("token-dialog")) return;
   const input = h("input", {
     type: "password",
@@ -175,7 +174,7 @@ function askToken(message, hadToken) {
         },
       },
       h("h2", {id: "token-title"}, "The operator's token is needed"),
-      hadToken && h("p", {class: "problem", role: "alert"}, `The token was not accepted: ${message}`),
+      hadToken && h("p", {class: "problem", role: "alert"}, "The token was not accepted."),
       h(
         "p",
         {id: "token-help"},
@@ -207,7 +206,7 @@ whenDenied((message, hadToken) => {
 function start() {
   isDenied = false;
   document.getElementById("token-dialog")?.remove();
-  store.hasState = false;
+  forget();
   show({keepsFocus: true});
   connect(onState);
 }

@@ -1,7 +1,7 @@
 /* The map: every node with its slots, coloured by the job that has them. One canvas, however many there are. */
 
-import {announce, fill, h, set, tip} from "./dom.js";
-import {plural} from "./format.js";
+import {announce, h, refill, set, tip} from "./dom.js";
+import {byName, plural} from "./format.js";
 import {Canvas, colours, fillOf, fitted, jobLink} from "./paint.js";
 import {store} from "./store.js";
 
@@ -9,12 +9,11 @@ const CELLS = [40, 34, 28, 24, 20, 17, 14, 12, 10, 8, 7, 6, 5];
 const MOST_HEIGHT = 340,
   SLOTS_PER_ROW = 16,
   MOST_IN_LEGEND = 18;
-const byName = new Intl.Collator(undefined, {numeric: true}).compare;
 
 export class NodeMap {
   /* `openJob(name)` and `openNode(name)` */
   constructor({openJob, openNode}) {
-    Object.assign(this, {openJob, openNode, nodes: [], cursor: null, hovered: null, shape: null});
+    Object.assign(this, {openJob, openNode, names: [], nodes: [], cursor: null, hovered: null, shape: null});
     this.canvas = new Canvas(
       {
         class: "map",
@@ -26,15 +25,23 @@ export class NodeMap {
       (...args) => this.draw(...args),
     );
     this.legend = h("div", {class: "chips legend"});
-    this.element = h("div", {}, this.canvas.element, this.legend);
+    this.empty = h("p", {class: "empty"}, "The cluster has no nodes now.");
+    this.element = h("div", {}, this.canvas.element, this.legend, this.empty);
     this.listen(this.canvas.element);
   }
 
-  update(isNewSet) {
-    if (isNewSet || this.nodes.length !== store.nodes.size) this.names = [...store.nodes.keys()].sort(byName);
-    this.nodes = this.names.map(name => store.nodes.get(name)).filter(Boolean);
+  update() {
+    if (this.names.length !== store.nodes.size || !this.names.every(name => store.nodes.has(name)))
+      this.names = [...store.nodes.keys()].sort(byName);
+    const under = this.nodes[this.cursor?.index]; // the cursor stays with its node
+    this.nodes = this.names.map(name => store.nodes.get(name));
     this.slots = new Map();
-    this.canvas.element.hidden = !this.nodes.length;
+    if (under) {
+      const index = this.names.indexOf(under.name);
+      this.moveTo(index < 0 ? Math.min(this.cursor.index, this.nodes.length - 1) : index, this.cursor.slot);
+    }
+    this.canvas.element.hidden = this.legend.hidden = !this.nodes.length;
+    this.empty.hidden = this.nodes.length > 0;
     this.place();
     this.canvas.ask();
     this.updateLegend();
@@ -86,8 +93,11 @@ export class NodeMap {
         isOut = node.is_draining || node.is_leaving;
       if (hasLabels) {
         context.fillStyle = paint.muted;
-        const label = isOut ? `${node.name} · ${node.is_leaving ? "leaving" : "drained"}` : node.name;
-        context.fillText(fitted(context, label, this.shape.tile - 14), left, top - 18);
+        const label = isOut ? `${node.name} · ${node.is_leaving ? "leaving" : "drained"}` : node.name,
+          room = this.shape.tile - 14;
+        // Where there is no room for both, the hatching says it.
+        const shown = context.measureText(label).width <= room ? label : fitted(context, node.name, room);
+        context.fillText(shown, left, top - 18);
       }
       for (let slot = 0; slot < node.num_slots; slot++) {
         const [x, y] = this.slotCorner(left, top, slot),
@@ -189,13 +199,26 @@ export class NodeMap {
     element.addEventListener("keydown", event => this.press(event));
   }
 
+  moveTo(index, slot) {
+    this.cursor = this.nodes[index] ? {index, slot: Math.min(slot, this.lastSlot(index))} : null;
+  }
+
+  lastSlot(index) {
+    return Math.max(0, (this.nodes[index]?.num_slots ?? 1) - 1);
+  }
+
   press(event) {
-    if (!this.cursor || !this.nodes.length) return;
-    const {columns} = this.shape;
+    if (!this.cursor) return;
+    const {columns} = this.shape,
+      last = at => this.lastSlot(at);
     let {index, slot} = this.cursor;
-    const last = at => (this.nodes[at]?.num_slots ?? 1) - 1;
-    if (event.key === "Enter" || event.key === " ") this.open(this.cursor, event.key === " ");
-    else if (event.key === "ArrowRight") [index, slot] = slot < last(index) ? [index, slot + 1] : [index + 1, 0];
+    if (event.key === "Enter" || event.key === " ") {
+      event.preventDefault();
+      tip.hide();
+      this.open(this.cursor, event.key === " ");
+      return;
+    }
+    if (event.key === "ArrowRight") [index, slot] = slot < last(index) ? [index, slot + 1] : [index + 1, 0];
     else if (event.key === "ArrowLeft") [index, slot] = slot > 0 ? [index, slot - 1] : [index - 1, last(index - 1)];
     else if (event.key === "ArrowDown") index += columns;
     else if (event.key === "ArrowUp") index -= columns;
@@ -204,7 +227,7 @@ export class NodeMap {
     else return;
     event.preventDefault();
     if (index < 0 || index >= this.nodes.length) return;
-    this.cursor = {index, slot: Math.min(slot, last(index))};
+    this.moveTo(index, slot);
     this.tell();
     this.canvas.ask();
   }
@@ -242,8 +265,15 @@ export class NodeMap {
     for (const node of this.nodes)
       for (const job of node.jobs) held.set(job.name, (held.get(job.name) ?? 0) + job.num_replicas);
     const jobs = [...held].sort((a, b) => b[1] - a[1] || byName(a[0], b[0]));
-    const free = this.nodes.reduce((sum, node) => sum + Math.max(0, node.num_slots - node.used), 0);
-    const mark = JSON.stringify([jobs.slice(0, MOST_IN_LEGEND), jobs.length, free]);
+    let free = 0,
+      out = 0; // for nobody
+    for (const node of this.nodes) {
+      const left = Math.max(0, node.num_slots - node.used);
+      if (node.is_draining || node.is_leaving) out += left;
+      else free += left;
+    }
+    const isDrained = this.nodes.some(node => node.is_draining || node.is_leaving);
+    const mark = JSON.stringify([jobs.slice(0, MOST_IN_LEGEND), jobs.length, free, out, isDrained]);
     if (mark === this.legendMark) return;
     this.legendMark = mark;
     const chips = jobs.slice(0, MOST_IN_LEGEND).map(([name, num]) => {
@@ -251,13 +281,12 @@ export class NodeMap {
       chip.append(h("small", {}, String(num)));
       return chip;
     });
-    fill(
+    refill(
       this.legend,
       chips,
       jobs.length > MOST_IN_LEGEND && h("span", {}, `and ${jobs.length - MOST_IN_LEGEND} more`),
       h("span", {class: "key"}, h("span", {class: "swatch free"}), `${free} free`),
-      this.nodes.some(node => node.is_draining) &&
-        h("span", {class: "key"}, h("span", {class: "swatch hatched"}), "drained"),
+      isDrained && h("span", {class: "key"}, h("span", {class: "swatch hatched"}), `${out} drained`),
     );
   }
 

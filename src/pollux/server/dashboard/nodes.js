@@ -17,8 +17,7 @@ async function setDrained(name, isDrained) {
     : {title: `Use ${name} again?`, action: "Use it again", text: "The next decision may give its slots to jobs."};
   if (!(await confirmDialog(told))) return;
   try {
-    const node = await post(`/nodes/${encodeURIComponent(name)}/${isDrained ? "drain" : "undrain"}`);
-    store.nodes.set(node.name, node);
+    await post(`/nodes/${encodeURIComponent(name)}/${isDrained ? "drain" : "undrain"}`);
     toast(isDrained ? `${name} is being drained.` : `${name} is used again.`, "good");
   } catch (error) {
     toast(error.message);
@@ -75,7 +74,10 @@ export function openNode(name) {
     ),
   );
   dialog.addEventListener("click", event => {
-    if (event.target.closest("a") || event.target === dialog) dialog.close();
+    const box = dialog.getBoundingClientRect(),
+      isBeside =
+        event.clientX < box.left || event.clientX > box.right || event.clientY < box.top || event.clientY > box.bottom;
+    if (event.target.closest("a") || (event.target === dialog && isBeside)) dialog.close();
   });
   dialog.addEventListener("close", () => {
     dialog.remove();

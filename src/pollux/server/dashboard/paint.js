@@ -74,7 +74,7 @@ export function swatch(name) {
 }
 
 export const jobLink = name =>
-  h("a", {class: "job-link", href: `#/jobs/${encodeURIComponent(name)}`}, swatch(name), name);
+  h("a", {class: "job-link", href: `#/jobs/${encodeURIComponent(name)}`}, swatch(name), h("span", {}, name));
 
 /* A canvas as large as its place, sharp on every screen; `draw(context, width, height)` in its own units. */
 export class Canvas {

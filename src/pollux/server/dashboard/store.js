@@ -3,7 +3,6 @@
 
 import {api, ApiError, eventParser, stream} from "./api.js";
 import {announce, whileSeen} from "./dom.js";
-import {FINAL} from "./format.js";
 
 const EVERY_S = 1;
 const SILENCE_MS = 40000; // the server says something every 15 s
@@ -91,6 +90,7 @@ function apply(text) {
     if (before && before.state !== job.state) changed.push(`${job.name} is ${job.state}`);
     note.moves ||= before?.state !== job.state || before.num_replicas !== job.num_replicas;
     store.jobs.set(job.name, job);
+    noteSequence(job);
     note.jobs.add(job.name);
   }
   for (const name of told.gone_jobs ?? []) {
@@ -125,6 +125,14 @@ export function addRounds(rounds) {
       store.rounds.delete(id);
 }
 
+/* All of one cluster: whoever comes with another token may mean another. */
+export function forget() {
+  store.cluster = null;
+  for (const kept of [store.jobs, store.nodes, store.rounds]) kept.clear();
+  store.samples = [];
+  store.hasState = false;
+}
+
 function addSamples(samples) {
   const last = store.samples.at(-1)?.at ?? -Infinity;
   store.samples.push(...samples.filter(sample => sample.at > last));
@@ -134,8 +142,10 @@ function addSamples(samples) {
 /* Those of the last `spanS` seconds, asked for anew; the stream adds to them. */
 export async function loadSamples(spanS, signal) {
   const since = spanS ? `&since=${Math.max(0, now() - spanS).toFixed(3)}` : "";
-  const {samples} = await api(`/samples?points=600${since}`, {signal});
+  const {samples} = await api(`/samples?points=600${since}`, {signal}),
+    before = store.samples;
   store.samples = samples;
+  addSamples(before); // those that came since the server looked
   noted().samples = true;
 }
 
@@ -152,6 +162,7 @@ whileSeen(
 /* `onState("on" | "off" | "denied", {message})` */
 export async function connect(onState) {
   ending?.abort();
+  store.isConnected = false;
   stateListener = onState;
   const mine = (ending = new AbortController());
   let waitMs = FIRST_WAIT_MS;
@@ -175,7 +186,7 @@ export async function connect(onState) {
         onState("denied", {});
         return;
       }
-      message = error.message;
+      message = error instanceof ApiError ? error.message : "The connection broke.";
     }
     if (mine.signal.aborted) return;
     store.isConnected = false;
@@ -200,43 +211,21 @@ document.addEventListener("visibilitychange", () => {
 /* --- colours of jobs ------------------------------------------------------------------------------------------ */
 
 const NUM_COLOURS = 6; // --c0 ... --c5; the others are grey and ink
-export const PATTERNS = ["solid", "stripes", "dots", "rungs"];
-const styles = new Map();
+const PATTERNS = ["solid", "stripes", "dots", "rungs"];
+const MOST_SEQUENCES = 20000;
+const sequences = new Map(); // of all jobs that were ever told of, also those that are gone
 
-function hashOf(name) {
-  let hash = 2166136261;
-  for (const letter of name) hash = Math.imul(hash ^ letter.codePointAt(0), 16777619) >>> 0;
-  return hash;
+export function noteSequence({name, sequence}) {
+  if (sequences.size >= MOST_SEQUENCES && !sequences.has(name)) sequences.delete(sequences.keys().next().value);
+  sequences.set(name, sequence);
 }
 
-/* Of a job: {colour: "--c3", pattern}. By its name; of those that are here together, the earlier keeps it. Patterns
-   tell apart what colours alone do not, for whoever sees colours and who does not. */
+/* Of a job: {colour: "--c3", pattern}. By its place in the order of arrival: the same for everybody and after every
+   reload, and jobs that come one after the other differ. Patterns tell apart what colours alone do not, for whoever
+   sees colours and who does not. A job of which that is not known has no colour. */
 export function styleOf(name) {
-  let style = styles.get(name);
-  if (style) return style;
-  const taken = new Set();
-  for (const [other, own] of styles) {
-    const job = store.jobs.get(other);
-    if (job && !FINAL.has(job.state)) taken.add(own.number);
-  }
-  const first = hashOf(name),
-    most = NUM_COLOURS * PATTERNS.length;
-  let number = first % NUM_COLOURS;
-  for (let tried = 0; tried < most; tried++) {
-    const candidate = NUM_COLOURS * Math.floor(tried / NUM_COLOURS) + ((first + tried) % NUM_COLOURS);
-    if (!taken.has(candidate)) {
-      number = candidate;
-      break;
-    }
-    if (tried === most - 1) number = first % most;
-  }
-  style = {number, colour: `--c${number % NUM_COLOURS}`, pattern: PATTERNS[Math.floor(number / NUM_COLOURS)]};
-  styles.set(name, style);
-  if (styles.size > 5000) styles.delete(styles.keys().next().value);
-  return style;
-}
-
-/* In the order of arrival, so that it is the same after a reload. */
-export function assignStyles() {
-  for (const job of jobsByArrival()) if (!FINAL.has(job.state)) styleOf(job.name);
+  const sequence = sequences.get(name);
+  if (sequence === undefined) return {colour: "--muted", pattern: "solid"};
+  const pattern = PATTERNS[Math.floor(sequence / NUM_COLOURS) % PATTERNS.length];
+  return {colour: `--c${sequence % NUM_COLOURS}`, pattern};
 }

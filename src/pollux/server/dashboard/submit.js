@@ -1,8 +1,8 @@
 /* Submitting a job: a form made from what the server says it takes. */
 
 import {api, post, remember, remembered} from "./api.js";
-import {announce, fill, h, set, setText, toast} from "./dom.js";
-import {parseDuration, splitCommand} from "./format.js";
+import {fill, h, set, setText, toast} from "./dom.js";
+import {parseDuration, quoted, splitCommand} from "./format.js";
 
 const FIRST = ["name", "cwd", "min_replicas", "max_replicas"];
 const LEFT_OUT = new Set(["version", "command", "array_index"]);
@@ -88,7 +88,10 @@ function field(name, schema) {
   return {
     input,
     element,
-    read: () => readText(name, type, input.value),
+    read: () => {
+      if (input.validity.badInput) throw new Error(`${LABELS[name] ?? name}: that is no number.`);
+      return readText(name, type, input.value);
+    },
     write: value => {
       input.value = writeText(name, value);
     },
@@ -134,11 +137,8 @@ const writeText = (name, value) =>
         ? value.join(", ")
         : String(value);
 
-const quoted = word => (/^[\w@%+=:,./-]+$/.test(word) ? word : `'${word.replaceAll("'", "'\\''")}'`);
-
 /* `request` fills it in: a job to be submitted once more. */
 export async function openSubmit({go, request = null}) {
-  if (document.getElementById("submit-dialog")) return;
   let schema;
   try {
     schema = await describe();
@@ -146,6 +146,7 @@ export async function openSubmit({go, request = null}) {
     toast(error.message);
     return;
   }
+  if (document.querySelector("dialog[open]")) return; // asked for twice, or something else is asked by now
   const names = Object.keys(schema).filter(name => !LEFT_OUT.has(name));
   const fields = new Map(names.map(name => [name, field(name, schema[name])]));
   const words = h("div", {class: "words-list", "aria-live": "polite"}),
@@ -186,7 +187,7 @@ export async function openSubmit({go, request = null}) {
     const list = showWords(),
       body = {version: 1};
     if (!list?.length) {
-      fail("Say what to run, as in: python train.py");
+      if (list) fail("Say what to run, as in: python train.py"); // else it is said what is not complete
       command.focus();
       return;
     }
@@ -208,7 +209,6 @@ export async function openSubmit({go, request = null}) {
       dialog.close();
       const text = jobs.length === 1 ? `${jobs[0].name} is submitted.` : `${jobs.length} jobs are submitted.`;
       toast(text, "good");
-      announce(text);
       go(jobs.length === 1 ? `#/jobs/${encodeURIComponent(jobs[0].name)}` : "#/jobs");
     } catch (error) {
       fail(error.message);
