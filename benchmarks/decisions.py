@@ -23,8 +23,9 @@ import numpy as np
 from pollux.model.efficiency import noise_scale
 from pollux.model.goodput import GoodputTables
 from pollux.policy.base import PolicySettings
-from pollux.policy.pollux import Round, SpeedupTable, speedup_tables
+from pollux.policy.round import Round
 from pollux.policy.solver import solve
+from pollux.policy.speedups import SpeedupTable, speedup_tables
 from pollux.types import Allocation, BatchLimits, JobSpec, JobView, Node, NodeShare, Snapshot, ThroughputParams
 
 # CPU-seconds and best fitness of the artifact's NSGA-II on the same instances, single runs.
@@ -111,7 +112,7 @@ def measure(name: str, instance: dict[str, Any], with_allocations: bool) -> dict
         ours = speedup_tables(snapshot, GoodputTables())  # part of every decision, cold
         tables = _published_tables(instance, ours)
         round_ = Round.of(snapshot, tables, settings)
-        plan = round_.plan(solve(round_.problem, np.random.default_rng(0)))
+        plan = round_.plan(solve(round_.problems[0], np.random.default_rng(0)))
         seconds.append(time.process_time() - began)
     assert plan.explanation is not None
     fitness = recompute_fitness(instance, plan.allocations, tables)
@@ -178,9 +179,9 @@ def _published_tables(instance: dict[str, Any], ours: list[SpeedupTable]) -> lis
             continue
         speedups = np.zeros_like(own.speedups)
         for row, key in enumerate(("goodput_1node", "goodput_multi")):
-            values = np.array(job[key][: speedups.shape[1]]) / job["fair_goodput"]
-            speedups[row, : len(values)] = values
-        speedups[1, :2] = 0.0
+            values = np.array(job[key][: speedups.shape[2]]) / job["fair_goodput"]
+            speedups[0, row, : len(values)] = values
+        speedups[0, 1, :2] = 0.0
         tables.append(SpeedupTable(speedups, own.max_replicas, job["fair_goodput"]))
     return tables
 
@@ -193,7 +194,7 @@ def recompute_fitness(instance: dict[str, Any], allocations: Any, tables: list[S
         held: dict[str, int] = {}
         for node in job["allocation"]:
             held[f"n{node}"] = held.get(f"n{node}", 0) + 1
-        speedup = float(table.speedups[int(allocation.num_nodes > 1), allocation.num_replicas])
+        speedup = float(table.speedups[0, int(allocation.num_nodes > 1), allocation.num_replicas])
         if allocation.as_mapping() != held:
             delay = instance["rescale_delay"]
             speedup *= max(job["age"] - delay * (job["num_restarts"] or 0), 0) / (job["age"] + delay)

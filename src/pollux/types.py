@@ -54,15 +54,21 @@ class NodeShare(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Replicas per node for one job, in rank order. The empty one means: not running."""
+    """Replicas per node for one job, in rank order. The empty one means: not running.
+
+    With a ``host`` the replicas sit on slots that this other job holds, one beside one of the host's: both run on them,
+    each slower. Only policies that say so (``shares_slots``) make such guests, and only the simulator runs them.
+    """
 
     shares: tuple[NodeShare, ...] = ()
+    host: str = ""
 
     def __post_init__(self) -> None:
         for node, num_replicas in self.shares:
             _require(num_replicas >= 1, f"{num_replicas} replicas on node {node!r}; leave the node out instead")
         names = [share.node for share in self.shares]
         _require(len(set(names)) == len(names), f"a node is named twice in one allocation: {names}")
+        _require(bool(self.shares) or not self.host, f"a guest of {self.host!r} needs replicas")
 
     @classmethod
     def of(cls, *shares: tuple[str, int]) -> Allocation:
@@ -71,6 +77,11 @@ class Allocation:
     @property
     def num_replicas(self) -> int:
         return sum(share.num_replicas for share in self.shares)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that are this job's own: a guest has none."""
+        return 0 if self.host else self.num_replicas
 
     @property
     def num_nodes(self) -> int:
@@ -108,8 +119,12 @@ class BatchLimits:
     device_min: int = 1
     device_max: int
     minimum: int = 0
+    device_max_on: tuple[tuple[str, int], ...] = ()
+    """``device_max`` by accelerator type, where a type's memory makes it another."""
 
     def __post_init__(self) -> None:
+        if not isinstance(self.device_max_on, tuple):  # read from JSON
+            object.__setattr__(self, "device_max_on", tuple((name, most) for name, most in self.device_max_on))
         if self.minimum == 0:
             object.__setattr__(self, "minimum", self.initial)
         _require(self.initial >= 1, f"initial batch size {self.initial}; it must be at least 1")
@@ -129,6 +144,13 @@ class BatchLimits:
             self.initial <= self.minimum <= self.maximum,
             f"min batch size {self.minimum} lies outside {self.initial}..{self.maximum}",
         )
+
+    def on(self, accelerator: str) -> BatchLimits:
+        """The limits on slots of this type."""
+        for name, device_max in self.device_max_on:
+            if name == accelerator:
+                return dataclasses.replace(self, device_max=device_max, device_max_on=())
+        return self if not self.device_max_on else dataclasses.replace(self, device_max_on=())
 
     @property
     def max_replicas(self) -> int:
@@ -208,11 +230,14 @@ class JobSpec:
 class Oracle(Protocol):
     """What only a simulator can know of a job; policies that need it say so (``needs_oracle``)."""
 
-    def iteration_s(self, num_replicas: int) -> float:
-        """True time of one step at the requested batch size, densely placed."""
+    def iteration_s(self, num_replicas: int, accelerator: str = DEFAULT_ACCELERATOR) -> float:
+        """True time of one step at the requested batch size, densely placed on slots of this type."""
 
     def remaining_iterations(self) -> float:
         """True number of steps left at the requested batch size."""
+
+    def load(self, num_replicas: int, accelerator: str = DEFAULT_ACCELERATOR) -> float:
+        """Share of a step, 0..1, in which it keeps its accelerators busy; see :mod:`pollux.model.sharing`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -223,12 +248,16 @@ class JobView:
     age_s: float
     allocation: Allocation = NO_ALLOCATION
     num_restarts: int | None = None  # None: never started
+    resize_s: float | None = None  # what a resize was seen to cost it; None: not yet
     attained_s: float = 0.0  # seconds spent holding an allocation, starts and resizes included
+    attained_slot_s: float = 0.0  # the same, each second times the slots held
     params: Mapping[str, ThroughputParams] = field(default_factory=dict)  # by accelerator type
+    guessed: frozenset[str] = frozenset()  # types whose params come from other types, nothing being measured there yet
     shape_factors: Mapping[str, ShapeFactors] = field(default_factory=dict)  # by accelerator type
     noise_scale: float | None = None  # φ in examples
     max_profiled_replicas: int = 0
     remaining_examples: float | None = None  # useful examples (goodput x time) left, if known
+    done_examples: float | None = None  # useful examples so far, if known
     is_pinned: bool = False  # its allocation must stay as it is this round
     oracle: Oracle | None = None
 
@@ -269,13 +298,17 @@ class Snapshot:
     def of(cls, now: float, nodes: Sequence[Node], jobs: Iterable[JobView]) -> Snapshot:
         """A snapshot of ``nodes``: jobs that sit elsewhere are shown as holding nothing.
 
-        So are those for which a node has become too small; whoever must not be moved stays before the others.
+        So are those for which a node has become too small; whoever must not be moved stays before the others. A guest
+        whose host is gone has the slots to itself.
         """
-        jobs = list(jobs)
+        jobs = _settle_guests(list(jobs))
         free = {node.name: node.num_slots for node in nodes}
         held: dict[str, Allocation] = {}
-        for job in sorted(jobs, key=lambda job: not job.is_fixed):
+        for job in sorted(jobs, key=lambda job: (not job.is_fixed, bool(job.allocation.host))):
             shares = job.allocation.shares
+            if job.allocation.host:
+                held[job.name] = job.allocation if held[job.allocation.host] else NO_ALLOCATION
+                continue
             fits = all(count <= free.get(node, 0) for node, count in shares)
             held[job.name] = job.allocation if fits else NO_ALLOCATION
             if fits:
@@ -329,7 +362,7 @@ class Explanation:
     @property
     def gap(self) -> float:
         """Relative distance to the bound: no allocation is better by more than this."""
-        return 0.0 if self.upper_bound <= 0 else max(0.0, 1.0 - self.fitness / self.upper_bound)
+        return 0.0 if self.upper_bound <= 1e-9 else min(max(0.0, 1.0 - self.fitness / self.upper_bound), 1.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -343,10 +376,22 @@ class Plan:
         return self.allocations.get(job, NO_ALLOCATION)
 
 
+def _settle_guests(jobs: list[JobView]) -> list[JobView]:
+    holders = {job.name for job in jobs if job.allocation and not job.allocation.host}
+    return [
+        dataclasses.replace(job, allocation=Allocation(job.allocation.shares))
+        if job.allocation.host and job.allocation.host not in holders
+        else job
+        for job in jobs
+    ]
+
+
 def slots_in_use(allocations: Sequence[Allocation]) -> dict[str, int]:
-    """Replicas per node over several allocations."""
+    """Slots per node over several allocations; guests sit on those of their hosts."""
     used: dict[str, int] = {}
     for allocation in allocations:
+        if allocation.host:
+            continue
         for node, count in allocation.shares:
             used[node] = used.get(node, 0) + count
     return used

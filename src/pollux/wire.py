@@ -263,7 +263,7 @@ def batch_limits_from_dict(value: object, where: str = "batch") -> BatchLimits:
     reader = Reader(value, where, _BATCH_FIELDS)
     values = {name: reader.integer(name, minimum=1) for name in _BATCH_FIELDS}
     with _at(where):
-        return BatchLimits(**values)
+        return BatchLimits(device_max_on=(), **values)
 
 
 # Jobs -----------------------------------------------------------------------------------------

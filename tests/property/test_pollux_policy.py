@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 from pollux.model.goodput import GoodputTables
 from pollux.policy import PolicySettings, make_policy
 from pollux.policy.fitness import EPSILON, costs, fitness
-from pollux.policy.pollux import PolluxPolicy, Round, max_replicas, move_factor, speedup_tables
+from pollux.policy.pollux import PolluxPolicy
+from pollux.policy.round import Round, move_factor
 from pollux.policy.solver import solve
+from pollux.policy.speedups import max_replicas, speedup_tables
 from pollux.types import Allocation, Plan, Snapshot
 from tests.property.brute_force import least_cost
 from tests.snapshots import LIMITS, PARAMS, make_job, make_nodes, snapshots
@@ -33,7 +35,7 @@ def obvious_fitness(snapshot: Snapshot, plan: Plan, rules: PolicySettings) -> fl
     total = 0.0
     for job, table in zip(snapshot.jobs, tables, strict=True):
         allocation = plan.allocation_of(job.name)
-        speedup = float(table.speedups[int(allocation.num_nodes > 1), allocation.num_replicas])
+        speedup = float(table.speedups[0, int(allocation.num_nodes > 1), allocation.num_replicas])
         if allocation != job.allocation:
             speedup *= move_factor(job, rules)
         total += job.spec.weight / (speedup + EPSILON)
@@ -76,7 +78,7 @@ def test_at_most_one_spanning_job_per_node(snapshot):
 
 @settings(max_examples=150)
 @given(snapshots())
-def test_nobody_is_given_more_than_twice_what_was_profiled(snapshot):
+def test_nobody_is_given_more_than_four_times_what_was_profiled(snapshot):
     plan = PolluxPolicy(PolicySettings()).decide(snapshot)
     for job in snapshot.jobs:
         given_now = plan.allocation_of(job.name).num_replicas
@@ -90,8 +92,8 @@ def test_against_brute_force(snapshot, rules):
     if not snapshot.jobs:
         return
     round_ = Round.of(snapshot, speedup_tables(snapshot, GoodputTables()), rules)
-    solution = solve(round_.problem, np.random.default_rng(0))
-    best = least_cost(round_.problem)
+    solution = solve(round_.problems[0], np.random.default_rng(0))
+    best = least_cost(round_.problems[0])
     slack = 1e-9 * max(1.0, abs(best))
     assert solution.lower_bound <= best + slack
     assert solution.cost >= best - slack
@@ -125,8 +127,8 @@ def test_almost_always_optimal_on_small_clusters():
             )
         snapshot = Snapshot(now=0, nodes=nodes, jobs=tuple(jobs))
         round_ = Round.of(snapshot, speedup_tables(snapshot, GoodputTables()), PolicySettings())
-        found = solve(round_.problem, rng).cost
-        ratios.append(least_cost(round_.problem) / found)
+        found = solve(round_.problems[0], rng).cost
+        ratios.append(least_cost(round_.problems[0]) / found)
     assert np.mean(ratios) > 0.99
     assert np.mean(np.array(ratios) > 1 - 1e-9) > 0.95
 
@@ -163,7 +165,7 @@ class TestObjective:
 class TestBehaviour:
     def test_a_job_that_arrives_this_instant_starts(self):
         snapshot = Snapshot(now=0, nodes=make_nodes(1), jobs=(make_job("new", measured=False, age_s=0.0),))
-        assert PolluxPolicy(PolicySettings()).decide(snapshot).allocation_of("new").num_replicas == 1
+        assert PolluxPolicy(PolicySettings()).decide(snapshot).allocation_of("new").num_replicas == 4
 
     def test_a_young_job_is_not_worth_moving_for_little(self):
         held = Allocation.of(("n0", 4))
@@ -194,7 +196,7 @@ class TestBehaviour:
         plan = PolluxPolicy(PolicySettings()).decide(Snapshot(now=0, nodes=make_nodes(1), jobs=jobs))
         assert plan.explanation is not None
         a, b = plan.explanation.jobs
-        assert (a.job, a.before.num_replicas, a.after.num_replicas) == ("a", 1, 3)
+        assert (a.job, a.before.num_replicas, a.after.num_replicas) == ("a", 1, 2)
         assert a.has_changed and a.gain > 0
         assert a.option_replicas.tolist() == [0, 1, 2, 3, 4]
         assert np.all(np.diff(a.option_speedups) > 0)
@@ -233,7 +235,7 @@ def test_batch_limits_bound_the_replicas():
     assert max_replicas(job, 64) == 4
     for capacity, profiled in itertools.product((1, 8), (0, 2)):
         explored = dataclasses.replace(make_job("a"), max_profiled_replicas=profiled)
-        assert max_replicas(explored, capacity) == min(capacity, max(2 * profiled, 1))
+        assert max_replicas(explored, capacity) == min(capacity, max(4 * profiled, 4))
 
 
 def test_a_job_that_cannot_run_does_not_hold_up_the_others():

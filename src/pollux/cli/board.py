@@ -7,6 +7,7 @@ alone tells them apart where colours cannot be seen. Text of users is shown as t
 from __future__ import annotations
 
 import itertools
+import math
 import string
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
@@ -350,6 +351,10 @@ _CURVES = (
 )
 
 
+def _metric(value: float | None) -> str:
+    return figures.number(value) if value is None or math.isfinite(value) else f"{value:g}"
+
+
 def job_lines(
     view: View, curves: Mapping[str, Any], log: Sequence[str], now: float, width: int, height: int, footer: Text
 ) -> RenderableType:
@@ -366,7 +371,8 @@ def job_lines(
     if told:
         parts.append(Text(told, style="dim"))
     rows = [(name, curves.get(key) or [], form) for name, key, form in _CURVES]
-    rows += [(plain(name), values, figures.number) for name, values in (curves.get("metrics") or {}).items()]
+    for name, values in (curves.get("metrics") or {}).items():  # "nan" and "inf" come as texts
+        rows.append((plain(name), [float(value) if isinstance(value, str) else value for value in values], _metric))
     rows = [row for row in rows if any(value is not None for value in row[1])]
     label = min(max((len(name) for name, *_ in rows), default=0), 20)
     for name, values, form in rows[: max(height - len(parts) - 6, 3)]:

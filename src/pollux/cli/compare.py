@@ -25,6 +25,7 @@ from pollux.cli.simulate import (
     BandOption,
     BudgetOption,
     ChargeOption,
+    ClusterOption,
     EventsOption,
     GpusOption,
     HtmlOption,
@@ -36,14 +37,17 @@ from pollux.cli.simulate import (
     MinNodesOption,
     NodesOption,
     OutputOption,
+    PhysicsOption,
     POption,
     PriceOption,
     ResizeOption,
     Setup,
+    SharedSpeedsOption,
     Switch,
     TracesOption,
     Weights,
     WeightsOption,
+    World,
     announce,
     charged,
     check_outputs,
@@ -54,7 +58,7 @@ from pollux.cli.simulate import (
     output_console,
     summary_row,
 )
-from pollux.errors import InvalidValueError
+from pollux.errors import InvalidValueError, SimulationError
 from pollux.look import require_plotly
 from pollux.policy import PolicySettings
 from pollux.simulator.report import html_report
@@ -102,11 +106,37 @@ def check_all(setups: Sequence[Setup]) -> tuple[list[int], list[str]]:
     return [len(workload.jobs) for workload in workloads], names
 
 
-def run_setups(setups: Sequence[Setup], num_processes: int) -> list[SimulationResult]:
-    """Check all, then run all; results are in the order of the setups."""
+def run_setups(setups: Sequence[Setup], num_processes: int) -> tuple[list[SimulationResult], dict[str, str]]:
+    """Check all, then run all: results in the order of the setups, and why each policy that failed did.
+
+    A policy that failed once has no results at all: means over fewer runs than the others' would mislead.
+
+    Raises:
+        SimulationError: all of them failed.
+    """
     num_jobs, names = check_all(setups)
-    results = run_all(setups, num_jobs, num_processes)
-    return [dataclasses.replace(result, workload=name) for result, name in zip(results, names, strict=True)]
+    outcomes = run_all(setups, num_jobs, num_processes)
+    errors = {
+        setup.policy: outcome
+        for setup, outcome in zip(setups, outcomes, strict=True)
+        if isinstance(outcome, SimulationError)
+    }
+    if all(setup.policy in errors for setup in setups):
+        raise errors[setups[0].policy]
+    results = [
+        dataclasses.replace(outcome, workload=name)
+        for setup, outcome, name in zip(setups, outcomes, names, strict=True)
+        if setup.policy not in errors and not isinstance(outcome, SimulationError)
+    ]
+    return results, {policy: str(error) for policy, error in errors.items()}
+
+
+def end_with(failed: Mapping[str, str]) -> None:
+    """Say which policies failed, and end as a failed command does if any did; for after the others are shown."""
+    for policy, reason in failed.items():
+        typer.echo(f"error: {policy} is left out: {reason}", err=True)
+    if failed:
+        raise typer.Exit(1)
 
 
 # Printing -------------------------------------------------------------------------------------
@@ -125,6 +155,9 @@ _COLUMNS: tuple[tuple[str, str, str, float, int], ...] = (
     ("effic. %", "efficiency_mean", ".0f", 100, 4),
     ("decision ms", "decision_s.mean", ".2f", 1000, 10),
 )
+
+
+_SMALL = 10.0  # whole numbers would say too little below this
 
 
 def policy_table(console: Console, title: str, by_policy: Mapping[str, Sequence[SimulationResult]]) -> Table:
@@ -149,10 +182,17 @@ def _table(title: str, by_policy: Mapping[str, Sequence[SimulationResult]], max_
         table.add_column(heading, justify="right", no_wrap=True)
     averages = {policy: mean_of(results, "jct_s.mean") for policy, results in by_policy.items()}
     best = min(averages.values())
+    forms = []
+    for _, name, form, factor, _ in columns:
+        most = max(mean_of(results, name) * factor for results in by_policy.values())
+        forms.append(",.2f" if form == ",.0f" and most < _SMALL else form)  # of few jobs on few slots
     for policy, results in by_policy.items():
         is_best = averages[policy] == best
         ratio = averages[policy] / best if best > 0 else 1.0
-        cells = [f"{mean_of(results, name) * factor:{form}}" for _, name, form, factor, _ in columns]
+        cells = [
+            f"{mean_of(results, name) * factor:{form}}"
+            for (_, name, _, factor, _), form in zip(columns, forms, strict=True)
+        ]
         table.add_row(Text(policy), f"{ratio:.2f}", *cells, style="bold" if is_best else "")
     return table
 
@@ -171,8 +211,11 @@ def print_tables(console: Console, results: Sequence[SimulationResult]) -> None:
         console.print(policy_table(console, f"all {len(groups)} workloads (mean)", by_policy))
 
 
-def comparison_json(results: Sequence[SimulationResult]) -> dict[str, Any]:
-    """What ``--output`` and ``--json`` give: the means by workload and policy, and every run without its series."""
+def comparison_json(results: Sequence[SimulationResult], failed: Mapping[str, str] | None = None) -> dict[str, Any]:
+    """What ``--output`` and ``--json`` give: the means by workload and policy, and every run without its series.
+
+    ``failed``: why each policy that is missing is.
+    """
     summary = []
     for workload, by_policy in group_results(results).items():
         best = min(mean_of(seeds, "jct_s.mean") for seeds in by_policy.values())
@@ -183,6 +226,7 @@ def comparison_json(results: Sequence[SimulationResult]) -> dict[str, Any]:
         "pollux_version": __version__,
         "summary": summary,
         "results": [result.to_json(with_series=False) for result in results],
+        "failed": dict(failed or {}),
     }
 
 
@@ -198,11 +242,14 @@ def compare(
     seeds: Annotated[str | None, typer.Option("--seeds", metavar="0,1,..", help="Seeds to average over.")] = None,
     seed: Annotated[list[int] | None, typer.Option("--seed", help="One seed. May be repeated.")] = None,
     jobs: Annotated[int | None, typer.Option("--jobs", help="Processes; one per core if left out.", min=1)] = None,
-    nodes: NodesOption = 16,
-    gpus_per_node: GpusOption = 4,
+    nodes: NodesOption = None,
+    gpus_per_node: GpusOption = None,
+    cluster: ClusterOption = None,
+    physics: PhysicsOption = World.OSDI21,
     interval: IntervalOption = 60.0,
     resize_s: ResizeOption = 30.0,
     interference: InterferenceOption = 0.0,
+    shared_speeds: SharedSpeedsOption = None,
     autoscale: AutoscaleOption = None,
     band: BandOption = None,
     budget: BudgetOption = None,
@@ -229,9 +276,12 @@ def compare(
     config = make_config(
         nodes=nodes,
         gpus_per_node=gpus_per_node,
+        cluster=cluster,
+        physics=physics,
         interval=interval,
         resize_s=resize_s,
         interference=interference,
+        shared_speeds=shared_speeds,
         events=events,
         profile_memory=profile_memory,
         autoscale=autoscale,
@@ -250,12 +300,13 @@ def compare(
             policy=name,
             config=config,
             settings=PolicySettings(p=p, resize_s=charged(charge_s, resize_s), weights=weights.value, seed=number),
+            shared_speeds=shared_speeds,
         )
         for source, name, number in itertools.product(workloads, policies, all_seeds)
     ]
-    results = run_setups(setups, jobs or os.cpu_count() or 1)
+    results, failed = run_setups(setups, jobs or os.cpu_count() or 1)
     if output is not None:
-        write_json(output, comparison_json(results))
+        write_json(output, comparison_json(results, failed))
         announce(output)
     arguments = [
         *(("--workload", source) for source in workloads),
@@ -274,9 +325,10 @@ def compare(
         summary = comparison_json(results)["summary"]
         publish(data, server, title=title, command=command, kind="compare", summary=summary, make_html=page)
     if as_json:
-        typer.echo(json.dumps(comparison_json(results), indent=1, allow_nan=False))
+        typer.echo(json.dumps(comparison_json(results, failed), indent=1, allow_nan=False))
     else:
         print_tables(output_console(), results)
+    end_with(failed)
 
 
 def report_title(results: Sequence[SimulationResult]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from pollux.cli.compare import policy_table, report_title, run_setups
+from pollux.cli.compare import end_with, policy_table, report_title, run_setups
 from pollux.cli.simulate import Setup, announce, command_line, output_console
 from pollux.policy import PolicySettings
 from pollux.simulator.report import html_report
@@ -46,7 +46,7 @@ def simulated_demo(html: Path, seed: int, jobs: int | None) -> None:
     setups = [
         Setup(workload=WORKLOAD, traces=None, policy=policy, config=config, settings=settings) for policy in POLICIES
     ]
-    results = run_setups(setups, jobs or os.cpu_count() or 1)
+    results, failed = run_setups(setups, jobs or os.cpu_count() or 1)
     console = output_console()
     for workload, by_policy in group_results(results).items():
         title = f"{results[0].num_jobs} jobs ({workload}) on {config.num_nodes} nodes of {config.gpus_per_node} GPUs"
@@ -56,3 +56,4 @@ def simulated_demo(html: Path, seed: int, jobs: int | None) -> None:
     command = command_line("compare", arguments, setups[0])
     write_text(html, html_report(results, title=report_title(results), command=command))
     announce(html)
+    end_with(failed)

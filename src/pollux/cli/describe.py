@@ -183,8 +183,9 @@ def resize_table(resizes: Sequence[Mapping[str, Any]], *, is_over: bool = False)
         shares = [
             ", ".join(f"{plain(node)}:{count}" for node, count in resize[key]) or "-" for key in ("before", "after")
         ]
-        is_under_way = resize["took_s"] is None and index == len(resizes) and not is_over
-        took = "under way" if is_under_way else figures.duration(resize["took_s"])
+        took = figures.duration(resize["took_s"])
+        if resize["took_s"] is None:
+            took = "replaced by the next" if index < len(resizes) else "never finished" if is_over else "under way"
         table.add_row(moment(resize["at"]), *map(Text, shares), took)
     return table
 

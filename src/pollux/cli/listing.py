@@ -109,7 +109,9 @@ def node_table(nodes: Iterable[Mapping[str, Any]]) -> Table:
 def _node_state(node: Mapping[str, Any]) -> Text:
     if node["is_leaving"]:
         return Text("leaving", style="yellow")
-    return Text("draining", style="yellow") if node["is_draining"] else Text("ready", style="green")
+    if node["is_draining"]:
+        return Text("draining" if node["used"] else "drained", style="yellow")
+    return Text("ready", style="green")
 
 
 def nodes(as_json: JsonOption = False, data: DataOption = None, server: ServerOption = None) -> None:
@@ -155,7 +157,7 @@ def status_lines(cluster: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("slots", f"{slots}, on {figures.plural(cluster['nodes'], 'node')}"),
         ("jobs", counts or "none"),
         ("rounds", f"{rounds}, the last in {figures.duration(took_s)}; at least every {cluster['interval_s']:g}s"),
-        ("lost", f"{figures.share(cluster['lost_share'])} of the jobs' time, to starts and resizes"),
+        ("lost", f"{figures.share(cluster['lost_share'])} of the running jobs' time, to resizes and restarts"),
         *sizing_lines(cluster["sizing"]),
         ("data", cluster["data_directory"]),
     ]

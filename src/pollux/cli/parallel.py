@@ -30,20 +30,28 @@ _PATIENCE_S = 5.0
 _SINGLE_THREADED = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")  # one core per worker is enough
 
 
-def run_all(setups: Sequence[Setup], num_jobs: Sequence[int], num_processes: int) -> list[SimulationResult]:
-    """Simulate all; results are in the order of ``setups``, ``num_jobs`` are theirs.
+Outcome = SimulationResult | SimulationError
+
+
+def run_all(setups: Sequence[Setup], num_jobs: Sequence[int], num_processes: int) -> list[Outcome]:
+    """Simulate all; outcomes are in the order of ``setups``, ``num_jobs`` are theirs.
+
+    A simulation that comes to no end (SimulationError) costs the others nothing.
 
     Raises:
-        PolluxError: what the first failing simulation raised; the others are stopped.
+        PolluxError: any other error; the others are stopped.
     """
     with progress_bar() as progress:
         display = _Display(progress, setups, num_jobs)
         if min(len(setups), num_processes) == 1:
-            results = []
+            outcomes: list[Outcome] = []
             for index, setup in enumerate(setups):
-                results.append(run_setup(setup, functools.partial(display.show, index)))
+                try:
+                    outcomes.append(run_setup(setup, functools.partial(display.show, index)))
+                except SimulationError as error:
+                    outcomes.append(error)
                 display.finish(index)
-            return results
+            return outcomes
         return _run_in_processes(setups, min(len(setups), num_processes), display)
 
 
@@ -74,7 +82,7 @@ class _Display:
         self.show(index, self._num_jobs[index])
 
 
-def _run_in_processes(setups: Sequence[Setup], num_processes: int, display: _Display) -> list[SimulationResult]:
+def _run_in_processes(setups: Sequence[Setup], num_processes: int, display: _Display) -> list[Outcome]:
     context = multiprocessing.get_context("spawn")  # a fork would copy this process's threads' locks
     done = context.RawArray("i", len(setups))
     stop = context.RawValue("b", 0)
@@ -91,15 +99,22 @@ def _run_in_processes(setups: Sequence[Setup], num_processes: int, display: _Dis
                 for index, num_done in enumerate(done):
                     display.show(index, num_done)
                 for future in finished:
-                    future.result()  # an error ends the comparison now
+                    _outcome(future)  # any other error ends the comparison now
                     display.finish(futures.index(future))
-        return [future.result() for future in futures]
+        return [_outcome(future) for future in futures]
     except BrokenProcessPool as error:
         raise SimulationError("a worker process died (out of memory?); try fewer with --jobs") from error
     finally:
         stop.value = 1
         pool.shutdown(wait=False, cancel_futures=True)
         _see_off([worker for worker in multiprocessing.active_children() if worker not in others])
+
+
+def _outcome(future: Future[SimulationResult]) -> Outcome:
+    try:
+        return future.result()
+    except SimulationError as error:
+        return error
 
 
 def _see_off(workers: Sequence[multiprocessing.process.BaseProcess]) -> None:

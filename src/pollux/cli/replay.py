@@ -9,7 +9,7 @@ import dataclasses
 import os
 import shlex
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -20,13 +20,13 @@ from rich.table import Table
 from rich.text import Text
 
 from pollux.cli import figures
-from pollux.cli.compare import comparison_json, policy_table, run_setups
+from pollux.cli.compare import comparison_json, end_with, policy_table, run_setups
 from pollux.cli.connect import DataOption, ServerOption, print_json
 from pollux.cli.gather import Source, Window, find_source, gather, parse_window
 from pollux.cli.job_table import plain
 from pollux.cli.publishing import PublishOption, check_server, publish
 from pollux.cli.simulate import POLICY_HELP, JsonOption, Setup, announce, check_outputs, command_line, output_console
-from pollux.errors import InputFileError, UnknownNameError
+from pollux.errors import InputFileError, SimulationError, UnknownNameError
 from pollux.look import require_plotly
 from pollux.policy import make_policy, policy_names
 from pollux.simulator.recorded import (
@@ -54,6 +54,7 @@ class Replay:
     recorded: SimulationResult
     simulated: tuple[SimulationResult, ...]
     workload_command: str  # that repeats the simulations from files
+    failed: Mapping[str, str]  # other policies that came to no end, and why
 
     @property
     def prediction(self) -> Prediction:
@@ -74,7 +75,11 @@ def choose_policies(decided: str, given: Sequence[str]) -> list[str]:
 
 
 def run_replay(recording: Recording, policies: Sequence[str], folder: Path, source: str, num_processes: int) -> Replay:
-    """Write the workload to ``folder`` and simulate it from there."""
+    """Write the workload to ``folder`` and simulate it from there.
+
+    Raises:
+        SimulationError: the first policy, which the others are held against, failed.
+    """
     workload = write_workload(recording, folder, source)
     setups = [
         Setup(
@@ -86,13 +91,16 @@ def run_replay(recording: Recording, policies: Sequence[str], folder: Path, sour
         )
         for policy in policies
     ]
-    results = run_setups(setups, num_processes)
+    results, failed = run_setups(setups, num_processes)
+    if policies[0] in failed:
+        raise SimulationError(failed[policies[0]])
     arguments = [("--workload", str(workload)), *(("--policy", policy) for policy in policies)]
     return Replay(
         recording=recording,
         recorded=recorded_result(recording),
         simulated=(dataclasses.replace(results[0], policy=simulated_name(recording)), *results[1:]),
         workload_command=command_line("compare", arguments, setups[0]),
+        failed=failed,
     )
 
 
@@ -144,7 +152,7 @@ def job_table(replay: Replay) -> Table:
 
 def replay_json(replay: Replay, source: Source, command: str) -> dict[str, Any]:
     recording, prediction = replay.recording, replay.prediction
-    compared = comparison_json((replay.recorded, *replay.simulated))
+    compared = comparison_json((replay.recorded, *replay.simulated), replay.failed)
     pairs = zip(recording.jobs, prediction.simulated.jobs, prediction.errors, strict=True)
     return {
         **compared,
@@ -191,7 +199,9 @@ def replay(
     jobs: Annotated[int | None, typer.Option("--jobs", help="Processes; one per core if left out.", min=1)] = None,
     out: Annotated[
         Path | None,
-        typer.Option("--out", metavar="FILE", help="Write an HTML report to look at.", rich_help_panel="Output"),
+        typer.Option(
+            "--out", "--html", metavar="FILE", help="Write an HTML report to look at.", rich_help_panel="Output"
+        ),
     ] = None,
     workload_out: Annotated[
         Path | None,
@@ -244,6 +254,7 @@ def replay(
         print_json(replay_json(made, source, command))
     else:
         print_replay(output_console(), made)
+    end_with(made.failed)
 
 
 def _command(source: Source, window: Window, policies: Sequence[str]) -> str:

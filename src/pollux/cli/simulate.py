@@ -20,16 +20,18 @@ from rich.text import Text
 
 from pollux.cli.connect import DataOption, ServerOption
 from pollux.cli.publishing import PublishOption, check_server, publish
-from pollux.cli.ranges import parse_band, parse_nodes
+from pollux.cli.ranges import parse_band, parse_cluster, parse_nodes
 from pollux.errors import InputFileError, InvalidValueError, SimulationError
 from pollux.look import require_plotly
 from pollux.policy import PolicySettings, make_policy, policy_names
 from pollux.scheduler.autoscale import DEFAULT_BAND
 from pollux.scheduler.loop import SchedulerConfig
+from pollux.simulator.colocation import check_applications, read_shared_speeds
 from pollux.simulator.generate import BUILTIN_WORKLOADS
+from pollux.simulator.physics import PHYSICS, SIA_CLUSTER
 from pollux.simulator.report import html_report
 from pollux.simulator.result import SimulationResult, mean_of, summarise, write_json, write_text
-from pollux.simulator.run import SimulationConfig
+from pollux.simulator.run import SimulationConfig, restricted
 from pollux.simulator.run import simulate as run_simulation
 from pollux.simulator.source import load_source
 from pollux.simulator.workload import Workload
@@ -48,14 +50,43 @@ class Weights(StrEnum):
     REMAINING = "remaining"
 
 
+class World(StrEnum):
+    """The names in :data:`pollux.simulator.physics.PHYSICS`."""
+
+    OSDI21 = "osdi21"
+    SIA = "sia"
+
+
 _CLUSTER, _POLICY, _OUTPUT = "Cluster", "Policy", "Output"
 
 TracesOption = Annotated[
     str | None,
     typer.Option("--traces", metavar="DIR", help="Traces of the applications; built-in profiles if left out."),
 ]
-NodesOption = Annotated[int, typer.Option("--nodes", help="Nodes (not with auto-scaling).", rich_help_panel=_CLUSTER)]
-GpusOption = Annotated[int, typer.Option("--gpus-per-node", help="GPUs of each node.", rich_help_panel=_CLUSTER)]
+NodesOption = Annotated[
+    int | None,
+    typer.Option("--nodes", help="Nodes (not with auto-scaling); 16 if left out.", rich_help_panel=_CLUSTER),
+]
+GpusOption = Annotated[
+    int | None, typer.Option("--gpus-per-node", help="GPUs of each node; 4 if left out.", rich_help_panel=_CLUSTER)
+]
+ClusterOption = Annotated[
+    str | None,
+    typer.Option(
+        "--cluster",
+        metavar="TYPE:NODESxGPUS,..",
+        help="Nodes of several types instead, as in aws:6x4,dgx-ext:2x8,rtx:3x8.",
+        rich_help_panel=_CLUSTER,
+    ),
+]
+PhysicsOption = Annotated[
+    World,
+    typer.Option(
+        "--physics",
+        help="Of which published simulator; sia: its restart delays, slowdowns and, unless you say one, its cluster.",
+        rich_help_panel=_CLUSTER,
+    ),
+]
 IntervalOption = Annotated[
     float, typer.Option("--interval", help="Seconds between decisions.", rich_help_panel=_CLUSTER)
 ]
@@ -75,6 +106,15 @@ InterferenceOption = Annotated[
     float,
     typer.Option(
         "--interference", help="Slowdown (0..1) of spanning jobs that share a node.", rich_help_panel=_CLUSTER
+    ),
+]
+SharedSpeedsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--shared-speeds",
+        metavar="FILE",
+        help="Speeds of jobs that share GPUs (CSV: application,beside,speed); what it leaves out is modelled.",
+        rich_help_panel=_CLUSTER,
     ),
 ]
 AutoscaleOption = Annotated[
@@ -142,15 +182,19 @@ class Setup:
     policy: str
     config: SimulationConfig
     settings: PolicySettings
+    shared_speeds: Path | None = None  # where the configuration's were read from
 
 
 def make_config(
     *,
-    nodes: int,
-    gpus_per_node: int,
+    nodes: int | None,
+    gpus_per_node: int | None,
+    cluster: str | None,
+    physics: World,
     interval: float,
     resize_s: float,
     interference: float,
+    shared_speeds: Path | None = None,
     events: Switch,
     profile_memory: Switch,
     autoscale: str | None = None,
@@ -164,6 +208,7 @@ def make_config(
 
     Raises:
         InvalidValueError: one of them makes no sense, or none without another.
+        InputFileError: ``shared_speeds`` cannot be read.
     """
     if autoscale is not None:
         if min_nodes is not None or max_nodes is not None:
@@ -173,12 +218,22 @@ def make_config(
         if value is not None and min_nodes is None and max_nodes is None:
             raise InvalidValueError(f"{option} {value} is for auto-scaling: add --autoscale MIN..MAX")
     low, high = parse_band(band) if band is not None else DEFAULT_BAND
+    for option, value in (("--nodes", nodes), ("--gpus-per-node", gpus_per_node)):
+        if cluster is not None and value is not None:
+            raise InvalidValueError(f"{option} {value} and --cluster {cluster} both say how many; give one of them")
+    groups = parse_cluster(cluster) if cluster is not None else ()
+    if physics is World.SIA and cluster is None and nodes is None and gpus_per_node is None:
+        groups = SIA_CLUSTER
+    usual = SimulationConfig()
     config = SimulationConfig(
-        num_nodes=nodes,
-        gpus_per_node=gpus_per_node,
+        num_nodes=usual.num_nodes if nodes is None else nodes,
+        gpus_per_node=usual.gpus_per_node if gpus_per_node is None else gpus_per_node,
+        cluster=groups,
+        physics=PHYSICS[physics],
         interval_s=interval,
         resize_s=resize_s,
         interference=interference,
+        shared_speeds=read_shared_speeds(shared_speeds) if shared_speeds is not None else (),
         decides_on_events=events is Switch.ON,
         remembers_profiles=profile_memory is Switch.ON,
         min_nodes=min_nodes,
@@ -228,8 +283,9 @@ def load_setup(setup: Setup) -> Workload:
     Raises:
         PolluxError: the workload or the traces cannot be used.
     """
-    workload, _ = load_source(setup.workload, setup.traces, setup.settings.seed)
-    return workload
+    workload, applications = load_source(setup.workload, setup.traces, setup.settings.seed)
+    check_applications(setup.config.shared_speeds, applications.values())
+    return restricted(workload, applications, setup.config)
 
 
 def check_setup(setup: Setup, workload: Workload) -> None:
@@ -240,18 +296,18 @@ def check_setup(setup: Setup, workload: Workload) -> None:
     """
     policy = make_policy(setup.policy, setup.settings)
     # A policy that gives jobs what they asked for would wait for ever for GPUs that there are not.
-    num_nodes = setup.config.max_nodes or setup.config.num_nodes
-    num_gpus = num_nodes * setup.config.gpus_per_node
-    large = [job for job in workload.jobs if (job.requested_replicas or 1) > num_gpus]
-    if large and not policy.needs_oracle:
-        nodes = SimulationConfig(num_nodes=num_nodes, gpus_per_node=setup.config.gpus_per_node).nodes()
-        for job in large:
-            alone = Snapshot(now=job.submitted_at, nodes=nodes, jobs=(JobView(spec=job, age_s=0.0),))
-            if not policy.decide(alone).allocation_of(job.name):
-                raise SimulationError(
-                    f"workload {setup.workload}: job {job.name!r} asks for {job.requested_replicas} GPUs, the cluster "
-                    f"has {num_gpus}; policy {setup.policy} would never run it"
-                )
+    full = setup.config.full
+    for job in workload.jobs if not policy.needs_oracle else ():
+        allowed = [g for g in full.groups if job.accelerators is None or g.accelerator in job.accelerators]
+        num_gpus = max(group.num_slots for group in allowed)
+        if (job.requested_replicas or 1) <= num_gpus:
+            continue
+        alone = Snapshot(now=job.submitted_at, nodes=full.nodes(), jobs=(JobView(spec=job, age_s=0.0),))
+        if not policy.decide(alone).allocation_of(job.name):
+            raise SimulationError(
+                f"workload {setup.workload}: job {job.name!r} asks for {job.requested_replicas} GPUs, the cluster "
+                f"has {num_gpus}{' of one type' * (len(full.groups) > 1)}; policy {setup.policy} would never run it"
+            )
 
 
 def run_setup(setup: Setup, on_jobs_done: Callable[[int], None]) -> SimulationResult:
@@ -292,13 +348,17 @@ def command_line(command: str, arguments: Sequence[tuple[str, object]], setup: S
     """The command that repeats this: its own arguments, then every option that is not as by default."""
     usual, usual_settings = SimulationConfig(), PolicySettings()
     config, settings = setup.config, setup.settings
+    is_sia = config.physics.name == World.SIA
     options: list[tuple[str, object, object]] = [
         ("--traces", setup.traces, None),
-        ("--nodes", config.num_nodes, usual.num_nodes),
+        ("--nodes", config.num_nodes, None if is_sia and not config.cluster else usual.num_nodes),
         ("--gpus-per-node", config.gpus_per_node, usual.gpus_per_node),
+        ("--cluster", ",".join(map(str, () if is_sia and config.cluster == SIA_CLUSTER else config.cluster)), ""),
+        ("--physics", config.physics.name, usual.physics.name),
         ("--interval", config.interval_s, usual.interval_s),
         ("--resize-s", config.resize_s, usual.resize_s),
         ("--interference", config.interference, usual.interference),
+        ("--shared-speeds", setup.shared_speeds, None),
         ("--events", "on" if config.decides_on_events else "off", "off"),
         ("--profile-memory", "on" if config.remembers_profiles else "off", "off"),
         ("--autoscale", f"{config.min_nodes}..{config.max_nodes}" if config.autoscale else None, None),
@@ -346,6 +406,7 @@ def result_table(result: SimulationResult) -> Table:
     jct, rho, decision = result.jct_s, result.rho, result.decision_s
     for name, value in (
         ("jobs", f"{result.num_jobs}"),
+        ("cluster", result.cluster),
         ("average JCT", f"{jct.mean:,.1f} s"),
         ("median JCT", f"{jct.p50:,.1f} s"),
         ("99th percentile JCT", f"{jct.p99:,.1f} s"),
@@ -353,6 +414,7 @@ def result_table(result: SimulationResult) -> Table:
         ("finish-time fairness ρ (mean, p99, worst)", f"{rho.mean:.2f}, {rho.p99:.2f}, {rho.max:.2f}"),
         ("restarts per job", f"{result.restarts_mean:.2f}"),
         ("GPU-hours held", f"{result.gpu_hours:,.1f}"),
+        *((f"  of type {kind}", f"{hours:,.1f}") for kind, hours in result.gpu_hours_by_type.items()),
         ("node-hours, GPU-hours paid for", f"{result.node_hours:,.1f}, {result.slot_hours:,.1f}"),
         *((("cost", f"{result.cost:,.2f}"),) if result.cost is not None else ()),
         ("utilisation", f"{result.utilisation_mean:.1%}"),
@@ -372,11 +434,14 @@ def simulate(
     workload: Annotated[str, typer.Option("--workload", metavar="FILE|builtin:NAME", help=WORKLOAD_HELP)],
     policy: Annotated[str, typer.Option("--policy", metavar="NAME", help=POLICY_HELP)],
     traces: TracesOption = None,
-    nodes: NodesOption = 16,
-    gpus_per_node: GpusOption = 4,
+    nodes: NodesOption = None,
+    gpus_per_node: GpusOption = None,
+    cluster: ClusterOption = None,
+    physics: PhysicsOption = World.OSDI21,
     interval: IntervalOption = 60.0,
     resize_s: ResizeOption = 30.0,
     interference: InterferenceOption = 0.0,
+    shared_speeds: SharedSpeedsOption = None,
     autoscale: AutoscaleOption = None,
     band: BandOption = None,
     budget: BudgetOption = None,
@@ -406,9 +471,12 @@ def simulate(
     config = make_config(
         nodes=nodes,
         gpus_per_node=gpus_per_node,
+        cluster=cluster,
+        physics=physics,
         interval=interval,
         resize_s=resize_s,
         interference=interference,
+        shared_speeds=shared_speeds,
         events=events,
         profile_memory=profile_memory,
         autoscale=autoscale,
@@ -419,7 +487,14 @@ def simulate(
         max_nodes=max_nodes,
     )
     settings = PolicySettings(p=p, resize_s=charged(charge_s, resize_s), weights=weights.value, seed=seed)
-    setup = Setup(workload=workload, traces=traces, policy=policy, config=config, settings=settings)
+    setup = Setup(
+        workload=workload,
+        traces=traces,
+        policy=policy,
+        config=config,
+        settings=settings,
+        shared_speeds=shared_speeds,
+    )
     loaded = load_setup(setup)
     check_setup(setup, loaded)
     with progress_bar() as progress:

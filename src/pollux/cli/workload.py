@@ -22,7 +22,9 @@ from pollux.simulator.generate import BUILTIN_WORKLOADS, generate_workload, trai
 from pollux.simulator.source import BUILTIN_PREFIX, load_applications, load_source
 from pollux.simulator.workload import Workload, workload_csv
 
-app = typer.Typer(help="Make up workloads for the simulator, or look at one.", no_args_is_help=True)
+app = typer.Typer(
+    help="Make up workloads for the simulator, or look at one.", no_args_is_help=True, add_completion=False
+)
 
 _BAR_WIDTH = 40
 _MAX_BARS = 48  # longer workloads are counted by several hours at a time

@@ -23,6 +23,9 @@ from pollux.types import BatchConfig, BatchLimits, FloatArray, IntArray, JobView
 NUM_CANDIDATES = 50  # totals tried between the smallest and the largest, geometrically spaced
 KEEP_THRESHOLD = 0.05  # a change of batch that gains less is not worth a change
 _ROUNDING = 1e-8
+_ALL_COUNTS = 16  # replicas up to which a table has every count
+_TOGETHER = 256  # models whose tables are computed at once
+_NO_TABLE = np.zeros((2, 1))
 
 
 def goodput(
@@ -205,7 +208,7 @@ class GoodputModel:
         params = job.params.get(accelerator)
         if params is None or job.noise_scale is None or job.spec.batch is None:
             return None
-        return cls(params, job.noise_scale, job.spec.batch, job.shape_factors.get(accelerator, ()))
+        return cls(params, job.noise_scale, job.spec.batch.on(accelerator), job.shape_factors.get(accelerator, ()))
 
 
 @lru_cache(maxsize=8192)
@@ -222,60 +225,101 @@ def _factor_table(factors: ShapeFactors, most: int) -> FloatArray:
     return table
 
 
-@dataclass(frozen=True, slots=True)
-class _RateGrid:
-    """Throughput of every candidate batch; depends on θ and the limits, not on φ."""
+@lru_cache(maxsize=512)
+def shown_counts(most: int) -> IntArray:
+    """Replica counts that tables are computed for: all of the first ones, then ever fewer; between them, a line."""
+    counts, step = list(range(1, min(most, _ALL_COUNTS) + 1)), 1
+    while counts[-1] < most:
+        step = max(step, counts[-1] // _ALL_COUNTS * 4)
+        counts.append(min(counts[-1] + step, most))
+    return np.array(counts)
 
-    totals: FloatArray  # (2, num_counts, NUM_CANDIDATES): [on one node, spanning nodes]
-    rates: FloatArray  # the same shape; 0 where not allowed
+
+@dataclass(frozen=True, slots=True)
+class _Grid:
+    """Totals of the candidate batches of all shown counts, and how they are made up; depends on the limits only."""
+
+    counts: IntArray  # (num_counts,)
+    device: IntArray  # (num_counts, NUM_CANDIDATES), as all the others
+    accum: IntArray
+    totals: FloatArray
+    allowed: npt.NDArray[np.bool_]
+
+
+@lru_cache(maxsize=1024)
+def _grid(limits: BatchLimits, most: int) -> _Grid:
+    counts = shown_counts(most)
+    device, accum, allowed = candidate_batches(counts, limits)
+    return _Grid(counts, device, accum, (counts[:, None] * device * (accum + 1)).astype(float), allowed)
+
+
+def _rates(params: ThroughputParams, grid: _Grid) -> npt.NDArray[np.float32]:
+    """(2, num_counts, NUM_CANDIDATES) examples per second: [on one node, spanning nodes]; 0 where not allowed."""
+    nodes = np.array([1, 2]).reshape(2, 1, 1)
+    times = iteration_s(params, nodes, grid.counts[:, None], grid.device, grid.accum)
+    result: npt.NDArray[np.float32] = np.where(grid.allowed, grid.totals / times, 0.0).astype(np.float32)
+    return result
 
 
 class GoodputTables:
     """Best goodput of jobs for 1..R replicas, on one node and spanning nodes.
 
-    Grids of step times are remembered by (θ, limits), so a round in which only noise scales moved
-    costs one multiplication per candidate.
+    Rates are remembered by (θ, limits, R), so a round in which only noise scales moved costs one multiplication per
+    candidate; those of many jobs are done together. At most ``max_remembered`` are kept, some 10 KB each.
     """
 
-    def __init__(self, max_remembered: int = 8192) -> None:
-        self._grids: dict[tuple[ThroughputParams, BatchLimits], _RateGrid] = {}
+    def __init__(self, max_remembered: int = 32_768) -> None:
+        self._remembered: dict[tuple[ThroughputParams, BatchLimits, int], npt.NDArray[np.float32]] = {}
         self._max_remembered = max_remembered
 
     def clear(self) -> None:
-        self._grids.clear()
+        self._remembered.clear()
 
     def best(self, models: Sequence[GoodputModel], max_replicas: Sequence[int]) -> list[FloatArray]:
         """Per job an array (2, max_replicas + 1): row 0 on one node, row 1 on several; 0 where impossible."""
-        tables = []
-        for model, most in zip(models, max_replicas, strict=True):
-            grid = self._grid(model, most)
-            totals, rates = grid.totals[:, :most], grid.rates[:, :most]
-            phi, initial = model.phi, model.limits.initial
-            values = np.zeros((2, most + 1))
-            values[:, 1:] = np.max(rates / (totals + phi), axis=2) * (phi + initial)
-            values[1, 1] = 0.0  # a single replica cannot span nodes
-            if model.factors:
-                values *= _factor_table(model.factors, most)
-            tables.append(values)
+        alike: dict[int, list[int]] = {}
+        for index, most in enumerate(max_replicas):
+            alike.setdefault(most, []).append(index)
+        tables: list[FloatArray] = [_NO_TABLE] * len(models)
+        for most, members in alike.items():
+            for begin in range(0, len(members), _TOGETHER):
+                chunk = members[begin : begin + _TOGETHER]
+                values = self._best_alike([models[index] for index in chunk], most)
+                for index, table in zip(chunk, values, strict=True):
+                    tables[index] = table
         return tables
 
-    def _grid(self, model: GoodputModel, most: int) -> _RateGrid:
-        key = (model.params, model.limits)
-        grid = self._grids.get(key)
-        if grid is None or grid.rates.shape[1] < most:
-            if len(self._grids) >= self._max_remembered:
-                for stale in list(self._grids)[: self._max_remembered // 2]:
-                    del self._grids[stale]
-            grid = _rate_grid(model.params, model.limits, most)
-            self._grids[key] = grid
-        return grid
+    def _best_alike(self, models: Sequence[GoodputModel], most: int) -> FloatArray:
+        """(num_models, 2, most + 1)."""
+        grids = [_grid(model.limits, most) for model in models]
+        rates = np.stack([self._rates_of(model, grid, most) for model, grid in zip(models, grids, strict=True)])
+        totals = np.stack([grid.totals for grid in grids])[:, None]
+        phi = np.array([model.phi for model in models])
+        initial = np.array([model.limits.initial for model in models])
+        shown = np.max(rates / (totals + phi[:, None, None, None]), axis=3) * (phi + initial)[:, None, None]
+        values = np.zeros((len(models), 2, most + 1))
+        counts = shown_counts(most)
+        if len(counts) == most:
+            values[:, :, 1:] = shown
+        else:
+            after = np.searchsorted(counts, np.arange(1, most + 1))
+            before = np.maximum(after - 1, 0)
+            gap = np.maximum(counts[after] - counts[before], 1)
+            part = (np.arange(1, most + 1) - counts[before]) / gap
+            values[:, :, 1:] = shown[..., before] + (shown[..., after] - shown[..., before]) * part
+            values[:, :, 1] = shown[..., 0]
+        values[:, 1, 1] = 0.0  # a single replica cannot span nodes
+        for index, model in enumerate(models):
+            if model.factors:
+                values[index] *= _factor_table(model.factors, most)
+        return values
 
-
-def _rate_grid(params: ThroughputParams, limits: BatchLimits, most: int) -> _RateGrid:
-    replicas = np.arange(1, most + 1)
-    device, accum, allowed = candidate_batches(replicas, limits)
-    column = replicas[:, None]
-    totals = (column * device * (accum + 1)).astype(float)
-    nodes = np.array([1, 2]).reshape(2, 1, 1)
-    rates = totals / iteration_s(params, nodes, column, device, accum)
-    return _RateGrid(np.broadcast_to(totals, rates.shape), np.where(allowed, rates, 0.0))
+    def _rates_of(self, model: GoodputModel, grid: _Grid, most: int) -> npt.NDArray[np.float32]:
+        key = (model.params, model.limits, most)
+        rates = self._remembered.get(key)
+        if rates is None:
+            if len(self._remembered) >= self._max_remembered:
+                for stale in list(self._remembered)[: self._max_remembered // 2]:
+                    del self._remembered[stale]
+            rates = self._remembered[key] = _rates(model.params, grid)
+        return rates

@@ -6,10 +6,20 @@ from collections.abc import Callable
 from importlib.metadata import entry_points
 
 from pollux.errors import InvalidValueError, UnknownNameError
+from pollux.policy.antman import AntManPolicy
 from pollux.policy.base import WEIGHTINGS, Policy, PolicySettings
+from pollux.policy.gandiva import GandivaPolicy
+from pollux.policy.gavel import GavelPolicy
+from pollux.policy.gittins import GittinsPolicy
+from pollux.policy.las import LasPolicy
+from pollux.policy.lucid import LucidPolicy
 from pollux.policy.optimus import OptimusPolicy
 from pollux.policy.pollux import PolluxPolicy
 from pollux.policy.queueing import EqualPolicy, FifoPolicy, SrtfPolicy
+from pollux.policy.shockwave import ShockwavePolicy
+from pollux.policy.sia import SiaPolicy
+from pollux.policy.slaq import SlaqPolicy
+from pollux.policy.themis import ThemisPolicy
 from pollux.policy.tiresias import TiresiasPolicy
 
 PolicyFactory = Callable[[PolicySettings], Policy]
@@ -17,11 +27,21 @@ PolicyFactory = Callable[[PolicySettings], Policy]
 ENTRY_POINT_GROUP = "pollux.policies"
 
 _BUILT_IN: dict[str, PolicyFactory] = {
+    "antman": AntManPolicy,
     "equal": EqualPolicy,
     "fifo": FifoPolicy,
+    "gandiva": GandivaPolicy,
+    "gavel": GavelPolicy,
+    "gittins": GittinsPolicy,
+    "las": LasPolicy,
+    "lucid": LucidPolicy,
     "optimus": OptimusPolicy,
     "pollux": PolluxPolicy,
+    "shockwave": ShockwavePolicy,
+    "sia": SiaPolicy,
+    "slaq": SlaqPolicy,
     "srtf": SrtfPolicy,
+    "themis": ThemisPolicy,
     "tiresias": TiresiasPolicy,
 }
 

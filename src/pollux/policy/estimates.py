@@ -10,21 +10,42 @@ import math
 from pollux.model.efficiency import gain
 from pollux.model.goodput import fixed_batch
 from pollux.model.throughput import iteration_s
-from pollux.types import JobView, Node
+from pollux.types import DEFAULT_ACCELERATOR, JobView, Node
 
 
-def step_s(job: JobView, num_replicas: int, nodes: tuple[Node, ...]) -> float:
-    """Seconds of one step at the requested batch size; infinite if nothing is known yet."""
+def step_s(job: JobView, num_replicas: int, nodes: tuple[Node, ...], accelerator: str | None = None) -> float:
+    """Seconds of one step at the requested batch size on slots of a type (by default the first there is).
+
+    Infinite if nothing is known yet.
+    """
+    if accelerator is None:
+        accelerator = nodes[0].accelerator if nodes else DEFAULT_ACCELERATOR
     if job.oracle is not None:
-        return job.oracle.iteration_s(num_replicas)
-    limits = job.spec.batch
-    params = next(iter(job.params.values()), None)
-    if limits is None or params is None:
+        return job.oracle.iteration_s(num_replicas, accelerator)
+    params = job.params.get(accelerator)
+    if job.spec.batch is None or params is None:
         return math.inf
+    limits = job.spec.batch.on(accelerator)
     total = job.spec.requested_batch_size or limits.initial
     batch = fixed_batch(total, num_replicas, limits)
-    spans = num_replicas > max((node.num_slots for node in nodes), default=0)
+    spans = num_replicas > max((node.num_slots for node in nodes if node.accelerator == accelerator), default=0)
     return float(iteration_s(params, 2 if spans else 1, num_replicas, *batch))
+
+
+def load(job: JobView, num_replicas: int, nodes: tuple[Node, ...], accelerator: str) -> float:
+    """Share of a step, 0..1, in which the job keeps its slots busy; 1 if nothing is known.
+
+    Of a fitted model that is what grows with the batch (see :mod:`pollux.model.sharing`).
+    """
+    if job.oracle is not None:
+        return job.oracle.load(num_replicas, accelerator)
+    params = job.params.get(accelerator)
+    if job.spec.batch is None or params is None:
+        return 1.0
+    limits = job.spec.batch.on(accelerator)
+    device_batch, accum_steps = fixed_batch(job.spec.requested_batch_size or limits.initial, num_replicas, limits)
+    busy_s = params.beta_g * device_batch * (accum_steps + 1)
+    return min(busy_s / step_s(job, num_replicas, nodes, accelerator), 1.0)
 
 
 def remaining_steps(job: JobView) -> float:

@@ -39,4 +39,4 @@ def fitness(total_cost: float, num_jobs: int, p: float, epsilon: float = EPSILON
     if p == 0:
         return math.exp(-mean) - epsilon
     power = -math.copysign(1.0, p) * mean
-    return max(power, 0.0) ** (1.0 / p) - epsilon if power > 0 else 0.0
+    return power ** (1.0 / p) - epsilon if power > 0 else 0.0

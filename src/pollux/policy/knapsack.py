@@ -51,13 +51,14 @@ def _solve_exactly(costs: FloatArray, capacity: int) -> KnapsackSolution:
     padded[num_options - 1 :] = 0.0
     windows = np.lib.stride_tricks.sliding_window_view(padded, capacity + 1)[::-1]  # [r, c] -> best[c - r]
     choices = np.empty((num_jobs, capacity + 1), dtype=np.int16 if num_options < 2**15 else np.int64)
+    columns = np.arange(capacity + 1)
     for job in range(num_jobs):
         row = costs[job]
         options = np.flatnonzero(np.isfinite(row))
         candidates = windows[options] + row[options, None]  # (num_finite, capacity + 1)
         pick = candidates.argmin(axis=0)
         choices[job] = options[pick]
-        padded[num_options - 1 :] = np.take_along_axis(candidates, pick[None], axis=0)[0]
+        padded[num_options - 1 :] = candidates[pick, columns]
     best = padded[num_options - 1 :]
     counts = np.zeros(num_jobs, dtype=np.int64)
     left = capacity

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from pollux.policy.base import PolicySettings
-from pollux.policy.dense import place_counts
+from pollux.policy.dense import may_use, place_counts, settle, types_of
 from pollux.policy.estimates import remaining_steps, step_s
-from pollux.types import JobView, Plan, Snapshot
+from pollux.policy.gangs import demand, gang_plan
+from pollux.policy.greedy import allot
+from pollux.types import JobView, Node, Plan, Snapshot
 
 
 class FifoPolicy:
-    """First in, first out: the requested replicas, in order of submission; nobody overtakes, nobody is preempted."""
+    """First in, first out: the requested replicas, in order of submission; nobody overtakes, nobody is preempted.
+
+    Where there are several accelerator types, a job that waits holds up those who want one of the types it waits for.
+    """
 
     name = "fifo"
     adapts_batch = False
     needs_oracle = False
+    shares_slots = False
 
     def __init__(self, settings: PolicySettings) -> None:
         pass
@@ -25,11 +31,7 @@ class FifoPolicy:
         pass
 
     def decide(self, snapshot: Snapshot) -> Plan:
-        running = [job for job in snapshot.jobs if job.allocation]
-        waiting = [job for job in snapshot.jobs if not job.allocation and not job.is_fixed]
-        counts = {job.name: job.allocation.num_replicas for job in running}
-        counts |= _admit(waiting, snapshot.num_slots - sum(counts.values()), lets_overtake=False)
-        return Plan(allocations=place_counts(snapshot.nodes, snapshot.jobs, counts))
+        return gang_plan(snapshot, snapshot.jobs, keeps=lambda job: bool(job.allocation), lets_overtake=False)
 
 
 class SrtfPolicy:
@@ -38,6 +40,7 @@ class SrtfPolicy:
     name = "srtf"
     adapts_batch = False
     needs_oracle = False
+    shares_slots = False
 
     def __init__(self, settings: PolicySettings) -> None:
         pass
@@ -46,19 +49,22 @@ class SrtfPolicy:
         pass
 
     def decide(self, snapshot: Snapshot) -> Plan:
-        fixed = {job.name: job.allocation.num_replicas for job in snapshot.jobs if job.is_fixed}
-        others = [job for job in snapshot.jobs if job.name not in fixed]
-        order = sorted(others, key=lambda job: _remaining_s(job, snapshot))  # stable: ties by submission
-        counts = fixed | _admit(order, snapshot.num_slots - sum(fixed.values()), lets_overtake=True)
-        return Plan(allocations=place_counts(snapshot.nodes, snapshot.jobs, counts))
+        types = types_of(snapshot.nodes)
+        # The sort is stable: ties go by submission.
+        order = sorted(snapshot.jobs, key=lambda job: _remaining_s(job, snapshot.nodes, types))
+        return gang_plan(snapshot, order)
 
 
 class EqualPolicy:
-    """Equal shares, elastic: every job gets the same number of replicas, the remainder going to the oldest."""
+    """Equal shares, elastic: every job gets the same number of replicas, the remainder going to the oldest.
+
+    Where there are several accelerator types, shares are equal among the jobs on one type.
+    """
 
     name = "equal"
     adapts_batch = True
     needs_oracle = False
+    shares_slots = False
 
     def __init__(self, settings: PolicySettings) -> None:
         pass
@@ -67,45 +73,24 @@ class EqualPolicy:
         pass
 
     def decide(self, snapshot: Snapshot) -> Plan:
-        counts = {job.name: job.allocation.num_replicas for job in snapshot.jobs if job.is_fixed}
-        left = snapshot.num_slots - sum(counts.values())
-        sharing = [job for job in snapshot.jobs if job.name not in counts]
-        limit = {job.name: _usable_replicas(job, snapshot.num_slots) for job in sharing}
-        shares = dict.fromkeys(limit, 0)
-        for job in sharing:  # the least that lets it run at all, oldest first
-            if job.spec.min_replicas <= min(left, limit[job.name]):
-                shares[job.name] = job.spec.min_replicas
-                left -= job.spec.min_replicas
-        while left > 0:
-            growing = [name for name in shares if 0 < shares[name] < limit[name]]
-            if not growing:
-                break
-            least = min(shares[name] for name in growing)
-            for name in growing:
-                if shares[name] == least and left > 0:
-                    shares[name] += 1
-                    left -= 1
-        return Plan(allocations=place_counts(snapshot.nodes, snapshot.jobs, counts | shares))
+        held, budget = settle(snapshot)
+        able = [job for job in snapshot.jobs if job.spec.min_replicas <= _usable_replicas(job)]
+        counts, types = allot(able, budget, _wants_more, staying=held)
+        return Plan(allocations=place_counts(snapshot.nodes, snapshot.jobs, counts, types))
 
 
-def _admit(jobs: Iterable[JobView], slots: int, *, lets_overtake: bool) -> dict[str, int]:
-    admitted = {}
-    for job in jobs:
-        demand = job.spec.requested_replicas or job.spec.min_replicas
-        if demand <= slots:
-            admitted[job.name] = demand
-            slots -= demand
-        elif not lets_overtake:
-            break
-    return admitted
+def _wants_more(job: JobView, count: int, accelerator: str) -> float:
+    """Largest for those who have least."""
+    return 1 / count if count < _usable_replicas(job) else 0.0
 
 
-def _remaining_s(job: JobView, snapshot: Snapshot) -> float:
-    demand = job.spec.requested_replicas or job.spec.min_replicas
-    estimate = step_s(job, demand, snapshot.nodes) * remaining_steps(job)
+def _usable_replicas(job: JobView) -> int:
+    by_batch = job.spec.batch.max_replicas if job.spec.batch is not None else job.spec.max_replicas
+    return min(job.spec.max_replicas, by_batch)
+
+
+def _remaining_s(job: JobView, nodes: tuple[Node, ...], types: Sequence[str]) -> float:
+    """On the fastest type it may use; infinite if nothing is known."""
+    times = (step_s(job, demand(job), nodes, name) for name in types if may_use(job, name))
+    estimate = min(times, default=math.inf) * remaining_steps(job)
     return estimate if not math.isnan(estimate) else math.inf
-
-
-def _usable_replicas(job: JobView, num_slots: int) -> int:
-    by_batch = job.spec.batch.max_replicas if job.spec.batch is not None else num_slots
-    return min(job.spec.max_replicas, by_batch, num_slots)

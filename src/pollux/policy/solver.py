@@ -14,12 +14,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from pollux.policy.knapsack import solve_knapsack
+from pollux.policy.knapsack import KnapsackSolution, solve_knapsack
 from pollux.policy.placement import Placement, PlacementProblem, Shares, place
 from pollux.policy.search import improve
 from pollux.types import FloatArray, IntArray
 
-_WORTH_IT = 0.05  # gain, in mean costs of a running job, that is worth searching for, and worth moving jobs for
+WORTH_IT = 0.05  # gain, in mean costs of a running job, that is worth searching for, and worth moving jobs for
+MANY_JOBS = 400  # with more of them an answer is not asked again whether it would stay
+_NEAR_ENOUGH = 5e-3  # and a gain of this part of the cost is not worth searching for
 _MAX_REFINEMENTS = 4
 _SEARCH_ROUNDS = 20
 
@@ -32,23 +34,24 @@ class Solution:
     method: str
 
 
-def solve(problem: PlacementProblem, rng: np.random.Generator) -> Solution:
-    """The best allocation found and a bound on all of them."""
+def solve(problem: PlacementProblem, rng: np.random.Generator, knapsack: KnapsackSolution | None = None) -> Solution:
+    """The best allocation found and a bound on all of them. ``knapsack``: how many replicas for each, if known."""
     costs = problem.count_costs()
-    knapsack = solve_knapsack(costs, int(problem.capacity.sum()))
+    knapsack = knapsack or solve_knapsack(costs, int(problem.capacity.sum()))
     bound = knapsack.lower_bound
     tolerance = _tolerance(problem, costs, knapsack.counts)
     best = place(problem, knapsack.counts)
     method = "knapsack" if knapsack.is_exact else "price"
-    if best.total_cost - bound > tolerance:
+    slack = tolerance if problem.num_jobs <= MANY_JOBS else max(tolerance, _NEAR_ENOUGH * abs(bound))
+    if best.total_cost - bound > slack:
         method += "+search"
-        best = _search(problem, best, bound + tolerance, rng)
-        for _ in range(_MAX_REFINEMENTS):
+        best = _search(problem, best, bound + slack, rng)
+        for _ in range(_MAX_REFINEMENTS if problem.num_jobs <= MANY_JOBS else 0):
             if best.shares == problem.current:
                 break
             settled = replace(problem, current=best.copy_shares())
             again = solve_knapsack(settled.count_costs(), int(problem.capacity.sum()))
-            rival = _search(settled, place(settled, again.counts), again.lower_bound + tolerance, rng)
+            rival = _search(settled, place(settled, again.counts), again.lower_bound + slack, rng)
             if not _is_better(rival.total_cost, float(settled.keep_cost.sum())):
                 break
             moved = _as_placement(problem, rival.shares)
@@ -69,7 +72,7 @@ def _tolerance(problem: PlacementProblem, costs: FloatArray, counts: IntArray) -
     Jobs that have to wait cost hundreds of times more and would make everything else look like nothing.
     """
     running = np.flatnonzero(counts > 0)
-    return _WORTH_IT * float(np.abs(costs[running, counts[running]]).mean()) if running.size else 0.0
+    return WORTH_IT * float(np.abs(costs[running, counts[running]]).mean()) if running.size else 0.0
 
 
 def _search(problem: PlacementProblem, first: Placement, target: float, rng: np.random.Generator) -> Placement:

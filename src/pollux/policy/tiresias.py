@@ -9,8 +9,8 @@ fragmentation is not considered (a job may be spread).
 from __future__ import annotations
 
 from pollux.policy.base import PolicySettings
-from pollux.policy.dense import FreeSlots
-from pollux.types import Allocation, JobView, Plan, Snapshot
+from pollux.policy.gangs import demand, gang_plan
+from pollux.types import Plan, Snapshot
 
 QUEUE_THRESHOLD = 57_600.0  # GPU-seconds (16 GPU-hours)
 
@@ -19,6 +19,7 @@ class TiresiasPolicy:
     name = "tiresias"
     adapts_batch = False
     needs_oracle = False
+    shares_slots = False
 
     def __init__(self, settings: PolicySettings) -> None:
         self._queues: tuple[list[str], list[str]] = ([], [])
@@ -32,27 +33,8 @@ class TiresiasPolicy:
         known = {*first, *second}
         first += [name for name in jobs if name not in known]
         for job in snapshot.jobs:  # in submission order, which is the order of falling in one round
-            if job.attained_s * _demand(job) >= QUEUE_THRESHOLD and job.name not in second:
+            if job.attained_s * demand(job) >= QUEUE_THRESHOLD and job.name not in second:
                 first.remove(job.name)
                 second.append(job.name)
         self._queues = (first, second)
-
-        allocations: dict[str, Allocation] = {job.name: job.allocation for job in snapshot.jobs if job.is_fixed}
-        left = snapshot.num_slots - sum(allocation.num_replicas for allocation in allocations.values())
-        admitted: list[JobView] = []
-        for name in (*first, *second):
-            job = jobs[name]
-            if name not in allocations and _demand(job) <= left:
-                left -= _demand(job)
-                admitted.append(job)
-        keeps = {job.name: job.allocation for job in admitted if job.allocation.num_replicas == _demand(job)}
-        allocations.update(keeps)
-        free = FreeSlots(snapshot.nodes, allocations.values())
-        for job in admitted:
-            if job.name not in keeps:
-                allocations[job.name] = free.place(_demand(job))
-        return Plan(allocations=allocations)
-
-
-def _demand(job: JobView) -> int:
-    return job.spec.requested_replicas or job.spec.min_replicas
+        return gang_plan(snapshot, [jobs[name] for name in (*first, *second)])

@@ -7,13 +7,15 @@ With profile memory on, all jobs that carry the same application name read and w
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from pollux.errors import FitError
 from pollux.model.fitting import Fit, fit
 from pollux.model.profile import Configuration, Profile, Timing
-from pollux.types import ShapeFactors, ThroughputParams
+from pollux.model.transfer import Ratios, guess_params, type_ratios, typical_ratios
+from pollux.types import Node, ShapeFactors, ThroughputParams
 
 _PREFIX = "application "
 
@@ -28,6 +30,8 @@ class Knowledge:
     profile: Profile = field(default_factory=Profile)
     fits: dict[str, Fit] = field(default_factory=dict)
     first_noise_scale: float | None = None  # of a young job: what the next one is likely to start with
+    ratios: dict[tuple[str, str], float] = field(default_factory=dict)  # of step times on the types it was measured on
+    guesses: dict[str, ThroughputParams] = field(default_factory=dict)  # of θ on types where it has not run, or alone
     _stale: set[str] = field(default_factory=set)
 
     def observe(self, accelerator: str, configuration: Configuration, timing: Timing) -> bool:
@@ -52,6 +56,20 @@ class Knowledge:
                 logger.warning("%s on %s: %s", self.label, accelerator, found.message)
             self.fits[accelerator] = found
         self._stale.clear()
+        if len(self.fits) > 1:
+            batches = [configuration.device_batch for _, configuration, _ in self.profile]
+            self.ratios = type_ratios(self._fitted, int(statistics.median(batches)))
+        return True
+
+    def guess(self, types: Sequence[str], typical: Ratios) -> bool:
+        """Complete what is known for all ``types``; true if that is another answer than before."""
+        most: dict[str, int] = {}
+        for accelerator, configuration, _ in self.profile:
+            most[accelerator] = max(most.get(accelerator, 0), configuration.num_replicas)
+        guesses = guess_params(self._fitted, most, self.ratios, typical, types)
+        if guesses == self.guesses:
+            return False
+        self.guesses = guesses
         return True
 
     @property
@@ -60,7 +78,22 @@ class Knowledge:
 
     @property
     def params(self) -> dict[str, ThroughputParams]:
+        """θ by type, guesses included."""
+        return self._fitted | self.guesses
+
+    @property
+    def _fitted(self) -> dict[str, ThroughputParams]:
         return {accelerator: found.params for accelerator, found in self.fits.items()}
+
+
+def guess_all(known: Iterable[Knowledge], nodes: Sequence[Node]) -> list[Knowledge]:
+    """Complete what is known of jobs for all types there are; those of which something new is thought."""
+    types = list(dict.fromkeys(node.accelerator for node in nodes))
+    distinct = list({id(knowledge): knowledge for knowledge in known}.values())
+    if len(types) < 2:
+        return []
+    typical = typical_ratios(knowledge.ratios for knowledge in distinct)
+    return [knowledge for knowledge in distinct if knowledge.guess(types, typical)]
 
 
 class ProfileMemory:

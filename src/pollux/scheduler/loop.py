@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pollux.errors import InvalidValueError, PolluxError, UnknownNameError
 from pollux.policy.base import Policy
 from pollux.scheduler.autoscale import AutoscaleConfig, SizeDecision
-from pollux.scheduler.knowledge import Knowledge, ProfileMemory
+from pollux.scheduler.knowledge import Knowledge, ProfileMemory, guess_all
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.nodes import placeable, survivors, usable
 from pollux.scheduler.ports import (
@@ -64,6 +64,7 @@ class SchedulerConfig:
     remembers_profiles: bool = False
     tunes_batches: bool = True  # hand fitted θ to jobs; off for policies that fix the batch
     autoscale: AutoscaleConfig | None = None
+    pins_resizing: bool = False  # a job keeps what it holds until its start or resize is through
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.interval_s) and self.interval_s > 0):
@@ -92,6 +93,8 @@ class Scheduler:
         """``node_s``: node-seconds by accelerator that were counted before this scheduler."""
         if policy.needs_oracle and oracles is None:
             raise InvalidValueError(f"policy {policy.name!r} needs an oracle: it can only be simulated")
+        if policy.shares_slots and oracles is None:
+            raise InvalidValueError(f"policy {policy.name!r} lets jobs share slots: it can only be simulated")
         self.policy, self.config = policy, config
         self._engine, self._store, self._clock, self._oracles = engine, store, clock, oracles
         self._memory = ProfileMemory() if config.remembers_profiles else None
@@ -101,6 +104,7 @@ class Scheduler:
         self._not_before = -math.inf  # for decisions that events ask for
         self._trigger: str | None = None  # an event that asks for a decision now
         self._num_rounds = 0
+        self._said_error = ""  # what was wrong with the last plan, as logged
         self._departures: list[Departure] = []  # since the last round
         self._next_sequence = 0
         self._draining: frozenset[str] = frozenset()
@@ -288,10 +292,9 @@ class Scheduler:
         match event:
             case JobReport():
                 self._take_report(record, event)
-            case JobRuns(generation=generation):
+            case JobRuns(generation=generation, took_s=took_s):
                 if generation == record.generation and record.state in (JobState.STARTING, JobState.RESIZING):
-                    record.leaving = NO_ALLOCATION
-                    record.move(JobState.RUNNING, now, f"generation {generation} trains")
+                    record.trains(now, generation, took_s)
                     self._store.save_job(record)
             case JobStopped() if record.state in _MAY_STOP:  # otherwise it is late: the job is starting again
                 record.account(now)
@@ -322,7 +325,7 @@ class Scheduler:
                 record.account(now)
                 if record.allocation:  # time since it ended was not its own
                     record.attained_s -= now - at
-                    record.gpu_s -= (now - at) * record.allocation.num_replicas
+                    record.gpu_s -= (now - at) * record.allocation.num_slots
                 record.exit_code = exit_code
                 self._end(record, state, at, reason)
                 self._ask_for_round("end")
@@ -365,6 +368,10 @@ class Scheduler:
         why = record.reason.partition("\n")[0]
         self._departures.append(Departure(job=record.name, state=state, reason=why, num_slots=num_slots))
         self._desired.pop(record.name, None)
+        for guest in self._active.values() if self.policy.shares_slots else ():
+            if guest.allocation.host == record.name:  # from now on it has the slots to itself
+                guest.account(max(at, guest.accounted_at))
+                guest.allocation = self._desired[guest.name] = Allocation(guest.allocation.shares)
         self._store.save_job(record)
         del self._active[record.name]  # after it is saved: whoever looks meanwhile finds it in one place or the other
 
@@ -408,7 +415,10 @@ class Scheduler:
 
     def _views(self, now: float) -> list[JobView]:
         oracle = self._oracles.oracle if self._oracles is not None else None
-        return [record.view(now, oracle(record.name) if oracle else None) for record in self._active.values()]
+        return [
+            record.view(now, oracle(record.name) if oracle else None, pins_resizing=self.config.pins_resizing)
+            for record in self._active.values()
+        ]
 
     def drain(self, nodes: Iterable[str]) -> None:
         """Use these nodes no longer, and no others are drained; jobs leave them with the next decision."""
@@ -433,10 +443,11 @@ class Scheduler:
         began = time.perf_counter()  # the size is part of the decision, and its plan may be the round's
         if self._sizer is not None:
             self._sizer.update(now, self._engine.nodes(), self._views(now), self._draining, self.policy.decide)
-        if not self._active:
+        # A cluster that decides on events tells of the last job's end when it ends, not when the next one comes.
+        if not self._active and not (self._departures and self.config.decides_on_events):
             return
         snapshot = placeable(self.snapshot(now))
-        plan, error = self._plan(snapshot)
+        plan, error = self._plan(snapshot) if self._active else (Plan(allocations={}), "")
         decision_s = time.perf_counter() - began
         changes = () if error else self._changes(plan)
         plan = self._as_it_was(plan, decision_s)
@@ -506,22 +517,25 @@ class Scheduler:
             plan = known or self.policy.decide(snapshot)
             verify_plan(snapshot, plan)
         except PolluxError as error:
-            logger.error("policy %s made an invalid plan; nothing changes this round: %s", self.policy.name, error)
+            if str(error) != self._said_error:  # once, not with every round that goes the same way
+                logger.error("policy %s made an invalid plan; nothing changes this round: %s", self.policy.name, error)
+            self._said_error = str(error)
             return Plan(allocations=dict(self._desired)), str(error)
+        self._said_error = ""
         return plan, ""
 
     def _learn(self) -> None:
         """Refit what was measured anew and tell the jobs concerned."""
         if not self.config.tunes_batches:
             return
-        fresh: dict[int, bool] = {}
-        commands: list[Command] = []
-        for record in self._active.values():
-            knowledge = record.knowledge
-            if id(knowledge) not in fresh:
-                fresh[id(knowledge)] = knowledge.refit()
-            if fresh[id(knowledge)] and record.allocation:
-                commands.append(TuneJob(job=record.name, params=knowledge.params))
+        known = {id(record.knowledge): record.knowledge for record in self._active.values()}
+        fresh = {key for key, knowledge in known.items() if knowledge.refit()}
+        fresh |= {id(knowledge) for knowledge in guess_all(known.values(), self._engine.nodes())}
+        commands: list[Command] = [
+            TuneJob(job=record.name, params=record.knowledge.params)
+            for record in self._active.values()
+            if id(record.knowledge) in fresh and record.allocation
+        ]
         if commands:
             self._engine.apply(commands)
 
@@ -564,7 +578,7 @@ class Scheduler:
                 )
             case Resize(allocation=allocation):
                 was = record.allocation.num_replicas
-                record.generation += 1
+                record.generation += allocation.shares != record.allocation.shares  # else only its neighbour changed
                 record.leaving = together(record.leaving, record.allocation)
                 record.allocation = allocation
                 target = JobState.STARTING if record.state is JobState.STARTING else JobState.RESIZING

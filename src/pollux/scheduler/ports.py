@@ -72,6 +72,7 @@ class JobRuns:
 
     job: str
     generation: int
+    took_s: float | None = None  # what a resize costs this job, if the engine knows; else the scheduler's clock tells
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -72,6 +72,7 @@ def verify_plan(snapshot: Snapshot, plan: Plan) -> None:
             problems.append(
                 f"job {name!r} is given {count} replicas; allowed: {job.spec.min_replicas}..{job.spec.max_replicas}"
             )
+        problems += _guest_problems(name, allocation, plan)
     for job in snapshot.jobs:
         if job.is_fixed and plan.allocation_of(job.name) != job.allocation:
             problems.append(f"job {job.name!r} must keep {job.allocation.shares}")
@@ -80,6 +81,18 @@ def verify_plan(snapshot: Snapshot, plan: Plan) -> None:
             problems.append(f"node {node_name!r} has {nodes[node_name].num_slots} slots, {used} are given away")
     if problems:
         raise InvalidPlanError("; ".join(problems))
+
+
+def _guest_problems(name: str, allocation: Allocation, plan: Plan) -> list[str]:
+    """A guest sits within what one host holds as its own, and is its only guest."""
+    if not allocation.host:
+        return []
+    host = plan.allocation_of(allocation.host)
+    held = host.as_mapping()
+    if not host or host.host or any(count > held.get(node, 0) for node, count in allocation.shares):
+        return [f"job {name!r} is a guest of {allocation.host!r}, which does not hold {allocation.shares} as its own"]
+    guests = [job for job, other in plan.allocations.items() if other.host == allocation.host]
+    return [f"{allocation.host!r} has several guests: {guests}"] if len(guests) > 1 and guests[0] == name else []
 
 
 def reconcile(

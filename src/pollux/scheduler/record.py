@@ -25,12 +25,13 @@ class JobRecord:
     generation: int = 0  # counts memberships; also the number of starts and resizes so far
     num_crashes: int = 0
     attained_s: float = 0.0
-    gpu_s: float = 0.0  # replica-seconds held
+    gpu_s: float = 0.0  # slot-seconds held
     accounted_at: float = 0.0  # until when attained_s and gpu_s are up to date
     started_at: float | None = None  # the first time
     finished_at: float | None = None
     exit_code: int | None = None
     reason: str = ""
+    resize_s: float | None = None  # what a resize costs it, as seen lately
     stops_as: JobState = JobState.PENDING  # what it becomes when it has stopped; a final state ends it
     stop_reason: str = ""
     noise_scale: float | None = None
@@ -60,27 +61,52 @@ class JobRecord:
         self.history.append(Transition(at, self.state, self.state, what))
         del self.history[:-_HISTORY_LENGTH]
 
+    def trains(self, now: float, generation: int, took_s: float | None) -> None:
+        """The membership it was brought to is at work; how long that took is what the next change will cost.
+
+        ``took_s``: by the engine, if it knows. A start of processes is no measure for a resize in place.
+        """
+        since = next((change.at for change in reversed(self.history) if change.target is self.state), now)
+        if took_s is None and self.state is JobState.RESIZING:
+            took_s = now - since
+        if took_s is not None:
+            self.resize_s = took_s if self.resize_s is None else (self.resize_s + took_s) / 2
+        self.leaving = NO_ALLOCATION
+        self.move(JobState.RUNNING, now, f"generation {generation} trains")
+
     def account(self, now: float) -> None:
         """Charge the time since the last call to what the job held meanwhile."""
         if self.allocation:
             held = max(now - self.accounted_at, 0.0)
             self.attained_s += held
-            self.gpu_s += held * self.allocation.num_replicas
+            self.gpu_s += held * self.allocation.num_slots
         self.accounted_at = now
 
-    def view(self, now: float, oracle: Oracle | None = None) -> JobView:
+    def _done_examples(self) -> float | None:
+        """From the share that is done and what is left."""
+        if self.progress is None or self.remaining_examples is None or not 0 <= self.progress < 1:
+            return None
+        return self.remaining_examples * self.progress / (1 - self.progress)
+
+    def view(self, now: float, oracle: Oracle | None = None, *, pins_resizing: bool = False) -> JobView:
+        """As a policy sees it. ``pins_resizing``: it stays as it is until a start or resize under way is through."""
+        is_under_way = self.state in (JobState.STARTING, JobState.RESIZING)
         return JobView(
             spec=self.spec,
             age_s=max(now - self.spec.submitted_at, 0.0),
             allocation=self.allocation,
             num_restarts=self.num_restarts,
+            resize_s=self.resize_s,
             attained_s=self.attained_s,
+            attained_slot_s=self.gpu_s,
             params=self.knowledge.params,
+            guessed=frozenset(self.knowledge.guesses),
             shape_factors=self.knowledge.shape_factors,
             noise_scale=self.noise_scale,
             max_profiled_replicas=self.knowledge.profile.max_replicas,
             remaining_examples=self.remaining_examples,
-            is_pinned=self.state is JobState.STOPPING,
+            done_examples=self._done_examples(),
+            is_pinned=self.state is JobState.STOPPING or (pins_resizing and is_under_way),
             oracle=oracle,
         )
 

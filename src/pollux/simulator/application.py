@@ -1,6 +1,6 @@
 """What a simulated job trains: how long its steps take and how it learns.
 
-Two kinds: traces measured by others (:mod:`pollux.simulator.osdi21`) and condensed profiles
+Two kinds: traces measured by others (:mod:`pollux.simulator.traces`) and condensed profiles
 (:mod:`pollux.simulator.builtin`). Progress is in scale-invariant iterations: steps at M0.
 """
 
@@ -55,6 +55,7 @@ class Habits:
     """
 
     start_s: float | None = None  # it holds slots but does not train: before its first step and after its last
+    resize_s: float | None = None  # it holds slots but does not train: when it is resized
     join_s: float = 0.0  # until newcomers train with it when it grows; the others go on meanwhile
     batch_threshold: float | None = None  # gain below which it does not change its batch
     rounds_epochs: bool = True  # an epoch's last stretch takes whole seconds, as in the artifact
@@ -69,9 +70,17 @@ class Application(Protocol):
 
     name: str
     limits: BatchLimits
+    min_replicas: int
     max_replicas: int
     num_epochs: int
     habits: Habits
+
+    @property
+    def accelerators(self) -> tuple[str, ...]:
+        """The types it can run on; empty: any."""
+
+    def device_max(self, accelerator: str, placement: tuple[int, ...]) -> int:
+        """The largest device batch in this placement."""
 
     def step_time(self, accelerator: str, placement: tuple[int, ...], device_batch: int) -> StepTime:
         """Of one step with ``placement`` replicas per node (in rank order) and ``device_batch`` examples each."""

@@ -107,6 +107,7 @@ class ProfiledApplication:
         habits: Habits = NO_HABITS,
     ) -> None:
         self.name, self.limits, self.max_replicas, self.habits = name, limits, max_replicas, habits
+        self.min_replicas = 1
         self.num_epochs = len(epoch_ends)
         self._params = dict(params)
         self._corrections = dict(corrections or {})
@@ -144,21 +145,30 @@ class ProfiledApplication:
             len(noise_scales) == len(ends),
             f"{name}: {len(noise_scales)} noise scales for {len(ends)} epochs; one per epoch is needed",
         )
-        alone, start_s = self.habits.lone_noise_scales, self.habits.start_s
+        alone = self.habits.lone_noise_scales
         _require(
             len(alone) in (0, len(ends)),
             f"{name}: {len(alone)} noise scales of one replica for {len(ends)} epochs; one for each or none is needed",
         )
         _require(all(phi >= 0 for phi in (*noise_scales, *alone)), f"{name}: noise scales must be numbers >= 0")
-        _require(
-            start_s is None or (math.isfinite(start_s) and start_s >= 0),
-            f"{name}: a start of {start_s} s; a number >= 0 is needed",
-        )
+        for what, delay_s in (("start", self.habits.start_s), ("resize", self.habits.resize_s)):
+            _require(
+                delay_s is None or (math.isfinite(delay_s) and delay_s >= 0),
+                f"{name}: a {what} of {delay_s} s; a number >= 0 is needed",
+            )
+
+    @property
+    def params(self) -> Mapping[str, ThroughputParams]:
+        """θ by accelerator type."""
+        return self._params
 
     @property
     def accelerators(self) -> tuple[str, ...]:
         """The types it can be simulated on."""
         return tuple(self._params)
+
+    def device_max(self, accelerator: str, placement: tuple[int, ...]) -> int:
+        return self.limits.on(accelerator).device_max
 
     def step_time(self, accelerator: str, placement: tuple[int, ...], device_batch: int) -> StepTime:
         """By the throughput model, times the corrections.

@@ -13,6 +13,9 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import numpy as np
 
 from pollux.errors import SimulationError
 from pollux.model.efficiency import MAX_NOISE_SCALE
@@ -32,16 +35,20 @@ from pollux.scheduler.ports import (
     StopJob,
     TuneJob,
 )
-from pollux.simulator.application import Application, application_key
+from pollux.simulator.application import Application, StepTime, application_key, dense_placement
+from pollux.simulator.colocation import SharedSpeeds, load, speeds_together
 from pollux.types import (
     DEFAULT_ACCELERATOR,
     NO_ALLOCATION,
     Allocation,
     BatchConfig,
+    BatchLimits,
     JobSpec,
     Node,
     ThroughputParams,
 )
+
+Shape = tuple[str, int, int]  # accelerator, nodes, replicas
 
 _NO_BATCH = BatchConfig(0, 0)
 
@@ -53,6 +60,7 @@ class SimulatedJob:
     spec: JobSpec
     application: Application
     adapts_batch: bool
+    limits: BatchLimits  # where it is placed
     clock: float = 0.0  # simulated up to here
     allocation: Allocation = NO_ALLOCATION
     placement: tuple[int, ...] = ()
@@ -69,13 +77,14 @@ class SimulatedJob:
     rounds_epochs: bool = True  # an epoch's last stretch takes whole seconds
     counts_efficiency: bool = True  # else it goes by throughput alone, and its batch grows with its replicas
     slowdown: float = 0.0  # by interference, 0..1
+    shared_speed: float = 1.0  # of its own speed, beside another job on the same slots
     params: Mapping[str, ThroughputParams] = field(default_factory=dict)
     tuner: BatchTuner | None = None
     tuner_basis: tuple[object, ...] = ()  # what the tuner was made from
     tuned_for: float = math.nan  # the noise scale that the batch was chosen for
     rate: float = math.nan  # progress per second; nan: to be computed
     new_timings: dict[Configuration, Timing] = field(default_factory=dict)
-    measured: dict[tuple[int, int], dict[int, Timing]] = field(default_factory=dict)  # by (nodes, replicas)
+    measured: dict[Shape, dict[int, Timing]] = field(default_factory=dict)
 
     @property
     def num_replicas(self) -> int:
@@ -88,13 +97,15 @@ class SimulatedJob:
     def allocate(self, allocation: Allocation, accelerator: str, generation: int, delay_s: float) -> None:
         is_growing = 0 < self.num_replicas < allocation.num_replicas and accelerator == self.accelerator
         self.allocation, self.accelerator = allocation, accelerator
-        self.generation, self.delay_s, self.is_announced = generation, delay_s, False
+        self.generation, self.is_announced = generation, False
+        self.delay_s = delay_s or self.delay_s
         self.joining_s = self.application.habits.join_s if is_growing else 0.0
         if self.joining_s == 0:
             self._take_place()
 
     def _take_place(self) -> None:
         self.placement = self.allocation.counts
+        self.limits = _limits(self.spec, self.application, self.accelerator, self.placement)
         self.choose_batch(is_new_allocation=True)
 
     def release(self) -> None:
@@ -117,7 +128,7 @@ class SimulatedJob:
 
     def choose_batch(self, is_new_allocation: bool = False) -> None:
         """Re-batch: by goodput if the policy lets jobs adapt, else as requested."""
-        limits, replicas = self.application.limits, self.num_replicas
+        limits, replicas = self.limits, self.num_replicas
         self.rate = math.nan
         if not self.adapts_batch:
             total = self.spec.requested_batch_size or limits.initial
@@ -135,8 +146,8 @@ class SimulatedJob:
             self.batch = fixed_batch(limits.initial, replicas, limits)
         phi = self.phi()
         shape = (len(self.placement), replicas)
-        measured = self.measured.get(shape, {})
-        basis = (params, shape, len(measured))
+        measured = self.measured.get((self.accelerator, *shape), {})
+        basis = (params, limits, shape, len(measured))
         if self.tuner is None or basis != self.tuner_basis:
             self.tuner, self.tuner_basis = BatchTuner(params, limits, *shape, measured), basis
         elif phi == self.tuned_for and not is_new_allocation:
@@ -152,12 +163,11 @@ class SimulatedJob:
             total = self.total_batch
             stats = self.application.gradient(self.epoch, total)
             gain = stats.gain(total / self.application.limits.initial)
-            self.rate = gain / times.iteration_s(accum_steps) * (1 - self.slowdown)
+            self.rate = gain / times.iteration_s(accum_steps) * (1 - self.slowdown) * self.shared_speed
             shape = (len(self.placement), self.num_replicas)
-            measured = self.measured.setdefault(shape, {})
+            measured = self.measured.setdefault((self.accelerator, *shape), {})
             if device_batch not in measured:
-                timing = Timing(max(times.grad_s, 1e-3 * times.step_s), times.step_s)
-                measured[device_batch] = self.new_timings[Configuration(*shape, device_batch)] = timing
+                measured[device_batch] = self.new_timings[Configuration(*shape, device_batch)] = _timing(times)
         return self.rate
 
     def advance(self, until: float) -> None:
@@ -226,10 +236,10 @@ class _Checkpoint:
     state: tuple[object, ...]
 
     new_timings: dict[Configuration, Timing]
-    measured: dict[tuple[int, int], dict[int, Timing]]
+    measured: dict[Shape, dict[int, Timing]]
 
     FIELDS = (
-        *("clock", "joining_s", "placement", "delay_s", "epoch", "progress", "completed_at"),
+        *("clock", "joining_s", "placement", "limits", "delay_s", "epoch", "progress", "completed_at"),
         *("batch", "tuner", "tuner_basis", "tuned_for", "rate"),
     )
 
@@ -262,6 +272,8 @@ class SimulatedEngine:
         start_s: float | None = None,
         rounds_epochs: bool = True,
         counts_efficiency: bool = True,
+        shared_speeds: SharedSpeeds = MappingProxyType({}),
+        moves_are_free: bool = False,
     ) -> None:
         self.jobs: dict[str, SimulatedJob] = {}
         self.now = 0.0
@@ -271,6 +283,7 @@ class SimulatedEngine:
         self._applications = applications
         self._adapts_batch, self._batch_threshold = adapts_batch, batch_threshold
         self._resize_s, self._interference, self._node_start_s = resize_s, interference, node_start_s
+        self._shared_speeds, self._moves_are_free = shared_speeds, moves_are_free
         self._start_s, self._rounds_epochs, self._counts_efficiency = start_s, rounds_epochs, counts_efficiency
         self._running: dict[str, SimulatedJob] = {}
         self._events: list[Event] = []
@@ -293,7 +306,8 @@ class SimulatedEngine:
                     self._allocate(job, command.allocation, command.generation, self._start_s_of(job))
                     self._running[command.job] = job
                 case ResizeJob():
-                    self._allocate(self._known(command.job), command.allocation, command.generation, self._resize_s)
+                    job = self._known(command.job)
+                    self._allocate(job, command.allocation, command.generation, self._resize_s_of(job))
                 case StopJob():
                     self._known(command.job).release()
                     self._running.pop(command.job, None)
@@ -303,6 +317,7 @@ class SimulatedEngine:
                     job.params = command.params
                     job.choose_batch()
         self._update_interference()
+        self._update_sharing()
 
     def poll(self) -> Sequence[Event]:
         events, self._events = self._events, []
@@ -340,6 +355,8 @@ class SimulatedEngine:
                     checkpoint.job.advance(until)
         self.node_s += (until - self.now) * (len(self._nodes) + len(self._arriving))
         self.now = until
+        if any(job.allocation.host for job in running):  # who ended first, guest or host, is told first
+            running.sort(key=lambda job: math.inf if job.completed_at is None else job.completed_at)
         for job in running:
             self._observe(job)
         self._admit_nodes()
@@ -349,7 +366,7 @@ class SimulatedEngine:
         name = job.spec.name
         if job.delay_s == 0 and job.joining_s == 0 and not job.is_announced:
             job.is_announced = True
-            self._events.append(JobRuns(job=name, generation=job.generation))
+            self._events.append(JobRuns(job=name, generation=job.generation, took_s=self._resize_s_of(job)))
         if job.completed_at is not None:
             if job.new_timings:
                 self._events.append(
@@ -359,6 +376,7 @@ class SimulatedEngine:
             job.release()
             del self._running[name]
             self._update_interference()
+            self._update_sharing()
         elif job.is_announced:
             if job.adapts_batch:
                 job.choose_batch()
@@ -384,10 +402,31 @@ class SimulatedEngine:
             spec,
             application,
             self._adapts_batch,
+            spec.batch or application.limits,
             batch_threshold=self._batch_threshold if habits.batch_threshold is None else habits.batch_threshold,
             rounds_epochs=self._rounds_epochs and habits.rounds_epochs,
             counts_efficiency=self._counts_efficiency,
         )
+
+    def profile(self, spec: JobSpec, num_batches: int) -> None:
+        """Report what a job would measure on as few slots as it can do with, of every type that it may use.
+
+        With so many device batches from the largest to the smallest. It costs nothing, as in the Sia artifact, which
+        knows how fast each application is on one device of each type before it starts.
+        """
+        job = self.job_for(spec)
+        for node in {node.accelerator: node for node in self._nodes}.values():
+            accelerator = node.accelerator
+            if spec.accelerators is not None and accelerator not in spec.accelerators:
+                continue
+            placement = dense_placement(spec.min_replicas, node.num_slots)
+            limits = _limits(spec, job.application, accelerator, placement)
+            timings = []
+            batches = np.geomspace(limits.device_max, limits.device_min, num_batches)
+            for device_batch in sorted({round(batch) for batch in batches.tolist()}):
+                times = job.application.step_time(accelerator, placement, device_batch)
+                timings.append((Configuration(len(placement), spec.min_replicas, device_batch), _timing(times)))
+            self._events.append(JobReport(job=spec.name, accelerator=accelerator, timings=timings))
 
     def _create(self, command: StartJob) -> SimulatedJob:
         job = self.jobs[command.job] = self.job_for(command.spec)
@@ -397,6 +436,10 @@ class SimulatedEngine:
         known = (job.application.habits.start_s, self._start_s, self._resize_s)
         return next(start_s for start_s in known if start_s is not None)
 
+    def _resize_s_of(self, job: SimulatedJob) -> float:
+        own_s = job.application.habits.resize_s
+        return self._resize_s if own_s is None else own_s
+
     def _known(self, name: str) -> SimulatedJob:
         job = self.jobs.get(name)
         if job is None:
@@ -405,6 +448,12 @@ class SimulatedEngine:
 
     def _allocate(self, job: SimulatedJob, allocation: Allocation, generation: int, delay_s: float) -> None:
         accelerator = self._accelerator_of[allocation.shares[0].node]
+        if allocation.shares == job.allocation.shares or (  # only the neighbour changed
+            self._moves_are_free
+            and accelerator == job.accelerator
+            and sorted(allocation.counts) == sorted(job.allocation.counts)
+        ):
+            delay_s = 0.0
         job.allocate(allocation, accelerator, generation, delay_s)
 
     def _update_interference(self) -> None:
@@ -423,3 +472,36 @@ class SimulatedEngine:
             slowdown = self._interference if shares_network else 0.0
             if slowdown != job.slowdown:
                 job.slowdown, job.rate = slowdown, math.nan
+
+    def _update_sharing(self) -> None:
+        """Guests and their hosts slow each other down; a guest whose host is gone has the slots to itself."""
+        speeds = dict.fromkeys(self._running, 1.0)
+        guests = {name: job for name, job in self._running.items() if job.allocation.host}
+        for name, guest in guests.items():
+            host = self._running.get(guest.allocation.host)
+            if host is None:
+                guest.allocation = Allocation(guest.allocation.shares)
+            else:
+                pair = speeds_together(
+                    guest.application, _load(guest), host.application, _load(host), self._shared_speeds
+                )
+                speeds[name], speeds[host.spec.name] = pair
+        for name, speed in speeds.items():
+            job = self._running[name]
+            if speed != job.shared_speed:
+                job.shared_speed, job.rate = speed, math.nan
+
+
+def _load(job: SimulatedJob) -> float:
+    return load(job.application, job.accelerator, job.placement, job.batch)
+
+
+def _timing(times: StepTime) -> Timing:
+    return Timing(max(times.grad_s, 1e-3 * times.step_s), times.step_s)
+
+
+def _limits(spec: JobSpec, application: Application, accelerator: str, placement: tuple[int, ...]) -> BatchLimits:
+    """What a job may train with in a placement: as it asked for, and as its device has room for."""
+    limits = (spec.batch or application.limits).on(accelerator)
+    most = max(application.device_max(accelerator, placement), limits.device_min)
+    return limits if most >= limits.device_max else dataclasses.replace(limits, device_max=most)

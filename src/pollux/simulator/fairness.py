@@ -3,6 +3,10 @@
 ρ_j = JCT_j / JCT_j alone (Mahajan et al., NSDI'20; OSDI'21, section 5.2.2). The share is the cluster's GPUs divided by
 the number of jobs present, averaged over the job's life. Alone means: by the application's true physics, with the
 best batch size in every epoch, densely placed on the whole share, and started once. ρ ≤ 1: sharing cost nothing.
+
+With several accelerator types a share is a number of slots still, but of which type? The time alone is then the mean of
+the times on that many slots of each type, weighted by the slots there are of it: what a job can expect that is given
+its share without regard to types. Types that it cannot run on are left out, and no share is larger than its type.
 """
 
 from __future__ import annotations
@@ -16,60 +20,74 @@ import numpy.typing as npt
 from pollux.errors import InvalidValueError, SimulationError
 from pollux.model.goodput import candidate_batches
 from pollux.simulator.application import Application, dense_placement
-from pollux.types import DEFAULT_ACCELERATOR, FloatArray
+from pollux.simulator.physics import NodeGroup
+from pollux.types import FloatArray
 
 
 class SoloTimes:
     """How long applications take alone on a share of GPUs. Remembers every rate it has worked out."""
 
-    def __init__(self, applications: Mapping[str, Application], *, gpus_per_node: int, resize_s: float) -> None:
-        self._applications, self._gpus_per_node, self._resize_s = applications, gpus_per_node, resize_s
-        self._rates: dict[tuple[str, int], FloatArray] = {}
+    def __init__(
+        self, applications: Mapping[str, Application], groups: Sequence[NodeGroup], *, resize_s: float
+    ) -> None:
+        self._applications, self._groups, self._resize_s = applications, groups, resize_s
+        self._rates: dict[tuple[str, int, str], FloatArray] = {}
         self._gains: dict[tuple[str, int], FloatArray] = {}
         self._work: dict[str, FloatArray] = {}
 
     def jct_s(self, application: str, share: float) -> float:
         """Seconds alone on ``share`` GPUs, one start included.
 
-        Between whole numbers of GPUs the rate is interpolated; below one GPU it is that part of one GPU's.
+        Between whole numbers of GPUs the rate is interpolated; below one GPU (or the fewest that the application can
+        do with) it is that part of one GPU's.
 
         Raises:
             InvalidValueError: the share is not a positive number.
-            SimulationError: nothing is known of the application, or it cannot run on one GPU.
+            SimulationError: nothing is known of the application, or it cannot run on one GPU, or on no type there is.
         """
         if not (math.isfinite(share) and share > 0):
             raise InvalidValueError(f"a share of {share} GPUs; it must be a positive number")
         known = self._known(application)
+        usable = [group for group in self._groups if not known.accelerators or group.accelerator in known.accelerators]
+        if not usable:
+            seen = ", ".join(group.accelerator for group in self._groups)
+            raise SimulationError(f"application {application!r} runs on {', '.join(known.accelerators)}, not on {seen}")
+        if len(self._groups) == 1:
+            return self._on_type(application, share, usable[0])
+        times_s = [self._on_type(application, min(share, group.num_slots), group) for group in usable]
+        return float(np.average(times_s, weights=[group.num_slots for group in usable]))
+
+    def _on_type(self, application: str, share: float, group: NodeGroup) -> float:
+        known = self._known(application)
         share = min(share, float(min(known.max_replicas, known.limits.max_replicas)))
-        if share <= 1:
-            rates = share * self.rates(application, 1)
+        least = known.min_replicas
+        if share <= least:
+            rates = share / least * self.rates(application, least, group)
         else:
             low = math.floor(share)
-            rates, part = self.rates(application, low), share - low
+            rates, part = self.rates(application, low, group), share - low
             if part > 0:
-                rates = (1 - part) * rates + part * self.rates(application, low + 1)
-        return self._resize_s + float((self._work_of(application) / rates).sum())
+                rates = (1 - part) * rates + part * self.rates(application, low + 1, group)
+        start_s = self._resize_s if known.habits.start_s is None else known.habits.start_s
+        return start_s + float((self._work_of(application) / rates).sum())
 
-    def rates(self, application: str, num_replicas: int) -> FloatArray:
-        """(num_epochs,) progress per second on ``num_replicas`` GPUs with the best batch size of each epoch."""
-        key = (application, num_replicas)
+    def rates(self, application: str, num_replicas: int, group: NodeGroup) -> FloatArray:
+        """(num_epochs,) progress per second on GPUs of a type with the best batch size of each epoch."""
+        key = (application, num_replicas, group.accelerator)
         found = self._rates.get(key)
         if found is None:
-            found = self._rates[key] = self._best_rates(application, num_replicas)
+            found = self._rates[key] = self._best_rates(application, num_replicas, group)
         return found
 
-    def _best_rates(self, name: str, num_replicas: int) -> FloatArray:
-        application = self._known(name)
-        device, accum, allowed = candidate_batches(num_replicas, application.limits)
+    def _best_rates(self, name: str, num_replicas: int, group: NodeGroup) -> FloatArray:
+        application, accelerator = self._known(name), group.accelerator
+        limits = application.limits.on(accelerator)
+        device, accum, allowed = candidate_batches(num_replicas, limits)
         configs = sorted(set(zip(device[allowed].tolist(), accum[allowed].tolist(), strict=True)))
         if not configs:
-            raise SimulationError(
-                f"application {name!r}: no batch within {application.limits} fits {num_replicas} GPUs"
-            )
-        placement = dense_placement(num_replicas, self._gpus_per_node)
-        times_s = np.array(
-            [application.step_time(DEFAULT_ACCELERATOR, placement, m).iteration_s(s) for m, s in configs]
-        )
+            raise SimulationError(f"application {name!r}: no batch within {limits} fits {num_replicas} GPUs")
+        placement = dense_placement(num_replicas, group.slots_per_node)
+        times_s = np.array([application.step_time(accelerator, placement, m).iteration_s(s) for m, s in configs])
         gains = np.array([self._gain(name, num_replicas * m * (s + 1)) for m, s in configs])  # (configs, epochs)
         best: FloatArray = (gains / times_s[:, None]).max(axis=0)
         return best

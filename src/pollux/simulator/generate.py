@@ -200,11 +200,15 @@ def _arrival_s(rng: np.random.Generator, hours: float, num_jobs: int) -> FloatAr
 
 
 def training_s(application: Application, num_replicas: int, batch_size: int, gpus_per_node: int = 4) -> float:
-    """True seconds to train to the end with a fixed configuration, densely placed, alone."""
-    limits = application.limits
+    """True seconds to train to the end with a fixed configuration, densely placed, alone.
+
+    On the type that it was measured on; the first one, where there are several.
+    """
+    accelerator = next(iter(application.accelerators), DEFAULT_ACCELERATOR)
+    limits = application.limits.on(accelerator)
     device_batch, accum_steps = config = fixed_batch(batch_size, num_replicas, limits)
     placement = dense_placement(num_replicas, gpus_per_node)
-    times = application.step_time(DEFAULT_ACCELERATOR, placement, device_batch)
+    times = application.step_time(accelerator, placement, device_batch)
     total = config.total(num_replicas)
     num_steps, start = 0.0, 0.0
     for epoch in range(application.num_epochs):
@@ -217,13 +221,15 @@ def training_s(application: Application, num_replicas: int, batch_size: int, gpu
 def tuned_configurations(application: Application, max_replicas: int = 64, gpus_per_node: int = 4) -> list[Tuned]:
     """What users who tuned their job would ask for: TunedJobs of the paper.
 
-    A number of GPUs qualifies if its speedup, over one GPU and each with the batch size that is best for it, is
-    50-80 % of linear. Where none does (the job scales too well for ``max_replicas``, or not at all) it is the largest
-    number above 80 %, which one GPU always is.
+    A number of GPUs qualifies if its speedup, over one GPU (or the fewest it can do with) and each with the batch size
+    that is best for it, is 50-80 % of linear. Where none does (the job scales too well for ``max_replicas``, or not at
+    all) it is the largest number above 80 %, which one GPU always is.
     """
     most = min(max_replicas, application.max_replicas)
     best: dict[int, tuple[float, Tuned]] = {}
     for num_replicas in _REPLICA_COUNTS:
+        if num_replicas < application.min_replicas:
+            continue
         if num_replicas > most:
             break
         options = [
@@ -233,7 +239,8 @@ def tuned_configurations(application: Application, max_replicas: int = 64, gpus_
         ]
         if options:
             best[num_replicas] = min(options, key=lambda option: option[0])
-    alone_s = best[1][0]
+    least = min(best)
+    alone_s = least * best[least][0]
     low, high = TUNED_EFFICIENCY
     efficiency = {k: alone_s / time_s / k for k, (time_s, _) in best.items()}
     fair = [k for k, share in efficiency.items() if low <= share <= high]

@@ -93,6 +93,8 @@ def _workload_section(key: str, workload: str, by_policy: ByPolicy, figures: dic
     totals = first.series.gpus_total or (0.0,)
     varies = max(totals) > min(totals)  # auto-scaled
     note = f"{first.num_jobs} jobs, {'up to ' if varies else ''}{max(totals):.0f} {slot}s"
+    if first.gpu_hours_by_type:
+        note += f" ({first.cluster})"
     if num_seeds > 1:
         note += f", mean of {num_seeds} seeds; curves over time show the first seed, distributions all of them"
 

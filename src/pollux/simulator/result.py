@@ -106,6 +106,8 @@ class SimulationResult:
     efficiency_mean: float
     series: Series
     decisions: DecisionSeries
+    cluster: str = ""  # nodes by accelerator type: "aws:6x4,rtx:3x8"
+    gpu_hours_by_type: Mapping[str, float] = field(default_factory=dict)  # held; empty where there is one type
     config: Mapping[str, Any] = field(default_factory=dict)
     pollux_version: str = __version__
 
@@ -151,6 +153,7 @@ class SimulationResult:
             "pollux_version": self.pollux_version,
             "policy": self.policy,
             "workload": self.workload,
+            "cluster": self.cluster,
             "num_jobs": self.num_jobs,
             "avg_jct_s": jct.mean,
             "p50_jct_s": jct.p50,
@@ -158,6 +161,7 @@ class SimulationResult:
             "makespan_s": self.makespan_s,
             "restarts_mean": self.restarts_mean,
             "gpu_hours": self.gpu_hours,
+            "gpu_hours_by_type": dict(self.gpu_hours_by_type),
             "node_hours": self.node_hours,
             "slot_hours": self.slot_hours,
             "cost": self.cost,
@@ -210,7 +214,7 @@ def summarise(run: SimulationRun, settings: PolicySettings | None = None) -> Sim
     slot_s = _Integral(np.array([sample.at for sample in run.samples]), _num_slots(run.samples))
     lives = np.maximum(ends - begins, 1e-9)
     rho = finish_time_fairness(
-        SoloTimes(run.applications, gpus_per_node=run.config.gpus_per_node, resize_s=run.config.resize_s),
+        SoloTimes(run.applications, run.config.groups, resize_s=run.config.resize_s),
         [application_key(run.applications, record.spec) for record in records],
         begins,
         ends,
@@ -245,11 +249,13 @@ def summarise(run: SimulationRun, settings: PolicySettings | None = None) -> Sim
         decision_s=Spread.of([round_.decision_s for round_ in run.store.rounds]),
         wall_s=run.wall_s,
         node_hours=run.node_s / 3600,
-        slot_hours=run.node_s / 3600 * run.config.gpus_per_node,
+        slot_hours=run.node_s / 3600 * run.config.mean_slots_per_node,
         utilisation_mean=math.fsum(job.gpu_s for job in jobs) / cluster_s if cluster_s > 0 else 0.0,
         efficiency_mean=weighted / held_s if held_s > 0 else 0.0,
         series=_series(begins, ends, pieces, slot_s),
         decisions=_decisions(run.store.rounds),
+        cluster=run.config.cluster_text,
+        gpu_hours_by_type=pieces.hours_by_type([group.accelerator for group in run.config.groups]),
         config=config,
     )
 
@@ -355,24 +361,35 @@ class _Pieces:
     ends: FloatArray
     replicas: FloatArray
     efficiency: FloatArray
+    slots: FloatArray  # its own: none of a guest's
+    types: Sequence[str]
 
     @classmethod
     def of(cls, samples: Sequence[Sample], finished_at: Mapping[str, float]) -> _Pieces:
         names: list[str] = []
-        rows: list[tuple[float, float, int, float]] = []
+        types: list[str] = []
+        rows: list[tuple[float, float, int, float, int]] = []
         for index, sample in enumerate(samples):
             until = samples[index + 1].at if index + 1 < len(samples) else math.inf
             for name, count in sample.replicas.items():
                 end = min(until, finished_at[name])
                 if end > sample.at:
                     names.append(name)
-                    rows.append((sample.at, end, count, sample.efficiency[name]))
-        columns = np.array(rows, dtype=float).reshape(len(rows), 4).T
-        return cls(names, *columns)
+                    types.append(sample.types.get(name, ""))
+                    slots = 0 if name in sample.guests else count
+                    rows.append((sample.at, end, count, sample.efficiency[name], slots))
+        begins, ends, replicas, efficiency, own = np.array(rows, dtype=float).reshape(len(rows), 5).T
+        return cls(names, begins, ends, replicas, efficiency, own, types)
 
     @property
     def durations(self) -> FloatArray:
         return self.ends - self.begins
+
+    def hours_by_type(self, types: Sequence[str]) -> dict[str, float]:
+        """Slot-hours held of each type, if there are several."""
+        held_s = self.slots * self.durations
+        mine = np.array(self.types)
+        return {kind: float(held_s[mine == kind].sum()) / 3600 for kind in types} if len(types) > 1 else {}
 
     def intervals(self) -> dict[str, tuple[tuple[float, float, int], ...]]:
         """Per job (from, to, replicas), pieces that continue each other joined."""
@@ -418,12 +435,13 @@ def _series(begins: FloatArray, ends: FloatArray, pieces: _Pieces, slot_s: _Inte
         return np.maximum(integral.between(left, right) / (right - left), 0.0)
 
     ones = np.ones(len(pieces.begins))
-    gpus = mean(_sum_of(pieces.begins, pieces.ends, pieces.replicas))
+    gpus = mean(_sum_of(pieces.begins, pieces.ends, pieces.slots))
+    replicas = mean(_sum_of(pieces.begins, pieces.ends, pieces.replicas))
     useful = mean(_sum_of(pieces.begins, pieces.ends, pieces.replicas * pieces.efficiency))
     present = mean(_sum_of(begins, ends, np.ones(len(begins))))
     running = mean(_sum_of(pieces.begins, pieces.ends, ones))
     with np.errstate(divide="ignore", invalid="ignore"):
-        efficiency = np.where(gpus > 1e-9, useful / gpus, np.nan)
+        efficiency = np.where(replicas > 1e-9, useful / replicas, np.nan)
     return Series(
         time_s=_rounded((left + right) / 2, 3),
         gpus=_rounded(gpus, 3),

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from pollux.errors import InvalidValueError, SimulationError
 from pollux.policy.base import Policy
 from pollux.scheduler.autoscale import DEFAULT_BAND, DEFAULT_WINDOW_S, AutoscaleConfig
 from pollux.scheduler.loop import Scheduler, SchedulerConfig
 from pollux.scheduler.ports import MemoryStore
-from pollux.simulator.application import Application
+from pollux.simulator.application import Application, application_key
 from pollux.simulator.clock import VirtualClock
+from pollux.simulator.colocation import SharedSpeed, check_applications
 from pollux.simulator.engine import SimulatedEngine
 from pollux.simulator.oracle import SimulationOracle
+from pollux.simulator.physics import OSDI21, SIA, SIA_CLUSTER, NodeGroup, Physics
 from pollux.simulator.workload import Workload
-from pollux.types import Node
+from pollux.types import DEFAULT_ACCELERATOR, Node
 
 _STALLED_S = 6 * 3600.0  # jobs wait, nobody runs, nobody will come: after this long nothing is going to change
 
@@ -28,10 +31,15 @@ class SimulationConfig:
 
     num_nodes: int = 16
     gpus_per_node: int = 4
+    cluster: tuple[NodeGroup, ...] = ()  # instead of these two: nodes of several types
+    physics: Physics = OSDI21
+    profiles_types: bool | None = None  # jobs are tried on every type before they start; where there are several
+    profiled_batches: int = 5  # with so many device batches on each
     interval_s: float = 60.0
     resize_s: float = 30.0
     start_s: float | None = None  # of a start, where a job's own is not known; as long as a resize if left out
     interference: float = 0.0
+    shared_speeds: tuple[SharedSpeed, ...] = ()  # of jobs on the same slots; what is not given follows from loads
     batch_threshold: float = 0.0  # jobs re-batch for any gain; live jobs ask for 5 %
     decides_on_events: bool = False
     remembers_profiles: bool = False
@@ -50,6 +58,7 @@ class SimulationConfig:
         for label, value, least in (
             ("nodes", self.num_nodes, 1),
             ("GPUs per node", self.gpus_per_node, 1),
+            ("device batches to try", self.profiled_batches, 1),
             ("resize seconds", self.resize_s, 0),
             ("start seconds", self.start_s or 0.0, 0),
             ("node start seconds", self.node_start_s, 0),
@@ -59,6 +68,11 @@ class SimulationConfig:
         if not 0 <= self.interference < 1:
             raise InvalidValueError(f"interference {self.interference}; a share from 0 up to below 1 is needed")
 
+        names = [group.accelerator for group in self.cluster]
+        if len(set(names)) < len(names):
+            raise InvalidValueError(f"an accelerator type is named twice in the cluster: {', '.join(names)}")
+        if len(names) > 1 and self.min_nodes is not None:
+            raise InvalidValueError(f"auto-scaling is for nodes of one type; the cluster has {', '.join(names)}")
         if (self.min_nodes is None) != (self.max_nodes is None):
             raise InvalidValueError("auto-scaling needs both the fewest and the most nodes; one of them is missing")
         if self.budget_slots is not None and self.min_nodes is None:
@@ -78,13 +92,78 @@ class SimulationConfig:
             budget_slots=self.budget_slots,
             budget_window_s=self.budget_window_s,
         )
-        config.check_template(self.gpus_per_node)
+        config.check_template(self.groups[0].slots_per_node)
         return config
+
+    @property
+    def groups(self) -> tuple[NodeGroup, ...]:
+        """The nodes by type: those the simulation starts with."""
+        groups = self.cluster or (
+            NodeGroup(accelerator=DEFAULT_ACCELERATOR, num_nodes=self.num_nodes, slots_per_node=self.gpus_per_node),
+        )
+        if self.min_nodes is None:
+            return groups
+        return tuple(dataclasses.replace(group, num_nodes=self.min_nodes) for group in groups)
+
+    @property
+    def full(self) -> SimulationConfig:
+        """The same as large as it may become, without auto-scaling."""
+        if self.max_nodes is None:
+            return self
+        cluster = tuple(dataclasses.replace(group, num_nodes=self.max_nodes) for group in self.cluster)
+        return dataclasses.replace(
+            self, num_nodes=self.max_nodes, cluster=cluster, min_nodes=None, max_nodes=None, budget_slots=None
+        )
+
+    @property
+    def cluster_text(self) -> str:
+        """In words as they are typed: ``aws:6x4,rtx:3x8``."""
+        if self.min_nodes is None:
+            return ",".join(map(str, self.groups))
+        return f"{self.groups[0].accelerator}:{self.min_nodes}..{self.max_nodes}x{self.groups[0].slots_per_node}"
+
+    @property
+    def mean_slots_per_node(self) -> float:
+        return sum(group.num_slots for group in self.groups) / sum(group.num_nodes for group in self.groups)
 
     def nodes(self) -> tuple[Node, ...]:
         """Those the simulation starts with."""
-        num_nodes = self.num_nodes if self.min_nodes is None else self.min_nodes
-        return tuple(Node(name=f"node{i}", num_slots=self.gpus_per_node) for i in range(num_nodes))
+        return tuple(
+            Node(
+                name=f"{group.accelerator}-{number}" if self.cluster else f"node{number}",
+                num_slots=group.slots_per_node,
+                accelerator=group.accelerator,
+            )
+            for group in self.groups
+            for number in range(group.num_nodes)
+        )
+
+
+def sia_config(scale: int = 1) -> SimulationConfig:
+    """The Sia artifact's cluster, ``scale`` times as large, and its physics; the rest is as by default."""
+    cluster = tuple(dataclasses.replace(group, num_nodes=scale * group.num_nodes) for group in SIA_CLUSTER)
+    return SimulationConfig(cluster=cluster, physics=SIA)
+
+
+def restricted(workload: Workload, applications: Mapping[str, Application], config: SimulationConfig) -> Workload:
+    """The workload with jobs that may use those types alone on which their applications were measured.
+
+    Raises:
+        SimulationError: a job can run on no type of the cluster; says on which it could.
+    """
+    types = frozenset(group.accelerator for group in config.groups)
+    jobs = []
+    for job in workload.jobs:
+        application = applications.get(application_key(applications, job))
+        measured = frozenset(application.accelerators if application is not None else ()) or types
+        allowed = measured if job.accelerators is None else measured & job.accelerators
+        if types.isdisjoint(allowed):
+            raise SimulationError(
+                f"job {job.name!r} of {job.application} can run on {', '.join(sorted(allowed)) or 'no type'}, the "
+                f"cluster has {', '.join(sorted(types))}; give it nodes of a type that the application was measured on"
+            )
+        jobs.append(job if types <= allowed else dataclasses.replace(job, accelerators=types & allowed))
+    return dataclasses.replace(workload, jobs=tuple(jobs))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,6 +175,8 @@ class Sample:
     num_waiting: int
     replicas: Mapping[str, int]  # by job, of jobs that hold any
     efficiency: Mapping[str, float]  # by job, statistical efficiency of its batch size now
+    guests: frozenset[str] = frozenset()  # jobs whose replicas sit on the slots of others
+    types: Mapping[str, str] = field(default_factory=dict)  # by job, of the slots it holds
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +203,11 @@ def simulate(
 ) -> SimulationRun:
     """Run ``workload`` to its end. ``on_round(now, jobs done)`` is called after every decision."""
     began = time.perf_counter()
-    nodes = config.nodes()
+    check_applications(config.shared_speeds, applications.values())
+    applications = config.physics.applied_to(applications)
+    nodes, workload = config.nodes(), restricted(workload, applications, config)
+    slots_per_node = {node.accelerator: node.num_slots for node in nodes}
+    profiles_types = len(slots_per_node) > 1 if config.profiles_types is None else config.profiles_types
     engine = SimulatedEngine(
         nodes,
         applications,
@@ -134,6 +219,8 @@ def simulate(
         start_s=config.start_s,
         rounds_epochs=config.rounds_epochs,
         counts_efficiency=config.counts_efficiency,
+        moves_are_free=config.physics.moves_are_free,
+        shared_speeds={(entry.application, entry.beside): entry.speed for entry in config.shared_speeds},
     )
     arrivals = sorted(enumerate(workload.jobs), key=lambda item: item[1].submitted_at)
     arrivals.reverse()  # next one last
@@ -145,6 +232,8 @@ def simulate(
         while arrivals and arrivals[-1][1].submitted_at <= now:
             sequence, spec = arrivals.pop()
             scheduler.submit(spec, sequence)
+            if profiles_types:
+                engine.profile(spec, config.profiled_batches)
         return now
 
     store = MemoryStore()
@@ -160,9 +249,10 @@ def simulate(
             remembers_profiles=config.remembers_profiles,
             tunes_batches=policy.adapts_batch,
             autoscale=config.autoscale,
+            pins_resizing=config.physics.pins_resizing,
         ),
         pool=engine,
-        oracles=SimulationOracle(engine, {job.name: job for job in workload.jobs}, config.gpus_per_node),
+        oracles=SimulationOracle(engine, {job.name: job for job in workload.jobs}, slots_per_node),
     )
     policy.reset()
 
@@ -208,4 +298,6 @@ def _sample(engine: SimulatedEngine, now: float, num_active: int) -> Sample:
         num_waiting=num_active - len(running),
         replicas={job.spec.name: job.allocation.num_replicas for job in running},
         efficiency={job.spec.name: job.efficiency() for job in running},
+        guests=frozenset(job.spec.name for job in running if job.allocation.host),
+        types={job.spec.name: job.accelerator for job in running},
     )

@@ -1,7 +1,8 @@
 """Where a simulation's input comes from: a workload and the applications its jobs train.
 
 The commands that simulate all take the same two words: a workload (a CSV file, or ``builtin:NAME``) and a
-directory of traces (or nothing: the built-in profiles). A directory with a file ``profiles.json`` holds condensed
+directory of traces (or nothing: the built-in profiles). Traces whose files name accelerator types are in the Sia
+artifact's format, others in the OSDI'21 artifact's. A directory with a file ``profiles.json`` holds condensed
 profiles, of recorded jobs say; ``pollux replay --workload-out`` makes one.
 """
 
@@ -14,6 +15,7 @@ from pollux.simulator.application import Application
 from pollux.simulator.builtin import load_builtin, load_profiles
 from pollux.simulator.generate import builtin_workload
 from pollux.simulator.osdi21 import load_traces
+from pollux.simulator.sia import is_sia, load_sia_traces
 from pollux.simulator.workload import Workload, load_workload
 
 BUILTIN_PREFIX = "builtin:"
@@ -29,7 +31,9 @@ def load_applications(traces: str | None) -> Mapping[str, Application]:
     if traces is None:
         return load_builtin()
     profiles = Path(traces) / PROFILES_FILE
-    return load_profiles(profiles) if profiles.is_file() else load_traces(traces)
+    if profiles.is_file():
+        return load_profiles(profiles)
+    return load_sia_traces(traces) if is_sia(traces) else load_traces(traces)
 
 
 def load_source(workload: str, traces: str | None, seed: int = 0) -> tuple[Workload, Mapping[str, Application]]:

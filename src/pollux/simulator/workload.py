@@ -2,7 +2,9 @@
 
 Columns: ``name,time,application,num_replicas,batch_size`` (the OSDI'21 artifact's format). The last two are what a user
 would have asked for; policies that tune jobs themselves ignore them. The order of rows breaks ties. Four more columns
-may be there, for jobs that a live cluster recorded: ``min_replicas,max_replicas,weight,is_preemptible``.
+may be there, for jobs that a live cluster recorded: ``min_replicas,max_replicas,weight,is_preemptible``. And one of the
+Sia artifact, ``category``: ``adaptive`` jobs are as without it, ``scale-gpus`` keep the batch size that they ask for,
+``rigid`` ones the number of replicas too, whatever the policy.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from pollux.types import JobSpec
 
 MAX_TIME_S = 1e8  # three years: further off is a slip of the pen
 COLUMNS = ("name", "time", "application", "num_replicas", "batch_size")
+CATEGORIES = ("adaptive", "scale-gpus", "rigid")
 MORE_COLUMNS = ("min_replicas", "max_replicas", "weight", "is_preemptible")
 
 
@@ -39,6 +42,7 @@ def job_spec(application: Application, *, name: str, time_s: float, num_replicas
         application=application.name,
         submitted_at=time_s,
         batch=application.limits,
+        min_replicas=application.min_replicas,
         max_replicas=application.max_replicas,
         requested_replicas=num_replicas,
         requested_batch_size=batch_size,
@@ -84,11 +88,28 @@ def load_workload(path: str | Path, applications: Mapping[str, Application]) -> 
             spec = job_spec(
                 application, name=row["name"], time_s=time_s, num_replicas=num_replicas, batch_size=batch_size
             )
+            spec = _categorised(path, number, row, spec)
             spec = replace(spec, application=row["application"], **_more(path, number, row))
         except InvalidValueError as error:
             raise InputFileError(path, str(error), number) from error
         jobs.append(spec)
     return Workload(path.stem, tuple(jobs))
+
+
+def _categorised(path: Path, number: int, row: dict[str, str], spec: JobSpec) -> JobSpec:
+    """The job with no more freedom than its category has."""
+    category = row.get("category") or "adaptive"
+    if category not in CATEGORIES:
+        raise InputFileError(path, f"category = {category!r}; one of {', '.join(CATEGORIES)} is needed", number)
+    replicas, total = spec.requested_replicas, spec.requested_batch_size
+    if category == "adaptive" or spec.batch is None or replicas is None or total is None:
+        return spec
+    # What it asks for can run, however small the batch of each device is then.
+    device_min = min(spec.batch.device_min, max(total // replicas, 1))
+    batch = replace(spec.batch, minimum=total, maximum=total, device_min=device_min)
+    if category == "rigid":
+        return replace(spec, batch=batch, min_replicas=replicas, max_replicas=replicas)
+    return replace(spec, batch=batch, max_replicas=min(spec.max_replicas, max(batch.max_replicas, spec.min_replicas)))
 
 
 def _more(path: Path, number: int, row: dict[str, str]) -> dict[str, Any]:

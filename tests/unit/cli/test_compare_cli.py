@@ -17,9 +17,10 @@ from typer.testing import CliRunner
 from pollux.cli import parallel
 from pollux.cli.app import app
 from pollux.cli.compare import parse_seeds
-from pollux.cli.simulate import Setup
+from pollux.cli.simulate import Setup, run_setup
 from pollux.errors import InvalidValueError, SimulationError
 from pollux.policy import PolicySettings
+from pollux.simulator.result import SimulationResult
 from pollux.simulator.run import SimulationConfig
 
 runner = CliRunner()
@@ -192,3 +193,22 @@ def _wait_until(is_so: Callable[[], bool], limit_s: float = 60.0) -> None:
     while not is_so():
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.05)
+
+
+def test_a_policy_that_fails_costs_the_others_nothing(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def run(setup: Setup, on_jobs_done: Callable[[int], None]) -> SimulationResult:
+        if setup.policy == "equal" and "others" in setup.workload:
+            raise SimulationError("policy 'equal' has run nothing for 6 h")
+        return run_setup(setup, on_jobs_done)
+
+    (here / "others.csv").write_text(JOBS)
+    monkeypatch.setattr(parallel, "run_setup", run)
+    both = ("--policy", "equal", "--policy", "fifo", "--jobs", "1", "--json")
+    result = runner.invoke(app, compare(*both, workloads=("jobs.csv", "others.csv")))
+    assert result.exit_code == 1
+    assert result.stderr == "error: equal is left out: policy 'equal' has run nothing for 6 h\n"
+    data = json.loads(result.stdout)
+    assert [run["policy"] for run in data["results"]] == ["fifo", "fifo"]  # on both, so that means are of the same
+    assert data["failed"] == {"equal": "policy 'equal' has run nothing for 6 h"}
+    alone = runner.invoke(app, compare("--policy", "equal", "--jobs", "1", workloads=("others.csv",)))
+    assert (alone.exit_code, alone.stdout) == (2, "")

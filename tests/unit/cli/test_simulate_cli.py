@@ -103,6 +103,44 @@ def test_options_reach_the_simulation(here: Path) -> None:
     assert (settings["seed"], settings["weights"], settings["resize_s"]) == (7, "remaining", 10.0)
 
 
+def test_speeds_of_jobs_that_share_gpus_come_from_a_file(here: Path) -> None:
+    (here / "speeds.csv").write_text("application,beside,speed\ncifar10,cifar10,0.25\n")
+    arguments = simulate("--shared-speeds", "speeds.csv", "--html", "r.html", "--json", policy="lucid")
+    result = runner.invoke(app, arguments)
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["config"]["shared_speeds"] == [["cifar10", "cifar10", 0.25]]
+    assert "--shared-speeds speeds.csv" in (here / "r.html").read_text()
+    compared = runner.invoke(app, ["compare", *arguments[1:-3], "--json", "--jobs", "1"])
+    assert compared.exit_code == 0, compared.output
+    (here / "speeds.csv").write_text("application,beside,speed\ncifar10,cifar11,0.25\n")
+    assert_refused(arguments, "unknown application in the shared speeds 'cifar11'", "Did you mean 'cifar10'")
+    assert_refused(["compare", *arguments[1:-3]], "unknown application in the shared speeds 'cifar11'")
+    assert_refused(simulate("--shared-speeds", "none.csv"), "none.csv", "no such file")
+
+
+def test_clusters_of_several_types(here: Path) -> None:
+    start = ["--workload", "jobs.csv", "--policy", "fifo", "--cluster"]
+    arguments = ["simulate", *start, "gpu:2x2,tpu:1x4"]
+    result = runner.invoke(app, [*arguments, "--json", "--html", "r.html"])
+    assert result.exit_code == 0, result.output
+    printed = json.loads(result.stdout)
+    assert printed["cluster"] == "gpu:2x2,tpu:1x4"
+    assert printed["gpu_hours_by_type"]["tpu"] == 0  # the built-in profiles are of one type
+    assert printed["config"]["cluster"][1] == {"accelerator": "tpu", "num_nodes": 1, "slots_per_node": 4}
+    assert "--seed 0 --cluster gpu:2x2,tpu:1x4" in (here / "r.html").read_text()
+    assert "of type gpu" in runner.invoke(app, arguments).stdout
+    compared = runner.invoke(app, ["compare", *start, "gpu:2x2", "--physics", "sia", "--json", "--jobs", "1"])
+    assert compared.exit_code == 0, compared.output
+    assert json.loads(compared.stdout)["results"][0]["config"]["physics"]["name"] == "sia"
+    assert_refused([*arguments, "--nodes", "2"], "--nodes 2 and --cluster", "give one of them")
+    assert_refused([*arguments, "--autoscale", "1..2"], "nodes of one type", "gpu, tpu")
+    assert_refused(["simulate", *start, "gpu:2"], "'gpu:2'", "TYPE:NODESxGPUS", "aws:6x4")
+    assert_refused(["simulate", *start, "gpu:0x2"], "nodes of type 'gpu': 0")
+    assert_refused(["simulate", *start, "gpu:1x2,gpu:1x4"], "named twice")
+    assert_refused(["simulate", *start, "gpu:1x1,tpu:1x8"], "asks for 2 GPUs", "has 1 of one type")
+    assert_refused(["simulate", *start[:-1], "--physics", "sia"], "can run on gpu, the cluster has aws, dgx-ext, rtx")
+
+
 def test_cost_is_shown_where_a_price_is_known_and_the_command_can_be_repeated(here: Path) -> None:
     arguments = simulate("--autoscale", "1..3", "--node-price", "2", "--html", "r.html", policy="pollux")
     result = runner.invoke(app, arguments)
@@ -157,7 +195,7 @@ def test_bad_workloads_name_file_row_and_what_is_allowed(here: Path, command: st
         (simulate(workload="nowhere.csv"), ["nowhere.csv", "no such file"]),
         (simulate(workload="."), ["a directory"]),
         (simulate(workload="builtin:smal"), ["'smal'", "Did you mean 'small'", "day, heavy, small"]),
-        (simulate(policy="tiresas"), ["'tiresas'", "Did you mean 'tiresias'", "fifo, optimus, pollux"]),
+        (simulate(policy="tiresas"), ["'tiresas'", "Did you mean 'tiresias'", "optimus, pollux"]),
         (simulate("--traces", "jobs.csv"), ["jobs.csv", "not a directory"]),
         (simulate("--traces", "."), ["no traces here", "placements.csv"]),
         (simulate("--interval", "0"), ["interval of 0.0 s", "positive"]),

@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 from pollux.policy import PolicySettings, make_policy
 from pollux.policy.dense import FreeSlots
 from pollux.types import Allocation, JobView, Node, Plan, Snapshot
-from tests.snapshots import make_job, make_nodes
+from tests.snapshots import PARAMS, make_job, make_mixed, make_nodes
 
 
 def decide(name: str, *jobs: JobView, nodes: tuple[Node, ...] | None = None) -> Plan:
@@ -62,7 +63,7 @@ class Halving:
     base_s: float
     steps: float
 
-    def iteration_s(self, num_replicas: int) -> float:
+    def iteration_s(self, num_replicas: int, accelerator: str = "gpu") -> float:
         return self.base_s / num_replicas
 
     def remaining_iterations(self) -> float:
@@ -125,3 +126,63 @@ class TestEqual:
     def test_more_jobs_than_slots(self):
         found = counts(decide("equal", *(make_job(f"j{i}") for i in range(12))))
         assert found == {f"j{i}": 1 for i in range(8)}
+
+
+class TestOnSeveralTypes:
+    NODES = make_mixed(big=4, small=8)
+
+    def test_a_gang_sits_on_one_type_and_stays_on_its_own(self):
+        held = Allocation.of(("big", 2))
+        jobs = (
+            make_job("wide", requested_replicas=6),
+            make_job("running", requested_replicas=2, allocation=held),
+            make_job("too wide", requested_replicas=9),
+            make_job("next", requested_replicas=2),
+        )
+        for name in ("tiresias", "srtf", "las", "gittins"):
+            plan = decide(name, *jobs, nodes=self.NODES)
+            assert plan.allocation_of("wide") == Allocation.of(("small", 6))
+            assert plan.allocation_of("running") == held
+            assert counts(plan) == {"wide": 6, "running": 2, "next": 2}
+
+    def test_who_waits_in_line_holds_up_only_those_who_want_its_type(self):
+        jobs = (
+            make_job("runs", requested_replicas=3, accelerators=frozenset({"big"})),
+            make_job("waits", requested_replicas=3, accelerators=frozenset({"big"})),
+            make_job("behind", requested_replicas=1, accelerators=frozenset({"big"})),
+            make_job("elsewhere", requested_replicas=1),
+            make_job("never", requested_replicas=9),
+            make_job("last", requested_replicas=1, accelerators=frozenset({"small"})),
+        )
+        plan = decide("fifo", *jobs, nodes=self.NODES)
+        assert counts(plan) == {"runs": 3, "elsewhere": 1, "last": 1}
+        assert plan.allocation_of("elsewhere") == Allocation.of(("small", 1))
+
+    def test_srtf_goes_by_the_fastest_type_a_job_may_use(self):
+        fast = {"big": PARAMS, "small": PARAMS._replace(alpha_g=10.0)}
+        known = {"params": fast, "remaining_examples": 1e5, "requested_replicas": 4}
+        bound = make_job("bound", accelerators=frozenset({"small"}), **known)
+        free = make_job("free", **known)
+        plan = decide("srtf", bound, free, nodes=make_mixed(small=4))
+        assert counts(plan) == {"bound": 4}  # as fast as the other there: the first goes first
+        plan = decide("srtf", bound, free, nodes=make_mixed(small=4, big=1))
+        assert counts(plan) == {"free": 4}
+
+    def test_equal_shares_on_each_type(self):
+        jobs = tuple(make_job(name) for name in "abc")
+        assert counts(decide("equal", *jobs, nodes=self.NODES)) == {"a": 4, "b": 4, "c": 4}
+
+    def test_a_job_leaves_a_crowded_type_only_for_a_much_roomier_one(self):
+        def shares(big: int, small: int) -> dict[str, int]:
+            running = make_job("a", allocation=Allocation.of(("big", 1)))
+            return counts(decide("equal", running, nodes=make_mixed(big=big, small=small)))
+
+        assert shares(big=4, small=8) == {"a": 4}
+        assert shares(big=4, small=9) == {"a": 9}
+
+    def test_optimus_counts_what_a_replica_saves_on_the_job_s_own_type(self):
+        slow = PARAMS._replace(alpha_r=5.0)  # a second replica saves nothing there
+        job = make_job("a", params={"big": PARAMS, "small": slow}, remaining_examples=1e6, requested_batch_size=4096)
+        assert decide("optimus", job, nodes=self.NODES).allocations == {"a": Allocation.of(("small", 1))}
+        bound = dataclasses.replace(job, spec=dataclasses.replace(job.spec, accelerators=frozenset({"big"})))
+        assert counts(decide("optimus", bound, nodes=self.NODES)) == {"a": 4}

@@ -139,7 +139,7 @@ def test_profile_memory_serves_the_next_job_of_the_application():
         assert (view.max_profiled_replicas == 4) == remembers
         assert (view.noise_scale == 500.0) == remembers
         start = next(c for c in world.engine.commands if isinstance(c, StartJob) and c.job == "second")
-        assert (start.allocation.num_replicas > 1) == remembers
+        assert (start.allocation.num_replicas > 4) == remembers
         assert bool(start.params) == remembers
 
 
@@ -280,6 +280,7 @@ class Reckless:
     name = "reckless"
     adapts_batch = True
     needs_oracle = False
+    shares_slots = False
 
     def decide(self, snapshot: Snapshot) -> Plan:
         return Plan(allocations={job.name: Allocation.of(("n0", 3)) for job in snapshot.jobs})
@@ -300,6 +301,9 @@ def test_an_invalid_plan_changes_nothing_and_is_recorded(caplog):
     assert "given away" in world.store.rounds[-1].error
     assert world.store.rounds[-1].changes == ()
     assert "invalid plan" in caplog.text
+    with caplog.at_level(logging.ERROR):
+        world.round()
+    assert caplog.text.count("invalid plan") == 1  # said once, however often it is tried
 
 
 def test_impossible_requests_are_refused():
@@ -375,6 +379,7 @@ class Scripted:
     name = "scripted"
     adapts_batch = True
     needs_oracle = False
+    shares_slots = False
 
     def __init__(self) -> None:
         self.next: dict[str, Allocation] = {}
@@ -676,6 +681,20 @@ def test_a_round_keeps_who_ended_since_the_one_before():
     told |= {one.job: (one.state, one.reason, one.num_slots) for later in others for one in later}
     assert told == {"a": told["a"], "b": (JobState.CANCELLED, "enough", held)}
     assert sum(len(kept.departures) for kept in world.store.rounds) == 2
+
+
+def test_the_last_jobs_end_is_told_when_it_ends():
+    """Not when the next job comes, which may be tomorrow."""
+    world = World(decides_on_events=True)
+    world.submit("a")
+    world.round()
+    world.engine.end("a", world.clock.time)
+    world.scheduler.tick()
+    last = world.store.rounds[-1]
+    assert (last.trigger, last.num_jobs, [one.job for one in last.departures]) == ("end", 0, ["a"])
+    num_rounds = len(world.store.rounds)
+    world.round()
+    assert len(world.store.rounds) == num_rounds  # nobody is left, and nothing to tell
 
 
 def test_a_job_that_ends_is_kept_before_it_is_active_no_longer():

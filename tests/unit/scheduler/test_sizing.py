@@ -50,6 +50,7 @@ class Greedy:
     name = "greedy"
     adapts_batch = True
     needs_oracle = False
+    shares_slots = False
 
     def decide(self, snapshot: Snapshot) -> Plan:
         free = {node.name: node.num_slots for node in snapshot.nodes}

@@ -12,12 +12,14 @@ from hypothesis import strategies as st
 
 from pollux.errors import InvalidValueError, SimulationError
 from pollux.model.goodput import candidate_batches
-from pollux.simulator.application import GradientStats, StepTime, dense_placement
+from pollux.simulator.application import NO_HABITS, GradientStats, Habits, StepTime, dense_placement
 from pollux.simulator.builtin import load_builtin
 from pollux.simulator.fairness import SoloTimes, finish_time_fairness, mean_jobs_present
+from pollux.simulator.physics import NodeGroup
 from pollux.types import BatchLimits
 
 LIMITS = BatchLimits(initial=8, maximum=64, device_min=1, device_max=64)
+GPUS = NodeGroup(accelerator="gpu", num_nodes=16, slots_per_node=4)
 
 
 @dataclass
@@ -26,9 +28,12 @@ class Toy:
 
     name: str = "toy"
     limits: BatchLimits = LIMITS
+    min_replicas: int = 1
     max_replicas: int = 8
     num_epochs: int = 2
     var: float = 1e12
+    habits: Habits = NO_HABITS
+    accelerators: tuple[str, ...] = ()
 
     def step_time(self, accelerator: str, placement: tuple[int, ...], device_batch: int) -> StepTime:
         return StepTime(float(len(placement)) + device_batch / sum(placement), 0.0)
@@ -56,7 +61,7 @@ def slow_rate(application: Toy, replicas: int, gpus_per_node: int, epoch: int) -
 
 
 def solo(resize_s: float = 0.0, **fields: object) -> SoloTimes:
-    return SoloTimes({"toy": Toy(**fields)}, gpus_per_node=4, resize_s=resize_s)  # type: ignore[arg-type]
+    return SoloTimes({"toy": Toy(**fields)}, [GPUS], resize_s=resize_s)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(("replicas", "placement"), [(1, (1,)), (4, (4,)), (5, (4, 1)), (8, (4, 4))])
@@ -67,7 +72,7 @@ def test_dense_placement(replicas: int, placement: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("var", [0.1, 10.0, 1e12])
 @pytest.mark.parametrize("replicas", range(1, 9))
 def test_rates_are_the_best_of_all_candidate_batches(replicas: int, var: float) -> None:
-    rates = solo(var=var).rates("toy", replicas)
+    rates = solo(var=var).rates("toy", replicas, GPUS)
     assert rates.tolist() == pytest.approx([slow_rate(Toy(var=var), replicas, 4, epoch) for epoch in range(2)])
 
 
@@ -155,7 +160,7 @@ def test_a_workload_of_160_jobs_takes_well_under_a_second_once_rates_are_known()
     names = rng.choice(sorted(applications), 160).tolist()
     begins = rng.uniform(0, 28_800, 160)
     ends = begins + rng.uniform(100, 20_000, 160)
-    times = SoloTimes(applications, gpus_per_node=4, resize_s=30.0)
+    times = SoloTimes(applications, [GPUS], resize_s=30.0)
     first = finish_time_fairness(times, names, begins, ends, 64)
     began = time.perf_counter()
     again = finish_time_fairness(times, names, begins, ends, 64)

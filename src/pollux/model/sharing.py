@@ -1,0 +1,17 @@
+"""How fast two jobs run on the same accelerators.
+
+A job's *load* is the share of a step in which its kernels keep the accelerator busy; the rest it spends launching,
+loading and synchronising. Two jobs whose loads add up to less than one fill each other's gaps and keep nearly their
+full speed; beyond that the accelerator is divided between them, and each is slowed alike. The switching costs both
+a few percent: packing measurements of Gandiva (OSDI'18, figure 4) and Lucid (ASPLOS'23, section 2) show small
+models together at 0.9 and more of their speed, large ones at about half.
+"""
+
+from __future__ import annotations
+
+SWITCHING = 0.05  # of its speed that each loses because another job is there at all
+
+
+def shared_speed(load: float, other: float) -> float:
+    """Share of its own speed that a job with ``load`` keeps beside one with ``other``; the same for both."""
+    return (1 - SWITCHING) / max(1.0, load + other)

@@ -1,0 +1,64 @@
+"""What a job measured on one accelerator type says of another.
+
+Types differ most in how fast they compute. The ratio of two types is that of their step times on one replica, from jobs
+that were measured on both: the job itself if it was, else the median of the others. A type on which a job has run alone
+takes its synchronisation from the type that the job is known best on, scaled alike (as Sia does, SOSP'23, section 3.2:
+a job's throughput on K replicas keeps its proportion to that on one).
+"""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+
+from pollux.model.throughput import grad_s
+from pollux.types import ThroughputParams
+
+Ratios = Mapping[tuple[str, str], float]
+"""Time of a pass on the second type over that on the first."""
+
+
+def type_ratios(params: Mapping[str, ThroughputParams], device_batch: int) -> dict[tuple[str, str], float]:
+    """Of a job with these θ by type."""
+    times = {name: float(grad_s(theta, device_batch)) for name, theta in params.items()}
+    return {(one, other): times[other] / times[one] for one, other in itertools.permutations(times, 2)}
+
+
+def typical_ratios(jobs: Iterable[Ratios]) -> Ratios:
+    """The median over jobs, for every two types that any of them was measured on."""
+    seen: dict[tuple[str, str], list[float]] = {}
+    for ratios in jobs:
+        for pair, ratio in ratios.items():
+            seen.setdefault(pair, []).append(ratio)
+    return {pair: statistics.median(values) for pair, values in seen.items()}
+
+
+def guess_params(
+    params: Mapping[str, ThroughputParams],
+    max_replicas: Mapping[str, int],
+    own: Ratios,
+    typical: Ratios,
+    types: Sequence[str],
+) -> dict[str, ThroughputParams]:
+    """θ on those of ``types`` where the job has not run, or alone: as far as anything can be said of them.
+
+    ``params`` and ``max_replicas``: what was measured by type, and with how many replicas; ``own``: the job's ratios.
+    """
+    if not params:
+        return {}
+    best = max(params, key=lambda name: max_replicas.get(name, 0))  # the first among equals
+    guesses = {}
+    for name in types:
+        if name not in params and (best, name) in typical:
+            guesses[name] = _scaled(params[best], typical[best, name])
+        elif name in params and max_replicas.get(name, 0) <= 1 < max_replicas.get(best, 0):
+            alone = params[name]
+            scaled = _scaled(params[best], own[best, name])
+            guesses[name] = scaled._replace(alpha_g=alone.alpha_g, beta_g=alone.beta_g)
+    return guesses
+
+
+def _scaled(params: ThroughputParams, ratio: float) -> ThroughputParams:
+    """All times ``ratio`` times as long; γ is not a time."""
+    return ThroughputParams(*(value * ratio for value in params))._replace(gamma=params.gamma)

@@ -1,0 +1,117 @@
+"""AntMan: guaranteed jobs, and opportunistic ones on what those leave idle (Xiao et al., OSDI'20).
+
+Rules taken from the paper: jobs within the quota are guaranteed what they ask for, all at once, and keep it until
+they end. The others run opportunistically: on slots that are idle until a guaranteed job needs them, or on the slots
+of a guaranteed job, the least busy one first, as long as that one hardly notices.
+
+Here there is one tenant whose quota is the whole cluster, so jobs are guaranteed in order of submission as far as the
+slots go; nobody overtakes within the guarantee, which leaves gaps for opportunistic jobs to fill. An opportunistic
+job that comes to be guaranteed keeps idle slots it has found, and moves off the slots of another.
+
+Simplifications: the original throttles an opportunistic job's kernels while the guaranteed one is busy and moves
+its tensors to host memory when that one's grow; here guests are let in only where the guaranteed job keeps
+``MIN_SPEED`` of its speed by the model, both are slowed alike, and memory is not looked at. A guest sits beside one
+job, while the original chooses each GPU on its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+from typing import NamedTuple
+
+from pollux.model.sharing import shared_speed
+from pollux.policy.base import PolicySettings
+from pollux.policy.dense import Budget, may_use
+from pollux.policy.floor import Floor
+from pollux.policy.gangs import demand
+from pollux.types import JobView, Plan, Snapshot
+
+MIN_SPEED = 0.9  # of its speed alone that a guaranteed job keeps beside a guest
+
+
+class Guarantee(NamedTuple):
+    """What a job within the quota is entitled to."""
+
+    accelerator: str
+    num_replicas: int
+
+
+class AntManPolicy:
+    name = "antman"
+    adapts_batch = False
+    needs_oracle = False
+    shares_slots = True
+
+    def __init__(self, settings: PolicySettings) -> None:
+        pass
+
+    def reset(self) -> None:
+        pass
+
+    def decide(self, snapshot: Snapshot) -> Plan:
+        floor = Floor(snapshot)
+        guarantees = _guarantees(snapshot, floor)
+        misplaced = [name for name, guarantee in guarantees.items() if not _has(floor, name, guarantee)]
+        for name in misplaced:
+            if name in floor.held:
+                floor.leave(name)
+        for name in misplaced:
+            _make_room(floor, name, guarantees[name], guarantees)
+        for job in floor.waiting:
+            # One that could not be sent away again would take what is guaranteed to others.
+            if job.spec.is_preemptible and not floor.place(job, demand(job)):
+                host = _host(floor, job, guarantees)
+                if host is not None:
+                    floor.join(job.name, host, demand(job))
+        return floor.plan()
+
+
+def _guarantees(snapshot: Snapshot, floor: Floor) -> dict[str, Guarantee]:
+    """Of the jobs within the quota, in order of submission; those that must stay as they are come before others."""
+    budget = Budget(snapshot)
+    total = dict(budget.left)
+    found: dict[str, Guarantee] = {}
+    for name in floor.owners:
+        if floor.is_fixed(name):
+            budget.take(floor.held[name])
+            found[name] = Guarantee(floor.type_of(name), floor.held[name].num_slots)
+    for job in snapshot.jobs:
+        if floor.is_fixed(job.name):
+            continue
+        for count in dict.fromkeys((job.allocation.num_slots or demand(job), demand(job))):
+            accelerator = budget.admit(job, count)  # what it has already before what it asked for
+            if accelerator is not None:
+                found[job.name] = Guarantee(accelerator, count)
+                break
+        else:  # it comes next: nobody behind it is guaranteed what it waits for
+            for name in total:
+                if may_use(job, name) and demand(job) <= total[name]:
+                    budget.left[name] = 0
+    return found
+
+
+def _has(floor: Floor, name: str, guarantee: Guarantee) -> bool:
+    """Whether a job sits on slots of its own as it is guaranteed."""
+    return name in floor.held and (floor.type_of(name), floor.held[name].num_slots) == guarantee
+
+
+def _make_room(floor: Floor, name: str, guarantee: Guarantee, guaranteed: Container[str]) -> None:
+    """Slots of its own for a guaranteed job; opportunistic ones leave for it, the last to come first."""
+    while not floor.place(floor.jobs[name], guarantee.num_replicas, guarantee.accelerator):
+        floor.leave(
+            next(
+                other
+                for other in reversed(floor.owners)
+                if other not in guaranteed and floor.type_of(other) == guarantee.accelerator
+            )
+        )
+
+
+def _host(floor: Floor, job: JobView, guaranteed: Container[str]) -> str | None:
+    """The least busy guaranteed job that would hardly notice this one."""
+    found = [
+        (load, name)
+        for name, load, own in floor.hosts_for(job, demand(job))
+        if name in guaranteed and shared_speed(load, own) >= MIN_SPEED
+    ]
+    return min(found, key=lambda entry: entry[0])[1] if found else None

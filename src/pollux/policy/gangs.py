@@ -1,0 +1,45 @@
+"""All that was asked for, or nothing: how policies that only choose an order turn it into a plan.
+
+Between :mod:`pollux.policy.dense` and the policies that queue jobs (fifo, srtf, tiresias, las, gittins).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from pollux.policy.dense import may_use, place_counts, settle
+from pollux.types import JobView, Plan, Snapshot
+
+
+def demand(job: JobView) -> int:
+    """The replicas that the user asked for; where nothing was said, the least that the job runs with."""
+    return job.spec.requested_replicas or job.spec.min_replicas
+
+
+def gang_plan(
+    snapshot: Snapshot,
+    order: Iterable[JobView],
+    *,
+    keeps: Callable[[JobView], bool] = lambda job: False,
+    lets_overtake: bool = True,
+) -> Plan:
+    """Everybody in ``order`` who still fits gets what it asked for, all on one accelerator type.
+
+    Jobs that must not be changed and those that ``keeps`` says have what they hold before that. Without
+    ``lets_overtake`` a job that has to wait closes the types it waits for to all behind it; one that asks for more
+    than there is of any type holds up nobody.
+    """
+    counts, budget = settle(snapshot, keeps)
+    types: dict[str, str] = {}
+    order = [job for job in order if job.name not in counts]
+    for job in order:
+        chosen = budget.admit(job, demand(job))
+        if chosen is not None:
+            types[job.name] = chosen
+            counts[job.name] = demand(job)
+        elif not lets_overtake:
+            for name, total in budget.total.items():
+                if may_use(job, name) and demand(job) <= total:
+                    budget.left[name] = 0
+    staying = [job for job in snapshot.jobs if job.name in counts and job.name not in types]
+    return Plan(allocations=place_counts(snapshot.nodes, [*staying, *order], counts, types))

@@ -1,0 +1,35 @@
+"""Least attained service: whoever has had the least goes first; the classical policy for jobs of unknown length.
+
+Service is slots held times seconds held (the two dimensions of Tiresias, Gu et al., NSDI'19), counted continuously.
+Jobs run with the replicas they asked for, and later smaller ones fill the gaps. The textbook's policy shares a machine
+among those who have had equally little, which here would be a resize in every round. So a job that runs is overtaken
+only by one that has had less by a whole quantum.
+"""
+
+from __future__ import annotations
+
+from pollux.policy.base import PolicySettings
+from pollux.policy.gangs import gang_plan
+from pollux.types import JobView, Plan, Snapshot
+
+QUANTUM = 7_200.0  # slot-seconds: half an hour of four slots
+
+
+class LasPolicy:
+    name = "las"
+    adapts_batch = False
+    needs_oracle = False
+    shares_slots = False
+
+    def __init__(self, settings: PolicySettings) -> None:
+        pass
+
+    def reset(self) -> None:
+        pass
+
+    def decide(self, snapshot: Snapshot) -> Plan:
+        return gang_plan(snapshot, sorted(snapshot.jobs, key=_standing))  # stable: ties go by submission
+
+
+def _standing(job: JobView) -> float:
+    return job.attained_slot_s - (QUANTUM if job.allocation else 0.0)

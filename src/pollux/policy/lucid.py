@@ -1,0 +1,101 @@
+"""Lucid: packing by share scores and a priority that can be read (Hu et al., ASPLOS'23).
+
+Rules taken from the paper and its artifact: jobs get the GPUs they ask for and are never preempted, moved or resized.
+Waiting jobs go in order of estimated GPU time (duration times GPUs), the least first, and whoever fits may start.
+While the queue is long a job first looks for a mate: a running job that is alone, uses as many GPUs (no more than a
+server's 8), and whose share score (tiny 0, medium 1, jumbo 2) adds up to 2 at most with its own; one that is
+estimated at more than twice the mate's GPU time is not packed. While the queue is short nothing is packed, and
+nobody overtakes.
+
+Simplifications: the stage in which jobs are profiled on a few GPUs is left out, the oracle or the fitted model says
+how busy a job keeps its GPUs. Share scores are steps of that load instead of a decision tree over GPU counters, GPU
+time is the mean of what earlier jobs of the same application took instead of an additive model, and the length of
+the queue stands for a forecast of the cluster's load.
+"""
+
+from __future__ import annotations
+
+from statistics import median
+
+from pollux.policy.base import PolicySettings
+from pollux.policy.floor import Floor
+from pollux.policy.gangs import demand
+from pollux.types import JobView, Plan, Snapshot
+
+TINY, MEDIUM = 0.35, 0.7  # loads below which a job is tiny, medium
+MAX_SCORE = 2  # of two jobs together
+MAX_PACKED = 8  # replicas
+SHORT_QUEUE = 3  # as many may wait without anybody being packed
+MATE_FACTOR = 2.0  # how many times its mate's GPU time a packed job may take
+
+
+class LucidPolicy:
+    name = "lucid"
+    adapts_batch = False
+    needs_oracle = False
+    shares_slots = True
+
+    def __init__(self, settings: PolicySettings) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self._seen: dict[str, tuple[str, float]] = {}  # by job: application, GPU-seconds so far
+        self._finished: dict[str, tuple[int, float]] = {}  # by application: jobs, GPU-seconds of all
+
+    def decide(self, snapshot: Snapshot) -> Plan:
+        self._learn(snapshot)
+        floor = Floor(snapshot)
+        queue = sorted(floor.waiting, key=self._estimate)  # stable: ties by submission
+        packs = len(queue) > SHORT_QUEUE
+        while True:  # who started in one pass may be a mate in the next
+            started = set()
+            for job in queue:
+                mate = self._mate(floor, job) if packs else None
+                if mate is not None:
+                    floor.join(job.name, mate, demand(job))
+                elif not floor.place(job, demand(job)):
+                    if packs:
+                        continue
+                    break
+                started.add(job.name)
+            queue = [job for job in queue if job.name not in started]
+            if not started or not packs:
+                return floor.plan()
+
+    def _mate(self, floor: Floor, job: JobView) -> str | None:
+        count, estimate = demand(job), self._estimate(job)
+        if count > MAX_PACKED:
+            return None
+        found = [
+            (score(load), name)
+            for name, load, own in floor.hosts_for(job, count)
+            if floor.held[name].num_replicas == count
+            and score(load) + score(own) <= MAX_SCORE
+            and estimate <= MATE_FACTOR * self._estimate(floor.jobs[name])
+        ]
+        return min(found, key=lambda entry: entry[0])[1] if found else None
+
+    def _learn(self, snapshot: Snapshot) -> None:
+        """Jobs that are gone have ended, with about the GPU time that was seen last."""
+        there = {job.name: job for job in snapshot.jobs}
+        for name, (application, gpu_s) in self._seen.items():
+            if name not in there:
+                number, total = self._finished.get(application, (0, 0.0))
+                self._finished[application] = (number + 1, total + gpu_s)
+        self._seen = {
+            name: (job.spec.application, job.attained_s * demand(job))
+            for name, job in there.items()
+            if job.attained_s > 0
+        }
+
+    def _estimate(self, job: JobView) -> float:
+        """GPU-seconds that a job takes; the median of the applications if its own is new, 0 if all are."""
+        means = {application: total / number for application, (number, total) in self._finished.items()}
+        if job.spec.application in means:
+            return means[job.spec.application]
+        return median(means.values()) if means else 0.0
+
+
+def score(load: float) -> int:
+    """How much of a GPU a job takes up: 0 tiny, 1 medium, 2 jumbo."""
+    return 0 if load < TINY else 1 if load < MEDIUM else 2

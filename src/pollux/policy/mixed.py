@@ -1,0 +1,288 @@
+"""Several accelerator types: which type each job runs on, then the solver of one type for each.
+
+Prices (:mod:`pollux.policy.market`) bound what is possible and tell jobs apart: who loses most by going elsewhere
+chooses first. With everybody on a type the types are independent of each other, and
+:func:`~pollux.policy.solver.solve` does the rest. Jobs that gain from changing sides are then tried one by one, few
+jobs being what prices are bad at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pollux.policy.knapsack import KnapsackSolution, solve_knapsack
+from pollux.policy.market import Market, Response
+from pollux.policy.placement import PlacementProblem, Shares
+from pollux.policy.solver import MANY_JOBS, WORTH_IT, Solution, solve
+from pollux.types import FloatArray, IntArray
+
+_FEW_JOBS = 200  # up to so many, changes of side are tried
+_MAX_TRIES = 12
+_SMALL_GAP = 0.01  # of the bound: nearer than this is near enough
+_MAX_REFINEMENTS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class MixedSolution:
+    solution: Solution  # with node indices of ``nodes``
+    prices: FloatArray  # a good beginning for the next round
+
+
+def solve_mixed(
+    problems: Sequence[PlacementProblem],
+    nodes: Sequence[Sequence[int]],
+    prices: FloatArray | None,
+    rng: np.random.Generator,
+) -> MixedSolution:
+    """The best allocation found over all types and a bound on all of them.
+
+    ``problems``: one for each type, with the same jobs; ``nodes``: what their nodes are called in the answer.
+    """
+    found, prices, bound = _solve_once(problems, prices, rng)
+    for _ in range(_MAX_REFINEMENTS if problems[0].num_jobs <= MANY_JOBS else 0):
+        # As in the solver of one type: what would be changed again next round is changed now, if that is better.
+        if found.is_stay:
+            break
+        settled = [
+            replace(problem, current=found.shares_on(kind, problem.num_jobs)) for kind, problem in enumerate(problems)
+        ]
+        again, prices, _ = _solve_once(settled, prices, rng)
+        if again.is_stay:
+            break
+        rival = _Assigned(again.kinds, again.parts, _cost(problems, again))
+        if not rival.cost < found.cost - 1e-9 * max(1.0, abs(found.cost)):
+            break
+        found = rival
+    shares: list[Shares] = [{} for _ in range(problems[0].num_jobs)]
+    for kind, members in enumerate(nodes):
+        for job, held in enumerate(found.shares_on(kind, len(shares))):
+            if held:
+                shares[job] = {members[node]: count for node, count in held.items()}
+    cost = found.cost
+    assert bound <= cost + 1e-6 * max(1.0, abs(cost)), f"lower bound {bound} above cost {cost}"
+    method = "stay" if found.is_stay else "prices"
+    return MixedSolution(Solution(shares, cost, min(bound, cost), method), prices)
+
+
+@dataclass(frozen=True, slots=True)
+class _Assigned:
+    """Jobs on types, and where they sit there."""
+
+    kinds: IntArray  # (num_jobs,)
+    parts: Sequence[Sequence[Shares]]  # per type, per job of that type in order
+    cost: float
+    is_stay: bool = False
+
+    def shares_on(self, kind: int, num_jobs: int) -> list[Shares]:
+        shares: list[Shares] = [{} for _ in range(num_jobs)]
+        for job, held in zip(np.flatnonzero(self.kinds == kind).tolist(), self.parts[kind], strict=True):
+            shares[job] = dict(held)
+        return shares
+
+
+def _solve_once(
+    problems: Sequence[PlacementProblem], prices: FloatArray | None, rng: np.random.Generator
+) -> tuple[_Assigned, FloatArray, float]:
+    home = _homes(problems)
+    costs = [problem.count_costs() for problem in problems]
+    fixed = problems[0].is_fixed
+    for kind, table in enumerate(costs):
+        # Who may not be moved has no business elsewhere, and cannot be idle where it sits.
+        table[fixed & (home != kind), 1:] = np.inf
+        if kind:
+            table[:, 0] = np.where(home == 0, costs[0][:, 0], table[:, 0])
+    idle = np.where(fixed & (home >= 0), np.inf, np.minimum.reduce([table[:, 0] for table in costs]))
+    for table in costs:
+        table[:, 0] = idle
+    capacity = [int(problem.capacity.sum()) for problem in problems]
+    market = Market(costs, capacity)
+    prices, response = market.clear(prices)
+    bound = response.bound
+    keep = _keep_costs(problems, home)
+    stay_cost = float(keep.sum())
+    held = np.abs(keep[home >= 0])
+    if stay_cost - bound <= WORTH_IT * (float(held.mean()) if held.size else 0.0):
+        return _stay(problems, home, stay_cost), prices, bound  # nothing could be worth a move
+
+    kinds = _by_regret(market, response, home, keeps_home=True)
+    knapsacks, cost = _count(costs, capacity, kinds)
+    tolerance = _tolerance(costs, kinds, knapsacks)
+    if cost - bound > tolerance:
+        free = _by_regret(market, response, home, keeps_home=False)
+        rivals, rival = _count(costs, capacity, free)
+        if rival < cost - tolerance:
+            kinds, knapsacks, cost = free, rivals, rival
+    if len(home) <= _FEW_JOBS and cost - bound > _SMALL_GAP * abs(bound):
+        kinds, knapsacks, cost = _change_sides(costs, capacity, kinds, knapsacks, cost, bound, tolerance, fixed)
+
+    parts = []
+    total = 0.0
+    for kind, problem in enumerate(problems):
+        rows = np.flatnonzero(kinds == kind)
+        part = solve(_rows(problem, rows), rng, knapsacks[kind])
+        parts.append(part.shares)
+        total += part.cost
+    found = _Assigned(kinds, parts, total)
+    if stay_cost <= total + tolerance:
+        return _stay(problems, home, stay_cost), prices, bound
+    return found, prices, bound
+
+
+def _homes(problems: Sequence[PlacementProblem]) -> IntArray:
+    """(num_jobs,) the type each job sits on, -1: none."""
+    home = np.full(problems[0].num_jobs, -1)
+    for kind, problem in enumerate(problems):
+        home[[bool(shares) for shares in problem.current]] = kind
+    return home
+
+
+def _keep_costs(problems: Sequence[PlacementProblem], home: IntArray) -> FloatArray:
+    keep = problems[0].keep_cost.copy()
+    for kind, problem in enumerate(problems):
+        keep[home == kind] = problem.keep_cost[home == kind]
+    return keep
+
+
+def _by_regret(market: Market, response: Response, home: IntArray, *, keeps_home: bool) -> IntArray:
+    """(num_jobs,) a type for everybody: who would lose most elsewhere chooses first, as long as there is room.
+
+    ``keeps_home``: whoever sits somewhere stays there.
+    """
+    values, counts = response.values, response.best_counts
+    ranked = np.sort(values, axis=1)
+    with np.errstate(invalid="ignore"):
+        regret = np.nan_to_num(ranked[:, 1] - ranked[:, 0], nan=0.0, posinf=np.inf)
+    kinds = np.full(len(home), -1)
+    left = market.capacity.copy()
+    if keeps_home:
+        kinds[home >= 0] = home[home >= 0]
+        np.subtract.at(left, kinds[home >= 0], counts[home >= 0, home[home >= 0]])
+    # Those who would rather wait come last: they take what is left.
+    order = np.lexsort((-regret, response.kinds < 0))
+    ways = np.argsort(values, axis=1, kind="stable").tolist()
+    room = left.tolist()
+    vacant = [int(slots) - int((kinds == kind).sum()) for kind, slots in enumerate(market.capacity)]
+    is_open, wanted = np.isfinite(values).tolist(), counts.tolist()
+    for job in order.tolist():
+        if kinds[job] >= 0:
+            continue
+        own, likes = wanted[job], [kind for kind in ways[job] if is_open[job][kind]] or ways[job][:1]
+        chosen = next((kind for kind in likes if own[kind] <= room[kind]), None)
+        if chosen is None:  # nowhere is there all that it would take: where there is something, or the fewest others
+            chosen = next((kind for kind in likes if room[kind] >= 1), None)
+        if chosen is None:
+            chosen = max(likes, key=vacant.__getitem__)
+        kinds[job] = chosen
+        vacant[chosen] -= 1
+        room[chosen] -= min(own[chosen], room[chosen])
+    return kinds
+
+
+def _count(
+    costs: Sequence[FloatArray], capacity: Sequence[int], kinds: IntArray
+) -> tuple[list[KnapsackSolution], float]:
+    """How many slots everybody gets on its type, and what that costs before anybody is placed."""
+    knapsacks = []
+    total = 0.0
+    for kind, table in enumerate(costs):
+        rows = np.flatnonzero(kinds == kind)
+        found = solve_knapsack(table[rows], capacity[kind])
+        knapsacks.append(found)
+        total += float(table[rows, found.counts].sum())
+    return knapsacks, total
+
+
+def _change_sides(
+    costs: Sequence[FloatArray],
+    capacity: Sequence[int],
+    kinds: IntArray,
+    knapsacks: list[KnapsackSolution],
+    cost: float,
+    bound: float,
+    tolerance: float,
+    fixed: np.typing.NDArray[np.bool_],
+) -> tuple[IntArray, list[KnapsackSolution], float]:
+    """Let jobs change types one at a time while that pays; those that promise most are tried."""
+    refused: set[tuple[int, int]] = set()
+    for _ in range(_MAX_TRIES):
+        if cost - bound <= _SMALL_GAP * abs(bound):
+            break
+        promise = _promises(costs, kinds, knapsacks)
+        promise[fixed] = -np.inf
+        for job, kind in refused:
+            promise[job, kind] = -np.inf
+        job, kind = (int(index) for index in np.unravel_index(int(promise.argmax()), promise.shape))
+        if not promise[job, kind] > tolerance:
+            break
+        tried = kinds.copy()
+        tried[job] = kind
+        both = list(knapsacks)
+        rival = cost
+        for side in (int(kinds[job]), kind):
+            before = np.flatnonzero(kinds == side)
+            after = np.flatnonzero(tried == side)
+            both[side] = solve_knapsack(costs[side][after], capacity[side])
+            rival += float(costs[side][after, both[side].counts].sum())
+            rival -= float(costs[side][before, knapsacks[side].counts].sum())
+        if rival < cost - tolerance:
+            kinds, knapsacks, cost = tried, both, rival
+            refused.clear()
+        else:
+            refused.add((job, kind))
+    return kinds, knapsacks, cost
+
+
+def _promises(costs: Sequence[FloatArray], kinds: IntArray, knapsacks: Sequence[KnapsackSolution]) -> FloatArray:
+    """(num_jobs, num_types) what a job would save by going there, slots being worth what they are at the margin."""
+    now = np.empty(len(kinds))
+    there = np.empty((len(kinds), len(costs)))
+    for kind, (table, knapsack) in enumerate(zip(costs, knapsacks, strict=True)):
+        rows = np.flatnonzero(kinds == kind)
+        now[rows] = table[rows, knapsack.counts] + knapsack.price * knapsack.counts
+        there[:, kind] = (table + knapsack.price * np.arange(table.shape[1])).min(axis=1)
+    promise: FloatArray = now[:, None] - there
+    promise[np.arange(len(kinds)), kinds] = -np.inf
+    return promise
+
+
+def _tolerance(costs: Sequence[FloatArray], kinds: IntArray, knapsacks: Sequence[KnapsackSolution]) -> float:
+    """A gain that is not worth a move, as in the solver of one type."""
+    paid = []
+    for kind, (table, knapsack) in enumerate(zip(costs, knapsacks, strict=True)):
+        rows = np.flatnonzero(kinds == kind)
+        if len(rows) != len(knapsack.counts):
+            continue
+        running = knapsack.counts > 0
+        paid.append(np.abs(table[rows[running], knapsack.counts[running]]))
+    joined = np.concatenate(paid) if paid else np.zeros(0)
+    return WORTH_IT * float(joined.mean()) if joined.size else 0.0
+
+
+def _rows(problem: PlacementProblem, rows: IntArray) -> PlacementProblem:
+    return replace(
+        problem,
+        settled_cost=problem.settled_cost[rows],
+        moved_cost=problem.moved_cost[rows],
+        current=[problem.current[row] for row in rows.tolist()],
+        is_fixed=problem.is_fixed[rows],
+    )
+
+
+def _stay(problems: Sequence[PlacementProblem], home: IntArray, cost: float) -> _Assigned:
+    kinds = np.where(home < 0, 0, home)
+    parts = [
+        [problem.current[row] for row in np.flatnonzero(kinds == kind).tolist()]
+        for kind, problem in enumerate(problems)
+    ]
+    return _Assigned(kinds, parts, cost, is_stay=True)
+
+
+def _cost(problems: Sequence[PlacementProblem], found: _Assigned) -> float:
+    total = 0.0
+    for kind, problem in enumerate(problems):
+        for job, shares in zip(np.flatnonzero(found.kinds == kind).tolist(), found.parts[kind], strict=True):
+            total += problem.cost_of(job, shares)
+    return total

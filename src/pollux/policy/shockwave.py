@@ -1,0 +1,225 @@
+"""Shockwave: a market that plans ahead for jobs whose batch sizes change (Zheng et al., NSDI'23).
+
+Jobs keep the replicas they asked for. For a window of rounds ahead the policy chooses how many of them each job runs,
+such that the sum over jobs of
+
+    (expected ρ)^k · log(share of its work done by the end of the window)
+
+is largest. That is the Nash welfare of a market in which everybody has the same to spend, with a weight that lifts jobs
+about to end later than their fair share would let them. With weight λ comes the makespan that the window leaves:
+rounds of jobs that will run longest count more. ρ is the time from submission to the expected end over the time that
+the whole run would take on one of as many shares of the cluster as there are jobs. The plan is made again when jobs or
+nodes come and go, and at the window's end.
+
+What a round is worth depends on when it comes: batch sizes grow with the noise scale, and speed with them. The noise
+scales seen so far, of a job or of earlier ones of its application, give their growth over the share of work done (a
+line in the logarithm), and the work left is priced at the goodput of each stretch to come.
+
+Simplifications: that line stands in for the paper's regimes and their Bayesian durations; batch sizes follow goodput,
+not the user's own rule; the program is solved greedily, a round at a time to the job that it brings most by slot, which
+is exact but for the last rounds that do not fit. Only how many rounds a job runs matters to the market, so they are
+dealt to let jobs run without a break and end early: first those that need every round left, then those that run
+already, then those that need fewest; slots that nobody has planned for go to the others in this order. Accelerator
+types make no difference to the plan, only to the speeds that it expects.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from pollux.model.goodput import GoodputModel, GoodputTables
+from pollux.policy.base import PolicySettings
+from pollux.policy.dense import Budget, may_use
+from pollux.policy.estimates import remaining_steps, step_s
+from pollux.policy.gangs import demand, gang_plan
+from pollux.types import FloatArray, JobView, Plan, Snapshot
+
+_WINDOW = 20  # rounds
+_FAIRNESS = 5.0  # k
+_MAKESPAN = 1e-3  # λ
+_STRETCHES = 5  # into which the work left is cut, each with its own noise scale
+_UNKNOWN_S = 3600.0  # of work left, where nothing is known of it
+_ROUND_S = 60.0  # until the second round has shown how long they are
+_LEAST_DONE = 1e-3  # share of work: the logarithm of nothing is not worth infinitely much
+_MAX_GROWTH = 10.0  # of the noise scale's logarithm over a job's whole run
+
+
+@dataclass(frozen=True, slots=True)
+class Outlook:
+    """How a job will go on, if it runs: shares of its work done after so many seconds."""
+
+    seconds: FloatArray  # (num_stretches + 1,) from 0
+    done: FloatArray  # (num_stretches + 1,) up to 1
+
+    @property
+    def remaining_s(self) -> float:
+        return float(self.seconds[-1])
+
+    def after(self, seconds: FloatArray) -> FloatArray:
+        done: FloatArray = np.interp(seconds, self.seconds, self.done)
+        return done
+
+
+class ShockwavePolicy:
+    name = "shockwave"
+    adapts_batch = True
+    needs_oracle = False
+    shares_slots = False
+
+    def __init__(self, settings: PolicySettings) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        self._tables = GoodputTables()
+        self._seen: dict[str, list[tuple[float, float]]] = {}  # by job: share of work done, log of the noise scale
+        self._slopes: dict[str, list[float]] = {}  # by application: of jobs that are over
+        self._applications: dict[str, str] = {}  # of jobs that are not
+        self._rounds: dict[str, int] = {}  # by job, still to run in this window
+        self._rounds_left = 0
+        self._round_s = _ROUND_S
+        self._last_at: float | None = None
+        self._planned_for: object = None
+
+    def decide(self, snapshot: Snapshot) -> Plan:
+        if not snapshot.jobs or not snapshot.nodes:
+            return Plan(allocations={})
+        self._pass_time(snapshot)
+        self._learn(snapshot.jobs)
+        basis = (tuple(job.name for job in snapshot.jobs), snapshot.nodes)
+        if basis != self._planned_for or self._rounds_left <= 0:
+            self._rounds = self._plan(snapshot)
+            self._rounds_left, self._planned_for = _WINDOW, basis
+        return gang_plan(snapshot, self._order(snapshot.jobs))
+
+    def _pass_time(self, snapshot: Snapshot) -> None:
+        """A round is over: it counts for those that ran."""
+        if self._last_at is not None and snapshot.now > self._last_at:
+            self._round_s = snapshot.now - self._last_at
+            self._rounds_left -= 1
+            for job in snapshot.jobs:
+                if job.allocation and self._rounds.get(job.name, 0) > 0:
+                    self._rounds[job.name] -= 1
+        self._last_at = snapshot.now
+
+    def _learn(self, jobs: Sequence[JobView]) -> None:
+        """Keep noise scales, and of jobs that are over how they grew."""
+        present = {job.name: job.spec.application for job in jobs}
+        for name in [name for name in self._seen if name not in present]:
+            slope = _slope(self._seen.pop(name))
+            if slope is not None:
+                self._slopes.setdefault(self._applications[name], []).append(slope)
+        self._applications = present
+        for job in jobs:
+            done = share_done(job)
+            if done is not None and job.noise_scale is not None and job.noise_scale > 0:
+                seen = self._seen.setdefault(job.name, [])
+                if not seen or done > seen[-1][0]:
+                    seen.append((done, math.log(job.noise_scale)))
+
+    def _growth(self, job: JobView) -> float:
+        """Of the logarithm of its noise scale over its whole run."""
+        slope = _slope(self._seen.get(job.name, []))
+        if slope is None:
+            known = self._slopes.get(job.spec.application)
+            slope = float(np.mean(known)) if known else 0.0
+        return min(max(slope, 0.0), _MAX_GROWTH)
+
+    def outlook(self, job: JobView, snapshot: Snapshot) -> Outlook:
+        """What is expected of the job with the replicas it asks for."""
+        done = share_done(job) or 0.0
+        accelerator = _likely_type(job, snapshot)
+        model = GoodputModel.of(job, accelerator)
+        if model is None or job.remaining_examples is None:
+            left_s = step_s(job, demand(job), snapshot.nodes, accelerator) * remaining_steps(job)
+            if not math.isfinite(left_s):
+                left_s = max(job.attained_s, _UNKNOWN_S)
+            return Outlook(np.array([0.0, max(left_s, 1.0)]), np.array([done, 1.0]))
+        num_replicas = demand(job)
+        slots = max(node.num_slots for node in snapshot.nodes if node.accelerator == accelerator)
+        ends = np.linspace(done, 1.0, _STRETCHES + 1)
+        growth = self._growth(job)
+        seconds = [0.0]
+        for start in ends[:-1]:
+            phi = model.phi * math.exp(growth * float(start - done))
+            ahead = GoodputModel(model.params, phi, model.limits, model.factors)
+            goodput = float(self._tables.best([ahead], [num_replicas])[0][int(num_replicas > slots), num_replicas])
+            examples = job.remaining_examples / _STRETCHES
+            seconds.append(seconds[-1] + (examples / goodput if goodput > 0 else _UNKNOWN_S))
+        seconds[-1] = max(seconds[-1], 1.0)
+        return Outlook(np.maximum.accumulate(np.array(seconds)), ends)
+
+    def _plan(self, snapshot: Snapshot) -> dict[str, int]:
+        """Rounds of the coming window for each job."""
+        jobs = [job for job in snapshot.jobs if not (job.is_fixed and not job.allocation)]
+        outlooks = {job.name: self.outlook(job, snapshot) for job in jobs}
+        longest = max((outlook.remaining_s for outlook in outlooks.values()), default=1.0)
+        gains = {}
+        for job in jobs:
+            outlook = outlooks[job.name]
+            whole_s = job.attained_s + outlook.remaining_s
+            contention = max(demand(job) * len(jobs) / snapshot.num_slots, 1.0)
+            rho = (job.age_s + outlook.remaining_s * contention) / (whole_s * contention)
+            ahead = np.linspace(0.0, _WINDOW * self._round_s, _WINDOW + 1)
+            welfare = np.log(outlook.after(ahead) + _LEAST_DONE)
+            shorter = np.minimum(ahead, outlook.remaining_s) / longest * (outlook.remaining_s / longest)
+            worth = job.spec.weight * rho**_FAIRNESS * welfare / len(jobs) + _MAKESPAN * shorter
+            gains[job.name] = np.diff(worth) / demand(job)
+        return deal(gains, {job.name: demand(job) for job in jobs}, snapshot.num_slots)
+
+    def _order(self, jobs: Sequence[JobView]) -> list[JobView]:
+        """Who comes first this round; ties by submission."""
+
+        def key(job: JobView) -> tuple[bool, bool, bool, int]:
+            rounds = self._rounds.get(job.name, 0)
+            return rounds < self._rounds_left, rounds == 0 or not job.allocation, rounds == 0, rounds
+
+        return sorted(jobs, key=key)
+
+
+def deal(gains: Mapping[str, FloatArray], demands: Mapping[str, int], num_slots: int) -> dict[str, int]:
+    """Rounds by job: one at a time to whom it brings most by slot, until the window's slots are used up.
+
+    ``gains``: by job what each further round brings, falling.
+    """
+    left = num_slots * max((len(mine) for mine in gains.values()), default=0)
+    rounds = dict.fromkeys(gains, 0)
+    queue = [(-float(mine[0]), place, name) for place, (name, mine) in enumerate(gains.items()) if len(mine)]
+    heapq.heapify(queue)
+    while queue:
+        gain, place, name = heapq.heappop(queue)
+        if gain >= 0 or demands[name] > min(left, num_slots):
+            continue
+        left -= demands[name]
+        rounds[name] += 1
+        if rounds[name] < len(gains[name]):
+            heapq.heappush(queue, (-float(gains[name][rounds[name]]), place, name))
+    return rounds
+
+
+def share_done(job: JobView) -> float | None:
+    """Of the job's work; None if that is not known."""
+    if job.done_examples is None or job.remaining_examples is None:
+        return None
+    return job.done_examples / max(job.done_examples + job.remaining_examples, 1e-9)
+
+
+def _likely_type(job: JobView, snapshot: Snapshot) -> str:
+    """The type that a job sits on; else one that it was measured on; else the first that it may use."""
+    held = Budget(snapshot).type_of(job.allocation)
+    if held is not None:
+        return held
+    usable = [node.accelerator for node in snapshot.nodes if may_use(job, node.accelerator)]
+    return next((name for name in usable if name in job.params), usable[0] if usable else snapshot.nodes[0].accelerator)
+
+
+def _slope(seen: Sequence[tuple[float, float]]) -> float | None:
+    """Least squares; None from fewer than three points, or too near to each other."""
+    if len(seen) < 3 or seen[-1][0] - seen[0][0] < 0.05:
+        return None
+    at, values = np.array(seen).T
+    return float(np.polyfit(at, values, 1)[0])

@@ -1,0 +1,226 @@
+"""Sia: an integer program over configurations and accelerator types (Jayaram Subramanya et al., SOSP'23).
+
+A configuration is a type and a number of replicas: 1, 2, 4, ... on one node or whole nodes
+(:mod:`pollux.policy.configurations`). For every job, G is its goodput in each configuration over the least of them.
+With at most one configuration for a job and no more slots than a type has, a round minimises
+
+    the sum over jobs of (r·G)^p for what a job is given, and of λ for a job that is given nothing,
+
+with p = -0.5 and λ = 1.1, as in the published artifact; r = max(age - restarts·δ, 0)/(age + δ) for a change of what a
+job holds, 1 otherwise and for jobs younger than δ. A job never measured counts as equally fast on one replica of
+every type; one may ask for at most twice the replicas it was measured with. On a type where a job has not run, its
+goodput is that on a type where it has, times the ratio of speeds on one replica. Sia profiles that when a job arrives:
+a simulation's oracle stands in for it, elsewhere a guessed model (``JobView.guessed``) does, and without either the
+type is worth the least goodput, on the least replicas.
+
+As in the artifact, powers are rounded to two digits, so that jobs do not move for less. Simplifications: configurations
+that are no better than a smaller one of the same type are left out of the program; hybrid-parallel jobs are not treated
+apart; a job in another shape than configurations have (after the loss of a node, say) must change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from pollux.model.goodput import GoodputModel, GoodputTables
+from pollux.policy.base import PolicySettings
+from pollux.policy.configurations import Layout, Placer
+from pollux.policy.dense import may_use
+from pollux.policy.program import NOTHING, solve_program
+from pollux.types import Allocation, FloatArray, JobView, Plan, Snapshot
+
+_P = -0.5
+_IDLE_COST = 1.1  # λ: more than the dearest configuration costs, so that running is better
+_DIGITS = 2
+_GROWTH = 2  # a job may ask for this many times the replicas it was measured with
+_STAYING = 1e-6  # breaks ties in favour of what a job holds
+_WORTH_IT = 1e-9  # relative: a plan that gains less over staying is none
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One configuration of one job."""
+
+    accelerator: str
+    count: int
+    gain: float  # G
+    is_held: bool = False
+
+
+class SiaPolicy:
+    name = "sia"
+    adapts_batch = True
+    needs_oracle = False
+    shares_slots = False
+
+    def __init__(self, settings: PolicySettings) -> None:
+        self._settings = settings
+        self.reset()
+
+    def reset(self) -> None:
+        self._tables = GoodputTables()
+        self._known: dict[tuple[str, str], tuple[GoodputModel, FloatArray]] = {}  # by job and type, as of last round
+
+    def decide(self, snapshot: Snapshot) -> Plan:
+        fixed = {job.name: job.allocation for job in snapshot.jobs if job.is_fixed}
+        jobs = [job for job in snapshot.jobs if job.name not in fixed]
+        layouts = Layout.of(snapshot.nodes, fixed.values())
+        names = {job.name for job in jobs}
+        self._known = {key: value for key, value in self._known.items() if key[0] in names}
+        options = [self._options(job, layouts) for job in jobs]
+        values = [option_values(job, mine, self._settings) for job, mine in zip(jobs, options, strict=True)]
+        held = {job.name: job.allocation for job in jobs}
+        wanted: dict[str, dict[str, int]] = {accelerator: {} for accelerator in layouts}
+        for job, option in zip(jobs, choose(options, values, layouts), strict=True):
+            if option is not None:
+                wanted[option.accelerator][job.name] = option.count
+        allocations: dict[str, Allocation] = dict(fixed)
+        for accelerator, counts in wanted.items():
+            allocations |= Placer(layouts[accelerator], held).place(counts)
+        return Plan(allocations=allocations)
+
+    def _options(self, job: JobView, layouts: Mapping[str, Layout]) -> list[Option]:
+        """All configurations that the job may be given, what it holds among them."""
+        measured = {
+            accelerator: model
+            for accelerator in job.params
+            if accelerator not in job.guessed and (model := GoodputModel.of(job, accelerator)) is not None
+        }
+        found: list[Option] = []  # with goodputs
+        unknown: list[Option] = []
+        least = np.inf  # of what it may ask for: it must not change when the job gives up something that it may not
+        for accelerator, layout in layouts.items():
+            if not may_use(job, accelerator):
+                continue
+            asked = allowed_counts(job, layout)
+            held = job.allocation.num_replicas if _is_kept(job, layout, asked) else None
+            counts = sorted({*asked, *([] if held is None else [held])})
+            goodputs = self._goodputs(job, accelerator, counts, layouts, measured)
+            if goodputs is None:
+                # Nobody knows: the least of this type, or what the job holds anyway.
+                counts = sorted({*asked[:1], *([] if held is None else [held])})
+                unknown += [Option(accelerator, count, 1.0, count == held) for count in counts]
+                continue
+            for count, goodput in zip(counts, goodputs, strict=True):
+                if goodput > 0:
+                    found.append(Option(accelerator, count, goodput, count == held))
+                    least = min(least, goodput) if count in asked else least
+        if not np.isfinite(least):
+            least = min((option.gain for option in found), default=1.0)
+        return [*(replace(option, gain=option.gain / least) for option in found), *unknown]
+
+    def _goodputs(
+        self,
+        job: JobView,
+        accelerator: str,
+        counts: Sequence[int],
+        layouts: Mapping[str, Layout],
+        measured: Mapping[str, GoodputModel],
+    ) -> list[float] | None:
+        """Goodput of each count on a type, None if it cannot be told."""
+        source, ratio = accelerator, 1.0
+        model = measured.get(accelerator)
+        if model is None and measured and job.oracle is not None:
+            source, model = next(iter(measured.items()))
+            ratio = job.oracle.iteration_s(1, source) / job.oracle.iteration_s(1, accelerator)
+        elif model is None:
+            model = GoodputModel.of(job, accelerator)
+        if model is None or not counts:
+            return None
+        table = self._table(job.name, source, model, max(counts))
+        layout = layouts.get(source, layouts[accelerator])
+        return [ratio * float(table[int(layout.spans(count)), count]) for count in counts]
+
+    def _table(self, job: str, accelerator: str, model: GoodputModel, most: int) -> FloatArray:
+        """(2, >= most + 1) goodputs; computed again only if the model has changed."""
+        known = self._known.get((job, accelerator))
+        if known is None or known[0] != model or known[1].shape[1] <= most:
+            known = (model, self._tables.best([model], [most])[0])
+            self._known[job, accelerator] = known
+        return known[1]
+
+
+def allowed_counts(job: JobView, layout: Layout) -> list[int]:
+    """Replica counts of a type that the job may ask for; one that no configuration suits has its least count."""
+    limits, low = job.spec.batch, job.spec.min_replicas
+    if limits is None:  # a command that does not adapt: what was asked for
+        low = high = job.spec.requested_replicas or low
+    else:
+        high = min(job.spec.max_replicas, limits.max_replicas, max(_GROWTH * job.max_profiled_replicas, 1))
+    counts = [count for count in layout.counts if low <= count <= max(low, high)] or [low]
+    return [count for count in counts if layout.has_room(count)]
+
+
+def _is_kept(job: JobView, layout: Layout, asked: Sequence[int]) -> bool:
+    """Whether what the job holds is a configuration of this type."""
+    count = job.allocation.num_replicas
+    is_within = job.spec.min_replicas <= count <= job.spec.max_replicas
+    is_known = count in asked or (is_within and count in layout.counts)
+    return bool(job.allocation) and is_known and layout.is_regular(job.allocation)
+
+
+def option_values(job: JobView, options: Sequence[Option], settings: PolicySettings) -> FloatArray:
+    """(num_options,): how much better than idling each is, by the job's weight."""
+    is_held = np.array([option.is_held for option in options], dtype=bool)
+    # A job that cannot keep what it holds has no choice but to move.
+    factor = move_factor(job, settings.resize_s) if is_held.any() else 1.0
+    gains = np.array([option.gain for option in options]) * np.where(is_held, 1.0, factor)
+    with np.errstate(divide="ignore"):
+        costs = np.round(gains**_P, _DIGITS)
+    values: FloatArray = job.spec.weight * (_IDLE_COST - costs + _STAYING * is_held)
+    return values
+
+
+def move_factor(job: JobView, resize_s: float) -> float:
+    """r: what a change multiplies the goodput with."""
+    if job.age_s < resize_s:
+        return 1.0
+    return max(job.age_s - (job.num_restarts or 0) * resize_s, 0.0) / max(job.age_s + resize_s, 1e-9)
+
+
+def choose(
+    options: Sequence[Sequence[Option]], values: Sequence[FloatArray], layouts: Mapping[str, Layout]
+) -> list[Option | None]:
+    """Which option each job is given (None: none), such that the sum of values is largest and everything fits."""
+    configurations = sorted({(option.accelerator, option.count) for mine in options for option in mine})
+    column = {configuration: number for number, configuration in enumerate(configurations)}
+    first_row, num_rows = {}, 0
+    for accelerator, layout in layouts.items():
+        first_row[accelerator] = num_rows
+        num_rows += len(layout.units)
+    capacity = np.array([blocks for layout in layouts.values() for blocks in layout.blocks], dtype=np.int64)
+    needs = np.zeros((len(configurations), num_rows), dtype=np.int64)
+    for number, (accelerator, count) in enumerate(configurations):
+        needed, row = layouts[accelerator].needs(count), first_row[accelerator]
+        needs[number, row : row + len(needed)] = needed
+    table = np.full((len(options), len(configurations)), -np.inf)
+    by_column: list[dict[int, Option]] = []
+    for job, (mine, worth) in enumerate(zip(options, values, strict=True)):
+        by_column.append({column[option.accelerator, option.count]: option for option in mine})
+        for index in _worthwhile(mine, worth):
+            table[job, column[mine[index].accelerator, mine[index].count]] = worth[index]
+
+    chosen = solve_program(table, needs, capacity)
+    gained = sum(float(table[job, pick]) for job, pick in enumerate(chosen.tolist()) if pick != NOTHING)
+    kept = [
+        next(((option, float(value)) for option, value in zip(mine, worth, strict=True) if option.is_held), (None, 0.0))
+        for mine, worth in zip(options, values, strict=True)
+    ]
+    if gained <= sum(value for _, value in kept) * (1 + _WORTH_IT):
+        return [option for option, _ in kept]
+    return [by_column[job].get(pick) for job, pick in enumerate(chosen.tolist())]
+
+
+def _worthwhile(options: Sequence[Option], values: FloatArray) -> list[int]:
+    """Options that are better than idling and than any with fewer replicas of the same type."""
+    kept: list[int] = []
+    best: dict[str, float] = {}
+    for index in sorted(range(len(options)), key=lambda index: options[index].count):
+        accelerator, value = options[index].accelerator, float(values[index])
+        if value > best.get(accelerator, 0.0):
+            best[accelerator] = value
+            kept.append(index)
+    return kept

@@ -1,0 +1,83 @@
+"""SLAQ: slots go where they lower the loss most (Zhang et al., SoCC'17).
+
+Once an epoch of scheduling everybody gets one replica (or the least it runs with) in order of submission; then one
+replica at a time goes to the job whose loss, as a share of what it began with, it is predicted to lower most until the
+epoch's end. Batch sizes are those asked for.
+
+SLAQ fits 1/(a·k² + b·k + c) + d to the losses that a job reports after k iterations of a first-order method. A
+snapshot has no losses. What stands in is SLAQ's own assumption that such methods converge like O(1/k): the loss after
+the share x of all steps is 1/(1 + C·x), with C such that the last step leaves ``FINAL_LOSS``. Work done and left say
+where on that curve a job is. The original's epochs are seconds, as a Spark task can be given to another job for
+nothing; here a change costs a resize, so they are minutes, and until the next one slots that become free go to jobs
+that have none.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from pollux.policy.base import PolicySettings
+from pollux.policy.dense import place_counts, settle
+from pollux.policy.estimates import remaining_steps, step_s
+from pollux.policy.greedy import allot
+from pollux.policy.optimus import max_replicas
+from pollux.types import JobView, Node, Plan, Snapshot
+
+EPOCH_S = 300.0
+FINAL_LOSS = 0.05  # of the first
+
+
+class SlaqPolicy:
+    name = "slaq"
+    adapts_batch = False
+    needs_oracle = False
+    shares_slots = False
+
+    def __init__(self, settings: PolicySettings) -> None:
+        self._epoch_at = -math.inf  # when the epoch began
+        self._nodes: tuple[Node, ...] = ()  # that were there then
+
+    def reset(self) -> None:
+        self._epoch_at, self._nodes = -math.inf, ()
+
+    def decide(self, snapshot: Snapshot) -> Plan:
+        is_within_epoch = 0 < snapshot.now - self._epoch_at < EPOCH_S and snapshot.nodes == self._nodes
+        if not is_within_epoch:
+            self._epoch_at, self._nodes = snapshot.now, snapshot.nodes
+        held, budget = settle(snapshot, lambda job: is_within_epoch and bool(job.allocation))
+        curves = {job.name: _Curve.of(job) for job in snapshot.jobs}
+
+        def lowers(job: JobView, count: int, accelerator: str) -> float:
+            if is_within_epoch or count + 1 > max_replicas(job):
+                return 0.0
+            curve = curves[job.name]
+            now_s, then_s = (step_s(job, num, snapshot.nodes, accelerator) for num in (count, count + 1))
+            return curve.loss_after(EPOCH_S / now_s) - curve.loss_after(EPOCH_S / then_s)
+
+        counts, types = allot(snapshot.jobs, budget, lowers, staying=held)
+        counts |= held
+        order = sorted(snapshot.jobs, key=lambda job: counts.get(job.name, 0))
+        return Plan(allocations=place_counts(snapshot.nodes, order, counts, types))
+
+
+@dataclass(frozen=True, slots=True)
+class _Curve:
+    """A job's loss, as a share of the first, over its steps."""
+
+    num_done: float
+    num_left: float
+
+    @classmethod
+    def of(cls, job: JobView) -> _Curve:
+        left, done, remaining = remaining_steps(job), job.done_examples, job.remaining_examples
+        if done is None or remaining is None or remaining <= 0:
+            return cls(0.0, left)
+        return cls(left * done / remaining, left)
+
+    def loss_after(self, num_steps: float) -> float:
+        """After so many more steps. Nothing is predicted for a job of unknown length."""
+        if math.isinf(self.num_left):
+            return 1.0
+        done = self.num_done + min(num_steps, self.num_left)
+        return 1 / (1 + (1 / FINAL_LOSS - 1) * done / max(self.num_done + self.num_left, 1.0))
