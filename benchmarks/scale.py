@@ -11,8 +11,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 
-from pollux.simulator.scale import SIZES, measure
+for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):  # before numpy: one core, as the pollux command does
+    os.environ.setdefault(_name, "1")
+
+from pollux.simulator.scale import SIZES, measure  # noqa: E402
 
 
 def main() -> int:

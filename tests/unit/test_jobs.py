@@ -191,6 +191,21 @@ def test_a_fixed_job_runs_with_its_number_and_is_preempted_only_if_it_checkpoint
     assert (spec.min_replicas, spec.max_replicas, spec.is_preemptible) == (4, 4, True)
 
 
+@pytest.mark.parametrize(
+    ("options", "number"),
+    [
+        ({"kind": "elastic"}, 3),
+        ({"kind": "fixed"}, 0),
+        ({"kind": "fixed", "checkpoints": True}, 3),
+        ({"kind": "fixed", "max_restarts": 2}, 2),
+        ({"kind": "elastic", "max_restarts": 0}, 0),
+    ],
+)
+def test_restarts_are_those_that_were_said(options, number):
+    """What begins from nothing is not begun again, unless somebody asks for it."""
+    assert JobRequest(command=COMMAND, **options).num_restarts_allowed == number
+
+
 def test_a_spec_needs_a_resolved_single_job():
     for request in (JobRequest(command=COMMAND), JobRequest(command=COMMAND, kind="fixed", array="0-1")):
         with pytest.raises(InvalidValueError, match="resolved and expanded"):

@@ -1,7 +1,7 @@
 """A job that is no elastic one: any command, so many processes, torchrun's variables. It is moved by starting it anew.
 
 Stands in ``engines``; as :class:`~pollux.train.launcher.LocalJob` it is a state machine without threads that somebody
-pumps. One process that fails ends the others. All are started again only if the job says that it checkpoints.
+pumps. One process that fails ends the others; then all are started again, as often as the job allows.
 """
 
 from __future__ import annotations
@@ -50,13 +50,12 @@ class FixedJob:
         env: Mapping[str, str],
         cwd: str | Path,
         slot_env: Callable[[Slot], Mapping[str, str]] = lambda _slot: {},
-        max_restarts: int = 3,
-        checkpoints: bool = False,
+        max_restarts: int = 0,
         grace_s: float = 30.0,
         excuse: Callable[[], str] = lambda: "",
         address_of: Callable[[str], tuple[str, int]] = lambda _node: (HOST, free_port()),
     ) -> None:
-        """``starter`` takes whole commands. ``max_restarts`` counts only where the job ``checkpoints``.
+        """``starter`` takes whole commands.
 
         ``address_of`` a node gives its address, and a port that is free there.
         """
@@ -67,7 +66,7 @@ class FixedJob:
         self._env, self._cwd, self._log_dir = dict(env), str(cwd), Path(log_dir).absolute()
         self._slot_env, self._grace_s, self._excuse = slot_env, grace_s, excuse
         self._address_of = address_of
-        self._max_restarts = max_restarts if checkpoints else 0
+        self._max_restarts = max_restarts
         self._target = tuple(slots)
         self._processes: list[_Process] = []
         self._is_started = self._is_stopping = False

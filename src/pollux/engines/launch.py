@@ -27,7 +27,6 @@ class Launch:
     cwd: str
     env: Mapping[str, str]
     max_restarts: int = 3
-    checkpoints: bool = False  # a fixed job that can be started again where it was
 
     def __post_init__(self) -> None:
         if not self.command or not all(isinstance(word, str) for word in self.command) or not self.command[0]:
@@ -46,7 +45,6 @@ class Launch:
             "cwd": self.cwd,
             "env": dict(self.env),
             "max_restarts": self.max_restarts,
-            "checkpoints": self.checkpoints,
         }
 
     @classmethod
@@ -59,8 +57,6 @@ class Launch:
             raise InvalidValueError(
                 f"launch: {odd} missing or not known; exactly {', '.join(sorted(names))} are needed"
             )
-        if not isinstance(row["checkpoints"], bool):
-            raise InvalidValueError(f"launch.checkpoints = {shown(row['checkpoints'])}; true or false is needed")
         return cls(
             command=tuple(read_text(word, "a word of launch.command") for word in read_list(row["command"], "command")),
             kind=row["kind"],
@@ -69,5 +65,4 @@ class Launch:
             cwd=read_text(row["cwd"], "launch.cwd", 1),
             env={name: read_text(text, f"launch.env.{name}") for name, text in read_mapping(row["env"], "env").items()},
             max_restarts=read_integer(row["max_restarts"], "launch.max_restarts", 0),
-            checkpoints=row["checkpoints"],
         )

@@ -52,8 +52,7 @@ class LocalWorkshop:
     def make(self, order: JobOrder) -> ReplicaJob:
         launch, options = order.launch, options_of(order)
         if launch.kind == "fixed":
-            more: dict[str, Any] = {"env": launch.env, "checkpoints": launch.checkpoints}
-            return FixedJob(launch.command, starter=self._cold, **more, **options)
+            return FixedJob(launch.command, starter=self._cold, env=launch.env, **options)
         start = plan_start(launch.command, launch.env, launch.cwd)
         starter = self._open_nursery() if start.is_forked else self._cold
         return LocalJob(start.argv, starter=starter, env={**launch.env, **start.env}, **options)

@@ -261,6 +261,11 @@ def _rates(params: ThroughputParams, grid: _Grid) -> npt.NDArray[np.float32]:
     return result
 
 
+def _width(most: int) -> int:
+    """A few widths for all tables, so that many can be computed together."""
+    return most if most <= 4 else 1 << (most - 1).bit_length()
+
+
 class GoodputTables:
     """Best goodput of jobs for 1..R replicas, on one node and spanning nodes.
 
@@ -279,24 +284,25 @@ class GoodputTables:
         """Per job an array (2, max_replicas + 1): row 0 on one node, row 1 on several; 0 where impossible."""
         alike: dict[int, list[int]] = {}
         for index, most in enumerate(max_replicas):
-            alike.setdefault(most, []).append(index)
+            alike.setdefault(_width(most), []).append(index)
         tables: list[FloatArray] = [_NO_TABLE] * len(models)
         for most, members in alike.items():
             for begin in range(0, len(members), _TOGETHER):
                 chunk = members[begin : begin + _TOGETHER]
                 values = self._best_alike([models[index] for index in chunk], most)
                 for index, table in zip(chunk, values, strict=True):
-                    tables[index] = table
+                    tables[index] = table[:, : max_replicas[index] + 1]
         return tables
 
     def _best_alike(self, models: Sequence[GoodputModel], most: int) -> FloatArray:
         """(num_models, 2, most + 1)."""
         grids = [_grid(model.limits, most) for model in models]
         rates = np.stack([self._rates_of(model, grid, most) for model, grid in zip(models, grids, strict=True)])
-        totals = np.stack([grid.totals for grid in grids])[:, None]
+        totals = np.stack([grid.totals for grid in grids], dtype=np.float32)[:, None]
         phi = np.array([model.phi for model in models])
         initial = np.array([model.limits.initial for model in models])
-        shown = np.max(rates / (totals + phi[:, None, None, None]), axis=3) * (phi + initial)[:, None, None]
+        useful = rates / (totals + phi.astype(np.float32)[:, None, None, None])
+        shown = np.max(useful, axis=3).astype(float) * (phi + initial)[:, None, None]
         values = np.zeros((len(models), 2, most + 1))
         counts = shown_counts(most)
         if len(counts) == most:

@@ -23,17 +23,15 @@ class Layout:
     accelerator: str
     free: Mapping[str, int]  # slots by node
     node_slots: int  # of a whole node: the largest there is
-    counts: tuple[int, ...] = field(init=False)  # replicas that may be had, rising
+    num_whole: int  # nodes of that size, whether or not they are free
+    counts: tuple[int, ...] = field(init=False)  # replicas that may be asked for, rising; perhaps more than are free
     units: tuple[int, ...] = field(init=False)  # sizes of blocks of which there may be too few
     blocks: tuple[int, ...] = field(init=False)  # how many there are of each
 
     def __post_init__(self) -> None:
-        powers = [1 << power for power in range(self.node_slots.bit_length()) if 1 << power <= self.node_slots]
-        num_whole = sum(slots == self.node_slots for slots in self.free.values())
-        whole = [self.node_slots * number for number in range(1, num_whole + 1)]
-        largest = max(self.free.values(), default=0)
-        counts = tuple(sorted({*(power for power in powers if power <= largest), *whole}))
-        object.__setattr__(self, "counts", counts)
+        powers = [1 << power for power in range(self.node_slots.bit_length())]
+        whole = [self.node_slots * number for number in range(1, self.num_whole + 1)]
+        object.__setattr__(self, "counts", tuple(sorted({*powers, *whole})))
         total = sum(self.free.values())
         available = {unit: sum(slots // unit for slots in self.free.values()) for unit in {*powers, self.node_slots}}
         # Where blocks of a size leave nothing over there are enough of them as long as there are enough slots.
@@ -52,7 +50,9 @@ class Layout:
         for accelerator in dict.fromkeys(node.accelerator for node in nodes):
             members = [node for node in nodes if node.accelerator == accelerator]
             largest = max(node.num_slots for node in members)
-            layouts[accelerator] = cls(accelerator, {node.name: free[node.name] for node in members}, largest)
+            num_whole = sum(node.num_slots == largest for node in members)
+            left = {node.name: free[node.name] for node in members}
+            layouts[accelerator] = cls(accelerator, left, largest, num_whole)
         return layouts
 
     def reserved(self, count: int) -> int:
@@ -67,9 +67,6 @@ class Layout:
         if slots < self.node_slots:
             return tuple(slots // unit for unit in self.units)
         return tuple(slots // self.node_slots * (self.node_slots // unit) for unit in self.units)
-
-    def has_room(self, count: int) -> bool:
-        return all(need <= there for need, there in zip(self.needs(count), self.blocks, strict=True))
 
     def is_regular(self, allocation: Allocation) -> bool:
         """Whether this is how as many replicas would be placed here."""

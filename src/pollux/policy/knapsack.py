@@ -17,7 +17,7 @@ import numpy as np
 
 from pollux.types import FloatArray, IntArray
 
-_EXACT_LIMIT = 4_000_000  # table cells x options up to which dynamic programming is the quicker way
+_EXACT_LIMIT = 1_000_000  # table cells x options up to which dynamic programming is the quicker way
 _DUAL_STEPS = 60
 
 

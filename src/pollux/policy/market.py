@@ -19,7 +19,7 @@ import numpy.typing as npt
 from pollux.types import FloatArray, IntArray
 
 _COLD_EVALUATIONS = 60
-_WARM_EVALUATIONS = 15
+WARM_EVALUATIONS = 12
 _NEAR_ENOUGH = 1e-6  # of the bound; less gained in a step is nothing
 
 
@@ -60,8 +60,11 @@ class Market:
         bound = float(np.minimum(best, self.idle).sum() - prices @ self.capacity)
         return Response(np.where(waits, -1, kinds), chosen, value, count, usage, bound)
 
-    def clear(self, prices: FloatArray | None) -> tuple[FloatArray, Response]:
-        """Prices with about the best bound there is, and what they lead to. ``prices``: where to begin."""
+    def clear(self, prices: FloatArray | None, evaluations: int = WARM_EVALUATIONS) -> tuple[FloatArray, Response]:
+        """Prices with about the best bound there is, and what they lead to. ``prices``: where to begin.
+
+        ``evaluations``: how many may be spent from there.
+        """
         from scipy.optimize import minimize  # where there is one type nobody needs it
 
         guess = self._guess()
@@ -81,7 +84,7 @@ class Market:
             jac=True,
             method="L-BFGS-B",
             bounds=[(0.0, None)] * len(guess),
-            options={"maxfun": _COLD_EVALUATIONS if prices is None else _WARM_EVALUATIONS, "ftol": _NEAR_ENOUGH},
+            options={"maxfun": _COLD_EVALUATIONS if prices is None else evaluations, "ftol": _NEAR_ENOUGH},
         )
         assert best is not None
         return best

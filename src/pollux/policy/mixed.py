@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pollux.policy.knapsack import KnapsackSolution, solve_knapsack
-from pollux.policy.market import Market, Response
+from pollux.policy.market import WARM_EVALUATIONS, Market, Response
 from pollux.policy.placement import PlacementProblem, Shares
 from pollux.policy.solver import MANY_JOBS, WORTH_IT, Solution, solve
 from pollux.types import FloatArray, IntArray
@@ -23,25 +23,35 @@ _FEW_JOBS = 200  # up to so many, changes of side are tried
 _MAX_TRIES = 12
 _SMALL_GAP = 0.01  # of the bound: nearer than this is near enough
 _MAX_REFINEMENTS = 3
+_FEW_EVALUATIONS = 5  # of prices that were right a moment ago
 
 
 @dataclass(frozen=True, slots=True)
 class MixedSolution:
     solution: Solution  # with node indices of ``nodes``
-    prices: FloatArray  # a good beginning for the next round
+    memory: Memory  # for the next round
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What one round leaves to the next."""
+
+    prices: FloatArray  # nearly right
+    gap: float  # cost over the bound that could not be closed, and need not be tried again
 
 
 def solve_mixed(
     problems: Sequence[PlacementProblem],
     nodes: Sequence[Sequence[int]],
-    prices: FloatArray | None,
+    memory: Memory | None,
     rng: np.random.Generator,
 ) -> MixedSolution:
     """The best allocation found over all types and a bound on all of them.
 
-    ``problems``: one for each type, with the same jobs; ``nodes``: what their nodes are called in the answer.
+    ``problems``: one for each type, with the same jobs; ``nodes``: what their nodes are called in the answer;
+    ``memory``: of the last round, if it was one with these types.
     """
-    found, prices, bound = _solve_once(problems, prices, rng)
+    found, memory, bound = _solve_once(problems, memory, rng)
     for _ in range(_MAX_REFINEMENTS if problems[0].num_jobs <= MANY_JOBS else 0):
         # As in the solver of one type: what would be changed again next round is changed now, if that is better.
         if found.is_stay:
@@ -49,7 +59,7 @@ def solve_mixed(
         settled = [
             replace(problem, current=found.shares_on(kind, problem.num_jobs)) for kind, problem in enumerate(problems)
         ]
-        again, prices, _ = _solve_once(settled, prices, rng)
+        again, memory, _ = _solve_once(settled, memory, rng, evaluations=_FEW_EVALUATIONS)
         if again.is_stay:
             break
         rival = _Assigned(again.kinds, again.parts, _cost(problems, again))
@@ -64,7 +74,7 @@ def solve_mixed(
     cost = found.cost
     assert bound <= cost + 1e-6 * max(1.0, abs(cost)), f"lower bound {bound} above cost {cost}"
     method = "stay" if found.is_stay else "prices"
-    return MixedSolution(Solution(shares, cost, min(bound, cost), method), prices)
+    return MixedSolution(Solution(shares, cost, min(bound, cost), method), memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,8 +94,11 @@ class _Assigned:
 
 
 def _solve_once(
-    problems: Sequence[PlacementProblem], prices: FloatArray | None, rng: np.random.Generator
-) -> tuple[_Assigned, FloatArray, float]:
+    problems: Sequence[PlacementProblem],
+    memory: Memory | None,
+    rng: np.random.Generator,
+    evaluations: int = WARM_EVALUATIONS,
+) -> tuple[_Assigned, Memory, float]:
     home = _homes(problems)
     costs = [problem.count_costs() for problem in problems]
     fixed = problems[0].is_fixed
@@ -99,13 +112,14 @@ def _solve_once(
         table[:, 0] = idle
     capacity = [int(problem.capacity.sum()) for problem in problems]
     market = Market(costs, capacity)
-    prices, response = market.clear(prices)
+    prices, response = market.clear(memory.prices if memory else None, evaluations)
     bound = response.bound
     keep = _keep_costs(problems, home)
     stay_cost = float(keep.sum())
     held = np.abs(keep[home >= 0])
-    if stay_cost - bound <= WORTH_IT * (float(held.mean()) if held.size else 0.0):
-        return _stay(problems, home, stay_cost), prices, bound  # nothing could be worth a move
+    unclosed = min(memory.gap, _SMALL_GAP * abs(bound)) if memory else 0.0
+    if stay_cost - bound <= unclosed + WORTH_IT * (float(held.mean()) if held.size else 0.0):
+        return _stay(problems, home, stay_cost), Memory(prices, unclosed), bound  # nothing could be worth a move
 
     kinds = _by_regret(market, response, home, keeps_home=True)
     knapsacks, cost = _count(costs, capacity, kinds)
@@ -127,8 +141,8 @@ def _solve_once(
         total += part.cost
     found = _Assigned(kinds, parts, total)
     if stay_cost <= total + tolerance:
-        return _stay(problems, home, stay_cost), prices, bound
-    return found, prices, bound
+        return _stay(problems, home, stay_cost), Memory(prices, stay_cost - bound), bound
+    return found, Memory(prices, total - bound), bound
 
 
 def _homes(problems: Sequence[PlacementProblem]) -> IntArray:

@@ -83,6 +83,7 @@ def _binding(jobs: IntArray, values: FloatArray, needs: IntArray, left: IntArray
     """(num_capacities,) those of which the jobs could want more than there is."""
     most = (np.isfinite(values[jobs])[:, :, None] * needs).max(axis=1, initial=0).sum(axis=0)
     result: npt.NDArray[np.bool_] = most > left
+    result[:1] |= not result.any()  # one at least, to have something to go by
     return result
 
 

@@ -15,7 +15,9 @@ type is worth the least goodput, on the least replicas.
 
 As in the artifact, powers are rounded to two digits, so that jobs do not move for less. Simplifications: configurations
 that are no better than a smaller one of the same type are left out of the program; hybrid-parallel jobs are not treated
-apart; a job in another shape than configurations have (after the loss of a node, say) must change.
+apart; a job in another shape than configurations have (after the loss of a node, say) must change. A job that has been
+stopped is not charged for starting again, as published, so that what follows a plan is not always to stay: within one
+instant it is, by the policy's memory of it.
 """
 
 from __future__ import annotations
@@ -63,8 +65,14 @@ class SiaPolicy:
     def reset(self) -> None:
         self._tables = GoodputTables()
         self._known: dict[tuple[str, str], tuple[GoodputModel, FloatArray]] = {}  # by job and type, as of last round
+        self._decided: tuple[Snapshot, Plan] | None = None  # the last round
 
     def decide(self, snapshot: Snapshot) -> Plan:
+        if self._decided is None or not _is_applied(*self._decided, snapshot):
+            self._decided = (snapshot, self._plan(snapshot))
+        return self._decided[1]
+
+    def _plan(self, snapshot: Snapshot) -> Plan:
         fixed = {job.name: job.allocation for job in snapshot.jobs if job.is_fixed}
         jobs = [job for job in snapshot.jobs if job.name not in fixed]
         layouts = Layout.of(snapshot.nodes, fixed.values())
@@ -143,6 +151,18 @@ class SiaPolicy:
         return known[1]
 
 
+def _is_applied(before: Snapshot, plan: Plan, now: Snapshot) -> bool:
+    """Whether no time has passed since, everybody holds what was planned, and nothing else has changed."""
+    return (
+        (before.now, before.nodes, len(before.jobs)) == (now.now, now.nodes, len(now.jobs))
+        and all(job.allocation == plan.allocation_of(job.name) for job in now.jobs)
+        and all(
+            replace(was, allocation=job.allocation, num_restarts=job.num_restarts) == job
+            for was, job in zip(before.jobs, now.jobs, strict=True)
+        )
+    )
+
+
 def allowed_counts(job: JobView, layout: Layout) -> list[int]:
     """Replica counts of a type that the job may ask for; one that no configuration suits has its least count."""
     limits, low = job.spec.batch, job.spec.min_replicas
@@ -150,8 +170,7 @@ def allowed_counts(job: JobView, layout: Layout) -> list[int]:
         low = high = job.spec.requested_replicas or low
     else:
         high = min(job.spec.max_replicas, limits.max_replicas, max(_GROWTH * job.max_profiled_replicas, 1))
-    counts = [count for count in layout.counts if low <= count <= max(low, high)] or [low]
-    return [count for count in counts if layout.has_room(count)]
+    return [count for count in layout.counts if low <= count <= max(low, high)] or [low]
 
 
 def _is_kept(job: JobView, layout: Layout, asked: Sequence[int]) -> bool:
@@ -165,8 +184,8 @@ def _is_kept(job: JobView, layout: Layout, asked: Sequence[int]) -> bool:
 def option_values(job: JobView, options: Sequence[Option], settings: PolicySettings) -> FloatArray:
     """(num_options,): how much better than idling each is, by the job's weight."""
     is_held = np.array([option.is_held for option in options], dtype=bool)
-    # A job that cannot keep what it holds has no choice but to move.
-    factor = move_factor(job, settings.resize_s) if is_held.any() else 1.0
+    # A job that holds nothing, or cannot keep it, has no choice but to move.
+    factor = move_factor(job, settings) if is_held.any() else 1.0
     gains = np.array([option.gain for option in options]) * np.where(is_held, 1.0, factor)
     with np.errstate(divide="ignore"):
         costs = np.round(gains**_P, _DIGITS)
@@ -174,8 +193,9 @@ def option_values(job: JobView, options: Sequence[Option], settings: PolicySetti
     return values
 
 
-def move_factor(job: JobView, resize_s: float) -> float:
+def move_factor(job: JobView, settings: PolicySettings) -> float:
     """r: what a change multiplies the goodput with."""
+    resize_s = settings.resize_s if job.resize_s is None else job.resize_s
     if job.age_s < resize_s:
         return 1.0
     return max(job.age_s - (job.num_restarts or 0) * resize_s, 0.0) / max(job.age_s + resize_s, 1e-9)

@@ -21,7 +21,7 @@ from pollux.types import FloatArray, IntArray
 
 WORTH_IT = 0.05  # gain, in mean costs of a running job, that is worth searching for, and worth moving jobs for
 MANY_JOBS = 400  # with more of them an answer is not asked again whether it would stay
-_NEAR_ENOUGH = 5e-3  # and a gain of this part of the cost is not worth searching for
+_NEAR_ENOUGH = 1e-2  # and a gain of this part of the cost is not worth searching for
 _MAX_REFINEMENTS = 4
 _SEARCH_ROUNDS = 20
 

@@ -8,7 +8,8 @@ got the same, of each type as much as there is of it. Stands between :mod:`pollu
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from pollux.types import FloatArray, JobView, Snapshot
 
 _EXPLORATION = 4  # a job may ask for this many times the replicas it has been profiled with
 _FIRST_REPLICAS = 4  # and for as many before it has been
+_OF_NOTE = 0.05  # relative; a noise scale is not known better than this
 _MOST_SHARES = 16  # fair shares; a power mean never gives anybody nearly so many, and tables stay narrow
 
 
@@ -44,49 +46,116 @@ def max_replicas(job: JobView, num_slots: int, fair: int | None = None) -> int:
     return min(most, job.spec.batch.max_replicas, explored)
 
 
-def speedup_tables(snapshot: Snapshot, tables: GoodputTables) -> list[SpeedupTable]:
-    """Speedups of all jobs; a job never measured counts as scaling perfectly.
+class Speedups:
+    """Tables of all jobs, kept from round to round: only those are computed anew of which something of note changed."""
+
+    def __init__(self) -> None:
+        self._goodputs = GoodputTables()
+        self._cluster: tuple[object, ...] = ()
+        self._known: dict[str, tuple[tuple[object, ...], SpeedupTable]] = {}  # by job, for what
+
+    def clear(self) -> None:
+        self._goodputs.clear()
+        self._known.clear()
+
+    def tables(self, snapshot: Snapshot) -> list[SpeedupTable]:
+        cluster = _Cluster.of(snapshot)
+        if cluster.basis != self._cluster:
+            self._cluster = cluster.basis
+            self._known.clear()
+        known: dict[str, tuple[tuple[object, ...], SpeedupTable]] = {}
+        changed: list[JobView] = []
+        for job in snapshot.jobs:
+            basis = _basis(job)
+            found = self._known.get(job.name)
+            if found is not None and found[0] == basis:
+                known[job.name] = found
+            else:
+                changed.append(job)
+        for job, table in zip(changed, _compute(changed, cluster, self._goodputs), strict=True):
+            known[job.name] = (_basis(job), table)
+        self._known = known
+        return [known[job.name][1] for job in snapshot.jobs]
+
+
+def speedup_tables(snapshot: Snapshot, goodputs: GoodputTables | None = None) -> list[SpeedupTable]:
+    """Speedups of all jobs, computed once."""
+    return _compute(snapshot.jobs, _Cluster.of(snapshot), goodputs or GoodputTables())
+
+
+def of_note(value: float | None) -> int | None:
+    """Which step of a scale of ratios a noise scale is on, or the work left: those of one step are not told apart."""
+    return None if value is None else round(math.log(max(value, 1e-9)) / _OF_NOTE)
+
+
+def _basis(job: JobView) -> tuple[object, ...]:
+    """All that a job's table depends on."""
+    step = of_note(job.noise_scale)
+    held = job.allocation.num_replicas
+    return job.spec, job.params, job.shape_factors, step, job.max_profiled_replicas, held
+
+
+@dataclass(frozen=True, slots=True)
+class _Cluster:
+    """What tables depend on besides the job."""
+
+    types: tuple[str, ...]
+    slots: tuple[int, ...]  # by type
+    fair: int  # slots that everybody would get if all got the same
+
+    @classmethod
+    def of(cls, snapshot: Snapshot) -> _Cluster:
+        slots = dict.fromkeys(types_of(snapshot.nodes), 0)
+        for node in snapshot.nodes:
+            slots[node.accelerator] += node.num_slots
+        fair = math.ceil(sum(slots.values()) / max(len(snapshot.jobs), 1))
+        return cls(tuple(slots), tuple(slots.values()), fair)
+
+    @property
+    def basis(self) -> tuple[object, ...]:
+        return self.types, self.slots, self.fair
+
+
+def _compute(jobs: Sequence[JobView], cluster: _Cluster, goodputs: GoodputTables) -> list[SpeedupTable]:
+    """A job never measured counts as scaling perfectly.
 
     On a type that nothing is known of, a job counts as doing as well as on the one it is known on: it has to be tried.
     """
-    types = types_of(snapshot.nodes)
-    slots = dict.fromkeys(types, 0)
-    for node in snapshot.nodes:
-        slots[node.accelerator] += node.num_slots
-    widest = max(slots.values())
-    fair = math.ceil(snapshot.num_slots / len(snapshot.jobs))
+    types, slots, fair = cluster.types, cluster.slots, cluster.fair
     models: list[GoodputModel] = []
     widths: list[int] = []
     found: list[list[tuple[int, int]]] = []  # per job: (type, where its table will be)
-    mosts = [max_replicas(job, widest, fair) for job in snapshot.jobs]
-    for job, most in zip(snapshot.jobs, mosts, strict=True):
-        usable = [index for index, name in enumerate(types) if may_use(job, name)]
-        known = {index: GoodputModel.of(job, types[index]) for index in usable}
-        fallback = next((model for name in job.params if (model := GoodputModel.of(job, name)) is not None), None)
+    mosts = [max_replicas(job, max(slots), fair) for job in jobs]
+    for job, most in zip(jobs, mosts, strict=True):
         found.append([])
-        for index in usable:
-            model = known[index] or fallback
-            if model is not None:
+        if not job.params or job.noise_scale is None or job.spec.batch is None:
+            continue
+        rounded = replace(job, noise_scale=math.exp(_OF_NOTE * (of_note(job.noise_scale) or 0)))
+        fallback = next((model for name in job.params if (model := GoodputModel.of(rounded, name)) is not None), None)
+        for index, name in enumerate(types):
+            if may_use(job, name):
+                model = GoodputModel.of(rounded, name) or fallback
+                assert model is not None
                 found[-1].append((index, len(models)))
                 models.append(model)
-                shown = max(min(most, slots[types[index]]), job.allocation.num_replicas)
+                shown = max(min(most, slots[index]), job.allocation.num_replicas)
                 widths.append(max(shown, min(fair, model.limits.max_replicas)))
-    goodputs = tables.best(models, widths)
+    values = goodputs.best(models, widths)
     result = []
-    for job, places, most in zip(snapshot.jobs, found, mosts, strict=True):
+    for job, places, most in zip(jobs, found, mosts, strict=True):
         width = max(most, job.allocation.num_replicas)
-        bases = [(slots[types[index]], float(goodputs[at][0, min(fair, widths[at])])) for index, at in places]
+        bases = [(slots[index], float(values[at][0, min(fair, widths[at])])) for index, at in places]
         weight = sum(count for count, _ in bases)
         base = sum(count * goodput for count, goodput in bases) / weight if weight else 0.0
-        values = np.zeros((len(types), 2, width + 1))
+        table = np.zeros((len(types), 2, width + 1))
         if places and base > 0:
             for index, at in places:
                 shown = min(width, widths[at]) + 1
-                values[index, :, :shown] = goodputs[at][:, :shown] / base
+                table[index, :, :shown] = values[at][:, :shown] / base
         elif not places:
             for index, name in enumerate(types):
                 if may_use(job, name):
-                    values[index] = np.arange(width + 1) / fair
-            values[:, 1, : min(2, width + 1)] = 0.0
-        result.append(SpeedupTable(values, most, base if base > 0 else math.nan))
+                    table[index] = np.arange(width + 1) / fair
+            table[:, 1, : min(2, width + 1)] = 0.0
+        result.append(SpeedupTable(table, most, base if base > 0 else math.nan))
     return result

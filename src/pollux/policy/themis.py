@@ -80,7 +80,7 @@ class Bid:
         done = 0.0
         if job.done_examples is not None and job.remaining_examples:
             done = job.done_examples / job.remaining_examples
-        if not all(0 < left < math.inf for left in left_s):
+        if not all(1e-9 < left < math.inf for left in left_s):
             service = max(job.attained_slot_s, most * _LEAST_SERVICE_S)
             left_s, done = tuple(service / num for num in range(1, most + 1)), 1.0
         alone_s = left_s[math.floor(share) - 1] if share >= 1 else left_s[0] / share
@@ -89,7 +89,7 @@ class Bid:
     def rho(self, num_replicas: int) -> float:
         """If it has so many from now on; with none it waits for a lease and then has all."""
         wait_s = 0.0 if num_replicas else LEASE_S
-        return (self.age_s + wait_s + self.left_s[num_replicas - 1]) / self.ideal_s
+        return max((self.age_s + wait_s + self.left_s[num_replicas - 1]) / self.ideal_s, 1e-9)
 
 
 def _bounds(job: JobView) -> tuple[int, int]:

@@ -65,6 +65,7 @@ class SchedulerConfig:
     tunes_batches: bool = True  # hand fitted θ to jobs; off for policies that fix the batch
     autoscale: AutoscaleConfig | None = None
     pins_resizing: bool = False  # a job keeps what it holds until its start or resize is through
+    guesses_types: bool = True  # what is known of jobs is completed for types that they have not run on
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.interval_s) and self.interval_s > 0):
@@ -530,7 +531,8 @@ class Scheduler:
             return
         known = {id(record.knowledge): record.knowledge for record in self._active.values()}
         fresh = {key for key, knowledge in known.items() if knowledge.refit()}
-        fresh |= {id(knowledge) for knowledge in guess_all(known.values(), self._engine.nodes())}
+        if self.config.guesses_types:
+            fresh |= {id(knowledge) for knowledge in guess_all(known.values(), self._engine.nodes())}
         commands: list[Command] = [
             TuneJob(job=record.name, params=record.knowledge.params)
             for record in self._active.values()

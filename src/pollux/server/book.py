@@ -172,8 +172,7 @@ class RequestBook:
                 "POLLUX_URL": self._url,
                 "POLLUX_TOKEN": self._token_of(name),
             },
-            max_restarts=request.max_restarts,
-            checkpoints=request.checkpoints,
+            max_restarts=request.num_restarts_allowed,
         )
 
     def _token_of(self, job: str) -> str:

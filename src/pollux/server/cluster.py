@@ -114,6 +114,7 @@ class Cluster(ClusterReading):
 
     def stop(self, *, keeps_jobs: bool, timeout_s: float = 60.0) -> None:
         """End the thread. Jobs train on (``keeps_jobs``), or checkpoint and leave, and wait for the next start."""
+        logger.info("stopping: jobs %s", "train on" if keeps_jobs else "checkpoint and leave")
         self._is_stopping = True
         self.wake()
         if self._thread is not None:
@@ -201,6 +202,7 @@ class Cluster(ClusterReading):
             write_names(self._config.data_directory / DRAINING_FILE, draining)  # it outlives the server
             self._draining = draining
             self._working().drain(draining)
+            logger.info("node %s: %s", node, "drained: jobs leave it" if is_draining else "used again")
 
         self._ask(change)
         return next(view for view in self.nodes() if view["name"] == node)
@@ -280,6 +282,7 @@ class Cluster(ClusterReading):
             for kept in store.reports(record.name, limit=num_reports):
                 self._latest[record.name] = kept.at, kept.report
                 self._inbox.replay(kept.report)
+        self._journal.resume(records)
         scheduler.restore(records, store.knowledge().values())
         scheduler.drain(self._draining)
         self._engine.adopt(records)

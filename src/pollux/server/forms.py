@@ -106,6 +106,7 @@ def record_to_dict(record: JobRecord) -> dict[str, Any]:
         "leaving": allocation_to_list(record.leaving),
         "generation": int(record.generation),
         "num_crashes": int(record.num_crashes),
+        "resize_s": _optional(record.resize_s),
         "attained_s": float(record.attained_s),
         "gpu_s": float(record.gpu_s),
         "accounted_at": float(record.accounted_at),
@@ -132,6 +133,8 @@ def record_from_dict(value: object, where: str = "record", knowledge: Knowledge 
     Several records can share their knowledge: it is then given, and not part of the form.
     """
     names = _RECORD_FIELDS if knowledge is None else _RECORD_FIELDS - {"knowledge"}
+    if isinstance(value, Mapping):
+        value = {"resize_s": None, **value}  # records of before did not have it
     reader = Reader(value, where, names, RECORD_VERSION)
     if knowledge is None:
         knowledge = knowledge_from_dict(reader.raw("knowledge"), reader.where("knowledge"))
@@ -155,6 +158,7 @@ def record_from_dict(value: object, where: str = "record", knowledge: Knowledge 
         leaving=reader.allocation("leaving"),
         generation=reader.integer("generation", minimum=0),
         num_crashes=reader.integer("num_crashes", minimum=0),
+        resize_s=reader.optional_number("resize_s", minimum=0),
         attained_s=reader.number("attained_s"),
         gpu_s=reader.number("gpu_s"),
         accounted_at=reader.number("accounted_at"),
@@ -288,6 +292,10 @@ def snapshot_to_dict(snapshot: Snapshot) -> dict[str, Any]:
                 "allocation": allocation_to_list(job.allocation),
                 "num_restarts": None if job.num_restarts is None else int(job.num_restarts),
                 "attained_s": float(job.attained_s),
+                "attained_slot_s": float(job.attained_slot_s),
+                "resize_s": _optional(job.resize_s),
+                "done_examples": _optional(job.done_examples),
+                "guessed": sorted(job.guessed),
                 "model": number_of[key],
                 "noise_scale": _optional(job.noise_scale),
                 "max_profiled_replicas": int(job.max_profiled_replicas),
@@ -306,6 +314,12 @@ def snapshot_to_dict(snapshot: Snapshot) -> dict[str, Any]:
 
 _VIEW_FIELDS = frozenset(entry.name for entry in fields(JobView)) - {"spec", "params", "shape_factors", "oracle"}
 _VIEW_FIELDS |= {"name", "model"}
+_LATER_FIELDS: dict[str, Any] = {
+    "attained_slot_s": 0.0,
+    "resize_s": None,
+    "done_examples": None,
+    "guessed": [],
+}  # not in old ones
 
 
 def snapshot_from_dict(value: object, specs: Mapping[str, JobSpec], where: str = "snapshot") -> Snapshot:
@@ -314,7 +328,7 @@ def snapshot_from_dict(value: object, specs: Mapping[str, JobSpec], where: str =
     models = [_model(entry, place) for place, entry in reader.entries("models")]
     jobs = []
     for place, entry in reader.entries("jobs"):
-        view = Reader(entry, place, _VIEW_FIELDS)
+        view = Reader(_LATER_FIELDS | entry if isinstance(entry, dict) else entry, place, _VIEW_FIELDS)
         name = view.text("name")
         if name not in specs:
             raise InvalidValueError(f"{view.where('name')} = {shown(name)}; its spec is needed too")
@@ -326,6 +340,10 @@ def snapshot_from_dict(value: object, specs: Mapping[str, JobSpec], where: str =
                 allocation=view.allocation("allocation"),
                 num_restarts=view.optional_integer("num_restarts", minimum=0),
                 attained_s=view.number("attained_s"),
+                attained_slot_s=view.number("attained_slot_s"),
+                resize_s=view.optional_number("resize_s", minimum=0),
+                done_examples=view.optional_number("done_examples", minimum=0),
+                guessed=frozenset(read_text(name, place) for place, name in view.entries("guessed")),
                 params=params,
                 shape_factors=shape_factors,
                 noise_scale=view.optional_number("noise_scale", minimum=0),

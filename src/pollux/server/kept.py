@@ -1,5 +1,5 @@
 """Small things that outlive a server, each in a file of its own: which nodes are drained, what they have cost,
-how it decided. And how any file of the data directory is written: whole or not at all.
+how it decided. And how the data directory is made, and any file of it written: whole or not at all.
 
 Stands in ``server``, below everything there that keeps files. What cannot be read is nothing.
 """
@@ -7,14 +7,35 @@ Stands in ``server``, below everything there that keeps files. What cannot be re
 from __future__ import annotations
 
 import json
+import logging
 import os
+import stat
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from pollux.errors import StoreError
 
+LOCK_FILE = "lock"  # held by the server that the directory belongs to
 SETTINGS_FILE = "settings.json"
+
+logger = logging.getLogger(__name__)
+
+
+def make_directory(directory: Path) -> None:
+    """Its owner's alone. A folder that holds somebody else's things keeps its mode."""
+    try:
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        mode = stat.S_IMODE(directory.stat().st_mode)
+        if mode & 0o077:
+            if (directory / LOCK_FILE).exists() or not any(directory.iterdir()):
+                directory.chmod(0o700)
+            else:
+                logger.warning("%s can be read by others (mode %o), so the jobs' logs can be", directory, mode)
+    except OSError as error:
+        raise StoreError(
+            f"{directory}: {error.strerror}; a data directory must be a folder that this user can write to"
+        ) from error
 
 
 def write_whole(path: Path, text: str, *, mode: int = 0o600) -> None:

@@ -37,7 +37,8 @@ class LogFile:
 def list_files(directory: Path, replica: str | None = None, stream: Stream | None = None) -> list[LogFile]:
     """The log files in a job's directory, oldest start first, of this replica and stream only if given.
 
-    Of one start, that which was written to last comes last: the end of a job's log is the end of the job.
+    Of one start, that which was written to last comes last: the end of a job's log is the end of the job. Lines carry
+    no time, so what stands in two files is not mixed.
 
     ``replica`` is compared, never looked up: whatever it holds, no other file is found.
     """
@@ -69,10 +70,12 @@ def list_files(directory: Path, replica: str | None = None, stream: Stream | Non
         key = (file.start, file.replica)
         written_s[key] = max(written_s.get(key, 0.0), mtime_ns // 10**9)
 
-    def order(file: LogFile) -> tuple[int, float, list[tuple[int, str]], bool]:
-        return file.start, written_s[file.start, file.replica], _in_order(file.replica), file.stream != "out"
+    def order(entry: tuple[int, LogFile]) -> tuple[int, float, list[tuple[int, str]], int, bool]:
+        mtime_ns, file = entry
+        written = written_s[file.start, file.replica]
+        return file.start, written, _in_order(file.replica), mtime_ns // 10**9, file.stream != "out"
 
-    return sorted((file for _, file in found), key=order)
+    return [file for _, file in sorted(found, key=order)]
 
 
 def _entries(directory: Path) -> list[os.DirEntry[str]]:

@@ -56,6 +56,7 @@ class Span:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PastJob:
     name: str
+    sequence: int
     state: JobState
     submitted_at: float
     finished_at: float | None
@@ -159,6 +160,7 @@ class Past:
             jobs.append(
                 PastJob(
                     name=row.name,
+                    sequence=row.sequence,
                     state=JobState(row.state),
                     submitted_at=row.submitted_at,
                     finished_at=row.finished_at,

@@ -34,6 +34,7 @@ CURVES = (
     *("throughput", "goodput", "progress", "epoch"),
 )
 _NUM_LINE_POINTS = 40
+_ODD = ("nan", "inf", "-inf")  # JSON has no such numbers; null is for what was not logged
 
 
 def job_row(view: Mapping[str, Any]) -> dict[str, Any]:
@@ -53,6 +54,7 @@ def timeline_view(jobs: Iterable[PastJob], since: float, until: float, total: in
         "jobs": [
             {
                 "name": job.name,
+                "sequence": job.sequence,
                 "state": job.state.value,
                 "submitted_at": job.submitted_at,
                 "finished_at": job.finished_at,
@@ -72,7 +74,7 @@ def timeline_view(jobs: Iterable[PastJob], since: float, until: float, total: in
 
 
 def curves_view(reports: Sequence[tuple[float, WireReport]]) -> dict[str, Any]:
-    """Columns of equal length. Of the metrics, those that ever were numbers, finite or not."""
+    """Columns of equal length. Of the metrics, those that ever were numbers; those that are not finite as texts."""
     told = [report for _, report in reports]
     metrics = [dict(_numbers(report.metrics)) for report in told]
     names = dict.fromkeys(name for numbers in metrics for name in numbers)
@@ -83,21 +85,23 @@ def curves_view(reports: Sequence[tuple[float, WireReport]]) -> dict[str, Any]:
     }
 
 
-def _numbers(metrics: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, float | int | None]]:
-    """Metrics that are numbers, also in objects within (``eval/accuracy``); None for those that are not finite."""
+def _numbers(metrics: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, float | int | str]]:
+    """Metrics that are numbers, also in objects within (``eval/accuracy``)."""
     for name, value in metrics.items():
         where = f"{path}{name}"
         if isinstance(value, Mapping):
             yield from _numbers(value, f"{where}/")
         elif (number := _number(value)) is not None:
             yield where, number
-        elif isinstance(value, float) or value in ("nan", "inf", "-inf"):  # as texts: JSON has none of them
-            yield where, None
 
 
-def _number(value: object) -> float | int | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return value if is_number and math.isfinite(value) else None  # type: ignore[arg-type, return-value]
+def _number(value: object) -> float | int | str | None:
+    """A finite number, or the name of another one; None for all else."""
+    if isinstance(value, str):
+        return value if value in _ODD else None
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return value if math.isfinite(value) else str(value)
 
 
 # The model ------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field
 from pollux.server.schemas import Body, ClusterView, JobStateName, NodeView, Round, Shares
 
 Numbers = list[float | None]
+OddNumber = Literal["nan", "inf", "-inf"]  # as texts: JSON has no such numbers
 
 
 class Sample(BaseModel):
@@ -64,7 +65,7 @@ class JobRow(BaseModel):
     num_restarts: int
     num_crashes: int
     reported_at: float | None
-    loss: float | None = Field(description="The metric of that name, if the script logs one.")
+    loss: float | OddNumber | None = Field(description="The metric of that name, if the script logs one.")
 
 
 class State(BaseModel):
@@ -101,6 +102,7 @@ class HeldSpan(BaseModel):
 
 class TimelineJob(BaseModel):
     name: str
+    sequence: int
     state: JobStateName
     submitted_at: float
     finished_at: float | None
@@ -129,7 +131,9 @@ class Curves(BaseModel):
     goodput: Numbers
     progress: Numbers
     epoch: list[int]
-    metrics: dict[str, Numbers] = Field(description="What the script logged, where that is a number.")
+    metrics: dict[str, list[float | OddNumber | None]] = Field(
+        description="What the script logged, where that is a number; null: nothing was logged."
+    )
 
 
 class MeasuredPoint(BaseModel):

@@ -21,7 +21,6 @@ import queue
 import resource
 import signal
 import socket
-import stat
 import sys
 import threading
 import time
@@ -37,7 +36,7 @@ from pollux.errors import DirectoryInUseError, InvalidValueError, ServerError, S
 from pollux.server.access import Access, load_token
 from pollux.server.app import create_app
 from pollux.server.config import DEFAULT_HOST, ServiceConfig
-from pollux.server.kept import write_whole
+from pollux.server.kept import LOCK_FILE, make_directory, write_whole
 from pollux.server.making import ClusterMaker, ServedCluster, make_cluster, prepared
 from pollux.server.metrics import counted_log
 from pollux.server.store import SqlStore
@@ -45,7 +44,7 @@ from pollux.version import __version__
 
 DEFAULT_PORT = 7077
 NUM_PORTS_TRIED = 100
-LOCK_FILE, TOKEN_FILE, PORT_FILE = "lock", "token", "port"
+TOKEN_FILE, PORT_FILE = "token", "port"
 SERVER_FILE, STORE_FILE = "server.json", "pollux.db"
 HTTP_START_S, HTTP_STOP_S = 30.0, 10.0
 KEEP_ALIVE_S = 120  # longer than jobs take from one report to the next
@@ -190,7 +189,7 @@ def serve(
                         )
                         service.hurry()
                     else:
-                        logger.info("%s: jobs checkpoint and leave", name)
+                        logger.info("%s: the server ends", name)
                         service.begin_stop(False)
         finally:
             service.stop()
@@ -227,22 +226,6 @@ def _allow_many_connections() -> None:
 
 
 # The data directory ---------------------------------------------------------------------------
-
-
-def make_directory(directory: Path) -> None:
-    """Its owner's alone. A folder that holds somebody else's things keeps its mode."""
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        mode = stat.S_IMODE(directory.stat().st_mode)
-        if mode & 0o077:
-            if (directory / LOCK_FILE).exists() or not any(directory.iterdir()):
-                directory.chmod(0o700)
-            else:
-                logger.warning("%s can be read by others (mode %o), so the jobs' logs can be", directory, mode)
-    except OSError as error:
-        raise StoreError(
-            f"{directory}: {error.strerror}; a data directory must be a folder that this user can write to"
-        ) from error
 
 
 @contextlib.contextmanager

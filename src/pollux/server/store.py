@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import time
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -234,6 +235,16 @@ class SqlStore(Database):
     def rounds(self, since: int | None = None, limit: int = 100) -> list[StoredRound]:
         """The first ``limit`` rounds after the one with the id ``since``; without it the last ones. Oldest first."""
         return [self._round(row) for row in self._page(sa.select(_rounds), _rounds, since, limit)]
+
+    def rounds_at(self, times: Iterable[float], *, before: int) -> list[StoredRound]:
+        """Of each time the last round until then, of those with an id below ``before``. Oldest first, each once."""
+        query = sa.select(_rounds.c.id, _rounds.c.at).where(_rounds.c.id < before).order_by(_rounds.c.id)
+        with self.reading() as connection:
+            kept = connection.execute(query).all()
+            places = {bisect_right(kept, at, key=lambda row: row.at) - 1 for at in times}
+            ids = [kept[place].id for place in places if place >= 0]
+            rows = connection.execute(sa.select(_rounds).where(_rounds.c.id.in_(ids)).order_by(_rounds.c.id)).all()
+        return [self._round(row) for row in rows]
 
     def round(self, id_: int) -> StoredRound:
         """Raises:

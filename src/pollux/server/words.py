@@ -247,7 +247,7 @@ def _leave(change: Changed) -> str:
 
 
 def _ending(departure: Departure) -> str:
-    reason = departure.reason
+    reason = departure.reason.removeprefix(f"{departure.job}: ")
     more = f": {reason[:200]}" if reason and reason != departure.state.value else ""
     return f"{departure.job} {departure.state.value if departure.state.value != 'cancelled' else 'was cancelled'}{more}"
 

@@ -20,6 +20,7 @@ from pollux.errors import PolluxError
 from pollux.simulator.page import FIGURE, PAGE, SCRIPT
 from pollux.simulator.result import SimulationResult, group_results, mean_of
 from pollux.simulator.versions import made_with
+from pollux.version import __version__
 
 MAX_GANTT_JOBS = 60  # the busiest; more rows than these cannot be told apart
 _MAX_NAMED_JOBS = 15  # rows that have room for a name
@@ -41,36 +42,39 @@ def html_report(
     figures: dict[str, Figure] | None = None,
     packages: Sequence[str] = (),
     plotly_url: str | None = None,
+    is_brief: bool = False,
+    subtitle: str | None = None,
 ) -> str:
     """The page. Results of one workload are compared with each other; seeds of one policy are averaged.
 
     ``slot`` is what a replica sits on; ``first`` is HTML that goes before all else, with ``figures`` of its own;
     ``packages`` are those whose versions matter beside the usual ones. A page that a server shows takes plotly from
-    ``plotly_url`` there; without one it is in the page, which then needs nothing.
+    ``plotly_url`` there; without one it is in the page, which then needs nothing. ``is_brief``: tables and
+    distributions alone, for many policies on many workloads. ``subtitle``: in place of who is compared on what.
 
     Raises:
         PolluxError: there is nothing to show, or plotly is not installed.
     """
     if plotly_url is None:
         look.require_plotly()
-    if not results:
+    if not results and not first:
         raise PolluxError("a report needs at least one result")
     figures = {} if figures is None else figures
     groups = group_results(results)
     sections = [
-        _workload_section(f"w{number}", workload, by_policy, figures, slot)
+        _workload_section(f"w{number}", workload, by_policy, figures, slot, is_brief)
         for number, (workload, by_policy) in enumerate(groups.items())
     ]
     policies = list(dict.fromkeys(result.policy for result in results))
     data = json.dumps(figures, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     return PAGE.format(
         title=html.escape(title),
-        subtitle=html.escape(f"{', '.join(policies)} on {', '.join(groups)}"),
+        subtitle=html.escape(f"{', '.join(policies)} on {', '.join(groups)}" if subtitle is None else subtitle),
         style=look.style(),
         first=first,
         sections="\n".join(sections),
         repeat=_repeat_section(results, command),
-        version=html.escape(results[0].pollux_version),
+        version=html.escape(__version__),
         made_with=html.escape(made_with(*packages)),
         plotly=_plotly(plotly_url),
         figures=data,
@@ -85,7 +89,9 @@ def _plotly(url: str | None) -> str:
 # Sections -------------------------------------------------------------------------------------
 
 
-def _workload_section(key: str, workload: str, by_policy: ByPolicy, figures: dict[str, Figure], slot: str) -> str:
+def _workload_section(
+    key: str, workload: str, by_policy: ByPolicy, figures: dict[str, Figure], slot: str, is_brief: bool
+) -> str:
     runs = [result for seeds in by_policy.values() for result in seeds]
     first = runs[0]
     unit = TimeUnit(max(result.makespan_s for result in runs))
@@ -104,6 +110,14 @@ def _workload_section(key: str, workload: str, by_policy: ByPolicy, figures: dic
     charts = [
         figure("jct", _cdf(by_policy, "jct"), "Job completion time: share of jobs done within"),
         figure("rho", _cdf(by_policy, "rho"), "Finish-time fairness ρ: share of jobs at or below"),
+    ]
+    top = f"""<h2>{html.escape(workload)} <small>{html.escape(note)}</small></h2>
+<p class="lead">{_headline(by_policy)}</p>
+{_table(by_policy, slot)}
+<div class="chips" role="group" aria-label="policies shown">{_chips(by_policy)}</div>"""
+    if is_brief:
+        return f'<section>\n{top}\n<div class="grid">{"".join(charts)}</div>\n</section>'
+    charts += [
         figure("gpus", _over_time(by_policy, "gpus", unit, slot), f"{slot[:1].upper()}{slot[1:]}s in use"),
         figure("waiting", _over_time(by_policy, "waiting", unit), "Jobs waiting"),
         figure("efficiency", _over_time(by_policy, "efficiency", unit), "Statistical efficiency", is_wide=True),
@@ -120,15 +134,6 @@ def _workload_section(key: str, workload: str, by_policy: ByPolicy, figures: dic
         for index, (policy, seeds) in enumerate(by_policy.items())
         if seeds[0].decisions.time_s
     )
-    chips = (
-        ""
-        if len(by_policy) == 1
-        else "".join(
-            f'<button class="chip" data-policy="{index}" aria-pressed="true">'
-            f'<i style="background:var(--c{index % NUM_COLOURS})"></i>{html.escape(policy)}</button>'
-            for index, policy in enumerate(by_policy)
-        )
-    )
     heat = "".join(
         f'<span class="key"><i style="background:var(--h{index})"></i>{label}</span>'
         for index, (_, label) in enumerate(_REPLICA_CLASSES)
@@ -141,10 +146,7 @@ def _workload_section(key: str, workload: str, by_policy: ByPolicy, figures: dic
         )
     busiest = "" if len(rows) == first.num_jobs else f"the {len(rows)} jobs that used the most {slot} time, "
     return f"""<section>
-<h2>{html.escape(workload)} <small>{html.escape(note)}</small></h2>
-<p class="lead">{_headline(by_policy)}</p>
-{_table(by_policy, slot)}
-<div class="chips" role="group" aria-label="policies shown">{chips}</div>
+{top}
 <div class="grid">{"".join(charts)}</div>
 <h3>Who held what</h3>
 <p>One row per job ({busiest}in order of submission); colour is the number of {slot}s, a thin line means waiting.</p>
@@ -152,6 +154,17 @@ def _workload_section(key: str, workload: str, by_policy: ByPolicy, figures: dic
 <div class="grid">{"".join(gantts)}</div>
 {explained}
 </section>"""
+
+
+def _chips(by_policy: ByPolicy) -> str:
+    """Buttons that show and hide policies, if there are several."""
+    if len(by_policy) == 1:
+        return ""
+    return "".join(
+        f'<button class="chip" data-policy="{index}" aria-pressed="true">'
+        f'<i style="background:var(--c{index % NUM_COLOURS})"></i>{html.escape(policy)}</button>'
+        for index, policy in enumerate(by_policy)
+    )
 
 
 def placed(figures: dict[str, Figure], id_: str, made: Figure, label: str, *, is_wide: bool = False) -> str:
@@ -180,7 +193,7 @@ _COLUMNS: tuple[tuple[str, str, str, str, bool], ...] = (
     ("ρ p99", "99th percentile of finish-time fairness", "rho.p99", ".2f", False),
     ("ρ worst", "worst finish-time fairness", "rho.max", ".2f", False),
     ("restarts", "starts and resizes per job after the first start", "restarts_mean", ".1f", False),
-    ("{slot}-hours", "{slot}-hours held by jobs", "gpu_hours", ".3g", False),
+    ("{slot}-hours", "{slot}-hours held by jobs", "gpu_hours", "hours", False),
     ("efficiency", "mean statistical efficiency", "efficiency_mean", ".0%", False),
     ("decision", "mean time of one scheduling decision", "decision_s.mean", "ms", False),
 )
@@ -204,7 +217,8 @@ def _table(by_policy: ByPolicy, slot: str) -> str:
     for index, (policy, row) in enumerate(values.items()):
         cells = []
         for (_, _, _, form, has_ratio), value, least in zip(columns, row, best, strict=True):
-            text = {"duration": duration, "ms": _milliseconds}.get(form, lambda v, f=form: format(v, f))(value)
+            made = {"duration": duration, "ms": _milliseconds, "hours": _hours}.get(form)
+            text = made(value) if made is not None else format(value, form)
             ratio = f"<small>{value / least:.2f}×</small>" if has_ratio and least > 0 and len(values) > 1 else ""
             is_best = ' class="best"' if value == least and len(values) > 1 else ""
             cells.append(f"<td{is_best}>{text}{ratio}</td>")
@@ -422,6 +436,10 @@ def duration(seconds: float) -> str:
             value = seconds / divisor
             return f"{value:.0f} {unit}" if value >= 100 or unit == "s" else f"{value:.1f} {unit}"
     return "–"
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
 
 
 def _milliseconds(seconds: float) -> str:

@@ -34,6 +34,7 @@ class SimulationConfig:
     cluster: tuple[NodeGroup, ...] = ()  # instead of these two: nodes of several types
     physics: Physics = OSDI21
     profiles_types: bool | None = None  # jobs are tried on every type before they start; where there are several
+    guesses_types: bool = True  # of types that a job has not run on, from those it has
     profiled_batches: int = 5  # with so many device batches on each
     interval_s: float = 60.0
     resize_s: float = 30.0
@@ -250,6 +251,7 @@ def simulate(
             tunes_batches=policy.adapts_batch,
             autoscale=config.autoscale,
             pins_resizing=config.physics.pins_resizing,
+            guesses_types=config.guesses_types,
         ),
         pool=engine,
         oracles=SimulationOracle(engine, {job.name: job for job in workload.jobs}, slots_per_node),

@@ -10,7 +10,6 @@ the suite ``scale`` (:mod:`pollux.simulator.suites`).
 from __future__ import annotations
 
 import dataclasses
-import gc
 import itertools
 import resource
 import statistics
@@ -57,7 +56,6 @@ def measure(size: Size, settings: PolicySettings | None = None) -> dict[str, Any
     seconds, gaps = [], []
     for _ in range(1 + size.num_rounds):
         snapshot = world.snapshot()
-        gc.collect()
         began = time.process_time()
         plan = policy.decide(snapshot)
         seconds.append(time.process_time() - began)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import logging
 import os
 import sqlite3
 import threading
@@ -23,6 +24,7 @@ from pollux.model.profile import Configuration, Timing
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.ports import Command, Event, JobEnded, JobLost, JobRuns, JobStopped, ResizeJob, StartJob, StopJob
 from pollux.scheduler.record import Departure, JobRecord, Reallocation, RoundRecord
+from pollux.server import journal as journal_module
 from pollux.server.clock import LiveClock
 from pollux.server.cluster import Cluster, ClusterConfig
 from pollux.server.journal import Journal
@@ -162,15 +164,15 @@ def test_reports_make_an_elastic_job_grow_and_are_kept(world):
     timings = ((Configuration(1, 1, 32), Timing(0.1, 0.1, 10)),)
     answer = world.cluster.report(name, report(name, timings=timings))
     assert answer["report_every_s"] == 1.0
-    view = world.until(lambda: (v := world.cluster.view(name))["num_replicas"] == 2 and v, "growth")
+    view = world.until(lambda: (v := world.cluster.view(name))["num_replicas"] == 4 and v, "growth")
     assert (view["noise_scale"], view["progress"], view["total_batch"]) == (100.0, 0.5, 32)
     # What was learnt is told with the next answer, under the cluster's own name of the type.
     assert list(world.cluster.report(name, report(name))["params"]) == ["cpu"]
     world.until(lambda: len(world.cluster.reports(name, None, 10)) == 2, "both reports kept")
     detail = world.cluster.job(name)
     assert detail["models"]["cpu"]["num_configurations"] == 1
-    assert detail["decision"]["option_replicas"] and detail["decisions"][-1]["after"] == 2
-    assert [resize["after"] for resize in detail["resizes"]] == [[["a", 1]], [["a", 2]]]
+    assert detail["decision"]["option_replicas"] and detail["decisions"][-1]["after"] == 4
+    assert [resize["after"] for resize in detail["resizes"]] == [[["a", 1]], [["a", 4]]]
 
 
 def test_a_report_of_a_job_that_is_over_changes_nothing(world):
@@ -655,3 +657,36 @@ def test_what_was_measured_last_is_known_after_a_restart(world):
     world.until(lambda: cluster.job(name)["models"].get("cpu", {}).get("num_configurations") == 1, "its model")
     assert cluster.view(name)["noise_scale"] == 321.0
     assert len(cluster.reports(name, None, 10)) == 1
+
+
+def test_decisions_about_a_job_outlive_the_server(world, monkeypatch):
+    """However many rounds ago they were made, and also of a job that is over."""
+    monkeypatch.setattr(journal_module, "NUM_RECALLED", 1)
+    name = world.submit(kind="elastic", max_replicas=1)
+    world.until_state(name, "running")
+    made = world.until(lambda: world.cluster.job(name)["decisions"], "a decision")
+    world.until(lambda: world.cluster.rounds(None, 100)[-1]["id"] > made[-1]["round"] + 1, "more rounds")
+    world.engine.end(name)
+    world.until_state(name, "succeeded")
+    world.submit(name="other")
+    world.until_state("other", "running")
+    world.cluster.stop(keeps_jobs=True)
+    cluster = world.make()
+    cluster.start()
+    detail = cluster.job(name)
+    assert detail["decisions"] == made
+    assert detail["decision"]["round"] == made[-1]["round"]
+
+
+def test_the_log_tells_what_becomes_of_jobs(world, caplog):
+    with caplog.at_level(logging.INFO, logger="pollux.server"):
+        name = world.submit(name="bert")
+        world.until_state(name, "running")
+        world.cluster.drain("a", True)
+        world.engine.end(name, JobState.FAILED, reason="bert: rank 0 exited with 1\nTraceback ...")
+        world.until_state(name, "failed")
+        world.cluster.stop(keeps_jobs=False)
+    told = [record.getMessage() for record in caplog.records]
+    expected = ["submitted", "starting: 1 replica", "running: generation 1 trains", "failed: rank 0 exited with 1"]
+    assert [line for line in told if line.startswith("job ")] == [f"job bert: {what}" for what in expected]
+    assert {"node a: drained: jobs leave it", "stopping: jobs checkpoint and leave"} <= set(told)

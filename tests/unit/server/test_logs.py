@@ -43,6 +43,14 @@ def test_files_are_listed_in_order_of_start_and_replica(tmp_path, write):
     assert found == [(2, "j-3", "out", 1), (2, "j-3", "err", 1), (2, "j-10", "out", 1), (10, "j-9", "out", 1)]
 
 
+def test_of_two_streams_the_one_written_to_last_comes_last(tmp_path, write):
+    out, err = write("1/a.out", "epoch 38\n"), write("1/a.err", "resumed\n")
+    os.utime(err, (1000.0, 1000.0))
+    assert text(LogReader(tmp_path)) == "resumed\nepoch 38\n"
+    os.utime(out, (1000.0, 1000.0))
+    assert text(LogReader(tmp_path)) == "epoch 38\nresumed\n"
+
+
 def test_only_of_one_replica_or_stream(tmp_path, write):
     for name in ("1/a.out", "1/a.err", "1/b.out"):
         write(name, f"{name}\n")

@@ -125,6 +125,8 @@ def test_the_timeline(client):
     assert waits["spans"] == []
     assert timeline["since"] == min(job["submitted_at"] for job in timeline["jobs"])  # less than an hour ago
     assert timeline["total"] == 3
+    rows = {job["name"]: job["sequence"] for job in get(client, "/jobs")["jobs"]}
+    assert {job["name"]: job["sequence"] for job in timeline["jobs"]} == rows
     assert len(get(client, "/timeline", limit=1)["jobs"]) == 1
     assert get(client, "/timeline", since=1, until=2)["jobs"] == []
 
@@ -163,7 +165,8 @@ def test_metrics_that_come_and_go_leave_holes():
 def test_metrics_that_are_not_finite_or_lie_deeper_have_curves():
     odd = [{"loss": "nan", "eval": {"accuracy": 0.5, "by": {"class": 1}}, "word": "inform"}, {"loss": "-inf"}]
     curves = curves_view([(float(at), report("j", metrics=metrics)) for at, metrics in enumerate(odd)])
-    assert curves["metrics"] == {"loss": [None, None], "eval/accuracy": [0.5, None], "eval/by/class": [1, None]}
+    assert curves["metrics"] == {"loss": ["nan", "-inf"], "eval/accuracy": [0.5, None], "eval/by/class": [1, None]}
+    assert seeing_schemas.Curves.model_validate(curves).metrics["loss"] == ["nan", "-inf"]
 
 
 def test_the_model_of_a_job_that_trains(client):

@@ -293,7 +293,7 @@ def test_unknown_versions_and_missing_or_extra_fields_are_refused_by_name(kind):
         read(form | {"version": 2})
     with pytest.raises(InvalidValueError, match="surprise"):
         read(form | {"surprise": 2})
-    for name in form:
+    for name in form.keys() - {"resize_s"}:  # came later: records of before do without
         with pytest.raises(InvalidValueError, match=name):
             read({key: value for key, value in form.items() if key != name})
 

@@ -118,6 +118,9 @@ def test_what_a_job_that_ended_left_goes_to_those_who_gained():
         "gpt was cancelled: enough",
         "nothing else changed",
     ]
+    assert tell(departures=[left("gpt", 1, JobState.FAILED, "gpt: rank 0 exited with 1")])[0] == (
+        "gpt failed: rank 0 exited with 1"
+    )
 
 
 def test_what_is_left_over_was_free_or_becomes_so():

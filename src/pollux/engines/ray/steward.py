@@ -51,8 +51,7 @@ class RayWorkshop:
         launch = order.launch
         options: dict[str, Any] = {"starter": self._starter, "env": launch.env, **options_of(order)}
         if launch.kind == "fixed":
-            more: dict[str, Any] = {"checkpoints": launch.checkpoints, "address_of": self._fleet.address_of}
-            return FixedJob(launch.command, **more, **options)
+            return FixedJob(launch.command, address_of=self._fleet.address_of, **options)
         return LocalJob(launch.command, host=self._host, **options)
 
     def place(self, job: ReplicaJob, places: Sequence[Place]) -> None:

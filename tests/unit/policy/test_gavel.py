@@ -1,0 +1,115 @@
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from pollux.policy import make_policy
+from pollux.policy.gavel import max_min_shares
+from pollux.types import Allocation, JobView, Node, Plan, Snapshot
+from tests.snapshots import make_job, make_mixed, make_nodes
+
+
+@dataclasses.dataclass
+class Speeds:
+    """Steps take so long, on any number of replicas."""
+
+    seconds: dict[str, float]
+
+    def iteration_s(self, num_replicas: int, accelerator: str = "gpu") -> float:
+        return self.seconds[accelerator]
+
+    def remaining_iterations(self) -> float:
+        return 1000.0
+
+    def load(self, num_replicas: int, accelerator: str = "gpu") -> float:
+        return 1.0
+
+
+def shares(throughputs: list[list[float]], demands: list[int], capacity: list[int], weights: object = None) -> object:
+    num_jobs = len(demands)
+    return max_min_shares(
+        np.array(throughputs),
+        np.array(demands),
+        np.ones(num_jobs) if weights is None else np.array(weights),
+        np.array(capacity),
+    )
+
+
+class TestShares:
+    def test_everybody_is_equally_far_above_an_equal_split(self):
+        """Three jobs and types, as in the paper's example: each spends its time where others would gain less."""
+        throughputs = np.array([[4.0, 2.0, 1.0], [3.0, 2.0, 1.0], [2.0, 2.0, 1.0]])
+        found = shares(throughputs.tolist(), [1, 1, 1], [1, 1, 1])
+        gained = (found * throughputs).sum(axis=1) / throughputs.mean(axis=1)
+        assert gained == pytest.approx(np.full(3, gained[0]))
+        assert gained[0] > 1.02
+        assert found[0, 0] > found[2, 0]
+
+    def test_slots_are_what_is_shared_not_time(self):
+        found = shares([[1.0], [1.0]], [4, 1], [4])
+        # Equal slots would be 2 for each; the small job cannot use more than 1, so the large one has 3 of its 4.
+        assert found[:, 0] == pytest.approx([0.75, 1.0])
+
+    def test_weights(self):
+        found = shares([[1.0], [1.0]], [4, 4], [4], weights=[3.0, 1.0])
+        assert found[:, 0] == pytest.approx([0.75, 0.25])
+
+    def test_whoever_is_held_back_does_not_hold_back_others(self):
+        """A job that is confined to a crowded type leaves the other types' slots to the others."""
+        found = shares([[1.0, 0.0], [1.0, 0.0], [1.0, 1.0]], [1, 1, 1], [1, 1])
+        assert found.sum(axis=1) == pytest.approx([0.5, 0.5, 1.0])
+
+    def test_nobody_has_more_than_all_of_its_time_and_no_type_more_than_its_slots(self):
+        rng = np.random.default_rng(3)
+        demands = rng.integers(1, 9, size=30)
+        found = max_min_shares(rng.uniform(0.1, 5, size=(30, 3)), demands, np.ones(30), np.array([24, 16, 24]))
+        assert (found.sum(axis=1) <= 1 + 1e-6).all()
+        assert (demands @ found <= np.array([24, 16, 24]) + 1e-6).all()
+        assert demands @ found == pytest.approx([24, 16, 24], rel=1e-4)  # nothing lies idle while somebody could use it
+
+
+def decide_rounds(jobs: list[JobView], nodes: tuple[Node, ...], num_rounds: int) -> list[Plan]:
+    policy, plans = make_policy("gavel"), []
+    for number in range(num_rounds):
+        plans.append(policy.decide(Snapshot(now=60.0 * number, nodes=nodes, jobs=tuple(jobs))))
+        jobs = [dataclasses.replace(job, allocation=plans[-1].allocation_of(job.name)) for job in jobs]
+    return plans
+
+
+def test_rounds_come_to_the_shares():
+    jobs = [make_job(name, requested_replicas=4) for name in "abc"]
+    plans = decide_rounds(jobs, make_nodes(1), 30)
+    ran = {name: sum(bool(plan.allocation_of(name)) for plan in plans) for name in "abc"}
+    assert ran == {"a": 10, "b": 10, "c": 10}
+
+
+def test_jobs_go_where_they_gain_most():
+    fast_gains = make_job("gains", requested_replicas=4, oracle=Speeds({"big": 0.1, "small": 1.0}))
+    does_not = make_job("other", requested_replicas=4, oracle=Speeds({"big": 1.0, "small": 1.0}))
+    plan = decide_rounds([does_not, fast_gains], make_mixed(big=4, small=4), 1)[0]
+    assert plan.allocations == {"gains": Allocation.of(("big", 4)), "other": Allocation.of(("small", 4))}
+
+
+def test_programs_are_solved_again_only_for_something_new(monkeypatch):
+    solved = []
+
+    def counted(*arguments: object) -> object:
+        solved.append(arguments)
+        return max_min_shares(*arguments)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("pollux.policy.gavel.max_min_shares", counted)
+    policy = make_policy("gavel")
+    jobs = tuple(make_job(name, requested_replicas=4) for name in "abc")
+    for now in (0.0, 60.0, 120.0):
+        policy.decide(Snapshot(now=now, nodes=make_nodes(1), jobs=jobs))
+    assert len(solved) == 1
+    policy.decide(Snapshot(now=180.0, nodes=make_nodes(1), jobs=jobs[:2]))
+    policy.decide(Snapshot(now=240.0, nodes=make_nodes(2), jobs=jobs[:2]))
+    assert len(solved) == 3
+
+
+def test_unmeasured_jobs_on_types_nobody_knows_run():
+    plan = decide_rounds([make_job("a", measured=False, requested_replicas=2)], make_mixed(big=4, small=4), 1)[0]
+    assert plan.allocation_of("a").num_replicas == 2

@@ -1,0 +1,119 @@
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+
+from pollux.policy import PolicySettings, make_policy
+from pollux.policy.shockwave import ShockwavePolicy, deal, share_done
+from pollux.types import Allocation, JobView, Node, Plan, Snapshot
+from tests.snapshots import make_job, make_mixed, make_nodes
+
+
+def snapshot(*jobs: JobView, now: float = 0.0, nodes: tuple[Node, ...] | None = None) -> Snapshot:
+    return Snapshot(now=now, nodes=nodes or make_nodes(1), jobs=jobs)
+
+
+def job(name: str, *, left: float = 1e6, done: float = 0.0, **view: object) -> JobView:
+    fields = {"requested_replicas": 4, "remaining_examples": left, "done_examples": done} | view
+    return make_job(name, **fields)
+
+
+class TestDeal:
+    def test_rounds_go_to_whom_they_bring_most_by_slot(self):
+        gains = {"a": np.array([4.0, 2.0, 1.0]), "b": np.array([3.0, 0.5, 0.1])}
+        assert deal(gains, {"a": 1, "b": 1}, 1) == {"a": 2, "b": 1}
+
+    def test_nobody_gets_rounds_that_bring_nothing(self):
+        assert deal({"a": np.array([1.0, 0.0, 0.0])}, {"a": 1}, 4) == {"a": 1}
+
+    def test_who_does_not_fit_is_passed_over(self):
+        gains = {"large": np.array([9.0, 9.0]), "small": np.array([1.0, 1.0])}
+        assert deal(gains, {"large": 5, "small": 4}, 4) == {"large": 0, "small": 2}
+
+
+class TestOutlook:
+    def test_share_of_work_done(self):
+        assert share_done(job("a", left=3.0, done=1.0)) == 0.25
+        assert share_done(make_job("a")) is None
+
+    def test_a_noise_scale_that_grows_shortens_what_is_left(self):
+        """Seen rising tenfold over the first half, it is expected to go on rising: larger batches, less time."""
+        policy = ShockwavePolicy(PolicySettings())
+        steady, growing = [], []
+        for done in (0.1, 0.2, 0.3, 0.4, 0.5):
+            work = {"left": 1e6 * (1 - done), "done": 1e6 * done, "noise_scale": 300.0}
+            steady.append(job("steady", **work))
+            growing.append(job("growing", **(work | {"noise_scale": 300.0 * 10 ** (2 * (done - 0.5))})))
+        for number, views in enumerate(zip(steady, growing, strict=True)):
+            policy.decide(snapshot(*views, now=60.0 * number))
+        here = snapshot(steady[-1], growing[-1])
+        assert policy.outlook(growing[-1], here).remaining_s < 0.9 * policy.outlook(steady[-1], here).remaining_s
+
+    def test_what_jobs_that_are_over_have_shown_holds_for_the_next(self):
+        policy = ShockwavePolicy(PolicySettings())
+        for number, done in enumerate((0.1, 0.5, 0.9)):
+            grown = job("first", left=1 - done, done=done, noise_scale=100.0 * math.exp(4 * done))
+            policy.decide(snapshot(grown, now=60.0 * number))
+        fresh = job("second", left=1e6)
+        before = ShockwavePolicy(PolicySettings()).outlook(fresh, snapshot(fresh)).remaining_s
+        policy.decide(snapshot(fresh, now=240.0))
+        assert policy.outlook(fresh, snapshot(fresh)).remaining_s < before
+        policy.reset()
+        assert policy.outlook(fresh, snapshot(fresh)).remaining_s == pytest.approx(before)
+
+    def test_nothing_known_is_no_obstacle(self):
+        unknown = make_job("a", measured=False, requested_replicas=2)
+        assert ShockwavePolicy(PolicySettings()).outlook(unknown, snapshot(unknown)).remaining_s > 0
+
+
+class Rounds:
+    """The policy, round by round, on jobs that make no progress."""
+
+    def __init__(self) -> None:
+        self.policy, self.number = make_policy("shockwave"), 0
+
+    def next(self, *jobs: JobView) -> tuple[Plan, list[JobView]]:
+        plan = self.policy.decide(snapshot(*jobs, now=60.0 * self.number))
+        self.number += 1
+        return plan, [dataclasses.replace(each, allocation=plan.allocation_of(each.name)) for each in jobs]
+
+
+def test_jobs_run_their_rounds_without_a_break():
+    rounds, jobs, ran = Rounds(), [job(name, left=1e8) for name in "ab"], []
+    for _ in range(20):
+        plan, jobs = rounds.next(*jobs)
+        ran += [name for name in "ab" if plan.allocation_of(name)]
+    assert set(ran) == {"a", "b"}
+    assert sum(before != after for before, after in itertools.pairwise(ran)) == 1
+
+
+def test_who_has_waited_too_long_comes_first():
+    late = job("late", left=1e8, age_s=500_000.0, attained_s=10.0)
+    assert Rounds().next(job("new", left=1e8, age_s=10.0), late)[0].allocations.keys() == {"late"}
+
+
+def test_slots_that_nobody_planned_for_are_used():
+    jobs = [job("a", requested_replicas=3), job("b", requested_replicas=1, left=1.0, done=1e9)]
+    assert Rounds().next(*jobs)[0].allocations.keys() == {"a", "b"}
+
+
+def test_a_plan_is_kept_until_somebody_comes_or_goes(monkeypatch):
+    planned = []
+    plan = ShockwavePolicy._plan
+    monkeypatch.setattr(ShockwavePolicy, "_plan", lambda self, here: planned.append(here) or plan(self, here))
+    rounds, jobs = Rounds(), [job(name) for name in "ab"]
+    for _ in range(5):
+        _, jobs = rounds.next(*jobs)
+    assert len(planned) == 1
+    rounds.next(*jobs, job("c"))
+    assert len(planned) == 2
+
+
+def test_several_types():
+    jobs = (job("a", accelerators=frozenset({"small"})), job("b"))
+    plan = make_policy("shockwave").decide(snapshot(*jobs, nodes=make_mixed(big=4, small=4)))
+    assert plan.allocations == {"a": Allocation.of(("small", 4)), "b": Allocation.of(("big", 4))}

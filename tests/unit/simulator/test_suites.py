@@ -1,0 +1,229 @@
+"""Suites as data: every one can be made, with and without the published files, and its rows add up."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pollux.errors import InputFileError, UnknownNameError
+from pollux.policy import make_policy, policy_names
+from pollux.simulator.scale import Size, World, measure
+from pollux.simulator.suite_catalogue import NO_OSDI21, SUITES, Artifacts, make_suite
+from pollux.simulator.suite_page import suite_report
+from pollux.simulator.suites import Case, Chart, Column, Published, Suite, all_rows, by_table
+
+ROOT = Path(__file__).resolve().parents[3]
+NOWHERE = Artifacts(folder=None)
+WITHOUT_DATA = [name for name in SUITES if name != "hetero"]
+
+COLUMNS = (
+    Column(heading="avg JCT s", key="avg_jct_s", form=",.0f"),
+    Column(heading="× published", key="ratio_to_published", form=".2f"),
+)
+
+
+@pytest.fixture
+def artifacts(tmp_path: Path) -> Artifacts:
+    """Where the data would be; nothing of it is read when a suite is made."""
+    for part in ("osdi21", "sia"):
+        (tmp_path / part / "traces").mkdir(parents=True)
+    return Artifacts(folder=tmp_path)
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_every_suite_is_complete(name: str, artifacts: Artifacts) -> None:
+    suite = make_suite(name, artifacts)
+    quick = make_suite(name, artifacts, is_quick=True)
+    assert suite.name == name and suite.title and suite.about and suite.charts and not suite.notes
+    assert 0 < len(quick.cases) + len(quick.sizes) <= len(suite.cases) + len(suite.sizes)
+    assert len({(case.table, case.label) for case in suite.cases}) == len(suite.cases)
+    keys = {column.key for column in suite.columns}
+    assert {key for published in suite.published for key in published.values} <= keys
+    for chart in suite.charts:
+        assert not chart.x or chart.lines or all(case.x is not None and case.line for case in suite.cases)
+    if suite.published:
+        assert suite.reference in {published.label for published in suite.published}
+        assert {published.table for published in suite.published} <= {case.table for case in suite.cases}
+
+
+def test_the_shelf_is_all_there(artifacts: Artifacts) -> None:
+    """On every workload, each policy under its own name and ours in its variants."""
+    suite = make_suite("osdi21", artifacts)
+    for table in {case.table for case in suite.cases}:
+        labels = {case.label for case in suite.cases if case.table == table}
+        assert set(policy_names()) <= labels
+        assert {"pollux, remaining", "pollux, our physics"} <= labels
+    ours = next(case for case in suite.cases if case.label == "pollux, our physics")
+    assert (ours.config.resize_s, ours.settings.resize_s, ours.config.decides_on_events) == (5.0, 5.0, True)
+
+
+@pytest.mark.parametrize("name", WITHOUT_DATA)
+def test_without_the_data_workloads_are_generated(name: str) -> None:
+    suite = make_suite(name, NOWHERE)
+    assert not suite.published
+    assert all(case.workload.startswith("builtin:") and case.traces is None for case in suite.cases)
+    assert suite.notes == ((NO_OSDI21,) if suite.cases else ())
+
+
+def test_generated_workloads_differ_by_their_seed() -> None:
+    cases = make_suite("fairness", NOWHERE).cases
+    assert {(case.table, case.settings.seed) for case in cases} == {(f"day, seed {s}", s) for s in range(3)}
+
+
+def test_a_suite_that_needs_data_says_which(tmp_path: Path) -> None:
+    with pytest.raises(InputFileError, match=r"needs the data of the Sia artifact.*--artifacts DIR"):
+        make_suite("hetero", Artifacts(folder=tmp_path))
+
+
+def test_an_unknown_suite_is_answered_with_those_there_are() -> None:
+    with pytest.raises(UnknownNameError, match=r"unknown suite 'fair'.*osdi21"):
+        make_suite("fair", NOWHERE)
+
+
+# Rows -----------------------------------------------------------------------------------------
+
+
+def tiny(*, has_means: bool = True) -> Suite:
+    case = Case(table="a", label="ours", workload="builtin:small", traces=None, policy="pollux")
+    return Suite(
+        name="tiny",
+        title="A <tiny> suite",
+        about="Two rows.",
+        cases=(case,),
+        published=(
+            Published(table="a", label="theirs", values={"avg_jct_s": 100.0}, x=1, line="theirs"),
+            Published(table="b", label="theirs", values={"avg_jct_s": 300.0}, x=2, line="theirs"),
+        ),
+        reference="theirs",
+        has_means=has_means,
+        columns=COLUMNS,
+        charts=(Chart(title="bars", key="avg_jct_s"), Chart(title="lines", key="avg_jct_s", x="load")),
+    )
+
+
+MEASURED = [
+    {"workload": "a", "policy": "ours", "x": 1, "line": "ours", "avg_jct_s": 50.0, "cost": None},
+    {"workload": "b", "policy": "ours", "x": 2, "line": "ours", "avg_jct_s": 150.0, "cost": None},
+    {"workload": "b", "policy": "once", "x": 2, "line": "once", "avg_jct_s": 10.0, "cost": None},
+]
+
+
+def test_rows_stand_beside_the_published_ones() -> None:
+    tables = by_table(all_rows(tiny(), MEASURED))
+    assert list(tables) == ["a", "b", "mean of 2"]
+    ratios = {(table, row["policy"]): row["ratio_to_published"] for table, rows in tables.items() for row in rows}
+    assert ratios["a", "ours"] == ratios["b", "ours"] == 0.5
+    # Of the means, not the mean of ratios; and of those alone that are in all tables.
+    assert {label: ratio for (table, label), ratio in ratios.items() if table == "mean of 2"} == {
+        "theirs": 1.0,
+        "ours": 0.5,
+    }
+    assert [row["avg_jct_s"] for row in tables["mean of 2"]] == [200.0, 100.0]
+    assert [row["is_published"] for row in tables["a"]] == [True, False]
+
+
+def test_means_only_where_they_make_sense() -> None:
+    assert list(by_table(all_rows(tiny(has_means=False), MEASURED))) == ["a", "b"]
+
+
+def test_a_cell_that_nobody_filled_is_empty() -> None:
+    assert COLUMNS[0].text({"avg_jct_s": 1234.5}) == "1,234"
+    assert COLUMNS[0].text({}) == COLUMNS[0].text({"avg_jct_s": None}) == ""
+
+
+# Page -----------------------------------------------------------------------------------------
+
+
+def test_the_page_is_one_file() -> None:
+    pytest.importorskip("plotly")
+    suite = tiny()
+    page = suite_report(suite, all_rows(suite, MEASURED), [], command="pollux compare --suite tiny", plotly_url="/p.js")
+    assert re.findall(r'(?:src|href)="([^"]*)"', page) == ["/p.js"]
+    assert "A &lt;tiny&gt; suite" in page and "<tiny>" not in page
+    assert page.index("mean of 2") < page.index("<h2>a</h2>")
+    found = re.search(r'id="figures">(.*?)</script>', page, re.DOTALL)
+    assert found is not None
+    bars, lines = json.loads(found[1]).values()
+    assert bars["data"][0]["y"] == ["theirs", "ours"]  # plotly draws from below: the best is on top
+    assert bars["data"][0]["marker"]["color"] == ["@1", "@0"]
+    assert {trace["name"] for trace in lines["data"]} == {"theirs", "ours"}
+
+
+# Scale ----------------------------------------------------------------------------------------
+
+
+def test_a_decision_is_measured() -> None:
+    found = measure(Size(num_gpus=64, num_jobs=6, num_rounds=2))
+    assert (found["gpus"], found["jobs"]) == (64, 6)
+    assert 0 < found["steady_s"] <= found["worst_steady_s"]
+    assert 0 <= found["gap"] < 0.2
+    assert found["times_faster"] == pytest.approx(0.10 / found["steady_s"])
+
+
+def test_the_world_goes_on_as_planned() -> None:
+    world = World(64, 50)
+    assert sum(node.num_slots for node in world.nodes) == pytest.approx(64, abs=8)
+    plan = make_policy("equal").decide(world.snapshot())
+    before = {job.name for job in world.jobs}
+    world.pass_time(plan)
+    stayed = [job for job in world.jobs if job.name in before]
+    assert len(stayed) == 49  # one in fifty is replaced
+    assert len(world.jobs) == 50
+    assert all(job.allocation == plan.allocation_of(job.name) for job in stayed)
+
+
+# The pages in docs/ ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def script() -> Any:
+    """scripts/results.py, which is no package."""
+    spec = importlib.util.spec_from_file_location("results", ROOT / "scripts" / "results.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["results"] = module  # its dataclasses look for it there
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_policy_is_explained(script: Any) -> None:
+    page = (ROOT / "docs" / "policies.md").read_text()
+    for name in policy_names():
+        assert f"`{name}`" in page.split("## Who is who")[1], name
+    claimed = {claim.policy for claim in script.CLAIMS}
+    assert set(policy_names()) - claimed == {"las", "srtf", "fifo", "equal"}
+    assert {name for claim in script.CLAIMS for name in claim.against} <= set(policy_names())
+
+
+def test_results_become_a_page(script: Any) -> None:
+    suite = tiny()
+    document = {
+        "title": suite.title,
+        "about": suite.about,
+        "notes": ["a note"],
+        "failed": {"x": "it broke"},
+        "command": "pollux compare --suite tiny",
+        "versions": {"pollux": "1"},
+        "machine": "2 cores",
+        "wall_s": 3.2,
+        "columns": [dataclasses.asdict(column) for column in suite.columns],
+        "rows": all_rows(suite, MEASURED),
+    }
+    page = script.results_page({"tiny": document})
+    assert "| *theirs* | 200 | 1.00 |" in page and "| ours | 100 | 0.50 |" in page
+    assert page.index("*mean of 2*") < page.index("<details><summary>b</summary>")
+    assert "Left out: x (it broke)." in page
+
+
+def test_blocks_are_replaced_and_the_rest_stays(script: Any) -> None:
+    text = "before\n<!-- a -->\nold\n<!-- /a -->\nafter\n"
+    assert script.with_blocks(text, {"a": r"new \1"}) == "before\n<!-- a -->\nnew \\1\n<!-- /a -->\nafter\n"
+    with pytest.raises(SystemExit, match="no marks <!-- b -->"):
+        script.with_blocks(text, {"b": "new"})
