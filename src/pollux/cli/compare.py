@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import json
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -109,7 +109,8 @@ def check_all(setups: Sequence[Setup]) -> tuple[list[int], list[str]]:
 def run_setups(setups: Sequence[Setup], num_processes: int) -> tuple[list[SimulationResult], dict[str, str]]:
     """Check all, then run all: results in the order of the setups, and why each policy that failed did.
 
-    A policy that failed once has no results at all: means over fewer runs than the others' would mislead.
+    Results are called as their setups are. A policy that failed once has no results at all: means over fewer runs than
+    the others' would mislead.
 
     Raises:
         SimulationError: all of them failed.
@@ -117,16 +118,16 @@ def run_setups(setups: Sequence[Setup], num_processes: int) -> tuple[list[Simula
     num_jobs, names = check_all(setups)
     outcomes = run_all(setups, num_jobs, num_processes)
     errors = {
-        setup.policy: outcome
+        setup.name: outcome
         for setup, outcome in zip(setups, outcomes, strict=True)
         if isinstance(outcome, SimulationError)
     }
-    if all(setup.policy in errors for setup in setups):
-        raise errors[setups[0].policy]
+    if all(setup.name in errors for setup in setups):
+        raise errors[setups[0].name]
     results = [
-        dataclasses.replace(outcome, workload=name)
+        dataclasses.replace(outcome, workload=setup.table or name, policy=setup.label or outcome.policy)
         for setup, outcome, name in zip(setups, outcomes, names, strict=True)
-        if setup.policy not in errors and not isinstance(outcome, SimulationError)
+        if setup.name not in errors and not isinstance(outcome, SimulationError)
     ]
     return results, {policy: str(error) for policy, error in errors.items()}
 
@@ -160,14 +161,21 @@ _COLUMNS: tuple[tuple[str, str, str, float, int], ...] = (
 _SMALL = 10.0  # whole numbers would say too little below this
 
 
+def fitting_table(console: Console, make: Callable[[int], Table], max_rank: int) -> Table:
+    """``make(rank)`` for the highest rank whose table is no wider than the terminal, or for 0."""
+    unlimited = console.options.update(width=10_000)
+    for rank in range(max_rank, 0, -1):
+        table = make(rank)
+        if console.measure(table, options=unlimited).maximum <= console.width:
+            return table
+    return make(0)
+
+
 def policy_table(console: Console, title: str, by_policy: Mapping[str, Sequence[SimulationResult]]) -> Table:
     """Policies as rows, with as many columns as fit."""
-    unlimited = console.options.update(width=10_000)
-    for max_rank in range(max(rank for *_, rank in _COLUMNS), -1, -1):
-        table = _table(title, by_policy, max_rank)
-        if console.measure(table, options=unlimited).maximum <= console.width:
-            break
-    return table
+    return fitting_table(
+        console, lambda max_rank: _table(title, by_policy, max_rank), max(rank for *_, rank in _COLUMNS)
+    )
 
 
 def _table(title: str, by_policy: Mapping[str, Sequence[SimulationResult]], max_rank: int) -> Table:
@@ -233,11 +241,55 @@ def comparison_json(results: Sequence[SimulationResult], failed: Mapping[str, st
 # Command --------------------------------------------------------------------------------------
 
 
+# Beside --suite, which says all else itself.
+_WITH_SUITE = {
+    *("suite", "is_quick", "artifacts", "policy", "jobs"),
+    *("output", "html", "is_published", "as_json", "data", "server"),
+}
+
+
+def check_suite_options(context: typer.Context) -> None:
+    """A suite has its own workloads, cluster and settings; nobody should believe to have changed them.
+
+    Raises:
+        InvalidValueError: an option was given that a suite does not take.
+    """
+    is_suite = context.params["suite"] is not None
+    for parameter in context.command.params:
+        name = parameter.name or ""
+        source = context.get_parameter_source(name)
+        is_given = source is not None and source.name == "COMMANDLINE"
+        if is_suite and is_given and name not in _WITH_SUITE:
+            raise InvalidValueError(
+                f"{parameter.opts[0]} is not for --suite, which says its own; leave one of them out"
+            )
+        if not is_suite and is_given and name in ("is_quick", "artifacts"):
+            raise InvalidValueError(f"{parameter.opts[0]} is for suites; add --suite NAME")
+
+
 def compare(
+    context: typer.Context,
     workload: Annotated[
-        list[str], typer.Option("--workload", metavar="FILE|builtin:NAME", help=WORKLOAD_HELP + " May be repeated.")
-    ],
-    policy: Annotated[list[str], typer.Option("--policy", metavar="NAME", help=f"{POLICY_HELP} May be repeated.")],
+        list[str] | None,
+        typer.Option("--workload", metavar="FILE|builtin:NAME", help=WORKLOAD_HELP + " May be repeated."),
+    ] = None,
+    policy: Annotated[
+        list[str] | None, typer.Option("--policy", metavar="NAME", help=f"{POLICY_HELP} May be repeated.")
+    ] = None,
+    suite: Annotated[
+        str | None,
+        typer.Option("--suite", metavar="NAME", help="Instead of both: a published evaluation; list: which there are."),
+    ] = None,
+    is_quick: Annotated[bool, typer.Option("--quick", help="Fewer cases of the suite.")] = False,
+    artifacts: Annotated[
+        Path | None,
+        typer.Option(
+            "--artifacts",
+            metavar="DIR",
+            envvar="POLLUX_ARTIFACTS",
+            help="Folder with osdi21/ and sia/, the published data of suites; ../shared if left out and there.",
+        ),
+    ] = None,
     traces: TracesOption = None,
     seeds: Annotated[str | None, typer.Option("--seeds", metavar="0,1,..", help="Seeds to average over.")] = None,
     seed: Annotated[list[int] | None, typer.Option("--seed", help="One seed. May be repeated.")] = None,
@@ -269,10 +321,31 @@ def compare(
     server: ServerOption = None,
 ) -> None:
     """Run every policy on every workload and print them side by side."""
+    check_suite_options(context)
     check_outputs(output, html)
     if html is not None:
         require_plotly()
     check_server(is_published, data, server)
+    num_processes = jobs or os.cpu_count() or 1
+    if suite is not None:
+        from pollux.cli.suites import compare_suite  # it stands on this module
+
+        compare_suite(
+            suite,
+            artifacts=artifacts,
+            policies=policy or (),
+            is_quick=is_quick,
+            num_processes=num_processes,
+            output=output,
+            html=html,
+            as_json=as_json,
+            is_published=is_published,
+            data=data,
+            server=server,
+        )
+        return
+    if not workload or not policy:
+        raise InvalidValueError("compare what? --workload and --policy are needed, or --suite NAME")
     config = make_config(
         nodes=nodes,
         gpus_per_node=gpus_per_node,
@@ -304,7 +377,7 @@ def compare(
         )
         for source, name, number in itertools.product(workloads, policies, all_seeds)
     ]
-    results, failed = run_setups(setups, jobs or os.cpu_count() or 1)
+    results, failed = run_setups(setups, num_processes)
     if output is not None:
         write_json(output, comparison_json(results, failed))
         announce(output)

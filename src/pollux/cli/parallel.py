@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
 import multiprocessing
 import multiprocessing.process
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
@@ -22,8 +23,10 @@ from typing import Any
 from rich.progress import Progress
 
 from pollux.cli.simulate import Setup, progress_bar, run_setup
-from pollux.errors import SimulationError
+from pollux.errors import InvalidPlanError, PolluxError, SimulationError
 from pollux.simulator.result import SimulationResult
+
+logger = logging.getLogger(__name__)
 
 _REFRESH_S = 0.1
 _PATIENCE_S = 5.0
@@ -36,7 +39,7 @@ Outcome = SimulationResult | SimulationError
 def run_all(setups: Sequence[Setup], num_jobs: Sequence[int], num_processes: int) -> list[Outcome]:
     """Simulate all; outcomes are in the order of ``setups``, ``num_jobs`` are theirs.
 
-    A simulation that comes to no end (SimulationError) costs the others nothing.
+    A simulation that comes to no end (SimulationError) costs the others nothing, nor does a policy that breaks.
 
     Raises:
         PolluxError: any other error; the others are stopped.
@@ -47,12 +50,25 @@ def run_all(setups: Sequence[Setup], num_jobs: Sequence[int], num_processes: int
             outcomes: list[Outcome] = []
             for index, setup in enumerate(setups):
                 try:
-                    outcomes.append(run_setup(setup, functools.partial(display.show, index)))
+                    outcomes.append(_run(setup, functools.partial(display.show, index)))
                 except SimulationError as error:
                     outcomes.append(error)
                 display.finish(index)
             return outcomes
         return _run_in_processes(setups, min(len(setups), num_processes), display)
+
+
+def _run(setup: Setup, on_jobs_done: Callable[[int], None]) -> SimulationResult:
+    """Simulate. What was checked before cannot fail now, so anything unexpected is the policy's."""
+    try:
+        return run_setup(setup, on_jobs_done)
+    except InvalidPlanError as error:
+        raise SimulationError(f"policy {setup.policy!r} made a plan that cannot be: {error}") from error
+    except (PolluxError, _Stopped):
+        raise
+    except Exception as error:
+        logger.debug("policy %s on %s", setup.policy, setup.workload, exc_info=True)
+        raise SimulationError(f"policy {setup.policy!r} failed with {type(error).__name__}: {error}") from error
 
 
 class _Display:
@@ -65,7 +81,8 @@ class _Display:
         several_seeds = len({setup.settings.seed for setup in setups}) > 1
         self._bars = [
             progress.add_task(
-                f"  {setup.policy} · {setup.workload}" + (f" · seed {setup.settings.seed}" if several_seeds else ""),
+                f"  {setup.name} · {setup.table or setup.workload}"
+                + (f" · seed {setup.settings.seed}" if several_seeds else ""),
                 total=total,
                 visible=False,
             )
@@ -202,4 +219,4 @@ def _work(index: int, setup: Setup) -> SimulationResult:
             raise _Stopped
         done[index] = num_done
 
-    return run_setup(setup, note)
+    return _run(setup, note)

@@ -183,6 +183,12 @@ class Setup:
     config: SimulationConfig
     settings: PolicySettings
     shared_speeds: Path | None = None  # where the configuration's were read from
+    label: str = ""  # what it is called beside others, if not as its policy
+    table: str = ""  # with whom it is compared, if not with all on the same workload
+
+    @property
+    def name(self) -> str:
+        return self.label or self.policy
 
 
 def make_config(

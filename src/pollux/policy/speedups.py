@@ -19,7 +19,7 @@ from pollux.types import FloatArray, JobView, Snapshot
 
 _EXPLORATION = 4  # a job may ask for this many times the replicas it has been profiled with
 _FIRST_REPLICAS = 4  # and for as many before it has been
-_OF_NOTE = 0.05  # relative; a noise scale is not known better than this
+_OF_NOTE = 0.02  # relative; a noise scale is not known better than this
 _MOST_SHARES = 16  # fair shares; a power mean never gives anybody nearly so many, and tables stay narrow
 
 

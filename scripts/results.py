@@ -1,0 +1,268 @@
+"""Runs the suites and writes what came out into docs/results.md and docs/policies.md.
+
+    python scripts/results.py [--suite NAME ...] [--folder out/results] [--keep]
+
+Each suite is ``pollux compare --suite NAME``; its JSON stays in the folder. With ``--keep`` a suite that is there is
+not run again. The published data is looked for as that command does (``--artifacts``, ``../shared``). The pages are
+only written once all suites are there. Text between the marks in docs/policies.md is replaced; the rest is by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pollux.simulator.suite_catalogue import SUITES
+from pollux.simulator.suites import Column, by_table
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+SUITE_TIMEOUT_S = 3600.0
+Document = Mapping[str, Any]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--suite", action="append", choices=list(SUITES), help="only this; may be repeated")
+    parser.add_argument("--folder", type=Path, default=ROOT / "out" / "results", help="where the suites' JSON is")
+    parser.add_argument("--artifacts", type=Path, help="folder with osdi21/ and sia/")
+    parser.add_argument("--keep", action="store_true", help="do not run a suite again whose JSON is there")
+    arguments = parser.parse_args()
+    folder: Path = arguments.folder
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in arguments.suite or SUITES:
+        if not (arguments.keep and (folder / f"{name}.json").is_file()):
+            run(name, folder, arguments.artifacts)
+    missing = [name for name in SUITES if not (folder / f"{name}.json").is_file()]
+    if missing:
+        print(f"no page yet: {', '.join(missing)} not run", file=sys.stderr)
+        return 1
+    documents = {name: json.loads((folder / f"{name}.json").read_text()) for name in SUITES}
+    (DOCS / "results.md").write_text(results_page(documents))
+    policies = DOCS / "policies.md"
+    policies.write_text(with_blocks(policies.read_text(), policy_blocks(documents)))
+    print(f"wrote {DOCS / 'results.md'} and {policies}")
+    return 0
+
+
+def run(name: str, folder: Path, artifacts: Path | None) -> None:
+    """A policy that fails makes the command fail, but its document tells so, and the rest is there."""
+    words = [sys.executable, "-m", "pollux.cli", "compare", "--suite", name, "--output", str(folder / f"{name}.json")]
+    words += ["--artifacts", str(artifacts)] if artifacts is not None else []
+    print(" ".join(words[1:]), flush=True)
+    subprocess.run(words, cwd=ROOT, timeout=SUITE_TIMEOUT_S, check=False)
+
+
+# docs/results.md ------------------------------------------------------------------------------
+
+
+def results_page(documents: Mapping[str, Document]) -> str:
+    some = next(iter(documents.values()))
+    versions = ", ".join(f"{name} {number}" for name, number in some["versions"].items())
+    parts = [
+        "# Results",
+        "",
+        "What the suites of `pollux compare` come to. `python scripts/results.py` runs them all and writes this page; "
+        "each part is one command, which also takes `--html FILE` for a page with plots. The artifacts' data is not "
+        "part of the project ([where it is looked for](simulation.md#suites)). Words are explained in "
+        "[Simulating](simulation.md#words-in-tables); rows in italics were published by others, and × is the average "
+        "JCT over theirs. Simulated times repeat to the last digit; decision times depend on the machine, whose cores "
+        "were all busy.",
+        "",
+        f"Made with {versions} on a machine with {some['machine']}.",
+    ]
+    for document in documents.values():
+        parts += ["", f"## {document['title']}", "", f"    {document['command']}", "", document["about"]]
+        parts += [f"\n{note}" for note in document["notes"]]
+        parts += [f"\nLeft out: {name} ({reason})." for name, reason in document["failed"].items()]
+        tables = list(reversed(by_table(document["rows"]).items()))
+        has_means = len(tables) > 1 and bool(tables[0][1][0].get("is_mean"))
+        for number, (title, rows) in enumerate(tables if has_means else reversed(tables)):
+            table = markdown(document["columns"], rows)
+            folded = has_means and number > 0
+            parts += ["", f"<details><summary>{title}</summary>" if folded else f"*{title}*", "", table]
+            parts += ["", "</details>"] if folded else []
+        parts += ["", f"{document['wall_s']:.0f} s in all."]
+    return "\n".join(parts) + "\n"
+
+
+def markdown(columns: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> str:
+    shown = [Column(**column) for column in columns]
+    shown = [column for column in shown if any(row.get(column.key) is not None for row in rows)]
+    lines = [
+        f"| | {' | '.join(column.heading for column in shown)} |",
+        f"|---{'|---:' * len(shown)}|",
+    ]
+    for row in rows:
+        label = f"*{row['policy']}*" if row["is_published"] else row["policy"]
+        lines.append(f"| {label} | {' | '.join(column.text(row) for column in shown)} |")
+    return "\n".join(lines)
+
+
+# docs/policies.md -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Claim:
+    """What a paper says of its policy, and what is nearest to that here."""
+
+    policy: str
+    says: str
+    source: str
+    suite: str = "osdi21"
+    against: tuple[str, ...]
+    key: str = "avg_jct_s"
+    of: str = "average JCT"
+    word: str
+
+
+CLAIMS = (
+    Claim(
+        policy="pollux",
+        says="37 to 50 % lower average JCT than the state of the art with tuned jobs",
+        source="OSDI'21, abstract",
+        against=("tiresias", "optimus"),
+        word="Agrees; Tiresias and Optimus are the ones of that paper's artifact, to the last digit.",
+    ),
+    Claim(
+        policy="sia",
+        says="30 to 93 % lower average JCT than the state of the art on three GPU types",
+        source="SOSP'23, abstract",
+        suite="hetero",
+        against=("gavel", "tiresias"),
+        word="Agrees. Against the artifact's own Sia see the suite.",
+    ),
+    Claim(
+        policy="gavel",
+        says="average JCT and makespan up to 3.5 times better than policies that know nothing of types",
+        source="OSDI'20, abstract",
+        suite="hetero",
+        against=("tiresias",),
+        word="Not here. Its aim is max-min fairness; jobs change places every round and pay for each move, and the "
+        "shortest jobs wait for their share as long as all do. The Sia artifact's own Gavel is as slow.",
+    ),
+    Claim(
+        policy="tiresias",
+        says="average JCT up to 5.5 times better than a YARN-based manager",
+        source="NSDI'19, abstract",
+        against=("fifo",),
+        word="The order agrees; `fifo` stands in for that manager, and the tuned jobs ask for few GPUs.",
+    ),
+    Claim(
+        policy="gittins",
+        says="comparable to solutions that assume perfect knowledge",
+        source="NSDI'19 (Tiresias), abstract",
+        against=("srtf", "tiresias"),
+        word="`srtf` knows every length. With 160 jobs there is little to learn a distribution from.",
+    ),
+    Claim(
+        policy="optimus",
+        says="job completion time better by about 139 %, makespan by 63 % than representative schedulers",
+        source="EuroSys'18, abstract",
+        against=("fifo", "equal"),
+        word="Agrees for the queue, not for equal shares, which adapt batch sizes here.",
+    ),
+    Claim(
+        policy="themis",
+        says="fairness better by more than 2.25 times, 5 to 250 % more efficient",
+        source="NSDI'20, abstract",
+        against=("tiresias", "slaq"),
+        key="rho_max",
+        of="worst ρ",
+        word="Agrees for Tiresias, which lets somebody starve. `gavel`, `gittins` and `srtf` have a lower worst ρ "
+        "here, and policies that adapt batch sizes a lower one than all of them.",
+    ),
+    Claim(
+        policy="shockwave",
+        says="makespan 1.3 times, fairness 2 times better than fair schedulers",
+        source="NSDI'23, abstract",
+        against=("gavel", "themis"),
+        key="makespan_s",
+        of="makespan",
+        word="Agrees for Gavel; Themis is as quick here. Fairness does not agree: its worst ρ is above both. Jobs "
+        "keep the GPUs asked for, so that those it plans late cannot catch up.",
+    ),
+    Claim(
+        policy="gandiva",
+        says="26 % better utilisation of a cluster of 180 GPUs",
+        source="OSDI'18, abstract",
+        against=("fifo",),
+        key="makespan_s",
+        of="makespan",
+        word="Utilisation shows in the makespan. Turns take minutes here, as suspending costs 30 s instead of one.",
+    ),
+    Claim(
+        policy="antman",
+        says="42 % more GPU memory and 34 % more compute in use",
+        source="OSDI'20, abstract",
+        against=("fifo",),
+        word="Better than the queue it grew from. One tenant has the whole quota here, so long jobs are guaranteed "
+        "what they hold, and short ones wait or run as guests.",
+    ),
+    Claim(
+        policy="slaq",
+        says="quality up to 73 % better on average, delay up to 44 % lower than fair schedulers",
+        source="SoCC'17, abstract",
+        against=("equal",),
+        word="Not comparable: it is after half-trained models early, and JCT counts the last step. `equal` adapts "
+        "batch sizes besides.",
+    ),
+    Claim(
+        policy="lucid",
+        says="no figure that could be checked",
+        source="ASPLOS'23",
+        against=("tiresias", "fifo"),
+        word="Never preempts, so some jobs wait long behind others (worst ρ); it needs nothing of the scripts.",
+    ),
+)
+
+
+def policy_blocks(documents: Mapping[str, Document]) -> dict[str, str]:
+    """Text for docs/policies.md by the name in its marks."""
+    document = documents["osdi21"]
+    tables = by_table(document["rows"])
+    names = list(tables)
+    blocks = {}
+    for key, name in (("first", names[0]), ("mean", names[-1])):
+        blocks[key] = f"*{name}*\n\n" + markdown(document["columns"], _by_jct(tables[name]))
+    lines = ["| policy | its paper | here | |", "|---|---|---|---|"]
+    for claim in CLAIMS:
+        rows = {row["policy"]: row for row in list(by_table(documents[claim.suite]["rows"]).values())[-1]}
+        lines.append(f"| `{claim.policy}` | {claim.says} ({claim.source}) | {_here(claim, rows)} | {claim.word} |")
+    blocks["claims"] = "\n".join(lines)
+    return blocks
+
+
+def _by_jct(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    return sorted(rows, key=lambda row: float(row["avg_jct_s"]))
+
+
+def _here(claim: Claim, rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """Our own ratio to each of the others; of one that failed there is none."""
+    told = []
+    for other in claim.against:
+        if claim.policy in rows and other in rows:
+            change = rows[claim.policy][claim.key] / rows[other][claim.key] - 1
+            told.append(f"{change:+.0%} against `{other}`")
+    return f"{claim.of} {', '.join(told)}" if told else "–"
+
+
+def with_blocks(text: str, blocks: Mapping[str, str]) -> str:
+    """The text with what stands between ``<!-- name -->`` and ``<!-- /name -->`` replaced."""
+    for name, block in blocks.items():
+        pattern = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)", re.DOTALL)
+        if not pattern.search(text):
+            raise SystemExit(f"docs/policies.md has no marks <!-- {name} --> and <!-- /{name} -->")
+        text = pattern.sub(lambda match, block=block: f"{match[1]}{block}{match[2]}", text)  # type: ignore[misc]
+    return text
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

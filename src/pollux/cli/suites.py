@@ -1,0 +1,227 @@
+"""``pollux compare --suite NAME``: all cases of a suite in parallel processes, beside what was published."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import platform
+import shlex
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from pollux.cli.compare import end_with, fitting_table, run_setups
+from pollux.cli.publishing import publish
+from pollux.cli.simulate import Setup, announce, output_console, progress_bar, summary_row
+from pollux.errors import InputFileError, UnknownNameError
+from pollux.simulator.result import SimulationResult, group_results, mean_of, write_json, write_text
+from pollux.simulator.scale import Size, measure
+from pollux.simulator.suite_catalogue import SCALE_TABLE, SUITES, Artifacts, make_suite
+from pollux.simulator.suite_page import suite_report
+from pollux.simulator.suites import Case, Row, Suite, all_rows, by_table
+from pollux.simulator.versions import versions
+from pollux.version import __version__
+
+FORMAT = "pollux-suite/1"
+LIST = "list"
+_BESIDE = Path("..") / "shared"  # where the published data is looked for if nobody says
+
+
+def find_artifacts(folder: Path | None) -> Artifacts:
+    """Of ``--artifacts``, or beside the working directory if there is anything.
+
+    Raises:
+        InputFileError: the folder that was named has none of them.
+    """
+    found = Artifacts(folder=_BESIDE if folder is None else folder)
+    if folder is not None and not any(found.part(name) for name in ("osdi21", "sia")):
+        raise InputFileError(folder, "has neither osdi21/traces nor sia/traces; name the folder that they are in")
+    return found
+
+
+def only_policies(suite: Suite, policies: Sequence[str]) -> Suite:
+    """The suite with these policies' cases alone; with all if none is named.
+
+    Raises:
+        UnknownNameError: it has no case of one of them.
+    """
+    known = {case.policy for case in suite.cases}
+    for name in policies:
+        if name not in known:
+            raise UnknownNameError(f"policy of suite {suite.name}", name, known)
+    if not policies:
+        return suite
+    return dataclasses.replace(suite, cases=tuple(case for case in suite.cases if case.policy in policies))
+
+
+# Running --------------------------------------------------------------------------------------
+
+
+def run_cases(
+    cases: Sequence[Case], num_processes: int
+) -> tuple[list[dict[str, Any]], list[SimulationResult], dict[str, str]]:
+    """Rows, results, and why each label that is missing is."""
+    if not cases:
+        return [], [], {}
+    setups = [
+        Setup(
+            workload=case.workload,
+            traces=case.traces,
+            policy=case.policy,
+            config=case.config,
+            settings=case.settings,
+            label=case.label,
+            table=case.table,
+        )
+        for case in cases
+    ]
+    results, failed = run_setups(setups, num_processes)
+    places = {(case.table, case.label): case for case in cases}
+    rows = []
+    for table, by_label in group_results(results).items():
+        best_s = min(mean_of(seeds, "jct_s.mean") for seeds in by_label.values())
+        for label, (result,) in by_label.items():
+            case, rho = places[table, label], [job.rho for job in result.jobs]
+            rows.append(
+                summary_row(table, label, [result], best_s)
+                | {"rho_p50": result.rho.p50, "x": case.x, "line": case.line}
+                | {f"rho_above_{most}": sum(value > most for value in rho) / len(rho) for most in (1, 2)}
+            )
+    return rows, results, failed
+
+
+def run_sizes(sizes: Sequence[Size]) -> list[dict[str, Any]]:
+    """One after the other, here: what is measured is time."""
+    rows = []
+    with progress_bar() as progress:
+        bar = progress.add_task("decisions", total=sum(size.num_jobs for size in sizes))
+        for size in sizes:
+            found = measure(size)
+            label = f"{size.num_gpus:,} GPUs"
+            rows.append({"workload": SCALE_TABLE, "policy": label, "x": size.num_gpus, "line": "pollux", **found})
+            progress.advance(bar, size.num_jobs)
+    return rows
+
+
+# Printing -------------------------------------------------------------------------------------
+
+
+def suite_table(console: Console, suite: Suite, title: str, rows: Sequence[Row]) -> Table:
+    """With as many columns as fit; the best average in bold, published rows in italics."""
+    measured = [row["avg_jct_s"] for row in rows if not row["is_published"] and "avg_jct_s" in row]
+
+    def make(max_rank: int) -> Table:
+        table = Table(title=Text(title), title_justify="left")
+        table.add_column("", no_wrap=True)
+        columns = [column for column in suite.columns if column.rank <= max_rank]
+        columns = [column for column in columns if any(row.get(column.key) is not None for row in rows)]
+        for column in columns:
+            table.add_column(column.heading, justify="right", no_wrap=True)
+        for row in rows:
+            is_best = not row["is_published"] and bool(measured) and row["avg_jct_s"] == min(measured)
+            style = "italic" if row["is_published"] else "bold" if is_best else ""
+            table.add_row(Text(row["policy"]), *(column.text(row) for column in columns), style=style)
+        return table
+
+    return fitting_table(console, make, max(column.rank for column in suite.columns))
+
+
+def suite_json(
+    suite: Suite,
+    rows: Sequence[Row],
+    results: Sequence[SimulationResult],
+    failed: Mapping[str, str],
+    **more: Any,
+) -> dict[str, Any]:
+    """All that ``scripts/results.py`` needs, and every run without its series."""
+    return {
+        "format": FORMAT,
+        "pollux_version": __version__,
+        "suite": suite.name,
+        "title": suite.title,
+        "about": suite.about,
+        "notes": list(suite.notes),
+        **more,
+        "versions": versions(),
+        "machine": f"{os.cpu_count()} cores, {platform.machine()}, {platform.system()}",
+        "columns": [dataclasses.asdict(column) for column in suite.columns],
+        "rows": list(rows),
+        "failed": dict(failed),
+        "results": [result.to_json(with_series=False) for result in results],
+    }
+
+
+def list_suites(*, as_json: bool) -> None:
+    if as_json:
+        typer.echo(json.dumps({name: listed.summary for name, listed in SUITES.items()}, indent=1))
+        return
+    table = Table(title=Text("pollux compare --suite NAME"), title_justify="left", show_header=False)
+    for name, listed in SUITES.items():
+        table.add_row(name, listed.summary)
+    output_console().print(table)
+
+
+# Command --------------------------------------------------------------------------------------
+
+
+def compare_suite(
+    name: str,
+    *,
+    artifacts: Path | None,
+    policies: Sequence[str],
+    is_quick: bool,
+    num_processes: int,
+    output: Path | None,
+    html: Path | None,
+    as_json: bool,
+    is_published: bool,
+    data: Path | None,
+    server: str | None,
+) -> None:
+    """Run a suite and show it.
+
+    Raises:
+        PolluxError: there is no such suite, it lacks data, or none of it could be run.
+    """
+    if name == LIST:
+        list_suites(as_json=as_json)
+        return
+    suite = only_policies(make_suite(name, find_artifacts(artifacts), is_quick=is_quick), policies)
+    for note in suite.notes:
+        typer.echo(f"note: {note}", err=True)
+    began = time.perf_counter()
+    measured, results, failed = run_cases(suite.cases, num_processes)
+    rows = all_rows(suite, [*measured, *run_sizes(suite.sizes)])
+    words = ["pollux", "compare", "--suite", name, *(["--quick"] if is_quick else [])]
+    words += [word for policy in policies for word in ("--policy", policy)]
+    command = shlex.join([*words, *(["--artifacts", str(artifacts)] if artifacts is not None else [])])
+
+    def document() -> dict[str, Any]:
+        wall_s = round(time.perf_counter() - began, 1)
+        return suite_json(suite, rows, results, failed, command=shlex.join(words), is_quick=is_quick, wall_s=wall_s)
+
+    def page(plotly_url: str | None = None) -> str:
+        return suite_report(suite, rows, results, command=command, plotly_url=plotly_url)
+
+    if output is not None:
+        write_json(output, document())
+        announce(output)
+    if html is not None:
+        write_text(html, page())
+        announce(html)
+    if is_published:
+        publish(data, server, title=suite.title, command=command, kind="compare", summary=rows, make_html=page)
+    if as_json:
+        typer.echo(json.dumps(document(), indent=1, allow_nan=False))
+    else:
+        console = output_console()
+        for table, mine in by_table(rows).items():
+            console.print(suite_table(console, suite, table, mine))
+    end_with(failed)

@@ -1,0 +1,405 @@
+"""The suites there are: which policies, on which workloads, in which worlds, beside which published figures.
+
+The data of the OSDI'21 and Sia artifacts is not part of the project: it is looked for in a folder with ``osdi21/`` and
+``sia/`` below. Without it suites take generated workloads and built-in profiles where that makes sense.
+:mod:`pollux.simulator.suites` says what a suite is.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pollux.errors import InputFileError, UnknownNameError
+from pollux.policy import WEIGHTINGS, PolicySettings, policy_names
+from pollux.simulator.run import SimulationConfig, sia_config
+from pollux.simulator.scale import SIZES
+from pollux.simulator.suites import Case, Chart, Column, Published, Suite
+
+_JCT = Column(heading="avg JCT s", key="avg_jct_s", form=",.0f")
+_RATIO = Column(heading="× published", key="ratio_to_published", form=".2f")
+_P99 = Column(heading="p99 JCT s", key="p99_jct_s", form=",.0f", rank=1)
+_MAKESPAN = Column(heading="makespan h", key="makespan_s", form=".2f", factor=1 / 3600, rank=2)
+_RHO = (
+    Column(heading="ρ p99", key="rho_p99", form=".2f", rank=4),
+    Column(heading="ρ worst", key="rho_max", form=".2f", rank=2),
+)
+_RESTARTS = Column(heading="restarts", key="restarts_mean", form=".2f", rank=3)
+_DECISION = Column(heading="decision ms", key="decision_s", form=".2f", factor=1000, rank=6)
+COLUMNS = (
+    _JCT,
+    _RATIO,
+    Column(heading="p50 JCT s", key="p50_jct_s", form=",.0f", rank=7),
+    _P99,
+    _MAKESPAN,
+    *_RHO,
+    _RESTARTS,
+    Column(heading="GPU-h", key="gpu_hours", form=",.0f", rank=5),
+    _DECISION,
+)
+_JCT_BARS = Chart(title="Average job completion time", key="avg_jct_s", factor=1 / 60, unit="min")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Artifacts:
+    """Where the published data is; None: nowhere."""
+
+    folder: Path | None
+
+    def part(self, name: str) -> Path | None:
+        """``osdi21`` or ``sia``, if it is there and has traces."""
+        found = None if self.folder is None else self.folder / name
+        return found if found is not None and (found / "traces").is_dir() else None
+
+
+# Cases ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Source:
+    """A workload, and what the artifact's Pollux came to on it."""
+
+    table: str
+    workload: str
+    traces: str | None
+    seed: int = 0
+    published_s: float | None = None
+
+    def case(
+        self,
+        policy: str,
+        label: str = "",
+        settings: Mapping[str, Any] | None = None,
+        config: SimulationConfig | None = None,
+        x: float | None = None,
+        line: str = "",
+    ) -> Case:
+        return Case(
+            table=self.table,
+            label=label or policy,
+            workload=self.workload,
+            traces=self.traces,
+            policy=policy,
+            settings=PolicySettings(seed=self.seed, **(settings or {})),
+            config=config or SimulationConfig(),
+            x=x,
+            line=line,
+        )
+
+
+ARTIFACT = "pollux, the artifact"  # the label of what was published
+# Average JCT in seconds of the OSDI'21 artifact's Pollux, by folder and workload.
+ARTIFACT_JCT_S = {
+    "workloads/workload-6": 2446.13,
+    "workloads/workload-1": 2088.77,
+    "workloads/workload-3": 2188.49,
+}
+ARTIFACT_LOAD_JCT_S = {0.5: 1288.0, 1.0: 2446.13, 1.5: 3474.0, 2.0: 5105.0}  # of workload 6
+
+NO_OSDI21 = (
+    "The OSDI'21 artifact's data was not found: generated workloads and built-in profiles instead, so nothing stands "
+    "beside published figures. Say where its folder osdi21/ is with --artifacts DIR."
+)
+
+
+def _published(sources: Iterable[_Source], **more: Any) -> tuple[Published, ...]:
+    return tuple(
+        Published(table=source.table, label=ARTIFACT, values={"avg_jct_s": source.published_s}, **more)
+        for source in sources
+        if source.published_s is not None
+    )
+
+
+def _sources(artifacts: Artifacts, is_quick: bool) -> tuple[list[_Source], tuple[str, ...]]:
+    """Workloads 6, 1 and 3 (quick: 6 alone), or generated ones; what to say about that."""
+    osdi21 = artifacts.part("osdi21")
+    if osdi21 is None:
+        seeds = range(1 if is_quick else 3)
+        return [_Source(table=f"day, seed {s}", workload="builtin:day", traces=None, seed=s) for s in seeds], (
+            NO_OSDI21,
+        )
+    found = [
+        _Source(
+            table=Path(name).name, workload=f"{osdi21 / name}.csv", traces=str(osdi21 / "traces"), published_s=published
+        )
+        for name, published in ARTIFACT_JCT_S.items()
+    ]
+    return found[:1] if is_quick else found, ()
+
+
+def _loads(artifacts: Artifacts, is_quick: bool) -> tuple[dict[float, _Source], tuple[str, ...]]:
+    osdi21 = artifacts.part("osdi21")
+    if osdi21 is None:
+        names = {1.0: "day", 2.0: "heavy"}
+        return {
+            load: _Source(table=f"load {load}", workload=f"builtin:{name}", traces=None) for load, name in names.items()
+        }, (NO_OSDI21,)
+    found = {}
+    for load, published in ARTIFACT_LOAD_JCT_S.items():
+        folder = "workloads" if load == 1.0 else f"workloads-{load}"
+        found[load] = _Source(
+            table=f"load {load}",
+            workload=str(osdi21 / folder / "workload-6.csv"),
+            traces=str(osdi21 / "traces"),
+            published_s=published,
+        )
+    return {load: found[load] for load in (0.5, 2.0)} if is_quick else found, ()
+
+
+def _ours() -> dict[str, dict[str, Any]]:
+    """Settings of our policy's variants, by label: one for every weighting."""
+    return {"pollux" if name == "equal" else f"pollux, {name}": {"weights": name} for name in WEIGHTINGS}
+
+
+# A live cluster's: measured cost of a resize in place, decisions on events, profiles remembered.
+OUR_PHYSICS = SimulationConfig(resize_s=5.0, decides_on_events=True, remembers_profiles=True)
+_QUICK_POLICIES = ("equal", "optimus", "sia", "tiresias")
+
+
+def _osdi21(artifacts: Artifacts, is_quick: bool) -> Suite:
+    sources, notes = _sources(artifacts, is_quick)
+    others = _QUICK_POLICIES if is_quick else [name for name in policy_names() if name != "pollux"]
+    cases = []
+    for source in sources:
+        for label, settings in _ours().items():
+            cases.append(source.case("pollux", label, settings))
+        for label, settings in _ours().items():
+            charged = {**settings, "resize_s": OUR_PHYSICS.resize_s}
+            cases.append(source.case("pollux", f"{label}, our physics", charged, OUR_PHYSICS))
+        cases += [source.case(name) for name in others]
+    return Suite(
+        name="osdi21",
+        title="Every policy of the shelf on the OSDI'21 workloads",
+        about="16 nodes of 4 GPUs, 160 jobs in 8 hours, a decision every 60 s, 30 s for every start and resize, "
+        "nothing remembered: the world of the OSDI'21 artifact's simulator, whose Pollux is the published row. Our "
+        "physics: resizes of 5 s, decisions also when jobs come and end, profiles remembered.",
+        cases=tuple(cases),
+        published=_published(sources),
+        reference=ARTIFACT,
+        columns=COLUMNS,
+        charts=(
+            _JCT_BARS,
+            Chart(title="Worst finish-time fairness ρ", key="rho_max", is_log=True),
+            Chart(title="Makespan", key="makespan_s", factor=1 / 3600, unit="h"),
+            Chart(title="Restarts of a job", key="restarts_mean"),
+        ),
+        notes=notes,
+    )
+
+
+def _fairness(artifacts: Artifacts, is_quick: bool) -> Suite:
+    sources, notes = _sources(artifacts, is_quick)
+    cases = []
+    for source in sources:
+        cases += [source.case("pollux", f"pollux, p = {p:g}", {"p": p}) for p in (1.0, 0.0, -1.0, -10.0)]
+        cases += [source.case(name) for name in ("themis", "equal", "gavel")]
+    shares = tuple(Column(heading=f"ρ > {most}", key=f"rho_above_{most}", form=".1%", rank=most) for most in (1, 2))
+    return Suite(
+        name="fairness",
+        title="Finish-time fairness by the exponent p",
+        about="ρ is a job's completion time over that alone on its fair share of the cluster. The fitness is a power "
+        "mean of speedups: with p = 1 the sum counts, towards -10 whoever is worst off. Beside it policies that aim "
+        "at fairness.",
+        cases=tuple(cases),
+        columns=(_JCT, _P99, Column(heading="ρ p50", key="rho_p50", form=".2f", rank=3), *_RHO, *shares, _RESTARTS),
+        charts=(
+            _JCT_BARS,
+            Chart(title="Worst finish-time fairness ρ", key="rho_max"),
+            Chart(title="Jobs with ρ above 1", key="rho_above_1", factor=100, unit="%"),
+            Chart(title="Jobs with ρ above 2", key="rho_above_2", factor=100, unit="%"),
+        ),
+        notes=notes,
+    )
+
+
+def _load(artifacts: Artifacts, is_quick: bool) -> Suite:
+    sources, notes = _loads(artifacts, is_quick)
+    cases: list[Case] = []
+    published: list[Published] = []
+    for load, source in sources.items():
+        cases += [source.case("pollux", label, settings, x=load, line=label) for label, settings in _ours().items()]
+        cases += [source.case(name, x=load, line=name) for name in ("tiresias", "optimus")]
+        published += _published([source], x=load, line=ARTIFACT)
+    return Suite(
+        name="load",
+        title="More jobs in the same time",
+        about="Workload 6 with 0.5 to 2 times as many jobs in 8 hours, in the world of the suite osdi21.",
+        cases=tuple(cases),
+        published=tuple(published),
+        reference=ARTIFACT,
+        has_means=False,
+        columns=COLUMNS,
+        charts=(
+            dataclasses.replace(_JCT_BARS, x="load"),
+            Chart(title="Worst finish-time fairness ρ", key="rho_max", x="load", is_log=True),
+        ),
+        notes=notes,
+    )
+
+
+def _interference(artifacts: Artifacts, is_quick: bool) -> Suite:
+    sources, notes = _sources(artifacts, is_quick)
+    cases = []
+    for source in sources:
+        for slowdown in (0.0, 0.5) if is_quick else (0.0, 0.25, 0.5):
+            for line, avoids in (("avoided", True), ("not avoided", False)):
+                cases.append(
+                    source.case(
+                        "pollux",
+                        f"{slowdown:.0%} slower, {line}",
+                        {"avoid_interference": avoids},
+                        SimulationConfig(interference=slowdown),
+                        x=100 * slowdown,
+                        line=line,
+                    )
+                )
+    return Suite(
+        name="interference",
+        title="Jobs that slow each other down",
+        about="Jobs that span nodes and meet on one are slower by so much. pollux puts at most one of them on a "
+        "node, or does not care.",
+        cases=tuple(cases),
+        columns=(_JCT, _P99, _MAKESPAN, *_RHO, _RESTARTS),
+        charts=(
+            dataclasses.replace(_JCT_BARS, x="slowdown, %"),
+            Chart(title="Makespan", key="makespan_s", factor=1 / 3600, unit="h", x="slowdown, %"),
+        ),
+        notes=notes,
+    )
+
+
+def _interval(artifacts: Artifacts, is_quick: bool) -> Suite:
+    sources, notes = _sources(artifacts, is_quick)
+    cases = []
+    for source in sources:
+        for interval_s in (60, 480) if is_quick else (30, 60, 120, 240, 480):
+            for line, on_events in (("rounds", False), ("rounds and events", True)):
+                config = SimulationConfig(interval_s=interval_s, decides_on_events=on_events)
+                label = f"{interval_s} s" + ", and on events" * on_events
+                cases.append(source.case("pollux", label, config=config, x=interval_s / 60, line=line))
+    return Suite(
+        name="interval",
+        title="How often to decide",
+        about="pollux with rounds of half a minute to eight; and the same with decisions whenever a job comes or ends "
+        "in between.",
+        cases=tuple(cases),
+        columns=(_JCT, _P99, _MAKESPAN, *_RHO, _RESTARTS, _DECISION),
+        charts=(
+            dataclasses.replace(_JCT_BARS, x="minutes between rounds"),
+            Chart(title="Restarts of a job", key="restarts_mean", x="minutes between rounds"),
+        ),
+        notes=notes,
+    )
+
+
+def _hetero(artifacts: Artifacts, is_quick: bool) -> Suite:
+    sia = artifacts.part("sia")
+    if sia is None:
+        raise InputFileError(
+            artifacts.folder or "sia",
+            "the suite hetero needs the data of the Sia artifact (siasosp23/artifacts, sia-simulator/): a folder sia/ "
+            "with traces/ and workloads/; say where it is with --artifacts DIR",
+        )
+    workload = sia / "workloads" / "philly" / "workload-1.csv"
+    source = _Source(table="philly/workload-1", workload=str(workload), traces=str(sia / "traces"))
+    world = sia_config()
+    cases = [source.case("pollux", label, settings, world) for label, settings in _ours().items()]
+    cases += [source.case(name, config=world) for name in ("sia", "tiresias")]
+    cases.append(source.case("gavel", config=dataclasses.replace(world, interval_s=360.0)))
+    if not is_quick:
+        cases += [source.case(name, config=world) for name in ("equal", "srtf", "themis", "shockwave")]
+    values = {
+        "sia": {
+            "avg_jct_s": 1949.8,
+            "p50_jct_s": 828.0,
+            "p99_jct_s": 28390.0,
+            "makespan_s": 55913.0,
+            "restarts_mean": 4.26,
+        },
+        "gavel": {"avg_jct_s": 6016.5},
+    }
+    return Suite(
+        name="hetero",
+        title="Three types of GPU",
+        about="Sia's cluster (24 T4, 16 A100, 24 RTX 2080 Ti), restart delays and slowdowns, and its Philly workload "
+        "1. gavel decides every 360 s, as there. The artifact's rows were measured with its own code.",
+        cases=tuple(cases),
+        published=tuple(
+            Published(table=source.table, label=f"{name}, the artifact", values=found) for name, found in values.items()
+        ),
+        reference="sia, the artifact",
+        columns=COLUMNS,
+        charts=(_JCT_BARS, Chart(title="Worst finish-time fairness ρ", key="rho_max", is_log=True)),
+    )
+
+
+SCALE_TABLE = "clusters of three and four GPU types"
+_MOST_GPUS, _QUICK_GPUS = 10_000, 1024
+
+
+def _scale(artifacts: Artifacts, is_quick: bool) -> Suite:
+    return Suite(
+        name="scale",
+        title="Decisions from 64 to 10,000 GPUs",
+        about="CPU time of a decision of pollux on one core, with 5 to 6 jobs for every 10 GPUs: the first of a fresh "
+        "policy (cold; in the first row it also loads libraries), and the median of rounds in which 2 % of the jobs "
+        "come and go (steady); the worst gap to the proven bound. Sia's integer program was measured with its artifact "
+        "on one thread.",
+        sizes=tuple(size for size in SIZES if size.num_gpus <= (_QUICK_GPUS if is_quick else _MOST_GPUS)),
+        columns=(
+            Column(heading="jobs", key="jobs", form=",.0f"),
+            Column(heading="cold ms", key="cold_s", form=",.0f", factor=1000),
+            Column(heading="steady ms", key="steady_s", form=",.0f", factor=1000),
+            Column(heading="worst ms", key="worst_steady_s", form=",.0f", factor=1000, rank=2),
+            Column(heading="gap", key="gap", form=".2%"),
+            Column(heading="memory MB", key="memory_mb", form=",.0f", rank=1),
+            Column(heading="Sia's program ms", key="sia_s", form=",.0f", factor=1000),
+            Column(heading="times longer", key="times_faster", form=".0f", rank=1),
+        ),
+        charts=(
+            Chart(
+                title="CPU time of a decision",
+                key="steady_s",
+                factor=1000,
+                unit="ms",
+                x="GPUs",
+                lines=(("steady", "steady_s"), ("cold", "cold_s"), ("Sia's program", "sia_s")),
+                is_log=True,
+            ),
+            Chart(title="Worst gap to the bound", key="gap", factor=100, unit="%", x="GPUs", lines=(("gap", "gap"),)),
+        ),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """A suite, made when it is asked for."""
+
+    summary: str
+    make: Callable[[Artifacts, bool], Suite]
+
+
+SUITES: dict[str, Listed] = {
+    "osdi21": Listed("every policy on the published workloads: JCT, makespan, fairness, restarts, decisions", _osdi21),
+    "fairness": Listed("finish-time fairness by the exponent p, beside themis, equal and gavel", _fairness),
+    "load": Listed("half to twice as many jobs", _load),
+    "interference": Listed("jobs that span nodes and slow each other down, avoided and not", _interference),
+    "interval": Listed("rounds of half a minute to eight, with and without decisions on events", _interval),
+    "hetero": Listed("Sia's cluster of three GPU types; needs that artifact's data", _hetero),
+    "scale": Listed("time and quality of decisions from 64 to 10,000 GPUs", _scale),
+}
+
+
+def make_suite(name: str, artifacts: Artifacts, *, is_quick: bool = False) -> Suite:
+    """The suite of that name; ``is_quick``: fewer cases.
+
+    Raises:
+        UnknownNameError: there is none.
+        InputFileError: it needs data that is not there.
+    """
+    if name not in SUITES:
+        raise UnknownNameError("suite", name, SUITES)
+    return SUITES[name].make(artifacts, is_quick)

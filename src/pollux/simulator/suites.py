@@ -1,0 +1,154 @@
+"""Suites: published evaluations, and ours beyond them, as data. ``pollux compare --suite NAME`` runs one.
+
+A suite is a list of cases (a policy with its settings on a workload in a world), the published figures that stand
+beside them, and what to plot. Cases with the same ``table`` are compared with each other; one ``label`` is the same
+thing in every table. Rows of tables are plain mappings from a column's key to its value, so that a terminal, a page
+and a file show the same. Between :mod:`pollux.simulator.run` and the command line, which runs the cases;
+:mod:`pollux.simulator.suite_catalogue` has the suites there are, :mod:`pollux.simulator.suite_page` draws them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from pollux.policy import PolicySettings
+from pollux.simulator.run import SimulationConfig
+from pollux.simulator.scale import Size
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """One simulation."""
+
+    table: str
+    label: str
+    workload: str  # as on the command line: a file, or builtin:NAME
+    traces: str | None
+    policy: str
+    settings: PolicySettings = field(default_factory=PolicySettings)
+    config: SimulationConfig = field(default_factory=SimulationConfig)
+    x: float | None = None  # where it stands in figures with lines
+    line: str = ""  # on which
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Published:
+    """Figures of somebody else, for a row of a table."""
+
+    table: str
+    label: str
+    values: Mapping[str, float]  # by key of a column
+    x: float | None = None
+    line: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Column:
+    heading: str
+    key: str
+    form: str  # of the value times ``factor``
+    factor: float = 1.0
+    rank: int = 0  # the highest are left out first where a terminal is narrow
+
+    def text(self, row: Row) -> str:
+        """Of a row that may not have it."""
+        value = row.get(self.key)
+        return "" if value is None else format(value * self.factor, self.form)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chart:
+    """A figure of means over tables: a bar for each label, or a line of each ``line`` over x."""
+
+    title: str
+    key: str  # of the column
+    factor: float = 1.0
+    unit: str = ""
+    x: str = ""  # what x is; without it there are bars
+    lines: tuple[tuple[str, str], ...] = ()  # (name, key) of lines, where rows do not say on which line they are
+    is_log: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Suite:
+    name: str
+    title: str
+    about: str
+    cases: tuple[Case, ...] = ()
+    sizes: tuple[Size, ...] = ()  # of clusters to decide for, instead of simulations
+    published: tuple[Published, ...] = ()
+    reference: str = ""  # label of the published row that others are held against
+    has_means: bool = True  # means over tables make sense
+    columns: tuple[Column, ...] = ()
+    charts: tuple[Chart, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+# Rows -----------------------------------------------------------------------------------------
+
+
+def all_rows(suite: Suite, measured: Sequence[Row]) -> list[dict[str, Any]]:
+    """Published rows and measured ones, by table; then their means, if there are several tables and means make sense.
+
+    Each says how it stands to the table's reference.
+    """
+    published = [
+        {"workload": p.table, "policy": p.label, "is_published": True, "x": p.x, "line": p.line, **p.values}
+        for p in suite.published
+    ]
+    tables: dict[str, list[dict[str, Any]]] = {}
+    for row in (*published, *({"is_published": False, **row} for row in measured)):
+        tables.setdefault(row["workload"], []).append(row)
+    if suite.has_means and len(tables) > 1:
+        tables[f"mean of {len(tables)}"] = _means(list(tables.values()), f"mean of {len(tables)}")
+    for rows in tables.values():
+        reference_s = next((row["avg_jct_s"] for row in rows if row["policy"] == suite.reference), None)
+        for row in rows if reference_s else ():
+            row["ratio_to_published"] = row["avg_jct_s"] / reference_s
+    return [row for rows in tables.values() for row in rows]
+
+
+def by_table(rows: Sequence[Row]) -> dict[str, list[Row]]:
+    found: dict[str, list[Row]] = {}
+    for row in rows:
+        found.setdefault(row["workload"], []).append(row)
+    return found
+
+
+def chart_rows(rows: Sequence[Row], *, has_x: bool) -> list[Row]:
+    """What a figure shows: means, where there are any; with an x every row is a point otherwise."""
+    means = [row for row in rows if row.get("is_mean")]
+    return means or (list(rows) if has_x else next(iter(by_table(rows).values()), []))
+
+
+def _means(tables: Sequence[Sequence[Row]], name: str) -> list[dict[str, Any]]:
+    """Of every label that is in all tables."""
+    by_label: dict[str, list[Row]] = {}
+    for row in (row for rows in tables for row in rows):
+        by_label.setdefault(row["policy"], []).append(row)
+    return [
+        {
+            "workload": name,
+            "policy": label,
+            "is_published": mine[0]["is_published"],
+            "is_mean": True,
+            "line": mine[0].get("line", ""),
+            **{key: math.fsum(row[key] for row in mine) / len(mine) for key in _numbers(mine)},
+        }
+        for label, mine in by_label.items()
+        if len(mine) == len(tables)
+    ]
+
+
+def _numbers(rows: Sequence[Row]) -> list[str]:
+    """Keys that are numbers in all rows."""
+    return [
+        key
+        for key in rows[0]
+        if all(isinstance(row.get(key), int | float) and not isinstance(row[key], bool) for row in rows)
+    ]
