@@ -43,8 +43,10 @@ chaos: $(STAMP)
 bench: export OPENBLAS_NUM_THREADS = 1
 bench: $(STAMP)
 	$(BIN)/python benchmarks/decisions.py
+	$(BIN)/python benchmarks/scale.py
 	$(BIN)/python benchmarks/fitting.py
 	$(BIN)/python benchmarks/simulation.py
+	$(BIN)/python benchmarks/year.py
 	$(BIN)/python benchmarks/autoscaling.py
 	$(BIN)/python benchmarks/train_overhead.py
 	$(BIN)/python benchmarks/resize.py

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-from pollux.policy import make_policy
+from pollux.policy import PolicySettings, make_policy
 from pollux.simulator.application import Application, dense_placement
 from pollux.simulator.result import SimulationResult, summarise
-from pollux.simulator.run import SimulationRun, sia_config, simulate
+from pollux.simulator.run import SimulationConfig, SimulationRun, sia_config, simulate
 from pollux.simulator.source import load_source
 from pollux.simulator.workload import Workload
 from tests.conftest import SHARED
+from tests.thorough import only_thorough
 
 TYPES = {"aws": 4, "azure": 8, "dgx-ext": 8, "quad": 4, "rtx": 8}  # slots of a node
+ARTIFACT_JCT_S = 1949.8
 Source = tuple[Workload, Mapping[str, Application]]
 
 
@@ -103,3 +106,18 @@ def test_a_folder_of_both_formats_is_read_by_types(tmp_path: Path) -> None:
     (tmp_path / "jobs.csv").write_text("name,time,application,num_replicas,batch_size\na,0.5,bert,2,24\n")
     _, applications = load_source(str(tmp_path / "jobs.csv"), str(tmp_path))
     assert applications["bert"].accelerators == tuple(TYPES)
+
+    def test_pollux_is_below_the_artifacts_sia(self, source: Source) -> None:
+        """The artifact's own code takes 1949.8 s on average."""
+        assert _simulated(source, "pollux", sia_config()).avg_jct_s < 0.9 * ARTIFACT_JCT_S
+
+    @only_thorough
+    def test_sia_comes_near_the_artifacts(self, source: Source) -> None:
+        """With what the artifact's jobs know: nothing measured in advance, nothing carried over from others."""
+        config = dataclasses.replace(sia_config(), profiles_types=False, guesses_types=False)
+        assert _simulated(source, "sia", config).avg_jct_s == pytest.approx(ARTIFACT_JCT_S, rel=0.05)
+
+
+def _simulated(source: Source, policy: str, config: SimulationConfig) -> SimulationResult:
+    settings = PolicySettings()
+    return summarise(simulate(*source, make_policy(policy, settings), config), settings)

@@ -25,14 +25,14 @@ def average_jct(run: SimulationRun) -> float:
 @pytest.mark.parametrize(
     ("workload", "weights", "config", "most"),
     [
-        pytest.param("workloads/workload-1", "equal", SimulationConfig(), 2089, marks=only_thorough),
-        pytest.param("workloads/workload-3", "equal", SimulationConfig(), 2188, marks=only_thorough),
-        ("workloads/workload-6", "equal", SimulationConfig(), 2446),
-        ("workloads-0.5/workload-6", "equal", SimulationConfig(), 1288),
-        pytest.param("workloads-1.5/workload-6", "equal", SimulationConfig(), 3474, marks=only_thorough),
-        pytest.param("workloads-2.0/workload-6", "equal", SimulationConfig(), 5105, marks=only_thorough),
-        pytest.param("workloads/workload-6", "remaining", SimulationConfig(), 2300, marks=only_thorough),
-        ("workloads/workload-6", "remaining", ON_OUR_PHYSICS, 1950),
+        pytest.param("workloads/workload-1", "equal", SimulationConfig(), 1990, marks=only_thorough),
+        pytest.param("workloads/workload-3", "equal", SimulationConfig(), 2140, marks=only_thorough),
+        ("workloads/workload-6", "equal", SimulationConfig(), 2350),
+        ("workloads-0.5/workload-6", "equal", SimulationConfig(), 1210),
+        pytest.param("workloads-1.5/workload-6", "equal", SimulationConfig(), 3380, marks=only_thorough),
+        pytest.param("workloads-2.0/workload-6", "equal", SimulationConfig(), 4950, marks=only_thorough),
+        pytest.param("workloads/workload-6", "remaining", SimulationConfig(), 2140, marks=only_thorough),
+        ("workloads/workload-6", "remaining", ON_OUR_PHYSICS, 1780),
     ],
 )
 def test_average_jct_on_published_workloads(osdi21, workload, weights, config, most):

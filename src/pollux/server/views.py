@@ -135,11 +135,17 @@ def waiting_reason(record: JobRecord, capacity: Capacity) -> str:
     if there and not usable:
         wanted = ", ".join(sorted(spec.accelerators or ()))
         return f"needs a slot of type {wanted}; the cluster has {', '.join(sorted(there))}"
-    num_slots, least = sum(there[kind] for kind in usable), spec.requested_replicas or spec.min_replicas
+    least = spec.requested_replicas or spec.min_replicas
+    # A job sits on one type at a time: that with the most slots is its best chance.
+    kind = max(usable, key=lambda kind: there[kind] - capacity.num_drained[kind], default="")
+    num_slots = max((there[kind] for kind in usable), default=0)
     slots = f"{least} slot{'s at once' * (least > 1)}"
     if least > num_slots:
-        return f"needs {slots}; the cluster has {num_slots}"
-    num_drained = sum(capacity.num_drained[kind] for kind in usable)
+        if len(there) == 1:
+            return f"needs {slots}; the cluster has {num_slots}"
+        most = ", ".join(f"{there[kind]} of type {kind}" for kind in sorted(usable))
+        return f"needs {slots}, all of one type; of those it may use the cluster has {most or 'none'}"
+    num_slots, num_drained = there.get(kind, 0), capacity.num_drained.get(kind, 0)
     if least > num_slots - num_drained:
         return f"needs {slots}; {num_drained} of the cluster's {num_slots} are being drained"
     return record.reason.partition("\n")[0] if record.history else "waiting for slots"

@@ -21,6 +21,7 @@ from pollux.engines.live import ReplicaInfo
 from pollux.errors import InvalidValueError, StoreError, UnknownNameError
 from pollux.jobs import JobRequest
 from pollux.model.profile import Configuration, Timing
+from pollux.scheduler.knowledge import Knowledge
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.ports import Command, Event, JobEnded, JobLost, JobRuns, JobStopped, ResizeJob, StartJob, StopJob
 from pollux.scheduler.record import Departure, JobRecord, Reallocation, RoundRecord
@@ -29,8 +30,8 @@ from pollux.server.clock import LiveClock
 from pollux.server.cluster import Cluster, ClusterConfig
 from pollux.server.journal import Journal
 from pollux.server.store import SqlStore
-from pollux.server.views import round_view
-from pollux.types import NO_ALLOCATION, Allocation, Explanation, JobDecision, Node, Plan, Snapshot
+from pollux.server.views import Capacity, round_view, waiting_reason
+from pollux.types import NO_ALLOCATION, Allocation, Explanation, JobDecision, JobSpec, Node, Plan, Snapshot
 from pollux.wire import WireReport
 from tests.reports import report_fields
 
@@ -247,6 +248,24 @@ def test_unknown_jobs_nodes_and_states_are_named_with_their_neighbours(world):
 def test_a_missing_script_is_refused(world, tmp_path):
     with pytest.raises(InvalidValueError, match=r"train\.py cannot be read"):
         world.submit("python", "train.py", cwd=str(tmp_path))
+
+
+def test_a_job_that_fits_no_type_is_told_so():
+    nodes = [Node(name="a", num_slots=4, accelerator="t4"), Node(name="b", num_slots=2, accelerator="a100")]
+
+    def reason(**spec: Any) -> str:
+        record = JobRecord(spec=JobSpec(name="j", **spec), sequence=0, knowledge=Knowledge("j"))
+        return waiting_reason(record, Capacity.of(nodes))
+
+    # Six slots there are, but a job sits on one type.
+    assert reason(min_replicas=5) == (
+        "needs 5 slots at once, all of one type; of those it may use the cluster has 2 of type a100, 4 of type t4"
+    )
+    assert reason(min_replicas=3, accelerators=frozenset({"a100"})) == (
+        "needs 3 slots at once, all of one type; of those it may use the cluster has 2 of type a100"
+    )
+    assert reason(accelerators=frozenset({"h200"})) == "needs a slot of type h200; the cluster has a100, t4"
+    assert reason(min_replicas=4) == "waiting for slots"
 
 
 def test_a_drained_cluster_is_why_a_job_waits(world):
