@@ -45,10 +45,11 @@ def main() -> int:
         print(f"no page yet: {', '.join(missing)} not run", file=sys.stderr)
         return 1
     documents = {name: json.loads((folder / f"{name}.json").read_text()) for name in SUITES}
-    (DOCS / "results.md").write_text(results_page(documents))
-    policies = DOCS / "policies.md"
-    policies.write_text(with_blocks(policies.read_text(), policy_blocks(documents)))
-    print(f"wrote {DOCS / 'results.md'} and {policies}")
+    results, policies = DOCS / "results.md", DOCS / "policies.md"
+    made = results_page(documents), with_blocks(policies.read_text(), policy_blocks(documents))
+    for page, text in zip((results, policies), made, strict=True):
+        page.write_text(text)
+    print(f"wrote {results} and {policies}")
     return 0
 
 
@@ -129,7 +130,7 @@ CLAIMS = (
         says="37 to 50 % lower average JCT than the state of the art with tuned jobs",
         source="OSDI'21, abstract",
         against=("tiresias", "optimus"),
-        word="Agrees; Tiresias and Optimus are the ones of that paper's artifact, to the last digit.",
+        word="About as claimed; Tiresias and Optimus are those of that paper's artifact, to the last digit.",
     ),
     Claim(
         policy="sia",
@@ -145,22 +146,22 @@ CLAIMS = (
         source="OSDI'20, abstract",
         suite="hetero",
         against=("tiresias",),
-        word="Not here. Its aim is max-min fairness; jobs change places every round and pay for each move, and the "
-        "shortest jobs wait for their share as long as all do. The Sia artifact's own Gavel is as slow.",
+        word="Not here, on average: the median job ends sooner than under Tiresias, the longest much later. The aim "
+        "is max-min fairness, and moves cost time. The Sia artifact's own Gavel is slow there, too.",
     ),
     Claim(
         policy="tiresias",
         says="average JCT up to 5.5 times better than a YARN-based manager",
         source="NSDI'19, abstract",
         against=("fifo",),
-        word="The order agrees; `fifo` stands in for that manager, and the tuned jobs ask for few GPUs.",
+        word="The order agrees; `fifo` stands in for that manager.",
     ),
     Claim(
         policy="gittins",
         says="comparable to solutions that assume perfect knowledge",
         source="NSDI'19 (Tiresias), abstract",
         against=("srtf", "tiresias"),
-        word="`srtf` knows every length. With 160 jobs there is little to learn a distribution from.",
+        word="Not quite: `srtf` knows every length, this learns their distribution from at most 160 jobs.",
     ),
     Claim(
         policy="optimus",
@@ -177,7 +178,7 @@ CLAIMS = (
         key="rho_max",
         of="worst ρ",
         word="Agrees for Tiresias, which lets somebody starve. `gavel`, `gittins` and `srtf` have a lower worst ρ "
-        "here, and policies that adapt batch sizes a lower one than all of them.",
+        "here, `equal` and `pollux` the lowest.",
     ),
     Claim(
         policy="shockwave",
@@ -186,8 +187,7 @@ CLAIMS = (
         against=("gavel", "themis"),
         key="makespan_s",
         of="makespan",
-        word="Agrees for Gavel; Themis is as quick here. Fairness does not agree: its worst ρ is above both. Jobs "
-        "keep the GPUs asked for, so that those it plans late cannot catch up.",
+        word="Agrees for Gavel; Themis is as quick here. Fairness does not agree: its worst ρ is above both.",
     ),
     Claim(
         policy="gandiva",
@@ -203,8 +203,8 @@ CLAIMS = (
         says="42 % more GPU memory and 34 % more compute in use",
         source="OSDI'20, abstract",
         against=("fifo",),
-        word="Better than the queue it grew from. One tenant has the whole quota here, so long jobs are guaranteed "
-        "what they hold, and short ones wait or run as guests.",
+        word="Not the same measure. One tenant has the whole quota here, so that jobs are guaranteed their GPUs in "
+        "order of submission, as in a queue, and the others wait or run as guests.",
     ),
     Claim(
         policy="slaq",
@@ -216,10 +216,10 @@ CLAIMS = (
     ),
     Claim(
         policy="lucid",
-        says="no figure that could be checked",
+        says="left out: its figures were not at hand",
         source="ASPLOS'23",
         against=("tiresias", "fifo"),
-        word="Never preempts, so some jobs wait long behind others (worst ρ); it needs nothing of the scripts.",
+        word="It never preempts, and some jobs wait long (worst ρ).",
     ),
 )
 
@@ -257,10 +257,10 @@ def _here(claim: Claim, rows: Mapping[str, Mapping[str, Any]]) -> str:
 def with_blocks(text: str, blocks: Mapping[str, str]) -> str:
     """The text with what stands between ``<!-- name -->`` and ``<!-- /name -->`` replaced."""
     for name, block in blocks.items():
-        pattern = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)", re.DOTALL)
+        pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
         if not pattern.search(text):
             raise SystemExit(f"docs/policies.md has no marks <!-- {name} --> and <!-- /{name} -->")
-        text = pattern.sub(lambda match, block=block: f"{match[1]}{block}{match[2]}", text)  # type: ignore[misc]
+        text = pattern.sub(lambda match, block=block: f"{match[1]}{block}\n{match[2]}", text)  # type: ignore[misc]
     return text
 
 

@@ -19,7 +19,9 @@ from pollux.types import FloatArray, JobView, Snapshot
 
 _EXPLORATION = 4  # a job may ask for this many times the replicas it has been profiled with
 _FIRST_REPLICAS = 4  # and for as many before it has been
-_OF_NOTE = 0.02  # relative; a noise scale is not known better than this
+_OF_NOTE = 0.02  # relative change of a noise scale, or of the work left, that may change a plan
+_STEP, _COARSE_STEP = 0.005, 0.05  # relative: noise scales that tables do not tell apart, of few jobs and of many
+_MANY_JOBS = 400
 _MOST_SHARES = 16  # fair shares; a power mean never gives anybody nearly so many, and tables stay narrow
 
 
@@ -66,14 +68,14 @@ class Speedups:
         known: dict[str, tuple[tuple[object, ...], SpeedupTable]] = {}
         changed: list[JobView] = []
         for job in snapshot.jobs:
-            basis = _basis(job)
+            basis = _basis(job, cluster.step)
             found = self._known.get(job.name)
             if found is not None and found[0] == basis:
                 known[job.name] = found
             else:
                 changed.append(job)
         for job, table in zip(changed, _compute(changed, cluster, self._goodputs), strict=True):
-            known[job.name] = (_basis(job), table)
+            known[job.name] = (_basis(job, cluster.step), table)
         self._known = known
         return [known[job.name][1] for job in snapshot.jobs]
 
@@ -83,16 +85,15 @@ def speedup_tables(snapshot: Snapshot, goodputs: GoodputTables | None = None) ->
     return _compute(snapshot.jobs, _Cluster.of(snapshot), goodputs or GoodputTables())
 
 
-def of_note(value: float | None) -> int | None:
+def of_note(value: float | None, step: float = _OF_NOTE) -> int | None:
     """Which step of a scale of ratios a noise scale is on, or the work left: those of one step are not told apart."""
-    return None if value is None else round(math.log(max(value, 1e-9)) / _OF_NOTE)
+    return None if value is None else round(math.log(max(value, 1e-9)) / step)
 
 
-def _basis(job: JobView) -> tuple[object, ...]:
+def _basis(job: JobView, step: float) -> tuple[object, ...]:
     """All that a job's table depends on."""
-    step = of_note(job.noise_scale)
-    held = job.allocation.num_replicas
-    return job.spec, job.params, job.shape_factors, step, job.max_profiled_replicas, held
+    noise, held = of_note(job.noise_scale, step), job.allocation.num_replicas
+    return job.spec, job.params, job.shape_factors, noise, job.max_profiled_replicas, held
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +103,7 @@ class _Cluster:
     types: tuple[str, ...]
     slots: tuple[int, ...]  # by type
     fair: int  # slots that everybody would get if all got the same
+    step: float  # of noise scales
 
     @classmethod
     def of(cls, snapshot: Snapshot) -> _Cluster:
@@ -109,11 +111,12 @@ class _Cluster:
         for node in snapshot.nodes:
             slots[node.accelerator] += node.num_slots
         fair = math.ceil(sum(slots.values()) / max(len(snapshot.jobs), 1))
-        return cls(tuple(slots), tuple(slots.values()), fair)
+        step = _STEP if len(snapshot.jobs) <= _MANY_JOBS else _COARSE_STEP
+        return cls(tuple(slots), tuple(slots.values()), fair, step)
 
     @property
     def basis(self) -> tuple[object, ...]:
-        return self.types, self.slots, self.fair
+        return self.types, self.slots, self.fair, self.step
 
 
 def _compute(jobs: Sequence[JobView], cluster: _Cluster, goodputs: GoodputTables) -> list[SpeedupTable]:
@@ -130,7 +133,7 @@ def _compute(jobs: Sequence[JobView], cluster: _Cluster, goodputs: GoodputTables
         found.append([])
         if not job.params or job.noise_scale is None or job.spec.batch is None:
             continue
-        rounded = replace(job, noise_scale=math.exp(_OF_NOTE * (of_note(job.noise_scale) or 0)))
+        rounded = replace(job, noise_scale=math.exp(cluster.step * (of_note(job.noise_scale, cluster.step) or 0)))
         fallback = next((model for name in job.params if (model := GoodputModel.of(rounded, name)) is not None), None)
         for index, name in enumerate(types):
             if may_use(job, name):
