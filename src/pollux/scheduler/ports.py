@@ -72,7 +72,8 @@ class JobRuns:
 
     job: str
     generation: int
-    took_s: float | None = None  # what a resize costs this job, if the engine knows; else the scheduler's clock tells
+    took_s: float | None = field(default=None, compare=False)
+    """What a resize costs this job, if the engine knows; otherwise the scheduler's clock tells."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -178,7 +178,7 @@ def test_status_and_nodes(data: Path) -> None:
     (node,) = read("nodes")["nodes"]
     assert node["name"] in pollux("nodes")
     assert read("drain", node["name"])["is_draining"] is True
-    assert "draining" in pollux("nodes")
+    assert "drained" in pollux("nodes")
     assert read("drain", "--undo", node["name"])["is_draining"] is False
     assert "Known" in refusal("drain", "nowhere")
 
