@@ -78,6 +78,7 @@ class Market:
                 best = scaled * guess, response
             return -response.bound, (self.capacity - response.usage) * guess
 
+        loss(np.zeros(len(guess)))  # a bound too, and the best where slots abound
         minimize(
             loss,
             begin,

@@ -147,7 +147,7 @@ def test_a_job_is_kept_started_and_ended(world):
     world.engine.end(name, exit_code=0)
     view = world.until_state(name, "succeeded")
     assert view["exit_code"] == 0 and view["finished_at"] >= view["started_at"] >= view["submitted_at"]
-    assert world.cluster.is_ended(name)
+    world.until(lambda: world.cluster.is_ended(name), "its end is kept")
     assert world.store.job(name).state is JobState.SUCCEEDED
     assert [t["target"] for t in world.cluster.job(name)["transitions"]] == ["starting", "running", "succeeded"]
 
