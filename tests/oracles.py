@@ -1,4 +1,4 @@
-"""Oracles for policies' tests."""
+"""An oracle for policies' tests."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True)
-class Busy:
-    """Keeps its slots busy for a share of every step; scales perfectly, without end."""
+class Perfect:
+    """Twice the replicas, half the time, without end; one replica makes a step a second.
 
-    share: float
-    base_s: float = 1.0
-    steps: float = 1000.0
+    ``share``: of every step in which it keeps its slots busy.
+    """
+
+    steps: float = 1000.0  # left
+    share: float = 1.0
 
     def iteration_s(self, num_replicas: int, accelerator: str = "gpu") -> float:
-        return self.base_s / num_replicas
+        return 1.0 / num_replicas
 
     def remaining_iterations(self) -> float:
         return self.steps

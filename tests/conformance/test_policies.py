@@ -19,7 +19,6 @@ from pollux.types import Plan, Snapshot
 from tests.snapshots import make_job, make_mixed, make_nodes, snapshots
 
 CASES = st.one_of(snapshots(), snapshots(mixed=True))
-ONE_TYPE_ONLY: set[str] = set()
 
 
 @functools.cache
@@ -28,14 +27,11 @@ def _instances(number: int) -> list[Policy]:
     return [make_policy(name) for name in policy_names()]
 
 
-def fresh_policies(snapshot: Snapshot, number: int = 0) -> Iterator[Policy]:
-    """One of each that can do with the accelerators of this snapshot."""
-    is_mixed = any(node.accelerator != "gpu" for node in snapshot.nodes)
+def fresh_policies(number: int = 0) -> Iterator[Policy]:
     for policy in _instances(number):
-        if not (is_mixed and policy.name in ONE_TYPE_ONLY):
-            note(f"policy {policy.name}")  # the last one printed is the one that failed
-            policy.reset()
-            yield policy
+        note(f"policy {policy.name}")  # the last one printed is the one that failed
+        policy.reset()
+        yield policy
 
 
 def apply(snapshot: Snapshot, plan: Plan) -> Snapshot:
@@ -59,14 +55,14 @@ def apply(snapshot: Snapshot, plan: Plan) -> Snapshot:
 @given(CASES)
 def test_plans_can_be_carried_out(snapshot):
     """No node over capacity, bounds and types kept, nodes known, pinned and non-preemptible jobs untouched."""
-    for policy in fresh_policies(snapshot):
+    for policy in fresh_policies():
         verify_plan(snapshot, policy.decide(snapshot))
 
 
 @settings(max_examples=100)
 @given(CASES)
 def test_deciding_again_on_an_applied_plan_moves_nothing(snapshot):
-    for policy in fresh_policies(snapshot):
+    for policy in fresh_policies():
         applied = apply(snapshot, policy.decide(snapshot))
         again = policy.decide(applied)
         assert {job.name: again.allocation_of(job.name) for job in applied.jobs} == {
@@ -77,7 +73,7 @@ def test_deciding_again_on_an_applied_plan_moves_nothing(snapshot):
 @settings(max_examples=40)
 @given(CASES)
 def test_same_snapshot_same_plan(snapshot):
-    for first, second in zip(fresh_policies(snapshot, 0), fresh_policies(snapshot, 1), strict=True):
+    for first, second in zip(fresh_policies(0), fresh_policies(1), strict=True):
         assert first.decide(snapshot).allocations == second.decide(snapshot).allocations, first.name
 
 
@@ -85,11 +81,10 @@ def test_same_snapshot_same_plan(snapshot):
 @given(CASES, CASES)
 def test_other_snapshots_before_do_no_harm_and_are_forgotten(before, snapshot):
     """Whatever a policy remembers of jobs and nodes that are gone, its plans can be carried out; reset clears it."""
-    for policy in fresh_policies(snapshot):
+    for policy in fresh_policies():
         expected = policy.decide(snapshot).allocations
         policy.reset()
-        if policy.name not in ONE_TYPE_ONLY:
-            policy.decide(before)
+        policy.decide(before)
         verify_plan(snapshot, policy.decide(snapshot))
         policy.reset()
         assert policy.decide(snapshot).allocations == expected, policy.name
@@ -108,8 +103,6 @@ class TestEvery:
         assert plan.allocation_of("a").num_replicas >= 1
 
     def test_restricted_jobs_get_the_type_that_they_may_use(self, name):
-        if name in ONE_TYPE_ONLY:
-            pytest.skip("knows one accelerator type only")
         jobs = (
             make_job("picky", requested_replicas=2, accelerators=frozenset({"big"}), max_replicas=2),
             make_job("other", requested_replicas=2, accelerators=frozenset({"small"}), max_replicas=2),

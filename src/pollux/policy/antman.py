@@ -20,7 +20,7 @@ from collections.abc import Container
 from typing import NamedTuple
 
 from pollux.model.sharing import shared_speed
-from pollux.policy.base import PolicySettings
+from pollux.policy.base import StatelessPolicy
 from pollux.policy.dense import Budget, may_use
 from pollux.policy.floor import Floor
 from pollux.policy.gangs import demand
@@ -36,17 +36,10 @@ class Guarantee(NamedTuple):
     num_replicas: int
 
 
-class AntManPolicy:
+class AntManPolicy(StatelessPolicy):
     name = "antman"
     adapts_batch = False
-    needs_oracle = False
     shares_slots = True
-
-    def __init__(self, settings: PolicySettings) -> None:
-        pass
-
-    def reset(self) -> None:
-        pass
 
     def decide(self, snapshot: Snapshot) -> Plan:
         floor = Floor(snapshot)

@@ -60,3 +60,10 @@ class Policy(Protocol):
     def reset(self) -> None:
         """Forget what earlier rounds taught."""
         return None
+
+
+class StatelessPolicy(Policy):
+    """For policies that ask nothing of the operator and remember nothing."""
+
+    def __init__(self, settings: PolicySettings) -> None:
+        pass

@@ -20,7 +20,7 @@ import math
 from dataclasses import dataclass
 
 from pollux.model.sharing import shared_speed
-from pollux.policy.base import PolicySettings
+from pollux.policy.base import Policy, PolicySettings
 from pollux.policy.dense import Budget
 from pollux.policy.estimates import step_s
 from pollux.policy.floor import Floor
@@ -43,10 +43,9 @@ class _Sight:
     done_examples: float | None
 
 
-class GandivaPolicy:
+class GandivaPolicy(Policy):
     name = "gandiva"
     adapts_batch = False
-    needs_oracle = False
     shares_slots = True
 
     def __init__(self, settings: PolicySettings) -> None:

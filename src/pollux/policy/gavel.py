@@ -19,7 +19,7 @@ import math
 
 import numpy as np
 
-from pollux.policy.base import PolicySettings
+from pollux.policy.base import Policy, PolicySettings
 from pollux.policy.dense import Budget, may_use, place_counts, types_of
 from pollux.policy.estimates import step_s
 from pollux.policy.gangs import demand
@@ -29,11 +29,9 @@ _MAX_LEVELS = 12
 _TOLERANCE = 1e-7
 
 
-class GavelPolicy:
+class GavelPolicy(Policy):
     name = "gavel"
     adapts_batch = False
-    needs_oracle = False
-    shares_slots = False
 
     def __init__(self, settings: PolicySettings) -> None:
         self.reset()

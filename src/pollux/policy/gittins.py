@@ -19,7 +19,7 @@ import math
 
 import numpy as np
 
-from pollux.policy.base import PolicySettings
+from pollux.policy.base import Policy, PolicySettings
 from pollux.policy.gangs import gang_plan
 from pollux.types import FloatArray, JobView, Plan, Snapshot
 
@@ -28,11 +28,9 @@ MIN_KNOWN = 8  # ended jobs, before they say anything
 MAX_KNOWN = 2048  # the latest of them are remembered
 
 
-class GittinsPolicy:
+class GittinsPolicy(Policy):
     name = "gittins"
     adapts_batch = False
-    needs_oracle = False
-    shares_slots = False
 
     def __init__(self, settings: PolicySettings) -> None:
         self._present: dict[str, float] = {}  # service of the jobs in the last snapshot

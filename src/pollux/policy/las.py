@@ -8,24 +8,16 @@ only by one that has had less by a whole quantum.
 
 from __future__ import annotations
 
-from pollux.policy.base import PolicySettings
+from pollux.policy.base import StatelessPolicy
 from pollux.policy.gangs import gang_plan
 from pollux.types import JobView, Plan, Snapshot
 
 QUANTUM = 7_200.0  # slot-seconds: half an hour of four slots
 
 
-class LasPolicy:
+class LasPolicy(StatelessPolicy):
     name = "las"
     adapts_batch = False
-    needs_oracle = False
-    shares_slots = False
-
-    def __init__(self, settings: PolicySettings) -> None:
-        pass
-
-    def reset(self) -> None:
-        pass
 
     def decide(self, snapshot: Snapshot) -> Plan:
         return gang_plan(snapshot, sorted(snapshot.jobs, key=_standing))  # stable: ties go by submission

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from statistics import median
 
-from pollux.policy.base import PolicySettings
+from pollux.policy.base import Policy, PolicySettings
 from pollux.policy.floor import Floor
 from pollux.policy.gangs import demand
 from pollux.types import JobView, Plan, Snapshot
@@ -29,10 +29,9 @@ SHORT_QUEUE = 3  # as many may wait without anybody being packed
 MATE_FACTOR = 2.0  # how many times its mate's GPU time a packed job may take
 
 
-class LucidPolicy:
+class LucidPolicy(Policy):
     name = "lucid"
     adapts_batch = False
-    needs_oracle = False
     shares_slots = True
 
     def __init__(self, settings: PolicySettings) -> None:

@@ -99,7 +99,7 @@ def _solve_once(
     rng: np.random.Generator,
     evaluations: int = WARM_EVALUATIONS,
 ) -> tuple[_Assigned, Memory, float]:
-    home = _homes(problems)
+    home = homes(problems)
     costs = [problem.count_costs() for problem in problems]
     fixed = problems[0].is_fixed
     for kind, table in enumerate(costs):
@@ -114,7 +114,7 @@ def _solve_once(
     market = Market(costs, capacity)
     prices, response = market.clear(memory.prices if memory else None, evaluations)
     bound = response.bound
-    keep = _keep_costs(problems, home)
+    keep = keep_costs(problems, home)
     stay_cost = float(keep.sum())
     held = np.abs(keep[home >= 0])
     unclosed = min(memory.gap, _SMALL_GAP * abs(bound)) if memory else 0.0
@@ -145,7 +145,7 @@ def _solve_once(
     return found, Memory(prices, total - bound), bound
 
 
-def _homes(problems: Sequence[PlacementProblem]) -> IntArray:
+def homes(problems: Sequence[PlacementProblem]) -> IntArray:
     """(num_jobs,) the type each job sits on, -1: none."""
     home = np.full(problems[0].num_jobs, -1)
     for kind, problem in enumerate(problems):
@@ -153,7 +153,8 @@ def _homes(problems: Sequence[PlacementProblem]) -> IntArray:
     return home
 
 
-def _keep_costs(problems: Sequence[PlacementProblem], home: IntArray) -> FloatArray:
+def keep_costs(problems: Sequence[PlacementProblem], home: IntArray) -> FloatArray:
+    """(num_jobs,) of everybody staying as it is. ``home``: as :func:`homes` says."""
     keep = problems[0].keep_cost.copy()
     for kind, problem in enumerate(problems):
         keep[home == kind] = problem.keep_cost[home == kind]

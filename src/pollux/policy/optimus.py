@@ -10,24 +10,16 @@ from __future__ import annotations
 
 import math
 
-from pollux.policy.base import PolicySettings
+from pollux.policy.base import StatelessPolicy
 from pollux.policy.dense import place_counts, settle
 from pollux.policy.estimates import remaining_steps, step_s
 from pollux.policy.greedy import allot
 from pollux.types import JobView, Plan, Snapshot
 
 
-class OptimusPolicy:
+class OptimusPolicy(StatelessPolicy):
     name = "optimus"
     adapts_batch = False
-    needs_oracle = False
-    shares_slots = False
-
-    def __init__(self, settings: PolicySettings) -> None:
-        pass
-
-    def reset(self) -> None:
-        pass
 
     def decide(self, snapshot: Snapshot) -> Plan:
         held, budget = settle(snapshot)

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from pollux.policy.base import PolicySettings
+from pollux.policy.base import Policy, PolicySettings
 from pollux.policy.dense import types_of
 from pollux.policy.mixed import Memory, solve_mixed
 from pollux.policy.round import Round
@@ -28,11 +28,8 @@ _OLDER = 0.2  # relative change of a job's age that is
 _MAX_AGE_S = 600.0  # of a plan that is not looked at again
 
 
-class PolluxPolicy:
+class PolluxPolicy(Policy):
     name = "pollux"
-    adapts_batch = True
-    needs_oracle = False
-    shares_slots = False
 
     def __init__(self, settings: PolicySettings) -> None:
         self._settings = settings

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from pollux.policy.base import PolicySettings
+from pollux.policy.base import StatelessPolicy
 from pollux.policy.dense import may_use, place_counts, settle, types_of
 from pollux.policy.estimates import remaining_steps, step_s
 from pollux.policy.gangs import demand, gang_plan
@@ -13,7 +13,7 @@ from pollux.policy.greedy import allot
 from pollux.types import JobView, Node, Plan, Snapshot
 
 
-class FifoPolicy:
+class FifoPolicy(StatelessPolicy):
     """First in, first out: the requested replicas, in order of submission; nobody overtakes, nobody is preempted.
 
     Where there are several accelerator types, a job that waits holds up those who want one of the types it waits for.
@@ -21,32 +21,16 @@ class FifoPolicy:
 
     name = "fifo"
     adapts_batch = False
-    needs_oracle = False
-    shares_slots = False
-
-    def __init__(self, settings: PolicySettings) -> None:
-        pass
-
-    def reset(self) -> None:
-        pass
 
     def decide(self, snapshot: Snapshot) -> Plan:
         return gang_plan(snapshot, snapshot.jobs, keeps=lambda job: bool(job.allocation), lets_overtake=False)
 
 
-class SrtfPolicy:
+class SrtfPolicy(StatelessPolicy):
     """Shortest remaining time first, preemptive, at the requested replicas; gaps are filled by later jobs."""
 
     name = "srtf"
     adapts_batch = False
-    needs_oracle = False
-    shares_slots = False
-
-    def __init__(self, settings: PolicySettings) -> None:
-        pass
-
-    def reset(self) -> None:
-        pass
 
     def decide(self, snapshot: Snapshot) -> Plan:
         types = types_of(snapshot.nodes)
@@ -55,22 +39,13 @@ class SrtfPolicy:
         return gang_plan(snapshot, order)
 
 
-class EqualPolicy:
+class EqualPolicy(StatelessPolicy):
     """Equal shares, elastic: every job gets the same number of replicas, the remainder going to the oldest.
 
     Where there are several accelerator types, shares are equal among the jobs on one type.
     """
 
     name = "equal"
-    adapts_batch = True
-    needs_oracle = False
-    shares_slots = False
-
-    def __init__(self, settings: PolicySettings) -> None:
-        pass
-
-    def reset(self) -> None:
-        pass
 
     def decide(self, snapshot: Snapshot) -> Plan:
         held, budget = settle(snapshot)

@@ -15,6 +15,7 @@ import numpy as np
 from pollux.policy.base import PolicySettings
 from pollux.policy.dense import types_of
 from pollux.policy.fitness import costs, fitness
+from pollux.policy.mixed import homes, keep_costs
 from pollux.policy.placement import PlacementProblem, Shares
 from pollux.policy.solver import Solution
 from pollux.policy.speedups import SpeedupTable
@@ -139,20 +140,13 @@ class Round:
     @property
     def stay_cost(self) -> float:
         """Of leaving everything as it is."""
-        return float(self._keep_costs().sum())
-
-    def _keep_costs(self) -> FloatArray:
-        keep = self.problems[0].keep_cost.copy()
-        for problem in self.problems[1:]:
-            held = np.array([bool(shares) for shares in problem.current])
-            keep[held] = problem.keep_cost[held]
-        return keep
+        return float(keep_costs(self.problems, homes(self.problems)).sum())
 
     def plan(self, solution: Solution) -> Plan:
         """The solution, in nodes of the snapshot, by name, with its explanation."""
         num_jobs, p, epsilon = len(self.snapshot.jobs), self.settings.p, self.settings.epsilon
         type_of = {node: index for index, members in enumerate(self.nodes) for node in members}
-        options = self._options()
+        options, home = self._options(), homes(self.problems)
         allocations: dict[str, Allocation] = {}
         decisions: list[JobDecision] = []
         for index, (job, shares) in enumerate(zip(self.snapshot.jobs, solution.shares, strict=True)):
@@ -160,7 +154,8 @@ class Round:
             if allocation:
                 allocations[job.name] = allocation
             kind = type_of[next(iter(shares))] if shares else 0
-            decisions.append(self._decision(index, job, allocation, kind, options[index]))
+            held_kind = max(int(home[index]), 0)
+            decisions.append(self._decision(index, job, allocation, held_kind, kind, options[index]))
         return Plan(
             allocations=allocations,
             explanation=Explanation(
@@ -192,10 +187,9 @@ class Round:
         return best
 
     def _decision(
-        self, index: int, job: JobView, allocation: Allocation, kind: int, options: FloatArray
+        self, index: int, job: JobView, allocation: Allocation, held_kind: int, kind: int, options: FloatArray
     ) -> JobDecision:
         table = self.tables[index]
-        held_kind = next((at for at, problem in enumerate(self.problems) if problem.current[index]), 0)
         before = float(table.speedups[held_kind, int(job.allocation.num_nodes > 1), job.allocation.num_replicas])
         where = (kind, int(allocation.num_nodes > 1), allocation.num_replicas)
         factor = float(self.factors[(index, *where)])

@@ -33,7 +33,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pollux.model.goodput import GoodputModel, GoodputTables
-from pollux.policy.base import PolicySettings
+from pollux.policy.base import Policy, PolicySettings
 from pollux.policy.dense import Budget, may_use
 from pollux.policy.estimates import remaining_steps, step_s
 from pollux.policy.gangs import demand, gang_plan
@@ -65,11 +65,8 @@ class Outlook:
         return done
 
 
-class ShockwavePolicy:
+class ShockwavePolicy(Policy):
     name = "shockwave"
-    adapts_batch = True
-    needs_oracle = False
-    shares_slots = False
 
     def __init__(self, settings: PolicySettings) -> None:
         self.reset()

@@ -28,7 +28,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from pollux.model.goodput import GoodputModel, GoodputTables
-from pollux.policy.base import PolicySettings
+from pollux.policy.base import Policy, PolicySettings
 from pollux.policy.configurations import Layout, Placer
 from pollux.policy.dense import may_use
 from pollux.policy.program import NOTHING, solve_program
@@ -52,11 +52,8 @@ class Option:
     is_held: bool = False
 
 
-class SiaPolicy:
+class SiaPolicy(Policy):
     name = "sia"
-    adapts_batch = True
-    needs_oracle = False
-    shares_slots = False
 
     def __init__(self, settings: PolicySettings) -> None:
         self._settings = settings

@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from pollux.policy.base import PolicySettings
+from pollux.policy.base import Policy, PolicySettings
 from pollux.policy.dense import place_counts, settle
 from pollux.policy.estimates import remaining_steps, step_s
 from pollux.policy.greedy import allot
@@ -28,11 +28,9 @@ EPOCH_S = 300.0
 FINAL_LOSS = 0.05  # of the first
 
 
-class SlaqPolicy:
+class SlaqPolicy(Policy):
     name = "slaq"
     adapts_batch = False
-    needs_oracle = False
-    shares_slots = False
 
     def __init__(self, settings: PolicySettings) -> None:
         self._epoch_at = -math.inf  # when the epoch began

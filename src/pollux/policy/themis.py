@@ -20,7 +20,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from pollux.policy.base import PolicySettings
+from pollux.policy.base import Policy, PolicySettings
 from pollux.policy.dense import Budget, may_use, place_counts, settle, types_of
 from pollux.policy.estimates import remaining_steps, step_s
 from pollux.policy.gangs import demand
@@ -32,11 +32,9 @@ FILTER = 0.8
 _LEAST_SERVICE_S = 60.0  # what a job of unknown length is taken to have had at the least
 
 
-class ThemisPolicy:
+class ThemisPolicy(Policy):
     name = "themis"
     adapts_batch = False
-    needs_oracle = False
-    shares_slots = False
 
     def __init__(self, settings: PolicySettings) -> None:
         self._leased_at: dict[str, float] = {}  # by job: since when it has a lease

@@ -8,18 +8,16 @@ fragmentation is not considered (a job may be spread).
 
 from __future__ import annotations
 
-from pollux.policy.base import PolicySettings
+from pollux.policy.base import Policy, PolicySettings
 from pollux.policy.gangs import demand, gang_plan
 from pollux.types import Plan, Snapshot
 
 QUEUE_THRESHOLD = 57_600.0  # GPU-seconds (16 GPU-hours)
 
 
-class TiresiasPolicy:
+class TiresiasPolicy(Policy):
     name = "tiresias"
     adapts_batch = False
-    needs_oracle = False
-    shares_slots = False
 
     def __init__(self, settings: PolicySettings) -> None:
         self._queues: tuple[list[str], list[str]] = ([], [])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pollux.policy import make_policy
 from pollux.types import Allocation, JobView, Node, Snapshot
-from tests.oracles import Busy
+from tests.oracles import Perfect
 from tests.snapshots import make_job, make_nodes
 
 NODES = make_nodes(2, 2)
@@ -15,7 +15,7 @@ def decide(*jobs: JobView, nodes: tuple[Node, ...] = NODES) -> dict[str, Allocat
 
 
 def job(name: str, replicas: int, load: float = 1.0, **fields: object) -> JobView:
-    return make_job(name, requested_replicas=replicas, oracle=Busy(load), **fields)
+    return make_job(name, requested_replicas=replicas, oracle=Perfect(share=load), **fields)
 
 
 def counts(plan: dict[str, Allocation]) -> dict[str, int]:

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 
 from pollux.policy import PolicySettings, make_policy
 from pollux.policy.dense import FreeSlots
 from pollux.types import Allocation, JobView, Node, Plan, Snapshot
+from tests.oracles import Perfect
 from tests.snapshots import PARAMS, make_job, make_mixed, make_nodes
 
 
@@ -56,35 +56,21 @@ class TestTiresias:
         assert counts(policy.decide(again)) == {"b": 4}
 
 
-@dataclass
-class Halving:
-    """Time per step halves with each doubling, without end."""
-
-    base_s: float
-    steps: float
-
-    def iteration_s(self, num_replicas: int, accelerator: str = "gpu") -> float:
-        return self.base_s / num_replicas
-
-    def remaining_iterations(self) -> float:
-        return self.steps
-
-
 class TestOptimus:
     def test_replicas_go_where_they_save_most(self):
         plan = decide(
             "optimus",
-            make_job("short", oracle=Halving(1.0, 10), requested_batch_size=4096),
-            make_job("long", oracle=Halving(1.0, 1000), requested_batch_size=4096),
+            make_job("short", oracle=Perfect(10), requested_batch_size=4096),
+            make_job("long", oracle=Perfect(1000), requested_batch_size=4096),
         )
         assert counts(plan) == {"short": 1, "long": 7}
 
     def test_everybody_gets_one_before_anybody_gets_two(self):
-        jobs = [make_job(f"j{i}", oracle=Halving(1.0, 10.0**i), requested_batch_size=4096) for i in range(10)]
+        jobs = [make_job(f"j{i}", oracle=Perfect(10.0**i), requested_batch_size=4096) for i in range(10)]
         assert counts(decide("optimus", *jobs)) == {f"j{i}": 1 for i in range(8)}
 
     def test_batch_size_bounds_the_replicas(self):
-        plan = decide("optimus", make_job("a", oracle=Halving(1.0, 10), requested_batch_size=32))
+        plan = decide("optimus", make_job("a", oracle=Perfect(10), requested_batch_size=32))
         assert counts(plan) == {"a": 2}  # 32 examples, at least 16 a replica
 
     def test_works_on_fitted_models_without_an_oracle(self):
@@ -111,8 +97,8 @@ class TestFifo:
 
 def test_srtf_prefers_the_job_that_ends_first():
     held = Allocation.of(("n0", 4), ("n1", 4))
-    long = make_job("long", oracle=Halving(1.0, 1e6), requested_replicas=8, allocation=held)
-    short = make_job("short", oracle=Halving(1.0, 10), requested_replicas=8)
+    long = make_job("long", oracle=Perfect(1e6), requested_replicas=8, allocation=held)
+    short = make_job("short", oracle=Perfect(10), requested_replicas=8)
     assert counts(decide("srtf", long, short)) == {"short": 8}
 
 

@@ -12,7 +12,7 @@ from pollux.policy import make_policy
 from pollux.policy.floor import Floor
 from pollux.scheduler.reconcile import verify_plan
 from pollux.types import Allocation, JobView, Node, Plan, Snapshot
-from tests.oracles import Busy
+from tests.oracles import Perfect
 from tests.snapshots import make_job, make_nodes
 
 TWO = Allocation.of(("n0", 2))
@@ -56,7 +56,7 @@ jobs = st.builds(
         f"j{number}",
         requested_replicas=replicas,
         requested_batch_size=512,
-        oracle=Busy(load),
+        oracle=Perfect(share=load),
         accelerators=kinds,
         is_preemptible=is_preemptible,
         application=f"app{round(load * 10)}",

@@ -7,7 +7,7 @@ import dataclasses
 from pollux.policy.base import PolicySettings
 from pollux.policy.gandiva import QUANTUM_S, GandivaPolicy
 from pollux.types import Allocation, JobView, Node, Plan, Snapshot
-from tests.oracles import Busy
+from tests.oracles import Perfect
 from tests.snapshots import make_job, make_nodes
 
 ROUND_S = 60.0
@@ -15,7 +15,7 @@ ROUND_S = 60.0
 
 def job(name: str, replicas: int = 1, load: float = 1.0, **fields: object) -> JobView:
     fields = {"max_replicas": replicas, "requested_batch_size": 512} | fields
-    return make_job(name, requested_replicas=replicas, oracle=Busy(load), **fields)
+    return make_job(name, requested_replicas=replicas, oracle=Perfect(share=load), **fields)
 
 
 class Cluster:

@@ -7,7 +7,7 @@ import pytest
 from pollux.policy.base import PolicySettings
 from pollux.policy.lucid import SHORT_QUEUE, LucidPolicy, score
 from pollux.types import Allocation, JobView, Node, Snapshot
-from tests.oracles import Busy
+from tests.oracles import Perfect
 from tests.snapshots import make_job, make_nodes
 
 ONE_GPU = make_nodes(1, 1)
@@ -21,7 +21,7 @@ def decide(
 
 
 def job(name: str, load: float = 1.0, **fields: object) -> JobView:
-    return make_job(name, **({"requested_replicas": 1, "oracle": Busy(load)} | fields))
+    return make_job(name, **({"requested_replicas": 1, "oracle": Perfect(share=load)} | fields))
 
 
 def running(name: str, load: float, **fields: object) -> JobView:

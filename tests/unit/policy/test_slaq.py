@@ -1,31 +1,18 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 
 import pytest
 
 from pollux.policy import make_policy
 from pollux.policy.slaq import EPOCH_S, FINAL_LOSS, _Curve
 from pollux.types import Plan, Snapshot
+from tests.oracles import Perfect
 from tests.snapshots import make_job, make_nodes
 
 
-@dataclass
-class Linear:
-    """Twice the replicas, half the time; one replica makes a step a second."""
-
-    left: float
-
-    def iteration_s(self, num_replicas: int, accelerator: str = "gpu") -> float:
-        return 1.0 / num_replicas
-
-    def remaining_iterations(self) -> float:
-        return self.left
-
-
 def job(name: str, *, done: float, left: float, **fields: object):
-    view = {"oracle": Linear(left), "done_examples": 128 * done, "remaining_examples": 128 * left}
+    view = {"oracle": Perfect(left), "done_examples": 128 * done, "remaining_examples": 128 * left}
     return make_job(name, requested_batch_size=4096, **(view | fields))
 
 

@@ -1,31 +1,18 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass
 
 import pytest
 
 from pollux.policy import make_policy
 from pollux.policy.themis import LEASE_S, Bid
 from pollux.types import Allocation, JobView, Plan, Snapshot
+from tests.oracles import Perfect
 from tests.snapshots import make_job, make_nodes
 
 
-@dataclass
-class Linear:
-    """Twice the replicas, half the time; one replica makes a step a second."""
-
-    left: float
-
-    def iteration_s(self, num_replicas: int, accelerator: str = "gpu") -> float:
-        return 1.0 / num_replicas
-
-    def remaining_iterations(self) -> float:
-        return self.left
-
-
 def job(name: str, *, left: float, age_s: float = 0.0, replicas: int = 4, **fields: object) -> JobView:
-    return make_job(name, oracle=Linear(left), age_s=age_s, requested_replicas=replicas, **fields)
+    return make_job(name, oracle=Perfect(left), age_s=age_s, requested_replicas=replicas, **fields)
 
 
 def snapshot(*jobs: JobView, now: float = 0.0, num_nodes: int = 1) -> Snapshot:
