@@ -3,15 +3,17 @@
 Stands in ``train``, above :mod:`pollux.model`. Only rank 0 asks; the others are told. Policies:
 
 - ``adaptive``: the batch of highest goodput by the fitted throughput model and the noise scale, kept unless another is
-  5 % better.
+  5 % better, and never more than a sixteenth of what has been seen: a model that has seen little may change in a
+  few steps from all noise to none, and a rate scaled for the noise that was there would throw it out of its course.
 - ``fixed``: the same total batch whatever the replicas, exactly: shares may differ by one example.
 - ``linear``: M0 for every replica, the usual way of scaling out by hand.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol, runtime_checkable
 
 from pollux.errors import InvalidValueError, UnknownNameError
@@ -39,6 +41,7 @@ class BatchSituation:
     current: BatchConfig | None = None  # None: just started, or resized
     params: ThroughputParams | None = None  # None: nothing measured yet
     noise_scale: float | None = None
+    num_examples: float = math.inf  # in all steps so far
     measured: Mapping[int, Timing] = field(default_factory=dict)  # in this allocation, by device batch
 
 
@@ -52,15 +55,18 @@ class AdaptiveBatch:
     """Highest goodput; M0 (or the least that the replicas allow) until something is known."""
 
     threshold: float = 0.05
+    largest_share: float = 1 / 16  # of the examples seen, in one step: a batch doubles in some ten steps at most
 
     def choose(self, situation: BatchSituation) -> BatchChoice:
         limits, replicas = situation.limits, situation.num_replicas
+        least = max(limits.minimum, limits.device_min * replicas)
         if situation.params is None or situation.noise_scale is None:
-            return _spread(max(limits.minimum, limits.device_min * replicas), situation)
+            return _spread(least, situation)
+        most = max(situation.num_examples * self.largest_share, least)
         config, _ = best_batch(
             situation.params,
             situation.noise_scale,
-            limits,
+            limits if most >= limits.maximum else replace(limits, maximum=int(most)),
             situation.num_nodes,
             replicas,
             current=situation.current,

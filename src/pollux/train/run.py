@@ -201,7 +201,7 @@ class Run:
             policy = "fixed" if max_batch_size is None or has_batches else "adaptive"
         tuner = Tuner(limits, batch_policy(policy), self.device)
         length = None if has_batches or options.get("drop_last") else length_of(options.get("sampler") or dataset)
-        shape = shape_of(tuner.choose(None, None), 1, 0, length or None)
+        shape = shape_of(tuner.choose(None, 0, None), 1, 0, length or None)
         elastic = ElasticLoader(dataset, shape, share_order=self._team.share, **options)
         self._tuner, self._loader = tuner, AdaptiveLoader(elastic, self._session, self._complete)
         return self._loader
@@ -339,7 +339,7 @@ class Run:
                 pulse=self._pulse,
                 progress=self._progress,
                 tracked=self._tracked,
-                choice=self._tuner.choose(None, None),
+                choice=self._tuner.choose(None, 0, None),
             )
         return self._session.parts
 

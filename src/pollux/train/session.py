@@ -230,7 +230,8 @@ class Session:
         """Rank 0 between two steps: is another batch better, is a report or a checkpoint due?"""
         parts = self._parts
         if self._wish is None and parts.loader.unit != "batch":
-            self._wish = parts.tuner.reconsider(parts.noise_scale, parts.choice, self._advice())
+            seen = parts.progress.num_examples
+            self._wish = parts.tuner.reconsider(parts.noise_scale, seen, parts.choice, self._advice())
             if self._wish is not None and self.team.size == 1:
                 self._rebatch(self._wish)
         now = time.monotonic()
@@ -443,7 +444,7 @@ class Session:
         answer: BatchChoice | PolluxError | None = None
         if self.team.rank == 0:
             try:
-                answer = self._parts.tuner.choose(self._parts.noise_scale, None)
+                answer = self._parts.tuner.choose(self._parts.noise_scale, self._parts.progress.num_examples, None)
             except PolluxError as error:
                 answer = error
         answer = self.team.share(answer)

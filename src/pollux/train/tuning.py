@@ -62,8 +62,11 @@ class Tuner:
         new, self._new = self._new, []
         return tuple(new)
 
-    def choose(self, noise_scale: float | None, current: BatchConfig | None) -> BatchChoice:
-        """The policy's answer for the present allocation. Raises InvalidValueError where no batch fits."""
+    def choose(self, noise_scale: float | None, num_examples: float, current: BatchConfig | None) -> BatchChoice:
+        """The policy's answer for the present allocation, after so many examples.
+
+        Raises InvalidValueError where no batch fits.
+        """
         self._refit()
         timings = self.profile.timings(self.accelerator)
         measured = {
@@ -78,11 +81,14 @@ class Tuner:
             current=current,
             params=self._advised or (self.fit.params if self.fit is not None else None),
             noise_scale=noise_scale,
+            num_examples=num_examples,
             measured=measured,
         )
         return self.policy.choose(situation)
 
-    def reconsider(self, noise_scale: float | None, current: BatchChoice, advice: Advice | None) -> BatchChoice | None:
+    def reconsider(
+        self, noise_scale: float | None, num_examples: float, current: BatchChoice, advice: Advice | None
+    ) -> BatchChoice | None:
         """Another batch, if it is time to think about it and one is better; ``advice`` of a scheduler goes first."""
         if isinstance(advice, ThroughputParams):
             self._advised = advice
@@ -93,7 +99,7 @@ class Tuner:
         if now - self._considered_s < ADAPT_INTERVAL_S:
             return None
         self._considered_s = now
-        choice = self.choose(noise_scale, current.config)
+        choice = self.choose(noise_scale, num_examples, current.config)
         return choice if choice != current else None
 
     def halve(self, device_batch: int) -> None:

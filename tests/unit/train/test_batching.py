@@ -89,11 +89,21 @@ def test_a_linear_batch_is_m0_per_replica_up_to_the_maximum(situation):
 
 
 def adaptive(
-    phi: float | None, params: ThroughputParams | None = PARAMS, current: BatchConfig | None = None, replicas: int = 2
+    phi: float | None,
+    params: ThroughputParams | None = PARAMS,
+    current: BatchConfig | None = None,
+    replicas: int = 2,
+    seen: float = 1e9,
 ) -> tuple[BatchChoice, BatchLimits]:
     limits = make_limits(64, 4096, (8, 256))
     situation = BatchSituation(
-        limits=limits, num_nodes=1, num_replicas=replicas, current=current, params=params, noise_scale=phi
+        limits=limits,
+        num_nodes=1,
+        num_replicas=replicas,
+        current=current,
+        params=params,
+        noise_scale=phi,
+        num_examples=seen,
     )
     return AdaptiveBatch().choose(situation), limits
 
@@ -112,6 +122,19 @@ def test_an_adaptive_batch_stays_within_the_bounds(phi, replicas):
     assert limits.initial <= choice.total <= limits.maximum
     assert limits.device_min <= choice.config.device_batch <= limits.device_max
     assert choice.total == choice.config.total(replicas)
+
+
+@pytest.mark.parametrize(("seen", "most"), [(0, 64), (64 * 16, 64), (300 * 16, 300), (10**6, 4096)])
+def test_an_adaptive_batch_is_a_small_part_of_what_was_seen(seen, most):
+    """The noise scale may fall by orders of magnitude in the first steps; the rate follows the batch."""
+    choice, limits = adaptive(1e7, replicas=1, seen=seen)
+    assert limits.initial <= choice.total <= most
+    assert choice.total > 0.8 * most
+
+
+def test_an_adaptive_batch_gives_every_replica_its_least_however_little_was_seen():
+    choice, limits = adaptive(1e7, replicas=16, seen=0)
+    assert choice.total == 16 * limits.device_min
 
 
 def test_an_adaptive_batch_grows_with_the_noise():

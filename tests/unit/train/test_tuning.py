@@ -15,6 +15,7 @@ from pollux.train.batching import AdaptiveBatch, BatchChoice, FixedBatch, make_l
 from pollux.train.tuning import Tuner
 from pollux.types import BatchConfig
 
+SEEN = 1e6  # examples: no bound on the batch any more
 CPU = torch.device("cpu")
 
 
@@ -35,35 +36,35 @@ def feed(tuner: Tuner, **timings: tuple[float, float]) -> None:
 
 
 def test_nothing_measured_nothing_changed(tuner):
-    choice = tuner.choose(None, None)
+    choice = tuner.choose(None, SEEN, None)
     assert choice == BatchChoice(config=BatchConfig(32, 0), total=64)
-    assert tuner.reconsider(None, choice, None) is None
-    assert tuner.reconsider(1e5, choice, None) is None
+    assert tuner.reconsider(None, SEEN, choice, None) is None
+    assert tuner.reconsider(1e5, SEEN, choice, None) is None
     assert tuner.throughput(choice) is None
 
 
 def test_a_larger_batch_once_it_is_seen_to_pay(tuner):
-    first = tuner.choose(None, None)
+    first = tuner.choose(None, SEEN, None)
     # Passes cost nearly the same whatever is in them, and nearly all examples are useful.
     feed(tuner, m32=(0.10, 0.11), m64=(0.101, 0.111))
-    better = tuner.reconsider(1e6, first, None)
+    better = tuner.reconsider(1e6, SEEN, first, None)
     assert better is not None and better.total == 1024
-    assert tuner.reconsider(1e6, better, None) is None
+    assert tuner.reconsider(1e6, SEEN, better, None) is None
     assert tuner.throughput(first) == pytest.approx(64 / 0.11)
 
 
 def test_a_batch_is_reconsidered_now_and_then_only(tuner, monkeypatch):
     monkeypatch.setattr(tuning, "ADAPT_INTERVAL_S", 1000.0)
-    first = tuner.choose(None, None)
-    assert tuner.reconsider(1e6, first, None) is None
+    first = tuner.choose(None, SEEN, None)
+    assert tuner.reconsider(1e6, SEEN, first, None) is None
     feed(tuner, m32=(0.10, 0.11), m64=(0.101, 0.111))
-    assert tuner.reconsider(1e6, first, None) is None
+    assert tuner.reconsider(1e6, SEEN, first, None) is None
 
 
 def test_without_noise_m0_is_best(tuner):
     feed(tuner, m32=(0.10, 0.11), m64=(0.2, 0.21))
-    first = tuner.choose(None, None)
-    assert tuner.reconsider(0.0, first, None) is None
+    first = tuner.choose(None, SEEN, None)
+    assert tuner.reconsider(0.0, SEEN, first, None) is None
 
 
 @pytest.mark.parametrize(
@@ -79,8 +80,8 @@ def test_without_noise_m0_is_best(tuner):
     ],
 )
 def test_advice_goes_first_if_it_keeps_to_the_bounds(tuner, advice, is_taken):
-    present = tuner.choose(None, None)
-    answer = tuner.reconsider(None, present, advice)
+    present = tuner.choose(None, SEEN, None)
+    answer = tuner.reconsider(None, SEEN, present, advice)
     assert answer == (BatchChoice(config=advice, total=advice.total(2)) if is_taken else None)
 
 
@@ -89,7 +90,7 @@ def test_halving_is_remembered_and_ends_at_the_least(tuner):
     assert tuner.limits.device_max == 50
     tuner.halve(100)  # another replica says the same
     assert tuner.limits.device_max == 50
-    assert tuner.choose(1e6, None).config.device_batch <= 50
+    assert tuner.choose(1e6, SEEN, None).config.device_batch <= 50
     tuner.halve(50)
     tuner.halve(25)
     assert tuner.limits.device_max == 12
@@ -117,7 +118,7 @@ def test_a_profile_survives_and_is_fitted_anew(tuner):
     restored.load_state_dict(tuner.state_dict())
     restored.enter(1, 2)
     assert list(restored.profile) == list(tuner.profile)
-    assert restored.choose(1e6, None) == tuner.choose(1e6, None)
+    assert restored.choose(1e6, SEEN, None) == tuner.choose(1e6, SEEN, None)
     assert restored.fit is not None
 
 
@@ -131,11 +132,11 @@ def test_what_was_measured_elsewhere_does_not_count_as_measured_here(tuner):
     feed(tuner, m32=(0.10, 0.11))
     tuner.enter(1, 4)
     assert tuner.throughput(BatchChoice(config=BatchConfig(32, 0), total=128)) is None
-    assert tuner.choose(0.0, None).total == 64
+    assert tuner.choose(0.0, SEEN, None).total == 64
 
 
 def test_a_batch_that_cannot_be_divided_is_refused():
     tuner = Tuner(make_limits(3, None, None), FixedBatch(), CPU)
     tuner.enter(1, 4)
     with pytest.raises(InvalidValueError, match="a batch of 3 cannot be divided among 4 replicas; ask for at most 3"):
-        tuner.choose(None, None)
+        tuner.choose(None, SEEN, None)
