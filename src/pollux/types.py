@@ -304,7 +304,9 @@ class Snapshot:
         jobs = _settle_guests(list(jobs))
         free = {node.name: node.num_slots for node in nodes}
         held: dict[str, Allocation] = {}
-        for job in sorted(jobs, key=lambda job: (not job.is_fixed, bool(job.allocation.host))):
+        # A guest that must not be moved needs its host where it is; guests come when it is clear who stays.
+        fixed = {name for job in jobs if job.is_fixed for name in (job.name, job.allocation.host)}
+        for job in sorted(jobs, key=lambda job: (bool(job.allocation.host), job.name not in fixed)):
             shares = job.allocation.shares
             if job.allocation.host:
                 held[job.name] = job.allocation if held[job.allocation.host] else NO_ALLOCATION

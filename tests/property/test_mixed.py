@@ -11,32 +11,24 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 
-from pollux.model.goodput import GoodputTables
 from pollux.policy.base import PolicySettings
 from pollux.policy.market import Market
-from pollux.policy.mixed import solve_mixed
+from pollux.policy.mixed import _solve_once, solve_mixed
 from pollux.policy.placement import PlacementProblem
 from pollux.policy.pollux import PolluxPolicy
 from pollux.policy.round import Round
 from pollux.policy.speedups import speedup_tables
-from pollux.types import Allocation, Snapshot
+from pollux.types import NO_ALLOCATION, Allocation, Snapshot
 from tests.property.brute_force import least_cost
 from tests.snapshots import PARAMS, make_job, make_mixed, snapshots
 
 
 def problems_of(snapshot: Snapshot) -> Round:
-    return Round.of(snapshot, speedup_tables(snapshot, GoodputTables()), PolicySettings())
+    return Round.of(snapshot, speedup_tables(snapshot), PolicySettings())
 
 
 def part(problem: PlacementProblem, jobs: Sequence[int]) -> PlacementProblem:
-    rows = np.array(jobs, dtype=np.int64)
-    return dataclasses.replace(
-        problem,
-        settled_cost=problem.settled_cost[rows],
-        moved_cost=problem.moved_cost[rows],
-        current=[problem.current[job] for job in jobs],
-        is_fixed=problem.is_fixed[rows],
-    )
+    return problem.of_jobs(np.array(jobs, dtype=np.int64))
 
 
 def least_mixed_cost(problems: Sequence[PlacementProblem]) -> float:
@@ -64,6 +56,33 @@ def test_the_bound_holds_and_what_is_found_is_no_better_than_the_best(snapshot):
     assert found.lower_bound <= best + slack
     assert found.cost >= best - slack
     assert found.cost <= round_.stay_cost + slack
+
+
+@pytest.mark.parametrize("weights", ["equal", "remaining"])
+@pytest.mark.parametrize("p", [-20.0, -10.0, -6.0, -3.0, 0.0, 0.5, 1.0])
+def test_the_bound_holds_where_waiting_costs_more_than_numbers_can_hold(p, weights):
+    """A job that waits costs 250^-p: prices of that size nearly cancel what is paid, but for rounding."""
+    rules = PolicySettings(p=p, weights=weights)
+    for num_jobs, num_held in itertools.product((2, 4, 8), (0, 1, 2)):
+        held = [Allocation.of(("gpu", 8)), Allocation.of(("big", 2))][:num_held]
+        jobs = tuple(
+            make_job(
+                f"j{i}",
+                params={"gpu": PARAMS},
+                remaining_examples=10.0 ** (3 + i),
+                allocation=held[i] if i < len(held) else NO_ALLOCATION,
+                resize_s=1e4,
+                age_s=1220.0,
+            )
+            for i in range(num_jobs)
+        )
+        snapshot = Snapshot(now=0, nodes=make_mixed(gpu=8, big=6), jobs=jobs)
+        problems = Round.of(snapshot, speedup_tables(snapshot, p), rules).problems
+        found, _, bound = _solve_once(problems, None, np.random.default_rng(0))
+        assert bound <= found.cost + 1e-9 * max(1.0, abs(found.cost))
+        plan = PolluxPolicy(rules).decide(snapshot)
+        assert plan.explanation is not None
+        assert plan.explanation.fitness <= plan.explanation.upper_bound * (1 + 1e-9) + 1e-9
 
 
 def test_almost_always_optimal_on_small_clusters():

@@ -8,16 +8,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pollux.model.goodput import GoodputTables
 from pollux.policy import PolicySettings, make_policy
 from pollux.policy.fitness import EPSILON, costs, fitness
+from pollux.policy.placement import PlacementProblem, place
 from pollux.policy.pollux import PolluxPolicy
 from pollux.policy.round import Round, move_factor
 from pollux.policy.solver import solve
 from pollux.policy.speedups import max_replicas, speedup_tables
 from pollux.types import Allocation, Plan, Snapshot
 from tests.property.brute_force import least_cost
-from tests.snapshots import LIMITS, PARAMS, make_job, make_nodes, snapshots
+from tests.snapshots import LIMITS, PARAMS, make_job, make_mixed, make_nodes, snapshots
 
 settings_of_interest = st.builds(
     PolicySettings,
@@ -31,7 +31,7 @@ settings_of_interest = st.builds(
 
 def obvious_fitness(snapshot: Snapshot, plan: Plan, rules: PolicySettings) -> float:
     """The formula of the objective, job by job, for p = -1 and equal weights."""
-    tables = speedup_tables(snapshot, GoodputTables())
+    tables = speedup_tables(snapshot)
     total = 0.0
     for job, table in zip(snapshot.jobs, tables, strict=True):
         allocation = plan.allocation_of(job.name)
@@ -91,7 +91,7 @@ def test_against_brute_force(snapshot, rules):
     """The bound holds, and what is found is the best there is, or very near it."""
     if not snapshot.jobs:
         return
-    round_ = Round.of(snapshot, speedup_tables(snapshot, GoodputTables()), rules)
+    round_ = Round.of(snapshot, speedup_tables(snapshot, rules.p), rules)
     solution = solve(round_.problems[0], np.random.default_rng(0))
     best = least_cost(round_.problems[0])
     slack = 1e-9 * max(1.0, abs(best))
@@ -126,7 +126,7 @@ def test_almost_always_optimal_on_small_clusters():
                 )
             )
         snapshot = Snapshot(now=0, nodes=nodes, jobs=tuple(jobs))
-        round_ = Round.of(snapshot, speedup_tables(snapshot, GoodputTables()), PolicySettings())
+        round_ = Round.of(snapshot, speedup_tables(snapshot), PolicySettings())
         found = solve(round_.problems[0], rng).cost
         ratios.append(least_cost(round_.problems[0]) / found)
     assert np.mean(ratios) > 0.99
@@ -236,6 +236,55 @@ def test_batch_limits_bound_the_replicas():
     for capacity, profiled in itertools.product((1, 8), (0, 2)):
         explored = dataclasses.replace(make_job("a"), max_profiled_replicas=profiled)
         assert max_replicas(explored, capacity) == min(capacity, max(4 * profiled, 4))
+
+
+def test_what_others_cannot_use_is_there_for_who_can():
+    """A hundred jobs of one replica each leave the rest to the one that grows, however far above a fair share."""
+    theta = PARAMS._replace(alpha_n=1e-4, beta_n=1e-9, alpha_r=1e-4, beta_r=1e-9)
+    wide = dataclasses.replace(LIMITS, maximum=1 << 20)
+    small = [make_job(f"j{i}", max_replicas=1) for i in range(100)]
+    big = make_job("big", batch=wide, params={"gpu": theta}, noise_scale=1e9, max_profiled_replicas=500)
+    snapshot = Snapshot(now=0, nodes=make_nodes(50, 10), jobs=(*small, big))
+    plan = PolluxPolicy(PolicySettings()).decide(snapshot)
+    assert plan.allocation_of("big").num_replicas == 400
+
+
+def test_one_job_may_get_everything_where_the_sum_counts():
+    theta = PARAMS._replace(alpha_n=1e-4, beta_n=1e-9, alpha_r=1e-4, beta_r=1e-9)
+    wide = dataclasses.replace(LIMITS, maximum=1 << 20)
+    good = make_job("good", batch=wide, params={"gpu": theta}, noise_scale=1e9, max_profiled_replicas=96)
+    poor = [make_job(f"j{i}", noise_scale=0.0) for i in range(31)]
+    snapshot = Snapshot(now=0, nodes=make_nodes(24), jobs=(good, *poor))
+    plan = PolluxPolicy(PolicySettings(p=1.0)).decide(snapshot)
+    assert plan.allocation_of("good").num_replicas > 16 * 3  # fair shares of three
+
+
+def test_the_last_piece_goes_where_it_fits_tightest():
+    cost = np.ones((1, 2, 6))
+    cost[0, :, 0], cost[0, 0, 5], cost[0, 1, 5] = 10.0, np.inf, 0.1
+    for sizes in ([1, 4, 4], [4, 4, 1]):
+        problem = PlacementProblem(
+            capacity=np.array(sizes), settled_cost=cost, moved_cost=cost, current=[{}], is_fixed=np.array([False])
+        )
+        shares = place(problem, np.array([5])).shares[0]
+        assert sorted(sizes[node] for node in shares) == [1, 4]
+
+
+@pytest.mark.parametrize("nodes", [make_nodes(2), (*make_nodes(2), *make_mixed(big=8))])
+def test_jobs_that_may_not_keep_what_they_hold_are_moved(nodes):
+    """Two that span the same nodes, and one beyond its bounds: as after a change of policy or of limits."""
+    both = {"gpu": PARAMS, "big": PARAMS}
+    clash = [
+        make_job(name, params=both, allocation=Allocation.of(("n0", 1), ("n1", 1)), age_s=1e5) for name in ("a", "b")
+    ]
+    large = make_job("c", params=both, allocation=Allocation.of(("n0", 2)), max_replicas=1, age_s=1e5)
+    waiting = [make_job(f"w{i}", params=both) for i in range(3)]
+    snapshot = Snapshot(now=0, nodes=nodes, jobs=(*clash, large, *waiting))
+    plan = PolluxPolicy(PolicySettings()).decide(snapshot)
+    assert plan.explanation is not None and np.isfinite(plan.explanation.fitness)
+    assert plan.allocation_of("c").num_replicas == 1
+    assert sum(plan.allocation_of(name).num_nodes > 1 for name in ("a", "b")) <= 1
+    assert sum(allocation.num_replicas for allocation in plan.allocations.values()) > 6
 
 
 def test_a_job_that_cannot_run_does_not_hold_up_the_others():

@@ -49,18 +49,17 @@ from pollux.cli.simulate import (
     WeightsOption,
     World,
     announce,
-    charged,
     check_outputs,
     check_setup,
     command_line,
     load_setup,
     make_config,
     output_console,
+    policy_settings,
     summary_row,
 )
 from pollux.errors import InvalidValueError, SimulationError
 from pollux.look import require_plotly
-from pollux.policy import PolicySettings
 from pollux.simulator.report import html_report
 from pollux.simulator.result import SimulationResult, group_results, mean_of, write_json, write_text
 from pollux.simulator.workload import Workload
@@ -372,7 +371,7 @@ def compare(
             traces=traces,
             policy=name,
             config=config,
-            settings=PolicySettings(p=p, resize_s=charged(charge_s, resize_s), weights=weights.value, seed=number),
+            settings=policy_settings(p, charge_s, resize_s, weights.value, number),
             shared_speeds=shared_speeds,
         )
         for source, name, number in itertools.product(workloads, policies, all_seeds)

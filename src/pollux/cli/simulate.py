@@ -253,9 +253,15 @@ def make_config(
     return config
 
 
-def charged(charge_s: float | None, resize_s: float) -> float:
-    """What the policy takes a resize to cost."""
-    return resize_s if charge_s is None else charge_s
+def policy_settings(p: float, charge_s: float | None, resize_s: float, weights: str, seed: int) -> PolicySettings:
+    """``charge_s``: what the policy takes a resize to cost, whatever it does; None: as long as it takes."""
+    return PolicySettings(
+        p=p,
+        resize_s=resize_s if charge_s is None else charge_s,
+        charges_measured=charge_s is None,
+        weights=weights,
+        seed=seed,
+    )
 
 
 # Before a run ---------------------------------------------------------------------------------
@@ -371,7 +377,7 @@ def command_line(command: str, arguments: Sequence[tuple[str, object]], setup: S
         ("--band", f"{config.low:g}..{config.high:g}", f"{usual.low:g}..{usual.high:g}"),
         ("--budget", config.budget_slots, None),
         ("--node-price", config.node_price, None),
-        ("--charge-s", settings.resize_s, config.resize_s),
+        ("--charge-s", None if settings.charges_measured else settings.resize_s, None),
         ("--p", settings.p, usual_settings.p),
         ("--weights", settings.weights, usual_settings.weights),
     ]
@@ -492,7 +498,7 @@ def simulate(
         min_nodes=min_nodes,
         max_nodes=max_nodes,
     )
-    settings = PolicySettings(p=p, resize_s=charged(charge_s, resize_s), weights=weights.value, seed=seed)
+    settings = policy_settings(p, charge_s, resize_s, weights.value, seed)
     setup = Setup(
         workload=workload,
         traces=traces,

@@ -237,7 +237,10 @@ def shown_counts(most: int) -> IntArray:
 
 @dataclass(frozen=True, slots=True)
 class _Grid:
-    """Totals of the candidate batches of all shown counts, and how they are made up; depends on the limits only."""
+    """Totals of the candidate batches of all shown counts, and how they are made up; depends on the limits only.
+
+    The first count beyond a job's own limit is replaced by the limit.
+    """
 
     counts: IntArray  # (num_counts,)
     device: IntArray  # (num_counts, NUM_CANDIDATES), as all the others
@@ -249,6 +252,10 @@ class _Grid:
 @lru_cache(maxsize=1024)
 def _grid(limits: BatchLimits, most: int) -> _Grid:
     counts = shown_counts(most)
+    after = int(np.searchsorted(counts, limits.max_replicas))
+    if after < len(counts):  # a line towards a count that is not allowed would be wrong all the way
+        counts = counts.copy()
+        counts[after] = limits.max_replicas
     device, accum, allowed = candidate_batches(counts, limits)
     return _Grid(counts, device, accum, (counts[:, None] * device * (accum + 1)).astype(float), allowed)
 
@@ -314,6 +321,13 @@ class GoodputTables:
             part = (np.arange(1, most + 1) - counts[before]) / gap
             values[:, :, 1:] = shown[..., before] + (shown[..., after] - shown[..., before]) * part
             values[:, :, 1] = shown[..., 0]
+            for index, (model, grid) in enumerate(zip(models, grids, strict=True)):
+                if (last := model.limits.max_replicas) < most:
+                    for row in (0, 1):
+                        values[index, row, 1 : last + 1] = np.interp(
+                            np.arange(1, last + 1), grid.counts, shown[index, row]
+                        )
+                    values[index, :, last + 1 :] = 0.0
         values[:, 1, 1] = 0.0  # a single replica cannot span nodes
         for index, model in enumerate(models):
             if model.factors:

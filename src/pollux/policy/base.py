@@ -24,6 +24,7 @@ class PolicySettings:
     p: float = -1.0  # exponent of the fitness: towards -inf fairer, 1 greedier
     epsilon: float = EPSILON  # added to every speedup, so that waiting has a finite cost
     resize_s: float = 30.0  # δ: what a resize costs a job, in seconds
+    charges_measured: bool = True  # what a job's resizes were seen to cost goes before ``resize_s``
     weights: str = "equal"  # or "remaining": shorter remaining work weighs more
     avoid_interference: bool = True  # at most one spanning job per node
     charges_starts: bool = False  # charge δ to a job that holds nothing, as the OSDI'21 artifact does

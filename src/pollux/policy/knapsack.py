@@ -18,6 +18,7 @@ import numpy as np
 from pollux.types import FloatArray, IntArray
 
 _EXACT_LIMIT = 1_000_000  # table cells x options up to which dynamic programming is the quicker way
+_ROUNDING = 64 * float(np.finfo(float).eps)  # relative, of a sum of many numbers
 _DUAL_STEPS = 60
 
 
@@ -40,6 +41,14 @@ def solve_knapsack(costs: FloatArray, capacity: int) -> KnapsackSolution:
     if num_jobs * (capacity + 1) * num_options <= _EXACT_LIMIT:
         return _solve_exactly(costs, capacity)
     return _solve_by_price(costs, capacity)
+
+
+def dual_bound(paid: FloatArray, worth: float) -> float:
+    """What jobs pay at some prices less what all slots are worth: no allocation costs less, whatever the prices.
+
+    Jobs that wait can cost so much that the two nearly cancel; what rounding may have added is taken off.
+    """
+    return float(paid.sum()) - worth - _ROUNDING * (float(np.abs(paid).sum()) + worth)
 
 
 def _solve_exactly(costs: FloatArray, capacity: int) -> KnapsackSolution:
@@ -77,7 +86,7 @@ def _solve_by_price(costs: FloatArray, capacity: int) -> KnapsackSolution:
     def respond(price: float) -> tuple[IntArray, float]:
         priced = costs + price * sizes
         counts = priced.argmin(axis=1)
-        return counts, float(priced[rows, counts].sum()) - price * capacity
+        return counts, dual_bound(priced[rows, counts], price * capacity)
 
     generous, bound = respond(0.0)
     if generous.sum() <= capacity:

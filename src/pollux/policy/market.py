@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
+from pollux.policy.knapsack import dual_bound
 from pollux.types import FloatArray, IntArray
 
 _COLD_EVALUATIONS = 60
@@ -57,7 +58,7 @@ class Market:
         waits: npt.NDArray[np.bool_] = ~(best < self.idle)
         chosen = np.where(waits, 0, count[self._rows, kinds])
         usage: FloatArray = np.bincount(kinds, weights=chosen, minlength=len(self.capacity)).astype(float)
-        bound = float(np.minimum(best, self.idle).sum() - prices @ self.capacity)
+        bound = dual_bound(np.minimum(best, self.idle), float(prices @ self.capacity))
         return Response(np.where(waits, -1, kinds), chosen, value, count, usage, bound)
 
     def clear(self, prices: FloatArray | None, evaluations: int = WARM_EVALUATIONS) -> tuple[FloatArray, Response]:

@@ -9,7 +9,7 @@ jobs being what prices are bad at.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -56,9 +56,7 @@ def solve_mixed(
         # As in the solver of one type: what would be changed again next round is changed now, if that is better.
         if found.is_stay:
             break
-        settled = [
-            replace(problem, current=found.shares_on(kind, problem.num_jobs)) for kind, problem in enumerate(problems)
-        ]
+        settled = [problem.after(found.shares_on(kind, problem.num_jobs)) for kind, problem in enumerate(problems)]
         again, memory, _ = _solve_once(settled, memory, rng, evaluations=_FEW_EVALUATIONS)
         if again.is_stay:
             break
@@ -71,10 +69,8 @@ def solve_mixed(
         for job, held in enumerate(found.shares_on(kind, len(shares))):
             if held:
                 shares[job] = {members[node]: count for node, count in held.items()}
-    cost = found.cost
-    assert bound <= cost + 1e-6 * max(1.0, abs(cost)), f"lower bound {bound} above cost {cost}"
     method = "stay" if found.is_stay else "prices"
-    return MixedSolution(Solution(shares, cost, min(bound, cost), method), memory)
+    return MixedSolution(Solution(shares, found.cost, min(bound, found.cost), method), memory)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +114,8 @@ def _solve_once(
     stay_cost = float(keep.sum())
     held = np.abs(keep[home >= 0])
     unclosed = min(memory.gap, _SMALL_GAP * abs(bound)) if memory else 0.0
-    if stay_cost - bound <= unclosed + WORTH_IT * (float(held.mean()) if held.size else 0.0):
+    may_stay = np.isfinite(stay_cost)  # everybody may keep what it holds
+    if may_stay and stay_cost - bound <= unclosed + WORTH_IT * (float(held.mean()) if held.size else 0.0):
         return _stay(problems, home, stay_cost), Memory(prices, unclosed), bound  # nothing could be worth a move
 
     kinds = _by_regret(market, response, home, keeps_home=True)
@@ -136,7 +133,7 @@ def _solve_once(
     total = 0.0
     for kind, problem in enumerate(problems):
         rows = np.flatnonzero(kinds == kind)
-        part = solve(_rows(problem, rows), rng, knapsacks[kind])
+        part = solve(problem.of_jobs(rows), rng, knapsacks[kind])
         parts.append(part.shares)
         total += part.cost
     found = _Assigned(kinds, parts, total)
@@ -274,16 +271,6 @@ def _tolerance(costs: Sequence[FloatArray], kinds: IntArray, knapsacks: Sequence
         paid.append(np.abs(table[rows[running], knapsack.counts[running]]))
     joined = np.concatenate(paid) if paid else np.zeros(0)
     return WORTH_IT * float(joined.mean()) if joined.size else 0.0
-
-
-def _rows(problem: PlacementProblem, rows: IntArray) -> PlacementProblem:
-    return replace(
-        problem,
-        settled_cost=problem.settled_cost[rows],
-        moved_cost=problem.moved_cost[rows],
-        current=[problem.current[row] for row in rows.tolist()],
-        is_fixed=problem.is_fixed[rows],
-    )
 
 
 def _stay(problems: Sequence[PlacementProblem], home: IntArray, cost: float) -> _Assigned:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -32,12 +32,31 @@ class PlacementProblem:
     current: Sequence[Shares]  # per job, what it holds now
     is_fixed: npt.NDArray[np.bool_]  # (num_jobs,) must keep exactly what it holds
     exclusive_spans: bool = True  # at most one spanning job per node
+    must_change: npt.NDArray[np.bool_] | None = None  # (num_jobs,) may not keep what it holds; None: all may
     keep_cost: FloatArray = field(init=False)  # (num_jobs,) of exactly the current allocation
 
     def __post_init__(self) -> None:
         spans = np.array([len(shares) > 1 for shares in self.current], dtype=np.int64)
         counts = np.array([sum(shares.values()) for shares in self.current], dtype=np.int64)
-        object.__setattr__(self, "keep_cost", self.settled_cost[np.arange(len(counts)), spans, counts])
+        keep_cost = self.settled_cost[np.arange(len(counts)), spans, counts]
+        if self.must_change is not None:
+            keep_cost[self.must_change & (counts > 0)] = np.inf
+        object.__setattr__(self, "keep_cost", keep_cost)
+
+    def after(self, current: Sequence[Shares]) -> PlacementProblem:
+        """The same problem once ``current``, a solution of it, is in place."""
+        return replace(self, current=current, must_change=None)
+
+    def of_jobs(self, rows: IntArray) -> PlacementProblem:
+        """The same problem for some of the jobs."""
+        return replace(
+            self,
+            settled_cost=self.settled_cost[rows],
+            moved_cost=self.moved_cost[rows],
+            current=[self.current[row] for row in rows.tolist()],
+            is_fixed=self.is_fixed[rows],
+            must_change=None if self.must_change is None else self.must_change[rows],
+        )
 
     @property
     def num_jobs(self) -> int:
@@ -258,7 +277,8 @@ def _spread(placement: Placement, finder: NodeFinder, job: int, count: int) -> S
         if not placement.may_span(node, job):
             continue
         if placement.free[node] > left and spread:
-            node = _tightest_spannable(placement, finder, job, left, spread) or node
+            tightest = _tightest_spannable(placement, finder, job, left, spread)
+            node = node if tightest is None else tightest
         take = min(placement.free[node], left)
         spread[node] = take
         left -= take

@@ -33,7 +33,7 @@ class PolluxPolicy(Policy):
 
     def __init__(self, settings: PolicySettings) -> None:
         self._settings = settings
-        self._speedups = Speedups()
+        self._speedups = Speedups(settings.p)
         self._rng = np.random.default_rng(settings.seed)
         self._types: tuple[str, ...] = ()
         self._memory: Memory | None = None  # of the last round, with these types

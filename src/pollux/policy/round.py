@@ -37,8 +37,8 @@ _TIE = 1e-7  # of an idle job's cost: breaks ties, and is not seen otherwise
 
 
 def resize_cost_s(job: JobView, settings: PolicySettings) -> float:
-    """δ: as measured of this job, or what the operator expects."""
-    return settings.resize_s if job.resize_s is None else job.resize_s
+    """δ: as measured of this job, or what the operator says."""
+    return settings.resize_s if job.resize_s is None or not settings.charges_measured else job.resize_s
 
 
 def move_factor(job: JobView, settings: PolicySettings) -> float:
@@ -108,8 +108,8 @@ class Round:
         # Where a move is charged everything, running is still better than not running: a tie goes to running.
         hopeless = factors.max(axis=(1, 2, 3)) < 1e-6
         moved_cost[hopeless, :, :, 1:] -= _TIE * np.abs(moved_cost[hopeless, :, :, :1])
-        for row in _must_change(jobs, settings.avoid_interference):
-            settled_cost[row, :, :, jobs[row].allocation.num_replicas] = np.inf
+        must_change = np.zeros(len(jobs), dtype=bool)
+        must_change[_must_change(jobs, settings.avoid_interference)] = True
         is_fixed = np.array([job.is_fixed for job in jobs])
         problems = []
         for index, members in enumerate(nodes):
@@ -133,6 +133,7 @@ class Round:
                     ],
                     is_fixed=is_fixed,
                     exclusive_spans=settings.avoid_interference,
+                    must_change=must_change,
                 )
             )
         return cls(snapshot, settings, tables, settled, factors, tuple(problems), nodes)

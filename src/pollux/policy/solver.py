@@ -10,7 +10,7 @@ B replaces A before it is returned.)
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -49,7 +49,7 @@ def solve(problem: PlacementProblem, rng: np.random.Generator, knapsack: Knapsac
         for _ in range(_MAX_REFINEMENTS if problem.num_jobs <= MANY_JOBS else 0):
             if best.shares == problem.current:
                 break
-            settled = replace(problem, current=best.copy_shares())
+            settled = problem.after(best.copy_shares())
             again = solve_knapsack(settled.count_costs(), int(problem.capacity.sum()))
             rival = _search(settled, place(settled, again.counts), again.lower_bound + slack, rng)
             if not _is_better(rival.total_cost, float(settled.keep_cost.sum())):
@@ -61,9 +61,7 @@ def solve(problem: PlacementProblem, rng: np.random.Generator, knapsack: Knapsac
     stay = float(problem.keep_cost.sum())
     if stay <= best.total_cost + tolerance:
         best, method = _as_placement(problem, problem.current), "stay"
-    cost = best.total_cost
-    assert bound <= cost + 1e-6 * max(1.0, abs(cost)), f"lower bound {bound} above cost {cost}"
-    return Solution(best.shares, cost, min(bound, cost), method)
+    return Solution(best.shares, best.total_cost, min(bound, best.total_cost), method)
 
 
 def _tolerance(problem: PlacementProblem, costs: FloatArray, counts: IntArray) -> float:

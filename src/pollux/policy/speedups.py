@@ -22,7 +22,7 @@ _FIRST_REPLICAS = 4  # and for as many before it has been
 _OF_NOTE = 0.02  # relative change of a noise scale, or of the work left, that may change a plan
 _STEP, _COARSE_STEP = 0.005, 0.05  # relative: noise scales that tables do not tell apart, of few jobs and of many
 _MANY_JOBS = 400
-_MOST_SHARES = 16  # fair shares; a power mean never gives anybody nearly so many, and tables stay narrow
+_MOST_SHARES = 16  # fair shares: more than a power mean of p <= 0 gives anybody whose weight is not far above others'
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,14 +34,9 @@ class SpeedupTable:
     fair_goodput: float  # useful examples per second on the fair share; nan if not known yet
 
 
-def max_replicas(job: JobView, num_slots: int, fair: int | None = None) -> int:
-    """How many replicas the job may be given: its own bounds, and a few times what it has been profiled with.
-
-    ``fair``: as many slots as everybody would get if all got the same.
-    """
+def max_replicas(job: JobView, num_slots: int) -> int:
+    """How many replicas the job may be given: its own bounds, and a few times what it has been profiled with."""
     most = min(job.spec.max_replicas, num_slots)
-    if fair is not None:
-        most = min(most, max(_MOST_SHARES * fair, job.spec.min_replicas))
     if job.spec.batch is None:  # a command that does not adapt: what was asked for, no more
         return min(most, job.spec.requested_replicas or job.spec.min_replicas)
     explored = max(_EXPLORATION * job.max_profiled_replicas, _FIRST_REPLICAS, job.spec.min_replicas)
@@ -51,7 +46,9 @@ def max_replicas(job: JobView, num_slots: int, fair: int | None = None) -> int:
 class Speedups:
     """Tables of all jobs, kept from round to round: only those are computed anew of which something of note changed."""
 
-    def __init__(self) -> None:
+    def __init__(self, p: float) -> None:
+        """``p``: of the power mean that they are for."""
+        self._p = p
         self._goodputs = GoodputTables()
         self._cluster: tuple[object, ...] = ()
         self._known: dict[str, tuple[tuple[object, ...], SpeedupTable]] = {}  # by job, for what
@@ -61,7 +58,7 @@ class Speedups:
         self._known.clear()
 
     def tables(self, snapshot: Snapshot) -> list[SpeedupTable]:
-        cluster = _Cluster.of(snapshot)
+        cluster = _Cluster.of(snapshot, self._p)
         if cluster.basis != self._cluster:
             self._cluster = cluster.basis
             self._known.clear()
@@ -80,9 +77,9 @@ class Speedups:
         return [known[job.name][1] for job in snapshot.jobs]
 
 
-def speedup_tables(snapshot: Snapshot, goodputs: GoodputTables | None = None) -> list[SpeedupTable]:
+def speedup_tables(snapshot: Snapshot, p: float = -1.0) -> list[SpeedupTable]:
     """Speedups of all jobs, computed once."""
-    return _compute(snapshot.jobs, _Cluster.of(snapshot), goodputs or GoodputTables())
+    return _compute(snapshot.jobs, _Cluster.of(snapshot, p), GoodputTables())
 
 
 def of_note(value: float | None, step: float = _OF_NOTE) -> int | None:
@@ -103,20 +100,46 @@ class _Cluster:
     types: tuple[str, ...]
     slots: tuple[int, ...]  # by type
     fair: int  # slots that everybody would get if all got the same
+    most: int  # replicas that anybody might be given; tables need not be wider
     step: float  # of noise scales
 
     @classmethod
-    def of(cls, snapshot: Snapshot) -> _Cluster:
+    def of(cls, snapshot: Snapshot, p: float) -> _Cluster:
         slots = dict.fromkeys(types_of(snapshot.nodes), 0)
         for node in snapshot.nodes:
             slots[node.accelerator] += node.num_slots
         fair = math.ceil(sum(slots.values()) / max(len(snapshot.jobs), 1))
         step = _STEP if len(snapshot.jobs) <= _MANY_JOBS else _COARSE_STEP
-        return cls(tuple(slots), tuple(slots.values()), fair, step)
+        most = _most(snapshot.jobs, tuple(slots.values()), p)
+        return cls(tuple(slots), tuple(slots.values()), fair, most, step)
 
     @property
     def basis(self) -> tuple[object, ...]:
-        return self.types, self.slots, self.fair, self.step
+        return self.types, self.slots, self.fair, self.most, self.step
+
+
+def _most(jobs: Sequence[JobView], slots: Sequence[int], p: float) -> int:
+    """A number of replicas that nobody would be given more of.
+
+    What some cannot use is there for the others. A sum of w·s^p, s being about linear, divides slots as w^(1/(1-p));
+    with p > 0 one job may get everything.
+    """
+    largest = max(slots)
+    if p > 0 or not jobs:
+        return largest
+    able = sorted(max_replicas(job, largest) for job in jobs)
+    left, level = sum(slots), math.inf
+    for index, number in enumerate(able):
+        level = left / (len(able) - index)  # for each of those who can use more than all before
+        if level <= number:
+            break
+        left -= number
+    else:
+        return able[-1]
+    mean = math.fsum(job.spec.weight for job in jobs) / len(jobs)
+    favour = (max(job.spec.weight for job in jobs) / mean) ** (1 / (1 - p))
+    most = _MOST_SHARES * math.ceil(level) * favour
+    return largest if most >= largest else math.ceil(most)
 
 
 def _compute(jobs: Sequence[JobView], cluster: _Cluster, goodputs: GoodputTables) -> list[SpeedupTable]:
@@ -128,7 +151,7 @@ def _compute(jobs: Sequence[JobView], cluster: _Cluster, goodputs: GoodputTables
     models: list[GoodputModel] = []
     widths: list[int] = []
     found: list[list[tuple[int, int]]] = []  # per job: (type, where its table will be)
-    mosts = [max_replicas(job, max(slots), fair) for job in jobs]
+    mosts = [min(max_replicas(job, max(slots)), max(cluster.most, job.spec.min_replicas)) for job in jobs]
     for job, most in zip(jobs, mosts, strict=True):
         found.append([])
         if not job.params or job.noise_scale is None or job.spec.batch is None:

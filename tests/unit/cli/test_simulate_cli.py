@@ -103,6 +103,19 @@ def test_options_reach_the_simulation(here: Path) -> None:
     assert (settings["seed"], settings["weights"], settings["resize_s"]) == (7, "remaining", 10.0)
 
 
+def test_what_a_policy_charges_for_a_resize_is_what_was_said(here: Path) -> None:
+    """Even where resizes are measured to cost something else; without the option it is what they cost."""
+    found = {}
+    for charge_s in ("0", "3000", None):
+        said = ("--charge-s", charge_s) if charge_s else ()
+        busy = ["simulate", "--workload", "builtin:small", "--policy", "pollux", "--nodes", "4"]
+        result = runner.invoke(app, [*busy, *said, "--html", "r.html", "--json"])
+        assert result.exit_code == 0, result.output
+        found[charge_s] = json.loads(result.stdout)["restarts_mean"]
+        assert ("--charge-s" in (here / "r.html").read_text()) == (charge_s is not None)
+    assert found["3000"] < found[None] <= found["0"]
+
+
 def test_speeds_of_jobs_that_share_gpus_come_from_a_file(here: Path) -> None:
     (here / "speeds.csv").write_text("application,beside,speed\ncifar10,cifar10,0.25\n")
     arguments = simulate("--shared-speeds", "speeds.csv", "--html", "r.html", "--json", policy="lucid")

@@ -119,6 +119,19 @@ def test_tables_agree_with_best_batch_and_remember():
         assert table[1, 8] == pytest.approx(best_batch(PARAMS, 1000.0, LIMITS, 2, 8)[1])
 
 
+@pytest.mark.parametrize(("maximum", "device_min"), [(4000, 128), (288, 16), (1200, 64), (9000, 100)])
+def test_tables_are_right_up_to_a_jobs_own_limit(maximum, device_min):
+    """Wide tables show some counts only; none of the lines between them may lead to a count that is not allowed."""
+    limits = BatchLimits(initial=128, maximum=maximum, device_min=device_min, device_max=512)
+    most = limits.max_replicas
+    table = GoodputTables().best([GoodputModel(PARAMS, 1e6, limits)], [2 * most])[0]
+    for count in range(most - 4, most + 1):
+        direct = best_batch(PARAMS, 1e6, limits, 2, count)[1]
+        assert float(table[1, count]) == pytest.approx(direct, rel=0.1)
+    assert float(table[1, most]) == pytest.approx(best_batch(PARAMS, 1e6, limits, 2, most)[1], rel=1e-4)
+    assert not table[:, most + 1 :].any()
+
+
 def test_goodputs_are_the_published_ones(instances):
     """Where K·m·(s+1) can reach the maximum exactly, the artifact's own tables are met to 1e-6."""
     data = json.loads((instances / "ga_steady_g64_j40.json").read_text())

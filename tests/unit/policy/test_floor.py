@@ -69,6 +69,21 @@ jobs = st.builds(
 )
 
 
+def test_a_guest_that_must_not_be_moved_keeps_its_host_where_it_is():
+    """The node has become too small for one of two jobs: the one that has such a guest stays."""
+    node = Node(name="n0", num_slots=2)
+    held = Allocation.of(("n0", 2))
+    guest = make_job("guest", allocation=dataclasses.replace(held, host="host"), is_pinned=True)
+    for order in ("other", "host"), ("host", "other"):
+        jobs = [guest, *(make_job(name, allocation=held) for name in order)]
+        views = {job.name: job for job in Snapshot.of(0.0, [node], jobs).jobs}
+        assert views["host"].allocation == held
+        assert views["guest"].allocation.host == "host"
+        assert not views["other"].allocation
+    gone = {job.name: job.allocation for job in Snapshot.of(0.0, [], jobs).jobs}
+    assert not any(gone.values())
+
+
 @pytest.mark.parametrize("name", ["antman", "gandiva", "lucid"])
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
