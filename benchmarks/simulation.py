@@ -3,8 +3,8 @@
     python benchmarks/simulation.py [--json] [--all]
 
 Uses ../shared/osdi21 where it is there (``--all``: every workload and load found), else the built-in
-workload. The artifact's own simulation of Pollux on workload 6 took 62.6 CPU-minutes; its average JCTs
-stand beside ours where published.
+workload. Variants of Pollux are called as in the suites of ``pollux compare``. The artifact's own simulation of
+Pollux on workload 6 took 62.6 CPU-minutes; its average JCTs stand beside ours where published.
 """
 
 from __future__ import annotations
@@ -20,26 +20,11 @@ from pollux.policy import PolicySettings, make_policy
 from pollux.simulator.result import summarise
 from pollux.simulator.run import SimulationConfig, simulate
 from pollux.simulator.source import load_source
+from pollux.simulator.suite_catalogue import ARTIFACT_JCT_S, ARTIFACT_LOAD_JCT_S, variants, workload_at
 
 OSDI21 = Path(__file__).resolve().parents[2] / "shared" / "osdi21"
 ARTIFACT_CPU_S = 62.6 * 60
-# Average JCT in seconds of the artifact's Pollux, by folder and workload.
-ARTIFACT_JCT_S = {
-    "workloads/workload-1": 2088.77,
-    "workloads/workload-3": 2188.49,
-    "workloads/workload-6": 2446.13,
-    "workloads-0.5/workload-6": 1288.0,
-    "workloads-1.5/workload-6": 3474.0,
-    "workloads-2.0/workload-6": 5105.0,
-}
-OURS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "pollux": ({}, {}),
-    "pollux, remaining": ({"weights": "remaining"}, {}),
-    "pollux, our physics": (
-        {"weights": "remaining", "resize_s": 5.0},
-        {"resize_s": 5.0, "decides_on_events": True, "remembers_profiles": True},
-    ),
-}
+PUBLISHED_S = ARTIFACT_JCT_S | {workload_at(load): jct_s for load, jct_s in ARTIFACT_LOAD_JCT_S.items()}
 
 
 def main() -> int:
@@ -48,49 +33,46 @@ def main() -> int:
     parser.add_argument("--all", action="store_true", help="every published workload found, not only number 6")
     arguments = parser.parse_args()
     if OSDI21.is_dir():
-        names = [name for name in ARTIFACT_JCT_S if (OSDI21 / f"{name}.csv").is_file()]
+        names = [name for name in PUBLISHED_S if (OSDI21 / f"{name}.csv").is_file()]
         sources = [(name, str(OSDI21 / f"{name}.csv"), str(OSDI21 / "traces")) for name in names]
         if not arguments.all:
-            sources = [source for source in sources if source[0] == "workloads/workload-6"]
+            sources = [source for source in sources if source[0] == workload_at(1.0)]
     else:
         print("../shared/osdi21 not found: the built-in workload instead", file=sys.stderr)
         sources = [("builtin:day", "builtin:day", None)]
     if not arguments.json:
-        print(f"{'workload':26} {'policy':20} {'avg JCT s':>10} {'artifact':>9} {'CPU s':>7} {'decision ms':>12}")
+        print(f"{'workload':26} {'policy':30} {'avg JCT s':>10} {'artifact':>9} {'CPU s':>7} {'decision ms':>12}")
     for name, workload, traces in sources:
-        for policy in ("tiresias", "optimus", *OURS):
-            row = measure(name, workload, traces, policy)
+        for label in ("tiresias", "optimus", *variants()):
+            row = measure(name, workload, traces, label)
             if arguments.json:
                 print(json.dumps(row), flush=True)
             else:
                 published = f"{row['artifact_jct_s']:.0f}" if row["artifact_jct_s"] else ""
                 print(
-                    f"{name:26} {policy:20} {row['avg_jct_s']:>10.2f} {published:>9} {row['cpu_s']:>7.2f} "
+                    f"{name:26} {label:30} {row['avg_jct_s']:>10.2f} {published:>9} {row['cpu_s']:>7.2f} "
                     f"{row['decision_ms']:>12.2f}",
                     flush=True,
                 )
     return 0
 
 
-def measure(name: str, workload: str, traces: str | None, policy: str) -> dict[str, Any]:
-    settings, physics = OURS.get(policy, ({}, {}))
+def measure(name: str, workload: str, traces: str | None, label: str) -> dict[str, Any]:
+    is_ours = label in variants()
+    settings, config = variants().get(label, ({}, SimulationConfig()))
+    policy = make_policy("pollux" if is_ours else label, PolicySettings(**settings))
     jobs, applications = load_source(workload, traces)
     began = time.process_time()
-    run = simulate(
-        jobs,
-        applications,
-        make_policy(policy.split(",")[0], PolicySettings(**settings)),
-        SimulationConfig(**physics),
-    )
+    run = simulate(jobs, applications, policy, config)
     cpu_s = time.process_time() - began
     result = summarise(run).to_json()
     return {
         "workload": name,
-        "policy": policy,
+        "policy": label,
         "avg_jct_s": result["avg_jct_s"],
-        "artifact_jct_s": ARTIFACT_JCT_S.get(name) if policy in OURS else None,
+        "artifact_jct_s": PUBLISHED_S.get(name) if is_ours else None,
         "cpu_s": round(cpu_s, 2),
-        "times_faster_than_artifact": round(ARTIFACT_CPU_S / cpu_s) if policy in OURS else None,
+        "times_faster_than_artifact": round(ARTIFACT_CPU_S / cpu_s) if is_ours else None,
         "decision_ms": round(result["decision_s"]["mean"] * 1e3, 2),
     }
 

@@ -4,6 +4,7 @@
 
 125 nodes of 8 GPUs under the ``pollux`` policy with profile memory, a decision every 10 minutes; jobs are made up from
 the condensed profiles of the four larger OSDI'21 applications, half of them ImageNet-sized. The peer is real time.
+Every tenth of the time a line on stderr says how far it is.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ import argparse
 import json
 import os
 import resource
+import sys
 import time
+from collections.abc import Callable
 
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):  # before numpy: one core, as the pollux command does
     os.environ.setdefault(_name, "1")
@@ -24,6 +27,20 @@ from pollux.simulator.result import summarise  # noqa: E402
 from pollux.simulator.run import SimulationConfig, simulate  # noqa: E402
 
 MIX = {"imagenet": 0.5, "yolov3": 0.2, "bert": 0.15, "deepspeech2": 0.15}
+NUM_LINES = 10  # of progress
+
+
+def progress(days: int) -> Callable[[float, int], None]:
+    """For after every round: says now and then how far the simulation is."""
+    every_s = next_s = days * 86400 / NUM_LINES
+
+    def on_round(now: float, num_done: int) -> None:
+        nonlocal next_s
+        if now >= next_s:
+            print(f"day {now / 86400:.0f} of {days}: {num_done} jobs done", file=sys.stderr, flush=True)
+            next_s += every_s
+
+    return on_round
 
 
 def main() -> int:
@@ -39,7 +56,7 @@ def main() -> int:
     config = SimulationConfig(num_nodes=125, gpus_per_node=8, interval_s=600.0, remembers_profiles=True)
     settings = PolicySettings()
     began = time.process_time()
-    run = simulate(workload, applications, make_policy("pollux", settings), config)
+    run = simulate(workload, applications, make_policy("pollux", settings), config, progress(arguments.days))
     cpu_s = time.process_time() - began
     result = summarise(run, settings)
     found = {

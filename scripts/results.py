@@ -2,9 +2,10 @@
 
     python scripts/results.py [--suite NAME ...] [--folder out/results] [--keep]
 
-Each suite is ``pollux compare --suite NAME``; its JSON stays in the folder. With ``--keep`` a suite that is there is
-not run again. The published data is looked for as that command does (``--artifacts``, ``../shared``). The pages are
-only written once all suites are there. Text between the marks in docs/policies.md is replaced; the rest is by hand.
+Each suite is ``pollux compare --suite NAME``; its JSON stays in the folder until it is run again. With ``--keep`` a
+suite that is there is not run again. The published data is looked for as that command does (``--artifacts``,
+``../shared``). The pages are only written once all suites are there and none failed. Text between the marks in
+docs/policies.md is replaced; the rest is by hand.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pollux.policy import policy_names
 from pollux.simulator.suite_catalogue import SUITES
 from pollux.simulator.suites import Column, by_table
 
@@ -37,9 +39,13 @@ def main() -> int:
     arguments = parser.parse_args()
     folder: Path = arguments.folder
     folder.mkdir(parents=True, exist_ok=True)
+    failures = []
     for name in arguments.suite or SUITES:
         if not (arguments.keep and (folder / f"{name}.json").is_file()):
-            run(name, folder, arguments.artifacts)
+            failures += run(name, folder, arguments.artifacts)
+    if failures:
+        print(f"no page: {'; '.join(failures)}; --keep runs only what is missing", file=sys.stderr)
+        return 1
     missing = [name for name in SUITES if not (folder / f"{name}.json").is_file()]
     if missing:
         print(f"no page yet: {', '.join(missing)} not run", file=sys.stderr)
@@ -53,12 +59,26 @@ def main() -> int:
     return 0
 
 
-def run(name: str, folder: Path, artifacts: Path | None) -> None:
-    """A policy that fails makes the command fail, but its document tells so, and the rest is there."""
-    words = [sys.executable, "-m", "pollux.cli", "compare", "--suite", name, "--output", str(folder / f"{name}.json")]
+def run(name: str, folder: Path, artifacts: Path | None) -> list[str]:
+    """Why it failed, if it did: the suite's document is there only if this run has written it.
+
+    A policy that fails makes the command fail with 1, but the document tells so, and the rest is there.
+    """
+    document = folder / f"{name}.json"
+    document.unlink(missing_ok=True)  # or an older run's figures would be published as this one's
+    words = [sys.executable, "-m", "pollux.cli", "compare", "--suite", name, "--output", str(document)]
     words += ["--artifacts", str(artifacts)] if artifacts is not None else []
     print(" ".join(words[1:]), flush=True)
-    subprocess.run(words, cwd=ROOT, timeout=SUITE_TIMEOUT_S, check=False)
+    try:
+        code = subprocess.run(words, cwd=ROOT, timeout=SUITE_TIMEOUT_S, check=False).returncode
+    except subprocess.TimeoutExpired:
+        code, reason = None, f"took longer than {SUITE_TIMEOUT_S:g} s"
+    else:
+        reason = f"ended with exit code {code}"
+    if code in (0, 1) and document.is_file():
+        return []
+    document.unlink(missing_ok=True)
+    return [f"suite {name} {reason}"]
 
 
 # docs/results.md ------------------------------------------------------------------------------
@@ -73,9 +93,9 @@ def results_page(documents: Mapping[str, Document]) -> str:
         "What the suites of `pollux compare` come to. `python scripts/results.py` runs them all and writes this page; "
         "each part is one command, which also takes `--html FILE` for a page with plots. The artifacts' data is not "
         "part of the project ([where it is looked for](simulation.md#suites)). Words are explained in "
-        "[Simulating](simulation.md#words-in-tables); rows in italics were published by others, and × is the average "
-        "JCT over theirs. Simulated times repeat to the last digit; decision times depend on the machine, whose cores "
-        "were all busy.",
+        "[Simulating](simulation.md#words-in-tables); rows in italics are the artifacts', measured with their own "
+        "code, and × is the average JCT over theirs. Simulated times repeat to the last digit; decision times depend "
+        "on the machine, whose cores were all busy.",
         "",
         f"Made with {versions} on a machine with {some['machine']}.",
     ]
@@ -122,6 +142,7 @@ class Claim:
     key: str = "avg_jct_s"
     of: str = "average JCT"
     word: str
+    names_lower: bool = False  # who has a lower one than this policy is added to the word
 
 
 CLAIMS = (
@@ -177,8 +198,8 @@ CLAIMS = (
         against=("tiresias", "slaq"),
         key="rho_max",
         of="worst ρ",
-        word="Agrees for Tiresias, which lets somebody starve. `gavel`, `gittins` and `srtf` have a lower worst ρ "
-        "here, `equal` and `pollux` the lowest.",
+        word="Agrees for Tiresias, which lets somebody starve.",
+        names_lower=True,
     ),
     Claim(
         policy="shockwave",
@@ -235,7 +256,9 @@ def policy_blocks(documents: Mapping[str, Document]) -> dict[str, str]:
     lines = ["| policy | its paper | here | |", "|---|---|---|---|"]
     for claim in CLAIMS:
         rows = {row["policy"]: row for row in list(by_table(documents[claim.suite]["rows"]).values())[-1]}
-        lines.append(f"| `{claim.policy}` | {claim.says} ({claim.source}) | {_here(claim, rows)} | {claim.word} |")
+        lines.append(
+            f"| `{claim.policy}` | {claim.says} ({claim.source}) | {_here(claim, rows)} | {_word(claim, rows)} |"
+        )
     blocks["claims"] = "\n".join(lines)
     return blocks
 
@@ -252,6 +275,17 @@ def _here(claim: Claim, rows: Mapping[str, Mapping[str, Any]]) -> str:
             change = rows[claim.policy][claim.key] / rows[other][claim.key] - 1
             told.append(f"{change:+.0%} against `{other}`")
     return f"{claim.of} {', '.join(told)}" if told else "–"
+
+
+def _word(claim: Claim, rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """With everybody on the shelf who has a lower figure, from the lowest; variants of a policy are left out."""
+    if not claim.names_lower or claim.policy not in rows:
+        return claim.word
+    found = {name: row[claim.key] for name, row in rows.items() if name in policy_names()}
+    lower = sorted((name for name in found if found[name] < found[claim.policy]), key=lambda name: found[name])
+    names = ", ".join(f"`{name}`" for name in lower)
+    told = f"A lower {claim.of}, from the lowest: {names}." if lower else f"The lowest {claim.of} here."
+    return f"{claim.word} {told}"
 
 
 def with_blocks(text: str, blocks: Mapping[str, str]) -> str:

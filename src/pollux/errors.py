@@ -6,6 +6,7 @@
     ├── UnknownNameError (LookupError)     a policy, workload or application nobody knows
     ├── ProfileError (ValueError)          measured times that cannot be: NaN, zero, negative
     ├── FitError (RuntimeError)            the throughput model could not be fitted and there is no older fit
+    ├── PolicyError (RuntimeError)         a policy failed, or answered with something that is no plan
     ├── InvalidPlanError (ValueError)      a policy's plan breaks a rule of the cluster
     ├── InvalidTransitionError (RuntimeError)  a job was asked to change state against the lifecycle table
     ├── SimulationError (RuntimeError)     a simulation cannot go on
@@ -71,8 +72,17 @@ class FitError(PolluxError, RuntimeError):
     pass
 
 
-class InvalidPlanError(PolluxError, ValueError):
+class PolicyError(PolluxError, RuntimeError):
     pass
+
+
+class InvalidPlanError(PolluxError, ValueError):
+    def __init__(self, *problems: str) -> None:
+        self.problems = problems
+        super().__init__(*problems)
+
+    def __str__(self) -> str:
+        return "; ".join(self.problems)
 
 
 class InvalidTransitionError(PolluxError, RuntimeError):

@@ -252,7 +252,7 @@ class JobView:
     attained_s: float = 0.0  # seconds spent holding an allocation, starts and resizes included
     attained_slot_s: float = 0.0  # the same, each second times the slots held
     params: Mapping[str, ThroughputParams] = field(default_factory=dict)  # by accelerator type
-    guessed: frozenset[str] = frozenset()  # types whose params come from other types, nothing being measured there yet
+    guessed: frozenset[str] = frozenset()  # types whose params come from others; measured there on one replica at most
     shape_factors: Mapping[str, ShapeFactors] = field(default_factory=dict)  # by accelerator type
     noise_scale: float | None = None  # φ in examples
     max_profiled_replicas: int = 0

@@ -13,7 +13,18 @@ from typing import Any
 import pytest
 
 from pollux.errors import SimulationError
-from pollux.scheduler.ports import Command, Engine, Event, JobReport, JobRuns, NodesChanged, ResizeJob, StartJob
+from pollux.scheduler.ports import (
+    Command,
+    Engine,
+    Event,
+    JobReport,
+    JobRuns,
+    NodesChanged,
+    ResizeJob,
+    StartJob,
+    StopJob,
+    TuneJob,
+)
 from pollux.simulator.builtin import load_builtin
 from pollux.simulator.engine import SimulatedEngine
 from pollux.simulator.workload import job_spec
@@ -56,12 +67,24 @@ class TestSimulatedEngine(EngineConformance):
             spec = self.make_spec(name)
             shares = ((node, 4),) if name == "a" else ((node, 1),)
             engine.apply([StartJob(job=name, spec=spec, allocation=Allocation.of(*shares), generation=1)])
+        a, b = engine.jobs["a"], engine.jobs["b"]
         reached = engine.advance(1e6, stops_at_event=True)
-        assert engine.jobs["a"].completed_at == reached < 1e6
-        assert engine.jobs["b"].completed_at is None
-        assert engine.jobs["b"].clock == reached
+        assert a.completed_at == reached < 1e6
+        assert b.completed_at is None
+        assert b.clock == reached
         again = engine.advance(1e6, stops_at_event=True)
-        assert engine.jobs["b"].completed_at == again
+        assert b.completed_at == again
+
+    def test_jobs_that_ended_are_forgotten(self):
+        engine = self.make_engine()
+        for name, node, slots in (("a", "n0", 4), ("b", "n1", 1)):
+            allocation = Allocation.of((node, slots))
+            engine.apply([StartJob(job=name, spec=self.make_spec(name), allocation=allocation, generation=1)])
+        engine.apply([StopJob(job="b", reason="test")])
+        engine.advance(1e6)
+        assert list(engine.jobs) == ["b"]  # stopped, but it will go on where it was
+        with pytest.raises(SimulationError, match="'a' was never started, or has ended"):
+            engine.apply([TuneJob(job="a", params={})])
 
     def test_interference_slows_spanning_jobs_that_share_a_node(self):
         nodes = make_nodes(3)

@@ -168,6 +168,16 @@ class TestBehaviour:
         assert plan.explanation is not None
         assert plan.explanation.jobs[0].note == "not measured on big yet: judged by other types"
 
+    def test_a_type_that_a_job_ran_on_alone_is_said_to_be_half_a_guess(self):
+        params = {"gpu": self.SLOW, "big": self.FAST}
+        measured = {"gpu": (), "big": ()}
+        job = make_job(
+            "new", params=params, shape_factors=measured, guessed=frozenset({"big"}), accelerators=frozenset({"big"})
+        )
+        plan, _ = self.decide(job, gpu=2, big=2)
+        assert plan.explanation is not None
+        assert plan.explanation.jobs[0].note == "measured on one replica of big only: more are judged by other types"
+
     def test_a_new_type_at_run_time_is_used(self):
         """As on a live cluster, where a node of another type joins between two rounds."""
         policy = PolluxPolicy(PolicySettings())

@@ -83,6 +83,10 @@ PANELS: dict[str, dict[str, Listed]] = {
     "Simulation": {
         "simulate": Listed("simulate", "Run a workload under a policy, in virtual time, and print how its jobs fared."),
         "compare": Listed("compare", "Run every policy on every workload and print them side by side."),
+        "policies": Listed(
+            "policies",
+            "List the policies, ours and installed ones: what each does, and whether it runs on a live cluster.",
+        ),
         "replay": Listed(
             "replay", "Simulate the jobs that a server recorded, as it decided and as other policies would have."
         ),

@@ -6,19 +6,28 @@ import dataclasses
 import itertools
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
+from pollux.cli import simulation_notes as notes
 from pollux.cli.connect import DataOption, ServerOption
 from pollux.cli.parallel import run_all
+from pollux.cli.policy_tables import print_tables
 from pollux.cli.publishing import PublishOption, check_server, publish
 from pollux.cli.simulate import (
+    Setup,
+    announce,
+    check_outputs,
+    check_setup,
+    command_line,
+    load_setup,
+    output_console,
+    summary_row,
+)
+from pollux.cli.simulation_options import (
     POLICY_HELP,
     WORKLOAD_HELP,
     AutoscaleOption,
@@ -41,22 +50,14 @@ from pollux.cli.simulate import (
     POption,
     PriceOption,
     ResizeOption,
-    Setup,
     SharedSpeedsOption,
     Switch,
     TracesOption,
     Weights,
     WeightsOption,
     World,
-    announce,
-    check_outputs,
-    check_setup,
-    command_line,
-    load_setup,
     make_config,
-    output_console,
     policy_settings,
-    summary_row,
 )
 from pollux.errors import InvalidValueError, SimulationError
 from pollux.look import require_plotly
@@ -86,14 +87,18 @@ def parse_seeds(text: str | None, single: Sequence[int]) -> list[int]:
 def check_all(setups: Sequence[Setup]) -> tuple[list[int], list[str]]:
     """(number of jobs, name of the workload) of each, once all of them are known to be usable.
 
-    Two files of the same name in different directories are told apart by their whole path.
+    GPUs that nobody can use are noted. Two files of the same name in different directories are told apart by their
+    whole path.
     """
     loaded: dict[tuple[str, int], Workload] = {}
+    idle: list[str] = []
     for setup in setups:
         key = (setup.workload, setup.settings.seed)
         if key not in loaded:
-            loaded[key] = load_setup(setup)
+            loaded[key], applications = load_setup(setup)
+            idle += notes.idle_types(loaded[key], applications, setup.config)
         check_setup(setup, loaded[key])
+    notes.say(idle)
     workloads = [loaded[setup.workload, setup.settings.seed] for setup in setups]
     origins: dict[str, set[str]] = {}
     for setup, workload in zip(setups, workloads, strict=True):
@@ -141,82 +146,6 @@ def end_with(failed: Mapping[str, str]) -> None:
 
 # Printing -------------------------------------------------------------------------------------
 
-# (heading, attribute, format, factor, rank: the highest are left out first where the terminal is narrow)
-_COLUMNS: tuple[tuple[str, str, str, float, int], ...] = (
-    ("avg JCT s", "jct_s.mean", ",.0f", 1, 0),
-    ("p50 JCT s", "jct_s.p50", ",.0f", 1, 6),
-    ("p99 JCT s", "jct_s.p99", ",.0f", 1, 1),
-    ("makespan h", "makespan_s", ",.2f", 1 / 3600, 2),
-    ("ρ p99", "rho.p99", ".2f", 1, 5),
-    ("ρ worst", "rho.max", ".2f", 1, 3),
-    ("restarts", "restarts_mean", ".2f", 1, 9),
-    ("GPU-h", "gpu_hours", ",.0f", 1, 7),
-    ("node-h", "node_hours", ",.0f", 1, 8),
-    ("effic. %", "efficiency_mean", ".0f", 100, 4),
-    ("decision ms", "decision_s.mean", ".2f", 1000, 10),
-)
-
-
-_SMALL = 10.0  # whole numbers would say too little below this
-
-
-def fitting_table(console: Console, make: Callable[[int], Table], max_rank: int) -> Table:
-    """``make(rank)`` for the highest rank whose table is no wider than the terminal, or for 0."""
-    unlimited = console.options.update(width=10_000)
-    for rank in range(max_rank, 0, -1):
-        table = make(rank)
-        if console.measure(table, options=unlimited).maximum <= console.width:
-            return table
-    return make(0)
-
-
-def policy_table(console: Console, title: str, by_policy: Mapping[str, Sequence[SimulationResult]]) -> Table:
-    """Policies as rows, with as many columns as fit."""
-    return fitting_table(
-        console, lambda max_rank: _table(title, by_policy, max_rank), max(rank for *_, rank in _COLUMNS)
-    )
-
-
-def _table(title: str, by_policy: Mapping[str, Sequence[SimulationResult]], max_rank: int) -> Table:
-    """The mean over each policy's results, and how many times the best one's JCT that is."""
-    columns = [column for column in _COLUMNS if column[-1] <= max_rank]
-    if all(result.cost is not None for results in by_policy.values() for result in results):
-        columns.append(("cost", "cost", ",.2f", 1, 0))
-    table = Table(title=Text(title), title_justify="left")
-    table.add_column("policy", no_wrap=True)
-    table.add_column("× best", justify="right", no_wrap=True)
-    for heading, *_ in columns:
-        table.add_column(heading, justify="right", no_wrap=True)
-    averages = {policy: mean_of(results, "jct_s.mean") for policy, results in by_policy.items()}
-    best = min(averages.values())
-    forms = []
-    for _, name, form, factor, _ in columns:
-        most = max(mean_of(results, name) * factor for results in by_policy.values())
-        forms.append(",.2f" if form == ",.0f" and most < _SMALL else form)  # of few jobs on few slots
-    for policy, results in by_policy.items():
-        is_best = averages[policy] == best
-        ratio = averages[policy] / best if best > 0 else 1.0
-        cells = [
-            f"{mean_of(results, name) * factor:{form}}"
-            for (_, name, _, factor, _), form in zip(columns, forms, strict=True)
-        ]
-        table.add_row(Text(policy), f"{ratio:.2f}", *cells, style="bold" if is_best else "")
-    return table
-
-
-def print_tables(console: Console, results: Sequence[SimulationResult]) -> None:
-    """One table per workload; with several, one more of the means over them."""
-    groups = group_results(results)
-    for workload, by_policy in groups.items():
-        num_seeds = max(len(seeds) for seeds in by_policy.values())
-        title = workload + (f" (mean of {num_seeds} seeds)" if num_seeds > 1 else "")
-        console.print(policy_table(console, title, by_policy))
-    if len(groups) > 1:
-        by_policy = {}
-        for result in results:
-            by_policy.setdefault(result.policy, []).append(result)
-        console.print(policy_table(console, f"all {len(groups)} workloads (mean)", by_policy))
-
 
 def comparison_json(results: Sequence[SimulationResult], failed: Mapping[str, str] | None = None) -> dict[str, Any]:
     """What ``--output`` and ``--json`` give: the means by workload and policy, and every run without its series.
@@ -227,7 +156,11 @@ def comparison_json(results: Sequence[SimulationResult], failed: Mapping[str, st
     for workload, by_policy in group_results(results).items():
         best = min(mean_of(seeds, "jct_s.mean") for seeds in by_policy.values())
         for policy, seeds in by_policy.items():
-            summary.append(summary_row(workload, policy, seeds, best))
+            row = summary_row(workload, policy, seeds, best)
+            if len(seeds) > 1:
+                averages = [result.avg_jct_s for result in seeds]
+                row |= {"avg_jct_min_s": min(averages), "avg_jct_max_s": max(averages)}
+            summary.append(row)
     return {
         "format": FORMAT,
         "pollux_version": __version__,
@@ -298,7 +231,7 @@ def compare(
     cluster: ClusterOption = None,
     physics: PhysicsOption = World.OSDI21,
     interval: IntervalOption = 60.0,
-    resize_s: ResizeOption = 30.0,
+    resize_s: ResizeOption = None,
     interference: InterferenceOption = 0.0,
     shared_speeds: SharedSpeedsOption = None,
     autoscale: AutoscaleOption = None,
@@ -371,12 +304,14 @@ def compare(
             traces=traces,
             policy=name,
             config=config,
-            settings=policy_settings(p, charge_s, resize_s, weights.value, number),
+            settings=policy_settings(p, charge_s, config.resize_s, weights.value, number),
             shared_speeds=shared_speeds,
         )
         for source, name, number in itertools.product(workloads, policies, all_seeds)
     ]
+    notes.say(notes.unread_settings(policies, setups[0].settings))
     results, failed = run_setups(setups, num_processes)
+    notes.say(notes.equal_seeds(results))
     if output is not None:
         write_json(output, comparison_json(results, failed))
         announce(output)

@@ -9,7 +9,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.markup import escape
 
-from pollux.cli.compare import end_with, policy_table, report_title, run_setups
+from pollux.cli.compare import end_with, report_title, run_setups
+from pollux.cli.policy_tables import policy_table
 from pollux.cli.simulate import Setup, announce, command_line, output_console
 from pollux.policy import PolicySettings
 from pollux.simulator.report import html_report

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pollux.cli.connect import connect
-from pollux.cli.simulate import progress_bar
+from pollux.cli.progress import progress_bar
 from pollux.cli.up import require_server_libraries
 from pollux.client import Client
 from pollux.client.address import URL_VARIABLE, find_data_directory
@@ -164,6 +164,7 @@ def _from_directory(directory: Path, window: Window, show: Callable[[int, int], 
         policy=_known(settings, "policy", str),
         interval_s=_known(settings, "interval_s", float),
         charge_s=_known(settings, "resize_s", float),
+        weights=_known(settings, "weights", str),
         node_price=_known(settings, "node_price", float),
         left_out=kept.unread,
     )

@@ -15,15 +15,19 @@ import os
 import signal
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 from typing import Any
 
 from rich.progress import Progress
 
-from pollux.cli.simulate import Setup, progress_bar, run_setup
-from pollux.errors import InvalidPlanError, PolluxError, SimulationError
+import pollux
+from pollux.cli.progress import Tally, progress_bar, telling
+from pollux.cli.simulate import Setup, run_setup
+from pollux.errors import InputFileError, SimulationError
 from pollux.simulator.result import SimulationResult
 
 logger = logging.getLogger(__name__)
@@ -44,8 +48,9 @@ def run_all(setups: Sequence[Setup], num_jobs: Sequence[int], num_processes: int
     Raises:
         PolluxError: any other error; the others are stopped.
     """
-    with progress_bar() as progress:
-        display = _Display(progress, setups, num_jobs)
+    tally = Tally(things="simulations", num_all=len(setups))
+    with telling(tally), progress_bar() as progress:
+        display = _Display(progress, setups, num_jobs, tally)
         if min(len(setups), num_processes) == 1:
             outcomes: list[Outcome] = []
             for index, setup in enumerate(setups):
@@ -62,22 +67,34 @@ def _run(setup: Setup, on_jobs_done: Callable[[int], None]) -> SimulationResult:
     """Simulate. What was checked before cannot fail now, so anything unexpected is the policy's."""
     try:
         return run_setup(setup, on_jobs_done)
-    except InvalidPlanError as error:
-        raise SimulationError(f"policy {setup.policy!r} made a plan that cannot be: {error}") from error
-    except (PolluxError, _Stopped):
+    except (SimulationError, InputFileError, _Stopped):
         raise
     except Exception as error:
         logger.debug("policy %s on %s", setup.policy, setup.workload, exc_info=True)
-        raise SimulationError(f"policy {setup.policy!r} failed with {type(error).__name__}: {error}") from error
+        reason = f"{type(error).__name__}: {error} ({_where(error)})"
+        raise SimulationError(f"policy {setup.policy!r} failed with {reason}") from error
+
+
+_OURS = Path(pollux.__file__).parent
+_AROUND = {_OURS / part for part in ("cli", "simulator", "scheduler")}  # who calls a policy
+
+
+def _where(error: Exception) -> str:
+    """File and line that the policy had come to: of what it called in libraries, nothing is said."""
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = [frame for frame in frames if Path(frame.filename).parent not in _AROUND] or frames
+    folder = Path(inside[0].filename).parent
+    frame = [frame for frame in inside if Path(frame.filename).parent == folder][-1]
+    return f"{Path(frame.filename).name}, line {frame.lineno}"
 
 
 class _Display:
     """One bar for everything, and one for each simulation under way."""
 
-    def __init__(self, progress: Progress, setups: Sequence[Setup], num_jobs: Sequence[int]) -> None:
-        self._progress, self._num_jobs = progress, num_jobs
+    def __init__(self, progress: Progress, setups: Sequence[Setup], num_jobs: Sequence[int], tally: Tally) -> None:
+        self._progress, self._num_jobs, self._tally = progress, num_jobs, tally
         self._done = [0] * len(setups)
-        self._total = progress.add_task(f"{len(setups)} simulations", total=sum(num_jobs))
+        self._total = progress.add_task(f"{len(setups)} simulations", total=sum(num_jobs), tally=tally)
         several_seeds = len({setup.settings.seed for setup in setups}) > 1
         self._bars = [
             progress.add_task(
@@ -94,9 +111,11 @@ class _Display:
             self._done[index] = num_done
             self._progress.update(self._bars[index], completed=num_done, visible=num_done < self._num_jobs[index])
             self._progress.update(self._total, completed=sum(self._done))
+            self._tally.share = sum(self._done) / max(sum(self._num_jobs), 1)
 
     def finish(self, index: int) -> None:
         self.show(index, self._num_jobs[index])
+        self._tally.num_done += 1
 
 
 def _run_in_processes(setups: Sequence[Setup], num_processes: int, display: _Display) -> list[Outcome]:

@@ -20,12 +20,14 @@ from rich.table import Table
 from rich.text import Text
 
 from pollux.cli import figures
-from pollux.cli.compare import comparison_json, end_with, policy_table, run_setups
+from pollux.cli.compare import comparison_json, end_with, run_setups
 from pollux.cli.connect import DataOption, ServerOption, print_json
 from pollux.cli.gather import Source, Window, find_source, gather, parse_window
 from pollux.cli.job_table import plain
+from pollux.cli.policy_tables import policy_table
 from pollux.cli.publishing import PublishOption, check_server, publish
-from pollux.cli.simulate import POLICY_HELP, JsonOption, Setup, announce, check_outputs, command_line, output_console
+from pollux.cli.simulate import Setup, announce, check_outputs, command_line, output_console
+from pollux.cli.simulation_options import POLICY_HELP, JsonOption
 from pollux.errors import InputFileError, SimulationError, UnknownNameError
 from pollux.look import require_plotly
 from pollux.policy import make_policy, policy_names

@@ -1,4 +1,4 @@
-"""``pollux simulate``: one workload under one policy. Also what all simulating commands share: options and checks."""
+"""``pollux simulate``: one workload under one policy. Also what all simulating commands share: checks and printing."""
 
 from __future__ import annotations
 
@@ -6,29 +6,59 @@ import json
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
+from pollux.cli import simulation_notes as notes
 from pollux.cli.connect import DataOption, ServerOption
+from pollux.cli.progress import Tally, progress_bar, telling
 from pollux.cli.publishing import PublishOption, check_server, publish
-from pollux.cli.ranges import parse_band, parse_cluster, parse_nodes
-from pollux.errors import InputFileError, InvalidValueError, SimulationError
+from pollux.cli.simulation_options import (
+    POLICY_HELP,
+    POLICY_PANEL,
+    WORKLOAD_HELP,
+    AutoscaleOption,
+    BandOption,
+    BudgetOption,
+    ChargeOption,
+    ClusterOption,
+    EventsOption,
+    GpusOption,
+    HtmlOption,
+    InterferenceOption,
+    IntervalOption,
+    JsonOption,
+    MaxNodesOption,
+    MemoryOption,
+    MinNodesOption,
+    NodesOption,
+    OutputOption,
+    PhysicsOption,
+    POption,
+    PriceOption,
+    ResizeOption,
+    SharedSpeedsOption,
+    Switch,
+    TracesOption,
+    Weights,
+    WeightsOption,
+    World,
+    make_config,
+    policy_settings,
+)
+from pollux.errors import InputFileError, InvalidPlanError, PolicyError, SimulationError
 from pollux.look import require_plotly
-from pollux.policy import PolicySettings, make_policy, policy_names
-from pollux.scheduler.autoscale import DEFAULT_BAND
-from pollux.scheduler.loop import SchedulerConfig
-from pollux.simulator.colocation import check_applications, read_shared_speeds
-from pollux.simulator.generate import BUILTIN_WORKLOADS
-from pollux.simulator.physics import PHYSICS, SIA_CLUSTER
+from pollux.policy import PolicySettings, make_policy
+from pollux.simulator.application import Application
+from pollux.simulator.colocation import check_applications
+from pollux.simulator.physics import SIA_CLUSTER
 from pollux.simulator.report import html_report
 from pollux.simulator.result import SimulationResult, mean_of, summarise, write_json, write_text
 from pollux.simulator.run import SimulationConfig, restricted
@@ -36,141 +66,6 @@ from pollux.simulator.run import simulate as run_simulation
 from pollux.simulator.source import load_source
 from pollux.simulator.workload import Workload
 from pollux.types import JobView, Snapshot
-
-# Options --------------------------------------------------------------------------------------
-
-
-class Switch(StrEnum):
-    ON = "on"
-    OFF = "off"
-
-
-class Weights(StrEnum):
-    EQUAL = "equal"
-    REMAINING = "remaining"
-
-
-class World(StrEnum):
-    """The names in :data:`pollux.simulator.physics.PHYSICS`."""
-
-    OSDI21 = "osdi21"
-    SIA = "sia"
-
-
-_CLUSTER, _POLICY, _OUTPUT = "Cluster", "Policy", "Output"
-
-TracesOption = Annotated[
-    str | None,
-    typer.Option("--traces", metavar="DIR", help="Traces of the applications; built-in profiles if left out."),
-]
-NodesOption = Annotated[
-    int | None,
-    typer.Option("--nodes", help="Nodes (not with auto-scaling); 16 if left out.", rich_help_panel=_CLUSTER),
-]
-GpusOption = Annotated[
-    int | None, typer.Option("--gpus-per-node", help="GPUs of each node; 4 if left out.", rich_help_panel=_CLUSTER)
-]
-ClusterOption = Annotated[
-    str | None,
-    typer.Option(
-        "--cluster",
-        metavar="TYPE:NODESxGPUS,..",
-        help="Nodes of several types instead, as in aws:6x4,dgx-ext:2x8,rtx:3x8.",
-        rich_help_panel=_CLUSTER,
-    ),
-]
-PhysicsOption = Annotated[
-    World,
-    typer.Option(
-        "--physics",
-        help="Of which published simulator; sia: its restart delays, slowdowns and, unless you say one, its cluster.",
-        rich_help_panel=_CLUSTER,
-    ),
-]
-IntervalOption = Annotated[
-    float, typer.Option("--interval", help="Seconds between decisions.", rich_help_panel=_CLUSTER)
-]
-ResizeOption = Annotated[
-    float, typer.Option("--resize-s", help="Seconds that a start or resize takes.", rich_help_panel=_CLUSTER)
-]
-ChargeOption = Annotated[
-    float | None,
-    typer.Option(
-        "--charge-s",
-        metavar="S",
-        help="Seconds that the policy charges for a resize; as long as it takes if left out.",
-        rich_help_panel=_POLICY,
-    ),
-]
-InterferenceOption = Annotated[
-    float,
-    typer.Option(
-        "--interference", help="Slowdown (0..1) of spanning jobs that share a node.", rich_help_panel=_CLUSTER
-    ),
-]
-SharedSpeedsOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--shared-speeds",
-        metavar="FILE",
-        help="Speeds of jobs that share GPUs (CSV: application,beside,speed); what it leaves out is modelled.",
-        rich_help_panel=_CLUSTER,
-    ),
-]
-AutoscaleOption = Annotated[
-    str | None,
-    typer.Option(
-        "--autoscale",
-        metavar="MIN..MAX",
-        help="Let the number of nodes follow the jobs, between these.",
-        rich_help_panel=_CLUSTER,
-    ),
-]
-BandOption = Annotated[
-    str | None,
-    typer.Option(
-        "--band",
-        metavar="LOW..HIGH",
-        help=f"Utility per GPU that auto-scaling keeps to; {DEFAULT_BAND[0]}..{DEFAULT_BAND[1]} if left out.",
-        rich_help_panel=_CLUSTER,
-    ),
-]
-BudgetOption = Annotated[
-    float | None,
-    typer.Option(
-        "--budget", metavar="GPUS", help="GPUs that may be up on average over a day.", rich_help_panel=_CLUSTER
-    ),
-]
-PriceOption = Annotated[
-    float | None,
-    typer.Option("--node-price", metavar="P", help="Of a node for an hour: shows the cost.", rich_help_panel=_CLUSTER),
-]
-# What --autoscale was called first; still taken.
-MinNodesOption = Annotated[int | None, typer.Option("--min-nodes", hidden=True)]
-MaxNodesOption = Annotated[int | None, typer.Option("--max-nodes", hidden=True)]
-POption = Annotated[
-    float, typer.Option("--p", help="Exponent of the fitness: 1 is greedy, -10 very fair.", rich_help_panel=_POLICY)
-]
-WeightsOption = Annotated[
-    Weights,
-    typer.Option("--weights", help="All jobs alike, or shorter remaining work first.", rich_help_panel=_POLICY),
-]
-EventsOption = Annotated[
-    Switch, typer.Option("--events", help="Also decide when a job arrives or ends.", rich_help_panel=_POLICY)
-]
-MemoryOption = Annotated[
-    Switch,
-    typer.Option("--profile-memory", help="Let jobs start from what earlier ones measured.", rich_help_panel=_POLICY),
-]
-HtmlOption = Annotated[
-    Path | None, typer.Option("--html", metavar="FILE", help="Write a report to look at.", rich_help_panel=_OUTPUT)
-]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.", rich_help_panel=_OUTPUT)]
-OutputOption = Annotated[
-    Path | None, typer.Option("--output", metavar="FILE", help="Write the result as JSON.", rich_help_panel=_OUTPUT)
-]
-WORKLOAD_HELP = f"A CSV file, or one of {', '.join(f'builtin:{name}' for name in BUILTIN_WORKLOADS)}."
-POLICY_HELP = f"Which policy decides: {', '.join(policy_names())}."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,79 +84,6 @@ class Setup:
     @property
     def name(self) -> str:
         return self.label or self.policy
-
-
-def make_config(
-    *,
-    nodes: int | None,
-    gpus_per_node: int | None,
-    cluster: str | None,
-    physics: World,
-    interval: float,
-    resize_s: float,
-    interference: float,
-    shared_speeds: Path | None = None,
-    events: Switch,
-    profile_memory: Switch,
-    autoscale: str | None = None,
-    band: str | None = None,
-    budget: float | None = None,
-    node_price: float | None = None,
-    min_nodes: int | None = None,
-    max_nodes: int | None = None,
-) -> SimulationConfig:
-    """The options that describe the cluster, checked.
-
-    Raises:
-        InvalidValueError: one of them makes no sense, or none without another.
-        InputFileError: ``shared_speeds`` cannot be read.
-    """
-    if autoscale is not None:
-        if min_nodes is not None or max_nodes is not None:
-            raise InvalidValueError("--autoscale and --min-nodes, --max-nodes say the same thing; give the first alone")
-        min_nodes, max_nodes = parse_nodes(autoscale)
-    for option, value in (("--band", band), ("--budget", budget)):
-        if value is not None and min_nodes is None and max_nodes is None:
-            raise InvalidValueError(f"{option} {value} is for auto-scaling: add --autoscale MIN..MAX")
-    low, high = parse_band(band) if band is not None else DEFAULT_BAND
-    for option, value in (("--nodes", nodes), ("--gpus-per-node", gpus_per_node)):
-        if cluster is not None and value is not None:
-            raise InvalidValueError(f"{option} {value} and --cluster {cluster} both say how many; give one of them")
-    groups = parse_cluster(cluster) if cluster is not None else ()
-    if physics is World.SIA and cluster is None and nodes is None and gpus_per_node is None:
-        groups = SIA_CLUSTER
-    usual = SimulationConfig()
-    config = SimulationConfig(
-        num_nodes=usual.num_nodes if nodes is None else nodes,
-        gpus_per_node=usual.gpus_per_node if gpus_per_node is None else gpus_per_node,
-        cluster=groups,
-        physics=PHYSICS[physics],
-        interval_s=interval,
-        resize_s=resize_s,
-        interference=interference,
-        shared_speeds=read_shared_speeds(shared_speeds) if shared_speeds is not None else (),
-        decides_on_events=events is Switch.ON,
-        remembers_profiles=profile_memory is Switch.ON,
-        min_nodes=min_nodes,
-        max_nodes=max_nodes,
-        low=low,
-        high=high,
-        budget_slots=budget,
-        node_price=node_price,
-    )
-    SchedulerConfig(interval_s=interval, autoscale=config.autoscale)  # raises now what a run would raise later
-    return config
-
-
-def policy_settings(p: float, charge_s: float | None, resize_s: float, weights: str, seed: int) -> PolicySettings:
-    """``charge_s``: what the policy takes a resize to cost, whatever it does; None: as long as it takes."""
-    return PolicySettings(
-        p=p,
-        resize_s=resize_s if charge_s is None else charge_s,
-        charges_measured=charge_s is None,
-        weights=weights,
-        seed=seed,
-    )
 
 
 # Before a run ---------------------------------------------------------------------------------
@@ -289,15 +111,15 @@ def check_outputs(*paths: Path | None) -> None:
         seen.add(os.path.realpath(path))
 
 
-def load_setup(setup: Setup) -> Workload:
-    """The workload of a simulation.
+def load_setup(setup: Setup) -> tuple[Workload, Mapping[str, Application]]:
+    """The workload of a simulation, and all applications there are.
 
     Raises:
         PolluxError: the workload or the traces cannot be used.
     """
     workload, applications = load_source(setup.workload, setup.traces, setup.settings.seed)
     check_applications(setup.config.shared_speeds, applications.values())
-    return restricted(workload, applications, setup.config)
+    return restricted(workload, applications, setup.config), applications
 
 
 def check_setup(setup: Setup, workload: Workload) -> None:
@@ -323,10 +145,21 @@ def check_setup(setup: Setup, workload: Workload) -> None:
 
 
 def run_setup(setup: Setup, on_jobs_done: Callable[[int], None]) -> SimulationResult:
-    """Simulate and sum up. ``on_jobs_done(number)`` is called after every decision."""
+    """Simulate and sum up. ``on_jobs_done(number)`` is called after every decision.
+
+    Raises:
+        SimulationError: it comes to no end, or the policy made a plan that cannot be.
+    """
     workload, applications = load_source(setup.workload, setup.traces, setup.settings.seed)
     policy = make_policy(setup.policy, setup.settings)
-    run = run_simulation(workload, applications, policy, setup.config, lambda _, num_done: on_jobs_done(num_done))
+    try:
+        run = run_simulation(workload, applications, policy, setup.config, lambda _, num_done: on_jobs_done(num_done))
+    except InvalidPlanError as error:
+        first, *more = error.problems
+        rest = f" (and {len(more)} more)" if more else ""
+        raise SimulationError(f"policy {setup.policy!r} made a plan that cannot be: {first}{rest}") from error
+    except PolicyError as error:
+        raise SimulationError(f"policy {setup.policy!r}: {error}") from error
     return summarise(run, setup.settings)
 
 
@@ -336,20 +169,6 @@ def run_setup(setup: Setup, on_jobs_done: Callable[[int], None]) -> SimulationRe
 def output_console() -> Console:
     """For data. What goes to a file or pipe is not cut to the width of a terminal."""
     return Console(width=None if sys.stdout.isatty() else 140, highlight=False)
-
-
-def progress_bar() -> Progress:
-    """On stderr, and only where somebody can see it move."""
-    return Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TextColumn("jobs"),
-        TimeElapsedColumn(),
-        console=Console(stderr=True),
-        disable=not sys.stderr.isatty(),
-        transient=True,
-    )
 
 
 def announce(path: Path) -> None:
@@ -363,7 +182,7 @@ def command_line(command: str, arguments: Sequence[tuple[str, object]], setup: S
     is_sia = config.physics.name == World.SIA
     options: list[tuple[str, object, object]] = [
         ("--traces", setup.traces, None),
-        ("--nodes", config.num_nodes, None if is_sia and not config.cluster else usual.num_nodes),
+        ("--nodes", config.num_nodes, _usual_nodes(config)),
         ("--gpus-per-node", config.gpus_per_node, usual.gpus_per_node),
         ("--cluster", ",".join(map(str, () if is_sia and config.cluster == SIA_CLUSTER else config.cluster)), ""),
         ("--physics", config.physics.name, usual.physics.name),
@@ -385,6 +204,13 @@ def command_line(command: str, arguments: Sequence[tuple[str, object]], setup: S
     for name, value in [*arguments, *((name, value) for name, value, default in options if value != default)]:
         words += [name, f"{value:g}" if isinstance(value, float) else str(value)]
     return shlex.join(words)
+
+
+def _usual_nodes(config: SimulationConfig) -> int | None:
+    """How many there are without ``--nodes``: with auto-scaling the option is not for them."""
+    if config.autoscale is not None:
+        return config.num_nodes
+    return None if config.physics.name == World.SIA and not config.cluster else SimulationConfig().num_nodes
 
 
 def summary_row(workload: str, policy: str, seeds: Sequence[SimulationResult], best_s: float) -> dict[str, Any]:
@@ -451,7 +277,7 @@ def simulate(
     cluster: ClusterOption = None,
     physics: PhysicsOption = World.OSDI21,
     interval: IntervalOption = 60.0,
-    resize_s: ResizeOption = 30.0,
+    resize_s: ResizeOption = None,
     interference: InterferenceOption = 0.0,
     shared_speeds: SharedSpeedsOption = None,
     autoscale: AutoscaleOption = None,
@@ -462,7 +288,8 @@ def simulate(
     max_nodes: MaxNodesOption = None,
     charge_s: ChargeOption = None,
     seed: Annotated[
-        int, typer.Option("--seed", help="Of the policy and of built-in workloads.", min=0, rich_help_panel=_POLICY)
+        int,
+        typer.Option("--seed", help="Of the policy and of built-in workloads.", min=0, rich_help_panel=POLICY_PANEL),
     ] = 0,
     p: POption = -1.0,
     weights: WeightsOption = Weights.EQUAL,
@@ -498,7 +325,7 @@ def simulate(
         min_nodes=min_nodes,
         max_nodes=max_nodes,
     )
-    settings = policy_settings(p, charge_s, resize_s, weights.value, seed)
+    settings = policy_settings(p, charge_s, config.resize_s, weights.value, seed)
     setup = Setup(
         workload=workload,
         traces=traces,
@@ -507,11 +334,18 @@ def simulate(
         settings=settings,
         shared_speeds=shared_speeds,
     )
-    loaded = load_setup(setup)
+    loaded, applications = load_setup(setup)
     check_setup(setup, loaded)
-    with progress_bar() as progress:
-        bar = progress.add_task(policy, total=len(loaded.jobs))
-        result = run_setup(setup, lambda num_done: progress.update(bar, completed=num_done))
+    notes.say([*notes.unread_settings([policy], settings), *notes.idle_types(loaded, applications, config)])
+    tally = Tally(things="jobs", num_all=len(loaded.jobs))
+    with telling(tally), progress_bar() as progress:
+        bar = progress.add_task(policy, total=tally.num_all, tally=tally)
+
+        def show(num_done: int) -> None:
+            tally.num_done, tally.share = num_done, num_done / tally.num_all
+            progress.update(bar, completed=num_done)
+
+        result = run_setup(setup, show)
     if output is not None:
         write_json(output, result.to_json())
         announce(output)

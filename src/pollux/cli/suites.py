@@ -1,4 +1,4 @@
-"""``pollux compare --suite NAME``: all cases of a suite in parallel processes, beside what was published."""
+"""``pollux compare --suite NAME``: all cases of a suite in parallel processes, beside an artifact's figures."""
 
 from __future__ import annotations
 
@@ -17,15 +17,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pollux.cli.compare import end_with, fitting_table, run_setups
+from pollux.cli.compare import end_with, run_setups
+from pollux.cli.policy_tables import fitting_table, print_fitting
+from pollux.cli.progress import Tally, progress_bar, telling
 from pollux.cli.publishing import publish
-from pollux.cli.simulate import Setup, announce, output_console, progress_bar, summary_row
-from pollux.errors import InputFileError, UnknownNameError
+from pollux.cli.simulate import Setup, announce, output_console, summary_row
+from pollux.errors import InputFileError, InvalidValueError, UnknownNameError
+from pollux.simulator import scale
 from pollux.simulator.result import SimulationResult, group_results, mean_of, write_json, write_text
-from pollux.simulator.scale import Size, measure
+from pollux.simulator.scale import Size
 from pollux.simulator.suite_catalogue import SCALE_TABLE, SUITES, Artifacts, make_suite
 from pollux.simulator.suite_page import suite_report
-from pollux.simulator.suites import Case, Row, Suite, all_rows, by_table
+from pollux.simulator.suite_verdict import MARKED, label_of, shown_tables, verdicts
+from pollux.simulator.suites import Case, Row, Suite, all_rows
 from pollux.simulator.versions import versions
 from pollux.version import __version__
 
@@ -46,19 +50,35 @@ def find_artifacts(folder: Path | None) -> Artifacts:
     return found
 
 
-def only_policies(suite: Suite, policies: Sequence[str]) -> Suite:
-    """The suite with these policies' cases alone; with all if none is named.
+def choose_suite(name: str, artifacts: Artifacts, policies: Sequence[str], *, is_quick: bool) -> Suite:
+    """The suite with what it has of these policies alone; with all if none is named.
 
     Raises:
-        UnknownNameError: it has no case of one of them.
+        UnknownNameError: there is no such suite, or it has nothing of one of the policies.
+        InvalidValueError: it has, but not with ``is_quick``.
+        InputFileError: it needs data that is not there.
     """
-    known = {case.policy for case in suite.cases}
-    for name in policies:
-        if name not in known:
-            raise UnknownNameError(f"policy of suite {suite.name}", name, known)
+    suite = make_suite(name, artifacts, is_quick=is_quick)
     if not policies:
         return suite
-    return dataclasses.replace(suite, cases=tuple(case for case in suite.cases if case.policy in policies))
+    known, all_known = _policies(suite), _policies(make_suite(name, artifacts))
+    for policy in policies:
+        if policy not in all_known:
+            raise UnknownNameError(f"policy of suite {name}", policy, all_known)
+        if policy not in known:
+            raise InvalidValueError(
+                f"policy {policy!r} of suite {name} is left out by --quick, which has {', '.join(sorted(known))}; "
+                "run it without --quick"
+            )
+    return dataclasses.replace(
+        suite,
+        cases=tuple(case for case in suite.cases if case.policy in policies),
+        sizes=suite.sizes if scale.POLICY in policies else (),
+    )
+
+
+def _policies(suite: Suite) -> set[str]:
+    return {case.policy for case in suite.cases} | ({scale.POLICY} if suite.sizes else set())
 
 
 # Running --------------------------------------------------------------------------------------
@@ -92,6 +112,7 @@ def run_cases(
             rows.append(
                 summary_row(table, label, [result], best_s)
                 | {"rho_p50": result.rho.p50, "x": case.x, "line": case.line}
+                | {"policy_name": case.policy, "is_aside": case.is_aside}
                 | {f"rho_above_{most}": sum(value > most for value in rho) / len(rho) for most in (1, 2)}
             )
     return rows, results, failed
@@ -99,22 +120,27 @@ def run_cases(
 
 def run_sizes(sizes: Sequence[Size]) -> list[dict[str, Any]]:
     """One after the other, here: what is measured is time."""
+    if not sizes:
+        return []
     rows = []
-    with progress_bar() as progress:
-        bar = progress.add_task("decisions", total=sum(size.num_jobs for size in sizes))
+    tally = Tally(things="sizes", num_all=len(sizes))
+    total = sum(size.num_jobs for size in sizes)
+    with telling(tally), progress_bar() as progress:
+        bar = progress.add_task("decisions", total=total, tally=tally)
         for size in sizes:
-            found = measure(size)
+            found = scale.measure(size)
             label = f"{size.num_gpus:,} GPUs"
-            rows.append({"workload": SCALE_TABLE, "policy": label, "x": size.num_gpus, "line": "pollux", **found})
+            rows.append({"workload": SCALE_TABLE, "policy": label, "x": size.num_gpus, "line": scale.POLICY, **found})
             progress.advance(bar, size.num_jobs)
+            tally.num_done, tally.share = tally.num_done + 1, tally.share + size.num_jobs / total
     return rows
 
 
 # Printing -------------------------------------------------------------------------------------
 
 
-def suite_table(console: Console, suite: Suite, title: str, rows: Sequence[Row]) -> Table:
-    """With as many columns as fit; the best average in bold, published rows in italics."""
+def suite_table(console: Console, suite: Suite, title: str, rows: Sequence[Row]) -> tuple[Table, int]:
+    """With as many columns as fit, and how many do not; the best average in bold, an artifact's rows marked."""
     measured = [row["avg_jct_s"] for row in rows if not row["is_published"] and "avg_jct_s" in row]
 
     def make(max_rank: int) -> Table:
@@ -127,10 +153,24 @@ def suite_table(console: Console, suite: Suite, title: str, rows: Sequence[Row])
         for row in rows:
             is_best = not row["is_published"] and bool(measured) and row["avg_jct_s"] == min(measured)
             style = "italic" if row["is_published"] else "bold" if is_best else ""
-            table.add_row(Text(row["policy"]), *(column.text(row) for column in columns), style=style)
+            table.add_row(Text(label_of(row)), *(column.text(row) for column in columns), style=style)
         return table
 
     return fitting_table(console, make, max(column.rank for column in suite.columns))
+
+
+def print_suite(console: Console, suite: Suite, rows: Sequence[Row]) -> None:
+    """What it is about, its tables, and what they come to."""
+    console.print(Text(suite.heading, style="bold"))
+    console.print(Text(suite.about))
+    console.print()
+    print_fitting(
+        console, (suite_table(console, suite, name, mine) for name, mine in shown_tables(suite, rows).items())
+    )
+    if any(row["is_published"] for row in rows):
+        console.print(Text(MARKED, style="dim"))
+    for text in verdicts(suite, rows):
+        console.print(Text(text))
 
 
 def suite_json(
@@ -193,7 +233,7 @@ def compare_suite(
     if name == LIST:
         list_suites(as_json=as_json)
         return
-    suite = only_policies(make_suite(name, find_artifacts(artifacts), is_quick=is_quick), policies)
+    suite = choose_suite(name, find_artifacts(artifacts), policies, is_quick=is_quick)
     for note in suite.notes:
         typer.echo(f"note: {note}", err=True)
     began = time.perf_counter()
@@ -217,11 +257,9 @@ def compare_suite(
         write_text(html, page())
         announce(html)
     if is_published:
-        publish(data, server, title=suite.title, command=command, kind="compare", summary=rows, make_html=page)
+        publish(data, server, title=suite.heading, command=command, kind="compare", summary=rows, make_html=page)
     if as_json:
         typer.echo(json.dumps(document(), indent=1, allow_nan=False))
     else:
-        console = output_console()
-        for table, mine in by_table(rows).items():
-            console.print(suite_table(console, suite, table, mine))
+        print_suite(output_console(), suite, rows)
     end_with(failed)

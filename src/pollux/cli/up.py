@@ -6,6 +6,7 @@ The server itself is :mod:`pollux.server.service`; this reads options, says what
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import importlib.util
 import logging
 import os
@@ -33,7 +34,7 @@ from pollux.errors import (
     UnknownNameError,
 )
 from pollux.jobs import parse_duration
-from pollux.policy import policy_names
+from pollux.policy import WEIGHTINGS, policy_names
 from pollux.scheduler.autoscale import DEFAULT_BAND, AutoscaleConfig
 
 if TYPE_CHECKING:
@@ -79,6 +80,16 @@ NodesOption = Annotated[
 PolicyOption = Annotated[
     str, typer.Option("--policy", metavar="NAME", help="Which policy decides.", rich_help_panel=_CLUSTER)
 ]
+WeightsOption = Annotated[
+    str,
+    typer.Option(
+        "--weights",
+        metavar="|".join(WEIGHTINGS),
+        help="For pollux: all jobs count the same, or more the less is left of them, as they have declared (remaining) "
+        "or jobs of their name have shown (learnt).",
+        rich_help_panel=_CLUSTER,
+    ),
+]
 IntervalOption = Annotated[
     float | None,
     typer.Option("--interval", metavar="S", help="Decide at least every so many seconds.", rich_help_panel=_CLUSTER),
@@ -102,6 +113,7 @@ def up(
     slots: SlotsOption = None,
     nodes: NodesOption = None,
     policy: PolicyOption = "pollux",
+    weights: WeightsOption = "equal",
     interval: IntervalOption = None,
     storage: Annotated[
         str | None,
@@ -213,7 +225,7 @@ def up(
 ) -> None:
     """Start the server, here or in the background. Ctrl-C: its jobs checkpoint, leave, and go on at the next start."""
     require_server_libraries()
-    from pollux.server.config import ServiceConfig
+    from pollux.server.config import LIVE_SETTINGS, ServiceConfig
 
     settings: dict[str, Any] = {"host": host, "port": port, "slots": slots, "nodes": nodes, "policy": policy}
     if interval is not None:
@@ -229,6 +241,7 @@ def up(
         node_slots=node_slots,
         node_price=node_price,
         has_open_metrics=has_open_metrics,
+        settings=dataclasses.replace(LIVE_SETTINGS, weights=weights),
         **settings,
     )
     if policy not in policy_names():
@@ -330,6 +343,7 @@ def arguments_of(config: ServiceConfig, log_format: LogFormat = LogFormat.TEXT) 
         "--slots": config.slots,
         "--nodes": config.nodes,
         "--policy": config.policy,
+        "--weights": config.settings.weights,
         "--interval": config.interval_s,
         "--storage": config.storage,
         "--engine": config.engine,

@@ -38,6 +38,7 @@ _UPPER = np.array([math.log(1e6)] * 6 + [MAX_GAMMA])
 _MAX_ITERATIONS = 100
 _TOLERANCE = 1e-4  # relative decrease of the loss below which the search ends
 _MAX_DAMPING = 1e8
+_POOR = 0.05  # loss of a fit that may not be the best there is
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +69,8 @@ def fit(observations: Observations, last_good: ThroughputParams | None = None) -
         if last_good is not None:
             starts.append(problem.project(np.array(last_good)))
         x, value = _descend(problem, min(starts, key=lambda start: problem.expand(start)[0]))
+        if not value < _POOR:  # caught in a hollow on the way: try from the other side
+            x, value = min((x, value), _descend(problem, problem.initial_guess(overlaps=True)), key=_loss_of)
     if not math.isfinite(value):
         message = "the fit of the throughput model did not converge"
         if last_good is None:
@@ -80,6 +83,10 @@ def fit(observations: Observations, last_good: ThroughputParams | None = None) -
         theta[BETA_N] = max(theta[BETA_N], _ACROSS_NODES * theta[BETA_R])
     params = ThroughputParams(*theta.tolist())
     return Fit(params, rmsle_grad, rmsle_step, _shape_factors(observations, params))
+
+
+def _loss_of(found: tuple[FloatArray, float]) -> float:
+    return found[1] if math.isfinite(found[1]) else math.inf
 
 
 def _shape_factors(data: Observations, params: ThroughputParams) -> ShapeFactors:
@@ -173,8 +180,11 @@ class _Problem:
             free[GAMMA] = False
         return free
 
-    def initial_guess(self) -> FloatArray:
-        """Straight lines through the measured times: close enough that few steps remain."""
+    def initial_guess(self, overlaps: bool = False) -> FloatArray:
+        """Straight lines through the measured times: close enough that few steps remain.
+
+        ``overlaps``: computing is hidden behind communication, rather than both adding up.
+        """
         theta = _to_theta(self.fixed_x)
         mean_m, mean_t = float(np.mean(self.m)), float(np.mean(self.grad_s))
         if self.free[ALPHA_G]:
@@ -184,13 +194,13 @@ class _Problem:
             theta[BETA_G], theta[ALPHA_G] = slope, mean_t - slope * mean_m
         else:
             theta[BETA_G] = (mean_t - theta[ALPHA_G]) / mean_m
-        sync = np.maximum(self.step_s - self.grad_s, 0.05 * self.grad_s)
+        sync = self.step_s if overlaps else np.maximum(self.step_s - self.grad_s, 0.05 * self.grad_s)
         for mask, alpha, beta in ((self.spans, ALPHA_N, BETA_N), (self.local, ALPHA_R, BETA_R)):
             if self.free[alpha]:
                 mean_sync = float(sync @ mask) / float(mask.sum())
                 mean_extra = float(self.extra @ mask) / float(mask.sum())
                 theta[alpha], theta[beta] = 0.8 * mean_sync, 0.2 * mean_sync / (1.0 + mean_extra)
-        theta[GAMMA] = 1.3
+        theta[GAMMA] = 5.0 if overlaps else 1.3
         return self.project(theta)
 
     def project(self, theta: FloatArray) -> FloatArray:

@@ -203,12 +203,12 @@ class GoodputModel:
     factors: ShapeFactors = ()
 
     @classmethod
-    def of(cls, job: JobView, accelerator: str) -> GoodputModel | None:
-        """What is known of ``job`` on this accelerator; None before it was measured."""
-        params = job.params.get(accelerator)
-        if params is None or job.noise_scale is None or job.spec.batch is None:
+    def of(cls, job: JobView, accelerator: str, phi: float | None = None) -> GoodputModel | None:
+        """What is known of ``job`` on this accelerator; None before it was measured. ``phi``: if not its own."""
+        params, phi = job.params.get(accelerator), job.noise_scale if phi is None else phi
+        if params is None or phi is None or job.spec.batch is None:
             return None
-        return cls(params, job.noise_scale, job.spec.batch.on(accelerator), job.shape_factors.get(accelerator, ()))
+        return cls(params, phi, job.spec.batch.on(accelerator), job.shape_factors.get(accelerator, ()))
 
 
 @lru_cache(maxsize=8192)

@@ -1,22 +1,24 @@
 """What a job measured on one accelerator type says of another.
 
 Types differ most in how fast they compute. The ratio of two types is that of their step times on one replica, from jobs
-that were measured on both: the job itself if it was, else the median of the others. A type on which a job has run alone
-takes its synchronisation from the type that the job is known best on, scaled alike (as Sia does, SOSP'23, section 3.2:
-a job's throughput on K replicas keeps its proportion to that on one).
+that were measured on both: the job itself if it was, else the median of the others, also of those that are over. A
+type on which a job has run alone takes its synchronisation from the type that the job is known best on, scaled alike
+(as Sia does, SOSP'23, section 3.2: a job's throughput on K replicas keeps its proportion to that on one).
 """
 
 from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from pollux.model.throughput import grad_s
 from pollux.types import ThroughputParams
 
 Ratios = Mapping[tuple[str, str], float]
 """Time of a pass on the second type over that on the first."""
+
+MAX_SHOWN = 64  # jobs whose ratio is kept for two types
 
 
 def type_ratios(params: Mapping[str, ThroughputParams], device_batch: int) -> dict[tuple[str, str], float]:
@@ -25,13 +27,24 @@ def type_ratios(params: Mapping[str, ThroughputParams], device_batch: int) -> di
     return {(one, other): times[other] / times[one] for one, other in itertools.permutations(times, 2)}
 
 
-def typical_ratios(jobs: Iterable[Ratios]) -> Ratios:
-    """The median over jobs, for every two types that any of them was measured on."""
-    seen: dict[tuple[str, str], list[float]] = {}
-    for ratios in jobs:
+class TypeRatios:
+    """What jobs have shown of types, for every two of them by the latest jobs: it serves others when these are over."""
+
+    def __init__(self) -> None:
+        self._shown: dict[tuple[str, str], dict[str, float]] = {}  # by job, the one that was heard of last at the end
+
+    def add(self, job: str, ratios: Ratios) -> None:
+        """A job's ratios, in the place of those it has shown before."""
         for pair, ratio in ratios.items():
-            seen.setdefault(pair, []).append(ratio)
-    return {pair: statistics.median(values) for pair, values in seen.items()}
+            shown = self._shown.setdefault(pair, {})
+            shown.pop(job, None)
+            shown[job] = ratio
+            if len(shown) > MAX_SHOWN:
+                del shown[next(iter(shown))]
+
+    def typical(self) -> Ratios:
+        """The median over jobs, for every two types that any of them was measured on."""
+        return {pair: statistics.median(shown.values()) for pair, shown in self._shown.items()}
 
 
 def guess_params(

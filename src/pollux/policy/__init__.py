@@ -63,8 +63,14 @@ def make_policy(name: str, settings: PolicySettings | None = None) -> Policy:
     if outside and (name in _BUILT_IN or len(outside) > 1):
         raise InvalidValueError(f"policy {name!r} is defined twice: {', '.join(str(p.value) for p in outside)}")
     if outside:
-        factory: PolicyFactory = outside[0].load()
-        return factory(settings)
+        try:
+            factory: PolicyFactory = outside[0].load()
+            return factory(settings)
+        except Exception as error:  # whatever somebody else's module does as it is loaded
+            raise InvalidValueError(
+                f"policy {name!r} ({outside[0].value}) cannot be made: {type(error).__name__}: {error}; "
+                "mend the package that has it, or uninstall it"
+            ) from error
     if name not in _BUILT_IN:
         raise UnknownNameError("policy", name, policy_names())
     return _BUILT_IN[name](settings)

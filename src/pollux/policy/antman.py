@@ -16,6 +16,7 @@ job, while the original chooses each GPU on its own.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Container
 from typing import NamedTuple
 
@@ -48,8 +49,9 @@ class AntManPolicy(StatelessPolicy):
         for name in misplaced:
             if name in floor.held:
                 floor.leave(name)
+        room = _Room(floor, guarantees)
         for name in misplaced:
-            _make_room(floor, name, guarantees[name], guarantees)
+            room.make(name, guarantees[name])
         for job in floor.waiting:
             # One that could not be sent away again would take what is guaranteed to others.
             if job.spec.is_preemptible and not floor.place(job, demand(job)):
@@ -88,23 +90,34 @@ def _has(floor: Floor, name: str, guarantee: Guarantee) -> bool:
     return name in floor.held and (floor.type_of(name), floor.held[name].num_slots) == guarantee
 
 
-def _make_room(floor: Floor, name: str, guarantee: Guarantee, guaranteed: Container[str]) -> None:
-    """Slots of its own for a guaranteed job; opportunistic ones leave for it, the last to come first."""
-    while not floor.place(floor.jobs[name], guarantee.num_replicas, guarantee.accelerator):
-        floor.leave(
-            next(
-                other
-                for other in reversed(floor.owners)
-                if other not in guaranteed and floor.type_of(other) == guarantee.accelerator
-            )
-        )
+class _Room:
+    """Slots of their own for guaranteed jobs; opportunistic ones leave for them, the last to come first."""
+
+    def __init__(self, floor: Floor, guaranteed: Container[str]) -> None:
+        self._floor = floor
+        self._order = {name: number for number, name in enumerate(floor.jobs)}
+        self._leaving: dict[str, list[tuple[int, str]]] = {}  # by type: who would go next comes first
+        for name in floor.owners:
+            if name not in guaranteed:
+                self._may_leave(name)
+
+    def _may_leave(self, name: str) -> None:
+        heapq.heappush(self._leaving.setdefault(self._floor.type_of(name), []), (-self._order[name], name))
+
+    def make(self, name: str, guarantee: Guarantee) -> None:
+        while not self._floor.place(self._floor.jobs[name], guarantee.num_replicas, guarantee.accelerator):
+            _, other = heapq.heappop(self._leaving[guarantee.accelerator])
+            guest = self._floor.guest_of(other)
+            self._floor.leave(other)
+            if guest is not None:  # it has the slots to itself now
+                self._may_leave(guest)
 
 
 def _host(floor: Floor, job: JobView, guaranteed: Container[str]) -> str | None:
     """The least busy guaranteed job that would hardly notice this one."""
-    found = [
-        (load, name)
-        for name, load, own in floor.hosts_for(job, demand(job))
-        if name in guaranteed and shared_speed(load, own) >= MIN_SPEED
-    ]
-    return min(found, key=lambda entry: entry[0])[1] if found else None
+    hosts = floor.hosts_for(job, demand(job), _is_unnoticed)
+    return next((name for name in hosts if name in guaranteed), None)
+
+
+def _is_unnoticed(load: float, other: float) -> bool:
+    return shared_speed(load, other) >= MIN_SPEED

@@ -14,7 +14,7 @@ from pollux.errors import InvalidValueError
 from pollux.policy.fitness import EPSILON
 from pollux.types import Plan, Snapshot
 
-WEIGHTINGS = ("equal", "remaining")
+WEIGHTINGS = ("equal", "learnt", "remaining")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

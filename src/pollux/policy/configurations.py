@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from pollux.policy.dense import Rooms
 from pollux.types import Allocation, Node, NodeShare
 
 
@@ -89,13 +90,13 @@ class Placer:
 
     layout: Layout
     held: Mapping[str, Allocation]  # by job, what it holds now, wherever that is
-    _left: dict[str, int] = field(init=False)
+    _rooms: Rooms = field(init=False)  # what is not set apart for anybody
     _residents: dict[str, dict[str, int]] = field(init=False)  # by node, reserved slots of jobs on it
     _placed: dict[str, Allocation] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._left = dict(self.layout.free)
-        self._residents = {node: {} for node in self._left}
+        self._rooms = Rooms(self.layout.free)
+        self._residents = {node: {} for node in self.layout.free}
 
     def place(self, wanted: Mapping[str, int]) -> dict[str, Allocation]:
         """Allocations by job; there must be blocks enough for all ``wanted`` counts."""
@@ -104,54 +105,62 @@ class Placer:
         for name in sorted(wanted, key=lambda name: -self.layout.reserved(wanted[name])):
             allocation = self.held[name]
             if allocation.num_replicas == wanted[name] and self._can_stay(allocation):
-                self._put(name, allocation)
+                for node, _ in allocation.shares:
+                    self._set_apart(name, node, self._block(wanted[name]))
+                self._placed[name] = allocation
             else:
                 heapq.heappush(queue, (-self.layout.reserved(wanted[name]), rank[name], name))
         while queue:
-            slots, _, name = heapq.heappop(queue)
-            allocation, evicted = self._find(name, wanted[name], -slots)
-            self._put(name, allocation)
+            _, _, name = heapq.heappop(queue)
+            self._placed[name], evicted = self._find(name, wanted[name])
             for other in evicted:
                 heapq.heappush(queue, (-self.layout.reserved(wanted[other]), rank[other], other))
         return self._placed
 
+    def _block(self, count: int) -> int:
+        """Slots that are set apart for so many replicas on each of their nodes."""
+        return min(self.layout.reserved(count), self.layout.node_slots)
+
     def _can_stay(self, allocation: Allocation) -> bool:
-        each = min(self.layout.reserved(allocation.num_replicas), self.layout.node_slots)
-        return self.layout.is_regular(allocation) and all(self._left[node] >= each for node, _ in allocation.shares)
+        block, free = self._block(allocation.num_replicas), self._rooms.free
+        return self.layout.is_regular(allocation) and all(free[node] >= block for node, _ in allocation.shares)
 
-    def _put(self, name: str, allocation: Allocation) -> None:
-        each = min(self.layout.reserved(allocation.num_replicas), self.layout.node_slots)
-        for node, _ in allocation.shares:
-            self._left[node] -= each
-            self._residents[node][name] = each
-        self._placed[name] = allocation
+    def _set_apart(self, name: str, node: str, block: int) -> None:
+        self._rooms.change(node, -block)
+        self._residents[node][name] = block
 
-    def _find(self, name: str, count: int, slots: int) -> tuple[Allocation, list[str]]:
+    def _find(self, name: str, count: int) -> tuple[Allocation, list[str]]:
         """Nodes for a job, its own first, and the smaller jobs that must leave them."""
-        each = min(slots, self.layout.node_slots)
+        block = self._block(count)
         home = self.held[name].as_mapping()
         shares: list[NodeShare] = []
         evicted: list[str] = []
         while count > 0:
-            taken = {node for node, _ in shares}
-            nodes = [node for node in self._left if node not in taken and self._could_have(node, each)]
-            node = min(nodes, key=lambda node: (max(each - self._left[node], 0), node not in home, self._left[node]))
-            evicted += self._clear(node, each)
-            shares.append(NodeShare(node, min(count, each)))
-            count -= min(count, each)
+            node = self._rooms.tightest(block, home) or self._rooms.tightest(block)
+            if node is None:
+                node = self._least_short(block, home)
+                evicted += self._clear(node, block)
+            self._set_apart(name, node, block)
+            shares.append(NodeShare(node, min(count, block)))
+            count -= min(count, block)
         return Allocation(tuple(shares)), evicted
 
-    def _could_have(self, node: str, each: int) -> bool:
-        smaller = sum(slots for slots in self._residents[node].values() if slots < each)
-        return self._left[node] + smaller >= each
+    def _least_short(self, block: int, home: Container[str]) -> str:
+        """A node that has a block once smaller jobs have left it, few of them."""
+        nodes = [node for node in self._residents if self._could_have(node, block)]
+        return min(nodes, key=lambda node: (block - self._rooms.free[node], node not in home))
 
-    def _clear(self, node: str, each: int) -> list[str]:
+    def _could_have(self, node: str, block: int) -> bool:
+        smaller = sum(slots for slots in self._residents[node].values() if slots < block)
+        return self._rooms.free[node] + smaller >= block
+
+    def _clear(self, node: str, block: int) -> list[str]:
         """Send the smallest jobs away until there is a block."""
         evicted = []
         for name, slots in sorted(self._residents[node].items(), key=lambda item: item[1]):
-            if self._left[node] >= each:
+            if self._rooms.free[node] >= block:
                 break
             del self._residents[node][name], self._placed[name]
-            self._left[node] += slots
+            self._rooms.change(node, slots)
             evicted.append(name)
         return evicted

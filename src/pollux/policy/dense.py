@@ -6,6 +6,7 @@ policy decides who gets any, :class:`FreeSlots` finds the nodes. With one type b
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from pollux.types import Allocation, JobView, Node, NodeShare, Snapshot
@@ -61,36 +62,79 @@ def settle(snapshot: Snapshot, keeps: Callable[[JobView], bool] = lambda job: Fa
     return {job.name: job.allocation.num_replicas for job in staying}, budget
 
 
+class Rooms:
+    """Some nodes by the number of their free slots."""
+
+    def __init__(self, free: Mapping[str, int]) -> None:
+        self.free = dict(free)
+        self._names = tuple(free)
+        self._position = {node: position for position, node in enumerate(free)}
+        # By number of free slots, positions of nodes as heaps. Nodes that have another number by now are passed over.
+        self._with: dict[int, list[int]] = {}
+        for node, number in free.items():
+            self._with.setdefault(number, []).append(self._position[node])
+
+    def change(self, node: str, count: int) -> None:
+        self.free[node] += count
+        heapq.heappush(self._with.setdefault(self.free[node], []), self._position[node])
+
+    def roomiest(self) -> str:
+        """The earliest of those with most free slots."""
+        node = self._first(sorted(self._with, reverse=True))
+        assert node is not None, "there are no nodes"
+        return node
+
+    def tightest(self, count: int, among: Iterable[str] | None = None) -> str | None:
+        """The earliest of those with fewest free slots, but ``count`` at least: of all nodes, or of these."""
+        if among is None:
+            return self._first(sorted(number for number in self._with if number >= count))
+        fitting = [node for node in among if self.free.get(node, 0) >= count]
+        return min(fitting, key=lambda node: (self.free[node], self._position[node]), default=None)
+
+    def _first(self, numbers: Sequence[int]) -> str | None:
+        for number in numbers:
+            positions = self._with[number]
+            while positions and self.free[self._names[positions[0]]] != number:
+                heapq.heappop(positions)
+            if positions:
+                return self._names[positions[0]]
+            del self._with[number]
+        return None
+
+
 class FreeSlots:
-    """Free slots per node, in node order."""
+    """Free slots per node, and by accelerator type."""
 
     def __init__(self, nodes: Sequence[Node], held: Iterable[Allocation] = ()) -> None:
-        self._free = {node.name: node.num_slots for node in nodes}
-        self._type_of = {node.name: node.accelerator for node in nodes}
+        free = {node.name: node.num_slots for node in nodes}
         for allocation in held:
-            self.take(allocation)
-
-    @property
-    def total(self) -> int:
-        return sum(self._free.values())
+            if not allocation.host:  # a guest has its host's slots
+                for node, count in allocation.shares:
+                    free[node] -= count
+        by_type: dict[str, dict[str, int]] = {}
+        for each in nodes:
+            by_type.setdefault(each.accelerator, {})[each.name] = free[each.name]
+        self._type_of = {node.name: node.accelerator for node in nodes}
+        self._rooms = {name: Rooms(mine) for name, mine in by_type.items()}
+        self._on = {name: sum(mine.values()) for name, mine in by_type.items()}
 
     def on(self, accelerator: str) -> int:
-        return sum(free for node, free in self._free.items() if self._type_of[node] == accelerator)
+        return self._on.get(accelerator, 0)
 
     def at(self, node: str) -> int:
-        return self._free[node]
+        return self._rooms[self._type_of[node]].free[node]
 
     def take(self, allocation: Allocation) -> None:
-        if allocation.host:
-            return  # a guest: its host's slots
-        for node, count in allocation.shares:
-            self._free[node] -= count
+        """A guest takes none: it has its host's."""
+        if not allocation.host:
+            for node, count in allocation.shares:
+                self._change(node, -count)
 
     def give(self, allocation: Allocation) -> None:
         """Slots that are free again; a guest had none."""
         if not allocation.host:
             for node, count in allocation.shares:
-                self._free[node] += count
+                self._change(node, count)
 
     def place(self, num_replicas: int, accelerator: str | None = None, *, tightly: bool = False) -> Allocation:
         """Take ``num_replicas`` from the roomiest nodes, the earliest among equals; they must be there.
@@ -98,19 +142,25 @@ class FreeSlots:
         Without an ``accelerator`` there must be one type only. ``tightly``: what fits into one node goes where the
         least stays free, so that roomy nodes are kept for those who need them.
         """
-        nodes = [node for node in self._free if accelerator is None or self._type_of[node] == accelerator]
+        if accelerator is None:
+            (accelerator,) = self._on
+        if num_replicas > self.on(accelerator):
+            raise ValueError(f"{num_replicas} replicas do not fit into the {self.on(accelerator)} free slots")
+        rooms = self._rooms[accelerator]
         shares: list[NodeShare] = []
         left = num_replicas
         while left > 0:
-            fitting = [node for node in nodes if self._free[node] >= left] if tightly else []
-            node = min(fitting, key=self._free.__getitem__) if fitting else max(nodes, key=self._free.__getitem__)
-            take = min(self._free[node], left)
-            if take <= 0:
-                raise ValueError(f"{num_replicas} replicas do not fit into the {num_replicas - left} free slots")
-            self._free[node] -= take
+            node = (rooms.tightest(left) if tightly else None) or rooms.roomiest()
+            take = min(rooms.free[node], left)
+            self._change(node, -take)
             left -= take
             shares.append(NodeShare(node, take))
         return Allocation(tuple(shares))
+
+    def _change(self, node: str, count: int) -> None:
+        accelerator = self._type_of[node]
+        self._rooms[accelerator].change(node, count)
+        self._on[accelerator] += count
 
 
 def place_counts(
@@ -135,12 +185,13 @@ def place_counts(
         )
     }
     free = FreeSlots(nodes, kept.values())
+    there = types_of(nodes)
     plan = dict(kept)
     for job in jobs:
         count = counts.get(job.name, 0)
         if job.name in kept or count == 0:
             continue
-        wanted = [types[job.name]] if job.name in types else [name for name in types_of(nodes) if may_use(job, name)]
+        wanted = [types[job.name]] if job.name in types else [name for name in there if may_use(job, name)]
         fitting = [name for name in wanted if count <= free.on(name)]
         if fitting:
             plan[job.name] = free.place(count, max(fitting, key=free.on))

@@ -6,20 +6,27 @@ The oracle answers where there is one (a simulation); otherwise the fitted model
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 
 from pollux.model.efficiency import gain
 from pollux.model.goodput import fixed_batch
 from pollux.model.throughput import iteration_s
-from pollux.types import DEFAULT_ACCELERATOR, JobView, Node
+from pollux.types import JobView, Node
 
 
-def step_s(job: JobView, num_replicas: int, nodes: tuple[Node, ...], accelerator: str | None = None) -> float:
-    """Seconds of one step at the requested batch size on slots of a type (by default the first there is).
+def largest_nodes(nodes: Sequence[Node]) -> dict[str, int]:
+    """Slots of the largest node of each type: more replicas than these span nodes."""
+    largest: dict[str, int] = {}
+    for node in nodes:
+        largest[node.accelerator] = max(node.num_slots, largest.get(node.accelerator, 0))
+    return largest
 
-    Infinite if nothing is known yet.
+
+def step_s(job: JobView, num_replicas: int, largest: Mapping[str, int], accelerator: str) -> float:
+    """Seconds of one step at the requested batch size on slots of a type; infinite if nothing is known yet.
+
+    ``largest``: see :func:`largest_nodes`.
     """
-    if accelerator is None:
-        accelerator = nodes[0].accelerator if nodes else DEFAULT_ACCELERATOR
     if job.oracle is not None:
         return job.oracle.iteration_s(num_replicas, accelerator)
     params = job.params.get(accelerator)
@@ -28,11 +35,11 @@ def step_s(job: JobView, num_replicas: int, nodes: tuple[Node, ...], accelerator
     limits = job.spec.batch.on(accelerator)
     total = job.spec.requested_batch_size or limits.initial
     batch = fixed_batch(total, num_replicas, limits)
-    spans = num_replicas > max((node.num_slots for node in nodes if node.accelerator == accelerator), default=0)
+    spans = num_replicas > largest.get(accelerator, 0)
     return float(iteration_s(params, 2 if spans else 1, num_replicas, *batch))
 
 
-def load(job: JobView, num_replicas: int, nodes: tuple[Node, ...], accelerator: str) -> float:
+def load(job: JobView, num_replicas: int, largest: Mapping[str, int], accelerator: str) -> float:
     """Share of a step, 0..1, in which the job keeps its slots busy; 1 if nothing is known.
 
     Of a fitted model that is what grows with the batch (see :mod:`pollux.model.sharing`).
@@ -45,7 +52,7 @@ def load(job: JobView, num_replicas: int, nodes: tuple[Node, ...], accelerator: 
     limits = job.spec.batch.on(accelerator)
     device_batch, accum_steps = fixed_batch(job.spec.requested_batch_size or limits.initial, num_replicas, limits)
     busy_s = params.beta_g * device_batch * (accum_steps + 1)
-    return min(busy_s / step_s(job, num_replicas, nodes, accelerator), 1.0)
+    return min(busy_s / step_s(job, num_replicas, largest, accelerator), 1.0)
 
 
 def remaining_steps(job: JobView) -> float:

@@ -17,12 +17,13 @@ the model's load, where the original reads GPU utilisation and memory.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from pollux.model.sharing import shared_speed
 from pollux.policy.base import Policy, PolicySettings
 from pollux.policy.dense import Budget
-from pollux.policy.estimates import step_s
+from pollux.policy.estimates import largest_nodes, step_s
 from pollux.policy.floor import Floor
 from pollux.policy.gangs import demand
 from pollux.types import Allocation, JobView, NodeShare, Plan, Snapshot
@@ -30,6 +31,10 @@ from pollux.types import Allocation, JobView, NodeShare, Plan, Snapshot
 QUANTUM_S = 360.0  # a turn; also how long a job stays as it is before it is migrated or grows
 MIN_GAIN = 1.1  # speeds of a pair together, of jobs one after the other 1, to be worth packing
 MIN_GROWTH = 1.1  # speed after growing, of before
+MAX_MISFITS = 2048  # the latest pairs are remembered
+
+Kind = tuple[str, str]
+"""A job's application, or its name if it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +62,7 @@ class GandivaPolicy(Policy):
         self._sights: dict[str, _Sight] = {}  # of jobs that run
         self._ran_at: dict[str, float] = {}  # when a job ran last
         self._alone: dict[tuple[str, int, str], float] = {}  # by job, replicas, type: useful examples a second alone
-        self._misfits: set[frozenset[str]] = set()  # applications that do not gain by being packed
+        self._misfits: dict[frozenset[Kind], None] = {}  # pairs that do not gain by being packed, the latest last
 
     def decide(self, snapshot: Snapshot) -> Plan:
         floor = Floor(snapshot)
@@ -135,14 +140,8 @@ class GandivaPolicy(Policy):
 
     def _mate(self, floor: Floor, job: JobView) -> str | None:
         """The least busy job of the same size that gains by being packed with this one."""
-        found = [
-            (load, name)
-            for name, load, own in floor.hosts_for(job, demand(job))
-            if floor.held[name].num_replicas == demand(job)
-            and 2 * shared_speed(load, own) >= MIN_GAIN
-            and _kinds(job, floor.jobs[name]) not in self._misfits
-        ]
-        return min(found, key=lambda entry: entry[0])[1] if found else None
+        hosts = floor.hosts_for(job, demand(job), _gain_together, of_same_size=True)
+        return next((name for name in hosts if _kinds(job, floor.jobs[name]) not in self._misfits), None)
 
     def _introspect(self, snapshot: Snapshot, floor: Floor) -> None:
         """Measure progress since the last sight, and undo pairs that are slower than taking turns."""
@@ -163,7 +162,7 @@ class GandivaPolicy(Policy):
                 continue
             known = [shares[name] for name in (host, guest) if name in shares]
             if known and 2 * sum(known) / len(known) < 1:  # whose speed alone is not known is taken to lose as much
-                self._misfits.add(_kinds(floor.jobs[host], floor.jobs[guest]))
+                self._misfits[_kinds(floor.jobs[host], floor.jobs[guest])] = None
                 floor.leave(guest)
 
     def _speed(self, job: JobView, beside: str | None, now: float) -> float | None:
@@ -193,8 +192,9 @@ class GandivaPolicy(Policy):
         ]
         while any([_migrate(floor, name) for name in movable]):
             pass  # what one leaves may be what another needs
+        largest = largest_nodes(snapshot.nodes)
         for name in movable:
-            _grow(snapshot, floor, name)
+            _grow(floor, name, largest)
 
     def _has_grown(self, floor: Floor, name: str) -> bool:
         has_more = floor.held[name].num_replicas > demand(floor.jobs[name])
@@ -219,10 +219,18 @@ class GandivaPolicy(Policy):
         ran = self._ran_at | dict.fromkeys(floor.held, snapshot.now)
         self._ran_at = {name: at for name, at in ran.items() if name in floor.jobs}
         self._alone = {where: speed for where, speed in self._alone.items() if where[0] in floor.jobs}
+        for pair in [pair for pair in self._misfits if not all(app or name in floor.jobs for app, name in pair)]:
+            del self._misfits[pair]
+        while len(self._misfits) > MAX_MISFITS:
+            del self._misfits[next(iter(self._misfits))]
 
 
-def _kinds(one: JobView, other: JobView) -> frozenset[str]:
-    return frozenset((one.spec.application or one.name, other.spec.application or other.name))
+def _kinds(one: JobView, other: JobView) -> frozenset[Kind]:
+    return frozenset((job.spec.application, "" if job.spec.application else job.name) for job in (one, other))
+
+
+def _gain_together(load: float, other: float) -> bool:
+    return 2 * shared_speed(load, other) >= MIN_GAIN
 
 
 def _neighbour(floor: Floor, name: str) -> str | None:
@@ -244,7 +252,7 @@ def _migrate(floor: Floor, name: str) -> bool:
     return False
 
 
-def _grow(snapshot: Snapshot, floor: Floor, name: str) -> None:
+def _grow(floor: Floor, name: str, largest: Mapping[str, int]) -> None:
     """Let a job on one node have the slots that are idle there, if it is clearly faster with them."""
     job, allocation = floor.jobs[name], floor.held[name]
     if allocation.num_nodes > 1:
@@ -253,8 +261,9 @@ def _grow(snapshot: Snapshot, floor: Floor, name: str) -> None:
     limits = job.spec.batch
     usable = (job.spec.requested_batch_size or limits.initial) // limits.device_min if limits is not None else count
     more = min(count + floor.free.at(node), job.spec.max_replicas, usable)
-    accelerator = floor.type_of(name)
-    before_s, after_s = (step_s(job, number, snapshot.nodes, accelerator) for number in (count, more))
-    if more > count and math.isfinite(before_s) and before_s >= MIN_GROWTH * after_s:
+    if more <= count:
+        return
+    before_s, after_s = (step_s(job, number, largest, floor.type_of(name)) for number in (count, more))
+    if math.isfinite(before_s) and before_s >= MIN_GROWTH * after_s:
         floor.leave(name)
         floor.sit(name, Allocation.of((node, more)))

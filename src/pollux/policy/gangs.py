@@ -12,8 +12,9 @@ from pollux.types import JobView, Plan, Snapshot
 
 
 def demand(job: JobView) -> int:
-    """The replicas that the user asked for; where nothing was said, the least that the job runs with."""
-    return job.spec.requested_replicas or job.spec.min_replicas
+    """The replicas that the user asked for, within the job's bounds; where nothing was said, the least of these."""
+    spec = job.spec
+    return min(max(spec.requested_replicas or spec.min_replicas, spec.min_replicas), spec.max_replicas)
 
 
 def gang_plan(

@@ -6,7 +6,7 @@ time on all types in proportion to their slots, times its replicas, over its wei
 as it can be. Then whoever cannot be helped any further is held there and the least of the others is raised (water
 filling, section 4.3). A round (section 5) takes jobs in order of X over the time already received on that type, as long
 as they fit; time is counted, not rounds, so that rounds may have any length. The programs are solved again only when
-jobs, nodes or known throughputs have changed.
+jobs, what they ask for, their weights, nodes or known throughputs have changed.
 
 Simplifications: no space sharing; of the jobs that cannot be helped only those are held that the program's prices name,
 and after ``_MAX_LEVELS`` programs the rest goes where it adds up to most; time received is counted from a job's arrival
@@ -16,12 +16,13 @@ on, which lets newcomers catch up as in least attained service.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import numpy as np
 
 from pollux.policy.base import Policy, PolicySettings
 from pollux.policy.dense import Budget, may_use, place_counts, types_of
-from pollux.policy.estimates import step_s
+from pollux.policy.estimates import largest_nodes, step_s
 from pollux.policy.gangs import demand
 from pollux.types import FloatArray, IntArray, JobView, Plan, Snapshot
 
@@ -78,9 +79,11 @@ class GavelPolicy(Policy):
 
     def _solve(self, snapshot: Snapshot, types: tuple[str, ...], capacity: IntArray) -> None:
         demands = np.array([demand(job) for job in snapshot.jobs], dtype=np.int64)
-        throughputs = np.array([throughputs_of(job, snapshot, types, capacity) for job in snapshot.jobs])
+        largest = largest_nodes(snapshot.nodes)
+        throughputs = np.array([throughputs_of(job, largest, types, capacity) for job in snapshot.jobs])
         weights = np.array([job.spec.weight for job in snapshot.jobs])
-        key = (tuple(job.name for job in snapshot.jobs), types, capacity.tobytes(), throughputs.tobytes())
+        known = (capacity, throughputs, demands, weights)
+        key = (tuple(job.name for job in snapshot.jobs), types, *(array.tobytes() for array in known))
         if key != self._solved_for:
             self._shares = max_min_shares(throughputs, demands, weights, capacity)
             self._solved_for = key
@@ -97,14 +100,14 @@ class GavelPolicy(Policy):
         return [(row, column) for _, _, row, column in sorted(keys)]
 
 
-def throughputs_of(job: JobView, snapshot: Snapshot, types: tuple[str, ...], capacity: IntArray) -> list[float]:
+def throughputs_of(job: JobView, largest: Mapping[str, int], types: tuple[str, ...], capacity: IntArray) -> list[float]:
     """Steps per second by type; 0 where the job cannot run, and as on its other types where nothing is known."""
     found: list[float] = []
     for accelerator, num_slots in zip(types, capacity.tolist(), strict=True):
         if not may_use(job, accelerator) or demand(job) > num_slots:
             found.append(0.0)
         else:
-            seconds = step_s(job, demand(job), snapshot.nodes, accelerator)
+            seconds = step_s(job, demand(job), largest, accelerator)
             found.append(1.0 / seconds if math.isfinite(seconds) and seconds > 0 else math.nan)
     known = [value for value in found if value > 0]
     usual = sum(known) / len(known) if known else 1.0

@@ -7,7 +7,8 @@ baselines know one accelerator type; where there are several each job is put on 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from itertools import islice
 
 from pollux.policy.dense import Budget, may_use
 from pollux.types import JobView
@@ -32,7 +33,20 @@ def allot(
     equals to the first. Those who are ``staying`` as they are have had theirs from the budget already; they are
     told because they count when it comes to which type is how crowded.
     """
-    counts: dict[str, int] = {}
+    types = admit(jobs, budget, staying=staying, least=least)
+    counts = {job.name: least(job) for job in jobs if job.name in types}
+    for name, left in budget.left.items():
+        members = [job for job in jobs if types.get(job.name) == name]
+        for job in islice(turns(members, counts, name, gain), max(left, 0)):
+            counts[job.name] += 1
+            budget.left[name] -= 1
+    return counts, types
+
+
+def admit(
+    jobs: Sequence[JobView], budget: Budget, *, staying: Collection[str], least: Callable[[JobView], int]
+) -> dict[str, str]:
+    """The type on which a job gets the least it runs with, of those that get any; takes that from ``budget``."""
     types: dict[str, str] = {}
     num_on = dict.fromkeys(budget.total, 0)
     for job in jobs:
@@ -53,20 +67,25 @@ def allot(
             name = own if own in share and _WORTH_A_MOVE * share[own] >= share[best] else best
             budget.left[name] -= least(job)
             num_on[name] += 1
-            counts[job.name], types[job.name] = least(job), name
+            types[job.name] = name
+    return types
+
+
+def turns(jobs: Sequence[JobView], counts: Mapping[str, int], accelerator: str, gain: Gain) -> Iterator[JobView]:
+    """Who gets one replica more, one after the other, if there is no end of them; all sit on one type.
+
+    Nobody's turns depend on who else is there: without a job the others follow each other as they did.
+    """
+    counts = dict(counts)
     queue: list[tuple[float, int]] = []  # (-gain, index): ties go to the job that comes first
     for index, job in enumerate(jobs):
-        if job.name in counts and budget.left[types[job.name]] > 0:
-            _push(queue, gain(job, counts[job.name], types[job.name]), index)
+        _push(queue, gain(job, counts[job.name], accelerator), index)
     while queue:
         _, index = heapq.heappop(queue)
         job = jobs[index]
-        name = types[job.name]
-        if budget.left[name] > 0:
-            budget.left[name] -= 1
-            counts[job.name] += 1
-            _push(queue, gain(job, counts[job.name], name), index)
-    return counts, types
+        yield job
+        counts[job.name] += 1
+        _push(queue, gain(job, counts[job.name], accelerator), index)
 
 
 def _push(queue: list[tuple[float, int]], gain: float, index: int) -> None:

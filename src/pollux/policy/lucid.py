@@ -27,6 +27,7 @@ MAX_SCORE = 2  # of two jobs together
 MAX_PACKED = 8  # replicas
 SHORT_QUEUE = 3  # as many may wait without anybody being packed
 MATE_FACTOR = 2.0  # how many times its mate's GPU time a packed job may take
+MAX_KNOWN = 2048  # applications; those of which a job ended latest are remembered
 
 
 class LucidPolicy(Policy):
@@ -39,11 +40,13 @@ class LucidPolicy(Policy):
 
     def reset(self) -> None:
         self._seen: dict[str, tuple[str, float]] = {}  # by job: application, GPU-seconds so far
-        self._finished: dict[str, tuple[int, float]] = {}  # by application: jobs, GPU-seconds of all
+        self._finished: dict[str, tuple[int, float]] = {}  # by application: jobs, GPU-seconds of all; latest last
+        self._means: dict[str, float] = {}  # by application: GPU-seconds of a job
+        self._usual = 0.0  # of an application that is new
 
     def decide(self, snapshot: Snapshot) -> Plan:
         self._learn(snapshot)
-        floor = Floor(snapshot)
+        floor = Floor(snapshot, rank=score)
         queue = sorted(floor.waiting, key=self._estimate)  # stable: ties by submission
         packs = len(queue) > SHORT_QUEUE
         while True:  # who started in one pass may be a mate in the next
@@ -65,22 +68,20 @@ class LucidPolicy(Policy):
         count, estimate = demand(job), self._estimate(job)
         if count > MAX_PACKED:
             return None
-        found = [
-            (score(load), name)
-            for name, load, own in floor.hosts_for(job, count)
-            if floor.held[name].num_replicas == count
-            and score(load) + score(own) <= MAX_SCORE
-            and estimate <= MATE_FACTOR * self._estimate(floor.jobs[name])
-        ]
-        return min(found, key=lambda entry: entry[0])[1] if found else None
+        hosts = floor.hosts_for(job, count, _may_share, of_same_size=True)
+        return next((name for name in hosts if estimate <= MATE_FACTOR * self._estimate(floor.jobs[name])), None)
 
     def _learn(self, snapshot: Snapshot) -> None:
         """Jobs that are gone have ended, with about the GPU time that was seen last."""
         there = {job.name: job for job in snapshot.jobs}
         for name, (application, gpu_s) in self._seen.items():
             if name not in there:
-                number, total = self._finished.get(application, (0, 0.0))
+                number, total = self._finished.pop(application, (0, 0.0))
                 self._finished[application] = (number + 1, total + gpu_s)
+        while len(self._finished) > MAX_KNOWN:
+            del self._finished[next(iter(self._finished))]
+        self._means = {application: total / number for application, (number, total) in self._finished.items()}
+        self._usual = median(self._means.values()) if self._means else 0.0
         self._seen = {
             name: (job.spec.application, job.attained_s * demand(job))
             for name, job in there.items()
@@ -89,12 +90,13 @@ class LucidPolicy(Policy):
 
     def _estimate(self, job: JobView) -> float:
         """GPU-seconds that a job takes; the median of the applications if its own is new, 0 if all are."""
-        means = {application: total / number for application, (number, total) in self._finished.items()}
-        if job.spec.application in means:
-            return means[job.spec.application]
-        return median(means.values()) if means else 0.0
+        return self._means.get(job.spec.application, self._usual)
 
 
 def score(load: float) -> int:
     """How much of a GPU a job takes up: 0 tiny, 1 medium, 2 jumbo."""
     return 0 if load < TINY else 1 if load < MEDIUM else 2
+
+
+def _may_share(load: float, other: float) -> bool:
+    return score(load) + score(other) <= MAX_SCORE

@@ -12,7 +12,8 @@ import math
 
 from pollux.policy.base import StatelessPolicy
 from pollux.policy.dense import place_counts, settle
-from pollux.policy.estimates import remaining_steps, step_s
+from pollux.policy.estimates import largest_nodes, remaining_steps, step_s
+from pollux.policy.gangs import demand
 from pollux.policy.greedy import allot
 from pollux.types import JobView, Plan, Snapshot
 
@@ -23,13 +24,14 @@ class OptimusPolicy(StatelessPolicy):
 
     def decide(self, snapshot: Snapshot) -> Plan:
         held, budget = settle(snapshot)
+        largest = largest_nodes(snapshot.nodes)
         remaining = {job.name: remaining_steps(job) for job in snapshot.jobs}
 
         def saved_s(job: JobView, count: int, accelerator: str) -> float:
             """Seconds of remaining time that one more replica saves; 0 beyond what the job can use."""
             if count + 1 > max_replicas(job):
                 return 0.0
-            now_s, then_s = (step_s(job, num, snapshot.nodes, accelerator) for num in (count, count + 1))
+            now_s, then_s = (step_s(job, num, largest, accelerator) for num in (count, count + 1))
             gain = (now_s - then_s) * remaining[job.name]
             return gain if math.isfinite(gain) else 0.0
 
@@ -42,6 +44,6 @@ def max_replicas(job: JobView) -> int:
     """What the job can use at its requested batch size."""
     limits = job.spec.batch
     if limits is None:
-        return job.spec.requested_replicas or job.spec.min_replicas
+        return demand(job)
     total = job.spec.requested_batch_size or limits.initial
     return min(job.spec.max_replicas, total // limits.device_min)

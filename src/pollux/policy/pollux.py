@@ -18,11 +18,12 @@ import numpy as np
 
 from pollux.policy.base import Policy, PolicySettings
 from pollux.policy.dense import types_of
+from pollux.policy.lengths import Lengths
 from pollux.policy.mixed import Memory, solve_mixed
 from pollux.policy.round import Round
 from pollux.policy.solver import solve
 from pollux.policy.speedups import Speedups, of_note
-from pollux.types import Explanation, JobView, Node, Plan, Snapshot
+from pollux.types import Explanation, JobDecision, JobView, Node, Plan, Snapshot
 
 _OLDER = 0.2  # relative change of a job's age that is
 _MAX_AGE_S = 600.0  # of a plan that is not looked at again
@@ -34,53 +35,68 @@ class PolluxPolicy(Policy):
     def __init__(self, settings: PolicySettings) -> None:
         self._settings = settings
         self._speedups = Speedups(settings.p)
+        self._lengths = Lengths()
         self._rng = np.random.default_rng(settings.seed)
         self._types: tuple[str, ...] = ()
         self._memory: Memory | None = None  # of the last round, with these types
-        self._settled: tuple[float, tuple[object, ...], Plan] | None = (
-            None  # when, for what, and that it changed nothing
-        )
+        self._settled: tuple[float, tuple[object, ...], Plan] | None = None  # when, for what, and what it comes to
 
     def reset(self) -> None:
         self._speedups.clear()
+        self._lengths.clear()
         self._rng = np.random.default_rng(self._settings.seed)
         self._types, self._memory, self._settled = (), None, None
 
     def decide(self, snapshot: Snapshot) -> Plan:
         if not snapshot.jobs or not snapshot.nodes:
             return Plan(allocations={}, explanation=Explanation(fitness_before=0, fitness=0, upper_bound=0))
-        situation = self._situation(snapshot.nodes, snapshot.jobs)
+        if self._settings.weights != "equal":
+            self._lengths.look(snapshot.jobs)
         if self._settled is not None:
             at, before, plan = self._settled
-            if 0 <= snapshot.now - at < _MAX_AGE_S and before == situation:
+            if 0 <= snapshot.now - at < _MAX_AGE_S and before == self._situation(snapshot.nodes, snapshot.jobs):
                 return plan
         plan = self._solve(snapshot)
-        stays = all(plan.allocation_of(job.name) == job.allocation for job in snapshot.jobs)
-        self._settled = (snapshot.now, situation, _unchanged(plan)) if stays else None
+        # Once it is carried out, and nothing of note has changed besides, there is nothing to decide.
+        self._settled = (snapshot.now, self._situation(snapshot.nodes, snapshot.jobs, plan), _unchanged(plan))
         return plan
 
-    def _situation(self, nodes: tuple[Node, ...], jobs: tuple[JobView, ...]) -> tuple[object, ...]:
-        """What a plan depends on, as far as it is of note."""
-        by_length = self._settings.weights == "remaining"
+    def _situation(
+        self, nodes: tuple[Node, ...], jobs: tuple[JobView, ...], after: Plan | None = None
+    ) -> tuple[object, ...]:
+        """What a plan depends on, as far as it is of note; now, or ``after`` a plan has been carried out."""
+        left = [None] * len(jobs) if self._settings.weights == "equal" else self._left(jobs)
+        held = [job.allocation if after is None else after.allocation_of(job.name) for job in jobs]
         rows = tuple(
             (
                 job.spec,
-                job.allocation,
+                allocation,
                 job.is_pinned,
-                job.has_started,
+                job.has_started or bool(allocation),
                 job.max_profiled_replicas,
                 job.params,
                 job.shape_factors,
                 of_note(job.noise_scale),
-                of_note(job.remaining_examples) if by_length else None,
+                of_note(length),
                 round(math.log(job.age_s + 1.0) / _OLDER),  # moves get cheaper with age
             )
-            for job in jobs
+            for job, allocation, length in zip(jobs, held, left, strict=True)
         )
         return nodes, rows
 
+    def _left(self, jobs: tuple[JobView, ...]) -> list[float | None]:
+        """Of each job, in examples as it says, or in slot-seconds as others have shown."""
+        learnt = [None if math.isnan(left) else left for left in self._lengths.left(jobs).tolist()]
+        if self._settings.weights == "learnt":
+            return learnt
+        declared = [job.remaining_examples for job in jobs]
+        return [other if own is None else own for own, other in zip(declared, learnt, strict=True)]
+
     def _solve(self, snapshot: Snapshot) -> Plan:
-        round_ = Round.of(snapshot, self._speedups.tables(snapshot), self._settings)
+        learnt_s = None
+        if self._settings.weights != "equal":
+            learnt_s = self._lengths.left(snapshot.jobs) * len(snapshot.jobs) / snapshot.num_slots
+        round_ = Round.of(snapshot, self._speedups.tables(snapshot), self._settings, learnt_s)
         types = types_of(snapshot.nodes)
         if len(types) == 1:
             return round_.plan(solve(round_.problems[0], self._rng))
@@ -90,7 +106,21 @@ class PolluxPolicy(Policy):
 
 
 def _unchanged(plan: Plan) -> Plan:
-    """The same plan for the next rounds, which will not have looked for another."""
-    return (
-        plan if plan.explanation is None else replace(plan, explanation=replace(plan.explanation, method="unchanged"))
+    """The same plan for the next rounds, in which it has been carried out, and nobody has looked for another."""
+    explanation = plan.explanation
+    if explanation is None:
+        return plan
+    jobs = tuple(
+        job
+        if job.before == job.after
+        else replace(job, before=job.after, speedup_before=(speedup := _settled_speedup(job)), speedup_after=speedup)
+        for job in explanation.jobs
     )
+    return replace(
+        plan, explanation=replace(explanation, jobs=jobs, fitness_before=explanation.fitness, method="unchanged")
+    )
+
+
+def _settled_speedup(decision: JobDecision) -> float:
+    """Of what a job was moved to, when the move is over."""
+    return decision.speedup_after / decision.move_factor if decision.move_factor > 0 else decision.speedup_after

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping
 
 from pollux.policy.base import StatelessPolicy
-from pollux.policy.dense import may_use, place_counts, settle, types_of
-from pollux.policy.estimates import remaining_steps, step_s
+from pollux.policy.dense import may_use, place_counts, settle
+from pollux.policy.estimates import largest_nodes, remaining_steps, step_s
 from pollux.policy.gangs import demand, gang_plan
 from pollux.policy.greedy import allot
-from pollux.types import JobView, Node, Plan, Snapshot
+from pollux.types import JobView, Plan, Snapshot
 
 
 class FifoPolicy(StatelessPolicy):
@@ -33,9 +33,9 @@ class SrtfPolicy(StatelessPolicy):
     adapts_batch = False
 
     def decide(self, snapshot: Snapshot) -> Plan:
-        types = types_of(snapshot.nodes)
+        largest = largest_nodes(snapshot.nodes)
         # The sort is stable: ties go by submission.
-        order = sorted(snapshot.jobs, key=lambda job: _remaining_s(job, snapshot.nodes, types))
+        order = sorted(snapshot.jobs, key=lambda job: _remaining_s(job, largest))
         return gang_plan(snapshot, order)
 
 
@@ -64,8 +64,8 @@ def _usable_replicas(job: JobView) -> int:
     return min(job.spec.max_replicas, by_batch)
 
 
-def _remaining_s(job: JobView, nodes: tuple[Node, ...], types: Sequence[str]) -> float:
+def _remaining_s(job: JobView, largest: Mapping[str, int]) -> float:
     """On the fastest type it may use; infinite if nothing is known."""
-    times = (step_s(job, demand(job), nodes, name) for name in types if may_use(job, name))
+    times = (step_s(job, demand(job), largest, name) for name in largest if may_use(job, name))
     estimate = min(times, default=math.inf) * remaining_steps(job)
     return estimate if not math.isnan(estimate) else math.inf

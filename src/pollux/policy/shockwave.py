@@ -35,7 +35,7 @@ import numpy as np
 from pollux.model.goodput import GoodputModel, GoodputTables
 from pollux.policy.base import Policy, PolicySettings
 from pollux.policy.dense import Budget, may_use
-from pollux.policy.estimates import remaining_steps, step_s
+from pollux.policy.estimates import largest_nodes, remaining_steps, step_s
 from pollux.policy.gangs import demand, gang_plan
 from pollux.types import FloatArray, JobView, Plan, Snapshot
 
@@ -47,6 +47,7 @@ _UNKNOWN_S = 3600.0  # of work left, where nothing is known of it
 _ROUND_S = 60.0  # until the second round has shown how long they are
 _LEAST_DONE = 1e-3  # share of work: the logarithm of nothing is not worth infinitely much
 _MAX_GROWTH = 10.0  # of the noise scale's logarithm over a job's whole run
+_MAX_KNOWN = 2048  # applications; those of which a job was over latest are remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +66,53 @@ class Outlook:
         return done
 
 
+@dataclass(slots=True)
+class Line:
+    """Least squares through points that come one by one and are not kept."""
+
+    num_points: int = 0
+    first: float = 0.0  # x
+    last: float = 0.0
+    _mean_x: float = 0.0
+    _mean_y: float = 0.0
+    _xx: float = 0.0  # sums of products of distances from the means
+    _xy: float = 0.0
+
+    def add(self, x: float, y: float) -> None:
+        """A point to the right of all before; others are passed over."""
+        if self.num_points and x <= self.last:
+            return
+        self.num_points += 1
+        self.first, self.last = (x if self.num_points == 1 else self.first), x
+        from_mean = x - self._mean_x
+        self._mean_x += from_mean / self.num_points
+        self._mean_y += (y - self._mean_y) / self.num_points
+        self._xx += from_mean * (x - self._mean_x)
+        self._xy += from_mean * (y - self._mean_y)
+
+    @property
+    def slope(self) -> float | None:
+        """None from fewer than three points, or too near to each other."""
+        return self._xy / self._xx if self.num_points >= 3 and self.last - self.first >= 0.05 else None
+
+
+class Cluster:
+    """What is asked of the nodes for every job, found once."""
+
+    def __init__(self, snapshot: Snapshot) -> None:
+        self._type_of = Budget(snapshot).type_of
+        self.largest = largest_nodes(snapshot.nodes)
+        self.num_slots = snapshot.num_slots
+
+    def likely_type(self, job: JobView) -> str:
+        """The type that a job sits on; else one that it was measured on; else the first that it may use."""
+        held = self._type_of(job.allocation)
+        if held is not None:
+            return held
+        usable = [name for name in self.largest if may_use(job, name)] or list(self.largest)[:1]
+        return next((name for name in usable if name in job.params), usable[0])
+
+
 class ShockwavePolicy(Policy):
     name = "shockwave"
 
@@ -73,8 +121,8 @@ class ShockwavePolicy(Policy):
 
     def reset(self) -> None:
         self._tables = GoodputTables()
-        self._seen: dict[str, list[tuple[float, float]]] = {}  # by job: share of work done, log of the noise scale
-        self._slopes: dict[str, list[float]] = {}  # by application: of jobs that are over
+        self._seen: dict[str, Line] = {}  # by job: log of the noise scale over the share of work done
+        self._slopes: dict[str, tuple[int, float]] = {}  # by application: jobs that are over, sum of their slopes
         self._applications: dict[str, str] = {}  # of jobs that are not
         self._rounds: dict[str, int] = {}  # by job, still to run in this window
         self._rounds_left = 0
@@ -107,66 +155,67 @@ class ShockwavePolicy(Policy):
         """Keep noise scales, and of jobs that are over how they grew."""
         present = {job.name: job.spec.application for job in jobs}
         for name in [name for name in self._seen if name not in present]:
-            slope = _slope(self._seen.pop(name))
+            slope = self._seen.pop(name).slope
             if slope is not None:
-                self._slopes.setdefault(self._applications[name], []).append(slope)
+                number, total = self._slopes.pop(self._applications[name], (0, 0.0))
+                self._slopes[self._applications[name]] = (number + 1, total + slope)
+        while len(self._slopes) > _MAX_KNOWN:
+            del self._slopes[next(iter(self._slopes))]
         self._applications = present
         for job in jobs:
             done = share_done(job)
             if done is not None and job.noise_scale is not None and job.noise_scale > 0:
-                seen = self._seen.setdefault(job.name, [])
-                if not seen or done > seen[-1][0]:
-                    seen.append((done, math.log(job.noise_scale)))
+                self._seen.setdefault(job.name, Line()).add(done, math.log(job.noise_scale))
 
     def _growth(self, job: JobView) -> float:
         """Of the logarithm of its noise scale over its whole run."""
-        slope = _slope(self._seen.get(job.name, []))
+        slope = self._seen[job.name].slope if job.name in self._seen else None
         if slope is None:
-            known = self._slopes.get(job.spec.application)
-            slope = float(np.mean(known)) if known else 0.0
+            number, total = self._slopes.get(job.spec.application, (1, 0.0))
+            slope = total / number
         return min(max(slope, 0.0), _MAX_GROWTH)
 
-    def outlook(self, job: JobView, snapshot: Snapshot) -> Outlook:
-        """What is expected of the job with the replicas it asks for."""
-        done = share_done(job) or 0.0
-        accelerator = _likely_type(job, snapshot)
-        model = GoodputModel.of(job, accelerator)
+    def outlooks(self, jobs: Sequence[JobView], cluster: Cluster) -> list[Outlook]:
+        """What is expected of jobs with the replicas they ask for."""
+        ahead = [self._models_ahead(job, cluster) for job in jobs]
+        # No job runs with more replicas than there are slots: tables need not be wider.
+        counts = [min(demand(job), cluster.num_slots) for job in jobs]
+        widths = [count for count, models in zip(counts, ahead, strict=True) for _ in models]
+        tables = iter(self._tables.best([model for models in ahead for model in models], widths))
+        found = []
+        for job, count, models in zip(jobs, counts, ahead, strict=True):
+            spans = int(count > cluster.largest[cluster.likely_type(job)])
+            goodputs = [float(next(tables)[spans, count]) for _ in models]
+            found.append(_outlook(job, cluster, goodputs))
+        return found
+
+    def _models_ahead(self, job: JobView, cluster: Cluster) -> list[GoodputModel]:
+        """For each stretch of the work that is left; none if too little is known."""
+        model = GoodputModel.of(job, cluster.likely_type(job))
         if model is None or job.remaining_examples is None:
-            left_s = step_s(job, demand(job), snapshot.nodes, accelerator) * remaining_steps(job)
-            if not math.isfinite(left_s):
-                left_s = max(job.attained_s, _UNKNOWN_S)
-            return Outlook(np.array([0.0, max(left_s, 1.0)]), np.array([done, 1.0]))
-        num_replicas = demand(job)
-        slots = max(node.num_slots for node in snapshot.nodes if node.accelerator == accelerator)
-        ends = np.linspace(done, 1.0, _STRETCHES + 1)
+            return []
         growth = self._growth(job)
-        seconds = [0.0]
-        for start in ends[:-1]:
-            phi = model.phi * math.exp(growth * float(start - done))
-            ahead = GoodputModel(model.params, phi, model.limits, model.factors)
-            goodput = float(self._tables.best([ahead], [num_replicas])[0][int(num_replicas > slots), num_replicas])
-            examples = job.remaining_examples / _STRETCHES
-            seconds.append(seconds[-1] + (examples / goodput if goodput > 0 else _UNKNOWN_S))
-        seconds[-1] = max(seconds[-1], 1.0)
-        return Outlook(np.maximum.accumulate(np.array(seconds)), ends)
+        begun = _ends(job)[:-1]
+        phis = [model.phi * math.exp(growth * float(start - begun[0])) for start in begun]
+        return [GoodputModel(model.params, phi, model.limits, model.factors) for phi in phis]
 
     def _plan(self, snapshot: Snapshot) -> dict[str, int]:
         """Rounds of the coming window for each job."""
         jobs = [job for job in snapshot.jobs if not (job.is_fixed and not job.allocation)]
-        outlooks = {job.name: self.outlook(job, snapshot) for job in jobs}
-        longest = max((outlook.remaining_s for outlook in outlooks.values()), default=1.0)
+        cluster = Cluster(snapshot)
+        outlooks = self.outlooks(jobs, cluster)
+        longest = max((outlook.remaining_s for outlook in outlooks), default=1.0)
+        ahead = np.linspace(0.0, _WINDOW * self._round_s, _WINDOW + 1)
         gains = {}
-        for job in jobs:
-            outlook = outlooks[job.name]
+        for job, outlook in zip(jobs, outlooks, strict=True):
             whole_s = job.attained_s + outlook.remaining_s
-            contention = max(demand(job) * len(jobs) / snapshot.num_slots, 1.0)
+            contention = max(demand(job) * len(jobs) / cluster.num_slots, 1.0)
             rho = (job.age_s + outlook.remaining_s * contention) / (whole_s * contention)
-            ahead = np.linspace(0.0, _WINDOW * self._round_s, _WINDOW + 1)
             welfare = np.log(outlook.after(ahead) + _LEAST_DONE)
             shorter = np.minimum(ahead, outlook.remaining_s) / longest * (outlook.remaining_s / longest)
             worth = job.spec.weight * rho**_FAIRNESS * welfare / len(jobs) + _MAKESPAN * shorter
             gains[job.name] = np.diff(worth) / demand(job)
-        return deal(gains, {job.name: demand(job) for job in jobs}, snapshot.num_slots)
+        return deal(gains, {job.name: demand(job) for job in jobs}, cluster.num_slots)
 
     def _order(self, jobs: Sequence[JobView]) -> list[JobView]:
         """Who comes first this round; ties by submission."""
@@ -205,18 +254,21 @@ def share_done(job: JobView) -> float | None:
     return job.done_examples / max(job.done_examples + job.remaining_examples, 1e-9)
 
 
-def _likely_type(job: JobView, snapshot: Snapshot) -> str:
-    """The type that a job sits on; else one that it was measured on; else the first that it may use."""
-    held = Budget(snapshot).type_of(job.allocation)
-    if held is not None:
-        return held
-    usable = [node.accelerator for node in snapshot.nodes if may_use(job, node.accelerator)]
-    return next((name for name in usable if name in job.params), usable[0] if usable else snapshot.nodes[0].accelerator)
+def _ends(job: JobView) -> FloatArray:
+    """(_STRETCHES + 1,) shares of its work between which the stretches to come lie, from what is done on."""
+    ends: FloatArray = np.linspace(share_done(job) or 0.0, 1.0, _STRETCHES + 1)
+    return ends
 
 
-def _slope(seen: Sequence[tuple[float, float]]) -> float | None:
-    """Least squares; None from fewer than three points, or too near to each other."""
-    if len(seen) < 3 or seen[-1][0] - seen[0][0] < 0.05:
-        return None
-    at, values = np.array(seen).T
-    return float(np.polyfit(at, values, 1)[0])
+def _outlook(job: JobView, cluster: Cluster, goodputs: Sequence[float]) -> Outlook:
+    """``goodputs``: in each stretch; none if that is not known."""
+    if not goodputs or job.remaining_examples is None:
+        left_s = step_s(job, demand(job), cluster.largest, cluster.likely_type(job)) * remaining_steps(job)
+        if not math.isfinite(left_s):
+            left_s = max(job.attained_s, _UNKNOWN_S)
+        return Outlook(np.array([0.0, max(left_s, 1.0)]), np.array([share_done(job) or 0.0, 1.0]))
+    examples = job.remaining_examples / len(goodputs)
+    took_s = [examples / goodput if goodput > 0 else _UNKNOWN_S for goodput in goodputs]
+    seconds = np.cumsum([0.0, *took_s])
+    seconds[-1] = max(seconds[-1], 1.0)
+    return Outlook(np.maximum.accumulate(seconds), _ends(job))

@@ -8,10 +8,10 @@ With at most one configuration for a job and no more slots than a type has, a ro
 
 with p = -0.5 and λ = 1.1, as in the published artifact; r = max(age - restarts·δ, 0)/(age + δ) for a change of what a
 job holds, 1 otherwise and for jobs younger than δ. A job never measured counts as equally fast on one replica of
-every type; one may ask for at most twice the replicas it was measured with. On a type where a job has not run, its
-goodput is that on a type where it has, times the ratio of speeds on one replica. Sia profiles that when a job arrives:
-a simulation's oracle stands in for it, elsewhere a guessed model (``JobView.guessed``) does, and without either the
-type is worth the least goodput, on the least replicas.
+every type; one may ask for at most twice the replicas it was measured with. On a type where a job has not run, or
+on one replica alone, its goodput is that on a type where it has run on more, times the ratio of speeds on one replica.
+Sia profiles that when a job arrives: a simulation's oracle stands in for it, elsewhere a guessed model
+(``JobView.guessed``) does, and without either the type is worth the least goodput, on the least replicas.
 
 As in the artifact, powers are rounded to two digits, so that jobs do not move for less. Simplifications: configurations
 that are no better than a smaller one of the same type are left out of the program; hybrid-parallel jobs are not treated
@@ -22,6 +22,7 @@ instant it is, by the policy's memory of it.
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -31,7 +32,9 @@ from pollux.model.goodput import GoodputModel, GoodputTables
 from pollux.policy.base import Policy, PolicySettings
 from pollux.policy.configurations import Layout, Placer
 from pollux.policy.dense import may_use
+from pollux.policy.gangs import demand
 from pollux.policy.program import NOTHING, solve_program
+from pollux.policy.round import resize_cost_s
 from pollux.types import Allocation, FloatArray, JobView, Plan, Snapshot
 
 _P = -0.5
@@ -75,16 +78,22 @@ class SiaPolicy(Policy):
         layouts = Layout.of(snapshot.nodes, fixed.values())
         names = {job.name for job in jobs}
         self._known = {key: value for key, value in self._known.items() if key[0] in names}
-        options = [self._options(job, layouts) for job in jobs]
+        num_free = sum(sum(layout.free.values()) for layout in layouts.values())
+        options = [self._options(job, layouts) if job.spec.min_replicas <= num_free else [] for job in jobs]
         values = [option_values(job, mine, self._settings) for job, mine in zip(jobs, options, strict=True)]
         held = {job.name: job.allocation for job in jobs}
-        wanted: dict[str, dict[str, int]] = {accelerator: {} for accelerator in layouts}
+        wanted: dict[str, dict[str, Option]] = {accelerator: {} for accelerator in layouts}
         for job, option in zip(jobs, choose(options, values, layouts), strict=True):
             if option is not None:
-                wanted[option.accelerator][job.name] = option.count
+                wanted[option.accelerator][job.name] = option
         allocations: dict[str, Allocation] = dict(fixed)
-        for accelerator, counts in wanted.items():
-            allocations |= Placer(layouts[accelerator], held).place(counts)
+        for accelerator, given in wanted.items():
+            if all(option.is_held for option in given.values()):
+                # Those who stay sit beside each other already, even where the blocks set apart for them would not.
+                allocations |= {name: held[name] for name in given}
+            else:
+                counts = {name: option.count for name, option in given.items()}
+                allocations |= Placer(layouts[accelerator], held).place(counts)
         return Plan(allocations=allocations)
 
     def _options(self, job: JobView, layouts: Mapping[str, Layout]) -> list[Option]:
@@ -164,10 +173,11 @@ def allowed_counts(job: JobView, layout: Layout) -> list[int]:
     """Replica counts of a type that the job may ask for; one that no configuration suits has its least count."""
     limits, low = job.spec.batch, job.spec.min_replicas
     if limits is None:  # a command that does not adapt: what was asked for
-        low = high = job.spec.requested_replicas or low
+        low = high = demand(job)
     else:
         high = min(job.spec.max_replicas, limits.max_replicas, max(_GROWTH * job.max_profiled_replicas, 1))
-    return [count for count in layout.counts if low <= count <= max(low, high)] or [low]
+    first, end = bisect.bisect_left(layout.counts, low), bisect.bisect_right(layout.counts, max(low, high))
+    return list(layout.counts[first:end]) or [low]
 
 
 def _is_kept(job: JobView, layout: Layout, asked: Sequence[int]) -> bool:
@@ -192,7 +202,7 @@ def option_values(job: JobView, options: Sequence[Option], settings: PolicySetti
 
 def move_factor(job: JobView, settings: PolicySettings) -> float:
     """r: what a change multiplies the goodput with."""
-    resize_s = settings.resize_s if job.resize_s is None else job.resize_s
+    resize_s = resize_cost_s(job, settings)
     if job.age_s < resize_s:
         return 1.0
     return max(job.age_s - (job.num_restarts or 0) * resize_s, 0.0) / max(job.age_s + resize_s, 1e-9)
@@ -201,7 +211,11 @@ def move_factor(job: JobView, settings: PolicySettings) -> float:
 def choose(
     options: Sequence[Sequence[Option]], values: Sequence[FloatArray], layouts: Mapping[str, Layout]
 ) -> list[Option | None]:
-    """Which option each job is given (None: none), such that the sum of values is largest and everything fits."""
+    """Which option each job is given (None: none), such that the sum of values is largest and everything fits.
+
+    Where nothing is worth more than to stay, everybody keeps what it holds, and that is all that is known to fit: a job
+    of three replicas holds three slots, and would be given a block of four.
+    """
     configurations = sorted({(option.accelerator, option.count) for mine in options for option in mine})
     column = {configuration: number for number, configuration in enumerate(configurations)}
     first_row, num_rows = {}, 0

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 from pollux.policy.base import Policy, PolicySettings
 from pollux.policy.dense import place_counts, settle
-from pollux.policy.estimates import remaining_steps, step_s
+from pollux.policy.estimates import largest_nodes, remaining_steps, step_s
 from pollux.policy.greedy import allot
 from pollux.policy.optimus import max_replicas
 from pollux.types import JobView, Node, Plan, Snapshot
@@ -44,13 +44,14 @@ class SlaqPolicy(Policy):
         if not is_within_epoch:
             self._epoch_at, self._nodes = snapshot.now, snapshot.nodes
         held, budget = settle(snapshot, lambda job: is_within_epoch and bool(job.allocation))
+        largest = largest_nodes(snapshot.nodes)
         curves = {job.name: _Curve.of(job) for job in snapshot.jobs}
 
         def lowers(job: JobView, count: int, accelerator: str) -> float:
             if is_within_epoch or count + 1 > max_replicas(job):
                 return 0.0
             curve = curves[job.name]
-            now_s, then_s = (step_s(job, num, snapshot.nodes, accelerator) for num in (count, count + 1))
+            now_s, then_s = (step_s(job, num, largest, accelerator) for num in (count, count + 1))
             return curve.loss_after(EPOCH_S / now_s) - curve.loss_after(EPOCH_S / then_s)
 
         counts, types = allot(snapshot.jobs, budget, lowers, staying=held)

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from pollux.model.goodput import GoodputModel, GoodputTables
 from pollux.policy.dense import may_use, types_of
+from pollux.policy.gangs import demand
 from pollux.types import FloatArray, JobView, Snapshot
 
 _EXPLORATION = 4  # a job may ask for this many times the replicas it has been profiled with
@@ -38,7 +39,7 @@ def max_replicas(job: JobView, num_slots: int) -> int:
     """How many replicas the job may be given: its own bounds, and a few times what it has been profiled with."""
     most = min(job.spec.max_replicas, num_slots)
     if job.spec.batch is None:  # a command that does not adapt: what was asked for, no more
-        return min(most, job.spec.requested_replicas or job.spec.min_replicas)
+        return min(most, demand(job))
     explored = max(_EXPLORATION * job.max_profiled_replicas, _FIRST_REPLICAS, job.spec.min_replicas)
     return min(most, job.spec.batch.max_replicas, explored)
 
@@ -156,11 +157,10 @@ def _compute(jobs: Sequence[JobView], cluster: _Cluster, goodputs: GoodputTables
         found.append([])
         if not job.params or job.noise_scale is None or job.spec.batch is None:
             continue
-        rounded = replace(job, noise_scale=math.exp(cluster.step * (of_note(job.noise_scale, cluster.step) or 0)))
-        fallback = next((model for name in job.params if (model := GoodputModel.of(rounded, name)) is not None), None)
+        phi = math.exp(cluster.step * (of_note(job.noise_scale, cluster.step) or 0))
         for index, name in enumerate(types):
             if may_use(job, name):
-                model = GoodputModel.of(rounded, name) or fallback
+                model = GoodputModel.of(job, name, phi) or GoodputModel.of(job, next(iter(job.params)), phi)
                 assert model is not None
                 found[-1].append((index, len(models)))
                 models.append(model)

@@ -5,26 +5,31 @@ in as many as there are jobs. Slots are leased. Those that are free, or whose le
 ``1 - FILTER`` of the jobs without a lease whose ρ is worst. Their bids say for every number of slots what 1/ρ they
 would come to, and the auction maximises the product of these (proportional fairness). A winner i then gets only the
 part c_i of its slots: the product of the others' values with i there, over what it would be without i. That hidden
-payment is what makes honest bids the best ones. What is left over goes to jobs without a lease, worst ρ first.
+payment is what makes honest bids the best ones. What is left over is given away as well, so that nothing is idle.
 
 Simplifications: a job is an application of one job, between its least replicas and those asked for, at the batch size
 asked for. Bids come from the oracle or the fitted model; where neither knows, a job is taken to scale linearly and to
 have as much left as it has had. The number of jobs is that of now, not the average so far. A job has one lease for all
-its slots, and does not bid while it lasts. Placement is dense; where there are several accelerator types, a job bids
-for the one with the most slots for each bidder, and by its speed on the fastest.
+its slots, and does not bid while it lasts. What is left over goes to all jobs without a lease, worst ρ first, and not
+at random to those that were kept out of the auction, so that the same snapshot always has the same plan. Placement is
+dense; where there are several accelerator types, a job bids for the one with the most slots for each bidder, and by its
+speed on the fastest.
 """
 
 from __future__ import annotations
 
+import functools
+import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pollux.policy.base import Policy, PolicySettings
-from pollux.policy.dense import Budget, may_use, place_counts, settle, types_of
-from pollux.policy.estimates import remaining_steps, step_s
+from pollux.policy.dense import Budget, may_use, place_counts, settle
+from pollux.policy.estimates import largest_nodes, remaining_steps, step_s
 from pollux.policy.gangs import demand
-from pollux.policy.greedy import allot
+from pollux.policy.greedy import Gain, allot, turns
 from pollux.types import JobView, Plan, Snapshot
 
 LEASE_S = 600.0
@@ -47,10 +52,10 @@ class ThemisPolicy(Policy):
         # Whoever holds slots that this policy has not leased is left alone for as long as a lease.
         since = {job.name: self._leased_at.get(job.name, now) for job in snapshot.jobs if job.allocation}
         held, budget = settle(snapshot, lambda job: job.name in since and 0 <= now - since[job.name] < LEASE_S)
-        types_there = types_of(snapshot.nodes)
-        bids = {job.name: Bid.of(job, snapshot, types_there) for job in snapshot.jobs if job.name not in held}
-        asking = [job for job in snapshot.jobs if job.name in bids]
-        asking.sort(key=lambda job: -bids[job.name].rho(demand(job)))  # stable: ties go by submission
+        total, largest, num_jobs = budget.total, largest_nodes(snapshot.nodes), len(snapshot.jobs)
+        asking = [job for job in snapshot.jobs if job.name not in held]
+        bids = {job.name: Bid.of(job, total, largest, num_jobs) for job in asking}
+        asking.sort(key=lambda job: -bids[job.name].rho(bids[job.name].most))  # stable: ties go by submission
         won, types = _auction(asking, bids, budget)
         self._leased_at = since | dict.fromkeys(won, now)
         order = [*(job for job in snapshot.jobs if job.name in held), *asking]
@@ -66,13 +71,14 @@ class Bid:
     left_s: tuple[float, ...]  # with 1, 2, ... replicas
 
     @classmethod
-    def of(cls, job: JobView, snapshot: Snapshot, types: Sequence[str]) -> Bid:
-        most = demand(job)
-        share = min(max(snapshot.num_slots, 1) / len(snapshot.jobs), most)
+    def of(cls, job: JobView, total: Mapping[str, int], largest: Mapping[str, int], num_jobs: int) -> Bid:
+        """``total``, ``largest``: slots of all nodes, and of the largest node, of each type."""
+        usable = [name for name in total if may_use(job, name)]
+        most = min(demand(job), max((total[name] for name in usable), default=1))  # nobody can have more than there is
+        share = min(max(sum(total.values()), 1) / num_jobs, most)
         steps = remaining_steps(job)
-        usable = [name for name in types if may_use(job, name)]
         left_s = tuple(
-            steps * min((step_s(job, num, snapshot.nodes, name) for name in usable), default=math.inf)
+            steps * min((step_s(job, num, largest, name) for name in usable), default=math.inf)
             for num in range(1, most + 1)
         )
         done = 0.0
@@ -84,16 +90,14 @@ class Bid:
         alone_s = left_s[math.floor(share) - 1] if share >= 1 else left_s[0] / share
         return cls(job.age_s, (1 + done) * alone_s, left_s)
 
+    @property
+    def most(self) -> int:
+        return len(self.left_s)
+
     def rho(self, num_replicas: int) -> float:
         """If it has so many from now on; with none it waits for a lease and then has all."""
         wait_s = 0.0 if num_replicas else LEASE_S
         return max((self.age_s + wait_s + self.left_s[num_replicas - 1]) / self.ideal_s, 1e-9)
-
-
-def _bounds(job: JobView) -> tuple[int, int]:
-    """Fewest and most replicas: a user who asks for more or less than the bounds gets that, or nothing."""
-    most = min(demand(job), job.spec.max_replicas)
-    return (job.spec.min_replicas, most) if job.spec.min_replicas <= most else (demand(job), demand(job))
 
 
 def _auction(
@@ -103,32 +107,88 @@ def _auction(
     bidders = asking[: math.ceil((1 - FILTER) * len(asking))]
     offered = dict(budget.left)
 
-    def value_gain(job: JobView, count: int, accelerator: str) -> float:
+    @functools.cache
+    def log_gain(name: str, count: int) -> float:
+        return math.log(bids[name].rho(count) / bids[name].rho(count + 1)) if count < bids[name].most else 0.0
+
+    def gain(job: JobView, count: int, accelerator: str) -> float:
         """Of the product's logarithm."""
-        bid = bids[job.name]
-        return math.log(bid.rho(count) / bid.rho(count + 1)) if count < _bounds(job)[1] else 0.0
+        return log_gain(job.name, count)
 
-    def least(job: JobView) -> int:
-        return _bounds(job)[0]
-
-    shares, types = allot(bidders, budget, value_gain, least=least)
+    shares, types = allot(bidders, budget, gain)
+    are_settled = _are_settled(bidders, types, offered)
+    rank = {name: number for number, name in enumerate(shares)}
+    following = {
+        name: _Replay(turns([job for job in bidders if types.get(job.name) == name], shares, name, gain))
+        for name in offered
+    }
     won: dict[str, int] = {}
     for job in bidders:
-        if job.name in shares:
+        if job.name not in shares:
+            continue
+        if are_settled:
+            changed = _next_in_turn(job, shares, rank, following[types[job.name]])
+        else:
             budget.left = dict(offered)
-            others = [other for other in bidders if other is not job]
-            without, _ = allot(others, budget, value_gain, least=least)
-            part = math.prod(
-                bids[other.name].rho(without.get(other.name, 0)) / bids[other.name].rho(shares.get(other.name, 0))
-                for other in others
-            )
-            count = math.floor(min(part, 1.0) * shares[job.name])
-            if count >= least(job):
-                won[job.name] = count
+            changed = _without(job, bidders, shares, budget, gain)
+        part = math.prod(bids[name].rho(count) / bids[name].rho(shares.get(name, 0)) for name, count in changed)
+        count = math.floor(min(part, 1.0) * shares[job.name])
+        if count >= job.spec.min_replicas:
+            won[job.name] = count
     budget.left = dict(offered)
     for name, count in won.items():
         budget.left[types[name]] -= count
     return _hand_out(asking, budget, won, types)
+
+
+class _Replay:
+    """Goes through the turns of jobs again and again, each time from the first on."""
+
+    def __init__(self, jobs: Iterator[JobView]) -> None:
+        self._jobs = jobs
+        self._seen: list[JobView] = []
+
+    def __iter__(self) -> Iterator[JobView]:
+        for position in itertools.count():
+            if position == len(self._seen):
+                try:
+                    self._seen.append(next(self._jobs))
+                except StopIteration:
+                    return
+            yield self._seen[position]
+
+
+def _are_settled(bidders: Sequence[JobView], types: Mapping[str, str], offered: Mapping[str, int]) -> bool:
+    """Whether everybody would have slots of the same type, or none, whichever other bidder was not there.
+
+    So it is if nobody has a choice of types, and nobody is left out who would fit if it were alone.
+    """
+    for job in bidders:
+        could_use = sum(may_use(job, name) and job.spec.min_replicas <= left for name, left in offered.items())
+        if could_use > 1 or (could_use == 1 and job.name not in types):
+            return False
+    return True
+
+
+Changed = list[tuple[str, int]]
+"""Jobs that would have other counts without one of the bidders, in the order of bidders, and these counts."""
+
+
+def _next_in_turn(job: JobView, shares: Mapping[str, int], rank: Mapping[str, int], following: _Replay) -> Changed:
+    """The slots of a job go to those whose turn would have been next."""
+    others = (other.name for other in following if other is not job)
+    more = Counter(itertools.islice(others, shares[job.name]))
+    return [(name, shares[name] + more[name]) for name in sorted(more, key=rank.__getitem__)]
+
+
+def _without(
+    job: JobView, bidders: Sequence[JobView], shares: Mapping[str, int], budget: Budget, gain: Gain
+) -> Changed:
+    """All is shared out again among the others."""
+    others = [other for other in bidders if other is not job]
+    counts, _ = allot(others, budget, gain)
+    now = [(other.name, counts.get(other.name, 0)) for other in others]
+    return [(name, count) for name, count in now if count != shares.get(name, 0)]
 
 
 def _hand_out(
@@ -138,7 +198,7 @@ def _hand_out(
     counts = dict(won)
     chosen = {name: types[name] for name in won}
     for job in asking:
-        least, most = _bounds(job)
+        least, most = job.spec.min_replicas, demand(job)
         if job.name not in won:
             name = budget.admit(job, least)
             if name is None:

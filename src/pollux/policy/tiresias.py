@@ -30,9 +30,11 @@ class TiresiasPolicy(Policy):
         first, second = ([name for name in queue if name in jobs] for queue in self._queues)
         known = {*first, *second}
         first += [name for name in jobs if name not in known]
-        for job in snapshot.jobs:  # in submission order, which is the order of falling in one round
-            if job.attained_s * demand(job) >= QUEUE_THRESHOLD and job.name not in second:
-                first.remove(job.name)
-                second.append(job.name)
+        behind = set(second)
+        # In submission order, which is the order of falling in one round.
+        falling = [job.name for job in snapshot.jobs if job.attained_s * demand(job) >= QUEUE_THRESHOLD]
+        second += [name for name in falling if name not in behind]
+        behind.update(falling)
+        first = [name for name in first if name not in behind]
         self._queues = (first, second)
         return gang_plan(snapshot, [jobs[name] for name in (*first, *second)])

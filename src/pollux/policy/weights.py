@@ -1,4 +1,4 @@
-"""How much each job counts in the fitness: equally, or more the less is left of it.
+"""How much each job counts in the fitness: equally, or more the less is left of it, as far as that is known.
 
 The second is the rule of heSRPT (Berg, Vesilo and Harchol-Balter, 2020), the optimal way to share servers among jobs
 of known sizes whose speedup is a power of their number: of n jobs, the longest first, the i-th gets a share of
@@ -17,14 +17,28 @@ from pollux.policy.base import PolicySettings
 from pollux.types import FloatArray, JobView
 
 
-def job_weights(jobs: Sequence[JobView], fair_goodputs: FloatArray, settings: PolicySettings) -> FloatArray:
-    """(num_jobs,). ``fair_goodputs``: of each job on its fair share, nan where that is not known yet."""
-    weights = np.array([job.spec.weight for job in jobs], dtype=np.float64)
-    if settings.weights != "remaining":
-        return weights
+def remaining_seconds(
+    jobs: Sequence[JobView], fair_goodputs: FloatArray, settings: PolicySettings, learnt_s: FloatArray | None = None
+) -> FloatArray:
+    """(num_jobs,) on its fair share, as each has declared, or as others have shown; nan where neither is known.
+
+    ``fair_goodputs``: of each job on its fair share, nan where that is not known yet; ``learnt_s``: seconds that jobs
+    like it have shown it to need yet.
+    """
+    if settings.weights == "equal":
+        return np.full(len(jobs), np.nan)
+    learnt_s = np.full(len(jobs), np.nan) if learnt_s is None else learnt_s
+    if settings.weights == "learnt":
+        return learnt_s
     left = np.array([np.nan if job.remaining_examples is None else job.remaining_examples for job in jobs])
     with np.errstate(divide="ignore", invalid="ignore"):
-        remaining_s = left / fair_goodputs
+        declared_s = left / fair_goodputs
+    return np.where(np.isfinite(declared_s), declared_s, learnt_s)
+
+
+def job_weights(jobs: Sequence[JobView], remaining_s: FloatArray, p: float) -> FloatArray:
+    """(num_jobs,), of jobs with so much left; nan: not known."""
+    weights = np.array([job.spec.weight for job in jobs], dtype=np.float64)
     is_known = np.isfinite(remaining_s)
     if not is_known.any():
         return weights
@@ -32,4 +46,4 @@ def job_weights(jobs: Sequence[JobView], fair_goodputs: FloatArray, settings: Po
     remaining_s = np.where(is_known, remaining_s, np.median(remaining_s[is_known]))
     rank = np.empty(len(jobs))
     rank[np.argsort(-remaining_s, kind="stable")] = np.arange(1, len(jobs) + 1)
-    return weights * ((2 * rank - 1) / len(jobs)) ** (1 - settings.p / 2)
+    return weights * ((2 * rank - 1) / len(jobs)) ** (1 - p / 2)

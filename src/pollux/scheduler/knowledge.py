@@ -6,7 +6,9 @@ With profile memory on, all jobs that carry the same application name read and w
 
 from __future__ import annotations
 
+import itertools
 import logging
+import operator
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -14,8 +16,8 @@ from dataclasses import dataclass, field
 from pollux.errors import FitError
 from pollux.model.fitting import Fit, fit
 from pollux.model.profile import Configuration, Profile, Timing
-from pollux.model.transfer import Ratios, guess_params, type_ratios, typical_ratios
-from pollux.types import Node, ShapeFactors, ThroughputParams
+from pollux.model.transfer import MAX_SHOWN, Ratios, TypeRatios, guess_params, type_ratios
+from pollux.types import ShapeFactors, ThroughputParams
 
 _PREFIX = "application "
 
@@ -55,6 +57,7 @@ class Knowledge:
             if not found.has_converged:
                 logger.warning("%s on %s: %s", self.label, accelerator, found.message)
             self.fits[accelerator] = found
+            self.guesses.pop(accelerator, None)  # it was made without these measurements
         self._stale.clear()
         if len(self.fits) > 1:
             batches = [configuration.device_batch for _, configuration, _ in self.profile]
@@ -63,10 +66,12 @@ class Knowledge:
 
     def guess(self, types: Sequence[str], typical: Ratios) -> bool:
         """Complete what is known for all ``types``; true if that is another answer than before."""
-        most: dict[str, int] = {}
-        for accelerator, configuration, _ in self.profile:
-            most[accelerator] = max(most.get(accelerator, 0), configuration.num_replicas)
-        guesses = guess_params(self._fitted, most, self.ratios, typical, types)
+        guesses: dict[str, ThroughputParams] = {}
+        if len({*types, *self.fits}) > 1:
+            most: dict[str, int] = {}
+            for accelerator, configuration, _ in self.profile:
+                most[accelerator] = max(most.get(accelerator, 0), configuration.num_replicas)
+            guesses = guess_params(self._fitted, most, self.ratios, typical, types)
         if guesses == self.guesses:
             return False
         self.guesses = guesses
@@ -86,14 +91,30 @@ class Knowledge:
         return {accelerator: found.params for accelerator, found in self.fits.items()}
 
 
-def guess_all(known: Iterable[Knowledge], nodes: Sequence[Node]) -> list[Knowledge]:
-    """Complete what is known of jobs for all types there are; those of which something new is thought."""
-    types = list(dict.fromkeys(node.accelerator for node in nodes))
+def learn_all(known: Iterable[Knowledge], ratios: TypeRatios, types: Iterable[str] | None) -> list[Knowledge]:
+    """Refit what was measured anew and complete it for ``types`` (None: for none); those that have changed by that.
+
+    ``ratios`` takes in what the jobs have shown, and serves those that have not.
+    """
     distinct = list({id(knowledge): knowledge for knowledge in known}.values())
-    if len(types) < 2:
-        return []
-    typical = typical_ratios(knowledge.ratios for knowledge in distinct)
-    return [knowledge for knowledge in distinct if knowledge.guess(types, typical)]
+    refitted = [knowledge.refit() for knowledge in distinct]
+    for knowledge in itertools.compress(distinct, refitted):
+        ratios.add(knowledge.label, knowledge.ratios)
+    if types is None:
+        return list(itertools.compress(distinct, refitted))
+    there, typical = list(dict.fromkeys(types)), ratios.typical()
+    guessed = [knowledge.guess(there, typical) for knowledge in distinct]
+    return list(itertools.compress(distinct, map(operator.or_, refitted, guessed)))
+
+
+def recall_ratios(learnt: Iterable[Knowledge], ratios: TypeRatios) -> None:
+    """What jobs had shown of types before a restart; of so many as are kept."""
+    several = [knowledge for knowledge in learnt if len(knowledge.profile.accelerators) > 1]
+    for knowledge in several[-MAX_SHOWN:]:
+        # A copy: its jobs are told what was fitted when it is fitted next, and must not miss that.
+        copy = Knowledge(knowledge.label, knowledge.profile, _stale=set(knowledge.profile.accelerators))
+        copy.refit()
+        ratios.add(copy.label, copy.ratios)
 
 
 class ProfileMemory:

@@ -6,6 +6,7 @@ The simulator and the live server call the same ticks; only clock, store and eng
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
@@ -13,10 +14,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pollux.errors import InvalidValueError, PolluxError, UnknownNameError
+from pollux.errors import InvalidValueError, PolicyError, PolluxError, UnknownNameError
+from pollux.model.transfer import TypeRatios
 from pollux.policy.base import Policy
 from pollux.scheduler.autoscale import AutoscaleConfig, SizeDecision
-from pollux.scheduler.knowledge import Knowledge, ProfileMemory, guess_all
+from pollux.scheduler.knowledge import Knowledge, ProfileMemory, learn_all, recall_ratios
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.nodes import placeable, survivors, usable
 from pollux.scheduler.ports import (
@@ -41,7 +43,7 @@ from pollux.scheduler.ports import (
     check_report,
 )
 from pollux.scheduler.reconcile import Actual, Change, Resize, Start, reconcile, together, verify_plan
-from pollux.scheduler.record import Departure, JobRecord, Reallocation, RoundRecord
+from pollux.scheduler.record import Departure, JobRecord, RoundRecord, as_it_was, reallocations
 from pollux.scheduler.sizing import Sizer
 from pollux.types import NO_ALLOCATION, Allocation, JobSpec, JobView, Node, Plan, Snapshot
 
@@ -65,7 +67,8 @@ class SchedulerConfig:
     tunes_batches: bool = True  # hand fitted θ to jobs; off for policies that fix the batch
     autoscale: AutoscaleConfig | None = None
     pins_resizing: bool = False  # a job keeps what it holds until its start or resize is through
-    guesses_types: bool = True  # what is known of jobs is completed for types that they have not run on
+    guesses_types: bool = True  # what is known of jobs is completed for types that they have not run on, or alone
+    is_strict: bool = False  # what a policy does wrong is raised; a cluster goes on with what its jobs hold
 
     def __post_init__(self) -> None:
         if not (math.isfinite(self.interval_s) and self.interval_s > 0):
@@ -99,6 +102,7 @@ class Scheduler:
         self.policy, self.config = policy, config
         self._engine, self._store, self._clock, self._oracles = engine, store, clock, oracles
         self._memory = ProfileMemory() if config.remembers_profiles else None
+        self._ratios = TypeRatios()
         self._active: dict[str, JobRecord] = {}  # in order of submission
         self._desired: dict[str, Allocation] = {}
         self._next_round_at = clock.now() + config.interval_s
@@ -193,8 +197,11 @@ class Scheduler:
 
         Jobs that hold slots keep them until a decision says otherwise. ``learnt``: also of jobs that are over.
         """
+        learnt = list(learnt)
         if self._memory is not None:
             self._memory.recall(learnt)
+        if self.config.tunes_batches and self.config.guesses_types:
+            recall_ratios(learnt, self._ratios)
         for record in sorted(records, key=lambda record: record.sequence):
             if record.state.is_final:
                 continue
@@ -363,7 +370,7 @@ class Scheduler:
             self._engine.apply([ResizeJob(job=record.name, allocation=allocation, generation=record.generation)])
 
     def _end(self, record: JobRecord, state: JobState, at: float, reason: str) -> None:
-        num_slots, record.allocation, record.leaving = record.allocation.num_replicas, NO_ALLOCATION, NO_ALLOCATION
+        num_slots, record.allocation, record.leaving = record.allocation.num_slots, NO_ALLOCATION, NO_ALLOCATION
         record.finished_at = at
         record.move(state, at, reason or state.value)
         why = record.reason.partition("\n")[0]
@@ -443,15 +450,17 @@ class Scheduler:
         self._learn()
         began = time.perf_counter()  # the size is part of the decision, and its plan may be the round's
         if self._sizer is not None:
-            self._sizer.update(now, self._engine.nodes(), self._views(now), self._draining, self.policy.decide)
+            self._sizer.update(now, self._engine.nodes(), self._views(now), self._draining, self._ask)
         # A cluster that decides on events tells of the last job's end when it ends, not when the next one comes.
         if not self._active and not (self._departures and self.config.decides_on_events):
             return
         snapshot = placeable(self.snapshot(now))
         plan, error = self._plan(snapshot) if self._active else (Plan(allocations={}), "")
         decision_s = time.perf_counter() - began
-        changes = () if error else self._changes(plan)
-        plan = self._as_it_was(plan, decision_s)
+        there = {node.name for node in self._engine.nodes()}
+        leaving = dict.fromkeys(self.releasing, "released") | dict.fromkeys(self._draining, "drained")
+        changes = () if error else reallocations(plan, self._active.values(), there, leaving)
+        plan = as_it_was(plan, decision_s, self._active)
         # A job that is stopping keeps its slots until it has; what it held is not what it should get back.
         self._desired = {
             name: allocation
@@ -476,63 +485,46 @@ class Scheduler:
         )
         self._departures.clear()
 
-    def _as_it_was(self, plan: Plan, decision_s: float) -> Plan:
-        """With how long it took, and what jobs really held: one that must leave a node was shown as holding nothing."""
-        if plan.explanation is None:
-            return plan
-        jobs = []
-        for decision in plan.explanation.jobs:
-            record = self._active[decision.job]
-            if decision.before != record.allocation and record.state is not JobState.STOPPING:
-                decision = dataclasses.replace(decision, before=record.allocation)
-            jobs.append(decision)
-        explanation = dataclasses.replace(plan.explanation, jobs=tuple(jobs), decision_s=decision_s)
-        return dataclasses.replace(plan, explanation=explanation)
-
-    def _changes(self, plan: Plan) -> tuple[Reallocation, ...]:
-        """What a plan changes for jobs, also those it does not know; nothing for jobs that are stopping anyway."""
-        there = {node.name for node in self._engine.nodes()}
-        found = []
-        for record in self._active.values():
-            before, after = record.allocation, plan.allocation_of(record.name)
-            if before == after or record.state is JobState.STOPPING:
-                continue
-            barred = {}
-            for node, _ in before.shares:
-                if node in self._draining:
-                    barred[node] = "drained"
-                elif node in self.releasing:
-                    barred[node] = "released"
-                elif node not in there:
-                    barred[node] = "lost"
-            has_started = record.num_restarts is not None
-            found.append(
-                Reallocation(job=record.name, before=before, after=after, has_started=has_started, barred=barred)
-            )
-        return tuple(found)
-
     def _plan(self, snapshot: Snapshot) -> tuple[Plan, str]:
-        """The policy's plan; what is held already if that plan cannot be carried out."""
+        """The policy's plan; what is held already if there is none that can be carried out."""
         try:
             known = self._sizer.plan_for(snapshot) if self._sizer is not None else None
-            plan = known or self.policy.decide(snapshot)
+            plan = known or self._ask(snapshot)
             verify_plan(snapshot, plan)
         except PolluxError as error:
+            if self.config.is_strict:
+                raise
             if str(error) != self._said_error:  # once, not with every round that goes the same way
-                logger.error("policy %s made an invalid plan; nothing changes this round: %s", self.policy.name, error)
+                message = "policy %s made no valid plan; nothing changes this round: %s"
+                logger.error(message, self.policy.name, error, exc_info=error.__cause__)
             self._said_error = str(error)
             return Plan(allocations=dict(self._desired)), str(error)
         self._said_error = ""
         return plan, ""
 
+    def _ask(self, snapshot: Snapshot) -> Plan:
+        """What the policy says. Whatever goes wrong in it is an error that rounds know, and stops nobody else."""
+        try:
+            plan = self.policy.decide(snapshot)
+        except PolluxError:
+            raise
+        except Exception as error:
+            if self.config.is_strict:
+                raise
+            with contextlib.suppress(Exception):
+                self.policy.reset()  # what it remembers may be what it fails on
+            raise PolicyError(f"the policy raised {error!r}") from error
+        if not isinstance(plan, Plan):
+            raise PolicyError(f"the policy's answer is {plan!r}; a Plan is needed")
+        return plan
+
     def _learn(self) -> None:
         """Refit what was measured anew and tell the jobs concerned."""
         if not self.config.tunes_batches:
             return
-        known = {id(record.knowledge): record.knowledge for record in self._active.values()}
-        fresh = {key for key, knowledge in known.items() if knowledge.refit()}
-        if self.config.guesses_types:
-            fresh |= {id(knowledge) for knowledge in guess_all(known.values(), self._engine.nodes())}
+        types = [node.accelerator for node in self._engine.nodes()] if self.config.guesses_types else None
+        known = [record.knowledge for record in self._active.values()]
+        fresh = {id(knowledge) for knowledge in learn_all(known, self._ratios, types)}
         commands: list[Command] = [
             TuneJob(job=record.name, params=record.knowledge.params)
             for record in self._active.values()

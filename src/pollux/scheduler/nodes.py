@@ -20,10 +20,12 @@ def usable(
     A node that has shrunk keeps that too: no plan could leave them alone otherwise.
     """
     held: Counter[str] = Counter()
+    fixed = {view.name for view in views if view.is_fixed}
     staying = []
     for view in views:
         if view.is_fixed:
-            held.update(view.allocation.as_mapping())
+            if view.allocation.host not in fixed:  # otherwise its host's slots are kept, and it sits on them
+                held.update(view.allocation.as_mapping())
         elif any(node in leaving for node, _ in view.allocation.shares):
             view = dataclasses.replace(view, allocation=NO_ALLOCATION)
         staying.append(view)
@@ -48,17 +50,24 @@ def survivors(nodes: Sequence[Node], views: Iterable[JobView]) -> dict[str, Allo
     """What jobs still hold after nodes went or shrank, by name: of those that have lost something and can go on.
 
     A share counts as long as its node is there and has room for it; whoever must not be moved comes first, and keeps
-    its place on a node that shrank. A job of which nothing is left, or less than it can do with, is not named.
+    its place on a node that shrank. A guest needs no room: it stays where its host does. A job of which nothing is
+    left, or less than it can do with, is not named.
     """
     free = {node.name: node.num_slots for node in nodes}
+    stays_on: dict[str, Collection[str]] = {}
     found: dict[str, Allocation] = {}
-    for view in sorted(views, key=lambda view: not view.is_fixed):
+    for view in sorted(views, key=lambda view: (bool(view.allocation.host), not view.is_fixed)):
+        host = view.allocation.host
         left = []
         for share in view.allocation.shares:
-            if share.node in free and (view.is_fixed or share.num_replicas <= free[share.node]):
+            if host:
+                if share.node in stays_on.get(host, free):
+                    left.append(share)
+            elif share.node in free and (view.is_fixed or share.num_replicas <= free[share.node]):
                 free[share.node] -= share.num_replicas
                 left.append(share)
-        allocation = Allocation(tuple(left))
+        stays_on[view.name] = {share.node for share in left}
+        allocation = Allocation(tuple(left), host if left else "")
         if allocation != view.allocation and allocation.num_replicas >= view.spec.min_replicas:
             found[view.name] = allocation
     return found

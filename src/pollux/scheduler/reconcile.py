@@ -80,7 +80,7 @@ def verify_plan(snapshot: Snapshot, plan: Plan) -> None:
         if node_name in nodes and used > nodes[node_name].num_slots:
             problems.append(f"node {node_name!r} has {nodes[node_name].num_slots} slots, {used} are given away")
     if problems:
-        raise InvalidPlanError("; ".join(problems))
+        raise InvalidPlanError(*problems)
 
 
 def _guest_problems(name: str, allocation: Allocation, plan: Plan) -> list[str]:

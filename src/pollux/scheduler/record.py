@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import dataclasses
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from pollux.scheduler.knowledge import Knowledge
@@ -150,3 +151,35 @@ class RoundRecord:
     error: str = ""
     changes: tuple[Reallocation, ...] | None = None  # None: not kept, by an older version
     departures: tuple[Departure, ...] = ()  # jobs that ended since the round before
+
+
+def as_it_was(plan: Plan, decision_s: float, records: Mapping[str, JobRecord]) -> Plan:
+    """With how long it took, and what jobs really held: one that must leave a node was shown as holding nothing."""
+    if plan.explanation is None:
+        return plan
+    jobs = []
+    for decision in plan.explanation.jobs:
+        record = records[decision.job]
+        if decision.before != record.allocation and record.state is not JobState.STOPPING:
+            decision = dataclasses.replace(decision, before=record.allocation)
+        jobs.append(decision)
+    explanation = dataclasses.replace(plan.explanation, jobs=tuple(jobs), decision_s=decision_s)
+    return dataclasses.replace(plan, explanation=explanation)
+
+
+def reallocations(
+    plan: Plan, records: Iterable[JobRecord], there: Collection[str], leaving: Mapping[str, str]
+) -> tuple[Reallocation, ...]:
+    """What a plan changes for jobs, also those it does not know; nothing for jobs that are stopping anyway.
+
+    ``there``: all nodes; ``leaving``: those that jobs may use no longer, each with why.
+    """
+    found = []
+    for record in records:
+        before, after = record.allocation, plan.allocation_of(record.name)
+        if before == after or record.state is JobState.STOPPING:
+            continue
+        barred = {node: leaving.get(node, "lost") for node, _ in before.shares if node in leaving or node not in there}
+        has_started = record.num_restarts is not None
+        found.append(Reallocation(job=record.name, before=before, after=after, has_started=has_started, barred=barred))
+    return tuple(found)

@@ -37,6 +37,7 @@ class Sizer:
         if config.budget_slots is not None:
             min_slots = config.min_nodes * pool.template.num_slots
             self._spending = Spending(config.budget_slots, config.budget_window_s, min_slots)
+        self._said_error = ""  # why there was no decision, as logged
         self.last: SizeDecision | None = None
 
     @property
@@ -76,10 +77,14 @@ class Sizer:
         before = self._num_wanted
         self._plans.clear()
         outlook = _Outlook(now, nodes, candidates, views, draining, self._pool.template)
+        problem = ""
         try:
             self._decide(now, outlook, decide)
         except PolluxError as error:
-            logger.error("no decision on the number of nodes, it stays at %d: %s", self._num_wanted, error)
+            problem = str(error)
+            if problem != self._said_error:  # once, not with every round that goes the same way
+                logger.error("no decision on the number of nodes, it stays at %d: %s", self._num_wanted, error)
+        self._said_error = problem
         self._release(candidates, draining, shrinks=self._num_wanted < before)
         bound = _bound(views)
         keeping = [node.name for node in nodes if node.name not in self._releasing or node.name in bound]

@@ -16,6 +16,7 @@ from pollux.server.access import check_host
 
 DEFAULT_HOST = "127.0.0.1"
 SECRET_FILE = "secret"
+LIVE_SETTINGS = PolicySettings(resize_s=1.0)  # until a job's own resizes have been measured
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
 _ADDRESS = re.compile(r"(\[[^\[\]]+\]|[^\s:/\[\]]+):[0-9]{1,5}")
 
@@ -31,7 +32,7 @@ class ServiceConfig:
     slots: int | None = None  # CPU slots; None: the GPUs, or a slot per CPU where there are none
     nodes: str | None = None  # virtual nodes, as in "2x2"
     policy: str = "pollux"
-    settings: PolicySettings | None = None  # of the policy; None: those for a live cluster
+    settings: PolicySettings = LIVE_SETTINGS
     interval_s: float = 10.0  # decide at least this often
     needs_token: bool = True
     has_open_metrics: bool = False  # /metrics needs no token
@@ -81,7 +82,7 @@ class ClusterConfig:
     secret: str  # jobs' tokens are made from it
     url: str = ""  # where jobs find the server
     policy: str = "pollux"
-    settings: PolicySettings = field(default_factory=lambda: PolicySettings(resize_s=1.0))
+    settings: PolicySettings = LIVE_SETTINGS
     interval_s: float = 10.0
     min_pause_s: float = 0.25
     environment: Mapping[str, str] = field(default_factory=dict)  # what every job's begins with

@@ -76,7 +76,7 @@ def write_seconds(path: Path, seconds: Mapping[str, float]) -> None:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """What the last server here decided with: policy, interval_s, resize_s (what a resize is charged), node_price."""
+    """What the last server here decided with: policy, interval_s, resize_s (charged for one), weights, node_price."""
     found = _read(path)
     return dict(found) if isinstance(found, dict) else {}
 

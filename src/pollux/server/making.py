@@ -134,7 +134,6 @@ def _make(config: ServiceConfig, store: SqlStore, url: str, make_engine: Callabl
 
     engine = make_engine(launch_of=lambda name: made[0].launch_of(name), on_event=wake, grace_s=config.grace_s)
     try:
-        settings: dict[str, Any] = {} if config.settings is None else {"settings": config.settings}
         storage = keep_storage(config, store)
         described = ClusterConfig(
             data_directory=config.data_directory,
@@ -147,10 +146,11 @@ def _make(config: ServiceConfig, store: SqlStore, url: str, make_engine: Callabl
             storage=storage,
             autoscale=config.autoscale,
             node_price=config.node_price,
-            **settings,
+            settings=config.settings,
         )
         decides_with = {"policy": described.policy, "interval_s": described.interval_s}
         decides_with |= {"resize_s": described.settings.resize_s, "node_price": described.node_price}
+        decides_with["weights"] = described.settings.weights
         write_settings(config.data_directory / SETTINGS_FILE, decides_with)  # for whoever replays what was decided
         pool = engine if config.autoscale is not None else None
         made.append(Cluster(store=store, engine=engine, config=described, pool=pool))

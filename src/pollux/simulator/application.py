@@ -6,6 +6,7 @@ Two kinds: traces measured by others (:mod:`pollux.simulator.traces`) and conden
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
@@ -93,6 +94,15 @@ class Application(Protocol):
 
     def iterations_between(self, epoch: int, last: int, total_batch: int) -> float:
         """Steps at ``total_batch`` from the end of epoch ``epoch`` to the end of epoch ``last``."""
+
+
+def limits_in(
+    application: Application, accelerator: str, placement: tuple[int, ...], own: BatchLimits | None = None
+) -> BatchLimits:
+    """What a job may train with in a placement: as it asked for (``own``), and as its devices have room for."""
+    limits = (own or application.limits).on(accelerator)
+    most = max(application.device_max(accelerator, placement), limits.device_min)
+    return limits if most >= limits.device_max else dataclasses.replace(limits, device_max=most)
 
 
 def application_key(applications: Mapping[str, Application], job: JobSpec) -> str:

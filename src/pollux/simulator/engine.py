@@ -35,7 +35,7 @@ from pollux.scheduler.ports import (
     StopJob,
     TuneJob,
 )
-from pollux.simulator.application import Application, StepTime, application_key, dense_placement
+from pollux.simulator.application import Application, StepTime, application_key, dense_placement, limits_in
 from pollux.simulator.colocation import SharedSpeeds, load, speeds_together
 from pollux.types import (
     DEFAULT_ACCELERATOR,
@@ -275,7 +275,7 @@ class SimulatedEngine:
         shared_speeds: SharedSpeeds = MappingProxyType({}),
         moves_are_free: bool = False,
     ) -> None:
-        self.jobs: dict[str, SimulatedJob] = {}
+        self.jobs: dict[str, SimulatedJob] = {}  # that were started and have not ended
         self.now = 0.0
         self._nodes = tuple(nodes)
         self.template = nodes[0]
@@ -374,7 +374,7 @@ class SimulatedEngine:
                 )
             self._events.append(JobEnded(job=name, state=JobState.SUCCEEDED, at=job.completed_at))
             job.release()
-            del self._running[name]
+            del self._running[name], self.jobs[name]
             self._update_interference()
             self._update_sharing()
         elif job.is_announced:
@@ -411,8 +411,8 @@ class SimulatedEngine:
     def profile(self, spec: JobSpec, num_batches: int) -> None:
         """Report what a job would measure on as few slots as it can do with, of every type that it may use.
 
-        With so many device batches from the largest to the smallest. It costs nothing, as in the Sia artifact, which
-        knows how fast each application is on one device of each type before it starts.
+        With so many device batches from the largest to the smallest. It costs nothing here; on a cluster it would take
+        some steps with each.
         """
         job = self.job_for(spec)
         for node in {node.accelerator: node for node in self._nodes}.values():
@@ -443,15 +443,13 @@ class SimulatedEngine:
     def _known(self, name: str) -> SimulatedJob:
         job = self.jobs.get(name)
         if job is None:
-            raise SimulationError(f"job {name!r} was never started")
+            raise SimulationError(f"job {name!r} was never started, or has ended")
         return job
 
     def _allocate(self, job: SimulatedJob, allocation: Allocation, generation: int, delay_s: float) -> None:
         accelerator = self._accelerator_of[allocation.shares[0].node]
         if allocation.shares == job.allocation.shares or (  # only the neighbour changed
-            self._moves_are_free
-            and accelerator == job.accelerator
-            and sorted(allocation.counts) == sorted(job.allocation.counts)
+            self._moves_are_free and accelerator == job.accelerator and allocation.counts == job.allocation.counts
         ):
             delay_s = 0.0
         job.allocate(allocation, accelerator, generation, delay_s)
@@ -501,7 +499,4 @@ def _timing(times: StepTime) -> Timing:
 
 
 def _limits(spec: JobSpec, application: Application, accelerator: str, placement: tuple[int, ...]) -> BatchLimits:
-    """What a job may train with in a placement: as it asked for, and as its device has room for."""
-    limits = (spec.batch or application.limits).on(accelerator)
-    most = max(application.device_max(accelerator, placement), limits.device_min)
-    return limits if most >= limits.device_max else dataclasses.replace(limits, device_max=most)
+    return limits_in(application, accelerator, placement, spec.batch)

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from pollux.errors import InvalidValueError, SimulationError
 from pollux.model.goodput import candidate_batches
-from pollux.simulator.application import Application, dense_placement
+from pollux.simulator.application import Application, dense_placement, limits_in
 from pollux.simulator.physics import NodeGroup
 from pollux.types import FloatArray
 
@@ -81,12 +81,12 @@ class SoloTimes:
 
     def _best_rates(self, name: str, num_replicas: int, group: NodeGroup) -> FloatArray:
         application, accelerator = self._known(name), group.accelerator
-        limits = application.limits.on(accelerator)
+        placement = dense_placement(num_replicas, group.slots_per_node)
+        limits = limits_in(application, accelerator, placement)
         device, accum, allowed = candidate_batches(num_replicas, limits)
         configs = sorted(set(zip(device[allowed].tolist(), accum[allowed].tolist(), strict=True)))
         if not configs:
             raise SimulationError(f"application {name!r}: no batch within {limits} fits {num_replicas} GPUs")
-        placement = dense_placement(num_replicas, group.slots_per_node)
         times_s = np.array([application.step_time(accelerator, placement, m).iteration_s(s) for m, s in configs])
         gains = np.array([self._gain(name, num_replicas * m * (s + 1)) for m, s in configs])  # (configs, epochs)
         best: FloatArray = (gains / times_s[:, None]).max(axis=0)

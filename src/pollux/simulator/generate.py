@@ -130,7 +130,7 @@ def generate_workload(
     would never start it.
 
     Raises:
-        InvalidValueError: a number is out of its range.
+        InvalidValueError: a number is out of its range, or an application needs more GPUs than ``max_replicas``.
         UnknownNameError: ``mix`` names an application that is not there.
     """
     for label, value in (("jobs", num_jobs), ("GPUs at most", max_replicas), ("GPUs per node", gpus_per_node)):
@@ -223,15 +223,19 @@ def tuned_configurations(application: Application, max_replicas: int = 64, gpus_
 
     A number of GPUs qualifies if its speedup, over one GPU (or the fewest it can do with) and each with the batch size
     that is best for it, is 50-80 % of linear. Where none does (the job scales too well for ``max_replicas``, or not at
-    all) it is the largest number above 80 %, which one GPU always is.
+    all) it is the largest number above 80 %, which the fewest always are.
+
+    Raises:
+        InvalidValueError: it needs more than ``max_replicas``, or none of its batch sizes can be split over so many.
     """
-    most = min(max_replicas, application.max_replicas)
+    least, most = application.min_replicas, min(max_replicas, application.max_replicas)
+    if least > max_replicas:
+        raise InvalidValueError(
+            f"{application.name} needs at least {least} GPUs, and no job may ask for more than {max_replicas}; allow "
+            f"more (--gpus {least}), or take it out of the mix"
+        )
     best: dict[int, tuple[float, Tuned]] = {}
-    for num_replicas in _REPLICA_COUNTS:
-        if num_replicas < application.min_replicas:
-            continue
-        if num_replicas > most:
-            break
+    for num_replicas in sorted({least, *(count for count in _REPLICA_COUNTS if least < count <= most)}):
         options = [
             (training_s(application, num_replicas, size, gpus_per_node), Tuned(num_replicas, size))
             for size in _batch_sizes(application)
@@ -239,7 +243,12 @@ def tuned_configurations(application: Application, max_replicas: int = 64, gpus_
         ]
         if options:
             best[num_replicas] = min(options, key=lambda option: option[0])
-    least = min(best)
+    if least not in best:
+        sizes = ", ".join(map(str, _batch_sizes(application)))
+        raise InvalidValueError(
+            f"{application.name} needs {least} GPUs with at least {application.limits.device_min} examples each; no "
+            f"batch size of {sizes} is enough for that"
+        )
     alone_s = least * best[least][0]
     low, high = TUNED_EFFICIENCY
     efficiency = {k: alone_s / time_s / k for k, (time_s, _) in best.items()}

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from pollux.errors import InputFileError
-from pollux.simulator.traces import StepTimes, TraceApplication, TrainingRuns
+from pollux.simulator.traces import StepTimes, TraceApplication, TrainingRuns, blaming
 from pollux.types import BatchLimits
 
 # The artifact trains for a fixed number of epochs, whatever the metric.
@@ -42,13 +42,14 @@ def _application(folder: Path) -> TraceApplication:
     runs = TrainingRuns(folder, NUM_EPOCHS.get(name))
     fixed = FIXED_BATCH_ON_ONE_GPU.get(name)
     device_min, device_max = times.device_bounds
-    limits = BatchLimits(
-        initial=runs.batch_sizes[0],
-        maximum=runs.batch_sizes[-1],
-        device_min=device_min,
-        device_max=_MAX_DEVICE_BATCH.get(name, device_max),
-        minimum=fixed or runs.batch_sizes[0],
-    )
+    with blaming(folder, runs):
+        limits = BatchLimits(
+            initial=runs.batch_sizes[0],
+            maximum=runs.batch_sizes[-1],
+            device_min=device_min,
+            device_max=_MAX_DEVICE_BATCH.get(name, device_max),
+            minimum=fixed or runs.batch_sizes[0],
+        )
     return TraceApplication(
         name=name, limits=limits, times={"": times}, runs=runs, max_replicas=1 if fixed else limits.max_replicas
     )

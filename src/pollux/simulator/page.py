@@ -20,6 +20,7 @@ PAGE = """<!DOCTYPE html>
 <noscript><p class="card">The plots need JavaScript; the tables do not.</p></noscript>
 {first}
 {sections}
+{words}
 <section><h2>Repeat it</h2><p>{made_with}</p>{repeat}</section>
 </main>
 {plotly}
@@ -32,6 +33,10 @@ PAGE = """<!DOCTYPE html>
 SCRIPT = """
 const figures = JSON.parse(document.getElementById("figures").textContent);
 const hidden = {};
+document.querySelectorAll("section").forEach((section, number) =>
+  section.querySelectorAll('.chip[aria-pressed="false"]').forEach(chip => {
+    hidden["w" + number + "/" + chip.dataset.policy] = true;
+  }));
 function draw(id) {
   const section = id.split("-")[0], figure = figures[id];
   const data = figure.data.map(trace => ({...trace, visible: !(hidden[section + "/" + trace.meta])}));

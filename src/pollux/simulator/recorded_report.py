@@ -11,18 +11,10 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from pollux.simulator.figures import Figure, TimeUnit, duration, line, numbers, swatch
 from pollux.simulator.recorded import Comparison, Prediction
 from pollux.simulator.recording import Point, Recording
-from pollux.simulator.report import (
-    NUM_COLOURS,
-    Figure,
-    TimeUnit,
-    duration,
-    html_report,
-    line,
-    numbers,
-    placed,
-)
+from pollux.simulator.report import html_report, placed
 from pollux.simulator.result import SimulationResult
 
 _MAX_ROWS = 200  # of a table of jobs: those that took longest
@@ -137,9 +129,9 @@ def _job_table(recording: Recording, prediction: Prediction, static_s: Sequence[
         cells += [duration(static_s[index])] if static_s is not None else []
         cells += [f"{prediction.recorded.jobs[index].rho:.2f}", _range([count for *_, count in job.allocations])]
         cells += [str(job.num_restarts), "–" if job.lost_share is None else f"{job.lost_share:.1%}", reached or "–"]
-        swatch = f'<i style="background:var(--c{index % NUM_COLOURS})"></i>' if has_colours else ""
+        mark = swatch(index) if has_colours else ""
         values = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
-        rows.append(f'<tr><th scope="row">{swatch}{html.escape(job.name)}</th>{values}</tr>')
+        rows.append(f'<tr><th scope="row">{mark}{html.escape(job.name)}</th>{values}</tr>')
     heads = ["recorded", "simulated", "error"]
     heads += ["static equal shares"] if static_s is not None else []
     heads += ["ρ", "slots", "resizes", "lost to them", "reached"]

@@ -24,7 +24,7 @@ from pollux.errors import FitError, InvalidValueError, ProfileError, SimulationE
 from pollux.model.fitting import fit
 from pollux.model.profile import Configuration, Profile, Timing
 from pollux.model.throughput import grad_s, sync_s
-from pollux.policy import PolicySettings
+from pollux.policy import WEIGHTINGS, PolicySettings
 from pollux.simulator.application import Habits
 from pollux.simulator.builtin import ProfiledApplication, StepCorrections
 from pollux.simulator.fairness import mean_jobs_present
@@ -120,12 +120,13 @@ def read_recording(
     policy: str | None = None,
     interval_s: float | None = None,
     charge_s: float | None = None,
+    weights: str | None = None,
     left_out: Mapping[str, str] | None = None,
     node_price: float | None = None,
 ) -> Recording:
     """Understand what a cluster recorded: job details, reports by job, nodes, and rounds.
 
-    ``policy``, ``interval_s`` and ``charge_s`` (what it charges for a resize) are the server's, as far as they are on
+    ``policy``, ``interval_s``, ``charge_s`` (for a resize) and ``weights`` are the server's, as far as they are on
     record; ``left_out`` are jobs that could not even be read, with the reason.
 
     Raises:
@@ -154,7 +155,12 @@ def read_recording(
         raise SimulationError(f"no recorded job can be simulated: {reasons}")
     if policy is None:
         notes.append("Which policy decided is not on record; pollux is taken for it.")
-    settings = PolicySettings(resize_s=LIVE_CHARGE_S if charge_s is None else charge_s)
+    # What a server measures is from the command to the last newcomer's first step, for most of which a job trains on.
+    settings = PolicySettings(
+        resize_s=LIVE_CHARGE_S if charge_s is None else charge_s,
+        charges_measured=False,
+        weights=weights if weights in WEIGHTINGS else "equal",
+    )
     span_s = max(job.finished_at for job in found)
     live_s = LIVE_INTERVAL_S if interval_s is None else interval_s
     config = SimulationConfig(

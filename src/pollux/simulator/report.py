@@ -9,27 +9,44 @@ from __future__ import annotations
 
 import html
 import json
-import math
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
 from pollux import look
 from pollux.errors import PolluxError
+from pollux.simulator.figures import (
+    REPLICA_CLASSES,
+    ByPolicy,
+    Figure,
+    TimeUnit,
+    busiest_jobs,
+    cdf,
+    decisions,
+    duration,
+    gantt,
+    hours,
+    milliseconds,
+    over_time,
+    swatch,
+)
 from pollux.simulator.page import FIGURE, PAGE, SCRIPT
-from pollux.simulator.result import SimulationResult, group_results, mean_of
+from pollux.simulator.result import SimulationResult, group_results, half_range_s, mean_of
 from pollux.simulator.versions import made_with
+from pollux.simulator.words import explained, policy_summaries
 from pollux.version import __version__
 
-MAX_GANTT_JOBS = 60  # the busiest; more rows than these cannot be told apart
-_MAX_NAMED_JOBS = 15  # rows that have room for a name
-_MAX_CDF_POINTS = 500
-NUM_COLOURS = 8
-_REPLICA_CLASSES = ((1, "1"), (2, "2"), (4, "3–4"), (8, "5–8"), (16, "9–16"), (32, "17–32"), (math.inf, "33+"))
 
-Figure = dict[str, Any]
-ByPolicy = Mapping[str, Sequence[SimulationResult]]  # the results of one policy differ by their seed
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Brief:
+    """Of each workload the distributions alone, for many policies on many workloads; tables are the page's own."""
+
+    headings: tuple[str, ...]  # of the tables' columns
+    tables: Mapping[str, str]  # HTML, by workload
+    order: tuple[str, ...]  # whose colour comes first
+    shown: frozenset[str]  # who is in the distributions until more is asked for
+    policies: tuple[str, ...]  # names, to be explained
 
 
 def html_report(
@@ -42,15 +59,16 @@ def html_report(
     figures: dict[str, Figure] | None = None,
     packages: Sequence[str] = (),
     plotly_url: str | None = None,
-    is_brief: bool = False,
+    brief: Brief | None = None,
     subtitle: str | None = None,
 ) -> str:
     """The page. Results of one workload are compared with each other; seeds of one policy are averaged.
 
     ``slot`` is what a replica sits on; ``first`` is HTML that goes before all else, with ``figures`` of its own;
     ``packages`` are those whose versions matter beside the usual ones. A page that a server shows takes plotly from
-    ``plotly_url`` there; without one it is in the page, which then needs nothing. ``is_brief``: tables and
-    distributions alone, for many policies on many workloads. ``subtitle``: in place of who is compared on what.
+    ``plotly_url`` there; without one it is in the page, which then needs nothing. ``brief``: instead of all that can
+    be said of a workload. ``subtitle``: in place of who is compared on what. A policy has the same colour wherever it
+    is on the page.
 
     Raises:
         PolluxError: there is nothing to show, or plotly is not installed.
@@ -61,11 +79,13 @@ def html_report(
         raise PolluxError("a report needs at least one result")
     figures = {} if figures is None else figures
     groups = group_results(results)
+    policies = list(dict.fromkeys(result.policy for result in results))
+    colours = {policy: index for index, policy in enumerate(policies if brief is None else brief.order)}
     sections = [
-        _workload_section(f"w{number}", workload, by_policy, figures, slot, is_brief)
+        _workload_section(f"w{number}", workload, by_policy, figures, slot, colours, brief)
         for number, (workload, by_policy) in enumerate(groups.items())
     ]
-    policies = list(dict.fromkeys(result.policy for result in results))
+    headings = [head.format(slot=slot) for head, *_ in _COLUMNS] if brief is None else brief.headings
     data = json.dumps(figures, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     return PAGE.format(
         title=html.escape(title),
@@ -73,6 +93,7 @@ def html_report(
         style=look.style(),
         first=first,
         sections="\n".join(sections),
+        words=_words(headings, policies if brief is None else brief.policies),
         repeat=_repeat_section(results, command),
         version=html.escape(__version__),
         made_with=html.escape(made_with(*packages)),
@@ -90,7 +111,13 @@ def _plotly(url: str | None) -> str:
 
 
 def _workload_section(
-    key: str, workload: str, by_policy: ByPolicy, figures: dict[str, Figure], slot: str, is_brief: bool
+    key: str,
+    workload: str,
+    by_policy: ByPolicy,
+    figures: dict[str, Figure],
+    slot: str,
+    colours: Mapping[str, int],
+    brief: Brief | None,
 ) -> str:
     runs = [result for seeds in by_policy.values() for result in seeds]
     first = runs[0]
@@ -102,41 +129,44 @@ def _workload_section(
     if first.gpu_hours_by_type:
         note += f" ({first.cluster})"
     if num_seeds > 1:
-        note += f", mean of {num_seeds} seeds; curves over time show the first seed, distributions all of them"
+        note += f", mean of {num_seeds} seeds (± half the range of their averages)"
+        note += "; curves over time show the first seed, distributions all of them"
 
     def figure(name: str, made: Figure, label: str, *, is_wide: bool = False) -> str:
         return placed(figures, f"{key}-{name}", made, label, is_wide=is_wide)
 
     charts = [
-        figure("jct", _cdf(by_policy, "jct"), "Job completion time: share of jobs done within"),
-        figure("rho", _cdf(by_policy, "rho"), "Finish-time fairness ρ: share of jobs at or below"),
+        figure("jct", cdf(by_policy, "jct", colours), "Job completion time: share of jobs done within"),
+        figure("rho", cdf(by_policy, "rho", colours), "Finish-time fairness ρ: share of jobs at or below"),
     ]
-    top = f"""<h2>{html.escape(workload)} <small>{html.escape(note)}</small></h2>
+    heading = f"<h2>{html.escape(workload)} <small>{html.escape(note)}</small></h2>"
+    if brief is not None:
+        chips = _chips(by_policy, colours, brief.shown)
+        grid = f'<div class="grid">{"".join(charts)}</div>'
+        return f"<section>\n{heading}\n{brief.tables.get(workload, '')}{chips}\n{grid}\n</section>"
+    top = f"""{heading}
 <p class="lead">{_headline(by_policy)}</p>
-{_table(by_policy, slot)}
-<div class="chips" role="group" aria-label="policies shown">{_chips(by_policy)}</div>"""
-    if is_brief:
-        return f'<section>\n{top}\n<div class="grid">{"".join(charts)}</div>\n</section>'
+{_table(by_policy, slot, colours)}{_chips(by_policy, colours, frozenset(by_policy))}"""
     charts += [
-        figure("gpus", _over_time(by_policy, "gpus", unit, slot), f"{slot[:1].upper()}{slot[1:]}s in use"),
-        figure("waiting", _over_time(by_policy, "waiting", unit), "Jobs waiting"),
-        figure("efficiency", _over_time(by_policy, "efficiency", unit), "Statistical efficiency", is_wide=True),
+        figure("gpus", over_time(by_policy, "gpus", unit, colours, slot), f"{slot[:1].upper()}{slot[1:]}s in use"),
+        figure("waiting", over_time(by_policy, "waiting", unit, colours), "Jobs waiting"),
+        figure("efficiency", over_time(by_policy, "efficiency", unit, colours), "Statistical efficiency", is_wide=True),
     ]
     span = max(seeds[0].makespan_s for seeds in by_policy.values())
-    rows = _busiest_jobs(by_policy)
+    rows = busiest_jobs(by_policy)
     gantts = [
-        figure(f"gantt{index}", _gantt(seeds[0], rows, unit, span, slot), policy, is_wide=len(by_policy) == 1)
+        figure(f"gantt{index}", gantt(seeds[0], rows, unit, span, slot), policy, is_wide=len(by_policy) == 1)
         for index, (policy, seeds) in enumerate(by_policy.items())
     ]
     decided = "".join(
-        figure(f"decisions{index}", _decisions(seeds[0], unit, index), policy, is_wide=True)
+        figure(f"decisions{index}", decisions(seeds[0], unit, colours[policy]), policy, is_wide=True)
         + f"<p>{html.escape(_decision_note(seeds[0]))}</p>"
         for index, (policy, seeds) in enumerate(by_policy.items())
         if seeds[0].decisions.time_s
     )
     heat = "".join(
         f'<span class="key"><i style="background:var(--h{index})"></i>{label}</span>'
-        for index, (_, label) in enumerate(_REPLICA_CLASSES)
+        for index, (_, label) in enumerate(REPLICA_CLASSES)
     )
     explained = ""
     if decided:
@@ -156,15 +186,25 @@ def _workload_section(
 </section>"""
 
 
-def _chips(by_policy: ByPolicy) -> str:
+def _chips(by_policy: ByPolicy, colours: Mapping[str, int], shown: Collection[str]) -> str:
     """Buttons that show and hide policies, if there are several."""
     if len(by_policy) == 1:
         return ""
-    return "".join(
-        f'<button class="chip" data-policy="{index}" aria-pressed="true">'
-        f'<i style="background:var(--c{index % NUM_COLOURS})"></i>{html.escape(policy)}</button>'
-        for index, policy in enumerate(by_policy)
+    chips = "".join(
+        f'<button class="chip" data-policy="{colours[policy]}" aria-pressed="{str(policy in shown).lower()}">'
+        f"{swatch(colours[policy])}{html.escape(policy)}</button>"
+        for policy in sorted(by_policy, key=lambda policy: colours[policy])
     )
+    return f'\n<div class="chips" role="group" aria-label="policies shown">{chips}</div>'
+
+
+def _words(headings: Iterable[str], policies: Iterable[str]) -> str:
+    """A key to what stands in tables, and to who is who."""
+    parts = []
+    for title, entries in (("Words", explained(headings)), ("Policies", policy_summaries(policies))):
+        lines = "".join(f"<dt>{html.escape(word)}</dt><dd>{html.escape(text)}</dd>" for word, text in entries.items())
+        parts.append(f'<h2>{title}</h2><dl class="glossary">{lines}</dl>' if lines else "")
+    return f"<article>{''.join(parts)}</article>" if any(parts) else ""
 
 
 def placed(figures: dict[str, Figure], id_: str, made: Figure, label: str, *, is_wide: bool = False) -> str:
@@ -201,7 +241,7 @@ _COST = ("cost", "of all node-hours, at the price that was given", "cost", ",.2f
 _HIGHER_IS_BETTER = {"efficiency_mean"}
 
 
-def _table(by_policy: ByPolicy, slot: str) -> str:
+def _table(by_policy: ByPolicy, slot: str, colours: Mapping[str, int]) -> str:
     has_cost = all(result.cost is not None for seeds in by_policy.values() for result in seeds)
     columns = (*_COLUMNS, _COST) if has_cost else _COLUMNS
     heads = "".join(
@@ -214,16 +254,17 @@ def _table(by_policy: ByPolicy, slot: str) -> str:
         for index, column in enumerate(columns)
     ]
     rows = []
-    for index, (policy, row) in enumerate(values.items()):
+    for policy, row in values.items():
         cells = []
         for (_, _, _, form, has_ratio), value, least in zip(columns, row, best, strict=True):
-            made = {"duration": duration, "ms": _milliseconds, "hours": _hours}.get(form)
+            made = {"duration": duration, "ms": milliseconds, "hours": hours}.get(form)
             text = made(value) if made is not None else format(value, form)
             ratio = f"<small>{value / least:.2f}×</small>" if has_ratio and least > 0 and len(values) > 1 else ""
             is_best = ' class="best"' if value == least and len(values) > 1 else ""
             cells.append(f"<td{is_best}>{text}{ratio}</td>")
-        swatch = f'<i style="background:var(--c{index % NUM_COLOURS})"></i>'
-        rows.append(f'<tr><th scope="row">{swatch}{html.escape(policy)}</th>{"".join(cells)}</tr>')
+        if spread_s := half_range_s(by_policy[policy]):
+            cells[0] = cells[0].replace("</td>", f"<small>± {duration(spread_s)}</small></td>")
+        rows.append(f'<tr><th scope="row">{swatch(colours[policy])}{html.escape(policy)}</th>{"".join(cells)}</tr>')
     return (
         f'<div class="scroll"><table class="headline"><thead><tr><th>policy</th>{heads}</tr></thead>'
         f"<tbody>{''.join(rows)}</tbody></table></div>"
@@ -235,7 +276,7 @@ def _decision_note(result: SimulationResult) -> str:
     return (
         f"{result.rounds} rounds; median gap to the bound {np.median(decisions.gap):.2%}, worst "
         f"{max(decisions.gap):.2%}; {np.mean(decisions.changes):.1f} jobs changed per round; one decision took "
-        f"{_milliseconds(time_s.mean)} on average, {_milliseconds(time_s.p99)} at the 99th percentile."
+        f"{milliseconds(time_s.mean)} on average, {milliseconds(time_s.p99)} at the 99th percentile."
     )
 
 
@@ -255,192 +296,3 @@ def _repeat_section(results: Sequence[SimulationResult], command: str) -> str:
         f"<pre><code>{html.escape(command)}</code></pre><details><summary>Every setting</summary>"
         f'<div class="scroll"><table class="settings"><tbody>{rows}</tbody></table></div></details>'
     )
-
-
-# Figures --------------------------------------------------------------------------------------
-
-
-class TimeUnit:
-    """Axis of time: minutes for short runs, hours for long ones."""
-
-    def __init__(self, span_s: float) -> None:
-        self.name, self._seconds = ("hours", 3600.0) if span_s > 3 * 3600 else ("minutes", 60.0)
-
-    def of(self, seconds: float) -> float:
-        return round(seconds / self._seconds, 4)
-
-
-def line(index: int, policy: str, x: Sequence[float], y: Sequence[float | None], **more: Any) -> dict[str, Any]:
-    return {
-        "type": "scatter",
-        "mode": "lines",
-        "name": html.escape(policy, quote=False),  # plotly's text knows &lt; but not &quot;
-        "x": x,
-        "y": y,
-        "meta": index,
-        "line": {"color": f"@{index % NUM_COLOURS}", "width": 2, **more.pop("line", {})},
-        **more,
-    }
-
-
-def _cdf(by_policy: ByPolicy, name: str) -> Figure:
-    is_rho = name == "rho"
-    traces = []
-    for index, (policy, seeds) in enumerate(by_policy.items()):
-        values = sorted(job.rho if is_rho else max(job.jct_s, 1.0) for result in seeds for job in result.jobs)
-        share = np.arange(1, len(values) + 1) / len(values)
-        chosen = np.unique(np.linspace(0, len(values) - 1, min(_MAX_CDF_POINTS, len(values))).astype(int))
-        x = [float(f"{values[i] if is_rho else values[i] / 60:.5g}") for i in chosen]
-        traces.append(
-            line(
-                index,
-                policy,
-                x,
-                np.round(share[chosen], 4).tolist(),
-                line={"shape": "hv"},
-                hovertemplate="%{x:.3g}" + ("" if is_rho else " min") + ": %{y:.0%}",
-            )
-        )
-    seen = [value for trace in traces for value in trace["x"]]
-    mantissas = (1, 1.5, 2, 3, 5, 7) if max(seen) < 12 * min(seen) else (1, 3)
-    ticks = [mantissa * 10.0**power for power in range(-3, 6) for mantissa in mantissas]
-    layout: dict[str, Any] = {
-        "xaxis": {
-            "type": "log",
-            "title": {"text": "ρ (1: as fast as alone on a fair share)" if is_rho else "minutes"},
-            "tickvals": ticks,
-            "ticktext": [f"{tick:g}" for tick in ticks],
-        },
-        "yaxis": {"tickformat": ".0%", "range": [0, 1.02]},
-    }
-    if is_rho:
-        layout["shapes"] = [{"type": "line", "x0": 1, "x1": 1, "yref": "paper", "y0": 0, "y1": 1, "line": _DOTTED}]
-    return {"data": traces, "layout": layout, "height": 320}
-
-
-_DOTTED = {"color": "@muted", "width": 1.5, "dash": "dot"}
-
-
-def _over_time(by_policy: ByPolicy, name: str, unit: TimeUnit, slot: str = "GPU") -> Figure:
-    traces = []
-    for index, (policy, seeds) in enumerate(by_policy.items()):
-        series = seeds[0].series
-        start = min(job.submitted_at for job in seeds[0].jobs)
-        x = [unit.of(at - start) for at in series.time_s]
-        form = "%{y:.0%}" if name == "efficiency" else "%{y:.1f}"
-        traces.append(line(index, policy, x, numbers(getattr(series, name)), hovertemplate=form))
-    layout: dict[str, Any] = {
-        "hovermode": "x unified",
-        "xaxis": {"title": {"text": f"{unit.name} since the first submission"}},
-        "yaxis": {"rangemode": "tozero"},
-    }
-    if name == "efficiency":
-        layout["yaxis"] = {"tickformat": ".0%", "range": [0, 1.05]}
-    if name == "gpus":
-        longest = max((seeds[0] for seeds in by_policy.values()), key=lambda result: result.makespan_s)
-        start = min(job.submitted_at for job in longest.jobs)
-        x = [unit.of(at - start) for at in longest.series.time_s]
-        total = numbers(longest.series.gpus_total)
-        traces.append(
-            {"type": "scatter", "mode": "lines", "name": f"all {slot}s", "x": x, "y": total, "line": _DOTTED}
-            | {"hoverinfo": "skip"}
-        )
-    return {"data": traces, "layout": layout, "height": 320}
-
-
-def _busiest_jobs(by_policy: ByPolicy) -> set[str]:
-    """The same jobs for every policy, so that rows can be compared."""
-    used: dict[str, float] = {}
-    for seeds in by_policy.values():
-        for job in seeds[0].jobs:
-            used[job.name] = used.get(job.name, 0.0) + job.gpu_s
-    return set(sorted(used, key=lambda name: -used[name])[:MAX_GANTT_JOBS])
-
-
-def _gantt(result: SimulationResult, rows: set[str], unit: TimeUnit, span_s: float, slot: str) -> Figure:
-    start = min(job.submitted_at for job in result.jobs)
-    jobs = sorted((job for job in result.jobs if job.name in rows), key=lambda job: job.submitted_at)
-    waits: dict[str, list[Any]] = {"y": [], "base": [], "x": []}
-    bars: dict[str, list[Any]] = {"y": [], "base": [], "x": [], "colour": [], "text": []}
-    for row, job in enumerate(jobs):
-        waits["y"].append(row)
-        waits["base"].append(unit.of(job.submitted_at - start))
-        waits["x"].append(unit.of(job.jct_s))
-        for begin, end, replicas in job.allocations:
-            bars["y"].append(row)
-            bars["base"].append(unit.of(begin - start))
-            bars["x"].append(unit.of(end - begin))
-            bars["colour"].append(f"@h{_replica_class(replicas)}")
-            held = f"{replicas} {slot}{'s' if replicas > 1 else ''} for {duration(end - begin)}"
-            bars["text"].append(f"{html.escape(job.name, quote=False)}<br>{held}")
-    common = {"type": "bar", "orientation": "h", "showlegend": False}
-    traces = [
-        {**common, "y": waits["y"], "base": waits["base"], "x": waits["x"], "width": 0.18, "hoverinfo": "skip"}
-        | {"marker": {"color": "@muted", "line": {"width": 0}}},
-        {**common, "y": bars["y"], "base": bars["base"], "x": bars["x"], "width": 0.86}
-        | {"marker": {"color": bars["colour"], "line": {"width": 0}}}
-        | {"text": bars["text"], "textposition": "none", "hovertemplate": "%{text}<extra></extra>"},
-    ]
-    is_named = len(jobs) <= _MAX_NAMED_JOBS
-    names = [html.escape(job.name, quote=False) for job in jobs]
-    labels = {"tickvals": list(range(len(jobs))), "ticktext": names} if is_named else {"visible": False}
-    layout = {
-        "barmode": "overlay",
-        "xaxis": {"title": {"text": unit.name}, "range": [0, unit.of(span_s)]},
-        "yaxis": {**labels, "range": [len(jobs) - 0.4, -0.6]},
-        "margin": {"l": 12},
-    }
-    row_height = 24 if is_named else 6
-    return {"data": traces, "layout": layout, "height": 110 + max(row_height * len(jobs), 72)}
-
-
-def _decisions(result: SimulationResult, unit: TimeUnit, index: int) -> Figure:
-    decisions = result.decisions
-    start = min(job.submitted_at for job in result.jobs)
-    x = [unit.of(at - start) for at in decisions.time_s]
-    lines: tuple[tuple[str, Sequence[float], str, dict[str, Any]], ...] = (
-        ("upper bound", decisions.upper_bound, "%{y:.3f}", {"line": {**_DOTTED, "shape": "hv"}}),
-        (
-            "changing nothing",
-            decisions.fitness_before,
-            "%{y:.3f}",
-            {"line": {"color": "@6", "width": 1, "shape": "hv"}},
-        ),
-        ("fitness", decisions.fitness, "%{y:.3f}", {"line": {"shape": "hv"}}),
-        ("gap", decisions.gap, "%{y:.2%}", {"yaxis": "y2", "line": {"color": "@3", "width": 1.5, "shape": "hv"}}),
-    )
-    traces = [line(index, name, x, numbers(y), hovertemplate=form, **more) for name, y, form, more in lines]
-    for trace in traces:
-        del trace["meta"]  # not one of the lines that the policies' buttons show and hide
-    layout = {
-        "hovermode": "x unified",
-        "showlegend": True,
-        "xaxis": {"title": {"text": f"{unit.name} since the first submission"}, "anchor": "y2"},
-        "yaxis": {"domain": [0.36, 1], "title": {"text": "fitness"}, "rangemode": "tozero"},
-        "yaxis2": {"domain": [0, 0.26], "title": {"text": "gap"}, "tickformat": ".1%", "rangemode": "tozero"},
-    }
-    return {"data": traces, "layout": layout, "height": 400}
-
-
-def _replica_class(replicas: int) -> int:
-    return next(index for index, (most, _) in enumerate(_REPLICA_CLASSES) if replicas <= most)
-
-
-def numbers(values: Sequence[float]) -> list[float | None]:
-    return [float(f"{value:.5g}") if math.isfinite(value) else None for value in values]
-
-
-def duration(seconds: float) -> str:
-    for limit, divisor, unit in ((120, 1, "s"), (7200, 60, "min"), (math.inf, 3600, "h")):
-        if seconds < limit:
-            value = seconds / divisor
-            return f"{value:.0f} {unit}" if value >= 100 or unit == "s" else f"{value:.1f} {unit}"
-    return "–"
-
-
-def _hours(hours: float) -> str:
-    return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
-
-
-def _milliseconds(seconds: float) -> str:
-    return f"{seconds * 1000:.2g} ms" if seconds < 0.1 else f"{seconds:.2g} s"

@@ -279,6 +279,12 @@ def mean_of(results: Sequence[SimulationResult], name: str) -> float:
     return math.fsum(values) / len(values)
 
 
+def half_range_s(results: Sequence[SimulationResult]) -> float:
+    """Of the average JCT over the seeds of one policy on one workload: half of the largest less the smallest."""
+    averages = [result.avg_jct_s for result in results]
+    return (max(averages) - min(averages)) / 2
+
+
 # Files ----------------------------------------------------------------------------------------
 
 

@@ -8,11 +8,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from pollux.errors import InvalidValueError, SimulationError
 from pollux.policy.base import Policy
 from pollux.scheduler.autoscale import DEFAULT_BAND, DEFAULT_WINDOW_S, AutoscaleConfig
 from pollux.scheduler.loop import Scheduler, SchedulerConfig
 from pollux.scheduler.ports import MemoryStore
+from pollux.scheduler.record import RoundRecord
 from pollux.simulator.application import Application, application_key
 from pollux.simulator.clock import VirtualClock
 from pollux.simulator.colocation import SharedSpeed, check_applications
@@ -20,7 +23,7 @@ from pollux.simulator.engine import SimulatedEngine
 from pollux.simulator.oracle import SimulationOracle
 from pollux.simulator.physics import OSDI21, SIA, SIA_CLUSTER, NodeGroup, Physics
 from pollux.simulator.workload import Workload
-from pollux.types import DEFAULT_ACCELERATOR, Node
+from pollux.types import DEFAULT_ACCELERATOR, Node, Snapshot
 
 _STALLED_S = 6 * 3600.0  # jobs wait, nobody runs, nobody will come: after this long nothing is going to change
 
@@ -177,7 +180,31 @@ class Sample:
     replicas: Mapping[str, int]  # by job, of jobs that hold any
     efficiency: Mapping[str, float]  # by job, statistical efficiency of its batch size now
     guests: frozenset[str] = frozenset()  # jobs whose replicas sit on the slots of others
-    types: Mapping[str, str] = field(default_factory=dict)  # by job, of the slots it holds
+    types: Mapping[str, str] = field(
+        default_factory=dict
+    )  # by job, of the slots it holds; empty where there is one type
+
+
+_NO_REPLICAS, _NO_SPEEDUPS = np.zeros(0, dtype=int), np.zeros(0)
+
+
+class _RunStore(MemoryStore):
+    """Keeps of a decision what a result tells of it: how good it was, and whom it moved.
+
+    The options that were weighed for every job are nearly all the memory that a long simulation would take.
+    """
+
+    def save_round(self, round_record: RoundRecord, snapshot: Snapshot) -> None:
+        plan = round_record.plan
+        if plan.explanation is not None:
+            moved = tuple(
+                dataclasses.replace(decision, option_replicas=_NO_REPLICAS, option_speedups=_NO_SPEEDUPS)
+                for decision in plan.explanation.jobs
+                if decision.has_changed
+            )
+            plan = dataclasses.replace(plan, explanation=dataclasses.replace(plan.explanation, jobs=moved))
+            round_record = dataclasses.replace(round_record, plan=plan)
+        super().save_round(round_record, snapshot)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,7 +215,7 @@ class SimulationRun:
     applications: Mapping[str, Application]
     policy: Policy
     config: SimulationConfig
-    store: MemoryStore  # .jobs: every JobRecord by name; .rounds: every RoundRecord
+    store: MemoryStore  # .jobs: every JobRecord by name; .rounds: every RoundRecord, without the options weighed
     samples: Sequence[Sample]
     node_s: float  # node-seconds to be paid for, those of nodes that were starting included
     wall_s: float
@@ -237,7 +264,7 @@ def simulate(
                 engine.profile(spec, config.profiled_batches)
         return now
 
-    store = MemoryStore()
+    store = _RunStore()
     clock = VirtualClock(advance)
     scheduler = Scheduler(
         policy=policy,
@@ -252,6 +279,7 @@ def simulate(
             autoscale=config.autoscale,
             pins_resizing=config.physics.pins_resizing,
             guesses_types=config.guesses_types,
+            is_strict=True,
         ),
         pool=engine,
         oracles=SimulationOracle(engine, {job.name: job for job in workload.jobs}, slots_per_node),
@@ -265,14 +293,14 @@ def simulate(
         nonlocal alive_at
         now, active = clock.now(), scheduler.active_jobs
         if active:
-            samples.append(_sample(engine, now, len(active)))
+            samples.append(_sample(engine, now, len(active), has_types=len(slots_per_node) > 1))
             if samples[-1].replicas or arrivals:
                 alive_at = now
             elif now - alive_at > _STALLED_S:
                 names = ", ".join(record.name for record in active[:5])
                 raise SimulationError(
                     f"policy {policy.name!r} has run nothing for {_STALLED_S / 3600:.0f} h although jobs wait "
-                    f"({names}); they may ask for more GPUs than the cluster has"
+                    f"({names}); {_why_stalled(config)}"
                 )
         if on_round is not None:
             on_round(now, len(store.jobs) - len(active))
@@ -292,7 +320,17 @@ def simulate(
     )
 
 
-def _sample(engine: SimulatedEngine, now: float, num_active: int) -> Sample:
+def _why_stalled(config: SimulationConfig) -> str:
+    """What may be the matter."""
+    if config.autoscale is None:
+        return "they may ask for more GPUs than the cluster has"
+    most = f"the largest cluster of {config.full.groups[0].num_slots} GPUs"
+    if config.budget_slots is not None:
+        most = f"the budget of {config.budget_slots:g} GPUs, or {most},"
+    return f"{most} may be too small for them"
+
+
+def _sample(engine: SimulatedEngine, now: float, num_active: int, *, has_types: bool) -> Sample:
     running = [job for job in engine.jobs.values() if job.placement]
     return Sample(
         at=now,
@@ -301,5 +339,5 @@ def _sample(engine: SimulatedEngine, now: float, num_active: int) -> Sample:
         replicas={job.spec.name: job.allocation.num_replicas for job in running},
         efficiency={job.spec.name: job.efficiency() for job in running},
         guests=frozenset(job.spec.name for job in running if job.allocation.host),
-        types={job.spec.name: job.accelerator for job in running},
+        types={job.spec.name: job.accelerator for job in running} if has_types else {},
     )

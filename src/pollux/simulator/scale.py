@@ -25,6 +25,7 @@ from pollux.simulator.builtin import load_builtin
 from pollux.types import JobSpec, JobView, Node, Plan, Snapshot, ThroughputParams
 
 TYPES = (("t4", 4, 1.0), ("rtx", 8, 1.6), ("v100", 8, 2.2), ("a100", 8, 4.5))  # slots a node, speed
+POLICY = "pollux"  # that decides
 SMALL_GPUS = 64  # up to here the last type is left out: it would have a fraction of a node
 # Seconds of Sia's integer program, measured with its artifact on one thread (medians), by GPUs.
 SIA_S = {64: 0.10, 256: 0.40, 1024: 1.7, 2048: 3.0}
@@ -52,7 +53,7 @@ SIZES = (
 def measure(size: Size, settings: PolicySettings | None = None) -> dict[str, Any]:
     """Decide round after round. Times are CPU seconds of this process, memory is the most it has ever had."""
     world = World(size.num_gpus, size.num_jobs)
-    policy = make_policy("pollux", settings)
+    policy = make_policy(POLICY, settings)
     seconds, gaps = [], []
     for _ in range(1 + size.num_rounds):
         snapshot = world.snapshot()

@@ -22,7 +22,7 @@ from pathlib import Path
 from pollux.errors import InputFileError
 from pollux.simulator.application import StepTime
 from pollux.simulator.osdi21 import FIXED_BATCH_ON_ONE_GPU, NUM_EPOCHS
-from pollux.simulator.traces import Placement, StepTimes, TraceApplication, TrainingRuns, TypeTimes
+from pollux.simulator.traces import Placement, StepTimes, TraceApplication, TrainingRuns, TypeTimes, blaming
 from pollux.types import BatchLimits
 
 _PLACEMENTS, _SCALABILITY = "placements-", "scalability-"
@@ -60,17 +60,18 @@ def _application(folder: Path) -> TraceApplication:
         measured[kind] = StepTimes(path, scalability, has_whole_steps=name not in _STAGES)
     runs = TrainingRuns(folder, NUM_EPOCHS.get(name))
     if name in _STAGES:
-        return _pipeline(name, measured, runs)
+        return _pipeline(folder, measured, runs)
     fixed = FIXED_BATCH_ON_ONE_GPU.get(name)
     most = {kind: _MAX_DEVICE_BATCH.get((name, kind), times.device_bounds[1]) for kind, times in measured.items()}
-    limits = BatchLimits(
-        initial=runs.batch_sizes[0],
-        maximum=runs.batch_sizes[-1],
-        device_min=min(times.device_bounds[0] for times in measured.values()),
-        device_max=max(most.values()),
-        minimum=fixed or runs.batch_sizes[0],
-        device_max_on=tuple(most.items()),
-    )
+    with blaming(folder, runs):
+        limits = BatchLimits(
+            initial=runs.batch_sizes[0],
+            maximum=runs.batch_sizes[-1],
+            device_min=min(times.device_bounds[0] for times in measured.values()),
+            device_max=max(most.values()),
+            minimum=fixed or runs.batch_sizes[0],
+            device_max_on=tuple(most.items()),
+        )
     return TraceApplication(
         name=name,
         limits=limits,
@@ -103,7 +104,8 @@ class _PipelineTimes:
         return _MICRO_BATCHES // self.num_stages
 
 
-def _pipeline(name: str, measured: Mapping[str, StepTimes], runs: TrainingRuns) -> TraceApplication:
+def _pipeline(folder: Path, measured: Mapping[str, StepTimes], runs: TrainingRuns) -> TraceApplication:
+    name = folder.name
     times: dict[str, TypeTimes] = {}
     most: dict[str, int] = {}
     for kind, stages in measured.items():
@@ -111,18 +113,20 @@ def _pipeline(name: str, measured: Mapping[str, StepTimes], runs: TrainingRuns) 
         if num_stages is None:
             known = ", ".join(sorted(_STAGES[name]))
             raise InputFileError(
-                f"{_PLACEMENTS}{kind}.csv", f"how {name} is cut into stages on {kind!r} is not known; known: {known}"
+                folder / f"{_PLACEMENTS}{kind}.csv",
+                f"how {name} is cut into stages on {kind!r} is not known; known: {known}; remove the file",
             )
         times[kind] = _PipelineTimes(stages, num_stages)
         most[kind] = _MICRO_BATCHES // num_stages
-    limits = BatchLimits(
-        initial=runs.batch_sizes[0],
-        maximum=runs.batch_sizes[-1],
-        device_min=min(most.values()),
-        device_max=max(most.values()),
-        minimum=min(max(_MICRO_BATCHES, runs.batch_sizes[0]), runs.batch_sizes[-1]),
-        device_max_on=tuple(most.items()),
-    )
+    with blaming(folder, runs):
+        limits = BatchLimits(
+            initial=runs.batch_sizes[0],
+            maximum=runs.batch_sizes[-1],
+            device_min=min(most.values()),
+            device_max=max(most.values()),
+            minimum=min(max(_MICRO_BATCHES, runs.batch_sizes[0]), runs.batch_sizes[-1]),
+            device_max_on=tuple(most.items()),
+        )
     num_slots = max(_STAGES[name][kind] for kind in times)  # what one pipeline takes on any of the types
     return TraceApplication(
         name=name,

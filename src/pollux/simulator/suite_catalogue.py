@@ -1,4 +1,4 @@
-"""The suites there are: which policies, on which workloads, in which worlds, beside which published figures.
+"""The suites there are: which policies, on which workloads, in which worlds, beside which figures of artifacts.
 
 The data of the OSDI'21 and Sia artifacts is not part of the project: it is looked for in a folder with ``osdi21/`` and
 ``sia/`` below. Without it suites take generated workloads and built-in profiles where that makes sense.
@@ -20,7 +20,7 @@ from pollux.simulator.scale import SIZES
 from pollux.simulator.suites import Case, Chart, Column, Published, Suite
 
 _JCT = Column(heading="avg JCT s", key="avg_jct_s", form=",.0f")
-_RATIO = Column(heading="× published", key="ratio_to_published", form=".2f")
+_RATIO = Column(heading="× artifact", key="ratio_to_published", form=".2f")
 _P99 = Column(heading="p99 JCT s", key="p99_jct_s", form=",.0f", rank=1)
 _MAKESPAN = Column(heading="makespan h", key="makespan_s", form=".2f", factor=1 / 3600, rank=2)
 _RHO = (
@@ -76,6 +76,7 @@ class _Source:
         config: SimulationConfig | None = None,
         x: float | None = None,
         line: str = "",
+        is_aside: bool = False,
     ) -> Case:
         return Case(
             table=self.table,
@@ -87,10 +88,11 @@ class _Source:
             config=config or SimulationConfig(),
             x=x,
             line=line,
+            is_aside=is_aside,
         )
 
 
-ARTIFACT = "pollux, the artifact"  # the label of what was published
+ARTIFACT = "pollux, the artifact"  # the label of its row
 # Average JCT in seconds of the OSDI'21 artifact's Pollux, by folder and workload.
 ARTIFACT_JCT_S = {
     "workloads/workload-6": 2446.13,
@@ -99,9 +101,15 @@ ARTIFACT_JCT_S = {
 }
 ARTIFACT_LOAD_JCT_S = {0.5: 1288.0, 1.0: 2446.13, 1.5: 3474.0, 2.0: 5105.0}  # of workload 6
 
+
+def workload_at(load: float) -> str:
+    """Folder and name of workload 6 with so many times as many jobs."""
+    return "workloads/workload-6" if load == 1.0 else f"workloads-{load}/workload-6"
+
+
 NO_OSDI21 = (
     "The OSDI'21 artifact's data was not found: generated workloads and built-in profiles instead, so nothing stands "
-    "beside published figures. Say where its folder osdi21/ is with --artifacts DIR."
+    "beside the artifact's figures. Say where its folder osdi21/ is with --artifacts DIR."
 )
 
 
@@ -139,10 +147,9 @@ def _loads(artifacts: Artifacts, is_quick: bool) -> tuple[dict[float, _Source], 
         }, (NO_OSDI21,)
     found = {}
     for load, published in ARTIFACT_LOAD_JCT_S.items():
-        folder = "workloads" if load == 1.0 else f"workloads-{load}"
         found[load] = _Source(
             table=f"load {load}",
-            workload=str(osdi21 / folder / "workload-6.csv"),
+            workload=f"{osdi21 / workload_at(load)}.csv",
             traces=str(osdi21 / "traces"),
             published_s=published,
         )
@@ -156,6 +163,17 @@ def _ours() -> dict[str, dict[str, Any]]:
 
 # A live cluster's: measured cost of a resize in place, decisions on events, profiles remembered.
 OUR_PHYSICS = SimulationConfig(resize_s=5.0, decides_on_events=True, remembers_profiles=True)
+
+
+def variants() -> dict[str, tuple[dict[str, Any], SimulationConfig]]:
+    """Settings and world of our policy by label: each weighting in the artifact's world, then in ours."""
+    ours = {
+        f"{label}, our physics": ({**settings, "resize_s": OUR_PHYSICS.resize_s}, OUR_PHYSICS)
+        for label, settings in _ours().items()
+    }
+    return {label: (settings, SimulationConfig()) for label, settings in _ours().items()} | ours
+
+
 _QUICK_POLICIES = ("equal", "optimus", "sia", "tiresias")
 
 
@@ -164,17 +182,16 @@ def _osdi21(artifacts: Artifacts, is_quick: bool) -> Suite:
     others = _QUICK_POLICIES if is_quick else [name for name in policy_names() if name != "pollux"]
     cases = []
     for source in sources:
-        for label, settings in _ours().items():
-            cases.append(source.case("pollux", label, settings))
-        for label, settings in _ours().items():
-            charged = {**settings, "resize_s": OUR_PHYSICS.resize_s}
-            cases.append(source.case("pollux", f"{label}, our physics", charged, OUR_PHYSICS))
+        cases += [
+            source.case("pollux", label, settings, config, is_aside=config is OUR_PHYSICS)
+            for label, (settings, config) in variants().items()
+        ]
         cases += [source.case(name) for name in others]
     return Suite(
         name="osdi21",
         title="Every policy of the shelf on the OSDI'21 workloads",
         about="16 nodes of 4 GPUs, 160 jobs in 8 hours, a decision every 60 s, 30 s for every start and resize, "
-        "nothing remembered: the world of the OSDI'21 artifact's simulator, whose Pollux is the published row. Our "
+        "nothing remembered: the world of the OSDI'21 artifact's simulator, whose own Pollux is one of the rows. Our "
         "physics: resizes of 5 s, decisions also when jobs come and end, profiles remembered.",
         cases=tuple(cases),
         published=_published(sources),
@@ -273,9 +290,10 @@ def _interference(artifacts: Artifacts, is_quick: bool) -> Suite:
 
 def _interval(artifacts: Artifacts, is_quick: bool) -> Suite:
     sources, notes = _sources(artifacts, is_quick)
+    intervals_s = (60, 480) if is_quick else (30, 60, 120, 240, 480)
     cases = []
     for source in sources:
-        for interval_s in (60, 480) if is_quick else (30, 60, 120, 240, 480):
+        for interval_s in intervals_s:
             for line, on_events in (("rounds", False), ("rounds and events", True)):
                 config = SimulationConfig(interval_s=interval_s, decides_on_events=on_events)
                 label = f"{interval_s} s" + ", and on events" * on_events
@@ -283,8 +301,8 @@ def _interval(artifacts: Artifacts, is_quick: bool) -> Suite:
     return Suite(
         name="interval",
         title="How often to decide",
-        about="pollux with rounds of half a minute to eight; and the same with decisions whenever a job comes or ends "
-        "in between.",
+        about=f"pollux with a round every {intervals_s[0]} to {intervals_s[-1]} s; and the same with decisions "
+        "whenever a job comes or ends in between.",
         cases=tuple(cases),
         columns=(_JCT, _P99, _MAKESPAN, *_RHO, _RESTARTS, _DECISION),
         charts=(
@@ -308,8 +326,10 @@ def _hetero(artifacts: Artifacts, is_quick: bool) -> Suite:
     world = sia_config()
     cases = [source.case("pollux", label, settings, world) for label, settings in _ours().items()]
     cases += [source.case(name, config=world) for name in ("sia", "tiresias")]
-    less = dataclasses.replace(world, profiles_types=False, guesses_types=False)
-    cases.append(source.case("sia", "sia, knowing no more than the artifact's", config=less))
+    unprofiled = dataclasses.replace(world, profiles_types=False)
+    cases.append(source.case("pollux", "pollux, nothing profiled", config=unprofiled, is_aside=True))
+    ratios = dataclasses.replace(unprofiled, guesses_types=False)
+    cases.append(source.case("sia", "sia, ratios only", config=ratios, is_aside=True))
     cases.append(source.case("gavel", config=dataclasses.replace(world, interval_s=360.0)))
     if not is_quick:
         cases += [source.case(name, config=world) for name in ("equal", "srtf", "themis", "shockwave")]
@@ -327,9 +347,11 @@ def _hetero(artifacts: Artifacts, is_quick: bool) -> Suite:
         name="hetero",
         title="Three types of GPU",
         about="Sia's cluster (24 T4, 16 A100, 24 RTX 2080 Ti), restart delays and slowdowns, and its Philly workload "
-        "1. gavel decides every 360 s, as there. Jobs are measured on one GPU of each type when they come, but for the "
-        "second sia, whose jobs know nothing of a type before they run on it, as in the artifact. The artifact's rows "
-        "were measured with its own code.",
+        "1. gavel decides every 360 s, as there. Every policy knows the same: jobs are measured on one GPU of each "
+        "type with five batch sizes when they come, which takes no time here. But for two rows: with nothing "
+        "profiled, types that a job has not run on are judged by what others have shown; with ratios only, sia knows "
+        "of such types how fast one GPU is relative to those that it has run on, which the traces tell it: as near as "
+        "we can come to what the artifact's jobs know. The artifact's rows were measured with its own code.",
         cases=tuple(cases),
         published=tuple(
             Published(table=source.table, label=f"{name}, the artifact", values=found) for name, found in values.items()
@@ -345,14 +367,15 @@ _MOST_GPUS, _QUICK_GPUS = 10_000, 1024
 
 
 def _scale(artifacts: Artifacts, is_quick: bool) -> Suite:
+    sizes = tuple(size for size in SIZES if size.num_gpus <= (_QUICK_GPUS if is_quick else _MOST_GPUS))
     return Suite(
         name="scale",
-        title="Decisions from 64 to 10,000 GPUs",
+        title=f"Decisions from {sizes[0].num_gpus:,} to {sizes[-1].num_gpus:,} GPUs",
         about="CPU time of a decision of pollux on one core, with 5 to 6 jobs for every 10 GPUs: the first of a fresh "
         "policy (cold; in the first row it also loads libraries), and the median of rounds in which 2 % of the jobs "
         "come and go (steady); the worst gap to the proven bound. Sia's integer program was measured with its artifact "
         "on one thread.",
-        sizes=tuple(size for size in SIZES if size.num_gpus <= (_QUICK_GPUS if is_quick else _MOST_GPUS)),
+        sizes=sizes,
         columns=(
             Column(heading="jobs", key="jobs", form=",.0f"),
             Column(heading="cold ms", key="cold_s", form=",.0f", factor=1000),
@@ -406,4 +429,4 @@ def make_suite(name: str, artifacts: Artifacts, *, is_quick: bool = False) -> Su
     """
     if name not in SUITES:
         raise UnknownNameError("suite", name, SUITES)
-    return SUITES[name].make(artifacts, is_quick)
+    return dataclasses.replace(SUITES[name].make(artifacts, is_quick), is_quick=is_quick)

@@ -4,7 +4,8 @@ A suite is a list of cases (a policy with its settings on a workload in a world)
 beside them, and what to plot. Cases with the same ``table`` are compared with each other; one ``label`` is the same
 thing in every table. Rows of tables are plain mappings from a column's key to its value, so that a terminal, a page
 and a file show the same. Between :mod:`pollux.simulator.run` and the command line, which runs the cases;
-:mod:`pollux.simulator.suite_catalogue` has the suites there are, :mod:`pollux.simulator.suite_page` draws them.
+:mod:`pollux.simulator.suite_catalogue` has the suites there are, :mod:`pollux.simulator.suite_verdict` says who is
+first, :mod:`pollux.simulator.suite_page` draws them.
 """
 
 from __future__ import annotations
@@ -34,11 +35,12 @@ class Case:
     config: SimulationConfig = field(default_factory=SimulationConfig)
     x: float | None = None  # where it stands in figures with lines
     line: str = ""  # on which
+    is_aside: bool = False  # in another world than the rest of its table: no sentence says that it is first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """Figures of somebody else, for a row of a table."""
+    """Figures of somebody else, for a row of a table: of an artifact, measured with its own code."""
 
     table: str
     label: str
@@ -79,6 +81,7 @@ class Suite:
     name: str
     title: str
     about: str
+    is_quick: bool = False  # some of its cases are left out
     cases: tuple[Case, ...] = ()
     sizes: tuple[Size, ...] = ()  # of clusters to decide for, instead of simulations
     published: tuple[Published, ...] = ()
@@ -87,6 +90,11 @@ class Suite:
     columns: tuple[Column, ...] = ()
     charts: tuple[Chart, ...] = ()
     notes: tuple[str, ...] = ()
+
+    @property
+    def heading(self) -> str:
+        """The title of what was run."""
+        return f"{self.title} (quick: fewer cases)" if self.is_quick else self.title
 
 
 # Rows -----------------------------------------------------------------------------------------
@@ -137,7 +145,7 @@ def _means(tables: Sequence[Sequence[Row]], name: str) -> list[dict[str, Any]]:
             "policy": label,
             "is_published": mine[0]["is_published"],
             "is_mean": True,
-            "line": mine[0].get("line", ""),
+            **{key: mine[0][key] for key in ("line", "policy_name", "is_aside") if key in mine[0]},
             **{key: math.fsum(row[key] for row in mine) / len(mine) for key in _numbers(mine)},
         }
         for label, mine in by_label.items()

@@ -9,15 +9,16 @@ measured shape is taken, and its line over device batches is extended, kept posi
 
 from __future__ import annotations
 
+import contextlib
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from pollux.errors import InputFileError, UnknownNameError
+from pollux.errors import InputFileError, InvalidValueError, UnknownNameError
 from pollux.simulator.application import NO_HABITS, GradientStats, StepTime
 from pollux.simulator.csvfile import read_rows, to_float, to_int
 from pollux.types import BatchLimits, FloatArray
@@ -198,11 +199,12 @@ def _read(path: Path, has_whole_steps: bool) -> list[_Row]:
                     path, f"{num_replicas} replicas on {num_nodes} nodes; 1 <= nodes <= replicas is needed", number
                 )
         batch = to_int(path, number, row, "local_bsz")
+        if batch < 1:
+            raise InputFileError(path, f"local_bsz = {batch}; at least 1 is needed", number)
         step, sync = to_float(path, number, row, "step_time"), to_float(path, number, row, "sync_time")
-        if batch < 1 or not (0 <= sync < step if has_whole_steps else sync >= 0 < step):
+        if not (0 <= sync < step if has_whole_steps else sync >= 0 < step):
             allowed = "0 <= sync_time < step_time" if has_whole_steps else "sync_time >= 0 and step_time > 0"
-            seen = f"local_bsz {batch}, step_time {step}, sync_time {sync}"
-            raise InputFileError(path, f"{seen}; {allowed} is needed", number)
+            raise InputFileError(path, f"step_time {step}, sync_time {sync}; {allowed} is needed", number)
         found.append(_Row(digits, num_nodes, num_replicas, batch, step, sync))
     return found
 
@@ -224,8 +226,8 @@ class TrainingRuns:
         runs: dict[int, list[_RunRow]] = {}
         for path in sorted(folder.glob("validation-*.csv")):
             size = path.stem.rsplit("-", 1)[-1]
-            if not size.isdigit() or int(size) < 1:
-                raise InputFileError(path, f"{size!r} in the file's name is not a batch size")
+            if not (size.isascii() and size.isdecimal()) or int(size) < 1:
+                raise InputFileError(path, f"{size!r} in the file's name is not a batch size, as in validation-128.csv")
             runs[int(size)] = [
                 (
                     to_float(path, number, row, "progress"),
@@ -284,6 +286,22 @@ def _check_run(path: Path, rows: Sequence[_RunRow]) -> None:
 
 
 # Both -----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def blaming(folder: Path, runs: TrainingRuns) -> Iterator[None]:
+    """For what is made of an application's files: limits that cannot be are the fault of a file, or of a missing one.
+
+    Raises:
+        InputFileError: in place of InvalidValueError; names the folder, and what its files say.
+    """
+    try:
+        yield
+    except InvalidValueError as error:
+        seen = ", ".join(map(str, runs.batch_sizes))
+        raise InputFileError(
+            folder, f"{error}; there is a validation-<batch size>.csv for {seen}: add those that are missing"
+        ) from error
 
 
 class TraceApplication:

@@ -412,15 +412,18 @@ def test_completion_of_jobs_is_silent_without_a_server() -> None:
 
 
 def test_a_detached_server_is_started_with_the_same_settings(nowhere: Path) -> None:
+    from pollux.policy import PolicySettings
     from pollux.server.config import ServiceConfig
 
-    config = ServiceConfig(data_directory=nowhere, port=0, slots=3, policy="fifo", interval_s=5.0)
+    settings = PolicySettings(weights="learnt")
+    config = ServiceConfig(data_directory=nowhere, port=0, slots=3, policy="fifo", interval_s=5.0, settings=settings)
     words = arguments_of(config)
     given = dict(zip(words[1::2], words[2::2], strict=True))
     assert words[0] == "up"
     assert given == {
         "--data": str(nowhere),
         "--engine": "local",
+        "--weights": "learnt",
         "--name": "pollux",
         "--port": "0",
         "--slots": "3",

@@ -33,6 +33,11 @@ def simulate(*arguments: str, policy: str = "fifo", workload: str = "jobs.csv") 
     return ["simulate", "--workload", workload, "--policy", policy, *SMALL, *arguments]
 
 
+def scaled(*arguments: str, policy: str = "fifo") -> list[str]:
+    """With as many nodes as there are jobs for."""
+    return ["simulate", "--workload", "jobs.csv", "--policy", policy, *SMALL[2:], *arguments]
+
+
 def assert_refused(arguments: list[str], *words: str) -> str:
     """One line on stderr, exit code 2, nothing on stdout, no file made."""
     before = sorted(os.listdir())
@@ -63,7 +68,7 @@ def test_a_table_by_default(here: Path) -> None:
 def test_json_and_files(here: Path) -> None:
     result = runner.invoke(app, simulate("--json", "--output", "r.json", "--html", "r.html", "--p", "-2"))
     assert result.exit_code == 0, result.output
-    assert result.stderr == "wrote r.json\nwrote r.html\n"
+    assert result.stderr == "note: --p is for pollux; fifo does not use it\nwrote r.json\nwrote r.html\n"
     printed = json.loads(result.stdout)
     assert printed == json.loads((here / "r.json").read_text())
     assert (printed["policy"], printed["num_jobs"]) == ("fifo", 2)
@@ -74,7 +79,7 @@ def test_json_and_files(here: Path) -> None:
 
 
 def test_options_reach_the_simulation(here: Path) -> None:
-    arguments = simulate(
+    arguments = scaled(
         *("--interval", "30", "--resize-s", "10", "--interference", "0.5", "--seed", "7", "--weights", "remaining"),
         *("--events", "on", "--profile-memory", "on", "--autoscale", "1..3", "--json"),
         *("--band", "0.4..0.7", "--budget", "4", "--node-price", "2.5"),
@@ -84,7 +89,6 @@ def test_options_reach_the_simulation(here: Path) -> None:
     assert result.exit_code == 0, result.output
     config = json.loads(result.stdout)["config"]
     expected = {
-        "num_nodes": 2,
         "gpus_per_node": 2,
         "interval_s": 30.0,
         "resize_s": 10.0,
@@ -136,6 +140,7 @@ def test_clusters_of_several_types(here: Path) -> None:
     arguments = ["simulate", *start, "gpu:2x2,tpu:1x4"]
     result = runner.invoke(app, [*arguments, "--json", "--html", "r.html"])
     assert result.exit_code == 0, result.output
+    assert result.stderr.startswith("note: no application of jobs was measured on 'tpu': its 4 GPUs stay idle")
     printed = json.loads(result.stdout)
     assert printed["cluster"] == "gpu:2x2,tpu:1x4"
     assert printed["gpu_hours_by_type"]["tpu"] == 0  # the built-in profiles are of one type
@@ -155,12 +160,12 @@ def test_clusters_of_several_types(here: Path) -> None:
 
 
 def test_cost_is_shown_where_a_price_is_known_and_the_command_can_be_repeated(here: Path) -> None:
-    arguments = simulate("--autoscale", "1..3", "--node-price", "2", "--html", "r.html", policy="pollux")
+    arguments = scaled("--autoscale", "1..3", "--node-price", "2", "--html", "r.html", policy="pollux")
     result = runner.invoke(app, arguments)
     assert result.exit_code == 0, result.output
     assert "cost" in result.stdout
     assert "node-hours" in result.stdout
-    assert "--autoscale 1..3 --node-price 2" in (here / "r.html").read_text()
+    assert "--seed 0 --gpus-per-node 2 --autoscale 1..3 --node-price 2" in (here / "r.html").read_text()
     compared = runner.invoke(app, ["compare", *arguments[1:-2], "--json", "--jobs", "1"])
     assert compared.exit_code == 0, compared.output
     (row,) = json.loads(compared.stdout)["summary"]
@@ -214,20 +219,24 @@ def test_bad_workloads_name_file_row_and_what_is_allowed(here: Path, command: st
         (simulate("--interval", "0"), ["interval of 0.0 s", "positive"]),
         (simulate("--nodes", "0"), ["nodes: 0", "at least 1"]),
         (simulate("--resize-s", "-1"), ["resize", "-1", "0"]),
+        (simulate("--physics", "sia", "--resize-s", "5"), ["--resize-s 5 is not for --physics sia", "leave one"]),
+        (simulate("--physics", "sia", "--resize-s", "30"), ["--resize-s 30 is not for --physics sia"]),
         (simulate("--interference", "1.5"), ["interference 1.5"]),
         (simulate("--p", "2"), ["p = 2.0", "from -20 to 1"]),
-        (simulate("--min-nodes", "2"), ["both the fewest and the most"]),
-        (simulate("--autoscale", "3..2"), ["nodes 3..2"]),
-        (simulate("--autoscale", "0..2"), ["nodes 0..2", "1 <= min"]),
-        (simulate("--autoscale", "4"), ["--autoscale '4'", "as in 1..16"]),
-        (simulate("--autoscale", "1..x"), ["--autoscale '1..x'", "as in 1..16"]),
-        (simulate("--autoscale", "1..2", "--max-nodes", "2"), ["say the same thing"]),
+        (scaled("--min-nodes", "2"), ["both the fewest and the most"]),
+        (scaled("--autoscale", "3..2"), ["nodes 3..2"]),
+        (scaled("--autoscale", "0..2"), ["nodes 0..2", "1 <= min"]),
+        (scaled("--autoscale", "4"), ["--autoscale '4'", "as in 1..16"]),
+        (scaled("--autoscale", "1..x"), ["--autoscale '1..x'", "as in 1..16"]),
+        (scaled("--autoscale", "1..2", "--max-nodes", "2"), ["say the same thing"]),
         (simulate("--budget", "8"), ["--budget 8.0", "add --autoscale"]),
         (simulate("--band", "0.2..0.4"), ["--band 0.2..0.4", "add --autoscale"]),
-        (simulate("--autoscale", "1..2", "--band", "0.7..0.4"), ["band 0.7..0.4", "low < high"]),
-        (simulate("--autoscale", "1..2", "--band", "half"), ["--band 'half'", "as in 0.55..0.75"]),
-        (simulate("--autoscale", "2..3", "--budget", "3"), ["budget of 3", "cost 4"]),
-        (simulate("--autoscale", "1..2", "--budget", "-1"), ["budget of -1", "positive"]),
+        (scaled("--autoscale", "1..2", "--band", "0.7..0.4"), ["band 0.7..0.4", "low < high"]),
+        (scaled("--autoscale", "1..2", "--band", "half"), ["--band 'half'", "as in 0.55..0.75"]),
+        (scaled("--autoscale", "2..3", "--budget", "3"), ["budget of 3", "cost 4"]),
+        (scaled("--autoscale", "1..2", "--budget", "-1"), ["budget of -1", "positive"]),
+        (simulate("--autoscale", "1..4", "--nodes", "99"), ["--nodes 99 is not for auto-scaling", "--autoscale 1..4"]),
+        (simulate("--min-nodes", "1", "--max-nodes", "4"), ["--nodes 2 is not for auto-scaling", "--min-nodes"]),
         (simulate("--node-price", "-1"), ["price of -1", ">= 0"]),
         (simulate("--output", "no/r.json"), ["no/r.json", "no directory 'no'"]),
         (simulate("--html", "no/r.html"), ["no/r.html", "no directory 'no'"]),
@@ -260,13 +269,13 @@ def test_bad_usage_is_2(here: Path, arguments: list[str]) -> None:
     assert "Traceback" not in result.stderr
 
 
-def test_interrupted_is_130_and_quiet(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_is_130_and_one_line(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*arguments: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr(simulate_module, "run_simulation", interrupt)
     result = runner.invoke(app, simulate("--output", "r.json"))
-    assert (result.exit_code, result.output) == (130, "")
+    assert (result.exit_code, result.output) == (130, "interrupted: 0 of 2 jobs done; nothing was kept\n")
     assert not (here / "r.json").exists()
 
 

@@ -2,8 +2,13 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
 from pollux.policy import PolicySettings, make_policy
 from pollux.policy.dense import FreeSlots
+from pollux.policy.gangs import demand
 from pollux.types import Allocation, JobView, Node, Plan, Snapshot
 from tests.oracles import Perfect
 from tests.snapshots import PARAMS, make_job, make_mixed, make_nodes
@@ -21,6 +26,44 @@ def test_dense_placement_takes_the_roomiest_node_first():
     free = FreeSlots(make_nodes(3), [Allocation.of(("n0", 3))])
     assert free.place(6) == Allocation.of(("n1", 4), ("n2", 2))
     assert free.place(3) == Allocation.of(("n2", 2), ("n0", 1))
+
+
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=6), st.lists(st.tuples(st.integers(1, 6), st.booleans())))
+def test_free_slots_are_found_as_if_all_nodes_were_looked_at(sizes, wanted):
+    nodes = [Node(name=f"n{number}", num_slots=size) for number, size in enumerate(sizes)]
+    free, slots, placed = FreeSlots(nodes), {node.name: node.num_slots for node in nodes}, []
+    for count, tightly in wanted:
+        if count > free.on("gpu"):
+            with pytest.raises(ValueError, match="do not fit"):
+                free.place(count)
+            if placed:
+                allocation = placed.pop(0)
+                free.give(allocation)
+                for node, number in allocation.shares:
+                    slots[node] += number
+            continue
+        expected, left = [], count
+        while left > 0:
+            fitting = [node for node in slots if slots[node] >= left] if tightly else []
+            node = min(fitting, key=slots.__getitem__) if fitting else max(slots, key=slots.__getitem__)
+            expected.append((node, min(slots[node], left)))
+            left -= expected[-1][1]
+            slots[node] -= expected[-1][1]
+        placed.append(free.place(count, tightly=tightly))
+        assert placed[-1] == Allocation.of(*expected)
+        assert free.on("gpu") == sum(slots.values())
+        assert all(free.at(node) == number for node, number in slots.items())
+
+
+class TestDemand:
+    @pytest.mark.parametrize(("asked", "expected"), [(None, 2), (1, 2), (2, 2), (3, 3), (4, 4), (7, 4)])
+    def test_it_lies_within_the_bounds(self, asked, expected):
+        assert demand(make_job("a", requested_replicas=asked, min_replicas=2, max_replicas=4)) == expected
+
+    @pytest.mark.parametrize("name", ["fifo", "slaq", "optimus", "themis", "sia", "gavel"])
+    def test_nobody_has_more_than_its_most_because_it_asked_for_more(self, name):
+        job = make_job("a", batch=None, requested_replicas=7, max_replicas=2, oracle=Perfect())
+        assert counts(decide(name, job)) == {"a": 2}
 
 
 class TestTiresias:

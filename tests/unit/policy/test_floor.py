@@ -49,6 +49,22 @@ def test_the_host_of_a_guest_that_must_stay_stays():
     assert there.is_fixed("a")
 
 
+@pytest.mark.parametrize("name", ["antman", "gandiva", "lucid"])
+def test_loads_are_asked_for_by_job_not_by_pair(name: str):
+    """Everybody is too busy to share, so that each job that waits would have to look at all that run."""
+    asked = []
+
+    class Busy(Perfect):
+        def load(self, num_replicas: int, accelerator: str = "gpu") -> float:
+            asked.append(num_replicas)
+            return 0.9
+
+    jobs = [make_job(f"j{number}", requested_replicas=1, oracle=Busy()) for number in range(60)]
+    plan = make_policy(name).decide(Snapshot(now=0, nodes=make_nodes(15, 2), jobs=tuple(jobs)))
+    assert len(plan.allocations) == 30
+    assert 0 < len(asked) < 5 * len(jobs)
+
+
 NODES = (*make_nodes(2, 2), Node(name="m0", num_slots=3, accelerator="mini"))
 
 jobs = st.builds(

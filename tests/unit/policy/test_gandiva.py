@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 
+import pytest
+
 from pollux.policy.base import PolicySettings
 from pollux.policy.gandiva import QUANTUM_S, GandivaPolicy
-from pollux.types import Allocation, JobView, Node, Plan, Snapshot
+from pollux.scheduler.reconcile import verify_plan
+from pollux.types import Allocation, BatchLimits, JobView, Node, Plan, Snapshot
 from tests.oracles import Perfect
 from tests.snapshots import make_job, make_nodes
 
@@ -123,6 +126,21 @@ def test_a_pair_that_makes_less_progress_than_taking_turns_is_undone_for_good():
     assert not any(allocation.host for allocation in later.allocations.values())
 
 
+@pytest.mark.parametrize(("application", "is_remembered"), [("", False), ("y", True)])
+def test_a_pair_of_a_job_that_is_gone_is_remembered_by_its_application(application: str, is_remembered: bool):
+    """Its name says nothing of jobs to come."""
+    cluster = Cluster(make_nodes(1, 1), job("a", 1, 0.2, application="x"))
+    for _ in range(3):
+        cluster.round(a=10.0)
+    cluster.round(job("b", 1, 0.2, application=application), a=10.0)
+    cluster.round(a=10.0)
+    cluster.round(a=4.9, b=1.0)
+    assert len(cluster.policy._misfits) == 1
+    cluster.end("b")
+    cluster.round()
+    assert len(cluster.policy._misfits) == is_remembered
+
+
 def test_a_pair_that_gains_stays():
     cluster = Cluster(make_nodes(1, 1), job("a", 1, 0.2), job("b", 1, 0.2))
     cluster.round()
@@ -140,6 +158,23 @@ def test_jobs_grow_into_idle_slots_of_their_node_and_give_them_back():
     plan = cluster.round(job("b", 4), job("c", 2))
     assert plan.allocation_of("a") == Allocation.of((grown.shares[0].node, 2))
     assert {name: plan.allocation_of(name).counts for name in "bc"} == {"b": (4,), "c": (2,)}
+
+
+def test_a_batch_too_small_for_one_device_does_not_grow():
+    limits = BatchLimits(initial=8, maximum=512, device_min=16, device_max=64)
+    for oracle in (Perfect(), None):
+        small = job("a", batch=limits, requested_batch_size=None, max_replicas=4)
+        cluster = Cluster(make_nodes(1), dataclasses.replace(small, oracle=oracle))
+        assert cluster.after(3 * QUANTUM_S).allocation_of("a").num_replicas == 1
+
+
+def test_who_asks_for_fewer_than_it_runs_with_has_as_many_as_it_needs():
+    cluster = Cluster(make_nodes(2), job("a", 2, min_replicas=5, max_replicas=8))
+    for _ in range(int(2 * QUANTUM_S / ROUND_S)):
+        snapshot = Snapshot(now=cluster.now, nodes=cluster.nodes, jobs=tuple(cluster.jobs.values()))
+        plan = cluster.round()
+        verify_plan(snapshot, plan)
+        assert plan.allocation_of("a").num_replicas == 5
 
 
 def test_spread_jobs_are_brought_together_when_there_is_room():

@@ -110,6 +110,21 @@ def test_programs_are_solved_again_only_for_something_new(monkeypatch):
     assert len(solved) == 3
 
 
+def test_who_comes_to_weigh_more_or_to_ask_for_less_is_noticed():
+    def shares_of(policy: object, **changed: object) -> list[float]:
+        jobs = (make_job("a", requested_replicas=4, **changed), make_job("b", requested_replicas=4))
+        policy.decide(Snapshot(now=0.0, nodes=make_nodes(1), jobs=jobs))
+        return policy._shares[:, 0].tolist()
+
+    for changed in ({"weight": 9.0}, {"max_replicas": 2, "oracle": Speeds({"gpu": 1.0})}):
+        same_speed = {key: value for key, value in changed.items() if key == "oracle"}
+        policy = make_policy("gavel")
+        before = shares_of(policy, **same_speed)
+        after = shares_of(policy, **changed)
+        assert after != pytest.approx(before)
+        assert after == pytest.approx(shares_of(make_policy("gavel"), **changed))
+
+
 def test_unmeasured_jobs_on_types_nobody_knows_run():
     plan = decide_rounds([make_job("a", measured=False, requested_replicas=2)], make_mixed(big=4, small=4), 1)[0]
     assert plan.allocation_of("a").num_replicas == 2

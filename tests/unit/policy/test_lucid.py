@@ -85,6 +85,15 @@ def test_the_least_gpu_time_goes_first_as_learnt_from_jobs_that_ended():
     assert set(decide(job("a", application="long"), job("c", application="short"), policy=policy)) == {"a"}
 
 
+def test_of_many_applications_those_are_remembered_of_which_a_job_ended_last(monkeypatch):
+    monkeypatch.setattr("pollux.policy.lucid.MAX_KNOWN", 3)
+    policy = LucidPolicy(PolicySettings())
+    for name in ("a", "b", "c", "a", "d"):
+        decide(job(name, application=name, attained_s=5.0), policy=policy)
+    decide(policy=policy)
+    assert set(policy._finished) == {"a", "c", "d"}
+
+
 def test_a_long_job_is_not_packed_with_a_short_one():
     waiting = [job(f"w{number}", 0.1, application="long") for number in range(SHORT_QUEUE + 1)]
     for kind, are_packed in (("short", False), ("medium", False), ("long", True)):

@@ -3,12 +3,15 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import pickle
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from pollux.policy import PolicySettings, make_policy
-from pollux.policy.shockwave import ShockwavePolicy, deal, share_done
+from pollux.policy.shockwave import Cluster, Line, ShockwavePolicy, deal, share_done
 from pollux.types import Allocation, JobView, Node, Plan, Snapshot
 from tests.snapshots import make_job, make_mixed, make_nodes
 
@@ -35,6 +38,41 @@ class TestDeal:
         assert deal(gains, {"large": 5, "small": 4}, 4) == {"large": 0, "small": 2}
 
 
+def remaining_s(policy: ShockwavePolicy, one: JobView) -> float:
+    (outlook,) = policy.outlooks([one], Cluster(snapshot(one)))
+    return outlook.remaining_s
+
+
+class TestMemory:
+    @given(st.lists(st.tuples(st.floats(0, 1), st.floats(-10, 10)), max_size=30))
+    def test_a_line_needs_no_points(self, points):
+        """It is that of least squares through all of them, as long as each lies to the right of the last."""
+        line, kept = Line(), []
+        for x, y in points:
+            line.add(x, y)
+            kept += [(x, y)] if not kept or x > kept[-1][0] else []
+        if len(kept) < 3 or kept[-1][0] - kept[0][0] < 0.05:
+            assert line.slope is None
+        else:
+            assert line.slope == pytest.approx(np.polyfit(*np.array(kept).T, 1)[0], rel=1e-6, abs=1e-6)
+
+    def test_it_does_not_grow_with_rounds_or_with_jobs_that_are_over(self, monkeypatch):
+        monkeypatch.setattr("pollux.policy.shockwave._MAX_KNOWN", 3)
+        policy = ShockwavePolicy(PolicySettings())
+
+        def size_after(rounds: range) -> int:
+            for number in rounds:
+                done = 0.25 * (number % 4 + 1)
+                passing = job(f"j{number // 4}", left=1 - done, done=done, application=f"app{number // 8}")
+                staying = job("staying", left=1e6, done=10.0 * number, application="")
+                policy.decide(snapshot(passing, staying, now=60.0 * number))
+            return len(pickle.dumps([policy._seen, policy._slopes, policy._applications]))
+
+        before = size_after(range(100))
+        assert size_after(range(100, 200)) < 1.1 * before
+        assert set(policy._slopes) == {"app22", "app23", "app24"}
+
+
 class TestOutlook:
     def test_share_of_work_done(self):
         assert share_done(job("a", left=3.0, done=1.0)) == 0.25
@@ -50,8 +88,7 @@ class TestOutlook:
             growing.append(job("growing", **(work | {"noise_scale": 300.0 * 10 ** (2 * (done - 0.5))})))
         for number, views in enumerate(zip(steady, growing, strict=True)):
             policy.decide(snapshot(*views, now=60.0 * number))
-        here = snapshot(steady[-1], growing[-1])
-        assert policy.outlook(growing[-1], here).remaining_s < 0.9 * policy.outlook(steady[-1], here).remaining_s
+        assert remaining_s(policy, growing[-1]) < 0.9 * remaining_s(policy, steady[-1])
 
     def test_what_jobs_that_are_over_have_shown_holds_for_the_next(self):
         policy = ShockwavePolicy(PolicySettings())
@@ -59,15 +96,15 @@ class TestOutlook:
             grown = job("first", left=1 - done, done=done, noise_scale=100.0 * math.exp(4 * done))
             policy.decide(snapshot(grown, now=60.0 * number))
         fresh = job("second", left=1e6)
-        before = ShockwavePolicy(PolicySettings()).outlook(fresh, snapshot(fresh)).remaining_s
+        before = remaining_s(ShockwavePolicy(PolicySettings()), fresh)
         policy.decide(snapshot(fresh, now=240.0))
-        assert policy.outlook(fresh, snapshot(fresh)).remaining_s < before
+        assert remaining_s(policy, fresh) < before
         policy.reset()
-        assert policy.outlook(fresh, snapshot(fresh)).remaining_s == pytest.approx(before)
+        assert remaining_s(policy, fresh) == pytest.approx(before)
 
     def test_nothing_known_is_no_obstacle(self):
         unknown = make_job("a", measured=False, requested_replicas=2)
-        assert ShockwavePolicy(PolicySettings()).outlook(unknown, snapshot(unknown)).remaining_s > 0
+        assert remaining_s(ShockwavePolicy(PolicySettings()), unknown) > 0
 
 
 class Rounds:

@@ -139,6 +139,30 @@ class TestDecisions:
         plan = decide(make_job("a", allocation=Allocation.of(("n0", 1), ("n1", 2))))
         assert plan.allocation_of("a").counts in ((4,), (4, 4))
 
+    @pytest.mark.parametrize(
+        "exact", [{"batch": None, "requested_replicas": 3}, {"min_replicas": 3, "max_replicas": 3}]
+    )
+    def test_who_sits_beside_a_job_of_three_replicas_stays_there(self, exact):
+        """Three replicas would be set a block of four apart; the fourth slot is another's, and both run."""
+        jobs = (
+            make_job("a", allocation=Allocation.of(("n0", 3)), **exact),
+            make_job("b", allocation=Allocation.of(("n0", 1)), max_replicas=1),
+        )
+        held = {job.name: job.allocation for job in jobs}
+        assert decide(*jobs, nodes=make_nodes(1)).allocations == held
+        assert decide(*jobs, nodes=make_nodes(2)).allocations == held  # nor does it move where there is room
+
+    def test_it_takes_over_from_a_policy_with_other_shapes(self):
+        jobs = [make_job(f"j{number}", min_replicas=number, max_replicas=number) for number in (1, 3)]
+        snapshot = Snapshot(now=0, nodes=make_nodes(1), jobs=tuple(jobs))
+        plan = make_policy("fifo").decide(snapshot)
+        assert counts(plan) == {"j1": 1, "j3": 3}
+        taken_over = [dataclasses.replace(job, allocation=plan.allocation_of(job.name)) for job in jobs]
+        assert decide(*taken_over, nodes=make_nodes(1)).allocations == plan.allocations
+
+    def test_who_needs_more_than_there_is_holds_up_nobody(self):
+        assert counts(decide(make_job("a", min_replicas=1_000_000), make_job("b", max_replicas=4))) == {"b": 4}
+
     def test_more_jobs_than_slots(self):
         plan = decide(*(make_job(f"j{number}") for number in range(12)))
         assert sum(counts(plan).values()) == 8

@@ -10,8 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pollux.policy import PolicySettings
-from pollux.policy.weights import job_weights
-from pollux.types import JobSpec, JobView
+from pollux.policy.lengths import Lengths
+from pollux.policy.pollux import PolluxPolicy
+from pollux.policy.weights import job_weights, remaining_seconds
+from pollux.types import FloatArray, JobSpec, JobView, Snapshot
+from tests.snapshots import make_job, make_nodes
 
 REMAINING = PolicySettings(weights="remaining")
 
@@ -23,38 +26,90 @@ def jobs(*left: float | None, weight: float = 1.0) -> list[JobView]:
     ]
 
 
+def weigh(present: list[JobView], goodputs: FloatArray, rules: PolicySettings, learnt: FloatArray | None = None):
+    return job_weights(present, remaining_seconds(present, goodputs, rules, learnt), rules.p)
+
+
 def test_all_count_the_same_unless_asked():
-    assert job_weights(jobs(10, 1000, weight=2.0), np.ones(2), PolicySettings()).tolist() == [2.0, 2.0]
+    assert weigh(jobs(10, 1000, weight=2.0), np.ones(2), PolicySettings()).tolist() == [2.0, 2.0]
 
 
 @pytest.mark.parametrize("p", [-1.0, 0.0, 0.5])
 def test_slots_go_by_the_optimal_rule_for_a_speedup_of_the_square_root(p):
     """The i-th longest of n jobs gets (2i - 1)/n² of them: the fitness makes k proportional to w^(1/(1 - p/2))."""
-    weights = job_weights(jobs(400, 100, 300, 200), np.ones(4), PolicySettings(weights="remaining", p=p))
+    weights = weigh(jobs(400, 100, 300, 200), np.ones(4), PolicySettings(weights="remaining", p=p))
     slots = weights ** (1 / (1 - p / 2))
     assert slots / slots.sum() == pytest.approx(np.array([1, 7, 3, 5]) / 16)
 
 
 def test_time_counts_not_examples():
-    slow, fast = job_weights(jobs(100, 1000), np.array([1.0, 100.0]), REMAINING)
+    slow, fast = weigh(jobs(100, 1000), np.array([1.0, 100.0]), REMAINING)
     assert fast > slow
 
 
 def test_a_job_of_unknown_length_or_speed_counts_as_a_typical_one():
-    weights = job_weights(jobs(1, None, 5, 100, 7), np.array([1.0, 1.0, 1.0, 1.0, np.nan]), REMAINING)
+    weights = weigh(jobs(1, None, 5, 100, 7), np.array([1.0, 1.0, 1.0, 1.0, np.nan]), REMAINING)
     assert weights[0] > weights[[1, 2, 4]].max() and weights[[1, 2, 4]].min() > weights[3]
 
 
 def test_where_nobody_tells_all_count_the_same():
-    assert job_weights(jobs(None, None), np.ones(2), REMAINING).tolist() == [1.0, 1.0]
-    assert job_weights(jobs(5, 6), np.full(2, np.nan), REMAINING).tolist() == [1.0, 1.0]
+    assert weigh(jobs(None, None), np.ones(2), REMAINING).tolist() == [1.0, 1.0]
+    assert weigh(jobs(5, 6), np.full(2, np.nan), REMAINING).tolist() == [1.0, 1.0]
+
+
+def test_where_one_declares_nothing_others_have_shown_how_long_it_is():
+    """Declared lengths first, or not at all if asked."""
+    present, learnt = jobs(100, None, 50), np.array([10.0, 200.0, 20.0])
+    assert np.argsort(weigh(present, np.ones(3), REMAINING, learnt)).tolist() == [1, 0, 2]
+    assert np.argsort(weigh(present, np.ones(3), PolicySettings(weights="learnt"), learnt)).tolist() == [1, 2, 0]
+    assert weigh(present, np.ones(3), PolicySettings(), learnt).tolist() == [1.0, 1.0, 1.0]
+
+
+class TestLengths:
+    @staticmethod
+    def job(name: str, application: str, service_s: float) -> JobView:
+        return JobView(spec=JobSpec(name=name, application=application), age_s=0.0, attained_slot_s=service_s)
+
+    def test_what_ended_jobs_took_is_what_others_of_the_application_will_take(self):
+        lengths = Lengths()
+        lengths.look([self.job("a", "x", 100.0), self.job("b", "x", 300.0)])
+        lengths.look([])
+        assert lengths.left([self.job("c", "x", 0.0), self.job("d", "x", 40.0)]).tolist() == [200.0, 160.0]
+        assert lengths.left([self.job("c", "x", 200.0)]).tolist() == [100.0]  # the shorter of the two is out of it
+
+    def test_who_outlasts_all_or_is_like_nobody_is_half_done_in_steps_of_two(self):
+        lengths = Lengths()
+        lengths.look([self.job("a", "x", 100.0)])
+        lengths.look([])
+        found = lengths.left([self.job("c", "x", 130.0), self.job("d", "y", 250.0), self.job("e", "y", 0.0)])
+        assert found.tolist() == [256.0, 256.0, 1.0]
+
+    def test_little_is_remembered(self):
+        lengths = Lengths()
+        for index in range(3000):
+            lengths.look([self.job(f"a{index}", f"x{index}", 5.0), self.job(f"b{index}", "x", 7.0)])
+        assert len(lengths._ended) <= 1024
+        assert max(map(len, lengths._ended.values())) <= 64
+
+    def test_the_policy_learns_whom_to_favour(self):
+        """Two applications, one of which has been seen to be short: the next job of it gets more."""
+        policy = PolluxPolicy(PolicySettings(weights="learnt"))
+        nodes = make_nodes(1, 8)
+        ended = [
+            make_job("s0", application="short", attained_slot_s=60.0),
+            make_job("l0", application="long", attained_slot_s=1e5),
+        ]
+        policy.decide(Snapshot(now=0, nodes=nodes, jobs=tuple(ended)))
+        fresh = [make_job("s1", application="short"), make_job("l1", application="long")]
+        plan = policy.decide(Snapshot(now=60, nodes=nodes, jobs=tuple(fresh)))
+        assert plan.allocation_of("s1").num_replicas > plan.allocation_of("l1").num_replicas
 
 
 @given(st.lists(st.floats(0, 1e12), min_size=1, max_size=40), st.floats(-10, 1))
 def test_weights_are_positive_finite_and_fall_with_what_is_left(left, p):
     if 0 < abs(p) < 0.01:
         p = 0.0
-    weights = job_weights(jobs(*left), np.ones(len(left)), PolicySettings(weights="remaining", p=p))
+    weights = weigh(jobs(*left), np.ones(len(left)), PolicySettings(weights="remaining", p=p))
     assert np.isfinite(weights).all() and (weights > 0).all()
     order = np.argsort(left, kind="stable")
     for one, other in pairwise(order):

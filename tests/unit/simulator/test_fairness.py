@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from dataclasses import dataclass
 
@@ -34,6 +35,10 @@ class Toy:
     var: float = 1e12
     habits: Habits = NO_HABITS
     accelerators: tuple[str, ...] = ()
+    across: int = 64  # the largest device batch on more than one node
+
+    def device_max(self, accelerator: str, placement: tuple[int, ...]) -> int:
+        return self.across if len(placement) > 1 else self.limits.device_max
 
     def step_time(self, accelerator: str, placement: tuple[int, ...], device_batch: int) -> StepTime:
         return StepTime(float(len(placement)) + device_batch / sum(placement), 0.0)
@@ -74,6 +79,15 @@ def test_dense_placement(replicas: int, placement: tuple[int, ...]) -> None:
 def test_rates_are_the_best_of_all_candidate_batches(replicas: int, var: float) -> None:
     rates = solo(var=var).rates("toy", replicas, GPUS)
     assert rates.tolist() == pytest.approx([slow_rate(Toy(var=var), replicas, 4, epoch) for epoch in range(2)])
+
+
+def test_no_batch_is_larger_than_a_job_could_train_with_in_that_placement() -> None:
+    """A pass costs a second and more on every node, so that small ones are slow."""
+    free, bound = solo(), solo(across=4)
+    assert bound.jct_s("toy", 4) == free.jct_s("toy", 4)
+    assert bound.jct_s("toy", 5) > free.jct_s("toy", 5)
+    limits = dataclasses.replace(LIMITS, device_max=4)
+    assert bound.jct_s("toy", 5) == solo(limits=limits).jct_s("toy", 5)
 
 
 def test_alone_on_a_whole_number_of_gpus_with_one_start() -> None:

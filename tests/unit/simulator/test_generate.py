@@ -218,6 +218,21 @@ class TestRejects:
         with pytest.raises(UnknownNameError, match=re.escape("unknown application 'cifar'. Did you mean 'cifar10'?")):
             generate_workload(APPLICATIONS, mix={"cifar": 1.0})
 
+    def test_more_gpus_than_a_job_may_ask_for(self) -> None:
+        large = scalable(0.6, name="large")
+        large.min_replicas = 5
+        assert tuned_configurations(large, max_replicas=5)[0].num_replicas == 5  # few ask for five, but it must
+        with pytest.raises(
+            InvalidValueError, match=r"large needs at least 5 GPUs.* more than 4; allow more \(--gpus 5"
+        ):
+            generate_workload({"large": large}, max_replicas=4)
+        narrow = scalable(0.6, maximum=150)
+        narrow.min_replicas = 15
+        with pytest.raises(
+            InvalidValueError, match="needs 15 GPUs with at least 10 examples each; no batch size of 100"
+        ):
+            generate_workload({"app": narrow})
+
     def test_no_applications(self) -> None:
         with pytest.raises(InvalidValueError, match="no applications"):
             generate_workload({})

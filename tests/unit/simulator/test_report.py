@@ -12,8 +12,8 @@ import pytest
 from pollux import look
 from pollux.errors import PolluxError
 from pollux.policy import PolicySettings, make_policy
-from pollux.simulator import report
-from pollux.simulator.report import MAX_GANTT_JOBS, html_report
+from pollux.simulator.figures import MAX_GANTT_JOBS, NUM_COLOURS, duration, log_axis
+from pollux.simulator.report import html_report
 from pollux.simulator.result import SimulationResult, summarise
 from pollux.simulator.run import SimulationConfig, simulate
 from pollux.simulator.source import load_source
@@ -141,4 +141,29 @@ def test_nothing_to_show_or_nothing_to_show_it_with(monkeypatch: pytest.MonkeyPa
     [(0, "0 s"), (95, "95 s"), (600, "10.0 min"), (7199, "120 min"), (7200, "2.0 h"), (400_000, "111 h")],
 )
 def test_durations_are_short(seconds: float, text: str) -> None:
-    assert report.duration(seconds) == text
+    assert duration(seconds) == text
+
+
+def test_words_and_policies_are_explained(results: list[SimulationResult]) -> None:
+    text = page(results)
+    for word in ("JCT", "ρ", "restarts", "efficiency", "makespan", "pollux", "tiresias"):
+        assert f"<dt>{word}</dt><dd>" in text, word
+
+
+def test_a_policy_looks_the_same_everywhere_and_like_no_other(results: list[SimulationResult]) -> None:
+    many = [dataclasses.replace(results[0], policy=f"p{index}") for index in range(NUM_COLOURS + 2)]
+    other = [dataclasses.replace(result, workload="other") for result in reversed(many)]
+    text = page([*many, *other])
+    looks: dict[str, set[tuple[str, str]]] = {}
+    for figure in ("w0-jct", "w1-jct", "w1-rho"):
+        for trace in figures(text)[figure]["data"]:  # type: ignore[attr-defined]
+            looks.setdefault(trace["name"], set()).add((trace["line"]["color"], trace["line"]["dash"]))
+    assert all(len(look) == 1 for look in looks.values())
+    assert len(set.union(*looks.values())) == len(many)
+
+
+@pytest.mark.parametrize(("low", "high"), [(0.9, 1.1), (0.7, 80.0), (1e-3, 1e4), (2.0, 2.0)])
+def test_labels_of_a_log_axis_have_room(low: float, high: float) -> None:
+    ticks = log_axis([low, high])["tickvals"]
+    assert sum(low <= tick <= high for tick in ticks) <= 12
+    assert ticks[0] <= low and ticks[-1] >= high

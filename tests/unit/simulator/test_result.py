@@ -83,6 +83,19 @@ def test_numbers_follow_their_definitions(pollux_run: SimulationRun, result: Sim
     assert [job.name for job in jobs] == [job.name for job in pollux_run.workload.jobs]
 
 
+def test_a_run_keeps_no_more_than_results_tell(pollux_run: SimulationRun, result: SimulationResult) -> None:
+    """A year of rounds has to fit into memory: of decisions those that moved a job, without the options weighed."""
+    explained = [round_.plan.explanation for round_ in pollux_run.store.rounds]
+    decisions = [decision for explanation in explained if explanation for decision in explanation.jobs]
+    assert decisions and all(explained)
+    for decision in decisions:
+        assert decision.has_changed
+        assert len(decision.option_replicas) == len(decision.option_speedups) == 0
+    assert len(explained) <= MAX_POINTS  # none is left out of the series
+    assert result.decisions.changes == tuple(len(round_.changes or ()) for round_ in pollux_run.store.rounds)
+    assert not any(sample.types for sample in pollux_run.samples)  # all of one type
+
+
 def test_allocations_account_for_every_gpu_second(result: SimulationResult, tiresias: SimulationResult) -> None:
     for outcome in (result, tiresias):
         for job in outcome.jobs:

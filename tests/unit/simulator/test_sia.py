@@ -12,7 +12,7 @@ from pollux.simulator.application import StepTime
 from pollux.simulator.physics import NodeGroup
 from pollux.simulator.run import SimulationConfig, restricted
 from pollux.simulator.sia import load_sia_traces
-from pollux.simulator.source import load_source
+from pollux.simulator.source import load_applications, load_source
 from pollux.simulator.traces import TraceApplication
 from pollux.simulator.workload import load_workload
 
@@ -185,8 +185,9 @@ def test_pipelines_train_with_whole_batches(tmp_path: Path) -> None:
 def test_stages_must_be_known(tmp_path: Path) -> None:
     text = "local_bsz,step_time,sync_time,placement\n1,0.2,0.02,2\n"
     write(tmp_path / "gpt_pmp", aws_placements=text.strip(), aws_scalability=scaled((1, 1)))
-    with pytest.raises(InputFileError, match="cut into stages on 'aws' is not known; known: dgx-ext, rtx"):
+    with pytest.raises(InputFileError, match="cut into stages on 'aws' is not known; known: dgx-ext, rtx") as caught:
         load_sia_traces(tmp_path)
+    assert caught.value.path == str(tmp_path / "gpt_pmp" / "placements-aws.csv")
 
 
 # Bad files ------------------------------------------------------------------------------------
@@ -197,6 +198,7 @@ def test_stages_must_be_known(tmp_path: Path) -> None:
     [
         ({"aws_placements": placed("10")}, "placement '10'; digits 1-9"),
         ({"aws_placements": "placement,local_bsz,step_time,sync_time\n1,10,0.1,0.2"}, "row 2.*sync_time < step_time"),
+        ({"aws_placements": placed("1", batches=(-3, 10))}, "row 2: local_bsz = -3; at least 1 is needed"),
         ({"aws_placements": "placement,local_bsz,step_time\n1,10,0.1"}, "missing column sync_time"),
         ({"aws_scalability": scaled((3, 2))}, "2 replicas on 3 nodes; 1 <= nodes <= replicas"),
         ({"rtx_placements": placed("1")}, "scalability-rtx.csv.*no such file"),
@@ -205,6 +207,29 @@ def test_stages_must_be_known(tmp_path: Path) -> None:
 def test_bad_files_are_named(tmp_path: Path, files: dict[str, str], problem: str) -> None:
     with pytest.raises(InputFileError, match=problem):
         toy(tmp_path, **files)
+
+
+@pytest.mark.parametrize("size", ["²", "٣", "0", "large"])
+def test_batch_sizes_in_names_are_plain_numbers(tmp_path: Path, size: str) -> None:
+    write(tmp_path / "toy")
+    (tmp_path / "toy" / f"validation-{size}.csv").write_text("")
+    with pytest.raises(InputFileError, match=f"'{size}' in the file's name is not a batch size"):
+        toy(tmp_path)
+
+
+@pytest.mark.parametrize("kind", ["-aws", ""])
+def test_a_training_run_that_is_missing(tmp_path: Path, kind: str) -> None:
+    """Of ncf, which is trained with one batch size: in the Sia artifact's format, and in the OSDI'21 artifact's."""
+    folder = tmp_path / "ncf"
+    folder.mkdir()
+    rows = "\n".join(f"{epoch},{epoch},1,1,4" for epoch in range(1, 11))
+    (folder / "validation-256.csv").write_text(f"progress,iteration,metric,grad_sqr,grad_var\n{rows}\n")
+    (folder / f"placements{kind}.csv").write_text(placed("1") + "\n")
+    (folder / f"scalability{kind}.csv").write_text(scaled((1, 1)) + "\n")
+    problem = "min batch size 32768 lies outside 256..256; there is a validation-<batch size>.csv for 256: add"
+    with pytest.raises(InputFileError, match=problem) as caught:
+        load_applications(str(tmp_path))
+    assert caught.value.path == str(folder)
 
 
 def test_no_traces(tmp_path: Path) -> None:

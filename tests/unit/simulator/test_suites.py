@@ -3,20 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
+import html
 import importlib.util
 import json
 import re
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from pollux.errors import InputFileError, UnknownNameError
-from pollux.policy import make_policy, policy_names
+from pollux.policy import PolicySettings, make_policy, policy_names
+from pollux.simulator.result import summarise
+from pollux.simulator.run import SimulationConfig, simulate
 from pollux.simulator.scale import Size, World, measure
+from pollux.simulator.source import load_source
 from pollux.simulator.suite_catalogue import NO_OSDI21, SUITES, Artifacts, make_suite
 from pollux.simulator.suite_page import suite_report
+from pollux.simulator.suite_verdict import MARKED, shown_tables, verdicts
 from pollux.simulator.suites import Case, Chart, Column, Published, Suite, all_rows, by_table
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -25,7 +32,7 @@ WITHOUT_DATA = [name for name in SUITES if name != "hetero"]
 
 COLUMNS = (
     Column(heading="avg JCT s", key="avg_jct_s", form=",.0f"),
-    Column(heading="× published", key="ratio_to_published", form=".2f"),
+    Column(heading="× artifact", key="ratio_to_published", form=".2f"),
 )
 
 
@@ -42,6 +49,7 @@ def test_every_suite_is_complete(name: str, artifacts: Artifacts) -> None:
     suite = make_suite(name, artifacts)
     quick = make_suite(name, artifacts, is_quick=True)
     assert suite.name == name and suite.title and suite.about and suite.charts and not suite.notes
+    assert quick.heading.endswith("(quick: fewer cases)") and suite.heading == suite.title
     assert 0 < len(quick.cases) + len(quick.sizes) <= len(suite.cases) + len(suite.sizes)
     assert len({(case.table, case.label) for case in suite.cases}) == len(suite.cases)
     keys = {column.key for column in suite.columns}
@@ -151,9 +159,64 @@ def test_the_page_is_one_file() -> None:
     found = re.search(r'id="figures">(.*?)</script>', page, re.DOTALL)
     assert found is not None
     bars, lines = json.loads(found[1]).values()
-    assert bars["data"][0]["y"] == ["theirs", "ours"]  # plotly draws from below: the best is on top
-    assert bars["data"][0]["marker"]["color"] == ["@1", "@0"]
+    assert bars["data"][0]["y"] == ["theirs †", "ours"]  # plotly draws from below: the best is on top
     assert {trace["name"] for trace in lines["data"]} == {"theirs", "ours"}
+    # Who is who has one colour, in whatever figure.
+    drawn = dict(zip(("theirs", "ours"), bars["data"][0]["marker"]["color"], strict=True))
+    assert {trace["name"]: trace["line"]["color"] for trace in lines["data"]} == drawn
+    assert drawn["theirs"] != drawn["ours"]
+    # What it comes to stands first, and what was not simulated here is marked.
+    assert page.index(verdicts(suite, all_rows(suite, MEASURED))[0]) < page.index("Two rows.")
+    assert "<em>theirs †</em>" in page and html.escape(MARKED) in page
+
+
+def test_the_best_come_first_but_along_an_x() -> None:
+    suite = tiny(has_means=False)
+    tables = shown_tables(suite, all_rows(suite, MEASURED))
+    assert [row["policy"] for row in tables["b"]] == ["once", "ours", "theirs"]
+    along = [{"workload": "a", "policy": f"{x} s", "x": x, "avg_jct_s": 100.0 - x} for x in (1, 8)]
+    (mine,) = shown_tables(suite, all_rows(dataclasses.replace(suite, published=()), along)).values()
+    assert [row["x"] for row in mine] == [1, 8]
+    assert next(iter(shown_tables(tiny(), all_rows(tiny(), MEASURED)))) == "mean of 2"
+
+
+def test_a_sentence_says_who_is_first_and_by_how_much() -> None:
+    names = {"ours": "pollux", "once": "fifo"}
+    rows = [{**row, "policy_name": names[str(row["policy"])]} for row in MEASURED]
+    one, two = verdicts(tiny(has_means=False), all_rows(tiny(has_means=False), rows))
+    assert one == (
+        "a: ours is first: a job takes 50 s on average. Measured with its own code, theirs, takes 100 s, 2.00 times "
+        "as long."
+    )
+    assert "once is first" in two and "The next policy, ours, takes 2.5 min, 15.00 times as long." in two
+    # What ran in another world is first of nothing.
+    aside = [{**row, "is_aside": row["policy"] == "once"} for row in rows]
+    assert verdicts(tiny(has_means=False), all_rows(tiny(has_means=False), aside))[1].startswith("b: ours is first")
+    (means,) = verdicts(tiny(), all_rows(tiny(), rows))
+    assert means.startswith("ours is first: a job takes 100 s")
+
+
+def test_a_page_with_many_policies_shows_ours_and_the_best() -> None:
+    workload, applications = load_source("builtin:small", None, 0)
+    short = dataclasses.replace(workload, jobs=workload.jobs[:3])
+    run = simulate(short, applications, make_policy("fifo"), SimulationConfig(num_nodes=2))
+    result = dataclasses.replace(summarise(run, PolicySettings()), workload="a")
+    labels = ["ours", *(f"other {number:02}" for number in range(12))]
+    results = [dataclasses.replace(result, policy=label) for label in labels]
+    rows = [
+        {"workload": "a", "policy": label, "avg_jct_s": 100.0 - number, "policy_name": "fifo" if number else "pollux"}
+        for number, label in enumerate(labels)
+    ]
+    suite = dataclasses.replace(tiny(), is_quick=True, published=(), charts=(Chart(title="bars", key="avg_jct_s"),))
+    page = suite_report(suite, all_rows(suite, rows), results, command="c", plotly_url="/p.js")
+    chips = re.findall(r'aria-pressed="(true|false)"><i[^>]*></i>([^<]*)</button>', page)
+    assert [label for pressed, label in chips if pressed == "true"] == ["ours", "other 11", "other 10", "other 09"]
+    assert len(chips) == len(labels)
+    assert "A &lt;tiny&gt; suite (quick: fewer cases)</h1>" in page
+    assert page.count("<table class=") == 2  # the rows, and every setting; nothing is there twice
+    assert '<tr class=ours><th scope="row">' in page
+    for word in ("pollux", "fifo"):
+        assert f"<dt>{word}</dt>" in page
 
 
 # Scale ----------------------------------------------------------------------------------------
@@ -220,6 +283,49 @@ def test_results_become_a_page(script: Any) -> None:
     assert "| *theirs* | 200 | 1.00 |" in page and "| ours | 100 | 0.50 |" in page
     assert page.index("*mean of 2*") < page.index("<details><summary>b</summary>")
     assert "Left out: x (it broke)." in page
+
+
+def test_figures_of_an_older_run_are_not_published(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A suite that fails, or takes too long, leaves no document; and the pages stay as they were."""
+    monkeypatch.setattr(script, "DOCS", tmp_path / "docs")
+    nowhere, document = tmp_path / "nowhere", tmp_path / "hetero.json"
+    words = ["results.py", "--folder", str(tmp_path), "--artifacts", str(nowhere), "--suite", "hetero"]
+    monkeypatch.setattr(sys, "argv", words)
+    for timeout_s, reason in ((60.0, "ended with exit code 2"), (0.01, "took longer than 0.01 s")):
+        for name in SUITES:
+            (tmp_path / f"{name}.json").write_text("{}")
+        monkeypatch.setattr(script, "SUITE_TIMEOUT_S", timeout_s)
+        assert script.main() == 1
+        assert capfd.readouterr().err.splitlines()[-1].startswith(f"no page: suite hetero {reason}")
+        assert not document.exists()
+
+
+@pytest.mark.parametrize(("code", "writes", "is_good"), [(0, 1, 1), (1, 1, 1), (1, 0, 0), (0, 0, 0), (-9, 1, 0)])
+def test_a_run_counts_if_it_wrote_its_document(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int, writes: int, is_good: int
+) -> None:
+    """1: a policy is left out, which the document says."""
+
+    def command(words: list[str], **more: Any) -> subprocess.CompletedProcess[str]:
+        if writes:
+            Path(words[words.index("--output") + 1]).write_text("{}")
+        return subprocess.CompletedProcess(words, code)
+
+    monkeypatch.setattr(script, "subprocess", SimpleNamespace(run=command, TimeoutExpired=subprocess.TimeoutExpired))
+    failures = script.run("osdi21", tmp_path, None)
+    assert failures == ([] if is_good else [f"suite osdi21 ended with exit code {code}"])
+    assert (tmp_path / "osdi21.json").exists() == bool(is_good)
+
+
+def test_who_is_fairer_is_read_off_the_results(script: Any) -> None:
+    claim = next(claim for claim in script.CLAIMS if claim.names_lower)
+    worst = {"themis": 3.0, "gavel": 2.9, "las": 2.0, "slaq": 4.0, "pollux, remaining": 1.0}
+    rows = {name: {"rho_max": value} for name, value in worst.items()}
+    assert script._word(claim, rows) == f"{claim.word} A lower worst ρ, from the lowest: `las`, `gavel`."
+    assert script._word(claim, {"themis": {"rho_max": 3.0}}) == f"{claim.word} The lowest worst ρ here."
+    assert script._word(claim, {}) == claim.word
 
 
 def test_blocks_are_replaced_and_the_rest_stays(script: Any) -> None:

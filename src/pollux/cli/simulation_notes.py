@@ -1,0 +1,86 @@
+"""What a simulating command says on stderr about its own arguments: what has no effect, and what is not as it looks.
+
+None of it stops a run. Between the options and :mod:`pollux.cli.simulate` and :mod:`pollux.cli.compare`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
+
+import typer
+
+from pollux.policy import PolicySettings, make_policy
+from pollux.simulator.application import Application, application_key
+from pollux.simulator.result import SimulationResult, group_results
+from pollux.simulator.run import SimulationConfig
+from pollux.simulator.workload import Workload
+
+# Of our policies, who reads what an option sets.
+_READERS = {"--p": ("pollux",), "--weights": ("pollux",), "--charge-s": ("gandiva", "pollux", "sia")}
+
+
+def say(notes: Iterable[str]) -> None:
+    """Each once."""
+    for note in dict.fromkeys(notes):
+        typer.echo(f"note: {note}", err=True)
+
+
+def idle_types(workload: Workload, applications: Mapping[str, Application], config: SimulationConfig) -> list[str]:
+    """About types of the cluster on which no application of the workload was measured: nobody can run there."""
+    measured: set[str] = set()
+    for job in workload.jobs:
+        application = applications.get(application_key(applications, job))
+        if application is None or not application.accelerators:
+            return []  # it runs anywhere
+        measured.update(application.accelerators)
+    found = []
+    for group in config.full.groups:
+        if group.accelerator not in measured:
+            near = difflib.get_close_matches(group.accelerator, sorted(measured), n=1)
+            found.append(
+                f"no application of {workload.name} was measured on {group.accelerator!r}: its {group.num_slots} GPUs "
+                f"stay idle, but count as part of the cluster.{f' Did you mean {near[0]!r}?' if near else ''} "
+                f"Measured on: {', '.join(sorted(measured))}."
+            )
+    return found
+
+
+def unread_settings(policies: Sequence[str], settings: PolicySettings) -> list[str]:
+    """About options that none of the policies reads. What an installed policy reads, nobody knows."""
+    usual = PolicySettings()
+    given = {
+        "--p": settings.p != usual.p,
+        "--weights": settings.weights != usual.weights,
+        "--charge-s": not settings.charges_measured,
+    }
+    if any(not type(make_policy(name, settings)).__module__.startswith("pollux.") for name in policies):
+        return []
+    unread: dict[tuple[str, ...], list[str]] = {}
+    for option, readers in _READERS.items():
+        if given[option] and not set(readers) & set(policies):
+            unread.setdefault(readers, []).append(option)
+    who = f"{', '.join(policies)} {'does' if len(policies) == 1 else 'do'} not use"
+    return [
+        f"{' and '.join(options)} {'are' if len(options) > 1 else 'is'} for {', '.join(readers)}; "
+        f"{who} {'them' if len(options) > 1 else 'it'}"
+        for readers, options in unread.items()
+    ]
+
+
+def equal_seeds(results: Sequence[SimulationResult]) -> list[str]:
+    """About policies that came to the same with every seed, which says nothing about chance."""
+    found = []
+    for workload, by_policy in group_results(results).items():
+        alike = [policy for policy, seeds in by_policy.items() if len(seeds) > 1 and are_alike(seeds)]
+        if alike:
+            found.append(
+                f"every seed gave the same for {', '.join(alike)} on {workload}: the jobs of a file are the same "
+                "whatever the seed, so this says nothing about chance"
+            )
+    return found
+
+
+def are_alike(seeds: Sequence[SimulationResult]) -> bool:
+    """Whether every job took as long in all of them."""
+    return len({tuple(job.jct_s for job in result.jobs) for result in seeds}) == 1

@@ -1,0 +1,54 @@
+"""How long jobs are that have not said so, by those of the same application that have ended.
+
+Training runs come again and again, and the same application tends to take about as much service (slots held times
+seconds held). Of a job that has had a of it, the rest is what those that took more had left there, on average: the mean
+residual life, akin to Gittins' index (:mod:`pollux.policy.gittins`). One that has outlasted all that are known is taken
+to be half done. Of an application that no job has ended of nothing is said.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+
+import numpy as np
+
+from pollux.types import FloatArray, JobView
+
+_MAX_JOBS = 64  # of an application that are remembered, the latest
+_MAX_APPLICATIONS = 1024
+
+
+class Lengths:
+    """Sees jobs round after round, and remembers how much service those had taken that are gone."""
+
+    def __init__(self) -> None:
+        self._present: dict[str, tuple[str, float]] = {}  # by job: application, service so far
+        self._ended: dict[str, deque[float]] = {}  # by application
+
+    def clear(self) -> None:
+        self._present.clear()
+        self._ended.clear()
+
+    def look(self, jobs: Sequence[JobView]) -> None:
+        """Take notice of who is there, and who is no longer."""
+        now = {job.name: (job.spec.application, job.attained_slot_s) for job in jobs}
+        for name in self._present.keys() - now.keys():
+            application, service_s = self._present[name]
+            if service_s > 0 and application:
+                known = self._ended.pop(application, None) or deque(maxlen=_MAX_JOBS)
+                known.append(service_s)
+                self._ended[application] = known  # the latest application last
+                if len(self._ended) > _MAX_APPLICATIONS:
+                    del self._ended[next(iter(self._ended))]
+        self._present = now
+
+    def left(self, jobs: Sequence[JobView]) -> FloatArray:
+        """(num_jobs,) slot-seconds that each is likely to need yet; nan where nothing is known."""
+        return np.array([self._left(job) for job in jobs], dtype=float)
+
+    def _left(self, job: JobView) -> float:
+        known, had = self._ended.get(job.spec.application, ()), job.attained_slot_s
+        longer = [total - had for total in known if total > had]
+        return sum(longer) / len(longer) if longer else 2.0 ** math.ceil(math.log2(max(had, 1.0)))
