@@ -21,7 +21,6 @@ from typing import Any
 import numpy as np
 
 from pollux.model.efficiency import noise_scale
-from pollux.model.goodput import GoodputTables
 from pollux.policy.base import PolicySettings
 from pollux.policy.round import Round
 from pollux.policy.solver import solve
@@ -109,7 +108,7 @@ def measure(name: str, instance: dict[str, Any], with_allocations: bool) -> dict
     seconds = []
     for _ in range(REPEATS):
         began = time.process_time()
-        ours = speedup_tables(snapshot, GoodputTables())  # part of every decision, cold
+        ours = speedup_tables(snapshot)  # part of every decision, cold
         tables = _published_tables(instance, ours)
         round_ = Round.of(snapshot, tables, settings)
         plan = round_.plan(solve(round_.problems[0], np.random.default_rng(0)))

@@ -38,7 +38,7 @@ _UPPER = np.array([math.log(1e6)] * 6 + [MAX_GAMMA])
 _MAX_ITERATIONS = 100
 _TOLERANCE = 1e-4  # relative decrease of the loss below which the search ends
 _MAX_DAMPING = 1e8
-_POOR = 0.05  # loss of a fit that may not be the best there is
+_POOR = 0.15  # loss of a fit that may not be the best there is
 
 
 @dataclass(frozen=True, slots=True)

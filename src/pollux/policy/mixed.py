@@ -54,7 +54,7 @@ def solve_mixed(
     found, memory, bound = _solve_once(problems, memory, rng)
     for _ in range(_MAX_REFINEMENTS if problems[0].num_jobs <= MANY_JOBS else 0):
         # As in the solver of one type: what would be changed again next round is changed now, if that is better.
-        if found.is_stay:
+        if found.is_final:
             break
         settled = [problem.after(found.shares_on(kind, problem.num_jobs)) for kind, problem in enumerate(problems)]
         again, memory, _ = _solve_once(settled, memory, rng, evaluations=_FEW_EVALUATIONS)
@@ -81,6 +81,11 @@ class _Assigned:
     parts: Sequence[Sequence[Shares]]  # per type, per job of that type in order
     cost: float
     is_stay: bool = False
+    is_near: bool = False  # so near the bound that nothing else could be worth a move
+
+    @property
+    def is_final(self) -> bool:
+        return self.is_stay or self.is_near
 
     def shares_on(self, kind: int, num_jobs: int) -> list[Shares]:
         shares: list[Shares] = [{} for _ in range(num_jobs)]
@@ -136,7 +141,7 @@ def _solve_once(
         part = solve(problem.of_jobs(rows), rng, knapsacks[kind])
         parts.append(part.shares)
         total += part.cost
-    found = _Assigned(kinds, parts, total)
+    found = _Assigned(kinds, parts, total, is_near=total - bound <= tolerance)
     if stay_cost <= total + tolerance:
         return _stay(problems, home, stay_cost), Memory(prices, stay_cost - bound), bound
     return found, Memory(prices, total - bound), bound
