@@ -22,6 +22,7 @@ from pollux.types import FloatArray, IntArray
 _FEW_JOBS = 200  # up to so many, changes of side are tried
 _MAX_TRIES = 12
 _SMALL_GAP = 0.01  # of the bound: nearer than this is near enough
+_NEAR_ENOUGH = 0.005  # and this is not worth searching the nodes of a type for
 _MAX_REFINEMENTS = 3
 _FEW_EVALUATIONS = 5  # of prices that were right a moment ago
 
@@ -138,10 +139,10 @@ def _solve_once(
     total = 0.0
     for kind, problem in enumerate(problems):
         rows = np.flatnonzero(kinds == kind)
-        part = solve(problem.of_jobs(rows), rng, knapsacks[kind])
+        part = solve(problem.of_jobs(rows), rng, knapsacks[kind], _NEAR_ENOUGH)
         parts.append(part.shares)
         total += part.cost
-    found = _Assigned(kinds, parts, total, is_near=total - bound <= tolerance)
+    found = _Assigned(kinds, parts, total, is_near=total - bound <= max(tolerance, _NEAR_ENOUGH * abs(bound)))
     if stay_cost <= total + tolerance:
         return _stay(problems, home, stay_cost), Memory(prices, stay_cost - bound), bound
     return found, Memory(prices, total - bound), bound

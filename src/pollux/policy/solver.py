@@ -21,7 +21,7 @@ from pollux.types import FloatArray, IntArray
 
 WORTH_IT = 0.05  # gain, in mean costs of a running job, that is worth searching for, and worth moving jobs for
 MANY_JOBS = 400  # with more of them an answer is not asked again whether it would stay
-_NEAR_ENOUGH = 1e-2  # and a gain of this part of the cost is not worth searching for
+_NEAR_ENOUGH = 1e-2  # and this is near enough
 _MAX_REFINEMENTS = 4
 _SEARCH_ROUNDS = 20
 
@@ -34,15 +34,23 @@ class Solution:
     method: str
 
 
-def solve(problem: PlacementProblem, rng: np.random.Generator, knapsack: KnapsackSolution | None = None) -> Solution:
-    """The best allocation found and a bound on all of them. ``knapsack``: how many replicas for each, if known."""
+def solve(
+    problem: PlacementProblem,
+    rng: np.random.Generator,
+    knapsack: KnapsackSolution | None = None,
+    near_enough: float = 0.0,
+) -> Solution:
+    """The best allocation found and a bound on all of them. ``knapsack``: how many replicas for each, if known.
+
+    ``near_enough``: a gain of this part of the cost is not worth searching for.
+    """
     costs = problem.count_costs()
     knapsack = knapsack or solve_knapsack(costs, int(problem.capacity.sum()))
     bound = knapsack.lower_bound
     tolerance = _tolerance(problem, costs, knapsack.counts)
     best = place(problem, knapsack.counts)
     method = "knapsack" if knapsack.is_exact else "price"
-    slack = tolerance if problem.num_jobs <= MANY_JOBS else max(tolerance, _NEAR_ENOUGH * abs(bound))
+    slack = max(tolerance, (near_enough if problem.num_jobs <= MANY_JOBS else _NEAR_ENOUGH) * abs(bound))
     if best.total_cost - bound > slack:
         method += "+search"
         best = _search(problem, best, bound + slack, rng)

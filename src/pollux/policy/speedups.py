@@ -153,26 +153,29 @@ def _compute(jobs: Sequence[JobView], cluster: _Cluster, goodputs: GoodputTables
     widths: list[int] = []
     found: list[list[tuple[int, int]]] = []  # per job: (type, where its table will be)
     mosts = [min(max_replicas(job, max(slots)), max(cluster.most, job.spec.min_replicas)) for job in jobs]
-    for job, most in zip(jobs, mosts, strict=True):
+    held = [job.allocation.num_replicas for job in jobs]
+    for job, most, holds in zip(jobs, mosts, held, strict=True):
         found.append([])
         if not job.params or job.noise_scale is None or job.spec.batch is None:
             continue
         phi = math.exp(cluster.step * (of_note(job.noise_scale, cluster.step) or 0))
+        places = found[-1]
         for index, name in enumerate(types):
             if may_use(job, name):
                 model = GoodputModel.of(job, name, phi) or GoodputModel.of(job, next(iter(job.params)), phi)
                 assert model is not None
-                found[-1].append((index, len(models)))
+                places.append((index, len(models)))
                 models.append(model)
-                shown = max(min(most, slots[index]), job.allocation.num_replicas)
-                widths.append(max(shown, min(fair, model.limits.max_replicas)))
+                widths.append(max(min(most, slots[index]), holds, min(fair, model.limits.max_replicas)))
     values = goodputs.best(models, widths)
     result = []
-    for job, places, most in zip(jobs, found, mosts, strict=True):
-        width = max(most, job.allocation.num_replicas)
-        bases = [(slots[index], float(values[at][0, min(fair, widths[at])])) for index, at in places]
-        weight = sum(count for count, _ in bases)
-        base = sum(count * goodput for count, goodput in bases) / weight if weight else 0.0
+    for job, places, most, holds in zip(jobs, found, mosts, held, strict=True):
+        width = max(most, holds)
+        weight, base = 0, 0.0
+        for index, at in places:
+            weight += slots[index]
+            base += slots[index] * float(values[at][0, min(fair, widths[at])])
+        base = base / weight if weight else 0.0
         table = np.zeros((len(types), 2, width + 1))
         if places and base > 0:
             for index, at in places:
