@@ -33,7 +33,9 @@ def remaining_seconds(
     left = np.array([np.nan if job.remaining_examples is None else job.remaining_examples for job in jobs])
     with np.errstate(divide="ignore", invalid="ignore"):
         declared_s = left / fair_goodputs
-    return np.where(np.isfinite(declared_s), declared_s, learnt_s)
+    # Of a job that was measured and has not said how much is left, nothing more will come.
+    is_silent = np.array([job.remaining_examples is None and bool(job.params) for job in jobs], dtype=bool)
+    return np.where(is_silent, learnt_s, declared_s)
 
 
 def job_weights(jobs: Sequence[JobView], remaining_s: FloatArray, p: float) -> FloatArray:

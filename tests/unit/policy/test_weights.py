@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -14,7 +15,7 @@ from pollux.policy.lengths import Lengths
 from pollux.policy.pollux import PolluxPolicy
 from pollux.policy.weights import job_weights, remaining_seconds
 from pollux.types import FloatArray, JobSpec, JobView, Snapshot
-from tests.snapshots import make_job, make_nodes
+from tests.snapshots import PARAMS, make_job, make_nodes
 
 REMAINING = PolicySettings(weights="remaining")
 
@@ -60,6 +61,9 @@ def test_where_nobody_tells_all_count_the_same():
 def test_where_one_declares_nothing_others_have_shown_how_long_it_is():
     """Declared lengths first, or not at all if asked."""
     present, learnt = jobs(100, None, 50), np.array([10.0, 200.0, 20.0])
+    unmeasured = weigh(present, np.ones(3), REMAINING, learnt)
+    assert np.argsort(unmeasured).tolist() == [0, 1, 2]  # it may declare something yet, and counts as a typical one
+    present[1] = replace(present[1], params={"gpu": PARAMS})
     assert np.argsort(weigh(present, np.ones(3), REMAINING, learnt)).tolist() == [1, 0, 2]
     assert np.argsort(weigh(present, np.ones(3), PolicySettings(weights="learnt"), learnt)).tolist() == [1, 2, 0]
     assert weigh(present, np.ones(3), PolicySettings(), learnt).tolist() == [1.0, 1.0, 1.0]
