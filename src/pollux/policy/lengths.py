@@ -34,9 +34,8 @@ class Lengths:
     def look(self, jobs: Sequence[JobView]) -> None:
         """Take notice of who is there, and who is no longer."""
         now = {job.name: (job.spec.application, job.attained_slot_s) for job in jobs}
-        for name in self._present.keys() - now.keys():
-            application, service_s = self._present[name]
-            if service_s > 0 and application:
+        for name, (application, service_s) in self._present.items():  # in order: sums must come out the same again
+            if name not in now and service_s > 0 and application:
                 known = self._ended.pop(application, None) or deque(maxlen=_MAX_JOBS)
                 known.append(service_s)
                 self._ended[application] = known  # the latest application last
