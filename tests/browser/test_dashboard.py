@@ -459,9 +459,9 @@ def test_a_restart_of_the_server(visitor: Visitor) -> None:
     read = "() => pollux.store.jobs.get('odd').reported_at"
     before = page.evaluate(read)
     page.wait_for_function(f"before => ({read})() > before", arg=before)
-    last = "() => document.querySelector('.log-line:last-child').innerText"
-    before = page.evaluate(last)
-    page.wait_for_function(f"before => ({last})() !== before", arg=before)  # and its output comes again
+    before = page.locator(".log-line").last.inner_text()  # waits: the log is read anew, and empty for a moment
+    last = "document.querySelector('.log-line:last-child')"
+    page.wait_for_function(f"before => {last} && {last}.innerText !== before", arg=before)  # its output comes again
     assert page.evaluate("performance.getEntriesByType('navigation')[0].type") == "navigate"
 
 
