@@ -63,8 +63,7 @@ def _solve_exactly(costs: FloatArray, capacity: int) -> KnapsackSolution:
     columns = np.arange(capacity + 1)
     for job in range(num_jobs):
         row = costs[job]
-        # What costs no less than something smaller is never needed. The least finite one is always there.
-        options = np.flatnonzero(row < np.concatenate(([np.inf], np.minimum.accumulate(row)[:-1])))
+        options = np.flatnonzero(np.isfinite(row))
         candidates = windows[options] + row[options, None]  # (num_finite, capacity + 1)
         pick = candidates.argmin(axis=0)
         choices[job] = options[pick]
