@@ -152,6 +152,7 @@ def to_snapshot(instance: dict[str, Any]) -> Snapshot:
             maximum=job["max_batch_size"],
             device_min=job["min_local_bsz"],
             device_max=job["max_local_bsz"],
+            accumulates_alone=True,
         )
         phi = float(noise_scale(limits.initial, *job["grad_params"])) if is_known else None
         views.append(

@@ -93,6 +93,7 @@ def condense(application: TraceApplication, folder: Path) -> dict[str, Any]:
             "maximum": limits.maximum,
             "device_min": limits.device_min,
             "device_max": limits.device_max,
+            "accumulates_alone": limits.accumulates_alone,
         },
         "max_replicas": application.max_replicas,
         "num_epochs": num_epochs,

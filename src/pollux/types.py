@@ -121,6 +121,9 @@ class BatchLimits:
     minimum: int = 0
     device_max_on: tuple[tuple[str, int], ...] = ()
     """``device_max`` by accelerator type, where a type's memory makes it another."""
+    accumulates_alone: bool = False
+    """One replica with more than M0 takes at least two passes. Only jobs simulated as the OSDI'21 and Sia artifacts ran
+    them; a live job takes one pass as long as it fits the device."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.device_max_on, tuple):  # read from JSON
@@ -255,6 +258,7 @@ class JobView:
     guessed: frozenset[str] = frozenset()  # types whose params come from others; measured there on one replica at most
     shape_factors: Mapping[str, ShapeFactors] = field(default_factory=dict)  # by accelerator type
     noise_scale: float | None = None  # φ in examples
+    noise_scale_error: float | None = None  # standard error of φ; None: not known
     max_profiled_replicas: int = 0
     remaining_examples: float | None = None  # useful examples (goodput x time) left, if known
     done_examples: float | None = None  # useful examples so far, if known
@@ -268,6 +272,13 @@ class JobView:
     @property
     def has_started(self) -> bool:
         return self.num_restarts is not None
+
+    @property
+    def noise_scale_low(self) -> float | None:
+        """φ less its standard error: what may be counted on when a job would grow."""
+        if self.noise_scale is None or self.noise_scale_error is None:
+            return self.noise_scale
+        return max(self.noise_scale - self.noise_scale_error, 0.0)
 
     @property
     def is_fixed(self) -> bool:

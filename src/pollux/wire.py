@@ -18,19 +18,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-import numpy as np
-
 from pollux.errors import InvalidValueError, ProfileError
 from pollux.model.profile import Configuration, Timing, check_measurement
-from pollux.types import Allocation, BatchLimits, Explanation, JobDecision, JobSpec, Node, NodeShare, Plan
+from pollux.types import Allocation, BatchLimits, JobSpec, Node, NodeShare
 
 REPORT_VERSION = 2  # 1 had no replica; what was kept in it can be read
 SPEC_VERSION = 1
-PLAN_VERSION = 1
 
 MAX_REPORT_BYTES = 1_000_000
 MAX_TIMINGS = 1024  # in one report
 MAX_METRICS = 256  # in one report
+MAX_NOTES = 20  # in one report; of more the last ones are read
+MAX_NOTE_LENGTH = 300  # characters; the rest of a longer one is cut off
 MAX_NAME_LENGTH = 256  # of a job, an accelerator, a metric in a report
 MAX_INTEGER = (1 << 53) - 1  # the largest that every reader of JSON keeps exactly
 
@@ -263,7 +262,7 @@ def batch_limits_from_dict(value: object, where: str = "batch") -> BatchLimits:
     reader = Reader(value, where, _BATCH_FIELDS)
     values = {name: reader.integer(name, minimum=1) for name in _BATCH_FIELDS}
     with _at(where):
-        return BatchLimits(device_max_on=(), **values)
+        return BatchLimits(device_max_on=(), accumulates_alone=False, **values)
 
 
 # Jobs -----------------------------------------------------------------------------------------
@@ -361,7 +360,7 @@ _REPORT_INTEGERS = {  # the least that each may be
 }
 _REPORT_NUMBERS = {  # the most that each may be; the least is 0, and null means: not known yet
     **dict.fromkeys(("progress", "efficiency"), 1.0),
-    **dict.fromkeys(("noise_scale", "throughput", "goodput", "remaining_examples"), math.inf),
+    **dict.fromkeys(("noise_scale", "noise_scale_error", "throughput", "goodput", "remaining_examples"), math.inf),
 }
 
 
@@ -390,6 +389,7 @@ class WireReport:
     accum_steps: int
     total_batch: int
     noise_scale: float | None
+    noise_scale_error: float | None = None  # standard error of that, in examples
     efficiency: float | None
     gain: float
     throughput: float | None
@@ -397,6 +397,7 @@ class WireReport:
     replica: str | None = None  # whose word it is; null where replicas have no names
     timings: tuple[tuple[Configuration, Timing], ...] = ()
     metrics: Mapping[str, Any] = field(default_factory=dict)  # JSON values
+    notes: tuple[str, ...] = ()  # what the run decided since the last report, a line each
 
     def __post_init__(self) -> None:
         for name in ("job", "accelerator"):
@@ -419,6 +420,7 @@ class WireReport:
                 object.__setattr__(self, name, number)
         object.__setattr__(self, "timings", self._checked_timings())
         object.__setattr__(self, "metrics", self._checked_metrics())
+        object.__setattr__(self, "notes", self._clipped_notes())
 
     def _checked_timings(self) -> tuple[tuple[Configuration, Timing], ...]:
         if not isinstance(self.timings, tuple | list):
@@ -450,8 +452,17 @@ class WireReport:
         _check_metric(metrics, "report.metrics", _MAX_DEPTH)
         return metrics
 
+    def _clipped_notes(self) -> tuple[str, ...]:
+        """Too many or too long notes are cut: a report is worth more than how a note of it is worded."""
+        if not isinstance(self.notes, tuple | list):
+            raise InvalidValueError(f"report.notes = {shown(self.notes)}; a tuple is needed")
+        texts = [read_text(note, f"report.notes[{index}]") for index, note in enumerate(self.notes)]
+        lines = (" ".join(text.encode("utf-8", "replace").decode().split()) for text in texts[-MAX_NOTES:])
+        return tuple(line[:MAX_NOTE_LENGTH].rstrip() for line in lines if line)
+
 
 _REPORT_FIELDS = tuple(entry.name for entry in fields(WireReport))
+_LATER_REPORT_FIELDS: dict[str, Any] = {"noise_scale_error": None, "notes": []}  # not in old ones
 
 
 def report_to_dict(report: WireReport) -> dict[str, Any]:
@@ -460,15 +471,19 @@ def report_to_dict(report: WireReport) -> dict[str, Any]:
         **{name: getattr(report, name) for name in _REPORT_FIELDS},
         "batch": None if report.batch is None else batch_limits_to_dict(report.batch),
         "timings": [timing_to_list(*entry) for entry in report.timings],
+        "notes": list(report.notes),
     }
 
 
 def report_from_dict(value: object) -> WireReport:
     if isinstance(value, dict) and type(seen := value.get("version")) is int and seen == 1 and "replica" not in value:
         value = {**value, "version": REPORT_VERSION, "replica": None}
+    if isinstance(value, dict):
+        value = _LATER_REPORT_FIELDS | value
     reader = Reader(value, "report", _REPORT_FIELDS, REPORT_VERSION)
     timings = read_list(reader.raw("timings"), "report.timings", max_length=MAX_TIMINGS)
     parts = {name: reader.raw(name) for name in _REPORT_FIELDS}
+    parts["notes"] = read_list(parts["notes"], "report.notes")
     parts["timings"] = tuple(timing_from_list(entry, f"report.timings[{index}]") for index, entry in enumerate(timings))
     if parts["batch"] is not None:
         parts["batch"] = batch_limits_from_dict(parts["batch"], "report.batch")
@@ -518,83 +533,3 @@ def _check_metric(value: object, where: str, depth: int) -> None:
         raise InvalidValueError(
             f"{where} = {shown(value)}; a number, text, true, false, null, list or object is needed"
         )
-
-
-# Plans ----------------------------------------------------------------------------------------
-
-_DECISION_FIELDS = tuple(entry.name for entry in fields(JobDecision))
-_DECISION_ESTIMATES = ("speedup_before", "speedup_after", "move_factor")
-_EXPLANATION_FIELDS = tuple(entry.name for entry in fields(Explanation))
-_EXPLANATION_ESTIMATES = ("fitness_before", "fitness", "upper_bound", "decision_s")
-
-
-def plan_to_dict(plan: Plan) -> dict[str, Any]:
-    why = plan.explanation
-    return {
-        "version": PLAN_VERSION,
-        "allocations": {job: allocation_to_list(allocation) for job, allocation in plan.allocations.items()},
-        "explanation": None if why is None else _explanation_to_dict(why),
-    }
-
-
-def plan_from_dict(value: object, where: str = "plan") -> Plan:
-    reader = Reader(value, where, ("allocations", "explanation"), PLAN_VERSION)
-    place = reader.where("allocations")
-    return Plan(
-        allocations={
-            job: allocation_from_list(entry, f"{place}.{job}")
-            for job, entry in read_mapping(reader.raw("allocations"), place).items()
-        },
-        explanation=None
-        if reader.raw("explanation") is None
-        else _explanation_from_dict(reader.raw("explanation"), reader.where("explanation")),
-    )
-
-
-def _explanation_to_dict(why: Explanation) -> dict[str, Any]:
-    return {
-        **{name: estimate_to_json(getattr(why, name)) for name in _EXPLANATION_ESTIMATES},
-        "jobs": [_decision_to_dict(decision) for decision in why.jobs],
-        "method": why.method,
-    }
-
-
-def _explanation_from_dict(value: object, where: str) -> Explanation:
-    reader = Reader(value, where, _EXPLANATION_FIELDS)
-    return Explanation(
-        **{name: reader.estimate(name) for name in _EXPLANATION_ESTIMATES},
-        jobs=tuple(_decision_from_dict(entry, place) for place, entry in reader.entries("jobs")),
-        method=reader.text("method"),
-    )
-
-
-def _decision_to_dict(decision: JobDecision) -> dict[str, Any]:
-    return {
-        "job": decision.job,
-        "before": allocation_to_list(decision.before),
-        "after": allocation_to_list(decision.after),
-        **{name: estimate_to_json(getattr(decision, name)) for name in _DECISION_ESTIMATES},
-        "option_replicas": [int(count) for count in decision.option_replicas],
-        "option_speedups": [estimate_to_json(speedup) for speedup in decision.option_speedups],
-        "note": decision.note,
-    }
-
-
-def _decision_from_dict(value: object, where: str) -> JobDecision:
-    reader = Reader(value, where, _DECISION_FIELDS)
-    replicas = [read_integer(entry, place, minimum=0) for place, entry in reader.entries("option_replicas")]
-    speedups = [read_estimate(entry, place) for place, entry in reader.entries("option_speedups")]
-    if len(replicas) != len(speedups):
-        raise InvalidValueError(
-            f"{reader.where('option_speedups')} has {len(speedups)} entries; "
-            f"{len(replicas)} are needed, as many as option_replicas"
-        )
-    return JobDecision(
-        job=reader.text("job"),
-        before=reader.allocation("before"),
-        after=reader.allocation("after"),
-        **{name: reader.estimate(name) for name in _DECISION_ESTIMATES},
-        option_replicas=np.array(replicas, dtype=np.int64),  # (num_options,)
-        option_speedups=np.array(speedups, dtype=np.float64),  # (num_options,)
-        note=reader.text("note"),
-    )

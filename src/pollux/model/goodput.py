@@ -45,24 +45,52 @@ def goodput(
 
 
 def split_batch(total: npt.ArrayLike, num_replicas: npt.ArrayLike, limits: BatchLimits) -> tuple[IntArray, IntArray]:
-    """(m, s) that make up a total batch of about ``total``: few passes, then equal ones.
+    """(m, s) that make up a total batch of about ``total``: as few passes as fit the device, all of equal size.
 
-    Rounds up, so K·m·(s+1) may exceed ``total`` a little, never the maximum. One replica with more than M0
-    accumulates at least once: two gradients a step give an unbiased noise scale, one does not.
+    Rounds up, so K·m·(s+1) may exceed ``total`` a little. Rounds down where it would exceed the maximum, unless that
+    leaves less than the minimum: see :func:`total_of`. With ``limits.accumulates_alone``, one replica with more than M0
+    takes at least two passes.
     """
     total, replicas = np.asarray(total, dtype=float), np.asarray(num_replicas)
     local = np.ceil(total / replicas - _ROUNDING)
     accum = np.ceil(local / limits.device_max - _ROUNDING) - 1
-    accum = np.where((replicas == 1) & (total > limits.initial), np.maximum(accum, 1), accum)
+    if limits.accumulates_alone:
+        accum = np.where((replicas == 1) & (total > limits.initial), np.maximum(accum, 1), accum)
     device = np.ceil(local / (accum + 1) - _ROUNDING)
-    device = np.minimum(device, limits.maximum // (replicas * (accum + 1)))
+    per_example = replicas * (accum + 1)
+    most = limits.maximum // per_example
+    device = np.where((device > most) & (most * per_example >= np.minimum(total, limits.minimum)), most, device)
     return device.astype(np.int64), accum.astype(np.int64)
+
+
+def total_of(num_replicas: npt.ArrayLike, device: npt.ArrayLike, accum: npt.ArrayLike, limits: BatchLimits) -> IntArray:
+    """The total batch that (m, s) make up: K·m·(s+1), but at most the maximum.
+
+    Only where no multiple of K·(s+1) lies between the minimum and the maximum is K·m·(s+1) more than the maximum:
+    M0 = M_max = 64 on 40 replicas has m = 2, and 16 replicas get one example only.
+    """
+    whole: IntArray = np.asarray(num_replicas) * np.asarray(device) * (np.asarray(accum) + 1)
+    return np.minimum(whole, limits.maximum)
 
 
 def fixed_batch(total: int, num_replicas: int, limits: BatchLimits) -> BatchConfig:
     """How a given total batch is split over ``num_replicas``."""
     device, accum = split_batch(total, num_replicas, limits)
     return BatchConfig(max(int(device), 1), int(accum))
+
+
+def _is_allowed(
+    num_replicas: npt.ArrayLike, device: npt.ArrayLike, accum: npt.ArrayLike, limits: BatchLimits
+) -> npt.NDArray[np.bool_]:
+    replicas, device, accum = np.asarray(num_replicas), np.asarray(device), np.asarray(accum)
+    per_example = replicas * (accum + 1)
+    total = per_example * device
+    is_least = (total - per_example < limits.minimum) & (per_example * limits.device_min <= limits.maximum)
+    allowed: npt.NDArray[np.bool_] = (device >= limits.device_min) & (device <= limits.device_max)
+    allowed &= (total >= limits.minimum) & ((total <= limits.maximum) | is_least)
+    if limits.accumulates_alone:
+        allowed &= (replicas > 1) | (total <= limits.initial) | (accum > 0)
+    return allowed
 
 
 def candidate_batches(
@@ -76,11 +104,7 @@ def candidate_batches(
         totals = lowest * np.maximum(limits.maximum / lowest, 1.0) ** steps
     device, accum = split_batch(totals, replicas, limits)
     device = np.maximum(device, limits.device_min)
-    allowed = replicas * device * (accum + 1) <= limits.maximum
-    # With one replica, M0 itself (a single pass) may be too large for the device: it then accumulates,
-    # which split_batch has done; what is left over the device's bound cannot run.
-    allowed &= device <= limits.device_max
-    return device, accum, allowed
+    return device, accum, _is_allowed(replicas, device, accum, limits)
 
 
 @lru_cache(maxsize=4096)
@@ -121,26 +145,43 @@ class BatchTuner:
 
     def _rates(self, device: IntArray, accum: IntArray) -> tuple[FloatArray, FloatArray]:
         pass_s, step_s = corrected_times(self._params, self._num_nodes, self._num_replicas, device, self._measured)
-        totals = (self._num_replicas * device * (accum + 1)).astype(float)
+        totals = total_of(self._num_replicas, device, accum, self._limits).astype(float)
         return totals, totals / (accum * pass_s + step_s)
 
+    def value(self, config: BatchConfig, phi: float) -> float:
+        """Goodput of one (m, s), within the limits or not."""
+        total, rate = self._rates(np.array([config.device_batch]), np.array([config.accum_steps]))
+        return float((rate * efficiency(phi, self._limits.initial, total))[0])
+
     def best(
-        self, phi: float, current: BatchConfig | None = None, threshold: float = KEEP_THRESHOLD
+        self,
+        phi: float,
+        current: BatchConfig | None = None,
+        threshold: float = KEEP_THRESHOLD,
+        *,
+        limit: int | None = None,
     ) -> tuple[BatchConfig, float]:
         """The (m, s) with the highest goodput, and that goodput.
 
-        ``current`` is kept unless the best beats it by more than ``threshold``.
+        ``current`` is kept unless the best beats it by more than ``threshold``. With a ``limit``, larger totals are
+        not considered, ``current`` included; the smallest allowed one always is.
         """
-        initial = self._limits.initial
-        values = self._allowed_rates * efficiency(phi, initial, self._totals)
+        rates = self._allowed_rates
+        if limit is not None:
+            limit = max(limit, int(self._totals[rates > 0].min()))
+            rates = np.where(self._totals <= limit, rates, 0.0)
+        values = rates * efficiency(phi, self._limits.initial, self._totals)
         best = int(values.argmax())
         config, value = BatchConfig(int(self._device[best]), int(self._accum[best])), float(values[best])
-        if current is not None and current != config and _is_allowed(current, self._num_replicas, self._limits):
-            total, rate = self._rates(np.array([current.device_batch]), np.array([current.accum_steps]))
-            kept = float((rate * efficiency(phi, initial, total))[0])
+        if current is not None and current != config and self._may_keep(current, limit):
+            kept = self.value(current, phi)
             if value <= kept * (1.0 + threshold):
                 return current, kept
         return config, value
+
+    def _may_keep(self, config: BatchConfig, limit: int | None) -> bool:
+        total = int(total_of(self._num_replicas, *config, self._limits))
+        return (limit is None or total <= limit) and bool(_is_allowed(self._num_replicas, *config, self._limits))
 
 
 def best_batch(
@@ -182,15 +223,6 @@ def corrected_times(
         pass_s = pass_s * np.exp(np.interp(at, log_known, log_ratio[:, 0]))
         step_s = step_s * np.exp(np.interp(at, log_known, log_ratio[:, 1]))
     return pass_s, step_s
-
-
-def _is_allowed(config: BatchConfig, num_replicas: int, limits: BatchLimits) -> bool:
-    total = config.total(num_replicas)
-    return (
-        limits.device_min <= config.device_batch <= limits.device_max
-        and limits.minimum <= total <= limits.maximum
-        and not (num_replicas == 1 and total > limits.initial and config.accum_steps == 0)
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,7 +289,7 @@ def _grid(limits: BatchLimits, most: int) -> _Grid:
         counts = counts.copy()
         counts[after] = limits.max_replicas
     device, accum, allowed = candidate_batches(counts, limits)
-    return _Grid(counts, device, accum, (counts[:, None] * device * (accum + 1)).astype(float), allowed)
+    return _Grid(counts, device, accum, total_of(counts[:, None], device, accum, limits).astype(float), allowed)
 
 
 def _rates(params: ThroughputParams, grid: _Grid) -> npt.NDArray[np.float32]:

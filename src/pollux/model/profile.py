@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from statistics import median
 from typing import NamedTuple
 
 import numpy as np
 
 from pollux.errors import ProfileError
 from pollux.types import FloatArray
+
+WINDOW_STEPS = 100
+"""Steps that a profile remembers a configuration by. Ten reports of a live job, which average the noise of one to a
+third; a clock that throttles or a neighbour that comes is seen within the first of the next ten."""
+DRIFT = 0.08  # a larger change is no noise: medians of ten steps spread by 1 to 5 % on a quiet GPU
+_NUM_RECENT = 3  # measurements; their median passes over a single stray one
 
 
 class Configuration(NamedTuple):
@@ -41,36 +49,53 @@ class Observations:
 
 
 class Profile:
-    """Step times by accelerator type and configuration. Adding to a configuration averages.
+    """Step times by accelerator type and configuration. Adding to a configuration averages over its last steps.
 
-    At most ``max_configurations`` are kept per type, the oldest leaving first, so that a job that
-    re-batches for weeks stays small.
+    ``window_steps``: over so many; None: over all of them, as of a run that is over. At most ``max_configurations`` are
+    kept per type, the oldest leaving first, so that a job that re-batches for weeks stays small.
     """
 
-    def __init__(self, max_configurations: int = 256) -> None:
+    def __init__(self, max_configurations: int = 256, window_steps: int | None = WINDOW_STEPS) -> None:
         self._timings: dict[str, dict[Configuration, Timing]] = {}
-        self._max_configurations = max_configurations
+        self._recent: dict[tuple[str, Configuration], _Recent] = {}
+        self._max_configurations, self._window_steps = max_configurations, window_steps
         self.max_replicas = 0  # the largest number that was ever measured, on any type
 
     def add(self, accelerator: str, configuration: Configuration, timing: Timing) -> bool:
-        """Take in a measurement; true if this configuration had not been seen before."""
+        """Take in a measurement; true if a model that was fitted before should be fitted again.
+
+        That is if the configuration is new, or has become faster or slower by more than :data:`DRIFT` since this was
+        true for it last. Where its last measurements agree on that, they replace what was known of it.
+        """
         check_measurement(configuration, timing)
         self.max_replicas = max(self.max_replicas, configuration.num_replicas)
         timings = self._timings.setdefault(accelerator, {})
         known = timings.get(configuration)
         if known is None:
             if len(timings) >= self._max_configurations:
-                del timings[next(iter(timings))]
+                oldest = next(iter(timings))
+                del timings[oldest], self._recent[accelerator, oldest]
             timings[configuration] = timing
+            self._recent[accelerator, configuration] = _Recent(told=timing)
             return True
-        num_steps = known.num_steps + timing.num_steps
-        share = timing.num_steps / num_steps
-        timings[configuration] = Timing(
-            known.grad_s + (timing.grad_s - known.grad_s) * share,
-            known.step_s + (timing.step_s - known.step_s) * share,
-            num_steps,
+        average = timings[configuration] = _averaged(known, timing, self._window_steps)
+        if self._window_steps is None:
+            return False
+        recent = self._recent[accelerator, configuration]
+        recent.timings.append(timing)
+        if len(recent.timings) < _NUM_RECENT or not _has_drifted(recent.told, average):
+            return False
+        lately = Timing(
+            median(entry.grad_s for entry in recent.timings),
+            median(entry.step_s for entry in recent.timings),
+            average.num_steps,
         )
-        return False
+        if not _has_drifted(recent.told, lately):  # a stray measurement has moved the average
+            return False
+        if not any(_has_drifted(lately, entry) for entry in recent.timings):
+            average = timings[configuration] = lately
+        recent.told = average
+        return True
 
     @property
     def accelerators(self) -> tuple[str, ...]:
@@ -93,6 +118,32 @@ class Profile:
 
     def __len__(self) -> int:
         return sum(len(timings) for timings in self._timings.values())
+
+
+@dataclass(slots=True)
+class _Recent:
+    """The last measurements of a configuration, and its times when :meth:`Profile.add` was last true for it."""
+
+    told: Timing
+    timings: deque[Timing] = field(default_factory=lambda: deque(maxlen=_NUM_RECENT))
+
+
+def _averaged(known: Timing, timing: Timing, window_steps: int | None) -> Timing:
+    num_steps = known.num_steps + timing.num_steps
+    if window_steps is None:
+        share = timing.num_steps / num_steps
+    else:
+        weight = min(timing.num_steps, window_steps)  # no report counts more than all that were before
+        share = weight / (min(known.num_steps, window_steps) + weight)
+    return Timing(
+        known.grad_s + (timing.grad_s - known.grad_s) * share,
+        known.step_s + (timing.step_s - known.step_s) * share,
+        num_steps,
+    )
+
+
+def _has_drifted(before: Timing, now: Timing) -> bool:
+    return any(abs(new / old - 1) > DRIFT for old, new in zip(before[:2], now[:2], strict=True))
 
 
 def check_measurement(configuration: Configuration, timing: Timing) -> None:

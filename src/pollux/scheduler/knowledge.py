@@ -37,11 +37,11 @@ class Knowledge:
     _stale: set[str] = field(default_factory=set)
 
     def observe(self, accelerator: str, configuration: Configuration, timing: Timing) -> bool:
-        """Take in a measurement; a configuration not seen before (true) makes the fit stale."""
-        is_new = self.profile.add(accelerator, configuration, timing)
-        if is_new:
+        """Take in a measurement; a configuration that is new or has drifted (true) makes the fit stale."""
+        is_news = self.profile.add(accelerator, configuration, timing)
+        if is_news:
             self._stale.add(accelerator)
-        return is_new
+        return is_news
 
     def refit(self) -> bool:
         """Fit θ where there are new measurements; true if anything changed. Keeps the last good fit on failure."""

@@ -51,8 +51,8 @@ def dense_placement(num_replicas: int, gpus_per_node: int) -> tuple[int, ...]:
 class Habits:
     """What is known of a job beside its physics, where one was seen on a live cluster. None: as the simulation says.
 
-    ``lone_noise_scales`` is what it measures in each epoch on one replica without accumulation, where there is but one
-    gradient a step: that estimate is biased, and it decides whether the batch grows.
+    ``lone_noise_scales`` is what it measures in each epoch on one replica without accumulation. Recordings of earlier
+    versions have a biased estimate there, from one gradient a step, and it decided whether the batch grew.
     """
 
     start_s: float | None = None  # it holds slots but does not train: before its first step and after its last

@@ -92,7 +92,7 @@ class SimulatedJob:
 
     @property
     def total_batch(self) -> int:
-        return self.batch.total(self.num_replicas)
+        return min(self.batch.total(self.num_replicas), self.limits.maximum)
 
     def allocate(self, allocation: Allocation, accelerator: str, generation: int, delay_s: float) -> None:
         is_growing = 0 < self.num_replicas < allocation.num_replicas and accelerator == self.accelerator

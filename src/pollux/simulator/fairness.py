@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pollux.errors import InvalidValueError, SimulationError
-from pollux.model.goodput import candidate_batches
+from pollux.model.goodput import candidate_batches, total_of
 from pollux.simulator.application import Application, dense_placement, limits_in
 from pollux.simulator.physics import NodeGroup
 from pollux.types import FloatArray
@@ -88,7 +88,8 @@ class SoloTimes:
         if not configs:
             raise SimulationError(f"application {name!r}: no batch within {limits} fits {num_replicas} GPUs")
         times_s = np.array([application.step_time(accelerator, placement, m).iteration_s(s) for m, s in configs])
-        gains = np.array([self._gain(name, num_replicas * m * (s + 1)) for m, s in configs])  # (configs, epochs)
+        totals = [int(total_of(num_replicas, m, s, limits)) for m, s in configs]
+        gains = np.array([self._gain(name, total) for total in totals])  # (configs, epochs)
         best: FloatArray = (gains / times_s[:, None]).max(axis=0)
         return best
 

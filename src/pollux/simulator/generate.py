@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from pollux.errors import InvalidValueError, UnknownNameError
-from pollux.model.goodput import fixed_batch
+from pollux.model.goodput import fixed_batch, total_of
 from pollux.simulator.application import Application, dense_placement
 from pollux.simulator.workload import Workload, job_spec
 from pollux.types import DEFAULT_ACCELERATOR, FloatArray
@@ -209,7 +209,7 @@ def training_s(application: Application, num_replicas: int, batch_size: int, gpu
     device_batch, accum_steps = config = fixed_batch(batch_size, num_replicas, limits)
     placement = dense_placement(num_replicas, gpus_per_node)
     times = application.step_time(accelerator, placement, device_batch)
-    total = config.total(num_replicas)
+    total = int(total_of(num_replicas, *config, limits))
     num_steps, start = 0.0, 0.0
     for epoch in range(application.num_epochs):
         end = application.epoch_end(epoch)

@@ -67,9 +67,8 @@ class JobOracle:
             return math.inf
         limits = self._application.limits.on(accelerator)
         device_batch, accum_steps = fixed_batch(self._total, num_replicas, limits)
-        if num_replicas == 1 and accum_steps == 0 and limits.maximum > 1:
-            # The artifact's predictor accumulates on one replica even at the initial batch size. A command that does
-            # not train here is one "example" (see recording), which cannot be halved.
+        if num_replicas == 1 and accum_steps == 0 and limits.accumulates_alone and limits.maximum > 1:
+            # The artifact's predictor accumulates on one replica even at the initial batch size.
             device_batch, accum_steps = min(math.ceil(self._total / 2), limits.maximum // 2), 1
         placement = dense_placement(num_replicas, self._slots_per_node[accelerator])
         times = self._application.step_time(accelerator, placement, device_batch)

@@ -49,6 +49,7 @@ def _application(folder: Path) -> TraceApplication:
             device_min=device_min,
             device_max=_MAX_DEVICE_BATCH.get(name, device_max),
             minimum=fixed or runs.batch_sizes[0],
+            accumulates_alone=True,
         )
     return TraceApplication(
         name=name, limits=limits, times={"": times}, runs=runs, max_replicas=1 if fixed else limits.max_replicas

@@ -417,7 +417,7 @@ def _profile(reports: Sequence[Record]) -> Profile:
             num_steps[report["accelerator"]] = num_steps.get(report["accelerator"], 0) + count
     if not num_steps:
         raise SimulationError("no step times are on record")
-    chosen, profile = max(num_steps, key=num_steps.__getitem__), Profile()
+    chosen, profile = max(num_steps, key=num_steps.__getitem__), Profile(window_steps=None)
     for report in reports:
         if report["accelerator"] == chosen:
             for nodes, replicas, device_batch, pass_s, step_s, count in report["timings"]:

@@ -71,6 +71,7 @@ def _application(folder: Path) -> TraceApplication:
             device_max=max(most.values()),
             minimum=fixed or runs.batch_sizes[0],
             device_max_on=tuple(most.items()),
+            accumulates_alone=True,
         )
     return TraceApplication(
         name=name,
@@ -126,6 +127,7 @@ def _pipeline(folder: Path, measured: Mapping[str, StepTimes], runs: TrainingRun
             device_max=max(most.values()),
             minimum=min(max(_MICRO_BATCHES, runs.batch_sizes[0]), runs.batch_sizes[-1]),
             device_max_on=tuple(most.items()),
+            accumulates_alone=True,
         )
     num_slots = max(_STAGES[name][kind] for kind in times)  # what one pipeline takes on any of the types
     return TraceApplication(

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 
 import numpy as np
@@ -10,6 +11,7 @@ from hypothesis import strategies as st
 from pollux.errors import InvalidValueError
 from pollux.model.efficiency import noise_scale
 from pollux.model.goodput import (
+    BatchTuner,
     GoodputModel,
     GoodputTables,
     best_batch,
@@ -17,10 +19,13 @@ from pollux.model.goodput import (
     corrected_times,
     fixed_batch,
     goodput,
+    total_of,
 )
 from pollux.model.profile import Timing
 from pollux.types import BatchConfig, BatchLimits, ThroughputParams
 from tests.snapshots import LIMITS, PARAMS, params
+
+AS_THE_ARTIFACT = dataclasses.replace(LIMITS, accumulates_alone=True)
 
 
 @st.composite
@@ -32,31 +37,104 @@ def limits(draw: st.DrawFn) -> BatchLimits:
         maximum=max(initial * draw(st.integers(1, 64)), device_min),
         device_min=device_min,
         device_max=device_min * draw(st.integers(2, 32)),
+        accumulates_alone=draw(st.booleans()),
     )
 
 
 @given(limits(), st.integers(1, 64))
 def test_candidates_respect_every_bound(bounds, replicas):
     device, accum, allowed = candidate_batches(replicas, bounds)
-    total = replicas * device * (accum + 1)
+    total = total_of(replicas, device, accum, bounds)
     assert np.all(device[allowed] >= bounds.device_min)
     assert np.all(device[allowed] <= bounds.device_max)
     assert np.all(total[allowed] <= bounds.maximum)
-    if replicas == 1:
+    assert np.all(total[allowed] >= bounds.minimum)
+    if replicas == 1 and bounds.accumulates_alone:
         assert np.all((accum >= 1) | (total <= bounds.initial) | ~allowed)
+    else:
+        assert np.all((accum == 0) == (total <= replicas * bounds.device_max))  # one pass as long as it fits
 
 
 @pytest.mark.parametrize(
     ("total", "replicas", "expected"),
     [
         (128, 1, BatchConfig(128, 0)),
-        (256, 1, BatchConfig(128, 1)),  # one replica above M0 accumulates
+        (256, 1, BatchConfig(256, 0)),
+        (1024, 1, BatchConfig(512, 1)),
         (2048, 6, BatchConfig(342, 0)),  # rounded up: 2052 in all
         (4096, 2, BatchConfig(512, 3)),
+        (4096, 3, BatchConfig(455, 2)),  # rounded down: 4095 in all
     ],
 )
 def test_a_fixed_batch_is_split_evenly(total, replicas, expected):
     assert fixed_batch(total, replicas, LIMITS) == expected
+
+
+@pytest.mark.parametrize(
+    ("total", "replicas", "expected"),
+    [(128, 1, BatchConfig(128, 0)), (256, 1, BatchConfig(128, 1)), (256, 2, BatchConfig(128, 0))],
+)
+def test_the_artifacts_jobs_accumulate_on_one_replica(total, replicas, expected):
+    assert fixed_batch(total, replicas, AS_THE_ARTIFACT) == expected
+    device, accum, allowed = candidate_batches(1, AS_THE_ARTIFACT)
+    assert np.all((accum >= 1) == (device * (accum + 1) > LIMITS.initial)) and allowed.all()
+    tuner = BatchTuner(PARAMS, AS_THE_ARTIFACT, 1, 1)
+    in_one_pass = BatchConfig(400, 0)
+    assert tuner.best(1e6, in_one_pass, threshold=10.0)[0] != in_one_pass
+    assert BatchTuner(PARAMS, LIMITS, 1, 1).best(1e6, in_one_pass, threshold=10.0)[0] == in_one_pass
+
+
+def test_limits_on_a_type_say_how_passes_are_made():
+    limits = dataclasses.replace(AS_THE_ARTIFACT, device_max_on=(("small", 64),))
+    assert limits.on("small").accumulates_alone and limits.on("other").accumulates_alone
+    assert not dataclasses.replace(LIMITS, device_max_on=(("small", 64),)).on("small").accumulates_alone
+
+
+@pytest.mark.parametrize(("replicas", "expected"), [(40, 2), (3, 22), (64, 1), (1, 64)])
+def test_a_batch_that_does_not_divide_is_not_made_smaller_than_its_minimum(replicas, expected):
+    """M0 is all that is allowed: some replicas get an example less than others, no batch is below M0."""
+    limits = BatchLimits(initial=64, maximum=64, device_max=64)
+    config = BatchConfig(expected, 0)
+    assert fixed_batch(64, replicas, limits) == config
+    found, value = best_batch(PARAMS, 300.0, limits, 1, replicas)
+    assert found == config and total_of(replicas, *found, limits) == 64
+    assert value == pytest.approx(64 / float(goodput_time(replicas, expected)))  # an efficiency of 1
+    assert best_batch(PARAMS, 300.0, limits, 1, replicas, current=config)[0] == config
+    table = GoodputTables().best([GoodputModel(PARAMS, 300.0, limits)], [replicas])[0]
+    assert table[0, replicas] == pytest.approx(value)
+
+
+def goodput_time(replicas: int, device_batch: int) -> float:
+    return float(corrected_times(PARAMS, 1, replicas, np.array([device_batch]), {})[1][0])
+
+
+@given(params, st.floats(0, 1e6), st.integers(1, 16), st.integers(1, 8000))
+def test_a_limit_leaves_out_larger_totals_only(theta, phi, replicas, limit):
+    nodes = 1 if replicas <= 4 else 2
+    tuner = BatchTuner(theta, LIMITS, nodes, replicas)
+    config, value = tuner.best(phi, limit=limit)
+    device, accum, allowed = candidate_batches(replicas, LIMITS)
+    every = [BatchConfig(*pair) for pair in zip(device[allowed].tolist(), accum[allowed].tolist(), strict=True)]
+    least = min(candidate.total(replicas) for candidate in every)
+    within = [candidate for candidate in every if candidate.total(replicas) <= max(limit, least)]
+    assert config in within
+    assert value == tuner.value(config, phi) == max(tuner.value(candidate, phi) for candidate in within)
+
+
+def test_a_batch_above_the_limit_is_not_kept():
+    tuner = BatchTuner(PARAMS, LIMITS, 1, 4)
+    best, value = tuner.best(1000.0)
+    assert tuner.best(1000.0, best, limit=best.total(4)) == (best, value)
+    smaller, _ = tuner.best(1000.0, best, limit=best.total(4) // 2)
+    assert smaller.total(4) <= best.total(4) // 2
+    assert tuner.best(1000.0, best, limit=1)[0].total(4) == LIMITS.initial
+
+
+def test_the_value_of_one_configuration_is_its_goodput():
+    tuner = BatchTuner(PARAMS, LIMITS, 2, 8)
+    for config in (BatchConfig(16, 0), BatchConfig(100, 0), BatchConfig(256, 1)):
+        expected = float(goodput(PARAMS, 700.0, LIMITS.initial, 2, 8, *config))
+        assert tuner.value(config, 700.0) == pytest.approx(expected)
 
 
 @given(params, st.floats(0, 1e6), st.integers(1, 16))
@@ -144,6 +222,7 @@ def test_goodputs_are_the_published_ones(instances):
             maximum=job["max_batch_size"],
             device_min=job["min_local_bsz"],
             device_max=job["max_local_bsz"],
+            accumulates_alone=True,
         )
         phi = float(noise_scale(job["init_batch_size"], *job["grad_params"]))
         (table,) = GoodputTables().best([GoodputModel(ThroughputParams(*job["perf_params"]), phi, bounds)], [4])

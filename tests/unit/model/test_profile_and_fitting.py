@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import csv
 import math
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -185,9 +186,67 @@ class TestProfile:
             Profile().add("gpu", at, Timing(1.0, 1.0))
 
     @given(st.lists(st.tuples(st.floats(0.01, 10), st.integers(1, 50)), min_size=1, max_size=20))
-    def test_mean_is_weighted_by_steps(self, timings):
+    def test_mean_is_weighted_by_steps_where_all_count_the_same(self, timings):
+        profile = Profile(window_steps=None)
+        told = [profile.add("gpu", self.at, Timing(value, value, steps)) for value, steps in timings]
+        num_steps = sum(steps for _, steps in timings)
+        expected = sum(value * steps for value, steps in timings) / num_steps
+        seen = profile.timings("gpu")[self.at]
+        assert seen.step_s == pytest.approx(expected) and seen.num_steps == num_steps
+        assert told == [True] + [False] * (len(timings) - 1)
+
+    def told(self, profile: Profile, factors: Sequence[float], num_steps: int = 10) -> list[int]:
+        """At which measurements :meth:`Profile.add` was true."""
+        return [
+            number
+            for number, factor in enumerate(factors)
+            if profile.add("gpu", self.at, Timing(0.1 * factor, 0.2 * factor, num_steps))
+        ]
+
+    @pytest.mark.parametrize("num_steps", [1, 10, 500])
+    @pytest.mark.parametrize("seed", range(5))
+    def test_noise_is_not_told(self, seed, num_steps):
+        factors = 1 + np.random.default_rng(seed).uniform(-0.03, 0.03, 2000)
         profile = Profile()
-        for value, steps in timings:
-            profile.add("gpu", self.at, Timing(value, value, steps))
-        expected = sum(value * steps for value, steps in timings) / sum(steps for _, steps in timings)
-        assert profile.timings("gpu")[self.at].step_s == pytest.approx(expected)
+        assert self.told(profile, factors.tolist(), num_steps) == [0]
+        assert profile.timings("gpu")[self.at].step_s == pytest.approx(0.2, rel=0.03)
+
+    @pytest.mark.parametrize("factor", [1.3, 0.7, 3.0])
+    @pytest.mark.parametrize("seed", range(5))
+    def test_another_speed_is_followed_within_a_few_reports(self, factor, seed):
+        noise = 1 + np.random.default_rng(seed).uniform(-0.03, 0.03, 300)
+        profile = Profile()
+        assert self.told(profile, noise.tolist()) == [0]
+        after = self.told(profile, (factor * noise).tolist())
+        assert len(after) in (1, 2) and after[-1] < 6
+        assert profile.timings("gpu")[self.at].step_s == pytest.approx(0.2 * factor, rel=0.02)
+
+    def test_what_it_was_by_then_is_replaced_at_once(self):
+        profile = Profile()
+        self.told(profile, [1.0] * 300)
+        (when,) = self.told(profile, [1.3] * 5)
+        assert when <= 4
+        assert profile.timings("gpu")[self.at] == Timing(pytest.approx(0.13), pytest.approx(0.26), 3050)
+
+    def test_a_stray_measurement_is_not_told(self):
+        profile = Profile()
+        assert self.told(profile, ([1.0] * 30 + [3.0]) * 10) == [0]
+
+    def test_jobs_of_two_speeds_settle_between_them(self):
+        """Jobs of one application share a profile, and need not be equally fast."""
+        profile = Profile()
+        self.told(profile, [1.0] * 30)
+        assert len(self.told(profile, [1.0, 1.3] * 500)) <= 2
+        assert profile.timings("gpu")[self.at].step_s == pytest.approx(0.23, rel=0.08)
+
+    def test_a_slow_drift_is_told_each_time_it_adds_up(self):
+        profile = Profile()
+        told = self.told(profile, np.geomspace(1.0, 1.3, 1000).tolist())
+        assert 2 < len(told) <= 4
+        assert profile.timings("gpu")[self.at].step_s == pytest.approx(0.26, rel=0.02)
+
+    def test_a_configuration_that_was_forgotten_is_new(self):
+        profile = Profile(max_configurations=1)
+        for _ in range(2):
+            assert profile.add("gpu", self.at, Timing(1.0, 2.0, 10))
+            assert profile.add("gpu", self.at._replace(device_batch=1), Timing(0.1, 0.2, 10))

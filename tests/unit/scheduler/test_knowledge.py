@@ -168,3 +168,38 @@ def test_jobs_are_told_again_what_is_known_after_a_restart():
     advance(scheduler, engine, clock)
     told = [command for command in engine.commands if isinstance(command, TuneJob)]
     assert [set(command.params) for command in told] == [set(TYPES)]
+
+
+def test_a_job_that_becomes_slower_is_fitted_again_and_told():
+    scheduler, engine, clock, store = make_scheduler()
+    scheduler.submit(JobSpec(name="one", batch=LIMITS))
+    advance(scheduler, engine, clock)
+
+    def tell(factors: Sequence[float]) -> int:
+        """How often the job is told a model."""
+        before = len([command for command in engine.commands if isinstance(command, TuneJob)])
+        for factor in factors:
+            engine.events.append(report("one", "slow", factor))
+            advance(scheduler, engine, clock)
+        return len([command for command in engine.commands if isinstance(command, TuneJob)]) - before
+
+    assert tell([1.0]) == 1
+    known = store.jobs["one"].knowledge.params["slow"]
+    assert tell([0.97, 1.03] * 10) == 0  # noise
+    assert store.jobs["one"].knowledge.params["slow"] == known
+    assert 1 <= tell([1.3] * 10) <= 2
+    found = store.jobs["one"].knowledge.params["slow"]
+    assert found.beta_g == pytest.approx(1.3 * known.beta_g, rel=0.05)
+
+
+def test_a_job_that_becomes_slower_asks_for_a_round():
+    scheduler, engine, clock, store = make_scheduler(decides_on_events=True, decides_on_models=True)
+    scheduler.submit(JobSpec(name="one", batch=LIMITS))
+    advance(scheduler, engine, clock)
+    for factors, num_rounds in (([1.0], 1), ([0.97, 1.03] * 6, 0), ([1.3] * 10, 1)):
+        before = len(store.rounds)
+        for factor in factors:
+            engine.events.append(report("one", "slow", factor))
+            scheduler.tick()
+            scheduler.tick()
+        assert [entry.trigger for entry in store.rounds[before:]] == ["model"] * num_rounds

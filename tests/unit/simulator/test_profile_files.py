@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,25 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
         assert again.step_time("gpu", placement, 16) == mine.step_time("gpu", placement, 16)
     for name, application in load_builtin().items():
         assert found[name].step_time("gpu", (4, 4), 64) == application.step_time("gpu", (4, 4), 64)
+        assert found[name].limits == application.limits and application.limits.accumulates_alone
+    assert not again.limits.accumulates_alone
+
+
+def test_only_the_artifacts_jobs_accumulate_on_one_replica() -> None:
+    for accumulates_alone, batch in ((False, (256, 0)), (True, (128, 1))):
+        limits = replace(LIMITS, maximum=256, minimum=256, accumulates_alone=accumulates_alone)
+        engine = engine_of(make(limits=limits))
+        start(engine, 1, limits)
+        assert engine.jobs["job"].batch == batch
+        assert engine.jobs["job"].limits.accumulates_alone is accumulates_alone
+
+
+def test_a_batch_that_does_not_divide_is_its_total_all_the_same() -> None:
+    limits = replace(LIMITS, maximum=64)
+    engine = engine_of(make(limits=limits))
+    start(engine, 3, limits)
+    job = engine.jobs["job"]
+    assert (job.batch, job.total_batch, job.efficiency()) == ((22, 0), 64, 1.0)
 
 
 @pytest.mark.parametrize(
@@ -123,8 +143,8 @@ def engine_of(application: ProfiledApplication, **settings: Any) -> SimulatedEng
     return SimulatedEngine(nodes, {"app": application}, adapts_batch=True, resize_s=1.0, **settings)
 
 
-def start(engine: SimulatedEngine, num_replicas: int) -> None:
-    spec = JobSpec(name="job", application="app", batch=LIMITS, max_replicas=4)
+def start(engine: SimulatedEngine, num_replicas: int, limits: BatchLimits = LIMITS) -> None:
+    spec = JobSpec(name="job", application="app", batch=limits, max_replicas=4)
     allocation = Allocation.of(("node", num_replicas))
     engine.apply([StartJob(job="job", spec=spec, allocation=allocation, generation=1, params={"gpu": THETA})])
 
@@ -178,6 +198,6 @@ def test_one_gradient_a_step_measures_its_own_noise_scale() -> None:
     engine = engine_of(application)
     start(engine, 1)
     job = engine.jobs["job"]
-    assert (job.phi(), job.batch.accum_steps, job.total_batch) == (10.0, 0, 64)
+    assert (job.phi(), job.batch.accum_steps) == (10.0, 0) and job.total_batch <= LIMITS.device_max
     resize(engine, 2)
-    assert job.phi() == pytest.approx(5000.0) and job.total_batch > 64
+    assert job.phi() == pytest.approx(5000.0) and job.total_batch > LIMITS.device_max

@@ -8,6 +8,9 @@ import pytest
 
 from pollux.errors import InvalidValueError, SimulationError
 from pollux.policy import make_policy, policy_names
+from pollux.scheduler.ports import StartJob
+from pollux.simulator.engine import SimulatedEngine
+from pollux.simulator.oracle import SimulationOracle
 from pollux.simulator.recorded import (
     STATIC,
     compare_recording,
@@ -20,6 +23,7 @@ from pollux.simulator.recording import Recording, read_recording
 from pollux.simulator.result import summarise
 from pollux.simulator.run import simulate
 from pollux.simulator.source import load_source
+from pollux.types import DEFAULT_ACCELERATOR, Allocation, Node
 
 INITIAL = 32
 PASS_S, EXAMPLE_S, SYNC_S = 0.02, 0.002, 0.004
@@ -300,6 +304,34 @@ def test_a_record_as_files_gives_the_same_simulation(tmp_path):
     for policy in ("pollux", "tiresias"):
         again = summarise(simulate(workload, applications, make_policy(policy, found.settings), found.config))
         assert jct_s(again) == jct_s(replay(found, policy))
+
+
+def test_a_recorded_job_takes_one_pass_on_one_replica():
+    """As live jobs do, and unlike the artifact's, which accumulate there."""
+    found = recording(job("a", 0, 100), slots=1)
+    application, spec = found.jobs[0].application, recorded_workload(found).jobs[0]
+    assert not application.limits.accumulates_alone
+    engine = SimulatedEngine([Node(name="here", num_slots=1)], recorded_applications(found), adapts_batch=True)
+    allocation = Allocation.of(("here", 1))
+    params = {DEFAULT_ACCELERATOR: application.params[DEFAULT_ACCELERATOR]}
+    engine.apply([StartJob(job="a", spec=spec, allocation=allocation, generation=1, params=params)])
+    batch = engine.jobs["a"].batch
+    assert batch.accum_steps == 0 and batch.device_batch > INITIAL
+    oracle = SimulationOracle(engine, {"a": spec}, {DEFAULT_ACCELERATOR: 1}).oracle("a")
+    assert oracle.iteration_s(1) == application.step_time(DEFAULT_ACCELERATOR, (1,), INITIAL).step_s
+
+
+def test_step_times_of_a_whole_run_count_the_same():
+    """A run that is over is simulated as it was on average, not as it was at the end."""
+    entry = job("a", 0, 100)
+    rows = [[1, 1, INITIAL, 0.1, 0.1, 100], [1, 1, INITIAL, 0.2, 0.2, 300]]
+    reports = [
+        {**report, "timings": [rows[step > 0]] if step < 2 else []}
+        for step, report in enumerate(reports_of(entry, 1000))
+    ]
+    found = read_recording([entry], {"a": reports}, NODES)
+    step_s = found.jobs[0].application.step_time(DEFAULT_ACCELERATOR, (1,), INITIAL).step_s
+    assert step_s == pytest.approx(0.175, rel=1e-3)
 
 
 def test_nothing_to_simulate_is_said():

@@ -69,6 +69,7 @@ def test_the_format_is_seen_by_its_files_and_types_by_their_names(tmp_path: Path
     assert applications["toy"].accelerators == ("aws", "rtx")
     assert (limits.initial, limits.maximum, limits.device_min) == (20, 80, 10)
     assert (limits.on("aws").device_max, limits.on("rtx").device_max) == (20, 40)
+    assert limits.accumulates_alone and limits.on("rtx").accumulates_alone
     with pytest.raises(UnknownNameError, match="accelerator of application 'toy' 'azure'"):
         applications["toy"].step_time("azure", (1,), 10)
 
