@@ -24,6 +24,7 @@ def report_fields(**values: Any) -> dict[str, Any]:
         accum_steps=0,
         total_batch=32,
         noise_scale=100.0,
+        noise_scale_error=15.0,
         efficiency=1.0,
         gain=1.0,
         throughput=50.0,

@@ -133,6 +133,7 @@ def snapshots(
                 attained_slot_s=attained_s * draw(st.integers(1, 4)),
                 params={name: draw(params) for name in sorted(known)},
                 noise_scale=draw(st.floats(0, 1e6)) if known else None,
+                noise_scale_error=draw(st.none() | st.floats(0, 1e6)) if known else None,
                 max_profiled_replicas=max(held, draw(st.integers(0, 8))) if known else held,
                 remaining_examples=draw(st.none() | st.floats(0, 1e8)),
                 done_examples=draw(st.none() | st.floats(0, 1e8)),

@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.browser.browsing import (
@@ -121,7 +122,24 @@ def test_a_job(visitor: Visitor) -> None:
     assert "train-0" in text_of(page, "table[aria-label=Replicas]")
     assert "0 → 1" in text_of(page, "table[aria-label=Decisions]")
     assert "1 on" in text_of(page, "table[aria-label=Resizes]")
-    assert "running" in text_of(page, "table[aria-label=States]")
+    assert "running" in text_of(page, "table[aria-label=History]")
+
+
+def test_how_sure_a_noise_scale_is_and_what_training_decided(visitor: Visitor) -> None:
+    note = f"step 12: batch 64 -> 32, {EVIL}"
+    with visitor.server.client as client:
+        (told,) = client.job("train").reports(limit=1)
+        told = {name: value for name, value in told.items() if name not in ("id", "at")}
+        told |= {"noise_scale": 100.0, "noise_scale_error": 120.0, "notes": [note], "timings": [], "replica": None}
+    headers = {"Authorization": f"Bearer {visitor.server.token}"}
+    httpx.post(f"{visitor.server.url}/api/v1/jobs/train/reports", json=told, headers=headers).raise_for_status()
+    page = visitor.open("#/jobs/train")
+    page.locator("table[aria-label=History]", has_text=note.replace("->", "→")).wait_for()
+    draw_all(page)
+    figure = "figure[aria-label='Gradient noise scale']"
+    drawn = page.evaluate(f'() => document.querySelector("{figure} .plot").data.map(one => one.name)')
+    assert drawn == ["low", "high", "noise scale"]
+    assert "±" in text_of(page, f"{figure} figcaption .figure-value")
 
 
 def test_hard_output_is_shown_sensibly(visitor: Visitor) -> None:

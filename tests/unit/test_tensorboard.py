@@ -127,12 +127,17 @@ def test_all_reports_become_points(served, tmp_path, monkeypatch):
     number = 45  # more than two pages of them
     for step in range(number):
         metrics = {"loss": 1 / (step + 1), "eval": {"accuracy": step}, "name": "x", "list": [1], "is_best": True}
-        tell(cluster, "bert", 1000.5 + step, num_steps=10 * step, num_replicas=1 + step % 2, metrics=metrics)
+        notes = ("step 20: batch 32 -> 64", "step 20: once more") if step == 2 else ()
+        told = dict(num_steps=10 * step, num_replicas=1 + step % 2, noise_scale_error=7.0, notes=notes)
+        tell(cluster, "bert", 1000.5 + step, **told, metrics=metrics)
         tell(cluster, "other", 1.0)
     done = export(job, tmp_path / "runs")
     assert (done.num_reports, done.path.parent) == (number, tmp_path / "runs" / "bert")
-    curves, _ = read(done.path)
-    assert {tag: len(points) for tag, points in curves.items()} == dict(done.num_points)
+    curves, texts = read(done.path)
+    assert {tag: len(points) for tag, points in curves.items()} | {"pollux/notes": 2} == dict(done.num_points)
+    words = ["step 20: batch 32 -> 64", "step 20: once more"]
+    assert texts == {"pollux/notes/text_summary": [(20, 1002.5, text) for text in words]}
+    assert {value for _, _, value in curves["pollux/noise_scale_error"]} == {7.0}
     assert set(curves) >= {"pollux/goodput", "pollux/noise_scale", "pollux/gain", "pollux/total_batch"}
     assert curves["pollux/replicas"] == [(10 * step, 1000.5 + step, 1 + step % 2) for step in range(number)]
     assert curves["metrics/loss"][3] == (30, 1003.5, pytest.approx(0.25))

@@ -31,6 +31,7 @@ from pollux.cli.job_table import FINAL_STATES, STATE_STYLES, age_s, plain
 Detail = Mapping[str, Any]  # a JobDetail of the HTTP interface
 UNBOUNDED = 1 << 20  # replicas; a bound nobody set
 MAX_FAILURE_LINES = 60
+MAX_HISTORY_LINES = 10  # of states, and of training
 NOTHING_S = 2e-8  # a fitted time this small stands at its lower bound
 
 
@@ -86,8 +87,9 @@ def training(job: Detail) -> Iterator[tuple[str, str]]:
     left = "" if job["remaining_s"] is None else f", about {figures.duration(job['remaining_s'])} left"
     yield "progress", f"{figures.share(job['progress'])}, epoch {job['epoch']}, {job['num_steps']} steps{left}"
     yield "batch", batch_text(job)
-    noise = figures.number(job["noise_scale"])
-    yield "efficiency", f"{figures.share(job['efficiency'])} at a noise scale of {noise}"
+    noise = figures.with_error(job["noise_scale"], job["noise_scale_error"])
+    yield "noise scale", noise if job["noise_scale"] is None else f"{noise} examples"
+    yield "efficiency", figures.share(job["efficiency"])
     yield (
         "goodput",
         f"{figures.rate(job['goodput'])} useful examples of {figures.rate(job['throughput'])} processed",
@@ -200,6 +202,16 @@ def replica_table(replicas: Sequence[Mapping[str, Any]]) -> Table:
     return table
 
 
+def history_lines(job: Detail) -> list[str]:
+    """The last states it came to and the last decisions of its training, by time."""
+    entries = [
+        (t["at"], f"{t['source']} -> {t['target']}" + (f"  {plain(t['reason'])}" if t["reason"] else ""))
+        for t in job["transitions"][-MAX_HISTORY_LINES:]
+    ]
+    entries += [(note["at"], f"training  {plain(note['text'])}") for note in job["training_notes"][-MAX_HISTORY_LINES:]]
+    return [f"{moment(at)}  {what}" for at, what in sorted(entries, key=lambda entry: float(entry[0]))]
+
+
 def lost_text(job: Detail) -> str:
     restarts = job["num_restarts"] or 0
     times = "once" if restarts == 1 else f"{restarts} times"
@@ -249,12 +261,8 @@ def description(job: Detail, now: float) -> Group:
         )
     if job["replicas"]:
         section("Replicas", replica_table(job["replicas"]))
-    if job["transitions"]:
-        moves = (
-            f"{moment(t['at'])}  {t['source']} -> {t['target']}" + (f"  {plain(t['reason'])}" if t["reason"] else "")
-            for t in job["transitions"][-10:]
-        )
-        section("History", Text("\n".join(moves)))
+    if history := history_lines(job):
+        section("History", Text("\n".join(history)))
     return Group(*parts)
 
 

@@ -46,6 +46,11 @@ def number(value: float | None) -> str:
     return f"{float(f'{value:.3g}'):g}{_MULTIPLES[power]}"
 
 
+def with_error(value: float | None, error: float | None) -> str:
+    """``120 ± 15``; without the error where that is not known."""
+    return f"{number(value)} ± {number(error)}" if _is_number(value) and _is_number(error) else number(value)
+
+
 def rate(per_second: float | None) -> str:
     return f"{number(per_second)}/s" if _is_number(per_second) else UNKNOWN
 

@@ -102,7 +102,7 @@ class Job:
         return self.state in FINAL_STATES
 
     def describe(self) -> dict[str, Any]:
-        """All that is known of it: request, models, decisions, transitions, resizes, replicas."""
+        """All that is known of it: request, models, decisions, transitions, training notes, resizes, replicas."""
         return self._client._get(_path("jobs", self.name))
 
     def reports(self, since: int | None = None, limit: int = 1000) -> list[dict[str, Any]]:

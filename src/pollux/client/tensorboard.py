@@ -25,18 +25,19 @@ _CURVES = {  # field of a report -> tag
     "accum_steps": "pollux/accumulation_steps",
     "gain": "pollux/gain",
     "noise_scale": "pollux/noise_scale",
+    "noise_scale_error": "pollux/noise_scale_error",
     "efficiency": "pollux/efficiency",
     "throughput": "pollux/throughput",
     "goodput": "pollux/goodput",
     "progress": "pollux/progress",
     "epoch": "pollux/epoch",
 }
-DECISIONS = "pollux/decisions"
+DECISIONS, NOTES = "pollux/decisions", "pollux/notes"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """What was written, and where. ``num_points`` by tag; the decisions' texts are among them."""
+    """What was written, and where. ``num_points`` by tag; the texts of decisions and notes are among them."""
 
     job: str
     path: Path
@@ -64,6 +65,9 @@ def export(job: Job, directory: str | Path) -> Exported:
         for tag, value in _scalars(report):
             records.append(event_file.scalar(tag, value, report["num_steps"], report["at"]))
             num_points[tag] = num_points.get(tag, 0) + 1
+        for note in report["notes"]:
+            records.append(event_file.text(NOTES, note, report["num_steps"], report["at"]))
+            num_points[NOTES] = num_points.get(NOTES, 0) + 1
     ats, steps = [report["at"] for report in reports], [report["num_steps"] for report in reports]
     for round_ in _decisions(job, view["submitted_at"]):
         # As of the report before it; the first decision comes before all of them.

@@ -76,7 +76,7 @@ class PolluxPolicy(Policy):
                 job.max_profiled_replicas,
                 job.params,
                 job.shape_factors,
-                of_note(job.noise_scale),
+                of_note(job.noise_scale_low),
                 of_note(length),
                 round(math.log(job.age_s + 1.0) / _OLDER),  # moves get cheaper with age
             )

@@ -101,7 +101,7 @@ class SiaPolicy(Policy):
         measured = {
             accelerator: model
             for accelerator in job.params
-            if accelerator not in job.guessed and (model := GoodputModel.of(job, accelerator)) is not None
+            if accelerator not in job.guessed and (model := _model_of(job, accelerator)) is not None
         }
         found: list[Option] = []  # with goodputs
         unknown: list[Option] = []
@@ -141,7 +141,7 @@ class SiaPolicy(Policy):
             source, model = next(iter(measured.items()))
             ratio = job.oracle.iteration_s(1, source) / job.oracle.iteration_s(1, accelerator)
         elif model is None:
-            model = GoodputModel.of(job, accelerator)
+            model = _model_of(job, accelerator)
         if model is None or not counts:
             return None
         table = self._table(job.name, source, model, max(counts))
@@ -155,6 +155,11 @@ class SiaPolicy(Policy):
             known = (model, self._tables.best([model], [most])[0])
             self._known[job, accelerator] = known
         return known[1]
+
+
+def _model_of(job: JobView, accelerator: str) -> GoodputModel | None:
+    """By the noise scale that is certain: nobody takes slots on a guess."""
+    return GoodputModel.of(job, accelerator, phi=job.noise_scale_low)
 
 
 def _is_applied(before: Snapshot, plan: Plan, now: Snapshot) -> bool:

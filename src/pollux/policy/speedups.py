@@ -90,7 +90,7 @@ def of_note(value: float | None, step: float = _OF_NOTE) -> int | None:
 
 def _basis(job: JobView, step: float) -> tuple[object, ...]:
     """All that a job's table depends on."""
-    noise, held = of_note(job.noise_scale, step), job.allocation.num_replicas
+    noise, held = of_note(job.noise_scale_low, step), job.allocation.num_replicas
     return job.spec, job.params, job.shape_factors, noise, job.max_profiled_replicas, held
 
 
@@ -146,6 +146,7 @@ def _most(jobs: Sequence[JobView], slots: Sequence[int], p: float) -> int:
 def _compute(jobs: Sequence[JobView], cluster: _Cluster, goodputs: GoodputTables) -> list[SpeedupTable]:
     """A job never measured counts as scaling perfectly.
 
+    Noise scales are those that are certain (:attr:`JobView.noise_scale_low`): nobody takes slots on a guess.
     On a type that nothing is known of, a job counts as doing as well as on the one it is known on: it has to be tried.
     """
     types, slots, fair = cluster.types, cluster.slots, cluster.fair
@@ -158,7 +159,7 @@ def _compute(jobs: Sequence[JobView], cluster: _Cluster, goodputs: GoodputTables
         found.append([])
         if not job.params or job.noise_scale is None or job.spec.batch is None:
             continue
-        phi = math.exp(cluster.step * (of_note(job.noise_scale, cluster.step) or 0))
+        phi = math.exp(cluster.step * (of_note(job.noise_scale_low, cluster.step) or 0))
         places = found[-1]
         for index, name in enumerate(types):
             if may_use(job, name):

@@ -102,7 +102,7 @@ def utility(snapshot: Snapshot, plan: Plan, tables: GoodputTables) -> float:
         if count <= 1:
             total += count
             continue
-        model = GoodputModel.of(job, type_of[allocation.shares[0].node])
+        model = GoodputModel.of(job, type_of[allocation.shares[0].node], phi=job.noise_scale_low)
         if model is None:
             total += count
             continue

@@ -60,7 +60,7 @@ class SchedulerConfig:
 
     interval_s: float = 60.0
     decides_on_events: bool = False  # also when a job arrives or ends, or nodes change
-    decides_on_models: bool = False  # and when a job was measured in a configuration not seen before
+    decides_on_models: bool = False  # and when a job's configuration is measured first, or has become faster or slower
     min_pause_s: float = 0.0  # from one decision to the next
     max_duty: float = 1.0  # share of the time that deciding may take
     remembers_profiles: bool = False
@@ -391,11 +391,11 @@ class Scheduler:
             logger.warning("job %s: report refused: %s", record.name, error)
             return
         for configuration, timing in report.timings:
-            is_new = knowledge.observe(report.accelerator, configuration, timing)
-            if is_new and self.config.decides_on_models:
+            is_news = knowledge.observe(report.accelerator, configuration, timing)
+            if is_news and self.config.decides_on_models:
                 self._ask_for_round("model")
         if report.noise_scale is not None:
-            record.noise_scale = report.noise_scale
+            record.noise_scale, record.noise_scale_error = report.noise_scale, report.noise_scale_error
             if knowledge.first_noise_scale is None:
                 knowledge.first_noise_scale = report.noise_scale
         if report.remaining_examples is not None:

@@ -118,6 +118,7 @@ class JobReport:
     accelerator: str
     timings: Sequence[tuple[Configuration, Timing]] = ()
     noise_scale: float | None = None
+    noise_scale_error: float | None = None  # standard error, in examples
     remaining_examples: float | None = None
     progress: float | None = None  # share of its work that is done, 0..1
     total_batch: int | None = None
@@ -143,7 +144,7 @@ def check_report(report: JobReport) -> None:
             check_measurement(configuration, timing)
     except ProfileError as error:
         raise InvalidValueError(str(error)) from error
-    for name in ("noise_scale", "remaining_examples", "progress", "total_batch"):
+    for name in ("noise_scale", "noise_scale_error", "remaining_examples", "progress", "total_batch"):
         value = getattr(report, name)
         if value is not None and not (math.isfinite(value) and value >= 0):
             raise InvalidValueError(f"{name} = {value}; a number of at least 0 is needed")

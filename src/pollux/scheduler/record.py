@@ -36,6 +36,7 @@ class JobRecord:
     stops_as: JobState = JobState.PENDING  # what it becomes when it has stopped; a final state ends it
     stop_reason: str = ""
     noise_scale: float | None = None
+    noise_scale_error: float | None = None  # standard error of that; None: not told
     remaining_examples: float | None = None
     progress: float | None = None
     total_batch: int | None = None
@@ -104,6 +105,7 @@ class JobRecord:
             guessed=frozenset(self.knowledge.guesses),
             shape_factors=self.knowledge.shape_factors,
             noise_scale=self.noise_scale,
+            noise_scale_error=self.noise_scale_error,
             max_profiled_replicas=self.knowledge.profile.max_replicas,
             remaining_examples=self.remaining_examples,
             done_examples=self._done_examples(),

@@ -352,6 +352,9 @@ class Cluster(ClusterReading):
         except StoreError:
             self._inbox.put_back(reports)
             raise
+        for _, report in reports:
+            for note in report.notes:
+                logger.info("job %s: training: %s", report.job, note)
 
     def _save_node_s(self) -> None:
         if self._scheduler is not None:

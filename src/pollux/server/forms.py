@@ -1,4 +1,4 @@
-"""The JSON forms of what only the scheduler has: records of jobs and rounds, what was learnt, and snapshots.
+"""The JSON forms of what only the scheduler has: records of jobs, plans and rounds, what was learnt, snapshots.
 
 Same rules as :mod:`pollux.wire`, on which it builds. These are kept, not sent: a restarted server goes on with them.
 """
@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+import numpy as np
+
 from pollux.errors import InvalidValueError
 from pollux.scheduler.knowledge import Knowledge
 from pollux.scheduler.lifecycle import JobState, Transition
@@ -16,8 +18,11 @@ from pollux.scheduler.record import Departure, JobRecord, Reallocation, RoundRec
 from pollux.types import (
     Allocation,
     BatchLimits,
+    Explanation,
+    JobDecision,
     JobSpec,
     JobView,
+    Plan,
     ShapeFactor,
     ShapeFactors,
     Snapshot,
@@ -26,13 +31,14 @@ from pollux.types import (
 from pollux.wire import (
     Reader,
     WireReport,
+    allocation_from_list,
     allocation_to_list,
     batch_limits_from_dict,
     batch_limits_to_dict,
+    estimate_to_json,
     node_from_dict,
     node_to_dict,
-    plan_from_dict,
-    plan_to_dict,
+    read_estimate,
     read_integer,
     read_list,
     read_mapping,
@@ -47,6 +53,7 @@ from pollux.wire import (
 
 RECORD_VERSION = 1
 KNOWLEDGE_VERSION = 1
+PLAN_VERSION = 1
 ROUND_VERSION = 1
 SNAPSHOT_VERSION = 1
 
@@ -117,6 +124,7 @@ def record_to_dict(record: JobRecord) -> dict[str, Any]:
         "stops_as": record.stops_as.value,
         "stop_reason": record.stop_reason,
         "noise_scale": _optional(record.noise_scale),
+        "noise_scale_error": _optional(record.noise_scale_error),
         "remaining_examples": _optional(record.remaining_examples),
         "progress": _optional(record.progress),
         "total_batch": None if record.total_batch is None else int(record.total_batch),
@@ -134,7 +142,7 @@ def record_from_dict(value: object, where: str = "record", knowledge: Knowledge 
     """
     names = _RECORD_FIELDS if knowledge is None else _RECORD_FIELDS - {"knowledge"}
     if isinstance(value, Mapping):
-        value = {"resize_s": None, **value}  # records of before did not have it
+        value = {"resize_s": None, "noise_scale_error": None, **value}  # records of before did not have them
     reader = Reader(value, where, names, RECORD_VERSION)
     if knowledge is None:
         knowledge = knowledge_from_dict(reader.raw("knowledge"), reader.where("knowledge"))
@@ -169,6 +177,7 @@ def record_from_dict(value: object, where: str = "record", knowledge: Knowledge 
         stops_as=_state(reader.raw("stops_as"), reader.where("stops_as")),
         stop_reason=reader.text("stop_reason"),
         noise_scale=reader.optional_number("noise_scale", minimum=0),
+        noise_scale_error=reader.optional_number("noise_scale_error", minimum=0),
         remaining_examples=reader.optional_number("remaining_examples", minimum=0),
         progress=reader.optional_number("progress", minimum=0),
         total_batch=reader.optional_integer("total_batch", minimum=0),
@@ -182,6 +191,86 @@ def _state(value: object, where: str) -> JobState:
     except ValueError:
         known = ", ".join(state.value for state in JobState)
         raise InvalidValueError(f"{where} = {shown(value)}; one of {known} is needed") from None
+
+
+# Plans ----------------------------------------------------------------------------------------
+
+_DECISION_FIELDS = tuple(entry.name for entry in fields(JobDecision))
+_DECISION_ESTIMATES = ("speedup_before", "speedup_after", "move_factor")
+_EXPLANATION_FIELDS = tuple(entry.name for entry in fields(Explanation))
+_EXPLANATION_ESTIMATES = ("fitness_before", "fitness", "upper_bound", "decision_s")
+
+
+def plan_to_dict(plan: Plan) -> dict[str, Any]:
+    why = plan.explanation
+    return {
+        "version": PLAN_VERSION,
+        "allocations": {job: allocation_to_list(allocation) for job, allocation in plan.allocations.items()},
+        "explanation": None if why is None else _explanation_to_dict(why),
+    }
+
+
+def plan_from_dict(value: object, where: str = "plan") -> Plan:
+    reader = Reader(value, where, ("allocations", "explanation"), PLAN_VERSION)
+    place = reader.where("allocations")
+    return Plan(
+        allocations={
+            job: allocation_from_list(entry, f"{place}.{job}")
+            for job, entry in read_mapping(reader.raw("allocations"), place).items()
+        },
+        explanation=None
+        if reader.raw("explanation") is None
+        else _explanation_from_dict(reader.raw("explanation"), reader.where("explanation")),
+    )
+
+
+def _explanation_to_dict(why: Explanation) -> dict[str, Any]:
+    return {
+        **{name: estimate_to_json(getattr(why, name)) for name in _EXPLANATION_ESTIMATES},
+        "jobs": [_decision_to_dict(decision) for decision in why.jobs],
+        "method": why.method,
+    }
+
+
+def _explanation_from_dict(value: object, where: str) -> Explanation:
+    reader = Reader(value, where, _EXPLANATION_FIELDS)
+    return Explanation(
+        **{name: reader.estimate(name) for name in _EXPLANATION_ESTIMATES},
+        jobs=tuple(_decision_from_dict(entry, place) for place, entry in reader.entries("jobs")),
+        method=reader.text("method"),
+    )
+
+
+def _decision_to_dict(decision: JobDecision) -> dict[str, Any]:
+    return {
+        "job": decision.job,
+        "before": allocation_to_list(decision.before),
+        "after": allocation_to_list(decision.after),
+        **{name: estimate_to_json(getattr(decision, name)) for name in _DECISION_ESTIMATES},
+        "option_replicas": [int(count) for count in decision.option_replicas],
+        "option_speedups": [estimate_to_json(speedup) for speedup in decision.option_speedups],
+        "note": decision.note,
+    }
+
+
+def _decision_from_dict(value: object, where: str) -> JobDecision:
+    reader = Reader(value, where, _DECISION_FIELDS)
+    replicas = [read_integer(entry, place, minimum=0) for place, entry in reader.entries("option_replicas")]
+    speedups = [read_estimate(entry, place) for place, entry in reader.entries("option_speedups")]
+    if len(replicas) != len(speedups):
+        raise InvalidValueError(
+            f"{reader.where('option_speedups')} has {len(speedups)} entries; "
+            f"{len(replicas)} are needed, as many as option_replicas"
+        )
+    return JobDecision(
+        job=reader.text("job"),
+        before=reader.allocation("before"),
+        after=reader.allocation("after"),
+        **{name: reader.estimate(name) for name in _DECISION_ESTIMATES},
+        option_replicas=np.array(replicas, dtype=np.int64),  # (num_options,)
+        option_speedups=np.array(speedups, dtype=np.float64),  # (num_options,)
+        note=reader.text("note"),
+    )
 
 
 # Rounds ---------------------------------------------------------------------------------------
@@ -298,6 +387,7 @@ def snapshot_to_dict(snapshot: Snapshot) -> dict[str, Any]:
                 "guessed": sorted(job.guessed),
                 "model": number_of[key],
                 "noise_scale": _optional(job.noise_scale),
+                "noise_scale_error": _optional(job.noise_scale_error),
                 "max_profiled_replicas": int(job.max_profiled_replicas),
                 "remaining_examples": _optional(job.remaining_examples),
                 "is_pinned": bool(job.is_pinned),
@@ -319,6 +409,7 @@ _LATER_FIELDS: dict[str, Any] = {
     "resize_s": None,
     "done_examples": None,
     "guessed": [],
+    "noise_scale_error": None,
 }  # not in old ones
 
 
@@ -347,6 +438,7 @@ def snapshot_from_dict(value: object, specs: Mapping[str, JobSpec], where: str =
                 params=params,
                 shape_factors=shape_factors,
                 noise_scale=view.optional_number("noise_scale", minimum=0),
+                noise_scale_error=view.optional_number("noise_scale_error", minimum=0),
                 max_profiled_replicas=view.integer("max_profiled_replicas", minimum=0),
                 remaining_examples=view.optional_number("remaining_examples", minimum=0),
                 is_pinned=view.flag("is_pinned"),
@@ -411,6 +503,15 @@ class StoredReport:
     id: int  # goes up for ever
     at: float
     report: WireReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredNote:
+    """What a run told of one of its decisions."""
+
+    id: int  # goes up for ever
+    at: float
+    text: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

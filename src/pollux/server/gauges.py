@@ -83,6 +83,11 @@ JOB_GAUGES = (
     JobGauge(name="pollux_job_gain_ratio", help="What the learning rate is multiplied with.", read=_told("gain")),
     JobGauge(name="pollux_job_noise_scale_examples", help="Gradient noise scale.", read=_told("noise_scale")),
     JobGauge(
+        name="pollux_job_noise_scale_error_examples",
+        help="Standard error of the gradient noise scale.",
+        read=_told("noise_scale_error"),
+    ),
+    JobGauge(
         name="pollux_job_efficiency_ratio",
         help="Progress per example, as a share of that at the batch size the user tuned.",
         read=_told("efficiency"),

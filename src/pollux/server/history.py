@@ -21,7 +21,7 @@ from pollux.jobs import JobRequest
 from pollux.server.kept import SETTINGS_FILE, read_settings
 from pollux.server.service import STORE_FILE
 from pollux.server.store import SqlStore, StoredJob
-from pollux.server.views import job_view, resize_view, round_view, transition_view
+from pollux.server.views import job_view, resize_view, round_view, training_note_view, transition_view
 from pollux.wire import report_to_dict
 
 _PAGE = 1000
@@ -157,6 +157,7 @@ def _detail(store: SqlStore, stored: StoredJob, now: float) -> dict[str, Any]:
     return {
         **view,
         "transitions": [transition_view(transition) for transition in store.transitions(stored.name)],
+        "training_notes": [training_note_view(note) for note in store.training_notes(stored.name)],
         "resizes": [resize_view(resize) for resize in store.resizes(stored.name)],
     }
 

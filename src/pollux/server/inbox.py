@@ -76,6 +76,7 @@ def _to_event(report: WireReport, accelerator: str | None) -> JobReport:
         accelerator=accelerator or report.accelerator,
         timings=report.timings,
         noise_scale=report.noise_scale,
+        noise_scale_error=report.noise_scale_error,
         remaining_examples=report.remaining_examples,
         progress=report.progress,
         total_batch=report.total_batch,

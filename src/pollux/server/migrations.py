@@ -120,5 +120,30 @@ def _make_version_3(connection: sa.Connection) -> None:
     connection.exec_driver_sql("ALTER TABLE rounds ADD COLUMN changes TEXT")
 
 
-MIGRATIONS: list[Callable[[sa.Connection], None]] = [_make_version_1, _make_version_2, _make_version_3]
+# Version 4: what runs told of their decisions ------------------------------------------------
+
+_version_4 = sa.MetaData()
+sa.Table("jobs", _version_4, sa.Column("name", sa.Text, unique=True))  # there already; for the reference to it
+_training_notes = sa.Table(
+    "training_notes",
+    _version_4,
+    sa.Column("id", sa.Integer, primary_key=True),
+    _of_job(),
+    sa.Column("at", sa.Float, nullable=False),
+    sa.Column("text", sa.Text, nullable=False),
+    sa.Index("training_notes_by_job", "job", "id"),
+    sqlite_autoincrement=True,
+)
+
+
+def _make_version_4(connection: sa.Connection) -> None:
+    _training_notes.create(connection)
+
+
+MIGRATIONS: list[Callable[[sa.Connection], None]] = [
+    _make_version_1,
+    _make_version_2,
+    _make_version_3,
+    _make_version_4,
+]
 """What brings a database from version i to i + 1."""

@@ -36,6 +36,7 @@ from pollux.server.views import (
     round_view,
     sizing_view,
     spent_s,
+    training_note_view,
     transition_view,
     waiting_reason,
 )
@@ -97,6 +98,7 @@ class ClusterReading:
             "decision": None if journal is None else journal.decision(name),
             "decisions": [] if journal is None else journal.changes(name),
             "transitions": [transition_view(transition) for transition in self._store.transitions(name)],
+            "training_notes": [training_note_view(note) for note in self._store.training_notes(name)],
             "resizes": [resize_view(resize) for resize in self._store.resizes(name)],
             "replicas": [
                 {

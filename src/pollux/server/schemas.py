@@ -62,6 +62,8 @@ _REPORT_HELP = {
     "timings": "Lists [num_nodes, num_replicas, device_batch, grad_s, step_s, num_steps].",
     "batch": "The batch sizes its script allows.",
     "metrics": "What the script logged: any JSON values.",
+    "noise_scale_error": "Standard error of the noise scale, in examples.",
+    "notes": "What the run decided since its last report, a sentence each: at most 20 of 300 characters are kept.",
     "remaining_examples": "Useful examples still to be trained on.",
     "stalled_s": "Time lost to resizes and restarts since the job began.",
     "progress": "Share of its work that is done, 0 to 1.",
@@ -70,6 +72,7 @@ _REPORT_TYPES = {
     "batch": dict[str, int] | None,
     "timings": list[list[float]],
     "metrics": dict[str, Any],
+    "notes": list[str],
 }
 ReportForm = _form_of(WireReport, "ReportForm", REPORT_VERSION, _REPORT_HELP, _REPORT_TYPES)
 
@@ -139,6 +142,7 @@ class JobView(BaseModel):
     device_batch: int | None
     accum_steps: int | None
     noise_scale: float | None
+    noise_scale_error: float | None = Field(description="Standard error of the noise scale, in examples.")
     efficiency: float | None
     gain: float | None
     throughput: float | None
@@ -195,6 +199,14 @@ class Transition(BaseModel):
     reason: str
 
 
+class TrainingNote(BaseModel):
+    """What a run told of one of its decisions."""
+
+    id: int
+    at: float
+    text: str
+
+
 class Resize(BaseModel):
     generation: int
     at: float
@@ -220,6 +232,7 @@ class JobDetail(JobView):
     decision: DecisionWithOptions | None = Field(description="The last one about this job.")
     decisions: list[Decision] = Field(description="The last ones that changed it.")
     transitions: list[Transition]
+    training_notes: list[TrainingNote] = Field(description="What it told of its decisions: the last 100.")
     resizes: list[Resize]
     replicas: list[Replica]
     log_directory: str

@@ -27,11 +27,11 @@ ROW_FIELDS = (
     *("name", "state", "kind", "application", "sequence", "submitted_at", "started_at", "finished_at", "reason"),
     *("note", "allocation", "num_replicas", "min_replicas", "max_replicas", "progress", "epoch", "total_batch"),
     *("device_batch", "accum_steps", "gain", "noise_scale", "efficiency", "throughput", "goodput", "remaining_s"),
-    *("num_restarts", "num_crashes", "reported_at"),
+    *("noise_scale_error", "num_restarts", "num_crashes", "reported_at"),
 )
 CURVES = (
     *("num_replicas", "total_batch", "device_batch", "accum_steps", "gain", "noise_scale", "efficiency"),
-    *("throughput", "goodput", "progress", "epoch"),
+    *("noise_scale_error", "throughput", "goodput", "progress", "epoch"),
 )
 _NUM_LINE_POINTS = 40
 _ODD = ("nan", "inf", "-inf")  # JSON has no such numbers; null is for what was not logged
@@ -214,6 +214,7 @@ def _goodput_view(
         "num_nodes": num_nodes,
         "num_replicas": num_replicas,
         "noise_scale": phi,
+        "noise_scale_error": record.noise_scale_error,
         "total_batch": total.tolist(),
         "device_batch": device.tolist(),
         "accum_steps": accum.tolist(),

@@ -58,6 +58,7 @@ class JobRow(BaseModel):
     accum_steps: int | None
     gain: float | None
     noise_scale: float | None
+    noise_scale_error: float | None
     efficiency: float | None
     throughput: float | None
     goodput: float | None
@@ -126,6 +127,7 @@ class Curves(BaseModel):
     accum_steps: list[int]
     gain: Numbers
     noise_scale: Numbers
+    noise_scale_error: Numbers
     efficiency: Numbers
     throughput: Numbers
     goodput: Numbers
@@ -176,6 +178,7 @@ class GoodputCurve(BaseModel):
     num_nodes: int
     num_replicas: int
     noise_scale: float
+    noise_scale_error: float | None
     total_batch: list[int]
     device_batch: list[int]
     accum_steps: list[int]

@@ -1,4 +1,4 @@
-"""What a server keeps: jobs, rounds, reports, transitions, resizes, in one SQL database.
+"""What a server keeps: jobs, rounds, reports, transitions, training notes, resizes, in one SQL database.
 
 Implements :class:`pollux.scheduler.ports.Store` and the reading side, on :mod:`pollux.server.database`: every call is
 one transaction, and any thread may call. What is asked of longer times is in :mod:`pollux.server.past`.
@@ -22,7 +22,7 @@ from pollux.scheduler.lifecycle import JobState, Transition
 from pollux.scheduler.record import JobRecord, RoundRecord
 from pollux.server import forms
 from pollux.server.database import Database
-from pollux.server.forms import StoredJob, StoredReport, StoredResize, StoredRound
+from pollux.server.forms import StoredJob, StoredNote, StoredReport, StoredResize, StoredRound
 from pollux.server.tables import jobs as _jobs
 from pollux.server.tables import knowledge as _knowledge
 from pollux.server.tables import reports as _reports
@@ -30,12 +30,14 @@ from pollux.server.tables import resizes as _resizes
 from pollux.server.tables import rounds as _rounds
 from pollux.server.tables import samples as _samples
 from pollux.server.tables import secrets as _secrets
+from pollux.server.tables import training_notes as _training_notes
 from pollux.server.tables import transitions as _transitions
 from pollux.types import NO_ALLOCATION, Snapshot
 from pollux.wire import WireReport, dumps, loads, read_integer, read_mapping, read_number
 
-__all__ = ["SqlStore", "StoredJob", "StoredReport", "StoredResize", "StoredRound"]
+__all__ = ["SqlStore", "StoredJob", "StoredNote", "StoredReport", "StoredResize", "StoredRound"]
 
+MAX_TRAINING_NOTES = 100  # of each job; the oldest are forgotten
 _NUM_SUGGESTIONS = 10
 _MAX_COMPARED = 1000  # names, when looking for one like the unknown one
 
@@ -131,6 +133,7 @@ class SqlStore(Database):
         try:
             with self.writing() as connection:
                 connection.execute(_reports.insert().values(row))
+                self._append_notes(connection, [(at, _storable(job), report)])
         except StoreError as error:
             if isinstance(error.__cause__, IntegrityError):
                 with self.reading() as connection:
@@ -146,6 +149,7 @@ class SqlStore(Database):
         if rows:
             with self.writing() as connection:
                 connection.execute(_reports.insert(), rows)
+                self._append_notes(connection, [(at, report.job, report) for at, report in reports])
 
     def prune(self, keep_rounds: int, keep_reports_per_job: int) -> tuple[int, int]:
         """Forget the oldest rounds and reports beyond these numbers; how many of each went.
@@ -275,6 +279,11 @@ class SqlStore(Database):
                 for row in self._rows_of(job, query)
             ]
 
+    def training_notes(self, job: str) -> list[StoredNote]:
+        """The last ones, oldest first."""
+        query = sa.select(_training_notes).where(_training_notes.c.job == job).order_by(_training_notes.c.id)
+        return [StoredNote(id=row.id, at=row.at, text=row.text) for row in self._rows_of(job, query)]
+
     def reports(self, job: str, since: int | None = None, limit: int = 100) -> list[StoredReport]:
         """The first ``limit`` reports after the one with the id ``since``; without it the last ones. Oldest first."""
         query = sa.select(_reports).where(_reports.c.job == job)
@@ -323,6 +332,18 @@ class SqlStore(Database):
         new = [dict(zip(_TRANSITION_COLUMNS, (record.name, *entry), strict=True)) for entry in history[overlap:]]
         if new:
             connection.execute(_transitions.insert(), new)
+
+    @staticmethod
+    def _append_notes(connection: sa.Connection, reports: Iterable[tuple[float, str, WireReport]]) -> None:
+        rows = [{"job": job, "at": at, "text": _storable(text)} for at, job, report in reports for text in report.notes]
+        if not rows:
+            return
+        connection.execute(_training_notes.insert(), rows)
+        columns = _training_notes.c
+        for job in {row["job"] for row in rows}:
+            newest = sa.select(columns.id).where(columns.job == job).order_by(columns.id.desc())
+            last = newest.limit(1).offset(MAX_TRAINING_NOTES).scalar_subquery()
+            connection.execute(_training_notes.delete().where(columns.job == job, columns.id <= last))
 
     def _note_resize(self, connection: sa.Connection, record: JobRecord) -> None:
         if record.generation == 0:

@@ -72,6 +72,16 @@ reports = sa.Table(
     sa.Index("reports_by_job", "job", "id"),
     sqlite_autoincrement=True,
 )
+training_notes = sa.Table(  # what runs told of their decisions: the last ones of each job
+    "training_notes",
+    tables,
+    sa.Column("id", sa.Integer, primary_key=True),
+    _of_job(),
+    sa.Column("at", sa.Float, nullable=False),
+    sa.Column("text", sa.Text, nullable=False),
+    sa.Index("training_notes_by_job", "job", "id"),
+    sqlite_autoincrement=True,
+)
 resizes = sa.Table(
     "resizes",
     tables,

@@ -17,14 +17,14 @@ from pollux.scheduler.autoscale import AutoscaleConfig
 from pollux.scheduler.lifecycle import JobState, Transition
 from pollux.scheduler.loop import Scheduler
 from pollux.scheduler.record import JobRecord, RoundRecord
-from pollux.server.forms import StoredResize, StoredRound
+from pollux.server.forms import StoredNote, StoredResize, StoredRound
 from pollux.server.words import changes_of, words_of
 from pollux.types import Allocation, JobDecision, Node
 from pollux.wire import WireReport, allocation_to_list
 
 _REPORTED = (
     *("progress", "epoch", "num_steps", "total_batch", "device_batch", "accum_steps", "noise_scale", "efficiency"),
-    *("gain", "throughput", "goodput"),
+    *("noise_scale_error", "gain", "throughput", "goodput"),
 )
 
 
@@ -251,6 +251,10 @@ def transition_view(transition: Transition) -> dict[str, Any]:
         "target": transition.target.value,
         "reason": transition.reason.partition("\n")[0],
     }
+
+
+def training_note_view(note: StoredNote) -> dict[str, Any]:
+    return {"id": note.id, "at": note.at, "text": note.text}
 
 
 def resize_view(resize: StoredResize) -> dict[str, Any]:

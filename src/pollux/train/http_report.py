@@ -1,9 +1,9 @@
 """Reports to a cluster's server, over HTTP, from a thread of their own.
 
 Stands in ``train``, beside :mod:`pollux.train.report`. Training never waits for the network: the newest report
-replaces one that could not be sent yet (their timings are joined), and a server that is away is tried again later.
-Used where POLLUX_URL, POLLUX_TOKEN and POLLUX_JOB_ID are set, as they are for every replica in a cluster. A server that
-answers 409 has given this replica (POLLUX_REPLICA_ID) up: nothing more is sent.
+replaces one that could not be sent yet (their timings and notes are joined), and a server that is away is tried again
+later. Used where POLLUX_URL, POLLUX_TOKEN and POLLUX_JOB_ID are set, as they are for every replica in a cluster. A
+server that answers 409 has given this replica (POLLUX_REPLICA_ID) up: nothing more is sent.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import Any
 from pollux.errors import InvalidValueError
 from pollux.train.report import Advice, Report, plain
 from pollux.types import ThroughputParams
-from pollux.wire import MAX_TIMINGS, WireReport, report_to_json
+from pollux.wire import MAX_NOTES, MAX_TIMINGS, WireReport, report_to_json
 
 TIMEOUT_S = 10.0  # of one request
 FIRST_EVERY_S = 1.0  # between reports, until the server says otherwise
@@ -69,8 +69,7 @@ class HttpReporter:
             if self._is_fenced:
                 return
             if self._pending is not None:
-                timings = (*self._pending.timings, *report.timings)[-MAX_TIMINGS:]
-                report = dataclasses.replace(report, timings=timings)
+                report = _joined(self._pending, report)
             self._pending = report
             if self._thread is None and not self._is_closed:  # rank 0 alone reports, so the others need no thread
                 self._thread = threading.Thread(target=self._work, name="pollux-reports", daemon=True)
@@ -121,11 +120,7 @@ class HttpReporter:
 
     def _put_back(self, report: Report) -> None:
         with self._changed:
-            if self._pending is None:
-                self._pending = report
-            else:
-                timings = (*report.timings, *self._pending.timings)[-MAX_TIMINGS:]
-                self._pending = dataclasses.replace(self._pending, timings=timings)
+            self._pending = report if self._pending is None else _joined(report, self._pending)
 
     def _post(self, report: Report) -> None:
         if self._connection is None:
@@ -167,6 +162,15 @@ class HttpReporter:
             self._connection = None
 
 
+def _joined(before: Report, after: Report) -> Report:
+    """The later report, with what both tell that is told once."""
+    return dataclasses.replace(
+        after,
+        timings=(*before.timings, *after.timings)[-MAX_TIMINGS:],
+        notes=(*before.notes, *after.notes)[-MAX_NOTES:],
+    )
+
+
 def _message(text: bytes) -> str:
     """The one sentence in an error of the server's, or whatever it says instead."""
     try:
@@ -178,7 +182,8 @@ def _message(text: bytes) -> str:
 def to_wire(report: Report, job: str, replica: str | None = None) -> WireReport:
     """Numbers that are none (a loss that is NaN) are text on the wire, or left out."""
     values = {field.name: getattr(report, field.name) for field in dataclasses.fields(report)}
-    for name in ("noise_scale", "efficiency", "throughput", "goodput", "remaining_examples", "progress"):
+    numbers = ("noise_scale", "noise_scale_error", "efficiency", "throughput", "goodput", "remaining_examples")
+    for name in (*numbers, "progress"):
         if values[name] is not None and not math.isfinite(values[name]):
             values[name] = None
     return WireReport(**{**values, "job": job, "replica": replica, "metrics": plain(report.metrics)})

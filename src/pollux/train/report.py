@@ -36,12 +36,14 @@ class Report:
     accum_steps: int
     total_batch: int
     noise_scale: float | None
+    noise_scale_error: float | None = None  # standard error of that, in examples
     efficiency: float | None
     gain: float
     throughput: float | None  # examples per second
     goodput: float | None  # useful ones
     timings: tuple[tuple[Configuration, Timing], ...] = ()  # new since the last report
     metrics: Mapping[str, Any] = field(default_factory=dict)  # the last ``run.log``
+    notes: tuple[str, ...] = ()  # what the run decided since the last report, a sentence each
 
     def to_json(self) -> str:
         return json.dumps(plain(asdict(self)), allow_nan=False)

@@ -63,6 +63,7 @@ def view(**changes: Any) -> dict[str, Any]:
         "device_batch": 64,
         "accum_steps": 1,
         "noise_scale": 1234.5,
+        "noise_scale_error": None,
         "efficiency": 0.83,
         "goodput": 12345.0,
         "progress": 0.42,
@@ -118,6 +119,7 @@ def detail(**changes: Any) -> dict[str, Any]:
         "decision": {**decision, **options},
         "decisions": [decision],
         "transitions": [{"at": 101.0, "source": "pending", "target": "starting", "reason": "start on a"}],
+        "training_notes": [],
         "resizes": [
             {"generation": 2, "at": 120.0, "before": [["a", 1]], "after": [["a", 2]], "runs_at": 121.0, "took_s": 1.0}
         ],
@@ -260,6 +262,28 @@ def test_only_a_resize_that_can_still_end_is_under_way() -> None:
     assert text_of(description(detail(resizes=resizes), 200.0)).count("under way") == 1
     over = detail(resizes=resizes, state="succeeded", finished_at=150.0)
     assert "under way" not in text_of(description(over, 200.0))
+
+
+@pytest.mark.parametrize(
+    ("noise", "shown"),
+    [((120.0, 15.2), "120 ± 15.2 examples"), ((120.0, None), "120 examples"), ((None, None), "-")],
+)
+def test_a_noise_scale_comes_with_its_standard_error(noise: tuple[float | None, float | None], shown: str) -> None:
+    job = detail(noise_scale=noise[0], noise_scale_error=noise[1])
+    lines = [line.strip() for line in text_of(description(job, 160.0)).splitlines()]
+    assert f"noise scale  {shown}" in lines
+
+
+def test_what_training_decided_is_told_among_the_states() -> None:
+    moves = [
+        {"at": 101.0, "source": "pending", "target": "starting", "reason": "1 replica"},
+        {"at": 140.0, "source": "running", "target": "resizing", "reason": "1 -> 2 replicas"},
+    ]
+    many = [{"id": n, "at": 110.0 + n, "text": f"step {n}: batch 64 -> 32"} for n in range(20)]
+    text = text_of(description(detail(transitions=moves, training_notes=many), 160.0))
+    lines = [line.split("  ", 2)[2].strip() for line in text.partition("History\n")[2].splitlines()]
+    training = [f"training  step {n}: batch 64 -> 32" for n in range(10, 20)]
+    assert lines == ["pending -> starting  1 replica", *training, "running -> resizing  1 -> 2 replicas"]
 
 
 def test_a_failure_comes_with_its_traceback() -> None:

@@ -118,11 +118,24 @@ def test_reports_are_learnt_from_and_jobs_are_told():
     world.engine.events.append(_report("a", 1e9))
     world.round()
     record = world.store.jobs["a"]
-    assert record.noise_scale == 500.0
+    assert (record.noise_scale, record.noise_scale_error) == (500.0, None)
     assert record.knowledge.profile.max_replicas == 4
     assert "gpu" in record.knowledge.params
     tuned = [command for command in world.engine.commands if isinstance(command, TuneJob)]
     assert tuned and tuned[-1].params == record.knowledge.params
+
+
+def test_a_noise_scale_is_kept_with_its_own_error():
+    world = World("pollux")
+    world.submit("a")
+    world.round()
+    seen = []
+    for values in ({"noise_scale": 400.0, "noise_scale_error": 60.0}, {"noise_scale": None}, {"noise_scale": 300.0}):
+        world.engine.events.append(dataclasses.replace(_report("a", 1e9), **values))
+        world.round()
+        view = world.scheduler.snapshot(world.clock.time).jobs[0]
+        seen.append((view.noise_scale, view.noise_scale_error, view.noise_scale_low))
+    assert seen == [(400.0, 60.0, 340.0), (400.0, 60.0, 340.0), (300.0, None, 300.0)]
 
 
 def test_profile_memory_serves_the_next_job_of_the_application():
@@ -422,7 +435,13 @@ def test_later_jobs_do_not_overtake_earlier_ones():
 
 
 @pytest.mark.parametrize(
-    "bad", [{"noise_scale": float("nan")}, {"noise_scale": -1.0}, {"remaining_examples": float("inf")}]
+    "bad",
+    [
+        {"noise_scale": float("nan")},
+        {"noise_scale": -1.0},
+        {"noise_scale_error": float("inf")},
+        {"remaining_examples": float("inf")},
+    ],
 )
 def test_a_report_that_cannot_be_true_is_refused_whole(bad, caplog):
     world = World("pollux")

@@ -94,6 +94,7 @@ class FakeCluster:
             decision=None,
             decisions=[],
             transitions=[{"at": 1.0, "source": "pending", "target": "starting", "reason": ""}],
+            training_notes=[{"id": 1, "at": 2.0, "text": "step 9: batch 32 -> 64"}],
             resizes=[],
             replicas=[],
             log_directory=str(self.job_directory(name) / "logs"),

@@ -176,6 +176,24 @@ def test_reports_make_an_elastic_job_grow_and_are_kept(world):
     assert [resize["after"] for resize in detail["resizes"]] == [[["a", 1]], [["a", 4]]]
 
 
+def test_what_a_run_tells_of_its_decisions_is_in_the_history_and_the_log_once(world, caplog):
+    caplog.set_level("INFO")
+    name = world.submit(kind="elastic", max_replicas=1)
+    world.until_state(name, "running")
+    note = "step 1200: batch 64 -> 32, because |G|^2 rose 3.1 times after it grew"
+    world.cluster.report(name, report(name, noise_scale_error=15.0, notes=(note,)))
+    told = world.until(lambda: world.cluster.job(name)["training_notes"], "the note kept")
+    assert [entry["text"] for entry in told] == [note] and told[0]["at"] >= world.cluster.view(name)["started_at"]
+    world.cluster.report(name, report(name, notes=("step 1300: batch 32 -> 64",)))
+    world.until(lambda: len(world.cluster.job(name)["training_notes"]) == 2, "both notes kept")
+    world.cluster.stop(keeps_jobs=True)
+    cluster = world.make()
+    cluster.start()  # which sees the reports again
+    world.until(lambda: cluster.rounds(None, 5), "a round")
+    assert [entry["text"] for entry in cluster.job(name)["training_notes"]] == [note, "step 1300: batch 32 -> 64"]
+    assert caplog.text.count(f"job {name}: training: {note}") == 1
+
+
 def test_a_report_of_a_job_that_is_over_changes_nothing(world):
     name = world.submit()
     world.until_state(name, "running")
@@ -668,13 +686,15 @@ def test_what_was_measured_last_is_known_after_a_restart(world):
     name = world.submit(kind="elastic", max_replicas=1)
     world.until_state(name, "running")
     timings = ((Configuration(1, 1, 32), Timing(0.1, 0.1, 10)),)
-    world.cluster.report(name, report(name, timings=timings, noise_scale=321.0))
+    world.cluster.report(name, report(name, timings=timings, noise_scale=321.0, noise_scale_error=12.0))
     world.until(lambda: world.cluster.reports(name, None, 10), "the report kept")
     world.cluster.stop(keeps_jobs=True)
     cluster = world.make()
     cluster.start()
     world.until(lambda: cluster.job(name)["models"].get("cpu", {}).get("num_configurations") == 1, "its model")
     assert cluster.view(name)["noise_scale"] == 321.0
+    assert cluster.view(name)["noise_scale_error"] == 12.0
+    world.until(lambda: cluster._active()[name].noise_scale_error == 12.0, "the scheduler knows it")
     assert len(cluster.reports(name, None, 10)) == 1
 
 

@@ -48,6 +48,7 @@ def test_an_older_version_is_read_and_left_as_it_is(data: Path) -> None:
     ids = [report["id"] for report in history.reports["gpt"]]
     assert ids == sorted(ids)
     first = history.jobs[0]
+    assert (first["noise_scale_error"], first["training_notes"]) == (None, [])  # not told then
     assert first["state"] == "succeeded" and first["resizes"][0]["took_s"] > 0 and first["transitions"]
     assert [node["num_slots"] for node in history.nodes] == [4]
     assert len(history.rounds) == 38 and history.rounds[0]["num_slots"] == 4

@@ -54,8 +54,8 @@ CONSTANT = {
 
 # What a job tells, and where that is shown: no two numbers are the same, and none is after half of it is told.
 TOLD: dict[str, Any] = dict(
-    total_batch=48, device_batch=14, accum_steps=6, gain=1.5, noise_scale=123.0, efficiency=0.625, throughput=80.0,
-    goodput=50.0, progress=0.875,
+    total_batch=48, device_batch=14, accum_steps=6, gain=1.5, noise_scale=123.0, noise_scale_error=17.0,
+    efficiency=0.625, throughput=80.0, goodput=50.0, progress=0.875,
 )  # fmt: skip
 GAUGES = {
     "total_batch": "pollux_job_batch_examples",
@@ -63,6 +63,7 @@ GAUGES = {
     "accum_steps": "pollux_job_accumulation_steps",
     "gain": "pollux_job_gain_ratio",
     "noise_scale": "pollux_job_noise_scale_examples",
+    "noise_scale_error": "pollux_job_noise_scale_error_examples",
     "efficiency": "pollux_job_efficiency_ratio",
     "throughput": "pollux_job_throughput_examples_per_second",
     "goodput": "pollux_job_goodput_examples_per_second",

@@ -175,13 +175,15 @@ def test_a_database_of_version_1_keeps_everything_and_gets_what_is_new(old):
         assert past.last_ended(10) == ["ended"]
         assert past.samples(0, 1e12, 10) == []
         past.add_sample(sample(1.0))
+        assert store.training_notes("active") == []
         (record,) = store.records()
         assert (record.name, record.allocation) == ("active", on(("a", 1)))
+        assert record.noise_scale_error is None
         assert [report.metrics for _, report in past.reports("active", 10)] == [{"loss": 0.5}]
         jobs, _ = past.timeline(0, 1e12, 10)
         assert [(job.name, len(job.spans)) for job in jobs] == [("ended", 1), ("active", 1)]
     with sqlite3.connect(old) as connection:
-        assert connection.execute("SELECT version FROM meta").fetchall() == [(3,)]
+        assert connection.execute("SELECT version FROM meta").fetchall() == [(4,)]
         for name in set(names) - {"meta", "sqlite_sequence"}:
             new = (None,) if name == "rounds" else ()  # it was not known what they changed
             assert connection.execute(f"SELECT * FROM {name}").fetchall() == [(*row, *new) for row in kept[name]]

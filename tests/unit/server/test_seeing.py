@@ -72,7 +72,8 @@ def service(tmp_path_factory):
             )
             for step in range(5):
                 told = {"loss": 1.0 / (step + 1), "name": "x", "flag": True}
-                cluster.report("trains", report("trains", batch=LIMITS, num_steps=step, timings=timings, metrics=told))
+                values = dict(num_steps=step, timings=timings, metrics=told, noise_scale_error=10.0 + step)
+                cluster.report("trains", report("trains", batch=LIMITS, **values))
             until(lambda: len(cluster.curves("trains", 10)["at"]) == 5, "reports are kept")
             until(lambda: cluster.model("trains")["accelerators"], "a model")
             cluster.submit(JobRequest(command=("sleep", "9"), name="waits", kind="fixed", replicas=50))
@@ -152,6 +153,7 @@ def test_curves(client):
     curves = get(client, "/jobs/trains/curves", seeing_schemas.Curves)
     assert curves["metrics"] == {"loss": [1.0, 0.5, pytest.approx(1 / 3), 0.25, 0.2]}
     assert {len(column) for name, column in curves.items() if name != "metrics"} == {5}
+    assert curves["noise_scale_error"] == [10.0, 11.0, 12.0, 13.0, 14.0]
     assert get(client, "/jobs/trains/curves", points=2)["metrics"]["loss"] == [1.0, 0.2]
     assert get(client, "/jobs/waits/curves")["at"] == []
 
@@ -180,7 +182,7 @@ def test_the_model_of_a_job_that_trains(client):
     assert (line["device_batch"][0], line["device_batch"][-1]) == (8, 128)
     assert line["step_s"] == sorted(line["step_s"])
     goodput, speedups = model["goodput"], model["speedups"]
-    assert goodput["accelerator"] == "cpu"
+    assert (goodput["accelerator"], goodput["noise_scale"], goodput["noise_scale_error"]) == ("cpu", 100.0, 14.0)
     assert goodput["total_batch"] == sorted(set(goodput["total_batch"]))
     assert speedups["chosen"] in speedups["num_replicas"]
     detail = get(client, f"/rounds/{speedups['round']}", seeing_schemas.RoundDetail)

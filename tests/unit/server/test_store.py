@@ -91,6 +91,7 @@ def records(draw: st.DrawFn) -> JobRecord:
         stops_as=draw(states),
         stop_reason=draw(texts),
         noise_scale=draw(st.none() | numbers),
+        noise_scale_error=draw(st.none() | numbers),
         remaining_examples=draw(st.none() | numbers),
         progress=draw(st.none() | numbers),
         total_batch=draw(st.none() | integers),
@@ -136,6 +137,7 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
         params=st.dictionaries(texts, params, max_size=2),
         shape_factors=st.dictionaries(texts, factors.map(tuple), max_size=2),
         noise_scale=st.none() | numbers,
+        noise_scale_error=st.none() | numbers,
         max_profiled_replicas=integers,
         remaining_examples=st.none() | numbers,
         is_pinned=st.booleans(),
@@ -293,7 +295,7 @@ def test_unknown_versions_and_missing_or_extra_fields_are_refused_by_name(kind):
         read(form | {"version": 2})
     with pytest.raises(InvalidValueError, match="surprise"):
         read(form | {"surprise": 2})
-    for name in form.keys() - {"resize_s"}:  # came later: records of before do without
+    for name in form.keys() - {"resize_s", "noise_scale_error"}:  # came later: records of before do without
         with pytest.raises(InvalidValueError, match=name):
             read({key: value for key, value in form.items() if key != name})
 
@@ -392,7 +394,8 @@ def test_an_odd_application_does_not_keep_its_jobs_from_being_kept(sql):
 def test_an_unknown_job_is_answered_with_known_names(sql):
     for index in range(30):
         sql.save_job(make_record(f"resnet-{index}"))
-    for ask in (sql.job, sql.transitions, sql.reports, sql.resizes, lambda name: sql.save_report(name, 1.0, REPORT)):
+    asked = (sql.job, sql.transitions, sql.training_notes, sql.reports, sql.resizes)
+    for ask in (*asked, lambda name: sql.save_report(name, 1.0, REPORT)):
         with pytest.raises(UnknownNameError, match=r"unknown job 'resnet_7'\. Did you mean 'resnet-7'") as caught:
             ask("resnet_7")
         assert len(caught.value.known) <= 20
@@ -583,6 +586,21 @@ def test_reports_are_read_from_where_one_left_off(sql):
     assert sql.reports("a", since=found[-1].id) == []
 
 
+def test_the_last_training_notes_of_each_job_are_kept(sql):
+    for name in "ab":
+        sql.save_job(make_record(name))
+    assert sql.training_notes("a") == []
+    for number in range(60):
+        notes = (f"first of {number}", f"second of {number}")
+        sql.save_reports([(float(number), dataclasses.replace(report_of("a"), notes=notes))])
+    sql.save_report("b", 7.0, dataclasses.replace(report_of("b"), notes=("its own \0",)))
+    found = sql.training_notes("a")
+    expected = [(float(number), f"{which} of {number}") for number in range(60) for which in ("first", "second")]
+    assert [(note.at, note.text) for note in found] == expected[-100:]
+    assert [note.id for note in found] == sorted({note.id for note in found})
+    assert [(note.at, note.text) for note in sql.training_notes("b")] == [(7.0, "its own \\x00")]
+
+
 def test_a_report_at_no_time_is_refused(sql):
     sql.save_job(make_record())
     with pytest.raises(InvalidValueError, match="at = nan"):
@@ -661,7 +679,7 @@ def test_a_database_of_a_newer_version_is_left_alone(path):
         connection.execute(f"UPDATE meta SET version = {len(migrations.MIGRATIONS) + 1}")
     connection.close()
     before = path.read_bytes()
-    with pytest.raises(StoreError, match=r"written by a newer Pollux \(schema version 4; this one knows up to 3\)"):
+    with pytest.raises(StoreError, match=r"written by a newer Pollux \(schema version 5; this one knows up to 4\)"):
         SqlStore(path)
     assert path.read_bytes() == before
 
@@ -682,7 +700,7 @@ def test_an_older_database_is_brought_up_to_date_once(path, monkeypatch):
             sql.save_job(make_record("b"))
     assert calls == ["colour"]
     with sqlite3.connect(path) as connection:
-        assert connection.execute("SELECT version FROM meta").fetchall() == [(4,)]
+        assert connection.execute("SELECT version FROM meta").fetchall() == [(5,)]
     connection.close()
 
 

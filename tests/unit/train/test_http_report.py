@@ -75,12 +75,14 @@ def until(condition: Callable[[], object]) -> None:
 
 def test_a_report_arrives_with_the_jobs_name_and_token(listener):
     reporter = HttpReporter(listener.url, "secret", "a job/with a slash")
-    reporter.send(a_report(timings=(TIMING,), metrics={"loss": float("nan"), "best": 1}))
+    told = dict(timings=(TIMING,), noise_scale_error=15.0, notes=("step 7: batch 32 -> 64",))
+    reporter.send(a_report(**told, metrics={"loss": float("nan"), "best": 1}))
     until(lambda: listener.received)
     path, token, report = listener.received[0]
     assert path == "/api/v1/jobs/a%20job%2Fwith%20a%20slash/reports" and token == "Bearer secret"
     assert report.job == "a job/with a slash" and report.timings == (TIMING,)
     assert report.metrics == {"loss": "nan", "best": 1} and report.batch is not None
+    assert (report.noise_scale_error, report.notes) == (15.0, ("step 7: batch 32 -> 64",))
     reporter.close()
 
 
@@ -99,13 +101,14 @@ def test_the_servers_answer_becomes_advice_once(listener):
 def test_what_cannot_be_sent_is_joined_with_what_comes_later(listener, monkeypatch):
     listener.status = 503
     reporter = HttpReporter(listener.url, "secret", "a")
-    reporter.send(a_report(num_steps=1, timings=(TIMING,)))
+    reporter.send(a_report(num_steps=1, timings=(TIMING,), notes=("first",)))
     until(lambda: reporter._pause_s > 0)
-    reporter.send(a_report(num_steps=2, timings=(TIMING,)))
+    reporter.send(a_report(num_steps=2, timings=(TIMING,), notes=("second", "third")))
     listener.status = 200
     until(lambda: listener.received)
     (report,) = [report for _, _, report in listener.received]
     assert report.num_steps == 2 and report.timings == (TIMING, TIMING)
+    assert report.notes == ("first", "second", "third")
     reporter.close()
 
 
@@ -150,8 +153,10 @@ def test_the_environment_decides_who_is_told():
 
 
 def test_numbers_that_are_none_are_left_out_on_the_wire():
-    report = to_wire(a_report(noise_scale=float("inf"), goodput=float("nan"), efficiency=0.5), "a")
-    assert (report.noise_scale, report.goodput, report.efficiency) == (None, None, 0.5)
+    odd = dict(noise_scale=float("inf"), noise_scale_error=float("nan"), goodput=float("nan"))
+    report = to_wire(a_report(**odd, efficiency=0.5), "a")
+    assert (report.noise_scale, report.noise_scale_error, report.goodput) == (None, None, None)
+    assert report.efficiency == 0.5
 
 
 def test_a_server_that_refuses_is_complained_of_once(listener, caplog):

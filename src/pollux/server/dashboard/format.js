@@ -24,6 +24,10 @@ export function number(value, digits = 3) {
   return String(Number(value.toPrecision(digits)));
 }
 
+/* A number and its standard error, where that is known. */
+export const withError = (value, error) =>
+  isNumber(value) && isNumber(error) ? `${number(value)} ± ${number(error)}` : number(value);
+
 function scaled(value, digits) {
   const size = Math.abs(value);
   if (size < 1e-3) return value.toExponential(1).replace("e-", "e−");

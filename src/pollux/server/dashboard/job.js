@@ -15,6 +15,7 @@ import {
   replicaRange,
   share,
   time,
+  withError,
 } from "./format.js";
 import {jobFigures} from "./job_figures.js";
 import {progressBar, stateChip} from "./jobs.js";
@@ -92,16 +93,23 @@ const decisionTable = () =>
     empty: "No decision has changed it.",
   });
 
-const transitionTable = () =>
+/* States it came to, and what its training decided (which has no target). */
+const historyTable = () =>
   new DataTable({
     columns: [
       {key: "at", label: "When", cell: one => time(one.at)},
-      {key: "change", label: "State", class: "left", mark: one => one.target, cell: one => stateChip(one.target)},
+      {
+        key: "change",
+        label: "What",
+        class: "left",
+        mark: one => one.target ?? "training",
+        cell: one => (one.target ? stateChip(one.target) : "training"),
+      },
       {key: "reason", label: "Why", class: "left words", cell: one => one.reason.replaceAll("->", "→")},
     ],
-    keyOf: one => `${one.at}/${one.source}/${one.target}`,
+    keyOf: one => (one.target ? `${one.at}/${one.source}/${one.target}` : `training/${one.id}`),
     step: 20,
-    label: "States",
+    label: "History",
     empty: "Nothing has happened yet.",
   });
 
@@ -143,7 +151,7 @@ export function jobPage({name, go}) {
   );
   const replicas = replicaTable(),
     decisions = decisionTable(),
-    transitions = transitionTable(),
+    history = historyTable(),
     resizes = resizeTable();
   const trained = h(
       "div",
@@ -161,7 +169,7 @@ export function jobPage({name, go}) {
     output,
     section("Replicas", replicas.element),
     section("Decisions about it", decisions.element),
-    h("div", {class: "grid"}, section("States", transitions.element), section("Starts and resizes", resizes.element)),
+    h("div", {class: "grid"}, section("History", history.element), section("Starts and resizes", resizes.element)),
   );
   const missing = h("div", {class: "card pad empty-page", hidden: true});
   const element = h(
@@ -247,7 +255,7 @@ export function jobPage({name, go}) {
         "Replicas × device batch × accumulation",
       ],
       ["Learning-rate gain", number(job.gain)],
-      ["Noise scale", number(job.noise_scale)],
+      ["Noise scale", withError(job.noise_scale, job.noise_scale_error), "Examples, ± standard error"],
       ["Efficiency", share(job.efficiency)],
       ["Throughput", job.throughput === null ? DASH : `${number(job.throughput)}/s`, "Examples per second"],
       ["Goodput", job.goodput === null ? DASH : `${number(job.goodput)}/s`, "Useful examples per second"],
@@ -279,7 +287,8 @@ export function jobPage({name, go}) {
     setText(failure, detail.failure);
     replicas.update(detail.replicas);
     decisions.update(newestFirst(detail.decisions).sort((a, b) => b.at - a.at));
-    transitions.update(newestFirst(detail.transitions));
+    const told = detail.training_notes.map(({id, at, text}) => ({id, at, reason: text}));
+    history.update(newestFirst([...detail.transitions, ...told].sort((a, b) => a.at - b.at)));
     const last = FINAL.has(detail.state) ? "never finished" : "not finished";
     const begun = newestFirst(detail.resizes).sort((a, b) => b.generation - a.generation);
     resizes.update(begun.map((one, index) => ({...one, instead: index ? "replaced by the next" : last})));

@@ -1,7 +1,7 @@
 /* The figures of one job: how it trained, and the model of its speed against what was measured. */
 
 import {Figure, hasNumbers, lastOf, layout, line, logAxis, wholeAxis} from "./charts.js";
-import {DASH, byName, count, duration, isOdd, number, plain, plural, share, wallClock} from "./format.js";
+import {DASH, byName, count, duration, isOdd, number, plain, plural, share, wallClock, withError} from "./format.js";
 
 const MOST_METRICS = 12,
   MOST_LINES = 12;
@@ -14,7 +14,7 @@ export function jobFigures() {
     batch: new Figure({title: "Batch size", hint: "total, and per device"}),
     accum: new Figure({title: "Accumulation", hint: "extra passes per step"}),
     gain: new Figure({title: "Learning-rate gain"}),
-    noise: new Figure({title: "Gradient noise scale", hint: "examples, log scale"}),
+    noise: new Figure({title: "Gradient noise scale", hint: "examples ± standard error, log scale"}),
     efficiency: new Figure({title: "Efficiency"}),
     speed: new Figure({title: "Throughput and goodput", hint: "examples per second"}),
     progress: new Figure({title: "Progress"}),
@@ -86,11 +86,7 @@ function drawCurves(own, told) {
   );
   one(own.accum, "accum_steps", "@5", number, {shape: "hv", yaxis: wholeAxis(told.accum_steps)});
   one(own.gain, "gain", "@2", number);
-  const noise = told.noise_scale.map(value => (value > 0 ? value : null));
-  own.noise.update(
-    hasNumbers(noise) ? {data: [line(x, noise, "noise scale", "@4")], layout: layout({yaxis: logAxis(noise)})} : null,
-    number(lastOf(told.noise_scale)),
-  );
+  drawNoise(own.noise, x, told);
   one(own.efficiency, "efficiency", "@2", share, {yaxis: {tickformat: ".0%", rangemode: "tozero", nticks: 5}});
   own.speed.update(
     hasNumbers(told.throughput)
@@ -105,6 +101,33 @@ function drawCurves(own, told) {
     hasNumbers(told.goodput) ? `${number(lastOf(told.goodput))}/s useful` : "",
   );
   one(own.progress, "progress", "@0", share, {yaxis: {tickformat: ".0%", range: [0, 1.04]}});
+}
+
+/* A band of one standard error around it. What a log scale has no room for (0 and less) is a decade below the least. */
+function drawNoise(figure, x, told) {
+  const noise = told.noise_scale.map(value => (value > 0 ? value : null));
+  if (!hasNumbers(noise)) {
+    figure.update(null, number(lastOf(told.noise_scale)));
+    return;
+  }
+  const floor = Math.min(...noise.filter(value => value !== null)) / 10;
+  const shifted = sign =>
+    noise.map((value, index) =>
+      value === null ? null : Math.max(value + sign * (told.noise_scale_error[index] ?? 0), floor),
+    );
+  const low = shifted(-1),
+    high = shifted(1),
+    hidden = {line: {width: 0}, mode: "lines", hoverinfo: "skip", hovertemplate: null};
+  const band = hasNumbers(told.noise_scale_error)
+    ? [line(x, low, "low", "@4", hidden), line(x, high, "high", "@4", {...hidden, fill: "tonexty", opacity: 0.5})]
+    : [];
+  figure.update(
+    {
+      data: [...band, line(x, noise, "noise scale", "@4")],
+      layout: layout({yaxis: logAxis([...low, ...high])}),
+    },
+    withError(lastOf(told.noise_scale), lastOf(told.noise_scale_error)),
+  );
 }
 
 /* Where NaN or infinity was logged: a cross at the height of the last number. */
