@@ -1,10 +1,13 @@
-"""What the training library costs: step time and peak memory against plain DDP, in the same process.
+"""What the training library costs: step time and peak memory against bare PyTorch and plain DDP, in the same process.
 
-    python benchmarks/train_overhead.py [--models NAME ...] [--rounds N] [--json]
+    python benchmarks/train_overhead.py [--models NAME ...] [--rounds N] [--replicas K] [--json]
 
-Both train the same model on the same data, turn by turn, in blocks long enough to hold several measurements of the
-noise scale; a block's time is its wall time between two synchronisations. Plain DDP has ``gradient_as_bucket_view`` on,
-which is the faster way. On a machine without GPU, small models take the place of the large ones.
+All train the same model on the same data, turn by turn, in blocks long enough to hold several measurements of the noise
+scale; a block's time is its wall time between two synchronisations. With one replica the baselines are *bare* PyTorch,
+which is what people use on one GPU, and DDP. With --replicas K the script starts K processes, on K GPUs or side by side
+on one (NCCL then needs a host id for each), and the baseline is DDP, with ``gradient_as_bucket_view`` on, which is the
+faster way. Data is read by index from a tensor on the device, as a loader does. On a machine without GPU, small models
+take the place of the large ones.
 """
 
 from __future__ import annotations
@@ -12,7 +15,11 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
+import socket
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -28,7 +35,7 @@ from models import GPT, resnet18, resnet50
 from pollux import train
 
 PEAK_STEPS = 40  # the noise is measured among them, for Adam too
-WARM_UP_STEPS = 64  # also what it takes to choose how often to measure
+WARM_UP_STEPS = 320  # until the noise scale is measured as rarely as it will be: the first samples come faster
 
 
 @dataclass(frozen=True)
@@ -45,17 +52,22 @@ class Case:
 @dataclass(frozen=True)
 class Row:
     model: str
-    plain_ms: float
+    replicas: int
+    bare_ms: float | None  # None with several replicas
+    ddp_ms: float
     pollux_ms: float
-    overhead: float
-    spread: float  # of the plain blocks: (upper quartile - lower quartile) / median
+    over_bare: float | None
+    over_ddp: float
+    spread: float  # of the baseline's blocks: (upper quartile - lower quartile) / median
     plain_mib: float | None  # None without a GPU
     pollux_mib: float | None
     measured_every: int
 
 
-class Prepared(Dataset[Any]):
-    """Examples that are on the device already: the loader's own work is what remains to be timed."""
+class Indexed(Dataset[Any]):
+    """Examples on the device, read by index, a whole batch at a time."""
+
+    NUM_ROWS = 2048
 
     def __init__(self, inputs: tuple[Tensor, Tensor], length: int) -> None:
         self.inputs, self.length = inputs, length
@@ -67,7 +79,9 @@ class Prepared(Dataset[Any]):
         return index
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
-        return self.inputs
+        x, y = self.inputs
+        rows = (torch.tensor(indices) % len(x)).to(x.device, non_blocking=True)
+        return x[rows], y[rows]
 
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
@@ -94,6 +108,9 @@ GPU_CASES = (
     Case("gpt2-124m 16x512, fused AdamW", GPT, lambda m: torch.optim.AdamW(m.parameters(), lr=1e-4, fused=True),
          tokens(512, 50257), 16, 64),
     Case("resnet18 32x32 128, SGD", resnet18, sgd, images(32, 10), 128, 128, channels_last=True),
+    Case("resnet18 32x32 32, SGD", resnet18, sgd, images(32, 10), 32, 256, channels_last=True),
+    Case("gpt 10.7m 16x256, fused AdamW", lambda: GPT(128, 256, 384, 6, 6),
+         lambda m: torch.optim.AdamW(m.parameters(), lr=1e-4, fused=True), tokens(256, 128), 16, 256),
 )  # fmt: skip
 CPU_CASES = (
     Case("resnet18 32x32 16, SGD (cpu)", resnet18, sgd, images(32, 10), 16, 4),
@@ -107,30 +124,36 @@ def as_it_is(batch: Any) -> Any:
 
 
 class Contestant:
-    """A model with its own endless loop, advanced some steps at a time."""
+    """A model with its own endless loop, advanced some steps at a time. ``kind``: "bare", "ddp" or "pollux"."""
 
-    def __init__(self, case: Case, device: torch.device, run: train.Run | None) -> None:
+    def __init__(self, case: Case, device: torch.device, kind: str, run: train.Run) -> None:
         torch.manual_seed(0)
         self.device = device
         model = case.model().to(device)
         if case.channels_last:
             model = model.to(memory_format=torch.channels_last)
-        x, y = case.inputs(case.batch_size, device)
+        x, y = case.inputs(max(Indexed.NUM_ROWS if device.type == "cuda" else 0, case.batch_size), device)
         if case.channels_last:
             x = x.to(memory_format=torch.channels_last)
-        data = Prepared((x, y), case.batch_size * 10**6)
+        data = Indexed((x, y), case.batch_size * 10**6)
         optimizer = case.optimizer(model)
         loader: Any
-        if run is None:
-            self.model: nn.Module = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        if kind == "pollux":
+            total = case.batch_size * run.world_size
+            # Room for another batch, so that the noise scale is of use and measured; the batch stays as it is.
+            policy = train.FixedBatch()
+            loader = run.dataloader(data, total, max_batch_size=2 * total, policy=policy, collate_fn=as_it_is)
+            self.model, self.optimizer = run.prepare(model, optimizer)
+        else:
+            self.model = DistributedDataParallel(model, gradient_as_bucket_view=True) if kind == "ddp" else model
             self.optimizer = optimizer
             loader = DataLoader(data, batch_size=case.batch_size, collate_fn=as_it_is)
-        else:
-            loader = run.dataloader(data, case.batch_size, collate_fn=as_it_is)
-            self.model, self.optimizer = run.prepare(model, optimizer)
+        self._run = run if kind == "pollux" else None
         self._steps = self._train(loader)
 
     def _train(self, loader: Any) -> Iterator[None]:
+        """One item per optimizer step, however many passes that has."""
+        num_steps = 0
         for x, y in loader:
             with torch.autocast(self.device.type, torch.bfloat16, enabled=self.device.type == "cuda"):
                 logits = self.model(x)
@@ -138,7 +161,11 @@ class Contestant:
             loss.backward()
             self.optimizer.step()
             self.optimizer.zero_grad()
-            yield
+            if self._run is None:
+                yield
+            elif self._run.num_steps != num_steps or self._run.num_steps == 0:
+                num_steps = self._run.num_steps
+                yield
 
     def advance(self, num_steps: int) -> float:
         """Seconds per step."""
@@ -155,7 +182,7 @@ def synchronise(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def peak_mib(case: Case, device: torch.device, with_pollux: bool, num_steps: int) -> float | None:
+def peak_mib(case: Case, device: torch.device, kind: str, num_steps: int) -> float | None:
     """Of this model alone, with measured steps among the ``num_steps``."""
     if device.type != "cuda":
         return None
@@ -164,7 +191,7 @@ def peak_mib(case: Case, device: torch.device, with_pollux: bool, num_steps: int
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     run = train.init(device=device)
-    contestant = Contestant(case, device, run if with_pollux else None)
+    contestant = Contestant(case, device, kind, run)
     contestant.advance(num_steps)
     peak = (torch.cuda.max_memory_allocated() - before) / 2**20
     del contestant
@@ -173,29 +200,37 @@ def peak_mib(case: Case, device: torch.device, with_pollux: bool, num_steps: int
 
 
 def compare(case: Case, device: torch.device, rounds: int) -> Row:
-    plain_mib = peak_mib(case, device, False, PEAK_STEPS)
-    pollux_mib = peak_mib(case, device, True, PEAK_STEPS)
+    is_alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    plain_mib = pollux_mib = None
+    if is_alone:
+        plain_mib, pollux_mib = peak_mib(case, device, "bare", PEAK_STEPS), peak_mib(case, device, "pollux", PEAK_STEPS)
     gc.collect()
     run = train.init(device=device)
     warm_up = WARM_UP_STEPS if device.type == "cuda" else 16
-    plain, ours = Contestant(case, device, None), Contestant(case, device, run)
-    plain.advance(warm_up)
-    ours.advance(warm_up)
-    times: dict[str, list[float]] = {"plain": [], "ours": []}
+    kinds = ["bare", "ddp", "pollux"] if is_alone else ["ddp", "pollux"]
+    contestants = {kind: Contestant(case, device, kind, run) for kind in kinds}
+    for contestant in contestants.values():
+        contestant.advance(warm_up)
+    times: dict[str, list[float]] = {kind: [] for kind in kinds}
     for index in range(rounds):
-        pair = [("plain", plain), ("ours", ours)]
-        for name, contestant in pair if index % 2 == 0 else pair[::-1]:
-            times[name].append(contestant.advance(case.block_steps))
-    interval = run.measured_every
+        for kind in kinds if index % 2 == 0 else kinds[::-1]:
+            times[kind].append(contestants[kind].advance(case.block_steps))
+    interval, replicas = run.measured_every, run.world_size
     run.close()
-    # Pairs of neighbouring blocks share the machine's state; their ratio is steadier than that of two medians.
-    ratio = statistics.median(o / p for o, p in zip(times["ours"], times["plain"], strict=True))
-    low, middle, high = statistics.quantiles(times["plain"], n=4)
+
+    def over(baseline: str) -> float:
+        # Neighbouring blocks share the machine's state; their ratio is steadier than that of two medians.
+        return statistics.median(o / p for o, p in zip(times["pollux"], times[baseline], strict=True)) - 1
+
+    low, middle, high = statistics.quantiles(times[kinds[0]], n=4)
     return Row(
         model=case.name,
-        plain_ms=middle * 1000,
-        pollux_ms=middle * ratio * 1000,
-        overhead=ratio - 1,
+        replicas=replicas,
+        bare_ms=statistics.median(times["bare"]) * 1000 if is_alone else None,
+        ddp_ms=statistics.median(times["ddp"]) * 1000,
+        pollux_ms=statistics.median(times["pollux"]) * 1000,
+        over_bare=over("bare") if is_alone else None,
+        over_ddp=over("ddp"),
         spread=(high - low) / middle,
         plain_mib=plain_mib,
         pollux_mib=pollux_mib,
@@ -203,30 +238,64 @@ def compare(case: Case, device: torch.device, rounds: int) -> Row:
     )
 
 
+def start_replicas(num_replicas: int) -> int:
+    """This script once per replica, as torchrun would; the first one's output is shown."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
+    children = []
+    for rank in range(num_replicas):
+        environment = os.environ | {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank),
+            "WORLD_SIZE": str(num_replicas),
+            "LOCAL_WORLD_SIZE": str(num_replicas),
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": port,
+            "NCCL_HOSTID": f"overhead-{rank}",  # NCCL refuses two ranks on one GPU of one host
+            "NCCL_SOCKET_IFNAME": "lo",
+        }
+        arguments = [sys.executable, *sys.argv]
+        output = None if rank == 0 else subprocess.DEVNULL
+        children.append(subprocess.Popen(arguments, env=environment, stdout=output))
+    return max(child.wait() for child in children)
+
+
+def show(row: Row) -> str:
+    bare = f"{row.bare_ms:9.2f} {row.over_bare:+8.2%}" if row.bare_ms is not None and row.over_bare is not None else ""
+    return (
+        f"{row.model:30} {row.replicas:3} {row.pollux_ms:9.2f} {bare or '-':>18} {row.ddp_ms:9.2f} {row.over_ddp:+8.2%}"
+        f" {row.spread:7.1%} {row.plain_mib or 0:9.0f} {row.pollux_mib or 0:9.0f}   every {row.measured_every}"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="*", default=[], help="only those whose name contains one of these")
     parser.add_argument("--rounds", type=int, default=8, help="blocks of each kind (default 8)")
+    parser.add_argument("--replicas", type=int, default=1, help="processes that train together (default 1)")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     options = parser.parse_args()
+    if options.replicas > 1 and "RANK" not in os.environ:
+        sys.exit(start_replicas(options.replicas))
     is_gpu = torch.cuda.is_available()
-    device = torch.device("cuda", 0) if is_gpu else torch.device("cpu")
+    local = int(os.environ.get("LOCAL_RANK", "0"))
+    device = torch.device("cuda", local % torch.cuda.device_count()) if is_gpu else torch.device("cpu")
     machine = torch.cuda.get_device_name(0) if is_gpu else "CPU"
     cases = [case for case in (GPU_CASES if is_gpu else CPU_CASES)
              if not options.models or any(name in case.name for name in options.models)]  # fmt: skip
     rows = []
-    if not options.json:
-        print(f"{machine}, torch {torch.__version__}, {options.rounds} pairs of blocks")
-        print(f"{'model':34} {'plain ms':>9} {'pollux ms':>9} {'overhead':>9} {'spread':>7} {'plain MiB':>10} "
-              f"{'pollux MiB':>10} {'measured':>12}")  # fmt: skip
+    is_first = os.environ.get("RANK", "0") == "0"
+    if not options.json and is_first:
+        print(f"{machine}, torch {torch.__version__}, {options.rounds} blocks of each kind")
+        print(f"{'model':30} {'K':>3} {'pollux ms':>9} {'bare ms, over':>18} {'DDP ms':>9} {'over':>8} "
+              f"{'spread':>7} {'bare MiB':>9} {'our MiB':>9}   measured")  # fmt: skip
     for case in cases:
         row = compare(case, device, options.rounds)
         rows.append(row)
-        if not options.json:
-            every = f"every {row.measured_every}"
-            print(f"{row.model:34} {row.plain_ms:9.2f} {row.pollux_ms:9.2f} {row.overhead:+9.2%} {row.spread:7.1%} "
-                  f"{row.plain_mib or 0:10.0f} {row.pollux_mib or 0:10.0f} {every:>12}", flush=True)  # fmt: skip
-    if options.json:
+        if not options.json and is_first:
+            print(show(row), flush=True)
+    if options.json and is_first:
         print(json.dumps({"machine": machine, "torch": torch.__version__, "rows": [asdict(row) for row in rows]}))
 
 

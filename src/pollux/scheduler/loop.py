@@ -398,6 +398,8 @@ class Scheduler:
             record.noise_scale, record.noise_scale_error = report.noise_scale, report.noise_scale_error
             if knowledge.first_noise_scale is None:
                 knowledge.first_noise_scale = report.noise_scale
+        elif record.noise_scale is None and report.batch is not None and report.batch.maximum == report.batch.initial:
+            record.noise_scale = 0.0  # a batch that cannot change has efficiency 1 whatever the noise: none is measured
         if report.remaining_examples is not None:
             record.remaining_examples = report.remaining_examples
         if report.progress is not None:

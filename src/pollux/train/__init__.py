@@ -10,7 +10,16 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from pollux.train.batching import AdaptiveBatch, BatchChoice, BatchPolicy, BatchSituation, FixedBatch, LinearBatch
+    from pollux.train.batching import (
+        AdaptiveBatch,
+        BatchChoice,
+        BatchPolicy,
+        BatchSituation,
+        FixedBatch,
+        LinearBatch,
+        RampBatch,
+        SeesawBatch,
+    )
     from pollux.train.checkpoint import AsyncSaver, Checkpoint, CheckpointDirectory, CheckpointInfo
     from pollux.train.data import ElasticLoader, Pass
     from pollux.train.leaving import Leave
@@ -24,6 +33,7 @@ if TYPE_CHECKING:
     from pollux.train.scaling import (
         LEGW,
         AdaScale,
+        DampedRoot,
         Linear,
         NoScaling,
         ScaledRate,
@@ -45,6 +55,7 @@ __all__ = [
     "Checkpoint",
     "CheckpointDirectory",
     "CheckpointInfo",
+    "DampedRoot",
     "ElasticLoader",
     "FileReporter",
     "FixedBatch",
@@ -59,11 +70,13 @@ __all__ = [
     "NoiseStats",
     "Pass",
     "Preconditioner",
+    "RampBatch",
     "Report",
     "Reporter",
     "Run",
     "ScaledRate",
     "ScalingRule",
+    "SeesawBatch",
     "SquareRoot",
     "StaticMembership",
     "Step",
@@ -75,7 +88,7 @@ __all__ = [
 ]
 
 _HOMES = {
-    "batching": "AdaptiveBatch BatchChoice BatchPolicy BatchSituation FixedBatch LinearBatch",
+    "batching": "AdaptiveBatch BatchChoice BatchPolicy BatchSituation FixedBatch LinearBatch RampBatch SeesawBatch",
     "checkpoint": "AsyncSaver Checkpoint CheckpointDirectory CheckpointInfo",
     "data": "ElasticLoader Pass",
     "leaving": "Leave",
@@ -86,7 +99,7 @@ _HOMES = {
     "position": "Step StepShape",
     "report": "FileReporter Report Reporter",
     "run": "Run init",
-    "scaling": "LEGW AdaScale Linear NoScaling ScaledRate ScalingRule SquareRoot StepContext rule_for",
+    "scaling": "LEGW AdaScale DampedRoot Linear NoScaling ScaledRate ScalingRule SquareRoot StepContext rule_for",
 }
 
 

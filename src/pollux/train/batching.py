@@ -1,25 +1,34 @@
 """Which batch to train with: a policy is asked at step boundaries and answers with (m, s) and the total.
 
-Stands in ``train``, above :mod:`pollux.model`. Only rank 0 asks; the others are told. Policies:
+Called by the tuner, on rank 0 alone; the other ranks are told. Policies:
 
-- ``adaptive``: the batch of highest goodput by the fitted throughput model and the noise scale, kept unless another is
-  5 % better, and never more than a sixteenth of what has been seen: a model that has seen little may change in a
-  few steps from all noise to none, and a rate scaled for the noise that was there would throw it out of its course.
+- ``adaptive``: the batch of highest goodput by measured step times, the noise scale, and how far the learning rate
+  follows. It moves by one doubling at a time: up if that pays at the noise scale's lower bound, down if that pays at
+  its upper bound, by 5 % at least. It is
+  never more than a sixteenth of what has been seen: a model that has seen little may change in a few steps from all
+  noise to none.
 - ``fixed``: the same total batch whatever the replicas, exactly: shares may differ by one example.
 - ``linear``: M0 for every replica, the usual way of scaling out by hand.
+- ``ramp``: totals by examples seen, as the user gives them.
+- ``seesaw``: where the schedule lowers the rate by a factor, the rate is lowered by its root and the batch grows by the
+  factor (Seesaw, arXiv 2510.14717).
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
+import numpy as np
+
 from pollux.errors import InvalidValueError, UnknownNameError
-from pollux.model.goodput import best_batch, fixed_batch
+from pollux.model.goodput import corrected_times, fixed_batch
 from pollux.model.profile import Timing
 from pollux.train.position import StepShape
+from pollux.train.progress import earned_gain, gain_of
 from pollux.types import BatchConfig, BatchLimits, ThroughputParams
 
 
@@ -38,10 +47,17 @@ class BatchSituation:
     limits: BatchLimits
     num_nodes: int
     num_replicas: int
-    current: BatchConfig | None = None  # None: just started, or resized
+    total: int | None = None  # the present batch; None: just started
     params: ThroughputParams | None = None  # None: nothing measured yet
     noise_scale: float | None = None
+    noise_low: float | None = None  # bounds of the noise scale; None: as good as the noise scale itself
+    noise_high: float | None = None
     num_examples: float = math.inf  # in all steps so far
+    may_grow: bool = True
+    may_shrink: bool = True
+    is_rate_rising: bool = False  # the user's schedule still warms up
+    rate_share: float = 1.0  # of the schedule's highest rate so far
+    earned: float = 1.0  # share of a larger batch's gain that the learning rate lets it have
     measured: Mapping[int, Timing] = field(default_factory=dict)  # in this allocation, by device batch
 
 
@@ -52,28 +68,60 @@ class BatchPolicy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveBatch:
-    """Highest goodput; M0 (or the least that the replicas allow) until something is known."""
+    """Highest goodput, one doubling at a time; M0 (or the least that the replicas allow) until something is known."""
 
     threshold: float = 0.05
+    threshold_while_rising: float = 0.5  # a growth during the user's warm-up needs overwhelming evidence
     largest_share: float = 1 / 16  # of the examples seen, in one step: a batch doubles in some ten steps at most
+    explores: bool = True  # larger device batches are timed in the first steps
+    is_guarded: bool = True  # a growth that hurts is taken back
 
     def choose(self, situation: BatchSituation) -> BatchChoice:
         limits, replicas = situation.limits, situation.num_replicas
         least = max(limits.minimum, limits.device_min * replicas)
-        if situation.params is None or situation.noise_scale is None:
-            return _spread(least, situation)
-        most = max(situation.num_examples * self.largest_share, least)
-        config, _ = best_batch(
-            situation.params,
-            situation.noise_scale,
-            limits if most >= limits.maximum else replace(limits, maximum=int(most)),
-            situation.num_nodes,
-            replicas,
-            current=situation.current,
-            threshold=self.threshold,
-            measured=situation.measured,
-        )
-        return BatchChoice(config=config, total=config.total(replicas))
+        total = min(max(situation.total or least, least), limits.maximum)
+        phi = situation.noise_scale
+        if situation.params is None or phi is None:
+            return spread(total, situation)
+        low = phi if situation.noise_low is None else situation.noise_low
+        high = phi if situation.noise_high is None else situation.noise_high
+        most = min(max(situation.num_examples * self.largest_share, least), limits.maximum)
+        larger, smaller = self._next(total, 2.0, situation), self._next(total, 0.5, situation)
+        threshold = self.threshold_while_rising if situation.is_rate_rising else self.threshold
+        if situation.may_grow and total < larger <= most and self._gain(larger, total, low, situation) > threshold:
+            return spread(larger, situation)
+        if situation.may_shrink and smaller < total and self._gain(smaller, total, high, situation) > self.threshold:
+            return spread(smaller, situation)
+        return spread(total, situation)
+
+    @staticmethod
+    def _next(total: int, factor: float, situation: BatchSituation) -> int:
+        """The neighbour of ``total`` among M0·2^i, within the limits."""
+        limits = situation.limits
+        least = max(limits.minimum, limits.device_min * situation.num_replicas)
+        place = math.log2(total / limits.initial)
+        place = math.floor(place + 1e-6) + 1 if factor > 1 else math.ceil(place - 1e-6) - 1
+        wanted = round(limits.initial * 2.0**place)
+        return min(max(wanted, least), limits.maximum)
+
+    @staticmethod
+    def _gain(total: int, present: int, phi: float, situation: BatchSituation) -> float:
+        """By how much goodput is higher at ``total`` than at ``present``, as a share."""
+        rates = throughputs([total, present], situation)
+        initial, earned = situation.limits.initial, situation.earned
+        taught = [earned_gain(gain_of(phi, initial, batch), earned) / batch for batch in (total, present)]
+        return rates[0] * taught[0] / (rates[1] * taught[1]) - 1
+
+
+def throughputs(totals: Sequence[int], situation: BatchSituation) -> list[float]:
+    """Examples per second at each total, by θ and what was measured in this allocation."""
+    assert situation.params is not None
+    choices = [spread(total, situation) for total in totals]
+    device = np.array([choice.config.device_batch for choice in choices])
+    accum = np.array([choice.config.accum_steps for choice in choices])
+    nodes, replicas = situation.num_nodes, situation.num_replicas
+    pass_s, step_s = corrected_times(situation.params, nodes, replicas, device, situation.measured)
+    return [float(rate) for rate in np.array(totals) / (accum * pass_s + step_s)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +135,7 @@ class FixedBatch:
         total = limits.initial if self.total is None else self.total
         if not 1 <= total <= limits.maximum:
             raise InvalidValueError(f"fixed batch size {total}; it must lie in 1..{limits.maximum}, the max batch size")
-        return _spread(total, situation)
+        return spread(total, situation)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,13 +144,63 @@ class LinearBatch:
 
     def choose(self, situation: BatchSituation) -> BatchChoice:
         limits = situation.limits
-        return _spread(min(limits.initial * situation.num_replicas, limits.maximum), situation)
+        return spread(min(limits.initial * situation.num_replicas, limits.maximum), situation)
+
+
+@dataclass(frozen=True, slots=True)
+class RampBatch:
+    """Totals by examples seen: ((0, 64), (1_000_000, 128), ...) is 64, and 128 from a million examples on.
+
+    ``examples_per_unit`` is for people who count otherwise: with 1/1024 the first numbers are tokens of sequences of
+    1024. Learning is counted by examples: a ramp is the user's word that its batches are all worth their examples.
+    """
+
+    steps: tuple[tuple[float, int], ...]
+    examples_per_unit: float = 1.0
+    counts_examples: bool = True
+
+    def __post_init__(self) -> None:
+        starts = [start for start, _ in self.steps]
+        is_rising = all(later > start for start, later in itertools.pairwise(starts))  # NaN is not
+        if not starts or starts[0] != 0 or not is_rising or min(total for _, total in self.steps) < 1:
+            raise InvalidValueError(
+                f"ramp {self.steps}; it needs ((0, batch), (examples, batch), ...) with rising numbers of examples"
+            )
+        if not 0 < self.examples_per_unit < math.inf:
+            raise InvalidValueError(f"examples_per_unit is {self.examples_per_unit}; it must be a positive number")
+
+    def choose(self, situation: BatchSituation) -> BatchChoice:
+        largest = max(total for _, total in self.steps)
+        if largest > situation.limits.maximum:  # known before the first step, not when the ramp gets there
+            raise InvalidValueError(
+                f"the ramp asks for a batch of {largest}; max_batch_size is {situation.limits.maximum}"
+            )
+        seen = situation.num_examples / self.examples_per_unit
+        return spread(next(total for start, total in reversed(self.steps) if seen >= start), situation)
+
+
+@dataclass(frozen=True, slots=True)
+class SeesawBatch:
+    """M0 up to the peak of the schedule; M0·α where the schedule has lowered the rate by α, in doublings.
+
+    The rate that the optimizer uses is the schedule's times √α, so it falls by √α alone.
+    """
+
+    counts_examples: bool = True
+
+    def choose(self, situation: BatchSituation) -> BatchChoice:
+        limits = situation.limits
+        alpha = 1.0 if situation.is_rate_rising else 1.0 / max(situation.rate_share, 1e-9)
+        wanted = limits.initial * 2.0 ** math.floor(math.log2(alpha) + 1e-6)
+        total = max(min(wanted, limits.maximum), situation.total or limits.initial)
+        return spread(round(total), situation)
 
 
 POLICIES: dict[str, Callable[[], BatchPolicy]] = {
     "adaptive": AdaptiveBatch,
     "fixed": FixedBatch,
     "linear": LinearBatch,
+    "seesaw": SeesawBatch,
 }
 
 
@@ -124,15 +222,15 @@ def make_limits(
     max_batch_size: int | None,
     device_batch_size: int | tuple[int, int] | None,
 ) -> BatchLimits:
-    """The limits a user asked for. Without device bounds a device takes M0 at most: so much is known to fit.
+    """The limits a user asked for. Without device bounds a device takes what fits, which is tried from below.
 
     Raises:
         InvalidValueError: bounds that contradict each other.
     """
     if isinstance(device_batch_size, int):
         device_batch_size = (1, device_batch_size)
-    low, high = device_batch_size or (1, batch_size)
     maximum = batch_size if max_batch_size is None else max_batch_size
+    low, high = device_batch_size or (1, max(maximum, batch_size, 1))
     if batch_size < 1:
         raise InvalidValueError(f"batch_size {batch_size}; it must be at least 1")
     if maximum < batch_size:
@@ -146,7 +244,7 @@ def make_limits(
     return BatchLimits(initial=batch_size, maximum=maximum, device_min=low, device_max=high)
 
 
-def _spread(total: int, situation: BatchSituation) -> BatchChoice:
+def spread(total: int, situation: BatchSituation) -> BatchChoice:
     """``total`` over the replicas in as few passes as fit, every replica having an example in each."""
     limits, replicas = situation.limits, situation.num_replicas
     if total < replicas:
@@ -160,7 +258,9 @@ def _spread(total: int, situation: BatchSituation) -> BatchChoice:
     return BatchChoice(config=BatchConfig(device_batch, config.accum_steps), total=total)
 
 
-def shape_of(choice: BatchChoice, num_replicas: int, rank: int, epoch_length: int | None = None) -> StepShape:
+def shape_of(
+    choice: BatchChoice, num_replicas: int, rank: int, epoch_length: int | None = None, split_every: int = 0
+) -> StepShape:
     """A step is never larger than an epoch: a batch that is takes the whole of it."""
     config = choice.config
     return StepShape(
@@ -169,4 +269,5 @@ def shape_of(choice: BatchChoice, num_replicas: int, rank: int, epoch_length: in
         device_batch=config.device_batch,
         accum_steps=config.accum_steps,
         limit=choice.total if epoch_length is None else min(choice.total, epoch_length),
+        split_every=split_every,
     )

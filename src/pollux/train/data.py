@@ -216,7 +216,8 @@ class ElasticLoader:
         length = self._source.epoch_length
         if length is None:
             raise TypeError("the number of examples is not known in advance")
-        return count_passes(length, self._source.units_shape(self._shape), drop_last=self._drop_last)
+        shape = self._source.units_shape(self._shape)
+        return count_passes(length, shape, drop_last=self._drop_last, epoch=self.epoch)
 
     def __iter__(self) -> Iterator[Any]:
         if self._is_exhausted:

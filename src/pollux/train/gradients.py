@@ -1,34 +1,39 @@
-"""DDP's communication hook: accumulates over passes, averages over replicas, and measures on the way.
+"""Gradients of a step: accumulated over passes, averaged over replicas, measured on the way.
 
-Stands in ``train``, above :mod:`pollux.train.noise`. DDP hands every pass's gradient to :meth:`GradientHook.reduce`
-bucket by bucket, as flat buffers. What happens there:
+Called by the session at each pass, and by autograd or DDP when gradients are there.
 
-- *A pass that is not the step's last*: its gradient is added, weighed, to an accumulation buffer of the same size and
-  the bucket is zeroed. So what users do to ``.grad`` in between (clipping, unscaling, zeroing) touches nothing that
-  counts, and each pass's own gradient is at hand without taking differences.
+- *Several replicas*: DDP hands every pass's gradient to :meth:`GradientHook.reduce`, bucket by bucket, as flat buffers.
+- *One replica*: no DDP. A step of one pass is plain PyTorch, untouched. In a step of several passes the end of each
+  ``backward()`` calls :meth:`GradientHook.end_lone_pass`.
+
+In both cases:
+
+- *A pass that is not the step's last*: its gradient is added, weighed, to an accumulation buffer and ``.grad`` is
+  zeroed. So what users do to ``.grad`` in between (clipping, unscaling, zeroing) touches nothing that counts, and
+  each pass's own gradient is at hand without taking differences.
 - *The last pass*: the accumulated gradient joins in and the sum over replicas follows. Weights are n/N, the pass's
   examples over the whole step's, so the sum is the mean gradient over all examples of the step, however unequal
   the shares are.
 - *A measured step*: squared norms of each pass's gradient and of the final mean, for Adam and its like over √v̂+ε.
-  One replica with one pass has nothing to compare with: the gradient is kept, and compared with the next step's.
 
 Nothing here waits for the device. A collective that fails (a peer is gone) does not raise inside the user's
-``backward()``, where nobody could catch it: the failure is noted, the backward pass ends with worthless
-gradients, and whoever owns the hook looks at :attr:`failure` before using them.
+``backward()``: the failure is noted, the backward pass ends with worthless gradients, and the session looks at
+:attr:`GradientHook.failure` before using them.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from pollux.train.noise import WARM_UP_STEPS, Preconditioner, squared_norm, weighed
 
@@ -40,6 +45,12 @@ Layout = tuple[torch.Size, tuple[int, ...], int]  # size, strides and offset of 
 Groups = list[tuple[Mapping[str, Any], list[Tensor]]]
 
 
+_FORWARD, _BACKWARD = -1, -2  # in place of a bucket's number, of a replica without DDP
+TWO_BACKWARDS = (
+    "backward() was called twice for one batch of a step that accumulates several: add the losses up and call it once"
+)
+
+
 @dataclass(frozen=True, slots=True)
 class PassPlan:
     """What to do with the gradient of the pass that begins."""
@@ -48,6 +59,10 @@ class PassPlan:
     is_first: bool = True
     is_last: bool = True
     measures: bool = False
+    is_split: bool = False  # one batch in two halves: users who call backward() twice per batch may go on doing so
+
+
+WHOLE_STEP = PassPlan(weight=1.0)  # one replica, one pass
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +71,6 @@ class Norms:
 
     sum_sqr: Tensor  # Σ|g_i|² over this replica's passes
     sqr_mean: Tensor  # |ḡ|² of the mean over everything
-    is_pair: bool  # this step and the one before stand for two passes
     host_s: float  # what measuring took here
     marks: tuple[tuple[torch.cuda.Event, torch.cuda.Event], ...]  # and on the device, from and to
 
@@ -65,8 +79,9 @@ class Norms:
 class _Measurement:
     own: list[Tensor] = field(default_factory=list)  # by pass and bucket
     mean: list[Tensor] = field(default_factory=list)  # by bucket
-    is_pair: bool = False
-    is_void: bool = False  # nothing to compare with, or the optimizer has no state to divide by, yet
+    is_void: bool = False  # the optimizer has no state to divide by yet
+    inverse: list[Tensor] | None = None  # of a lone replica, for all passes: the optimizer's state stays meanwhile
+    inverse_of: list[int] = field(default_factory=list)  # identities of the parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,12 +97,14 @@ class GradientHook:
 
     ``on_ready`` is called when a pass's own gradient is complete (the last bucket has arrived), ``on_last`` when that
     of the step's last pass is: other collectives of the step belong there, so that all ranks have the same order.
+    ``parameters`` are the model's: what a lone replica's gradients are of.
     """
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
         *,
+        parameters: Iterable[nn.Parameter] = (),
         loss_scale: Callable[[], Tensor | float] = lambda: 1.0,
         beta_exponent: Callable[[], float] = lambda: 1.0,
         on_ready: Callable[[], None] = lambda: None,
@@ -95,6 +112,7 @@ class GradientHook:
         keeps_views: bool = False,
     ) -> None:
         self._optimizer = optimizer
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._preconditioner = Preconditioner.for_optimizer(optimizer)
         self.warm_up_steps = 0 if self._preconditioner is None else WARM_UP_STEPS
         self._loss_scale, self._on_ready, self._on_last = loss_scale, on_ready, on_last
@@ -104,9 +122,9 @@ class GradientHook:
         self._plan: PassPlan | None = None
         self._accumulated: dict[BucketKey, Tensor] = {}
         self._pieces: dict[int, Tensor] = {}  # the same by parameter, while buckets are being laid out anew
-        self._previous: dict[BucketKey, Tensor] = {}
-        self._previous_scale: Tensor | float = 1.0
-        self._expects_pair = False
+        self._lone_accumulated: dict[int, Tensor] = {}  # by parameter's identity, of a replica without DDP
+        self._backward_hooks: list[RemovableHandle] = []  # of this pass
+        self._is_ending = False  # a backward pass is under way
         self._measurement: _Measurement | None = None
         self._groups: dict[BucketKey, list[tuple[Mapping[str, Any], list[tuple[Tensor, int]]]]] = {}
         self._layouts: dict[BucketKey, list[Layout]] = {}
@@ -124,53 +142,43 @@ class GradientHook:
 
     def begin_pass(self, plan: PassPlan) -> None:
         self._plan = plan
+        self._end_backward_hooks()
         self._arrived.clear()
         if plan.is_first:
             self._accumulated.clear()
             self._pieces.clear()
+            self._lone_accumulated.clear()
             self._host_s = 0.0
             self._marks.clear()
             self._measurement = _Measurement() if plan.measures else None
-            if not (plan.measures and plan.is_last):
-                self._previous.clear()  # pairs are of successive steps
-            self._expects_pair = bool(self._previous)
 
     def take_norms(self) -> Norms | None:
         """The measurement of the step that has just ended; None if it was not measured, or says nothing."""
         measurement, self._measurement = self._measurement, None
         self._plan = None  # the step's weights end with it
-        if self._expects_pair:
-            self._previous.clear()  # compared with; or of buckets that have been laid out anew since
+        self._end_backward_hooks()
+        self._lone_accumulated.clear()
         if measurement is None or measurement.is_void or not measurement.mean:
             return None
         return Norms(
             torch.stack(measurement.own or [torch.zeros_like(measurement.mean[0])]).sum(),
             torch.stack(measurement.mean).sum(),
-            measurement.is_pair,
             self._host_s,
             tuple(self._marks),
         )
-
-    @property
-    def holds_previous(self) -> bool:
-        """The last step's gradient is kept: measuring the next one gives a pair."""
-        return bool(self._previous)
 
     @property
     def has_arrived(self) -> bool:
         """Some gradient of the pass under way, or of the last one, has come here."""
         return bool(self._arrived)
 
-    def forget_previous(self) -> None:
-        """The next step is no second one to the last: its batch is another."""
-        self._previous.clear()
-
     def reset(self) -> None:
         """Forget the step under way and everything tied to the present buckets; a new group follows."""
         self._plan, self._measurement, self.failure = None, None, None
+        self._end_backward_hooks()
         self._accumulated.clear()
         self._pieces.clear()
-        self._previous.clear()
+        self._lone_accumulated.clear()
         self._groups.clear()
         self._layouts.clear()
         with self._lock:
@@ -186,6 +194,137 @@ class GradientHook:
         for outcome, buffer in pending:
             outcome.set_result(buffer)
 
+    # --- one replica, without DDP ------------------------------------------------------------------------------
+
+    def begin_lone_forward(self) -> None:
+        """The only replica begins a forward pass. A step of one pass needs nothing: ``.grad`` is its gradient."""
+        self._arrived.add(_FORWARD)
+        plan = self._plan
+        if plan is None or (plan.is_first and plan.is_last) or self._backward_hooks:
+            return
+        self._backward_hooks = [
+            parameter.register_post_accumulate_grad_hook(self._on_gradient)  # type: ignore[no-untyped-call]
+            for parameter in self._parameters
+            if parameter.requires_grad
+        ]
+
+    def _end_backward_hooks(self) -> None:
+        """They stay for the whole pass: one forward pass may have several backward passes (``retain_graph``)."""
+        for handle in self._backward_hooks:
+            handle.remove()
+        self._backward_hooks, self._is_ending = [], False
+
+    def _on_gradient(self, _: Tensor) -> None:
+        """A backward pass has reached a ``.grad``; what ``torch.autograd.grad`` computes for users does not come here.
+
+        The callback runs at the backward pass's end, once however many parameters there are.
+        """
+        if not self._is_ending:
+            self._is_ending = True
+            torch.autograd.Variable._execution_engine.queue_callback(self.end_lone_pass)
+
+    @torch.no_grad()
+    def end_lone_pass(self) -> None:
+        """A backward pass of a step with several passes has ended."""
+        self._is_ending = False
+        plan, measurement = self._plan, self._measurement
+        if plan is None:
+            return
+        is_again = _BACKWARD in self._arrived
+        if is_again and plan.is_last and not plan.is_split:
+            self.misuse = TWO_BACKWARDS
+        self._arrived.add(_BACKWARD)
+        if is_again and measurement is not None:
+            measurement.is_void = True  # norms of parts say nothing about the norm of their sum
+        held = [(one, one.grad) for one in self._parameters if one.grad is not None]
+        if measurement is not None and plan.weight > 0:
+            self._measure_lone(measurement, measurement.own, held)
+        if not plan.is_last:
+            self._accumulate_lone(held, plan.weight)
+            return
+        self._combine_lone(held, plan.weight, is_again)
+        if measurement is not None:
+            held = [(one, one.grad) for one in self._parameters if one.grad is not None]
+            self._measure_lone(measurement, measurement.mean, held)
+
+    def _accumulate_lone(self, held: list[tuple[nn.Parameter, Tensor]], weight: float) -> None:
+        for parameter, grad in held:
+            if grad.is_sparse:
+                earlier = self._lone_accumulated.get(id(parameter))
+                self._lone_accumulated[id(parameter)] = grad * weight if earlier is None else earlier + grad * weight
+                parameter.grad = None
+        dense = [(id(parameter), grad) for parameter, grad in held if not grad.is_sparse]
+        if not dense:
+            return
+        grads = [grad for _, grad in dense]
+        if weight != 0.0:
+            new = [entry for entry in dense if entry[0] not in self._lone_accumulated]
+            old = [entry for entry in dense if entry[0] in self._lone_accumulated]
+            if old:
+                torch._foreach_add_([self._lone_accumulated[key] for key, _ in old], [g for _, g in old], alpha=weight)
+            if new:
+                weighed_grads = torch._foreach_mul([grad for _, grad in new], weight)
+                self._lone_accumulated.update(zip((key for key, _ in new), weighed_grads, strict=True))
+        torch._foreach_zero_(grads)
+
+    def _combine_lone(self, held: list[tuple[nn.Parameter, Tensor]], weight: float, is_again: bool) -> None:
+        """The last pass: what earlier passes left joins in. What results is kept, in case of a second backward()."""
+        kept = self._lone_accumulated
+        for parameter, grad in held:
+            if grad.is_sparse:
+                earlier = kept.get(id(parameter))
+                own = grad - earlier if is_again and earlier is not None else grad
+                parameter.grad = own * weight if earlier is None else own * weight + earlier
+                kept[id(parameter)] = parameter.grad
+        joined = [(id(one), grad) for one, grad in held if not grad.is_sparse and id(one) in kept]
+        lone = [(id(one), grad) for one, grad in held if not grad.is_sparse and id(one) not in kept]
+        if joined:
+            grads, earlier_grads = [grad for _, grad in joined], [kept[key] for key, _ in joined]
+            if is_again:
+                torch._foreach_sub_(grads, earlier_grads)
+            torch._foreach_mul_(grads, weight)
+            torch._foreach_add_(grads, earlier_grads)
+            torch._foreach_copy_(earlier_grads, grads)
+        for key, grad in lone:
+            kept[key] = grad.mul_(weight).clone()
+        present = {id(parameter) for parameter, _ in held}
+        for parameter in self._parameters:  # used in earlier passes only
+            if id(parameter) in kept and id(parameter) not in present:
+                parameter.grad = kept[id(parameter)].clone()
+
+    def _measure_lone(
+        self, measurement: _Measurement, norms: list[Tensor], held: list[tuple[nn.Parameter, Tensor]]
+    ) -> None:
+        if not held or any(grad.is_sparse for _, grad in held):
+            measurement.is_void = True
+            return
+        with self._costs(held[0][1]):
+            tensors = [grad for _, grad in held]
+            if self._preconditioner is not None:
+                self._prepare_inverse(measurement, held)
+                by_parameter = {id(one): grad for one, grad in held}
+                if not measurement.inverse or any(key not in by_parameter for key in measurement.inverse_of):
+                    measurement.is_void = True  # no state yet, or a pass that used other parameters than the first
+                    return
+                chosen = [by_parameter[key] for key in measurement.inverse_of]
+                tensors = list(torch._foreach_mul(measurement.inverse, chosen))
+            norms.append(squared_norm(tensors, self._loss_scale()))
+
+    def _prepare_inverse(self, measurement: _Measurement, held: list[tuple[nn.Parameter, Tensor]]) -> None:
+        """1/√v̂ of the parameters that have a gradient in the first pass and have been stepped before."""
+        if measurement.inverse is not None:
+            return
+        assert self._preconditioner is not None
+        present = {id(one) for one, _ in held}
+        groups: Groups = []
+        for options in self._optimizer.param_groups:
+            stepped = [one for one in options["params"] if id(one) in present]
+            stepped = [one for one in stepped if self._preconditioner.is_ready([(options, [one])])]
+            groups.append((options, stepped))
+        self._preconditioner.beta_exponent = self._beta_exponent()
+        measurement.inverse = self._preconditioner.inverse(groups, is_known_ready=True) or []
+        measurement.inverse_of = [id(one) for _, stepped in groups for one in stepped]
+
     # --- what DDP calls ----------------------------------------------------------------------------------------
 
     @torch.no_grad()
@@ -195,16 +334,13 @@ class GradientHook:
         if plan is None:  # a backward pass outside the loader's iteration: plain averaging
             plan = PassPlan(weight=1.0 / group.size())
         if bucket.index() in self._arrived and plan.is_last and not plan.is_first:
-            self.misuse = (
-                "backward() was called twice for one batch of a step that accumulates several: "
-                "add the losses up and call it once"
-            )
+            self.misuse = TWO_BACKWARDS
         self._arrived.add(bucket.index())
         if is_last_bucket:
             self._on_ready()
         if self._measurement is not None:
             with self._costs(buffer):
-                self._measure_pass(self._measurement, bucket, buffer, plan, group.size())
+                self._measure_pass(self._measurement, bucket, buffer, plan)
         if plan.is_last and self._keeps_views:
             self.views.update(
                 (id(one), view) for one, view in zip(bucket.parameters(), bucket.gradients(), strict=True)
@@ -261,8 +397,8 @@ class GradientHook:
         self, group: dist.ProcessGroup, bucket: GradBucket, buffer: Tensor, is_last_bucket: bool
     ) -> torch.futures.Future[Tensor]:
         measurement = self._measurement
-        if measurement is not None and (measurement.is_void or measurement.is_pair):
-            measurement = None  # the mean says nothing then, or is there already
+        if measurement is not None and measurement.is_void:
+            measurement = None  # the mean says nothing then
         # The bucket is DDP's and gone when this returns; its parameters and views are needed after the sum.
         views = self._views(bucket) if measurement is not None else None
         if group.size() == 1 or self.failure is not None:
@@ -341,51 +477,12 @@ class GradientHook:
 
     # --- measuring ---------------------------------------------------------------------------------------------
 
-    def _measure_pass(
-        self,
-        measurement: _Measurement,
-        bucket: GradBucket,
-        buffer: Tensor,
-        plan: PassPlan,
-        num_replicas: int,
-    ) -> None:
+    def _measure_pass(self, measurement: _Measurement, bucket: GradBucket, buffer: Tensor, plan: PassPlan) -> None:
         views = self._views(bucket)
         if self._preconditioner is not None and views is None:
             measurement.is_void = True
-        elif not (plan.is_first and plan.is_last and num_replicas == 1):
-            if plan.weight > 0:  # a filler is no sample
-                measurement.own.append(self._squared_norm(buffer, views))
-        else:
-            self._measure_pair(measurement, _key(bucket), buffer, views)
-
-    def _measure_pair(self, measurement: _Measurement, key: BucketKey, buffer: Tensor, views: _Views | None) -> None:
-        scale = self._loss_scale()
-        previous = self._previous.pop(key, None)
-        if previous is None:
-            measurement.is_void = True  # the first of a pair: kept to be compared with
-            self._previous[key] = buffer.clone()
-            self._previous_scale = scale
-            return
-        measurement.is_pair = True
-        if views is not None and not views.gradients:
-            zero = torch.zeros((), device=buffer.device)
-            measurement.own.append(zero)
-            measurement.mean.append(zero)
-            return
-        if isinstance(scale, Tensor) or scale != self._previous_scale:
-            previous.mul_(scale / self._previous_scale)
-        if views is None:
-            now, before = [buffer], [previous]
-        else:
-            # Both are divided by the newer √v̂: dividing each by its own would take the drift of v̂ for noise.
-            inverse = self._inverse(views)
-            before = list(torch._foreach_mul(inverse, _views_like(views, previous, buffer)))
-            now = weighed(inverse, views.gradients)
-        sqr_now, sqr_before = squared_norm(now, scale), squared_norm(before, scale)
-        torch._foreach_sub_(before, now)
-        measurement.own += [sqr_now, sqr_before]
-        # |(a+b)/2|², by the parallelogram law
-        measurement.mean.append((sqr_now + sqr_before) / 2 - squared_norm(before, scale) / 4)
+        elif plan.weight > 0:  # a filler is no sample
+            measurement.own.append(self._squared_norm(buffer, views))
 
     def _squared_norm(self, buffer: Tensor, views: _Views | None) -> Tensor:
         tensors = [buffer] if views is None else weighed(self._inverse(views), views.gradients)
@@ -433,12 +530,6 @@ def _by_group(
         (options, [(one, places[id(one)]) for one in options["params"] if id(one) in places])
         for options in optimizer.param_groups
     ]
-
-
-def _views_like(views: _Views, other: Tensor, buffer: Tensor) -> list[Tensor]:
-    """Views of another flat buffer, as ``views`` are of ``buffer``."""
-    offset = buffer.storage_offset()
-    return [other.as_strided(view.size(), view.stride(), view.storage_offset() - offset) for view in views.gradients]
 
 
 def _completed(buffer: Tensor) -> torch.futures.Future[Tensor]:

@@ -18,18 +18,26 @@ from pollux.errors import InvalidValueError
 from pollux.model.efficiency import MAX_NOISE_SCALE
 
 DEFAULT_SMOOTHING = 0.999  # AdaScale (Johnson et al., 2020) averages over about a thousand steps of the tuned batch
+CONFIDENCE = 1.28  # standard errors of a one-sided bound of 90 %
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NoiseStats:
-    """What is known of the gradient, on the host: |G|² and tr(Σ) of one example, both at least 0."""
+    """What is known of the gradient, on the host: |G|² and tr(Σ) of one example, both at least 0, and how well.
+
+    ``error`` is the standard error of φ in examples. ``low`` and ``high`` are its one-sided 90 % bounds; None where
+    the samples say nothing about their error.
+    """
 
     sqr: float
     var: float
     is_biased: bool = False  # from differences of successive steps only
+    error: float = 0.0
+    low: float | None = None
+    high: float | None = None
 
     def __post_init__(self) -> None:
-        for name in ("sqr", "var"):
+        for name in ("sqr", "var", "error"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise InvalidValueError(f"noise statistic {name} is {value}; it must be a number >= 0")
@@ -41,52 +49,107 @@ class NoiseStats:
             return 0.0
         return min(self.var / self.sqr, MAX_NOISE_SCALE) if self.sqr > 0 else MAX_NOISE_SCALE
 
+    @property
+    def noise_scale_low(self) -> float:
+        """What φ is at least, with 90 % confidence: growing a batch, or a rate, needs this to justify it."""
+        return self.noise_scale if self.low is None else self.low
+
+    @property
+    def noise_scale_high(self) -> float:
+        """What φ is at most, with 90 % confidence: shrinking a batch needs this to justify it."""
+        return self.noise_scale if self.high is None else self.high
+
+
+@dataclass(frozen=True, slots=True)
+class _Ratio:
+    """v/q of two correlated averages, and where the true ratio lies (Fieller's theorem, 1954)."""
+
+    q: float  # the average of |G|² samples
+    v: float  # the average of tr(Σ) samples
+    var_q: float  # variances of these averages
+    var_v: float
+    covariance: float
+
+    def error(self, q: float) -> float:
+        """The standard error of v/q, to first order, with ``q`` > 0 in place of the raw average."""
+        ratio = self.v / q
+        return math.sqrt(max(self.var_v - 2 * ratio * self.covariance + ratio**2 * self.var_q, 0.0)) / q
+
+    def bounds(self) -> tuple[float, float]:
+        """All ratios r for which v - r·q is within CONFIDENCE standard errors of 0: from here to there."""
+        z2 = CONFIDENCE**2
+        q = max(self.q, 0.0)  # an average below 0 says that |G|² is small, not that the ratio is
+        a = q**2 - z2 * self.var_q
+        b = q * self.v - z2 * self.covariance
+        c = self.v**2 - z2 * self.var_v
+        root = math.sqrt(max(b * b - a * c, 0.0))
+        if a > 0:
+            return max((b - root) / a, 0.0), max((b + root) / a, 0.0)
+        # |G|² cannot be told from 0: there is no upper bound. c > 0 means that tr(Σ) can, which gives a lower one.
+        return (max(c / (b + root), 0.0) if c > 0 and b + root > 0 else 0.0), MAX_NOISE_SCALE
+
 
 class _Average:
-    """A debiased exponential average of |G|² and tr(Σ), and how far the first can be trusted.
+    """A debiased exponential average of |G|² and tr(Σ), and how far they can be trusted.
 
-    One tensor (|G|², tr(Σ), weight, |G|⁴) on the device of the norms: one operation updates it, one transfer reads it.
+    One tensor on the device of the norms: one operation updates it, one transfer reads it.
     """
 
+    NUM_SUMS = 7  # |G|², tr(Σ), weight, |G|⁴, tr(Σ)², |G|²·tr(Σ), and the sum of squared weights
+
     def __init__(self) -> None:
-        self.sums: Tensor | None = None  # (4,) float32
-        self.sqr_weights = 0.0  # Σw², on the host: what the variance of a weighted mean needs
+        self.sums: Tensor | None = None  # (NUM_SUMS,) float32
         self.num_samples = 0
 
     def clear(self) -> None:
-        self.sums, self.sqr_weights, self.num_samples = None, 0.0, 0
+        self.sums, self.num_samples = None, 0
 
     def add(self, sqr: Tensor, var: Tensor, decay: float) -> None:
-        sums = torch.zeros(4, device=sqr.device) if self.sums is None else self.sums.to(sqr.device)
-        sample = torch.stack((sqr, var, torch.ones_like(sqr), sqr.square()))
-        sample = torch.where(torch.isfinite(sample).all(), sample, sums)
-        self.sums = sums.lerp_(sample, 1.0 - decay)
-        self.sqr_weights = decay**2 * self.sqr_weights + (1.0 - decay) ** 2
+        sums = torch.zeros(self.NUM_SUMS, device=sqr.device) if self.sums is None else self.sums.to(sqr.device)
+        one = torch.ones_like(sqr)
+        sample = torch.stack((sqr, var, one, sqr.square(), var.square(), sqr * var, one * (1.0 - decay)))
+        decays = torch.full_like(sums, decay)
+        decays[-1] = decay**2
+        updated = sums * decays + sample * (1.0 - decay)
+        self.sums = torch.where(torch.isfinite(sample).all(), updated, sums)
         self.num_samples += 1
 
     def read(self, is_biased: bool) -> NoiseStats | None:
         if self.sums is None:
             return None
-        sqr, var, weight, fourth = self.sums.tolist()
+        sqr, var, weight, sqr_2, var_2, product, sqr_weights = self.sums.tolist()
         if weight <= 0:
             return None
-        sqr /= weight
-        num_samples = weight**2 / self.sqr_weights  # as many equal ones would tell as much
-        variance = max(fourth / weight - sqr**2, 0.0) / max(1.0 - 1.0 / num_samples, 1e-9)
-        # A single sample shows no variance: its own size is then all that is known of its error.
-        error = math.sqrt(variance / num_samples) if num_samples > 1.5 else abs(sqr)
-        return NoiseStats(sqr=max(sqr, error), var=max(var / weight, 0.0), is_biased=is_biased)
+        sqr, var = sqr / weight, var / weight
+        num_samples = weight**2 / sqr_weights  # as many equal ones would tell as much
+        if num_samples <= 1.5:
+            # A single sample shows no variance: its own size is then all that is known of its error.
+            return NoiseStats(sqr=abs(sqr), var=max(var, 0.0), is_biased=is_biased)
+        share = 1.0 / max(num_samples - 1.0, 1e-9)  # of a sample's variance in that of the mean, unbiased
+        ratio = _Ratio(
+            q=sqr,
+            v=var,
+            var_q=max(sqr_2 / weight - sqr**2, 0.0) * share,
+            var_v=max(var_2 / weight - var**2, 0.0) * share,
+            covariance=(product / weight - sqr * var) * share,
+        )
+        # |G|² cannot be told from 0 while it lies within its standard error.
+        least = max(sqr, math.sqrt(ratio.var_q))
+        low, high = ratio.bounds()
+        error = min(ratio.error(least), MAX_NOISE_SCALE) if least > 0 else 0.0
+        return NoiseStats(sqr=least, var=max(var, 0.0), is_biased=is_biased, error=error, low=low, high=high)
 
     def state_dict(self) -> dict[str, Any]:
-        sums = None if self.sums is None else self.sums.clone()
-        return {"sums": sums, "sqr_weights": self.sqr_weights, "num_samples": self.num_samples}
+        return {"sums": None if self.sums is None else self.sums.clone(), "num_samples": self.num_samples}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        sums, sqr_weights, num_samples = (entry(state, name) for name in ("sums", "sqr_weights", "num_samples"))
-        if sums is not None and not (isinstance(sums, Tensor) and sums.shape == (4,)):
-            raise InvalidValueError("the noise scale's state is not ours: 'sums' must be a tensor of 4 numbers")
+        sums, num_samples = (entry(state, name) for name in ("sums", "num_samples"))
+        if sums is not None and not (isinstance(sums, Tensor) and sums.shape == (self.NUM_SUMS,)):
+            raise InvalidValueError(
+                f"the noise scale's state is not ours: 'sums' must be a tensor of {self.NUM_SUMS} numbers"
+            )
         self.sums = None if sums is None else sums.detach().float().clone()
-        self.sqr_weights, self.num_samples = float(sqr_weights), int(num_samples)
+        self.num_samples = int(num_samples)
 
 
 class GradientMoments:
@@ -96,8 +159,11 @@ class GradientMoments:
     are averaged apart and clipped only when read, since clipping each would add a bias that no averaging removes.
     The average is exponential and debiased; a step at batch scale S counts as S steps (factor smoothing^S).
 
-    |G|² cannot be told from 0 while it lies within the standard error of its average: what is read is never below
-    that error. So the noise scale grows as far as the samples can resolve it, and not to infinity by chance.
+    |G|² is clamped to the standard error of its average, so φ is not overestimated from few samples.
+
+    With ``is_relative`` every sample is divided by √mean|g_i|². An average of squares shows little but the few steps
+    whose gradients are ten times as long as the others', though each of the others is a step as well. φ is the ratio of
+    the two averages in both cases; |G|² and tr(Σ) by themselves are then in units of a norm.
 
     Samples from successive steps are biased, and kept apart from the unbiased ones. What is read are those of the kind
     that arrives: SWITCH_SAMPLES of the other kind in a row take over, so that neither a lone sample counts for an
@@ -106,10 +172,10 @@ class GradientMoments:
 
     SWITCH_SAMPLES = 5
 
-    def __init__(self, smoothing: float = DEFAULT_SMOOTHING) -> None:
+    def __init__(self, smoothing: float = DEFAULT_SMOOTHING, *, is_relative: bool = False) -> None:
         if not 0 <= smoothing < 1:
             raise InvalidValueError(f"smoothing is {smoothing}; it must lie in [0, 1)")
-        self.smoothing = smoothing
+        self.smoothing, self._is_relative = smoothing, is_relative
         self._averages = {False: _Average(), True: _Average()}  # by whether biased
         self._is_biased = True
         self._in_a_row = 0  # samples of the other kind since the last of this
@@ -151,6 +217,9 @@ class GradientMoments:
                 self._averages[is_biased].clear()
             self._in_a_row += 1
         mean_sqr, sqr_mean = mean_sqr.detach().float(), sqr_mean.detach().float()
+        if self._is_relative:
+            root = mean_sqr.sqrt()
+            mean_sqr, sqr_mean = root, sqr_mean / root  # 0/0 is no finite sample, and left out
         spread = mean_sqr - sqr_mean
         sqr = torch.add(sqr_mean, spread, alpha=-1.0 / (count - 1))  # = (c·|ḡ|² − mean|g_i|²)/(c − 1)
         var = spread * (batch_size * count / (count - 1))

@@ -3,7 +3,7 @@
 Stands in ``train``: it imports torch, :mod:`pollux.model` and nothing else that runs. Three parts, each usable alone:
 
 - :class:`~pollux.train.moments.GradientMoments` turns two squared norms per step into smoothed |G|² and tr(Σ).
-- :class:`Preconditioner` says what Adam, AdamW and RMSprop divide a gradient by.
+- :class:`Preconditioner` knows what Adam, AdamW and RMSprop divide a gradient by: lengths are measured accordingly.
 - :class:`NoiseScale` does the measuring in anybody's loop::
 
       noise = NoiseScale(optimizer)
@@ -24,6 +24,7 @@ example's gradient.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -41,7 +42,7 @@ ParameterGroups = Sequence[tuple[Mapping[str, Any], Sequence[Tensor]]]  # each g
 
 
 class Preconditioner:
-    """What an optimizer divides a gradient by: √v̂ + ε of its own state, elementwise.
+    """The metric of an optimizer that divides gradients by √v̂ + ε of its own state, elementwise.
 
     ``kind`` is "adam" (Adam, AdamW, and any optimizer that keeps ``exp_avg_sq`` and ``step``) or "rmsprop".
     """
@@ -63,12 +64,16 @@ class Preconditioner:
             return cls(optimizer, "adam")
         return cls(optimizer, "rmsprop") if isinstance(optimizer, optim.RMSprop) else None
 
-    def inverse(self, groups: ParameterGroups) -> list[Tensor] | None:
-        """1/(√v̂ + ε) of each parameter (0 where v̂ is), as new tensors in float32 or wider; None while one has no state.
+    def inverse(self, groups: ParameterGroups, is_known_ready: bool = False) -> list[Tensor] | None:
+        """1/√(√v̂ + ε) of each parameter (0 where v̂ is), as new tensors in float32 or wider; None while one has none.
+
+        An optimizer that multiplies gradients by P is plain gradient descent in the coordinates θ' = P^(-1/2)·θ, where
+        the gradient is P^(1/2)·g: so its loss falls by η·Gᵀ·P·G, and tr(P·Σ)/(Gᵀ·P·G) is the noise scale of its steps.
+        Dividing by √v̂ itself would count coordinates that hardly matter (rare rows of an embedding) like all others.
 
         v̂ is that of the steps taken so far, so it is independent of the gradients about to be measured.
         """
-        if not self.is_ready(groups):
+        if not is_known_ready and not self.is_ready(groups):
             return None
         inverses: list[Tensor] = []
         for options, parameters in groups:
@@ -81,10 +86,12 @@ class Preconditioner:
             is_known = torch._foreach_sign(roots)
             # Nearly the same where v̂ is far below the tensor's others (a pixel that is hardly ever lit): the few
             # examples that use it would make up the whole norm.
-            floors = [root.square().mean().sqrt_().mul_(LEAST_ROOT) for root in roots]
+            floors = list(torch._foreach_norm(roots, 2))
+            torch._foreach_mul_(floors, [LEAST_ROOT / math.sqrt(max(root.numel(), 1)) for root in roots])
             torch._foreach_maximum_(roots, floors)
             torch._foreach_add_(roots, options["eps"])
             torch._foreach_div_(is_known, roots)
+            torch._foreach_sqrt_(is_known)
             inverses += is_known
         return inverses
 

@@ -16,9 +16,12 @@ from pollux.errors import CheckpointError, FencedError, InvalidValueError
 from pollux.train.batching import BatchChoice
 from pollux.train.checkpoint import AsyncSaver, CheckpointDirectory, CheckpointInfo, checkpoint_interval_s
 from pollux.train.data import ElasticLoader
-from pollux.train.progress import Progress, gain_of
+from pollux.train.norm_layers import NormNoise
+from pollux.train.pace import Guard
+from pollux.train.progress import Progress, earned_gain, gain_of
 from pollux.train.pulse import Pulse
 from pollux.train.report import Report
+from pollux.train.residual import Residuals
 from pollux.train.state import FlatState, flatten, random_state, set_random_state, unflatten
 from pollux.train.trainee import Trainee
 from pollux.train.tuning import Tuner
@@ -47,12 +50,18 @@ class Parts:
     progress: Progress
     tracked: dict[str, Stateful]
     choice: BatchChoice
+    earned: float = 0.0  # share of the gain of a larger batch that the learning rate lets it have: see Adaptation
     interval: int = 1  # steps between measurements of the noise scale
     num_measured: int = 0
     last_measured: int = 0
     metrics: dict[str, Any] = field(default_factory=dict)
     stalled_s: float = 0.0  # in resizes and recoveries
     lineage: int = 0  # of checkpoints: all since training began or resumed, until it has to resume again
+    guard: Guard = field(default_factory=Guard)
+    residuals: Residuals = field(default_factory=Residuals)
+    norm_noise: NormNoise = field(default_factory=NormNoise)  # of rank 0
+    before_growth: BatchChoice | None = None  # what a growth that hurts is taken back to
+    rate_before_growth: float = 1.0  # and the factor of the rate
     is_finished: bool = False  # the learning asked for is done, as near as whole passes come to it
 
     @property
@@ -60,7 +69,10 @@ class Parts:
         return None if self.pulse.noise is None else self.pulse.noise.noise_scale
 
     def gain(self, num_examples: float) -> float:
-        return gain_of(self.noise_scale, self.tuner.limits.initial, num_examples)
+        """How many steps at M0 one of so many examples is worth."""
+        if getattr(self.tuner.policy, "counts_examples", False):
+            return num_examples / self.tuner.limits.initial
+        return earned_gain(gain_of(self.noise_scale, self.tuner.limits.initial, num_examples), self.earned)
 
     def capture(self) -> FlatState:
         return flatten(
@@ -69,9 +81,11 @@ class Parts:
                 "loader": self.loader.state_dict(),
                 "progress": self.progress.state_dict(),
                 "moments": self.pulse.moments.state_dict(),
+                "norm_noise": self.norm_noise.state_dict(),
                 "tuner": self.tuner.state_dict(),
                 "tracked": {name: stateful.state_dict() for name, stateful in self.tracked.items()},
                 "measured": (self.interval, self.num_measured, self.last_measured),
+                "earned": self.earned,
                 "stalled_s": self.stalled_s,
                 "lineage": self.lineage,
                 "random": random_state(self.device),
@@ -92,8 +106,11 @@ class Parts:
         self.progress.load_state_dict(state["progress"])
         self.pulse.moments.load_state_dict(state["moments"])
         self.pulse.reset()
+        if "norm_noise" in state:
+            self.norm_noise.load_state_dict(state["norm_noise"])
         self.tuner.load_state_dict(state["tuner"])
         self.interval, self.num_measured, self.last_measured = state["measured"]
+        self.earned = state["earned"]
         self.stalled_s = state.get("stalled_s", 0.0)
         self.lineage = state.get("lineage", 0)
         for name, stateful in self.tracked.items():
@@ -126,11 +143,13 @@ class Parts:
             accum_steps=choice.config.accum_steps,
             total_batch=choice.total,
             noise_scale=phi,
+            noise_scale_error=None if self.pulse.noise is None else self.pulse.noise.error,
             efficiency=efficiency,
             gain=gain,
             throughput=throughput,
             goodput=None if throughput is None or efficiency is None else throughput * efficiency,
             timings=tuner.take_timings(),
+            notes=tuner.take_notes(),
             metrics=dict(self.metrics),
         )
 

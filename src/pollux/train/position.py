@@ -15,12 +15,16 @@ Division: example i of a step goes to rank i mod K. Every rank knows all the num
 The last step of an epoch may be short. It uses as few passes as the device batch allows, the same number on every
 rank, because every pass may hold a collective; shares differ by at most one example, and may be empty. A mean over
 unequal shares is right only when they are weighed: see :meth:`Step.weight`.
+
+One replica with one pass has a single gradient per step, and noise shows only between two. With ``split_every`` every
+n-th of its steps is served as two passes of half the examples. Which steps these are follows from position and epoch
+alone, so that workers may read ahead; by the epoch too, as an epoch may have fewer than n steps.
 """
 
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -33,6 +37,7 @@ class StepShape:
     """How steps are made up: K replicas of which this is ``rank``, at most m examples a pass, s + 1 passes.
 
     ``limit`` bounds a step's examples where the batch does not divide evenly: shares then differ by at most one.
+    ``split_every``: with one replica and one pass, every n-th step has two passes; 0 for none.
     """
 
     num_replicas: int = 1
@@ -40,6 +45,7 @@ class StepShape:
     device_batch: int = 1
     accum_steps: int = 0
     limit: int | None = None
+    split_every: int = 0
 
     def __post_init__(self) -> None:
         if self.num_replicas < 1:
@@ -52,6 +58,17 @@ class StepShape:
             raise InvalidValueError(f"{self.accum_steps} accumulation steps; 0 (none) or more are needed")
         if self.limit is not None and self.limit < 1:
             raise InvalidValueError(f"at most {self.limit} examples in a step; at least 1 is needed")
+        if self.split_every < 0:
+            raise InvalidValueError(f"split every {self.split_every} steps; 0 (none) or more are needed")
+
+    @property
+    def is_single(self) -> bool:
+        """One gradient per step: one replica, one pass."""
+        return self.num_replicas == 1 and self.accum_steps == 0
+
+    def splits_at(self, position: int, epoch: int = 0) -> bool:
+        """Whether the step that starts there is served in two passes."""
+        return self.is_single and self.split_every > 0 and (position // self.total + epoch) % self.split_every == 0
 
     @property
     def num_passes(self) -> int:
@@ -99,6 +116,11 @@ class Step:
         """The last of an epoch, smaller than the others: its micro-batches are unequal, so it says little of noise."""
         return self.count < self.shape.total
 
+    @property
+    def is_split(self) -> bool:
+        """Served in more passes than its shape has, to be measured."""
+        return self.num_passes > self.shape.num_passes
+
     def weight(self, index: int) -> float:
         """What the loss of pass ``index`` (a mean over its examples) is multiplied with before ``backward``.
 
@@ -108,7 +130,7 @@ class Step:
         return len(self.passes[index]) * self.shape.num_replicas / self.count
 
 
-def divide(position: int, length: int, shape: StepShape, *, drop_last: bool = False) -> Step | None:
+def divide(position: int, length: int, shape: StepShape, *, drop_last: bool = False, epoch: int = 0) -> Step | None:
     """The step that starts at ``position`` of an epoch of ``length``; None when the epoch is over.
 
     With ``drop_last`` an epoch is over as soon as a full step does not fit. Where that is depends on the shape.
@@ -117,6 +139,8 @@ def divide(position: int, length: int, shape: StepShape, *, drop_last: bool = Fa
     if count <= 0 or (drop_last and count < shape.total):
         return None
     num_passes = _ceil_div(_ceil_div(count, shape.num_replicas), shape.device_batch)  # from the largest share
+    if num_passes == 1 and count == shape.total >= 2 and shape.splits_at(position, epoch):
+        num_passes = 2
     own = range(position + shape.rank, position + count, shape.num_replicas)
     base, extra = divmod(len(own), num_passes)
     bounds = [index * base + min(index, extra) for index in range(num_passes + 1)]
@@ -124,11 +148,14 @@ def divide(position: int, length: int, shape: StepShape, *, drop_last: bool = Fa
     return Step(shape=shape, start=position, count=count, passes=passes)
 
 
-def count_passes(length: int, shape: StepShape, *, drop_last: bool = False) -> int:
+def count_passes(length: int, shape: StepShape, *, drop_last: bool = False, epoch: int = 0) -> int:
     """Passes of a whole epoch of ``length`` when the shape never changes."""
     full, rest = divmod(length, shape.total)
-    last = divide(0, rest, shape, drop_last=drop_last)
-    return full * shape.num_passes + (last.num_passes if last else 0)
+    last = divide(0, rest, replace(shape, split_every=0), drop_last=drop_last)
+    splits = 0
+    if shape.is_single and shape.split_every and shape.total >= 2:  # numbers epoch to epoch + full that n divides
+        splits = (epoch + full - 1) // shape.split_every - (epoch - 1) // shape.split_every
+    return full * shape.num_passes + splits + (last.num_passes if last else 0)
 
 
 class EpochOrder:
@@ -174,7 +201,7 @@ class Position:
                 f"position {self.consumed} lies beyond the {length} examples of epoch {self.epoch}: "
                 "this position belongs to another dataset or sampler"
             )
-        return divide(self.consumed, length, shape, drop_last=drop_last)
+        return divide(self.consumed, length, shape, drop_last=drop_last, epoch=self.epoch)
 
     def commit(self, count: int) -> None:
         """``count`` more examples, over all ranks, took part in a step that everybody finished."""

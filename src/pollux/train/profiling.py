@@ -1,17 +1,17 @@
 """How long a pass and a step take, without ever waiting for the device.
 
-Stands in ``train``. Marks are put where passes begin and where a pass's own gradient is complete: clock readings on a
-CPU, events in the device's stream on a GPU, which are looked at when the device has long passed them. The loop is
-measured from one batch to the next, so that data loading, the optimizer and everything users do in between count:
-this is the time that a goodput model has to predict.
+Called by the session at each pass. Marks are put where passes begin and where a pass's own gradient is complete: clock
+readings on a CPU, events in the device's stream on a GPU, which are looked at when the device has long passed them.
+The loop is measured from one batch to the next, so that data loading, the optimizer and everything users do in between
+count: this is the time that a goodput model has to predict.
 
 - T_step, an un-accumulated step: a step's last pass, up to the next pass's beginning.
 - T_grad, a pass without synchronisation: an accumulating pass, up to the next one's beginning; where steps have one
   pass only, from its beginning to its gradient.
 
-Left out are steps that did more than a step (``disturb``: a resize, a checkpoint, the pause between epochs), the
-first ones of every configuration (allocators, autotuners and caches warm up), and, by taking medians, what the
-machine did on the side.
+Left out are steps that did more than a step (``disturb``: a resize, a checkpoint, the pause between epochs), those that
+were split to measure the noise scale (timed apart, as ``split_s``), the first ones of every configuration (allocators,
+autotuners and caches warm up), and, by taking medians, what the machine did on the side.
 """
 
 from __future__ import annotations
@@ -25,9 +25,11 @@ import torch
 
 from pollux.model.profile import Configuration, Timing
 
-WARM_UP_STEPS = 3
-FIRST_WINDOW, WINDOW = 3, 10  # steps per median: a new configuration is worth an early word
+FIRST_WARM_UP_STEPS = 5  # of a process: libraries load, kernels are chosen, memory is allocated
+WARM_UP_STEPS = 1  # of a configuration
+FIRST_WINDOW, WINDOW = 3, 10  # steps per value: a new configuration is worth an early word
 MAX_UNREAD = 64  # passes whose events have not been reached yet
+TIMED_EVERY = 4  # steps, once a configuration is known: marks cost host time, which is what small steps are short of
 
 
 @dataclass(slots=True)
@@ -36,6 +38,7 @@ class _Pass:
     is_only: bool
     is_last: bool
     counts: bool
+    is_split: bool
     start: float | torch.cuda.Event
     ready: float | torch.cuda.Event | None = None
     end: float | torch.cuda.Event | None = None
@@ -61,22 +64,42 @@ class StepTimer:
         self._current: _Pass | None = None
         self._unread: deque[_Pass] = deque()
         self._windows: dict[Configuration, _Window] = {}
-        self._warm_up = WARM_UP_STEPS
+        self._warm_up, self._has_begun = FIRST_WARM_UP_STEPS, False
         self._configuration: Configuration | None = None
         self.step_s: float | None = None  # of late, whatever the configuration
+        self.split_s: float | None = None  # of late, a step that is split to be measured
+        self._first_half_s = 0.0
+        self._num_untimed = 0
+        self._spare: float | torch.cuda.Event | None = None  # the last end that begins nothing
 
-    def begin(self, configuration: Configuration, *, is_only: bool, is_last: bool) -> None:
+    def begin(self, configuration: Configuration, *, is_only: bool, is_last: bool, is_split: bool = False) -> None:
         """A pass begins, and so the one before has ended."""
         if configuration != self._configuration:
-            self._configuration, self._warm_up = configuration, WARM_UP_STEPS
-        mark = self._mark()
+            self._configuration, self._warm_up = configuration, self._warm_up if not self._has_begun else WARM_UP_STEPS
+            self._has_begun = True
+        is_timed = self._is_timed(configuration, is_only and not is_split)
+        mark = self._mark() if is_timed or self._current is not None else 0.0
         if self._current is not None:
             self._current.end = mark
             self._unread.append(self._current)
-        self._current = _Pass(configuration, is_only, is_last, self._warm_up == 0, mark)
+            if not is_timed:
+                self._spare = mark
+        if not is_timed:
+            self._current = None
+            self._read()
+            return
+        self._current = _Pass(configuration, is_only, is_last, self._warm_up == 0, is_split, mark)
         if is_last and self._warm_up:
             self._warm_up -= 1
         self._read()
+
+    def _is_timed(self, configuration: Configuration, is_single: bool) -> bool:
+        """Every step while there is news to be had, and every step of several passes; some of the others."""
+        window = self._windows.get(configuration)
+        if not is_single or self._warm_up or window is None or not window.has_reported:
+            return True
+        self._num_untimed = (self._num_untimed + 1) % TIMED_EVERY
+        return self._num_untimed == 0
 
     def ready(self) -> None:
         """The pass's own gradient is complete; replicas may still have to exchange theirs."""
@@ -106,7 +129,9 @@ class StepTimer:
         timings = []
         for configuration, window in self._windows.items():
             if window.is_full:
-                grad_s, step_s = median(window.grad_s), median(window.step_s)
+                # Of few steps the fastest is the one that nothing disturbed; of more, the one in the middle.
+                typical = median if window.has_reported else min
+                grad_s, step_s = typical(window.grad_s), typical(window.step_s)
                 timings.append((configuration, Timing(min(grad_s, step_s), step_s, len(window.step_s))))
                 window.grad_s.clear()
                 window.step_s.clear()
@@ -126,6 +151,9 @@ class StepTimer:
             if entry.counts:
                 self._count(entry)
             self._recycle(entry.start, entry.ready)
+            if entry.end is self._spare:
+                self._recycle(self._spare)
+                self._spare = None
 
     def _count(self, entry: _Pass) -> None:
         window = self._windows.setdefault(entry.configuration, _Window())
@@ -133,10 +161,14 @@ class StepTimer:
         duration = _between(entry.start, entry.end)
         if duration <= 0:
             return
+        if entry.is_split:
+            self._first_half_s = self._first_half_s + duration if entry.is_last else duration
+            if entry.is_last:
+                self.split_s = _followed(self.split_s, self._first_half_s)
+            return
         if entry.is_last:
             window.step_s.append(duration)
-            # A running mean that follows within some ten steps.
-            self.step_s = duration if self.step_s is None else 0.9 * self.step_s + 0.1 * duration
+            self.step_s = _followed(self.step_s, duration)
             if entry.is_only and entry.ready is not None:
                 window.grad_s.append(max(_between(entry.start, entry.ready), 1e-9))
         else:
@@ -151,6 +183,11 @@ class StepTimer:
 
     def _recycle(self, *marks: float | torch.cuda.Event | None) -> None:
         self._unused += [mark for mark in marks if isinstance(mark, torch.cuda.Event)]
+
+
+def _followed(mean: float | None, value: float) -> float:
+    """A running mean that follows within some ten steps; a pause (an evaluation, a page fault) hardly moves it."""
+    return value if mean is None else 0.9 * mean + 0.1 * min(value, 3 * mean)
 
 
 def _between(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:

@@ -1,6 +1,7 @@
 """How far training is: in steps, in examples, and in learning, whatever the batch sizes on the way.
 
-Pure. A step of M examples teaches as much as min(M, r·M0) examples at the tuned batch M0, r being AdaScale's gain.
+Pure. A step of M examples teaches as much as min(M, r·M0) examples at the tuned batch M0, r being AdaScale's gain, or
+less where the learning rate has not been raised with the batch (:func:`earned_gain`).
 One pass over the data is an epoch's worth of learning only if it was made with batches that were all useful; with
 larger ones it is less, and ``epochs`` goes on until the learning asked for is done, rounded to whole passes.
 """
@@ -19,6 +20,17 @@ def gain_of(noise_scale: float | None, initial_batch: float, total_batch: float)
         return 1.0
     phi = min(noise_scale, MAX_NOISE_SCALE)
     return total_batch / initial_batch * (phi + initial_batch) / (phi + total_batch)
+
+
+def earned_gain(gain: float, earned: float) -> float:
+    """What a step teaches if the learning rate has been raised to only a share ``earned`` of what its gain asks for.
+
+    On a quadratic, a step with f times the best rate of M0 teaches f·(2 - f/r) as much as one at M0, r being AdaScale's
+    gain: r itself at f = r, but 2 - 1/r, less than two, where the rate stays as it was.
+    """
+    if gain <= 1:
+        return gain
+    return earned * gain + (1 - earned) * (2 - 1 / gain)
 
 
 @dataclass(slots=True)

@@ -27,11 +27,10 @@ LAG_STEPS = {"cpu": 1, "cuda": 2}
 class Sample:
     """A measured step: what its norms are worth. Known on every rank alike."""
 
-    num_gradients: int  # replicas × passes, or 2 for a pair of steps
+    num_gradients: int  # replicas × passes
     batch_size: float  # h, examples in each; where they differ, the harmonic mean
     count: float  # M/h: the number of gradients; a little more where they differ in size
     scale: float  # M/M0, times the steps since the last measurement
-    is_biased: bool
 
 
 @dataclass(slots=True)
@@ -59,6 +58,7 @@ class Pulse:
         self._sent: _Unread | None = None
         self.noise = self._read()
         self.cost_s = 0.0  # what the last measurement took that was read
+        self.last_sqr: float | None = None  # |G|² of the last sample alone, until it is taken
 
     def add(self, step: int, norms: Norms, sample: Sample) -> None:
         """Norms of a step whose gradients were used; they are on their way from the device."""
@@ -72,12 +72,13 @@ class Pulse:
             values = host
         self._unread.append(_Unread(step, sample, values, arrived, norms.host_s, norms.marks))
 
-    def beat(self, step: int, *, wants_attention: bool, interval: int) -> None:
-        """Start the all-reduce of ``step``; ``interval`` counts on rank 0 alone."""
+    def beat(self, step: int, *, wants_attention: bool, interval: int, direction: int = 0) -> None:
+        """Start the all-reduce of ``step``; ``interval`` and ``direction`` count on rank 0 alone."""
         if self._sum is not None:
             return
         is_first = self._team.rank == 0
-        vector = [0.0, 0.0, float(interval) if is_first else 0.0, float(wants_attention)]
+        told = (float(interval), float(direction)) if is_first else (0.0, 0.0)
+        vector = [0.0, 0.0, *told, float(wants_attention)]
         self._sent = None
         if self._unread and self._unread[0].step + self._lag <= step:
             self._sent = self._unread.popleft()
@@ -88,11 +89,11 @@ class Pulse:
             vector[:2] = sum_sqr, sqr_mean if is_first else 0.0
         self._sum = self._team.start_sum(vector)
 
-    def read(self) -> tuple[bool, int]:
-        """(somebody wants a word, steps between measurements). Raises BrokenGroup."""
+    def read(self) -> tuple[bool, int, int]:
+        """(some replica wants attention, steps between measurements, where the rate may go). Raises BrokenGroup."""
         assert self._sum is not None
         sums, self._sum = self._sum, None
-        sum_sqr, sqr_mean, interval, attention = sums.wait()
+        sum_sqr, sqr_mean, interval, direction, attention = sums.wait()
         if self._sent is not None:
             sample, self._sent = self._sent.sample, None
             self.moments.update(
@@ -101,10 +102,11 @@ class Pulse:
                 batch_size=sample.batch_size,
                 count=sample.count,
                 scale=sample.scale,
-                is_biased=sample.is_biased,
             )
             self.noise = self._read()
-        return attention > 0, int(interval)
+            spread = sum_sqr / sample.num_gradients - sqr_mean
+            self.last_sqr = sqr_mean - spread / (sample.count - 1)
+        return attention > 0, int(interval), int(direction)
 
     def _read(self) -> NoiseStats | None:
         """None while there are too few samples to base a learning rate or a batch on."""

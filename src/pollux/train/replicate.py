@@ -1,6 +1,7 @@
-"""The model as every replica holds it: DDP that can move to another process group.
+"""The model that ``run.prepare`` returns: plain with one replica, replicated by DDP with several.
 
-Stands in ``train``. Moving builds DDP's reducer anew around the same module: parameters, compiled code, forward
+Called by the user's loop. One replica needs no DDP, and does without: nothing stands between the loop and the user's
+module. Moving to another process group makes a new DDP around the same module: parameters, compiled code, forward
 hooks and the object itself stay. Newcomers and survivors so start from the same bucket layout, which they must, as
 buckets are what is added up. (DDP's own ``_update_process_group`` keeps a survivor's layout, which follows the order of
 its past gradients; a newcomer cannot have it.)
@@ -18,62 +19,95 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from pollux.errors import InvalidValueError
 from pollux.train.state import Peers
 
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_hooks_with_kwargs",
-    "_forward_hooks_always_called",
-    "_forward_pre_hooks",
-    "_forward_pre_hooks_with_kwargs",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-    "_state_dict_hooks",
-    "_load_state_dict_pre_hooks",
-)
 OnForward = Callable[[BaseException | None], bool]
 Reduce = Callable[[dist.ProcessGroup, Any], torch.futures.Future[Tensor]]
+_OWN_OPTIONS = {"module", "process_group", "init_sync", "gradient_as_bucket_view"}
 
 
-class ElasticModel(DistributedDataParallel):
+class ElasticModel(nn.Module):
     """What ``run.prepare`` returns. ``.module`` is the user's own."""
 
-    _is_rebuilt: bool
-
-    def __init__(self, module: nn.Module, reduce: Reduce, process_group: dist.ProcessGroup, **options: Any) -> None:
-        super().__init__(module, **self._arguments(process_group, options))
-        self._remember(reduce, options)
+    def __init__(
+        self,
+        module: nn.Module,
+        reduce: Reduce,
+        process_group: dist.ProcessGroup,
+        *,
+        on_lone_forward: Callable[[], None] = lambda: None,
+        **options: Any,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.training = module.training
+        self.on_forward: OnForward | None = None
+        self.on_rebuild: Callable[[], None] | None = None
+        self.watch_outputs: Callable[[Any], None] | None = None  # set for the passes whose outputs are looked at
+        self._reduce, self._options, self._on_lone_forward = reduce, _checked(options), on_lone_forward
+        self._ddp: list[DistributedDataParallel] = []  # in a list, so that it is no submodule: none or one
+        self._has_reduced = threading.Event()
+        self._is_rebuilt = False
+        self.move(process_group)
 
     def release(self) -> None:
         """Let go of the group: it ends, for others to see, with the last reference to it."""
+        if not self._ddp:
+            return
         for parameter in self.module.parameters():
             parameter.grad = None  # a view of the reducer's buckets
         # The reducer takes its hooks off the parameters when it goes; it must go before another one comes.
-        self.reducer = None  # type: ignore[assignment]
-        self.logger = None
-        self.process_group = None  # type: ignore[assignment]
-        self._comm_hooks = []  # each with its group
+        ddp = self._ddp.pop()
+        ddp.reducer = None  # type: ignore[assignment]
+        ddp.logger = None
+        ddp.process_group = None  # type: ignore[assignment]
+        ddp._comm_hooks = []  # each with its group
 
     def move(self, process_group: dist.ProcessGroup) -> None:
-        """From now on replicate over another group. Gradients are dropped: they live in the old buckets."""
+        """From now on replicate over another group. Gradients of several replicas are dropped: DDP's buckets held them.
+
+        Nothing is sent: shapes and initial values are compared by the run, as survivors take no part in this.
+        """
         self.release()
-        module, reduce, options, is_training = self.module, self._reduce, self._options, self.training
-        hooks = {name: self.__dict__[name] for name in _HOOKS if name in self.__dict__}
-        super().__init__(module, **self._arguments(process_group, options))
-        self.__dict__.update(hooks)
-        self.training = is_training
-        self._remember(reduce, options)
+        if process_group.size() == 1:
+            return
+        # Buffers are sent by the run, which can bear a lost peer; DDP would raise in the user's forward pass.
+        arguments = {"process_group": process_group, "init_sync": False, "gradient_as_bucket_view": True}
+        ddp = DistributedDataParallel(self.module, **{**arguments, _buffers_option(): False, **self._options})
+        reduce, has_reduced = self._reduce, threading.Event()  # of this reducer, which must not hold us
+
+        def on_bucket(group, bucket):  # type: ignore[no-untyped-def]
+            """Without annotations: DDP insists on its own, or none."""
+            has_reduced.set()
+            return reduce(group, bucket)
+
+        ddp.register_comm_hook(process_group, on_bucket)
+        self._has_reduced, self._is_rebuilt = has_reduced, False
+        self._ddp.append(ddp)
 
     def forward(self, *inputs: Any, **kwargs: Any) -> Any:
-        if self.training and torch.is_grad_enabled() and not self._is_whole():
+        if not self._ddp:
+            if torch.is_grad_enabled():
+                self._on_lone_forward()
+            outputs = self.module(*inputs, **kwargs)
+            if self.watch_outputs is not None:
+                self.watch_outputs(outputs)
+            return outputs
+        ddp = self._ddp[0]
+        if self.training and torch.is_grad_enabled() and not self._is_whole(ddp):
             return self.module(*inputs, **kwargs)  # the group is broken: the step will be begun again
-        return super().forward(*inputs, **kwargs)  # type: ignore[no-untyped-call]
+        ddp.training = self.training
+        outputs = ddp(*inputs, **kwargs)
+        if self.watch_outputs is not None:
+            self.watch_outputs(outputs)
+        return outputs
 
-    def _is_whole(self) -> bool:
+    def _is_whole(self, ddp: DistributedDataParallel) -> bool:
         """Whether the group stands. DDP's own collective of a forward pass is made here, where it may fail.
 
-        It comes after the first backward pass, and nobody can be called away from it: were a peer frozen, it would end
-        with the group's time-out. So all meet before.
+        It comes after the first backward pass, and cannot be interrupted: were a peer frozen, it would end with the
+        group's time-out. So all replicas meet before it.
         """
         if self.on_forward is None:
             return True
@@ -82,38 +116,28 @@ class ElasticModel(DistributedDataParallel):
                 self._is_rebuilt = True
                 if self.on_rebuild is not None:
                     self.on_rebuild()
-            self.reducer._rebuild_buckets()
+            ddp.reducer._rebuild_buckets()
         except RuntimeError as error:
             return self.on_forward(error)
         return self.on_forward(None)
 
-    def _remember(self, reduce: Reduce, options: dict[str, Any]) -> None:
-        self._reduce, self._options = reduce, options
-        self.on_forward: OnForward | None = getattr(self, "on_forward", None)
-        self.on_rebuild: Callable[[], None] | None = getattr(self, "on_rebuild", None)
-        has_reduced = self._has_reduced = threading.Event()  # with this reducer, which must not hold us
-        self._is_rebuilt = False
 
-        def on_bucket(group, bucket):  # type: ignore[no-untyped-def]
-            """Without annotations: DDP insists on its own, or none."""
-            has_reduced.set()
-            return reduce(group, bucket)
+def _buffers_option() -> str:
+    """DDP's name for "broadcast buffers", which differs between versions of torch."""
+    known = inspect.signature(DistributedDataParallel.__init__).parameters
+    return "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
 
-        self.register_comm_hook(self.process_group, on_bucket)
 
-    @staticmethod
-    def _arguments(process_group: dist.ProcessGroup, options: dict[str, Any]) -> dict[str, Any]:
-        # Buffers are sent by the run, which can bear a lost peer; DDP would raise in the user's forward pass.
-        known = inspect.signature(DistributedDataParallel.__init__).parameters
-        buffers = "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
-        # Shapes and initial values are compared and sent by the run too: survivors take no part in a construction.
-        return {
-            "process_group": process_group,
-            "init_sync": False,
-            "gradient_as_bucket_view": True,
-            buffers: False,
-            **options,
-        }
+def _checked(options: dict[str, Any]) -> dict[str, Any]:
+    """DDP's options, checked before there is a DDP to refuse them."""
+    known = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self"} - _OWN_OPTIONS
+    unknown = sorted(set(options) - known)
+    if unknown:
+        raise InvalidValueError(
+            f"DistributedDataParallel has no option {', '.join(map(repr, unknown))} that could be given here; "
+            f"it takes {', '.join(sorted(known))}"
+        )
+    return options
 
 
 def broadcast_buffers(module: nn.Module, peers: Peers, source: int = 0) -> None:

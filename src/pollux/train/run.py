@@ -115,7 +115,7 @@ class Run:
         self._session = Session(membership, self._team, self._signals, keeper, reporter, timeout_s)
         if isinstance(reporter, HttpReporter):
             reporter.on_fenced = self._session.fence.on_refused
-        self._pulse = Pulse(self._team, GradientMoments())
+        self._pulse = Pulse(self._team, GradientMoments(is_relative=True))
         self._progress = Progress()
         self._tracked: dict[str, Stateful] = {}
         self._loader: AdaptiveLoader | None = None
@@ -146,6 +146,23 @@ class Run:
         return float("nan") if self._pulse.noise is None else self._pulse.noise.noise_scale
 
     @property
+    def noise_scale_error(self) -> float:
+        """The standard error of φ, in examples; NaN before the first measurement."""
+        return float("nan") if self._pulse.noise is None else self._pulse.noise.error
+
+    @property
+    def norm_noise_scale(self) -> float:
+        """φ of the normalisation layers' weights, on rank 0: a check on ``noise_scale``; NaN where there are none."""
+        noise = None if self._session.parts is None else self._session.parts.norm_noise.noise
+        return float("nan") if noise is None else noise.noise_scale
+
+    @property
+    def norm_noise_scale_error(self) -> float:
+        """The standard error of ``norm_noise_scale``, in examples; NaN where there is none."""
+        noise = None if self._session.parts is None else self._session.parts.norm_noise.noise
+        return float("nan") if noise is None else noise.error
+
+    @property
     def measured_every(self) -> int:
         """Steps from one measurement of the noise scale to the next, chosen by what measuring costs."""
         return 1 if self._session.parts is None else self._session.parts.interval
@@ -163,6 +180,11 @@ class Run:
     def batch(self) -> BatchChoice | None:
         """The batch that the next step trains with; None before the loop."""
         return None if self._session.parts is None else self._session.parts.choice
+
+    @property
+    def is_exploring(self) -> bool:
+        """Larger device batches are being timed: the batch returns to where it was when that is done."""
+        return self._tuner is not None and self.batch is not None and not self._tuner.explorer.is_done
 
     @property
     def learning_rate_factor(self) -> float:
@@ -201,7 +223,7 @@ class Run:
             policy = "fixed" if max_batch_size is None or has_batches else "adaptive"
         tuner = Tuner(limits, batch_policy(policy), self.device)
         length = None if has_batches or options.get("drop_last") else length_of(options.get("sampler") or dataset)
-        shape = shape_of(tuner.choose(None, 0, None), 1, 0, length or None)
+        shape = shape_of(tuner.choose(None, 0, 0, None), 1, 0, length or None)
         elastic = ElasticLoader(dataset, shape, share_order=self._team.share, **options)
         self._tuner, self._loader = tuner, AdaptiveLoader(elastic, self._session, self._complete)
         return self._loader
@@ -273,6 +295,9 @@ class Run:
         """Metrics of this moment: reported, and written to the log by rank 0."""
         if self._session.parts is not None:
             self._session.parts.metrics.update(metrics)
+            loss = metrics.get("loss", metrics.get("train_loss"))
+            if isinstance(loss, int | float):  # a tensor on a device would have to be waited for
+                self._session.parts.guard.add("loss", float(loss))
         if self.rank == 0:
             text = ", ".join(
                 f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}"
@@ -339,7 +364,7 @@ class Run:
                 pulse=self._pulse,
                 progress=self._progress,
                 tracked=self._tracked,
-                choice=self._tuner.choose(None, 0, None),
+                choice=self._tuner.choose(None, 0, 0, None),
             )
         return self._session.parts
 

@@ -1,18 +1,21 @@
 """Learning-rate rules: by how much to multiply the tuned rate when the batch is S = M/M0 times the tuned one.
 
-Stands in ``train``. A rule is anything with ``factor(step) -> float``; :func:`rule_for` finds one by name.
+A rule is anything with ``factor(step) -> float``; :func:`rule_for` finds one by name. A user's rate may be near the
+edge of what the model bears, so the default rules raise it only as far as the noise scale justifies, at its lower 90 %
+bound: all of S (or its root) while noise dominates, nothing once it does not.
 :class:`ScaledRate` applies a rule to an optimizer during ``optimizer.step()`` alone, through the optimizer's own
 step hooks: before and after, the parameter groups hold the rate that the user and the LR scheduler set, so schedulers
 and checkpoints never see the scaled one.
 
-The factor is computed on the host at every step, from what the step's context says. AdaScale needs |G|² and tr(Σ)
-there: whoever makes the context decides how old the statistics may be (reading them waits for the device).
+The factor is computed on the host at every step, from what the step's context says. Rules that need the noise scale
+find it there; the caller decides how old it may be (reading it waits for the device).
 """
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
@@ -22,6 +25,11 @@ from torch import Tensor
 from pollux.errors import InvalidValueError, UnknownNameError
 from pollux.train.moments import NoiseStats
 from pollux.train.progress import gain_of
+
+logger = logging.getLogger(__name__)
+
+GLIDE = 1.02  # a step's rate differs from the last one's by at most this factor: a doubling takes 35 steps
+FALL = 1.1  # downwards it may go faster: a rate that is too high hurts, one that is too low only costs time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,12 +58,13 @@ class StepContext:
 
     @property
     def gain(self) -> float:
-        """r = (v + q)/(v/S + q) with v = tr(Σ)/M0, q = |G|²: how many steps at M0 this one is worth.
+        """r = (v + q)/(v/S + q) with v = tr(Σ)/M0, q = |G|²: how many steps at M0 this one is worth, at least.
 
         Between 1 (no noise: a larger batch teaches nothing more) and S (all noise); 1, the cautious end, while
-        nothing has been measured.
+        nothing has been measured. It is taken at φ's lower bound: a rate is earned by evidence.
         """
-        return gain_of(None if self.noise is None else self.noise.noise_scale, self.initial_batch, self.total_batch)
+        low = None if self.noise is None else self.noise.noise_scale_low
+        return gain_of(low, self.initial_batch, self.total_batch)
 
 
 @runtime_checkable
@@ -71,6 +80,22 @@ class AdaScale:
 
     def factor(self, step: StepContext) -> float:
         return step.gain
+
+
+@dataclass(frozen=True, slots=True)
+class DampedRoot:
+    """√S times the batch's efficiency, at least 1: the root while noise dominates, less and less of it later.
+
+    For optimizers whose steps do not grow with the gradient (Adam and its like, Lion, Adafactor, Muon). Their best rate
+    rises as √M up to M = φ and falls beyond (Li et al., 2024, arXiv 2405.14578: rate ∝ 1/(√(φ/M) + √(M/φ)), which is
+    √S·(φ + M0)/(φ + M) times that of M0). A rate below the tuned one is never asked for.
+    """
+
+    scales_betas: bool = False
+
+    def factor(self, step: StepContext) -> float:
+        root = math.sqrt(step.scale)
+        return max(step.gain / root, 1.0) if root > 1 else root
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +149,9 @@ class NoScaling:
         return 1.0
 
 
+_ONE_AT_M0 = (AdaScale, DampedRoot, SquareRoot, Linear, NoScaling)
+
+
 def _legw_by_name() -> ScalingRule:
     raise InvalidValueError(
         "the rule 'legw' needs the warm-up's length: pass LEGW(warmup_steps=...) instead of its name"
@@ -132,6 +160,7 @@ def _legw_by_name() -> ScalingRule:
 
 RULES: dict[str, Callable[[], ScalingRule]] = {
     "adascale": AdaScale,
+    "damped": DampedRoot,
     "legw": _legw_by_name,
     "linear": Linear,
     "none": NoScaling,
@@ -140,17 +169,38 @@ RULES: dict[str, Callable[[], ScalingRule]] = {
 AUTO = "auto"
 
 
+NORMALISED = {  # by class name: their steps do not grow with the gradient
+    *("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "SparseAdam", "RMSprop", "Adagrad", "Adafactor", "Lion", "Muon"),
+    *("Adam8bit", "AdamW8bit", "PagedAdamW8bit", "LAMB", "Lamb", "FusedAdam", "FusedLAMB", "SOAP", "Shampoo"),
+}
+
+
+def _rule_of_family(optimizer: torch.optim.Optimizer) -> ScalingRule:
+    names = {kind.__name__ for kind in type(optimizer).__mro__}
+    if isinstance(optimizer, torch.optim.SGD):
+        return AdaScale()
+    if names & NORMALISED:
+        return DampedRoot()
+    logger.warning(
+        "no learning-rate rule is known for %s: its rate stays as you set it at any batch size; "
+        "pass scaling=... to prepare() for another rule",
+        type(optimizer).__name__,
+    )
+    return NoScaling()
+
+
 def rule_for(rule: str | ScalingRule, optimizer: torch.optim.Optimizer) -> ScalingRule:
     """A rule by name, or the given one.
 
-    "auto" is AdaScale for SGD, whose theory it is, and the square root for every other optimizer: most others adapt
-    to the gradient's size themselves, and for the rest it is the cautious choice.
+    "auto": AdaScale for SGD, whose theory it is; the damped root for optimizers whose steps do not grow with the
+    gradient (by the names of their classes, as several are in packages of their own); for any other optimizer the rate
+    stays as the user set it, which is said once.
 
-    Raises :class:`UnknownNameError` for a name nobody knows and :class:`InvalidValueError` for what is no rule.
+    Raises :class:`UnknownNameError` for an unknown name and :class:`InvalidValueError` for what is no rule.
     """
     if isinstance(rule, str):
         if rule == AUTO:
-            return AdaScale() if isinstance(optimizer, torch.optim.SGD) else SquareRoot()
+            return _rule_of_family(optimizer)
         if rule not in RULES:
             raise UnknownNameError("learning-rate rule", rule, (AUTO, *RULES))
         return RULES[rule]()
@@ -187,6 +237,11 @@ class ScaledRate:
     """Multiplies an optimizer's learning rates by a rule's factor while it steps, and only then.
 
     ``context`` is called once before every step and must not wait for the device if training should not.
+    With ``glides`` neither rate nor β jump when the batch changes: they move by GLIDE a step at most (FALL downwards),
+    so that the optimizer's averages stay valid. ``cap`` bounds the factor from above, where a larger one has hurt.
+    ``is_at_m0`` tells that a step has M0 examples: a rule that says 1 there, as most do, need not be asked.
+    ``direction`` is the evidence on the rate (see :mod:`pollux.train.alignment`): only with +1 may the factor rise,
+    with -1 it falls back towards 1.
     A step that raises cannot be noticed by a hook: the rate is then put back at the next step, when the optimizer's
     state is saved, or by :meth:`restore`, whichever comes first. (Loading a state replaces the groups, and wins.)
     """
@@ -196,12 +251,20 @@ class ScaledRate:
         optimizer: torch.optim.Optimizer,
         rule: str | ScalingRule,
         context: Callable[[], StepContext],
+        *,
+        glides: bool = False,
+        is_at_m0: Callable[[], bool] = lambda: False,
     ) -> None:
         if not all("lr" in group for group in optimizer.param_groups):
             raise InvalidValueError(f"{type(optimizer).__name__} has a parameter group without 'lr' to scale")
         self.rule = rule_for(rule, optimizer)
         self._context = context
         self._factor = 1.0
+        self._glides, self._has_stepped = glides, False
+        self._is_at_m0 = is_at_m0
+        self.cap = math.inf
+        self.direction = 1
+        self.target = 1.0  # what the rule asked for in the last step
         self._optimizer = optimizer
         self._pending: list[_ScaledGroup] = []
         self._exponent = 1.0  # the unit in which the optimizer's state counts steps: see _count_steps_in
@@ -218,6 +281,22 @@ class ScaledRate:
         return self._factor
 
     @property
+    def tuned(self) -> float:
+        """The rate that the user's schedule asks for now, of the first parameter group."""
+        rate = self._optimizer.param_groups[0]["lr"]
+        return float(rate) if not isinstance(rate, Tensor) or rate.device.type == "cpu" else 0.0
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the next step's factor depends on, besides the rule."""
+        names = ("_factor", "cap", "_has_stepped", "_exponent", "direction")
+        return {name.removeprefix("_"): getattr(self, name) for name in names}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go on from steps made elsewhere: by another replica, or before a restart."""
+        self._factor, self.cap, self._has_stepped = state["factor"], state["cap"], state["has_stepped"]
+        self._exponent, self.direction = state["exponent"], state["direction"]
+
+    @property
     def beta_exponent(self) -> float:
         """The power to which Adam's β were raised in the last step, and the unit in which its state counts steps.
 
@@ -225,10 +304,6 @@ class ScaledRate:
         back to the same number, and replicas that saved would differ from those that did not.
         """
         return self._exponent
-
-    @beta_exponent.setter
-    def beta_exponent(self, exponent: float) -> None:
-        self._exponent = exponent
 
     def restore(self) -> None:
         """Put back the unscaled rates if a step raised; nothing to do otherwise."""
@@ -245,15 +320,28 @@ class ScaledRate:
         self._handles.clear()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        self.restore()
+        if self._pending:
+            self.restore()
+        is_plain = self._factor == 1.0 and self._exponent == 1.0 and isinstance(self.rule, _ONE_AT_M0)
+        if is_plain and self._is_at_m0():
+            self._has_stepped, self.target = True, 1.0
+            return
         context = self._context()
         factor = float(self.rule.factor(context))
         if not 0 < factor < math.inf:
             raise InvalidValueError(
                 f"{self.rule!r} gave the learning-rate factor {factor}; it must be a positive number"
             )
-        self._factor = factor
+        self.target = factor
+        factor = min(factor, max(self.cap, 1.0))
         exponent = _exponent_for(optimizer, context.scale) if getattr(self.rule, "scales_betas", False) else 1.0
+        if self._glides and self._has_stepped:
+            factor = min(max(factor, self._factor / FALL), self._factor * GLIDE)
+            if self.direction <= 0 and factor > 1.0:
+                held = self._factor if self.direction == 0 else max(self._factor / GLIDE, 1.0)
+                factor = min(factor, max(held, 1.0))
+            exponent = min(max(exponent, self._exponent / FALL), self._exponent * GLIDE)
+        self._factor, self._has_stepped = factor, True
         self._count_steps_in(exponent)
         seen: set[int] = set()
         with torch.no_grad():
@@ -271,7 +359,8 @@ class ScaledRate:
                     rate.mul_(factor)
 
     def _after_step(self, *_: Any) -> None:
-        self.restore()
+        if self._pending:
+            self.restore()
 
     def _after_loading(self, *_: Any) -> None:
         self._exponent = 1.0

@@ -1,7 +1,6 @@
 """A run's step boundaries, and what happens at them.
 
-Stands in ``train``, below :mod:`pollux.train.run`, which is what users see of it. A boundary is the moment when the
-user's loop asks for the next batch:
+Called by the loader and the model in the user's loop. A boundary is the moment when the loop asks for the next batch:
 
 1. the step's gradients turned out worthless (a peer was lost, memory ran out): re-form the group, begin the step
    again on the same examples;
@@ -29,23 +28,19 @@ import torch
 import torch.distributed as dist
 
 from pollux.errors import CheckpointError, InvalidValueError, PeerLostError, PolluxError
-from pollux.train.batching import BatchChoice, shape_of
+from pollux.train.adaptation import Adaptation, Wish, plan_of
+from pollux.train.batching import BatchChoice
 from pollux.train.data import Pass
 from pollux.train.fence import Fence
-from pollux.train.gradients import PassPlan
 from pollux.train.leaving import EXIT_CODE, Leave, LeaveSignals
 from pollux.train.membership import Group, Membership
 from pollux.train.parts import Keeper, Parts
-from pollux.train.pulse import Sample
 from pollux.train.replicate import broadcast_buffers
 from pollux.train.report import Advice, Reporter
 from pollux.train.scaling import StepContext
 from pollux.train.state import broadcast, random_state, set_random_state
 from pollux.train.team import BrokenGroup, Team, let_go
 
-MEASURING_BUDGET = 0.002  # share of a step's time that measuring its noise may take, on average
-MAX_INTERVAL = 32  # steps between measurements at most
-FIRST_MEASUREMENTS = 10  # made every step: until then there is no average worth the name
 REPORT_INTERVAL_S = 1.0
 UNUSED_STEPS = 20
 MAX_ATTEMPTS = 50  # at forming a group
@@ -68,6 +63,7 @@ class Session:
         self.membership, self.team, self.signals = membership, team, signals
         self.keeper, self.reporter, self._timeout_s = keeper, reporter, timeout_s
         self.parts: Parts | None = None
+        self._adapting: Adaptation | None = None
         self.num_epochs: tuple[int, bool] | None = None
         self.is_started = False
         self.current: Pass | None = None  # the pass in the user's hands
@@ -78,7 +74,7 @@ class Session:
         self._has_left = False  # the loop was left with the pass under way
         self._has_state = False
         self._is_damaged = False  # there was a state, and it cannot be trusted any more
-        self._wish: BatchChoice | None = None  # rank 0: the batch to change to
+        self._wish: Wish | None = None  # of rank 0
         self._reported_s = time.monotonic()
         self._last_generation = 0  # of the last group that this replica was in
         membership.on_lost(self._on_lost)
@@ -90,6 +86,12 @@ class Session:
         if self.parts is None:
             raise InvalidValueError("call run.dataloader(...) and run.prepare(...) before the loop")
         return self.parts
+
+    @property
+    def _adaptation(self) -> Adaptation:
+        if self._adapting is None:
+            self._adapting = Adaptation(self._parts, self.team)
+        return self._adapting
 
     @property
     def generation(self) -> int:
@@ -116,14 +118,12 @@ class Session:
         hook, is_first = parts.trainee.hook, current.index == 0
         if is_first:
             self._is_applied = False
-            is_due = parts.progress.num_steps % parts.interval == 0 or hook.holds_previous
-            is_warm = parts.progress.num_steps >= hook.warm_up_steps
-            self._is_measured = is_due and is_warm and not step.is_short
-        weight = current.num_examples / current.step_examples
-        hook.begin_pass(PassPlan(weight=weight, is_first=is_first, is_last=current.is_last, measures=self._is_measured))
+            self._is_measured = self._adaptation.measures(step)
+        hook.begin_pass(plan_of(current, self._is_measured))
+        self._adaptation.watch_outputs(current)
         timer = parts.tuner.timer
         configuration = parts.tuner.configuration(parts.choice.config.device_batch)
-        timer.begin(configuration, is_only=step.num_passes == 1, is_last=current.is_last)
+        timer.begin(configuration, is_only=step.num_passes == 1, is_last=current.is_last, is_split=step.is_split)
         if step.is_short:
             timer.disturb()
 
@@ -199,39 +199,28 @@ class Session:
         parts.loader.commit()
         progress.add_step(current.step_examples, parts.gain(current.step_examples), tuner.limits.initial)
         norms = parts.trainee.hook.take_norms()
+        parts.num_measured += self._is_measured
         if norms is not None:
-            since = min(max(index - parts.last_measured, 1), MAX_INTERVAL)
-            scale = current.step_examples / tuner.limits.initial * since
-            if norms.is_pair:
-                sample = Sample(num_gradients=2, count=2, batch_size=current.step_examples, scale=scale, is_biased=True)
-            else:
-                sizes = current.step.sizes
-                mean = len(sizes) / sum(1 / size for size in sizes)
-                mean *= current.step_examples / current.step.count  # a user's batch may be the unit
-                # A harmonic mean is never above the mean, so it fits in that often; rounding may say otherwise.
-                count = max(current.step_examples / mean, float(len(sizes)))
-                sample = Sample(num_gradients=len(sizes), count=count, batch_size=mean, scale=scale, is_biased=False)
-            parts.pulse.add(index, norms, sample)
-            parts.last_measured = index
-            parts.num_measured += 1
+            self._adaptation.add_norms(norms, current, index)
 
     def _finish_step(self) -> None:
-        parts, tuner = self._parts, self._parts.tuner
-        wants_word, interval = parts.pulse.read()
+        parts, adaptation = self._parts, self._adaptation
+        wants_attention, interval, parts.trainee.rate.direction = parts.pulse.read()
         parts.interval = interval or parts.interval
-        tuner.observe()
-        if wants_word:
-            tuner.timer.disturb()
+        adaptation.take_in()
+        if wants_attention:
+            parts.tuner.timer.disturb()
             self._attend()
         if self.team.rank == 0:
             self._look_around()
+        if parts.loader.shape.split_every != adaptation.split_every():
+            adaptation.configure_loader()
 
     def _look_around(self) -> None:
         """Rank 0 between two steps: is another batch better, is a report or a checkpoint due?"""
         parts = self._parts
         if self._wish is None and parts.loader.unit != "batch":
-            seen = parts.progress.num_examples
-            self._wish = parts.tuner.reconsider(parts.noise_scale, seen, parts.choice, self._advice())
+            self._wish = self._adaptation.wish(self._advice())
             if self._wish is not None and self.team.size == 1:
                 self._rebatch(self._wish)
         now = time.monotonic()
@@ -244,7 +233,7 @@ class Session:
             parts.tuner.timer.disturb()
 
     def _attend(self) -> None:
-        """Somebody wants a word: find out what, and do it, all together."""
+        """Some replica wants attention: find out why, and do it, all together."""
         mine = self.signals.received, self.membership.has_newer(), self._wish if self.team.rank == 0 else None
         wants = self.team.gather(mine)
         signals = [received for received, _, _ in wants if received is not None]
@@ -440,28 +429,22 @@ class Session:
             raise error
 
     def _settle_batch(self) -> None:
-        """The batch for this allocation, by rank 0. Where none fits, everybody says so."""
+        """The batch for this allocation, by rank 0. Where none fits, every rank raises."""
         answer: BatchChoice | PolluxError | None = None
         if self.team.rank == 0:
             try:
-                answer = self._parts.tuner.choose(self._parts.noise_scale, self._parts.progress.num_examples, None)
+                answer = self._adaptation.settled()
             except PolluxError as error:
                 answer = error
         answer = self.team.share(answer)
         if isinstance(answer, PolluxError):
             raise answer
         assert answer is not None
-        self._rebatch(answer)
+        self._rebatch(Wish(answer, "explore" if not self._parts.tuner.explorer.is_done else "settle"))
 
-    def _rebatch(self, choice: BatchChoice) -> None:
-        parts = self._parts
+    def _rebatch(self, wish: Wish) -> None:
         self._wish = None
-        is_pair = self.team.size == 1 and choice.config.accum_steps == 0
-        if is_pair != parts.pulse.moments.is_biased:
-            parts.num_measured = 0  # samples of the other kind come now: some in a row, to begin an average with
-        parts.choice = choice
-        parts.trainee.hook.forget_previous()
-        parts.loader.configure(shape_of(choice, self.team.size, self.team.rank, parts.loader.epoch_length))
+        self._adaptation.apply(wish.choice, wish.kind)
 
     def finish(self) -> None:
         """Training is over: keep the result. All wait for it, as the first to end may end the others."""
@@ -527,6 +510,15 @@ class Session:
         if self.parts is not None:
             self.parts.tuner.timer.ready()
 
+    def on_gradient(self) -> None:
+        """The optimizer is about to step: the step's gradient is complete. With DDP that was seen before."""
+        parts = self.parts
+        if parts is None:
+            return
+        if self.team.size == 1:
+            parts.tuner.timer.ready()
+        self._adaptation.on_gradient()
+
     def on_last(self) -> None:
         if self.current is not None:
             self._beat()
@@ -550,6 +542,10 @@ class Session:
     def on_rebuild(self) -> None:
         """Meet the others. Raises BrokenGroup."""
         self.team.start_sum([0.0]).wait()
+
+    def is_at_m0(self) -> bool:
+        current = self.current
+        return current is not None and current.step_examples == self._parts.tuner.limits.initial
 
     def context(self) -> StepContext:
         parts, current = self._parts, self.current
@@ -587,11 +583,13 @@ class Session:
     def _beat(self) -> None:
         parts = self._parts
         wants = self.signals.received is not None or self.membership.has_newer() or self._wish is not None
-        cost_s, step_s = parts.pulse.cost_s, parts.tuner.timer.step_s
-        interval = 1
-        if parts.num_measured >= FIRST_MEASUREMENTS and step_s:
-            interval = max(1, min(MAX_INTERVAL, round(cost_s / (MEASURING_BUDGET * step_s))))
-        parts.pulse.beat(parts.progress.num_steps, wants_attention=wants, interval=interval)
+        adaptation = self._adaptation
+        parts.pulse.beat(
+            parts.progress.num_steps,
+            wants_attention=wants,
+            interval=adaptation.interval(),
+            direction=adaptation.direction(),
+        )
 
     def _on_lost(self, generation: int, attempt: int = 0) -> None:
         """From the membership's thread: collectives of groups before this one will never end."""

@@ -231,7 +231,7 @@ def _plan(drawn: _Drawn, position: int, shape: StepShape, drop_last: bool) -> It
 
     A function and not a method: the workers' iterator holds it, and a circle would keep them alive until a collection.
     """
-    while (step := divide(position, len(drawn), shape, drop_last=drop_last)) is not None:
+    while (step := divide(position, len(drawn), shape, drop_last=drop_last, epoch=drawn.epoch)) is not None:
         for positions in step.passes:
             yield drawn.indices(positions or range(step.start, step.start + 1))
         position += step.count

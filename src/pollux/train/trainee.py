@@ -12,10 +12,12 @@ import torch
 from torch import Tensor, nn
 
 from pollux.errors import InvalidValueError
+from pollux.train.alignment import Alignment
 from pollux.train.gates import Gate, gate_optimizer, gate_scaler, gate_scheduler
 from pollux.train.gradients import GradientHook
+from pollux.train.norm_layers import NormLayers
 from pollux.train.replicate import ElasticModel
-from pollux.train.scaling import ScaledRate, ScalingRule, StepContext
+from pollux.train.scaling import AUTO, ScaledRate, ScalingRule, StepContext
 from pollux.train.state import load_optimizer, signature_of
 from pollux.train.team import Team
 
@@ -29,7 +31,9 @@ class Steps(Protocol):
     def on_stepped(self, is_whole: bool) -> None: ...
     def num_scheduler_steps(self) -> int: ...
     def context(self) -> StepContext: ...
+    def is_at_m0(self) -> bool: ...
     def on_ready(self) -> None: ...
+    def on_gradient(self) -> None: ...
     def on_last(self) -> None: ...
     def on_forward(self, error: BaseException | None) -> bool: ...
     def on_rebuild(self) -> None: ...
@@ -53,17 +57,29 @@ class Trainee:
         self.signature = signature_of(model, optimizer)
         self._may_skip = bool(ddp_options.get("find_unused_parameters"))
         self._used: set[int] = set()  # identities of parameters that earlier passes of the step have used
-        self.rate = ScaledRate(optimizer, scaling, steps.context)
+        self.rate = ScaledRate(optimizer, scaling, steps.context, glides=True, is_at_m0=steps.is_at_m0)
+        self.alignment = Alignment(optimizer)
+        self.must_earn_rate = scaling == AUTO  # a rule that the user names is the user's word
+        self.norm_layers = NormLayers(
+            model, optimizer, loss_scale=self.loss_scale, beta_exponent=lambda: self.rate.beta_exponent
+        )
         self.hook = GradientHook(
             optimizer,
-            loss_scale=self._loss_scale,
+            parameters=model.parameters(),
+            loss_scale=self.loss_scale,
             beta_exponent=lambda: self.rate.beta_exponent,
             on_ready=steps.on_ready,
             on_last=steps.on_last,
             keeps_views=self._may_skip,
         )
         try:
-            self.model = ElasticModel(model, self.hook.reduce, team.process_group, **ddp_options)
+            self.model = ElasticModel(
+                model,
+                self.hook.reduce,
+                team.process_group,
+                on_lone_forward=self.hook.begin_lone_forward,
+                **ddp_options,
+            )
         except BaseException:
             self.rate.detach()  # a second attempt would scale twice
             raise
@@ -82,6 +98,7 @@ class Trainee:
 
         DDP takes a parameter that a backward pass has not used for unused, and leaves it without a gradient.
         """
+        self._steps.on_gradient()
         for parameter in self.module.parameters() if self._used else ():
             if id(parameter) in self._used and parameter.grad is None:
                 parameter.grad = self.hook.views.get(id(parameter))
@@ -100,6 +117,7 @@ class Trainee:
     def begin_again(self) -> None:
         """The step under way is given up: what it has left in the user's objects goes."""
         self.optimizer.zero_grad()
+        self.norm_layers.clear()
         self._used.clear()
         if self._scaler is not None:
             self._scaler._per_optimizer_states.clear()  # or a second unscale_ would be refused
@@ -116,7 +134,7 @@ class Trainee:
         return {
             "model": self.module.state_dict(),
             "optimizer": self.optimizer.state_dict(),
-            "beta_exponent": self.rate.beta_exponent,
+            "rate": self.rate.state_dict(),
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
             "scaler": self.scaler_state(),
         }
@@ -124,18 +142,19 @@ class Trainee:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.module.load_state_dict(state["model"])
         load_optimizer(self.optimizer, state["optimizer"])
-        self.rate.beta_exponent = state["beta_exponent"]
+        self.rate.load_state_dict(state["rate"])  # after the optimizer's, whose hook resets it
         if self._scheduler is not None and state["scheduler"] is not None:
             self._scheduler.load_state_dict(state["scheduler"])
         self.load_scaler_state(state["scaler"])
 
     def detach(self) -> None:
         self.rate.detach()
+        self.norm_layers.clear()
         for gate in self._gates:
             gate.open()
         self._gates.clear()
 
-    def _loss_scale(self) -> Tensor | float:
+    def loss_scale(self) -> Tensor | float:
         if self._scaler is None or not self._scaler.is_enabled():
             return 1.0
         device = next(self.module.parameters()).device

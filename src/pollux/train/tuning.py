@@ -1,7 +1,6 @@
-"""A run's own idea of its goodput: profile, fitted model, and the batch that follows from them.
+"""A run's own idea of its goodput: measured step times, the fitted model, and the batch that follows from them.
 
-Stands in ``train``, above :mod:`pollux.model`; the same code that the scheduler plans with. Every rank
-keeps the profile, so that any of them can become rank 0, which decides.
+Called by the session. Every rank keeps the profile, so that any of them can become rank 0, which decides.
 """
 
 from __future__ import annotations
@@ -17,13 +16,19 @@ import torch
 from pollux.errors import FitError, InvalidValueError
 from pollux.model.fitting import Fit, fit
 from pollux.model.profile import Configuration, Profile, Timing
-from pollux.train.batching import BatchChoice, BatchPolicy, BatchSituation
+from pollux.train.batching import BatchChoice, BatchPolicy, BatchSituation, spread
+from pollux.train.explore import LEAST_PER_EPOCH, Explorer, Ladder, MemoryWatch
+from pollux.train.moments import NoiseStats
+from pollux.train.pace import Pace, RateWatch
 from pollux.train.profiling import StepTimer
 from pollux.train.report import Advice
 from pollux.types import BatchConfig, BatchLimits, ThroughputParams
 from pollux.wire import MAX_TIMINGS
 
-ADAPT_INTERVAL_S = 2.0  # a batch is reconsidered this often at most, and when there is something new to consider
+ADAPT_INTERVAL_S = 0.2  # a batch is reconsidered this often at most: it takes some 0.1 ms
+KNOWN_SIZES = 3  # device batches that a profile must have for its curve to count as known
+STEPS_TO_EXPLORE_AGAIN = 2000
+MAX_NOTES = 20  # kept for the next report
 
 logger = logging.getLogger(__name__)
 
@@ -34,12 +39,21 @@ class Tuner:
         self.accelerator = accelerator_name(device)
         self.timer = StepTimer(device)
         self.profile = Profile()
+        self.pace, self.rates, self.memory = Pace(), RateWatch(), MemoryWatch(device)
+        self.explorer = Explorer()
+        if not getattr(policy, "explores", False):
+            self.explorer.stop()
         self.fit: Fit | None = None
         self._advised: ThroughputParams | None = None  # fitted to all that other jobs like this one measured, too
         self.num_nodes, self.num_replicas = 1, 1
         self._asked = limits  # as the user gave them; ``limits`` may have become tighter
         self._new: list[tuple[Configuration, Timing]] = []
+        self._has_told = False  # some timings have gone to the scheduler: its advice may rest on them alone
+        self._notes: list[str] = []
         self._is_stale = False
+        self._has_drifted = False  # a known configuration has become slower or faster
+        self._explored_at = 0  # the step at which exploring began last
+        self._base_total: int | None = None  # what exploring starts from, and returns to; None: M0
         self._considered_s = -ADAPT_INTERVAL_S
 
     def configuration(self, device_batch: int) -> Configuration:
@@ -53,54 +67,152 @@ class Tuner:
     def observe(self) -> None:
         """Take in what the timer has learnt since."""
         for configuration, timing in self.timer.take():
-            self._is_stale |= self.profile.add(self.accelerator, configuration, timing)
+            is_known = configuration in self.profile.timings(self.accelerator)
+            is_news = self.profile.add(self.accelerator, configuration, timing)
+            self._is_stale |= is_news
+            self._has_drifted |= is_known and is_news
+            self.explorer.note(configuration.device_batch, timing)
+            self.memory.note(configuration.device_batch)
             self._new.append((configuration, timing))
         del self._new[:-MAX_TIMINGS]  # of a replica that does not report, but may have to one day
 
     def take_timings(self) -> tuple[tuple[Configuration, Timing], ...]:
         """New since the last call, for a report."""
         new, self._new = self._new, []
+        self._has_told |= bool(new)
         return tuple(new)
 
-    def choose(self, noise_scale: float | None, num_examples: float, current: BatchConfig | None) -> BatchChoice:
-        """The policy's answer for the present allocation, after so many examples.
+    def note(self, text: str) -> None:
+        """Something for the job's history."""
+        logger.info("%s", text)
+        self._notes.append(text)
+        del self._notes[:-MAX_NOTES]
 
-        Raises InvalidValueError where no batch fits.
-        """
+    def take_notes(self) -> tuple[str, ...]:
+        """New since the last call, for a report."""
+        notes, self._notes = self._notes, []
+        return tuple(notes)
+
+    def situation(
+        self, noise: NoiseStats | None, num_examples: float, num_steps: int, total: int | None, earned: float = 1.0
+    ) -> BatchSituation:  # fmt: skip
+        """What the policy may know of the present allocation, after so many examples and steps."""
         self._refit()
-        timings = self.profile.timings(self.accelerator)
         measured = {
             configuration.device_batch: timing
-            for configuration, timing in timings.items()
+            for configuration, timing in self.profile.timings(self.accelerator).items()
             if configuration[:2] == (self.num_nodes, self.num_replicas)
         }
-        situation = BatchSituation(
+        return BatchSituation(
             limits=self.limits,
             num_nodes=self.num_nodes,
             num_replicas=self.num_replicas,
-            current=current,
+            total=total,
             params=self._advised or (self.fit.params if self.fit is not None else None),
-            noise_scale=noise_scale,
+            noise_scale=None if noise is None else noise.noise_scale,
+            noise_low=None if noise is None else noise.noise_scale_low,
+            noise_high=None if noise is None else noise.noise_scale_high,
             num_examples=num_examples,
+            may_grow=self.pace.may_grow(num_steps),
+            may_shrink=self.pace.may_shrink(num_steps),
+            is_rate_rising=self.rates.is_rising,
+            rate_share=self.rates.share_of_peak,
+            earned=earned,
             measured=measured,
         )
-        return self.policy.choose(situation)
+
+    def choose(
+        self,
+        noise: NoiseStats | None,
+        num_examples: float,
+        num_steps: int,
+        total: int | None,
+        earned: float = 1.0,
+        *,
+        stays: bool = False,
+    ) -> BatchChoice:
+        """The policy's answer for the present allocation. Raises InvalidValueError where no batch fits.
+
+        With ``stays`` the total is kept, as far as these replicas can make it up.
+        """
+        if total is not None and not self.explorer.is_done:
+            total = self._base().total  # the policy never chose the one that is being timed
+        situation = self.situation(noise, num_examples, num_steps, total, earned)
+        if stays:
+            situation = replace(situation, may_grow=False, may_shrink=False)
+        choice = self.policy.choose(situation)
+        if total is not None and choice.total > total and not self.memory.fits(choice.config.device_batch):
+            self.bound(choice.config.device_batch - 1)
+            self.note(f"step {num_steps}: a device batch of {choice.config.device_batch} would not fit into memory: "
+                      f"{self.limits.device_max} is the limit from now on")  # fmt: skip
+            choice = self.policy.choose(self.situation(noise, num_examples, num_steps, total, earned))
+        return choice
 
     def reconsider(
-        self, noise_scale: float | None, num_examples: float, current: BatchChoice, advice: Advice | None
+        self,
+        noise: NoiseStats | None,
+        num_examples: float,
+        num_steps: int,
+        current: BatchChoice,
+        advice: Advice | None,
+        epoch_length: int | None = None,
+        earned: float = 1.0,
     ) -> BatchChoice | None:
         """Another batch, if it is time to think about it and one is better; ``advice`` of a scheduler goes first."""
         if isinstance(advice, ThroughputParams):
             self._advised = advice
+            if not self._has_told:
+                self.explorer.stop()  # other jobs like this one have measured the curve
         elif advice is not None:
             choice = BatchChoice(config=advice, total=advice.total(self.num_replicas))
             return choice if choice != current and self._allows(advice) else None
+        if self._is_curve_stale(num_steps):
+            self.note(f"step {num_steps}: step times have changed, so larger device batches are timed anew")
+            self.explorer.restart()
+            self._base_total = current.total
+        if not self.explorer.is_done:
+            return self._explore(num_steps, current, epoch_length)
         now = time.monotonic()
-        if now - self._considered_s < ADAPT_INTERVAL_S:
+        is_exact = getattr(self.policy, "counts_examples", False)  # by examples or by the schedule: at the very step
+        if not is_exact and now - self._considered_s < ADAPT_INTERVAL_S:
             return None
         self._considered_s = now
-        choice = self.choose(noise_scale, num_examples, current.config)
+        choice = self.choose(noise, num_examples, num_steps, current.total, earned)
         return choice if choice != current else None
+
+    def _is_curve_stale(self, num_steps: int) -> bool:
+        """Whether it is worth exploring again: not often, as a noisy machine changes all the time."""
+        is_due = self._has_drifted and num_steps - self._explored_at >= STEPS_TO_EXPLORE_AGAIN
+        if not is_due or not self.explorer.is_done or not getattr(self.policy, "explores", False):
+            return False
+        self._has_drifted, self._explored_at = False, num_steps
+        return True
+
+    def _explore(self, num_steps: int, current: BatchChoice, epoch_length: int | None) -> BatchChoice | None:
+        """The next device batch to be timed, if it is another than the present one; in the end back to the first."""
+        replicas, limits = self.num_replicas, self.limits
+        base = self._base()
+        most = min(limits.device_max, limits.maximum // replicas)
+        if epoch_length:
+            most = min(most, epoch_length // (LEAST_PER_EPOCH * replicas))
+        device_batch = self.explorer.next(Ladder(first=base.config.device_batch, last=most), num_steps)
+        if device_batch is not None and not self.memory.fits(device_batch):
+            self.bound(device_batch - 1)
+            self.note(f"step {num_steps}: a device batch of {device_batch} would not fit into memory")
+            self.explorer.stop()
+            device_batch = None
+        if device_batch is None or device_batch == base.config.device_batch:
+            choice = base
+        else:
+            choice = BatchChoice(config=BatchConfig(device_batch, 0), total=device_batch * replicas)
+        return choice if choice != current else None
+
+    def _base(self) -> BatchChoice:
+        """The batch that exploring began at: M0, or the least that these replicas allow, if training has just begun."""
+        limits = self.limits
+        situation = BatchSituation(limits=limits, num_nodes=self.num_nodes, num_replicas=self.num_replicas)
+        least = max(limits.minimum, limits.device_min * self.num_replicas)
+        return spread(min(max(self._base_total or least, least), limits.maximum), situation)
 
     def halve(self, device_batch: int) -> None:
         """``device_batch`` did not fit into memory. Raises InvalidValueError when there is nothing to halve."""
@@ -110,7 +222,8 @@ class Tuner:
                 f"out of memory with {device_batch} examples on the device, and device_batch_size allows no fewer than "
                 f"{self.limits.device_min}: lower it, or use a smaller model or a larger device"
             )
-        self.bound(bound)
+        self.note(f"{device_batch} examples on a device did not fit into memory: {bound} is the limit from now on")
+        self.bound(bound)  # exploring, if under way, ends there
 
     def bound(self, device_max: int) -> None:
         """At most so many examples on a device from now on; remembered in the state."""
@@ -129,6 +242,8 @@ class Tuner:
             "profile": [(accelerator, tuple(c), tuple(t)) for accelerator, c, t in self.profile],
             "device_max": self.limits.device_max,
             "asked_device_max": self._asked.device_max,
+            "pace": self.pace.state_dict(),
+            "rates": self.rates.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -136,6 +251,11 @@ class Tuner:
         for accelerator, configuration, timing in state["profile"]:
             self.profile.add(accelerator, Configuration(*configuration), Timing(*timing))
         self._is_stale = bool(len(self.profile))
+        self.pace.load_state_dict(state["pace"])
+        self.rates.load_state_dict(state["rates"])
+        sizes = {c.device_batch for c in self.profile.timings(self.accelerator)}
+        if len(sizes) >= KNOWN_SIZES:
+            self.explorer.stop()
         # A bound learnt the hard way holds while the user asks for the same; who asks for another wants to try it.
         if state["asked_device_max"] == self._asked.device_max:
             self.bound(state["device_max"])

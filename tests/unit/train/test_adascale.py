@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 
+from pollux.train import scaling
+from pollux.train.adaptation import Adaptation
 from tests.thorough import IS_THOROUGH
 
 if importlib.util.find_spec("sklearn") is None:  # found only: importing it takes a second, in every process
@@ -23,7 +25,10 @@ def rules():
     return module
 
 
-def test_adascale_learns_at_eight_times_the_batch_what_m0_learns(rules):
+def test_adascale_learns_at_eight_times_the_batch_what_m0_learns(rules, monkeypatch):
+    # The rule itself, from the first step on. A run would get there by doublings, with the rate gliding after them.
+    monkeypatch.setattr(scaling, "GLIDE", 1e9)
+    monkeypatch.setattr(Adaptation, "direction", lambda self: 1)
     num_epochs, num_seeds = 10, 2 if IS_THOROUGH else 1
     grid = np.arange(6.0, num_epochs - 0.5, 0.25)  # before, both sit on the same plateau
     tuned = rules.mean_curve("none", 1, num_epochs, num_seeds, grid)

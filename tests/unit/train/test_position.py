@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from pollux.errors import InvalidValueError
-from pollux.train.position import EpochOrder, Position, StepShape, count_passes, divide
+from pollux.train.position import EpochOrder, Position, Step, StepShape, count_passes, divide
 
 SHAPES = st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(0, 3))  # K, m, s
 
@@ -118,6 +120,7 @@ def test_only_a_commit_moves_the_position():
         (lambda: StepShape(rank=-1), "rank -1"),
         (lambda: StepShape(device_batch=0), "device batch size 0"),
         (lambda: StepShape(accum_steps=-1), "-1 accumulation"),
+        (lambda: StepShape(split_every=-1), "split every -1 steps"),
         (lambda: EpochOrder(0), "0 examples"),
         (lambda: EpochOrder(3, seed=-1), "seed -1"),
         (lambda: Position(epoch=-1), "epoch -1"),
@@ -129,3 +132,89 @@ def test_only_a_commit_moves_the_position():
 def test_what_cannot_be_is_refused(make, message):
     with pytest.raises(InvalidValueError, match=message):
         make()
+
+
+# --- one replica, one pass: some steps are split to be measured ----------------------------------------------------
+
+SPLIT_SHAPES = st.builds(
+    StepShape,
+    device_batch=st.integers(1, 9),
+    limit=st.none() | st.integers(1, 9),
+    split_every=st.integers(1, 6),
+)
+
+
+def walk(length: int, shape: StepShape, *, epoch: int = 0, start: int = 0, drop_last: bool = False) -> list[Step]:
+    steps, position = [], start
+    while (step := divide(position, length, shape, drop_last=drop_last, epoch=epoch)) is not None:
+        steps.append(step)
+        position += step.count
+    return steps
+
+
+@given(SPLIT_SHAPES, st.integers(1, 70), st.booleans(), st.integers(0, 9))
+def test_split_steps_have_every_example_once_in_two_nearly_equal_passes(shape, length, drop_last, epoch):
+    steps = walk(length, shape, epoch=epoch, drop_last=drop_last)
+    covered = [place for step in steps for own in step.passes for place in own]
+    assert covered == list(range(length - length % shape.total if drop_last else length))
+    for step in steps:
+        assert step.num_passes == (2 if step.is_split else 1)
+        if step.is_split:
+            assert not step.is_short and step.sizes == [len(own) for own in step.passes]
+            assert step.sizes[0] - step.sizes[1] in (0, 1) and step.sizes[1] >= 1
+            assert sum(step.weight(index) for index in range(2)) == pytest.approx(1)
+    assert count_passes(length, shape, drop_last=drop_last, epoch=epoch) == sum(step.num_passes for step in steps)
+
+
+@given(SPLIT_SHAPES, st.integers(1, 60))
+def test_every_nth_step_is_split_however_short_an_epoch_is(shape, length):
+    """An epoch of one step would otherwise be split every time, and never be timed."""
+    num_epochs = 4 * shape.split_every
+    steps = [step for epoch in range(num_epochs) for step in walk(length, shape, epoch=epoch) if not step.is_short]
+    num_split = sum(step.is_split for step in steps)
+    expected = len(steps) / shape.split_every if shape.total >= 2 else 0
+    assert num_split == expected
+
+
+@given(SPLIT_SHAPES, st.integers(1, 40), st.data())
+def test_workers_that_read_ahead_agree_with_the_loader(shape, length, data):
+    """Restarted anywhere, as after another batch: the same steps follow."""
+    epoch = data.draw(st.integers(0, 5))
+    whole = walk(length, shape, epoch=epoch)
+    index = data.draw(st.integers(0, len(whole) - 1))
+    assert walk(length, shape, epoch=epoch, start=whole[index].start) == whole[index:]
+
+
+@given(SHAPES, st.integers(1, 70), st.integers(1, 5))
+def test_steps_of_several_gradients_are_never_split(shape, length, split_every):
+    num_replicas, _, accum_steps = shape
+    if num_replicas * (accum_steps + 1) == 1:
+        return
+    for one in ranks(*shape):
+        asked = replace(one, split_every=split_every)
+        assert [s.passes for s in walk(length, asked)] == [s.passes for s in walk(length, one)]
+        assert not any(step.is_split for step in walk(length, asked))
+
+
+@pytest.mark.parametrize("num_workers", [0, 2])
+def test_a_loader_serves_split_steps_as_its_workers_have_read_them(num_workers):
+    torch = pytest.importorskip("torch")
+    from pollux.train.data import ElasticLoader
+
+    shape = StepShape(device_batch=7, split_every=3)
+    with ElasticLoader(range(40), shape, shuffle=True, num_workers=num_workers, auto_commit=True) as loader:
+        for epoch in range(3):
+            loader.set_epoch(epoch)
+            num_passes, sizes, seen = len(loader), [], []
+            for batch in loader:
+                sizes.append((loader.step.is_split, len(batch)))
+                seen += torch.as_tensor(batch).tolist()
+            assert sorted(seen) == list(range(40)) and num_passes == len(sizes)
+            expected = []
+            for step in walk(40, shape, epoch=epoch):
+                expected += [(step.is_split, len(own)) for own in step.passes]
+            assert sizes == expected
+
+
+def test_a_batch_of_one_cannot_be_split():
+    assert not any(step.is_split for step in walk(9, StepShape(device_batch=1, split_every=1)))

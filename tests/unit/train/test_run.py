@@ -25,7 +25,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from pollux import train
 from pollux.errors import CheckpointError, InvalidValueError, PolluxError, UnknownNameError
-from pollux.train.batching import BatchChoice, BatchSituation, FixedBatch
+from pollux.train.batching import AdaptiveBatch, BatchChoice, BatchSituation, FixedBatch
 from pollux.train.leaving import EXIT_CODE, SIGNALS, Leave
 from pollux.train.membership import TORCHRUN
 from pollux.train.report import FileReporter, Report
@@ -297,7 +297,7 @@ class Adviser:
 def test_another_batch_in_the_middle_of_an_epoch_loses_and_repeats_nothing():
     adviser = Adviser([None, BatchConfig(4, 2), None, BatchConfig(3, 4), BatchConfig(99, 0), BatchConfig(3, 2)])
     with train.init(reporter=adviser) as run:
-        script = Script(run, max_batch_size=16)
+        script = Script(run, max_batch_size=16, policy=AdaptiveBatch(explores=False))
         totals = []
         for epoch in run.epochs(2, by="passes"):
             for indices, x, y in script.loader:

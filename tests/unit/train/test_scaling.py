@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 
 import pytest
@@ -15,6 +16,7 @@ from pollux.model import efficiency  # noqa: E402
 from pollux.train import (  # noqa: E402
     LEGW,
     AdaScale,
+    DampedRoot,
     Linear,
     NoiseStats,
     NoScaling,
@@ -99,7 +101,101 @@ def test_auto_depends_on_the_optimizer():
     parameters = [torch.nn.Parameter(torch.ones(2))]
     assert rule_for("auto", torch.optim.SGD(parameters, lr=0.1)) == AdaScale()
     for make in (torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad):
-        assert rule_for("auto", make(parameters, lr=0.1)) == SquareRoot()
+        assert rule_for("auto", make(parameters, lr=0.1)) == DampedRoot()
+
+
+def test_auto_leaves_the_rate_of_an_unknown_optimizer_alone_and_says_so(caplog):
+    parameters = [torch.nn.Parameter(torch.ones(2))]
+    assert rule_for("auto", torch.optim.Rprop(parameters, lr=0.1)) == NoScaling()
+    assert "no learning-rate rule is known for Rprop: its rate stays as you set it" in caplog.text
+
+
+def test_optimizers_of_other_packages_are_known_by_the_names_of_their_classes():
+    class Lion(torch.optim.Optimizer):
+        pass
+
+    class Mine(Lion):
+        pass
+
+    assert rule_for("auto", Mine([torch.nn.Parameter(torch.ones(2))], {"lr": 0.1})) == DampedRoot()
+
+
+@pytest.mark.parametrize(
+    ("phi", "scale", "expected"),
+    [(1e9, 4.0, 2.0), (32.0, 4.0, 2.0 * 64 / 160), (0.0, 4.0, 1.0), (1e9, 0.25, 0.5), (320.0, 16.0, 4.0 * 352 / 832)],
+)
+def test_the_damped_root_is_the_root_times_the_efficiency_and_never_below_one(phi, scale, expected):
+    step = context(scale, noise=NoiseStats(sqr=1.0, var=phi))
+    assert DampedRoot().factor(step) == pytest.approx(max(expected, 1.0) if scale > 1 else expected)
+
+
+def test_default_rules_believe_the_lower_bound_of_the_noise_scale():
+    noise = NoiseStats(sqr=1.0, var=1e6, low=32.0)
+    assert AdaScale().factor(context(4.0, noise=noise)) == pytest.approx(4 * 64 / 160)
+    assert DampedRoot().factor(context(4.0, noise=noise)) == pytest.approx(1.0)  # 2 * 0.4, but at least 1
+
+
+class Stepped:
+    """A rate whose batch is set from outside, and the rates that steps were made with."""
+
+    def __init__(self, rule="sqrt", **options):
+        self.optimizer, self.total = sgd(), 32.0
+        self.rate = ScaledRate(
+            self.optimizer, rule, lambda: StepContext(total_batch=self.total, initial_batch=32), glides=True, **options
+        )
+
+    def factors(self, num_steps):
+        factors = []
+        for _ in range(num_steps):
+            self.optimizer.step()
+            factors.append(self.rate.factor)
+        return factors
+
+
+def test_a_rate_glides_to_where_the_batch_asks_for_it():
+    stepped = Stepped()
+    assert stepped.factors(2) == [1.0, 1.0]
+    stepped.total = 128.0
+    up = stepped.factors(60)
+    assert up[0] == pytest.approx(1.02) and up[-1] == 2.0
+    assert all(after / before <= 1.02 + 1e-9 for before, after in itertools.pairwise(up))
+    stepped.total = 32.0
+    down = stepped.factors(20)
+    assert down[0] == pytest.approx(2.0 / 1.1) and down[-1] == 1.0
+
+
+def test_a_rate_rises_only_where_that_is_earned_and_falls_back_where_it_hurts():
+    stepped = Stepped()
+    stepped.factors(1)
+    stepped.total, stepped.rate.direction = 128.0, 0
+    assert stepped.factors(20) == [1.0] * 20
+    stepped.rate.direction = 1
+    risen = stepped.factors(20)[-1]
+    assert risen == pytest.approx(1.02**20)
+    stepped.rate.direction = 0
+    assert stepped.factors(5) == [risen] * 5
+    stepped.rate.direction = -1
+    assert stepped.factors(30)[-1] == 1.0
+    stepped.rate.direction, stepped.rate.cap = 1, 1.1
+    assert stepped.factors(60)[-1] == 1.1
+
+
+def test_the_state_of_a_rate_that_glides_goes_on_elsewhere():
+    one, other = Stepped(), Stepped()
+    one.factors(1)
+    one.total = other.total = 128.0
+    one.factors(7)
+    other.rate.load_state_dict(one.rate.state_dict())
+    assert other.factors(5) == one.factors(5)
+
+
+def test_a_rule_that_says_one_at_m0_is_not_asked_there():
+    stepped = Stepped(is_at_m0=lambda: stepped.total == 32.0)
+    stepped.total = 0.0  # would be refused
+    with pytest.raises(InvalidValueError, match="total_batch"):
+        stepped.factors(1)
+    stepped.total = 32.0
+    assert stepped.factors(1) == [1.0]
 
 
 def test_rules_by_name_and_by_value():

@@ -1,0 +1,125 @@
+"""Whether a higher learning rate would help now: does the gradient still point along the last updates?
+
+Called by the session before some optimizer steps. The derivative of the loss by the last updates' length is minus the
+product of the new gradient and the direction of these updates (Baydin et al., 2018, "hypergradient"). Where it is
+positive on average, going further would have lowered the loss: a higher rate may be tried. Where it is negative, the
+updates overshoot: noise, or curvature, is the limit, and a higher rate would hurt. A larger batch may still help.
+
+The direction is the optimizer's own first moment (momentum, exp_avg), divided as its step is. It is made of earlier
+batches, so its noise is independent of the new gradient's, and the average is unbiased. An optimizer that keeps none
+gives no evidence: the learning-rate rule decides alone. Large models are looked at in part: the sign of an average over
+a few million elements is as good as that over all.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pollux.train.arrivals import Arrivals
+
+EVERY = 8  # steps: some passes over the gradients cost little, but not nothing
+SAMPLES = 16  # that a verdict rests on, at most
+LEAST_SAMPLES = 6
+MAX_ELEMENTS = 4_000_000  # of the gradient that are looked at
+SIGMAS = 1.0  # standard errors that the average must be away from 0
+_FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
+
+
+class Alignment:
+    """``sample`` before a step; ``verdict`` is +1 (a higher rate may be tried), -1 (lower it again) or 0."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._arrivals = Arrivals()
+        self._recent: deque[float] = deque(maxlen=SAMPLES)
+        self._chosen: set[int] | None = None  # identities of the parameters that are looked at
+        self._num_empty = 0  # times in a row that the optimizer had no first moment; before its first step it has none
+
+    @torch.no_grad()
+    def sample(self) -> None:
+        """The cosine between the gradient that is there and the direction of the last updates."""
+        grads: list[Tensor] = []
+        directions: list[Tensor] = []
+        if self._chosen is None:
+            self._chosen = _choose(self._optimizer)
+        for options in self._optimizer.param_groups:
+            _gather(options, self._chosen, self._optimizer.state, grads, directions)
+        self._num_empty = 0 if grads else self._num_empty + 1
+        if not grads:
+            return
+        products = torch._foreach_mul(directions, grads)
+        dot = torch.cat([product.reshape(-1) for product in products]).sum(dtype=torch.float32)
+        size = _norm(grads) * _norm(directions)
+        self._arrivals.send(torch.where(size > 0, dot / size, torch.zeros_like(dot)))
+
+    def clear(self) -> None:
+        """The batch is another: what was seen says nothing about it."""
+        self._recent.clear()
+
+    def verdict(self) -> int:
+        if self._num_empty > 1:
+            return 1
+        self._recent.extend(value for value in self._arrivals.take() if math.isfinite(value))
+        count = len(self._recent)
+        if count < LEAST_SAMPLES:
+            return 0
+        mean = sum(self._recent) / count
+        error = math.sqrt(sum((value - mean) ** 2 for value in self._recent) / (count - 1) / count)
+        return 1 if mean > SIGMAS * error else -1 if mean < -SIGMAS * error else 0
+
+
+def _moment_of(state: Mapping[str, Any]) -> Tensor | None:
+    return next((state[name] for name in _FIRST_MOMENTS if isinstance(state.get(name), Tensor)), None)
+
+
+def _choose(optimizer: torch.optim.Optimizer) -> set[int]:
+    """Parameters of MAX_ELEMENTS together: the smaller ones first, as they come from all layers; one at least."""
+    chosen: set[int] = set()
+    total = 0
+    parameters = [parameter for options in optimizer.param_groups for parameter in options["params"]]
+    for parameter in sorted(parameters, key=Tensor.numel):
+        total += parameter.numel()
+        if chosen and total > MAX_ELEMENTS:
+            break
+        chosen.add(id(parameter))
+    return chosen
+
+
+def _gather(
+    options: Mapping[str, Any],
+    chosen: set[int],
+    states: Mapping[Any, Any],
+    grads: list[Tensor],
+    directions: list[Tensor],
+) -> None:
+    """The gradients of one parameter group, and the directions in which its last updates went."""
+    moments: list[Tensor] = []
+    variances: list[Tensor] = []
+    for parameter in options["params"]:
+        if id(parameter) not in chosen:
+            continue
+        state, grad = states.get(parameter, {}), parameter.grad
+        moment = _moment_of(state)
+        if grad is None or grad.is_sparse or moment is None or moment.shape != grad.shape:
+            continue
+        grads.append(grad)
+        moments.append(moment)
+        if "exp_avg_sq" in state:
+            variances.append(state["exp_avg_sq"])
+    if moments and len(variances) == len(moments):
+        roots = torch._foreach_sqrt(variances)
+        torch._foreach_add_(roots, float(options.get("eps", 1e-8)))
+        moments = list(torch._foreach_div(moments, roots))
+    directions += moments
+
+
+def _norm(tensors: list[Tensor]) -> Tensor:
+    norms = torch._foreach_norm(tensors, 2)
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]))
+    return total

@@ -1,0 +1,41 @@
+"""Single numbers on their way from the device to the host, read when they are there. Nothing waits for the device.
+
+Used by the signals that a run watches beside the noise scale: :mod:`~pollux.train.residual`,
+:mod:`~pollux.train.alignment`.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from torch import Tensor
+
+MAX_UNREAD = 16
+
+
+class Arrivals:
+    """``send`` a 0-d tensor; ``take`` the values that have arrived since, oldest first."""
+
+    def __init__(self) -> None:
+        self._unread: deque[tuple[Tensor, torch.cuda.Event | None]] = deque(maxlen=MAX_UNREAD)
+
+    def send(self, value: Tensor) -> None:
+        value, event = value.detach().reshape(()), None
+        if value.is_cuda:
+            host = torch.empty((), dtype=value.dtype, pin_memory=True)
+            host.copy_(value, non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+            value = host
+        self._unread.append((value, event))
+
+    def take(self) -> list[float]:
+        values = []
+        while self._unread:
+            value, event = self._unread[0]
+            if event is not None and not event.query():  # type: ignore[no-untyped-call]
+                break
+            self._unread.popleft()
+            values.append(float(value))
+        return values

@@ -1,0 +1,181 @@
+"""How fast a batch may change, and what takes a change back.
+
+Called by the tuner and the session. Pure: steps and numbers in, decisions out.
+
+- :class:`Pace` keeps changes apart: some steps between any two, many between a change and its reversal.
+- :class:`Guard` compares what was measured after a growth with what was measured before: how wrong the model's outputs
+  are (see :mod:`pollux.train.residual`), and the loss where the user logs it. A rise that the spread of the samples
+  cannot explain means that the growth hurt. |G|² is watched for being finite alone: a healthy model in its youth moves
+  it by ten times within a few hundred steps.
+- :class:`RateWatch` knows whether the user's schedule still warms up, and how far it has come down from its peak.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+STEPS_BETWEEN = 10  # some steps at the new batch; the rate moves by itself, slowly, and only where that has been earned
+STEPS_TO_REVERSE = 1000  # no flapping: a growth is not followed by a shrink, nor a shrink by a growth, before that
+SAMPLES = 8  # at least, on each side of a growth
+RISES = {  # by which a mean must be higher than before the growth to count as harm
+    "residual": 1.03,
+    "loss": 1.02,
+}
+SIGMAS = 3.0
+WATCH_STEPS = 2000  # after a growth; later rises have other causes
+
+
+@dataclass(slots=True)
+class Pace:
+    """When the batch last changed, in which direction, and until when it may not grow. Part of the state."""
+
+    changed_at: int = -STEPS_TO_REVERSE
+    direction: int = 0  # +1 grown, -1 shrunk
+    hold_until: int = 0
+    num_reversals: int = 0
+    num_taken_back: int = 0
+
+    def may_grow(self, step: int) -> bool:
+        return step >= self.hold_until and self._may_go(step, 1)
+
+    def may_shrink(self, step: int) -> bool:
+        return self._may_go(step, -1)
+
+    def note(self, step: int, before: int, after: int) -> None:
+        """The total batch was changed."""
+        direction = 1 if after > before else -1
+        if self.direction == -direction:
+            self.num_reversals += 1
+        self.changed_at, self.direction = step, direction
+
+    def take_back(self, step: int, before: int, after: int) -> None:
+        """A growth hurt and was undone: the next one waits, twice as long each time.
+
+        A growth and its take-back are two reversals at once, so the first wait is for two.
+        """
+        self.note(step, before, after)
+        self.num_taken_back += 1
+        self.hold_until = step + STEPS_TO_REVERSE * 2**self.num_taken_back
+
+    def _may_go(self, step: int, direction: int) -> bool:
+        wait = STEPS_TO_REVERSE if self.direction == -direction else STEPS_BETWEEN
+        return step - self.changed_at >= wait
+
+    def state_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        for name, value in state.items():
+            setattr(self, name, value)
+
+
+class Guard:
+    """``add`` what is measured, ``begin`` at a growth; ``verdict`` says whether it hurt, and why."""
+
+    KEPT = 32  # samples of each kind
+
+    def __init__(self) -> None:
+        self._recent: dict[str, deque[float]] = {name: deque(maxlen=self.KEPT) for name in RISES}
+        self._before: dict[str, list[float]] = {}
+        self._after: dict[str, list[float]] = {}
+        self._num_bad = 0  # samples in a row that were not finite
+        self._until = -1
+
+    @property
+    def is_watching(self) -> bool:
+        return self._until >= 0
+
+    def begin(self, step: int) -> None:
+        """The batch has just grown."""
+        self._before = {name: list(values) for name, values in self._recent.items()}
+        self._after = {name: [] for name in RISES}
+        self._until, self._num_bad = step + WATCH_STEPS, 0
+
+    def end(self) -> None:
+        """The growth was taken back: what was measured of it says nothing about the time after."""
+        self._until = -1
+        for values in self._recent.values():
+            values.clear()
+
+    def add(self, name: str, value: float) -> None:
+        """A sample of one of the kinds in RISES, or of something that only has to be finite."""
+        if not math.isfinite(value):
+            self._num_bad += 1
+            return
+        self._num_bad = 0
+        if name not in RISES:
+            return
+        self._recent[name].append(value)
+        if self._until >= 0:
+            self._after[name].append(value)
+            del self._after[name][: -self.KEPT]
+
+    def verdict(self, step: int) -> str | None:
+        """Why the last growth should be taken back; None while nothing speaks against it."""
+        if self._until < 0:
+            return None
+        if self._num_bad >= 3:
+            return f"{self._num_bad} measurements in a row were not finite after it grew"
+        if step > self._until:
+            self._until = -1
+            return None
+        words = {"residual": "the outputs' error", "loss": "the loss"}
+        for name, rise in RISES.items():
+            before, after = self._before[name], self._after[name]
+            if _has_risen(before, after, rise):
+                return f"{words[name]} rose from {_mean(before):.4g} to {_mean(after):.4g} after it grew"
+        return None
+
+
+class RateWatch:
+    """The rate that the user's schedule asks for, over steps."""
+
+    WINDOW = 20  # steps over which a rate that is higher than before counts as rising
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=self.WINDOW)
+        self._peak = 0.0
+
+    def add(self, rate: float) -> None:
+        self._recent.append(rate)
+        self._peak = max(self._peak, rate)
+
+    @property
+    def is_rising(self) -> bool:
+        """The schedule still warms up."""
+        return len(self._recent) > 1 and self._recent[-1] > self._recent[0] * (1 + 1e-9)
+
+    @property
+    def share_of_peak(self) -> float:
+        return self._recent[-1] / self._peak if self._recent and self._peak > 0 else 1.0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"recent": list(self._recent), "peak": self._peak}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._recent = deque(state["recent"], maxlen=self.WINDOW)
+        self._peak = state["peak"]
+
+
+def _has_risen(before: Sequence[float], after: Sequence[float], factor: float) -> bool:
+    """Whether the mean is higher by ``factor``, and by more than SIGMAS standard errors of the difference."""
+    if len(before) < SAMPLES or len(after) < SAMPLES:
+        return False
+    low, high = _mean(before), _mean(after)
+    error = math.sqrt(_error_2(before) + _error_2(after))
+    return high > factor * max(low, 0.0) and high - low > SIGMAS * error and high > 0
+
+
+def _mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return sum(values) / len(values)
+
+
+def _error_2(values: Sequence[float]) -> float:
+    """The squared standard error of the mean."""
+    mean = _mean(values)
+    return sum((value - mean) ** 2 for value in values) / max(len(values) - 1, 1) / len(values)
