@@ -54,7 +54,7 @@ def test_jobs_grow_and_shrink_in_place_and_all_learn(cluster: LiveCluster) -> No
     reports = long.reports()
     by_replicas = {count: [r for r in reports if r["num_replicas"] == count] for count in (1, 2, 3, 4)}
     assert {r["total_batch"] for r in reports} != {32}  # re-batched on the way
-    gains = {round(r["gain"], 6) for r in reports if r["total_batch"] > 32}
+    gains = {round(r["gain"], 6) for r in reports if r["total_batch"] > 32 and r["noise_scale"] is not None}
     assert gains and min(gains) > 1  # and learnt more from a step, by which the learning rate goes
     assert by_replicas[1] and by_replicas[2] and (by_replicas[3] or by_replicas[4])
     for job in (short, late, long):

@@ -28,7 +28,8 @@ from pollux.train.progress import gain_of
 
 logger = logging.getLogger(__name__)
 
-GLIDE = 1.02  # a step's rate differs from the last one's by at most this factor: a doubling takes 35 steps
+GLIDE = 1.02  # by which a rate rises at most over the examples of a step at M0: a doubling takes 35 of these
+MAX_GLIDE = GLIDE**4  # and in one step of a larger batch
 FALL = 1.1  # downwards it may go faster: a rate that is too high hurts, one that is too low only costs time
 
 
@@ -237,8 +238,9 @@ class ScaledRate:
     """Multiplies an optimizer's learning rates by a rule's factor while it steps, and only then.
 
     ``context`` is called once before every step and must not wait for the device if training should not.
-    With ``glides`` neither rate nor β jump when the batch changes: they move by GLIDE a step at most (FALL downwards),
-    so that the optimizer's averages stay valid. ``cap`` bounds the factor from above, where a larger one has hurt.
+    With ``glides`` neither rate nor β jump when the batch changes: they rise by GLIDE at most over as many examples as
+    M0 has (and fall by FALL a step), so that the optimizer's averages stay valid. ``cap`` bounds the factor from above,
+    where a larger one has hurt.
     ``is_at_m0`` tells that a step has M0 examples: a rule that says 1 there, as most do, need not be asked.
     ``direction`` is the evidence on the rate (see :mod:`pollux.train.alignment`): only with +1 may the factor rise,
     with -1 it falls back towards 1.
@@ -336,11 +338,12 @@ class ScaledRate:
         factor = min(factor, max(self.cap, 1.0))
         exponent = _exponent_for(optimizer, context.scale) if getattr(self.rule, "scales_betas", False) else 1.0
         if self._glides and self._has_stepped:
-            factor = min(max(factor, self._factor / FALL), self._factor * GLIDE)
+            rise = min(GLIDE ** max(context.scale, 1.0), MAX_GLIDE)
+            factor = min(max(factor, self._factor / FALL), self._factor * rise)
             if self.direction <= 0 and factor > 1.0:
                 held = self._factor if self.direction == 0 else max(self._factor / GLIDE, 1.0)
                 factor = min(factor, max(held, 1.0))
-            exponent = min(max(exponent, self._exponent / FALL), self._exponent * GLIDE)
+            exponent = min(max(exponent, self._exponent / FALL), self._exponent * rise)
         self._factor, self._has_stepped = factor, True
         self._count_steps_in(exponent)
         seen: set[int] = set()

@@ -25,7 +25,7 @@ from pollux.train.leaving import Leave
 from pollux.train.progress import gain_of
 from pollux.train.report import Report
 from pollux.train.run import Run
-from pollux.train.scaling import FALL, GLIDE, SquareRoot
+from pollux.train.scaling import FALL, MAX_GLIDE, SquareRoot
 from pollux.types import BatchConfig
 from tests.unit.train.processes import FileMembership, Rows, a_run, flat, refusal, replicas, small_model
 
@@ -100,7 +100,7 @@ def test_adascale_uses_the_shared_statistics_and_shows_the_unscaled_rate():
     assert factors[0] == 1.0  # nothing measured yet: the cautious end
     assert min(factors) >= 1.0 and 1.0 < max(factors) <= TOTAL / INITIAL
     for before, after, step in zip(factors, factors[1:], results[0][1:], strict=False):
-        assert before / FALL * 0.999 <= after <= before * GLIDE * 1.001
+        assert before / FALL * 0.999 <= after <= before * MAX_GLIDE * 1.001
         assert after <= max(step["gain"], before) * 1.001  # it rises only as far as the gain justifies
 
 
