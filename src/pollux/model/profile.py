@@ -97,6 +97,12 @@ class Profile:
         recent.told = average
         return True
 
+    def forget(self, accelerator: str, num_nodes: int, num_replicas: int) -> None:
+        """What was measured in this allocation is stale."""
+        timings = self._timings.get(accelerator, {})
+        for configuration in [c for c in timings if c[:2] == (num_nodes, num_replicas)]:
+            del timings[configuration], self._recent[accelerator, configuration]
+
     @property
     def accelerators(self) -> tuple[str, ...]:
         return tuple(self._timings)

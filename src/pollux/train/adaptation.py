@@ -52,6 +52,7 @@ class Adaptation:
         self._parts, self._team = parts, team
         limits = parts.tuner.limits
         self.adapts = limits.maximum > limits.initial  # whether the batch may change at all
+        parts.tuner.epoch_length = parts.loader.epoch_length
         self._is_measured = False  # the step under way
         self._norm_sample: NormSample | None = None  # of the step under way
 
@@ -76,7 +77,7 @@ class Adaptation:
         if not self.adapts or self._team.size > 1 or parts.choice.config.accum_steps > 0:
             return 0
         is_warm = parts.progress.num_steps >= parts.trainee.hook.warm_up_steps
-        # Gradients that say nothing, however often (sparse ones, or several backward passes a batch), are let be.
+        # Sparse gradients, or several backward passes a batch, give no sample: stop trying.
         is_hopeless = parts.num_measured >= EARLY_SAMPLES and parts.pulse.moments.num_samples == 0
         return parts.interval if is_warm and parts.tuner.explorer.is_done and not is_hopeless else 0
 
@@ -162,7 +163,8 @@ class Adaptation:
         parts.tuner.observe()
         # A larger batch is worth all of its gain where noise makes the updates overshoot (the rate is too high for a
         # smaller one), or where the rate has been raised as far as its rule says; otherwise it is worth less than two.
-        is_earned = rate.direction < 0 or (rate.direction > 0 and rate.factor >= CAUGHT_UP * rate.target)
+        has_risen = rate.may_rise and rate.reached >= CAUGHT_UP * rate.target
+        is_earned = rate.direction < 0 or (rate.direction > 0 and has_risen)
         parts.earned += (is_earned - parts.earned) / EARNING_STEPS
         if parts.norm_noise.take_in():
             contradiction = parts.norm_noise.contradiction(parts.pulse.noise)
@@ -235,16 +237,24 @@ class Adaptation:
         before, step = parts.choice, parts.progress.num_steps
         if kind != "explore":
             tuner.explorer.stop()
-        if kind == "back":
+        if kind == "settle":  # what a growth is taken back to was a batch of other replicas
+            parts.before_growth = None
+            parts.guard.end()
+        elif kind == "back":
             tuner.pace.take_back(step, before.total, choice.total)
             parts.trainee.rate.cap = max(parts.rate_before_growth, 1.0)
             parts.before_growth = None
             parts.guard.end()
         elif kind == "better":
             tuner.pace.note(step, before.total, choice.total)
-            parts.before_growth, parts.rate_before_growth = None, parts.trainee.rate.factor
-            if choice.total > before.total:
-                parts.before_growth = before
+            if choice.total < before.total:
+                parts.before_growth = None
+                parts.guard.end()
+            elif parts.guard.is_undecided and parts.before_growth is not None:
+                parts.guard.extend(step)  # a series of growths is taken back as one
+            else:
+                parts.before_growth, parts.rate_before_growth = before, parts.trainee.rate.reached
+                parts.trainee.rate.cap = math.inf  # another try
                 parts.guard.begin(step)
         if choice.total != before.total:
             parts.trainee.alignment.clear()

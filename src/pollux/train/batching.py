@@ -4,9 +4,8 @@ Called by the tuner, on rank 0 alone; the other ranks are told. Policies:
 
 - ``adaptive``: the batch of highest goodput by measured step times, the noise scale, and how far the learning rate
   follows. It moves by one doubling at a time: up if that pays at the noise scale's lower bound, down if that pays at
-  its upper bound, by 5 % at least. It is
-  never more than a sixteenth of what has been seen: a model that has seen little may change in a few steps from all
-  noise to none.
+  its upper bound, by 5 % at least. It is never more than a sixteenth of what has been seen: a model that has seen
+  little may change in a few steps from all noise to none.
 - ``fixed``: the same total batch whatever the replicas, exactly: shares may differ by one example.
 - ``linear``: M0 for every replica, the usual way of scaling out by hand.
 - ``ramp``: totals by examples seen, as the user gives them.
@@ -53,6 +52,7 @@ class BatchSituation:
     noise_low: float | None = None  # bounds of the noise scale; None: as good as the noise scale itself
     noise_high: float | None = None
     num_examples: float = math.inf  # in all steps so far
+    epoch_length: int | None = None  # examples, where that is known
     may_grow: bool = True
     may_shrink: bool = True
     is_rate_rising: bool = False  # the user's schedule still warms up
@@ -86,6 +86,8 @@ class AdaptiveBatch:
         low = phi if situation.noise_low is None else situation.noise_low
         high = phi if situation.noise_high is None else situation.noise_high
         most = min(max(situation.num_examples * self.largest_share, least), limits.maximum)
+        if situation.epoch_length:  # a step takes no more than an epoch has
+            most = min(most, situation.epoch_length)
         larger, smaller = self._next(total, 2.0, situation), self._next(total, 0.5, situation)
         threshold = self.threshold_while_rising if situation.is_rate_rising else self.threshold
         if situation.may_grow and total < larger <= most and self._gain(larger, total, low, situation) > threshold:
@@ -187,6 +189,7 @@ class SeesawBatch:
     """
 
     counts_examples: bool = True
+    scaling: str = "seesaw"  # the learning-rate rule that goes with it, unless the user names another
 
     def choose(self, situation: BatchSituation) -> BatchChoice:
         limits = situation.limits

@@ -2,7 +2,8 @@
 
 Called by the tuner in a run's first steps, and again when a known configuration has become slower or faster. The device
 batch is doubled for some steps at a time, from the one that M0 gives, as long as a doubling makes training clearly
-faster. Gradients of these steps count like any other, so no example is wasted.
+faster. Gradients of these steps count like any other, but larger batches teach less per example: a step that is tried
+takes a quarter of an epoch at most.
 
 Larger batches may not fit. :class:`MemoryWatch` predicts the next peak from those before and stops ahead of the limit;
 a prediction that was too low ends in ``run.attempt()``, as any lack of memory does.
@@ -84,7 +85,8 @@ class MemoryWatch:
 
     def note(self, device_batch: int) -> None:
         """``device_batch`` has been trained with for some steps."""
-        if self._device.type == "cuda":
+        # torch tells the highest peak so far: it is that of the largest batch, and no smaller one's.
+        if self._device.type == "cuda" and device_batch > max(self._peaks, default=0):
             self._peaks[device_batch] = int(torch.cuda.max_memory_allocated(self._device))
 
     def fits(self, device_batch: int) -> bool:

@@ -95,6 +95,16 @@ class Guard:
         self._after = {name: [] for name in RISES}
         self._until, self._num_bad = step + WATCH_STEPS, 0
 
+    @property
+    def is_undecided(self) -> bool:
+        """A growth is being watched, and too little was measured since to judge it."""
+        return self._until >= 0 and all(len(values) < SAMPLES for values in self._after.values())
+
+    def extend(self, step: int) -> None:
+        """The batch has grown again before the last growth could be judged: both are judged together."""
+        self._after = {name: [] for name in RISES}
+        self._until = step + WATCH_STEPS
+
     def end(self) -> None:
         """The growth was taken back: what was measured of it says nothing about the time after."""
         self._until = -1

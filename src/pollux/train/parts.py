@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
@@ -86,6 +86,7 @@ class Parts:
                 "tracked": {name: stateful.state_dict() for name, stateful in self.tracked.items()},
                 "measured": (self.interval, self.num_measured, self.last_measured),
                 "earned": self.earned,
+                "total_batch": self.tuner.resting_total(self.choice),
                 "stalled_s": self.stalled_s,
                 "lineage": self.lineage,
                 "random": random_state(self.device),
@@ -106,16 +107,36 @@ class Parts:
         self.progress.load_state_dict(state["progress"])
         self.pulse.moments.load_state_dict(state["moments"])
         self.pulse.reset()
-        if "norm_noise" in state:
-            self.norm_noise.load_state_dict(state["norm_noise"])
+        self.norm_noise.load_state_dict(state["norm_noise"])
         self.tuner.load_state_dict(state["tuner"])
         self.interval, self.num_measured, self.last_measured = state["measured"]
         self.earned = state["earned"]
-        self.stalled_s = state.get("stalled_s", 0.0)
-        self.lineage = state.get("lineage", 0)
+        self.choice = replace(self.choice, total=state["total_batch"])
+        self.stalled_s = state["stalled_s"]
+        self.lineage = state["lineage"]
         for name, stateful in self.tracked.items():
             stateful.load_state_dict(state["tracked"][name])
         set_random_state(state["random"], self.device)
+
+    def agreed_state(self) -> dict[str, Any]:
+        """What all replicas must have alike in the next step, beside what :meth:`capture` hands to newcomers."""
+        return {
+            "moments": self.pulse.moments.state_dict(),
+            "measured": (self.interval, self.num_measured, self.last_measured),
+            "earned": self.earned,
+            "total_batch": self.choice.total,
+            "rate": self.trainee.rate.state_dict(),
+            "scaler": self.trainee.scaler_state(),
+        }
+
+    def load_agreed_state(self, state: dict[str, Any]) -> None:
+        self.pulse.moments.load_state_dict(state["moments"])
+        self.pulse.reset()
+        self.interval, self.num_measured, self.last_measured = state["measured"]
+        self.earned = state["earned"]
+        self.choice = replace(self.choice, total=state["total_batch"])  # (m, s) follow from the replicas
+        self.trainee.rate.load_state_dict(state["rate"])
+        self.trainee.load_scaler_state(state["scaler"])
 
     def report(self, generation: int, num_replicas: int, num_epochs: tuple[int, bool] | None) -> Report:
         tuner, choice, phi = self.tuner, self.choice, self.noise_scale

@@ -27,7 +27,7 @@ from pollux.model.profile import Configuration, Timing
 
 FIRST_WARM_UP_STEPS = 5  # of a process: libraries load, kernels are chosen, memory is allocated
 WARM_UP_STEPS = 1  # of a configuration
-FIRST_WINDOW, WINDOW = 3, 10  # steps per value: a new configuration is worth an early word
+FIRST_WINDOW, WINDOW = 3, 10  # steps per value; the first one of a configuration comes early
 MAX_UNREAD = 64  # passes whose events have not been reached yet
 TIMED_EVERY = 4  # steps, once a configuration is known: marks cost host time, which is what small steps are short of
 
@@ -123,6 +123,10 @@ class StepTimer:
         """Another group, another device load: warm up again."""
         self.disturb()
         self._configuration = None
+
+    def forget(self) -> None:
+        """What was measured is stale: every configuration is new again."""
+        self._windows.clear()
 
     def take(self) -> list[tuple[Configuration, Timing]]:
         """Medians over the windows that are full; they start anew."""

@@ -356,6 +356,8 @@ class Run:
             if self._loader is None or self._tuner is None or self._trainee is None:
                 missing = "dataloader" if self._loader is None else "prepare"
                 raise InvalidValueError(f"call run.{missing}(...) before the loop")
+            if (rule := getattr(self._tuner.policy, "scaling", None)) is not None:
+                self._trainee.follow(rule)
             self._session.parts = Parts(
                 device=self.device,
                 loader=self._loader.elastic,

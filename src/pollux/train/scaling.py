@@ -45,6 +45,7 @@ class StepContext:
     noise: NoiseStats | None = None  # None: not measured yet
     num_examples: float = 0.0  # examples in all steps before this one
     progress: float = 0.0  # scale-invariant iterations before this one: the sum of their gains
+    is_short: bool = False  # the last step of an epoch, smaller than the others
 
     def __post_init__(self) -> None:
         for name in ("total_batch", "initial_batch"):
@@ -165,6 +166,7 @@ RULES: dict[str, Callable[[], ScalingRule]] = {
     "legw": _legw_by_name,
     "linear": Linear,
     "none": NoScaling,
+    "seesaw": lambda: SquareRoot(scales_betas=False),
     "sqrt": SquareRoot,
 }
 AUTO = "auto"
@@ -261,7 +263,7 @@ class ScaledRate:
             raise InvalidValueError(f"{type(optimizer).__name__} has a parameter group without 'lr' to scale")
         self.rule = rule_for(rule, optimizer)
         self._context = context
-        self._factor = 1.0
+        self._factor = self._applied = 1.0
         self._glides, self._has_stepped = glides, False
         self._is_at_m0 = is_at_m0
         self.cap = math.inf
@@ -280,7 +282,17 @@ class ScaledRate:
     @property
     def factor(self) -> float:
         """What the last step's rates were multiplied by; 1 before the first."""
+        return self._applied
+
+    @property
+    def reached(self) -> float:
+        """How far the factor has come; that of an epoch's short last step is its own."""
         return self._factor
+
+    @property
+    def may_rise(self) -> bool:
+        """Whether the rule ever asks for more than the user's rate."""
+        return not isinstance(self.rule, NoScaling)
 
     @property
     def tuned(self) -> float:
@@ -290,13 +302,14 @@ class ScaledRate:
 
     def state_dict(self) -> dict[str, Any]:
         """What the next step's factor depends on, besides the rule."""
-        names = ("_factor", "cap", "_has_stepped", "_exponent", "direction")
+        names = ("_factor", "cap", "_has_stepped", "_exponent", "direction", "target")
         return {name.removeprefix("_"): getattr(self, name) for name in names}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on from steps made elsewhere: by another replica, or before a restart."""
         self._factor, self.cap, self._has_stepped = state["factor"], state["cap"], state["has_stepped"]
-        self._exponent, self.direction = state["exponent"], state["direction"]
+        self._applied = self._factor
+        self._exponent, self.direction, self.target = state["exponent"], state["direction"], state["target"]
 
     @property
     def beta_exponent(self) -> float:
@@ -326,7 +339,7 @@ class ScaledRate:
             self.restore()
         is_plain = self._factor == 1.0 and self._exponent == 1.0 and isinstance(self.rule, _ONE_AT_M0)
         if is_plain and self._is_at_m0():
-            self._has_stepped, self.target = True, 1.0
+            self._has_stepped, self.target, self._applied = True, 1.0, 1.0
             return
         context = self._context()
         factor = float(self.rule.factor(context))
@@ -334,6 +347,10 @@ class ScaledRate:
             raise InvalidValueError(
                 f"{self.rule!r} gave the learning-rate factor {factor}; it must be a positive number"
             )
+        if context.is_short and self._glides and self._has_stepped:
+            # One step with fewer examples has at most the rate of the others, and says nothing about theirs.
+            self._apply(optimizer, min(factor, self._factor), self._exponent)
+            return
         self.target = factor
         factor = min(factor, max(self.cap, 1.0))
         exponent = _exponent_for(optimizer, context.scale) if getattr(self.rule, "scales_betas", False) else 1.0
@@ -346,6 +363,11 @@ class ScaledRate:
             exponent = min(max(exponent, self._exponent / FALL), self._exponent * rise)
         self._factor, self._has_stepped = factor, True
         self._count_steps_in(exponent)
+        self._apply(optimizer, factor, exponent)
+
+    def _apply(self, optimizer: torch.optim.Optimizer, factor: float, exponent: float) -> None:
+        """Until the step is over: rates times ``factor``, β to the power ``exponent``."""
+        self._applied = factor
         seen: set[int] = set()
         with torch.no_grad():
             for group in optimizer.param_groups:

@@ -396,15 +396,10 @@ class Session:
                     if team.device.type == "cuda":
                         torch.cuda.synchronize(team.device)
             # Those with the same steps need not be equal either: the last sum may have reached some of them only.
-            measured = parts.interval, parts.num_measured, parts.last_measured
-            scaler = parts.trainee.scaler_state()
-            mine = random_state(team.device), parts.pulse.moments.state_dict(), measured, scaler
-            randoms, moments, measured, scaler = team.share(mine, source)
-            parts.trainee.load_scaler_state(scaler)
+            mine = random_state(team.device), parts.agreed_state()
+            randoms, agreed = team.share(mine, source)
+            parts.load_agreed_state(agreed)
             set_random_state(randoms, team.device)
-            parts.pulse.moments.load_state_dict(moments)
-            parts.pulse.reset()
-            parts.interval, parts.num_measured, parts.last_measured = measured
         self._has_state, self._is_damaged = True, False
         self._settle_batch()
 
@@ -556,6 +551,7 @@ class Session:
             noise=parts.pulse.noise,
             num_examples=parts.progress.num_examples,
             progress=parts.progress.iterations,
+            is_short=current is not None and current.step.is_short,
         )
 
     def num_scheduler_steps(self) -> int:

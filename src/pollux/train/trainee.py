@@ -17,7 +17,7 @@ from pollux.train.gates import Gate, gate_optimizer, gate_scaler, gate_scheduler
 from pollux.train.gradients import GradientHook
 from pollux.train.norm_layers import NormLayers
 from pollux.train.replicate import ElasticModel
-from pollux.train.scaling import AUTO, ScaledRate, ScalingRule, StepContext
+from pollux.train.scaling import AUTO, ScaledRate, ScalingRule, StepContext, rule_for
 from pollux.train.state import load_optimizer, signature_of
 from pollux.train.team import Team
 
@@ -92,6 +92,11 @@ class Trainee:
             self._gates.append(gate_scheduler(lr_scheduler, steps.num_scheduler_steps))
         if grad_scaler is not None:
             self._gates.append(gate_scaler(grad_scaler, steps.is_last_pass, steps.gradients_are_good))
+
+    def follow(self, rule: str) -> None:
+        """Use the learning-rate rule that a batch policy brings along, unless the user named one."""
+        if self.must_earn_rate:
+            self.rate.rule, self.must_earn_rate = rule_for(rule, self.optimizer), False
 
     def _may_step(self) -> bool:
         """Gives back the gradients of parameters that were used in earlier passes of the step, but not in its last.

@@ -48,6 +48,7 @@ class Tuner:
         self.num_nodes, self.num_replicas = 1, 1
         self._asked = limits  # as the user gave them; ``limits`` may have become tighter
         self._new: list[tuple[Configuration, Timing]] = []
+        self.epoch_length: int | None = None  # examples, where that is known
         self._has_told = False  # some timings have gone to the scheduler: its advice may rest on them alone
         self._notes: list[str] = []
         self._is_stale = False
@@ -63,6 +64,8 @@ class Tuner:
         """Another allocation: times are others now."""
         self.num_nodes, self.num_replicas = num_nodes, num_replicas
         self.timer.reset()
+        if not self.explorer.is_done:
+            self.explorer.restart()
 
     def observe(self) -> None:
         """Take in what the timer has learnt since."""
@@ -105,6 +108,7 @@ class Tuner:
         }
         return BatchSituation(
             limits=self.limits,
+            epoch_length=self.epoch_length,
             num_nodes=self.num_nodes,
             num_replicas=self.num_replicas,
             total=total,
@@ -161,14 +165,17 @@ class Tuner:
         """Another batch, if it is time to think about it and one is better; ``advice`` of a scheduler goes first."""
         if isinstance(advice, ThroughputParams):
             self._advised = advice
-            if not self._has_told:
+            if not self._has_told and not self.explorer.is_done:
                 self.explorer.stop()  # other jobs like this one have measured the curve
+                return self._base() if self._base() != current else None
         elif advice is not None:
             choice = BatchChoice(config=advice, total=advice.total(self.num_replicas))
             return choice if choice != current and self._allows(advice) else None
         if self._is_curve_stale(num_steps):
             self.note(f"step {num_steps}: step times have changed, so larger device batches are timed anew")
             self.explorer.restart()
+            self.timer.forget()
+            self.profile.forget(self.accelerator, self.num_nodes, self.num_replicas)
             self._base_total = current.total
         if not self.explorer.is_done:
             return self._explore(num_steps, current, epoch_length)
@@ -207,6 +214,10 @@ class Tuner:
             choice = BatchChoice(config=BatchConfig(device_batch, 0), total=device_batch * replicas)
         return choice if choice != current else None
 
+    def resting_total(self, current: BatchChoice) -> int:
+        """The total batch that training goes on with: not one that is only being timed."""
+        return current.total if self.explorer.is_done else self._base().total
+
     def _base(self) -> BatchChoice:
         """The batch that exploring began at: M0, or the least that these replicas allow, if training has just begun."""
         limits = self.limits
@@ -244,6 +255,7 @@ class Tuner:
             "asked_device_max": self._asked.device_max,
             "pace": self.pace.state_dict(),
             "rates": self.rates.state_dict(),
+            "has_explored": self.explorer.is_done,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -254,7 +266,7 @@ class Tuner:
         self.pace.load_state_dict(state["pace"])
         self.rates.load_state_dict(state["rates"])
         sizes = {c.device_batch for c in self.profile.timings(self.accelerator)}
-        if len(sizes) >= KNOWN_SIZES:
+        if state["has_explored"] or len(sizes) >= KNOWN_SIZES:
             self.explorer.stop()
         # A bound learnt the hard way holds while the user asks for the same; who asks for another wants to try it.
         if state["asked_device_max"] == self._asked.device_max:

@@ -232,3 +232,14 @@ def test_two_replicas_explore_together():
     assert results[0]["seen"] + results[1]["seen"] == Counter(range(40 * 64))
     assert results[0]["timed"] >= {4, 8, 16, 32}
     assert results[0]["totals"] == results[1]["totals"] and max(results[0]["totals"]) == 32  # of each
+
+
+def test_the_peak_of_a_larger_batch_is_not_taken_for_a_smaller_ones(monkeypatch):
+    """torch tells the highest peak since the process began: after exploring, that of the largest batch."""
+    highest = 0
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: highest)
+    watch = MemoryWatch(torch.device("cuda", 0))
+    for batch in (16, 32, 64, 16, 32):
+        highest = max(highest, 100 + 10 * batch)
+        watch.note(batch)
+    assert watch.predicted(128) == 100 + 10 * 128

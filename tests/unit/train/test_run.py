@@ -586,3 +586,49 @@ def test_how_a_run_stands_before_the_loop():
         assert (run.rank, run.world_size, run.device, run.num_steps) == (0, 1, torch.device("cpu"), 0)
         assert run.noise_scale != run.noise_scale and run.batch is None and run.measured_every == 1
         assert run.learning_rate_factor == 1.0
+
+
+def test_a_batch_that_has_grown_is_there_after_a_restart(tmp_path):
+    quiet = AdaptiveBatch(explores=False)
+    with train.init(checkpoint_dir=tmp_path, reporter=Adviser([None, BatchConfig(4, 3)])) as run:
+        Script(run, max_batch_size=16, policy=quiet).train(1, by="passes")
+        assert run.batch is not None and run.batch.total == 16
+    with train.init(checkpoint_dir=tmp_path) as run:
+        script = Script(run, max_batch_size=16, policy=quiet)
+        next(iter(run.epochs(2, by="passes")))
+        assert run.batch is not None and run.batch.total == 16
+        assert script.loader.elastic.shape.total == 16
+
+
+def test_replicas_go_on_alike_whatever_reached_them_last():
+    """The last sum of a broken group may have reached some of them only: what follows from it is taken from one."""
+    with train.init() as run:
+        script = Script(run, max_batch_size=64, scaling="auto").train(1)
+        parts = run._session.parts
+        assert parts is not None
+        parts.earned, parts.interval = 0.25, 4
+        parts.trainee.rate.direction, parts.trainee.rate.cap = -1, 1.5
+        agreed = parts.agreed_state()
+        parts.earned, parts.interval = 0.75, 8
+        parts.trainee.rate.direction, parts.trainee.rate.cap = 1, 2.5
+        parts.load_agreed_state(agreed)
+        assert (parts.earned, parts.interval) == (0.25, 4)
+        assert (parts.trainee.rate.direction, parts.trainee.rate.cap) == (-1, 1.5)
+    assert each_once(script)
+
+
+def test_seesaw_brings_its_own_rule_unless_another_is_named():
+    with train.init() as run:
+        Script(run, max_batch_size=64, policy="seesaw", scaling="auto").train(1)
+        assert run._trainee is not None
+        assert run._trainee.rate.rule == train.SquareRoot(scales_betas=False) and not run._trainee.must_earn_rate
+    with train.init() as run:
+        Script(run, max_batch_size=64, policy="seesaw", scaling="none").train(1)
+        assert run._trainee is not None and run._trainee.rate.rule == train.NoScaling()
+
+
+def test_a_batch_whose_rate_cannot_rise_is_never_worth_all_of_its_gain():
+    with train.init() as run:
+        Script(run, max_batch_size=64, policy=FixedBatch(32), scaling="none").train(3)
+        parts = run._session.parts
+        assert parts is not None and parts.earned == 0.0 and parts.gain(64) < 2.0

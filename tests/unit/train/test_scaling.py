@@ -139,10 +139,11 @@ class Stepped:
     """A rate whose batch is set from outside, and the rates that steps were made with."""
 
     def __init__(self, rule="sqrt", **options):
-        self.optimizer, self.total = sgd(), 32.0
-        self.rate = ScaledRate(
-            self.optimizer, rule, lambda: StepContext(total_batch=self.total, initial_batch=32), glides=True, **options
-        )
+        self.optimizer, self.total, self.is_short = sgd(), 32.0, False
+        self.rate = ScaledRate(self.optimizer, rule, self.context, glides=True, **options)
+
+    def context(self):
+        return StepContext(total_batch=self.total, initial_batch=32, is_short=self.is_short)
 
     def factors(self, num_steps):
         factors = []
@@ -178,6 +179,23 @@ def test_a_rate_rises_only_where_that_is_earned_and_falls_back_where_it_hurts():
     assert stepped.factors(30)[-1] == 1.0
     stepped.rate.direction, stepped.rate.cap = 1, 1.1
     assert stepped.factors(60)[-1] == 1.1
+
+
+def test_an_epochs_short_last_step_says_nothing_about_the_rate_of_the_others():
+    stepped = Stepped()
+    stepped.factors(1)
+    stepped.total = 128.0
+    before = stepped.factors(60)[-1]
+    stepped.total, stepped.is_short, stepped.rate.direction = 8.0, True, 0
+    seen = []
+    handle = stepped.optimizer.register_step_pre_hook(lambda o, *_: seen.append(o.param_groups[0]["lr"]))
+    tuned = stepped.optimizer.param_groups[0]["lr"]
+    stepped.factors(1)
+    handle.remove()
+    assert seen == [pytest.approx(0.5 * tuned)]  # that step alone has the rate of its own size
+    stepped.total, stepped.is_short = 128.0, False
+    assert stepped.factors(3) == [before] * 3
+    assert stepped.optimizer.param_groups[0]["lr"] == tuned
 
 
 def test_the_state_of_a_rate_that_glides_goes_on_elsewhere():

@@ -325,3 +325,30 @@ def test_a_probe_that_ran_out_of_memory_is_told_and_ends_exploring(exploring):
     assert reconsider(exploring, None, first, step=6) is None
     assert exploring.explorer.is_done
     assert exploring.take_notes() == ("64 examples on a device did not fit into memory: 32 is the limit from now on",)
+
+
+def test_a_curve_that_has_become_stale_is_really_timed_anew(monkeypatch):
+    """Explorer, timer and profile together: what was reported before does not slow the second look down."""
+    monkeypatch.setattr(tuning, "ADAPT_INTERVAL_S", 1e9)
+    clock = [0.0]
+    monkeypatch.setattr("pollux.train.profiling.time.perf_counter", lambda: clock[0])
+    tuner = Tuner(make_limits(16, 128, (1, 128)), AdaptiveBatch(), CPU)
+    current, tried, speed = tuner.choose(None, 0, 0, None), [], 1.0
+    for step in range(2500):
+        if step == 2100:
+            speed = 3.0
+        tuner.timer.begin(tuner.configuration(current.config.device_batch), is_only=True, is_last=True)
+        clock[0] += 0.5 * speed
+        tuner.timer.ready()
+        clock[0] += 0.5 * speed
+        tuner.observe()
+        choice = tuner.reconsider(None, 16.0 * step, step, current, None)
+        if choice is not None:
+            tried.append((step, choice.config.device_batch))
+            current = choice
+    first = [batch for step, batch in tried if step < 100]
+    again = [batch for step, batch in tried if step > 2100]
+    assert first == [32, 64, 128, 16]
+    assert again == [32, 64, 128, 16]
+    times = {c.device_batch: t.step_s for c, t in tuner.profile.timings("cpu").items()}
+    assert all(time == pytest.approx(3.0, rel=0.1) for time in times.values())
