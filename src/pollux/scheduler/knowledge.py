@@ -21,6 +21,8 @@ from pollux.types import ShapeFactors, ThroughputParams
 
 _PREFIX = "application "
 
+MAX_DRIFT = 2.0  # a job that is faster or slower by more does something else: times of other sizes say nothing about it
+
 logger = logging.getLogger(__name__)
 
 
@@ -38,7 +40,10 @@ class Knowledge:
 
     def observe(self, accelerator: str, configuration: Configuration, timing: Timing) -> bool:
         """Take in a measurement; a configuration that is new or has drifted (true) makes the fit stale."""
+        known = self.profile.timings(accelerator).get(configuration)
         is_news = self.profile.add(accelerator, configuration, timing)
+        if known is not None and not 1 / MAX_DRIFT < timing.step_s / known.step_s < MAX_DRIFT:
+            is_news = False
         if is_news:
             self._stale.add(accelerator)
         return is_news
