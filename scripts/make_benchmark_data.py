@@ -1,7 +1,7 @@
 """Make the data file of ``benchmarks/time_to_quality.py`` from what a Debian machine has: fonts, source code, manuals.
 
-    pip install --target /tmp/pillow Pillow
-    PYTHONPATH=/tmp/pillow python scripts/make_benchmark_data.py [--out out/benchmark_data.npz]
+    pip install --target out/pillow Pillow
+    PYTHONPATH=out/pillow python scripts/make_benchmark_data.py [--out out/benchmark_data.npz]
 
 Needs Pillow, some hundred fonts under /usr/share/fonts (``apt-get install fonts-...``), and for the other texts
 ``apt-get install perl-doc``. The same files give the same output. Validation data are whole files and whole font

@@ -158,7 +158,7 @@ class SiaPolicy(Policy):
 
 
 def _model_of(job: JobView, accelerator: str) -> GoodputModel | None:
-    """By the noise scale that is certain: nobody takes slots on a guess."""
+    """By the noise scale that is certain: no job takes slots on a guess."""
     return GoodputModel.of(job, accelerator, phi=job.noise_scale_low)
 
 

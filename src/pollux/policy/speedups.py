@@ -146,7 +146,7 @@ def _most(jobs: Sequence[JobView], slots: Sequence[int], p: float) -> int:
 def _compute(jobs: Sequence[JobView], cluster: _Cluster, goodputs: GoodputTables) -> list[SpeedupTable]:
     """A job never measured counts as scaling perfectly.
 
-    Noise scales are those that are certain (:attr:`JobView.noise_scale_low`): nobody takes slots on a guess.
+    Noise scales are those that are certain (:attr:`JobView.noise_scale_low`): no job takes slots on a guess.
     On a type that nothing is known of, a job counts as doing as well as on the one it is known on: it has to be tried.
     """
     types, slots, fair = cluster.types, cluster.slots, cluster.fair

@@ -1,4 +1,4 @@
-"""One small all-reduce per step, among hosts: squared norms of gradients, and "somebody wants a word".
+"""One small all-reduce per step, among hosts: squared norms of gradients, and whether a replica wants attention.
 
 Stands in ``train``, above :mod:`pollux.train.team` and :mod:`pollux.train.noise`. It starts when a step's gradients are
 complete and ends long before anybody waits for it. Norms are read off the device a fixed number of steps late, when
