@@ -129,7 +129,11 @@ def results(lines: Sequence[Line], targets: Mapping[str, float]) -> list[Result]
             }
             for mode, seeds in by_mode.items()
         }
-        medians = {mode: median(seeds.values()) for mode, seeds in times.items() if mode.startswith("fixed-")}
+        medians = {
+            mode: median(seeds.values())
+            for mode, seeds in times.items()
+            if mode.startswith("fixed-") and "-x" not in mode
+        }
         reached = {mode: value for mode, value in medians.items() if value is not None}
         best = min(reached, key=lambda mode: reached[mode]) if reached else None
         found.append(Result(task, target, by_mode, times, best))

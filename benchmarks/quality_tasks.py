@@ -306,6 +306,8 @@ class Task:
         """By which a batch of ``scale`` times M0 multiplies the rate, by the usual rules."""
         if rule == "same":
             return 1.0
+        if rule.startswith("x"):  # as it is asked for
+            return float(rule[1:])
         return scale if self.optimizer == "sgd" else math.sqrt(scale)
 
     def make_optimizer(self, model: nn.Module, factor: float) -> torch.optim.Optimizer:

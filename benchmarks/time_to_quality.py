@@ -10,6 +10,7 @@ A run is (task, mode, seed); the same seed means the same initial weights. Modes
 - fixed-S-same, fixed-S-scaled: plain PyTorch with a batch of S·M0, and the rate left alone or scaled by the usual
   rule (S with SGD, √S with Adam). Warm-up takes as many examples as at M0, but 50 steps at least.
 - adaptive: pollux.train from M0, up to 32·M0. pollux-fixed: pollux.train that stays at M0.
+- fixed-1-xF: as fixed-1-same with F times the rate. Is the rate that M0 starts from a good one?
 - too-large: pollux.train from 8 times the batch that ``--best-batch`` names, with the rate scaled accordingly.
 
 Runs last for their whole budget of training time (``--stop-at-target`` ends them earlier). Evaluation is left out of
@@ -45,7 +46,8 @@ from torch.utils.data import DataLoader
 from quality_tasks import MAX_FACTOR, TASKS, DataFile, Problem, Situation, Task, made_up_data
 
 FIXED = ("fixed-1-same", *(f"fixed-{scale}-{rule}" for scale in (2, 4, 8, 16, 32) for rule in ("scaled", "same")))
-MODES = ("adaptive", *FIXED, "pollux-fixed", "too-large")
+RATES = ("fixed-1-x0.5", "fixed-1-x2", "fixed-1-x5")
+MODES = ("adaptive", *FIXED, "pollux-fixed", "too-large", *RATES)
 FIRST = ("adaptive", "fixed-1-same")  # without these there is nothing to compare
 SMOKE_MODES = ("adaptive", "fixed-1-same", "fixed-4-scaled", "pollux-fixed", "too-large")
 COLUMNS = ("train_s", "examples", "steps", "quality", "batch", "phi", "phi_error", "lr_factor")
@@ -461,7 +463,7 @@ def parse_options() -> argparse.Namespace:
     if options.seeds is None:
         options.seeds = [0] if options.smoke else [0, 1, 2]
     if options.modes is None:
-        options.modes = list(SMOKE_MODES if options.smoke else MODES[:-2])
+        options.modes = ["adaptive", *FIXED] if not options.smoke else list(SMOKE_MODES)
     return options
 
 

@@ -2,8 +2,9 @@
 
     python benchmarks/train_overhead.py [--models NAME ...] [--rounds N] [--replicas K] [--json]
 
-All train the same model on the same data, turn by turn, in blocks long enough to hold several measurements of the noise
-scale; a block's time is its wall time between two synchronisations. With one replica the baselines are *bare* PyTorch,
+All train the same model on the same data, turn by turn, in short blocks, as a machine's speed drifts; a block's time is
+its wall time between two synchronisations. Overheads are ratios of all blocks' times together, measurements of the
+noise scale included, with a standard error over the blocks. With one replica the baselines are *bare* PyTorch,
 which is what people use on one GPU, and DDP. With --replicas K the script starts K processes, on K GPUs or side by side
 on one (NCCL then needs a host id for each), and the baseline is DDP, with ``gradient_as_bucket_view`` on, which is the
 faster way. Data is read by index from a tensor on the device, as a loader does. On a machine without GPU, small models
@@ -35,7 +36,7 @@ from models import GPT, resnet18, resnet50
 from pollux import train
 
 PEAK_STEPS = 40  # the noise is measured among them, for Adam too
-WARM_UP_STEPS = 320  # until the noise scale is measured as rarely as it will be: the first samples come faster
+WARM_UP_STEPS = 600  # until the noise scale is measured as rarely as it will be: the first samples come faster
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,9 @@ class Row:
     ddp_ms: float
     pollux_ms: float
     over_bare: float | None
+    over_bare_error: float | None  # standard error
     over_ddp: float
-    spread: float  # of the baseline's blocks: (upper quartile - lower quartile) / median
+    over_ddp_error: float
     plain_mib: float | None  # None without a GPU
     pollux_mib: float | None
     measured_every: int
@@ -104,13 +106,13 @@ def tokens(length: int, vocabulary: int) -> Callable[[int, torch.device], tuple[
 
 
 GPU_CASES = (
-    Case("resnet50 128, SGD", resnet50, sgd, images(224, 1000), 128, 64, channels_last=True),
+    Case("resnet50 128, SGD", resnet50, sgd, images(224, 1000), 128, 32, channels_last=True),
     Case("gpt2-124m 16x512, fused AdamW", GPT, lambda m: torch.optim.AdamW(m.parameters(), lr=1e-4, fused=True),
-         tokens(512, 50257), 16, 64),
-    Case("resnet18 32x32 128, SGD", resnet18, sgd, images(32, 10), 128, 128, channels_last=True),
-    Case("resnet18 32x32 32, SGD", resnet18, sgd, images(32, 10), 32, 256, channels_last=True),
+         tokens(512, 50257), 16, 16),
+    Case("resnet18 32x32 128, SGD", resnet18, sgd, images(32, 10), 128, 32, channels_last=True),
+    Case("resnet18 32x32 32, SGD", resnet18, sgd, images(32, 10), 32, 32, channels_last=True),
     Case("gpt 10.7m 16x256, fused AdamW", lambda: GPT(128, 256, 384, 6, 6),
-         lambda m: torch.optim.AdamW(m.parameters(), lr=1e-4, fused=True), tokens(256, 128), 16, 256),
+         lambda m: torch.optim.AdamW(m.parameters(), lr=1e-4, fused=True), tokens(256, 128), 16, 32),
 )  # fmt: skip
 CPU_CASES = (
     Case("resnet18 32x32 16, SGD (cpu)", resnet18, sgd, images(32, 10), 16, 4),
@@ -209,8 +211,8 @@ def compare(case: Case, device: torch.device, rounds: int) -> Row:
     warm_up = WARM_UP_STEPS if device.type == "cuda" else 16
     kinds = ["bare", "ddp", "pollux"] if is_alone else ["ddp", "pollux"]
     contestants = {kind: Contestant(case, device, kind, run) for kind in kinds}
-    for contestant in contestants.values():
-        contestant.advance(warm_up)
+    for kind, contestant in contestants.items():
+        contestant.advance(warm_up if kind == "pollux" else 16)
     times: dict[str, list[float]] = {kind: [] for kind in kinds}
     for index in range(rounds):
         for kind in kinds if index % 2 == 0 else kinds[::-1]:
@@ -218,24 +220,31 @@ def compare(case: Case, device: torch.device, rounds: int) -> Row:
     interval, replicas = run.measured_every, run.world_size
     run.close()
 
-    def over(baseline: str) -> float:
-        # Neighbouring blocks share the machine's state; their ratio is steadier than that of two medians.
-        return statistics.median(o / p for o, p in zip(times["pollux"], times[baseline], strict=True)) - 1
-
-    low, middle, high = statistics.quantiles(times[kinds[0]], n=4)
+    over_ddp, ddp_error = overhead(times["pollux"], times["ddp"])
+    over_bare, bare_error = overhead(times["pollux"], times["bare"]) if is_alone else (None, None)
     return Row(
         model=case.name,
         replicas=replicas,
         bare_ms=statistics.median(times["bare"]) * 1000 if is_alone else None,
         ddp_ms=statistics.median(times["ddp"]) * 1000,
         pollux_ms=statistics.median(times["pollux"]) * 1000,
-        over_bare=over("bare") if is_alone else None,
-        over_ddp=over("ddp"),
-        spread=(high - low) / middle,
+        over_bare=over_bare,
+        over_bare_error=bare_error,
+        over_ddp=over_ddp,
+        over_ddp_error=ddp_error,
         plain_mib=plain_mib,
         pollux_mib=pollux_mib,
         measured_every=interval,
     )
+
+
+def overhead(ours: list[float], theirs: list[float]) -> tuple[float, float]:
+    """By how much our blocks took longer in all, and the standard error of that (jackknife over pairs of blocks)."""
+    total_ours, total_theirs, count = sum(ours), sum(theirs), len(ours)
+    without = [(total_ours - our) / (total_theirs - their) for our, their in zip(ours, theirs, strict=True)]
+    mean = statistics.fmean(without)
+    error = ((count - 1) / count * sum((ratio - mean) ** 2 for ratio in without)) ** 0.5
+    return total_ours / total_theirs - 1, error
 
 
 def start_replicas(num_replicas: int) -> int:
@@ -262,17 +271,18 @@ def start_replicas(num_replicas: int) -> int:
 
 
 def show(row: Row) -> str:
-    bare = f"{row.bare_ms:9.2f} {row.over_bare:+8.2%}" if row.bare_ms is not None and row.over_bare is not None else ""
+    bare = "-" if row.bare_ms is None else f"{row.bare_ms:9.2f} {row.over_bare:+8.2%} ± {row.over_bare_error:.2%}"
+    ddp = f"{row.ddp_ms:9.2f} {row.over_ddp:+8.2%} ± {row.over_ddp_error:.2%}"
     return (
-        f"{row.model:30} {row.replicas:3} {row.pollux_ms:9.2f} {bare or '-':>18} {row.ddp_ms:9.2f} {row.over_ddp:+8.2%}"
-        f" {row.spread:7.1%} {row.plain_mib or 0:9.0f} {row.pollux_mib or 0:9.0f}   every {row.measured_every}"
+        f"{row.model:30} {row.replicas:3} {row.pollux_ms:9.2f} {bare:>26} {ddp:>26}"
+        f" {row.plain_mib or 0:9.0f} {row.pollux_mib or 0:9.0f}   every {row.measured_every}"
     )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--models", nargs="*", default=[], help="only those whose name contains one of these")
-    parser.add_argument("--rounds", type=int, default=8, help="blocks of each kind (default 8)")
+    parser.add_argument("--rounds", type=int, default=32, help="blocks of each kind (default 32)")
     parser.add_argument("--replicas", type=int, default=1, help="processes that train together (default 1)")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON")
     options = parser.parse_args()
@@ -288,8 +298,8 @@ def main() -> None:
     is_first = os.environ.get("RANK", "0") == "0"
     if not options.json and is_first:
         print(f"{machine}, torch {torch.__version__}, {options.rounds} blocks of each kind")
-        print(f"{'model':30} {'K':>3} {'pollux ms':>9} {'bare ms, over':>18} {'DDP ms':>9} {'over':>8} "
-              f"{'spread':>7} {'bare MiB':>9} {'our MiB':>9}   measured")  # fmt: skip
+        print(f"{'model':30} {'K':>3} {'pollux ms':>9} {'bare ms, over':>26} {'DDP ms, over':>26} "
+              f"{'bare MiB':>9} {'our MiB':>9}   measured")  # fmt: skip
     for case in cases:
         row = compare(case, device, options.rounds)
         rows.append(row)

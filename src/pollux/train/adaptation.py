@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from pollux.train import alignment, residual
+from pollux.train import residual
+from pollux.train.alignment import STEPS_TO_VERDICT
 from pollux.train.batching import BatchChoice, shape_of
 from pollux.train.data import Pass
 from pollux.train.gradients import WHOLE_STEP, Norms, PassPlan
@@ -25,7 +26,7 @@ from pollux.train.report import Advice
 from pollux.train.team import Team
 
 MEASURING_BUDGET = 0.007  # share of a step's time that measuring its noise may take, on average
-MAX_INTERVAL = 64  # steps between measurements at most: two halves of a launch-bound step cost one step, 1.6 %
+MAX_INTERVAL = 128  # steps between measurements at most: two halves of a launch-bound step cost one step, 0.8 %
 LEAST_SPLIT_COST = 0.1  # of a step, that serving it in halves costs: the difference of two noisy times may say less
 FIRST_INTERVAL, FIRST_SAMPLES = 2, 8  # the first samples come fast: until then there is no average worth the name
 EARLY_SAMPLES = 24  # up to which samples come four times as often as the budget says
@@ -34,7 +35,7 @@ FIRST_WINDOW_STEPS = 50.0  # the noise scale changes fast at first: the window i
 MAX_WEIGHT = 128.0  # of a sample, in steps at M0: an average always spans some sixteen samples
 
 CAUGHT_UP = 0.9  # of the rate that the rule asks for
-EARNING_STEPS = 100.0  # over which the evidence on the rate is averaged
+EARNING_STEPS = 50.0  # over which the evidence on the rate is averaged; each verdict spans as many, or more
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +130,7 @@ class Adaptation:
         if parts.trainee.norm_layers.is_measuring:
             self._norm_sample = parts.trainee.norm_layers.take()
         is_of_use = self.adapts and parts.trainee.must_earn_rate
-        if is_of_use and self._team.rank == 0 and parts.progress.num_steps % alignment.EVERY == 0:
+        if is_of_use and self._team.rank == 0 and parts.trainee.alignment.is_due(parts.progress.num_steps):
             parts.trainee.alignment.sample()
 
     def add_norms(self, norms: Norms, current: Pass, step: int) -> None:
@@ -165,7 +166,8 @@ class Adaptation:
         # smaller one), or where the rate has been raised as far as its rule says; otherwise it is worth less than two.
         has_risen = rate.may_rise and rate.reached >= CAUGHT_UP * rate.target
         is_earned = rate.direction < 0 or (rate.direction > 0 and has_risen)
-        parts.earned += (is_earned - parts.earned) / EARNING_STEPS
+        if parts.progress.num_steps - max(parts.tuner.pace.changed_at, 0) > STEPS_TO_VERDICT:  # none before
+            parts.earned += (is_earned - parts.earned) / EARNING_STEPS
         if parts.norm_noise.take_in():
             contradiction = parts.norm_noise.contradiction(parts.pulse.noise)
             if contradiction is not None:

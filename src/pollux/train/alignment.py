@@ -23,9 +23,12 @@ from torch import Tensor
 
 from pollux.train.arrivals import Arrivals
 
-EVERY = 8  # steps: some passes over the gradients cost little, but not nothing
 SAMPLES = 16  # that a verdict rests on, at most
 LEAST_SAMPLES = 6
+# Steps between samples: until there is a verdict, until it rests on all that it may, and from then on, when new samples
+# only replace old ones. One costs some passes over the gradients: little, but not nothing.
+FIRST_EVERY, EVERY, LATER_EVERY = 4, 8, 32
+STEPS_TO_VERDICT = LEAST_SAMPLES * FIRST_EVERY
 MAX_ELEMENTS = 4_000_000  # of the gradient that are looked at
 SIGMAS = 1.0  # standard errors that the average must be away from 0
 _FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
@@ -40,6 +43,10 @@ class Alignment:
         self._recent: deque[float] = deque(maxlen=SAMPLES)
         self._chosen: set[int] | None = None  # identities of the parameters that are looked at
         self._num_empty = 0  # times in a row that the optimizer had no first moment; before its first step it has none
+
+    def is_due(self, step: int) -> bool:
+        count = len(self._recent)
+        return step % (FIRST_EVERY if count < LEAST_SAMPLES else EVERY if count < SAMPLES else LATER_EVERY) == 0
 
     @torch.no_grad()
     def sample(self) -> None:
