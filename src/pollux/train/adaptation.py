@@ -15,7 +15,7 @@ import torch
 
 from pollux.train import residual
 from pollux.train.alignment import STEPS_TO_VERDICT
-from pollux.train.batching import BatchChoice, shape_of
+from pollux.train.batching import OVERSHOOTING, BatchChoice, shape_of
 from pollux.train.data import Pass
 from pollux.train.gradients import WHOLE_STEP, Norms, PassPlan
 from pollux.train.norm_layers import NormSample
@@ -162,12 +162,12 @@ class Adaptation:
         """What has arrived since the last step."""
         parts, rate = self._parts, self._parts.trainee.rate
         parts.tuner.observe()
-        # A larger batch is worth all of its gain where noise makes the updates overshoot (the rate is too high for a
-        # smaller one), or where the rate has been raised as far as its rule says; otherwise it is worth less than two.
+        # A larger batch is worth all of its gain where the rate has been raised as far as its rule says. Where updates
+        # overshoot, the rate stays, and noise may be the reason, or curvature: see OVERSHOOTING.
         has_risen = rate.may_rise and rate.reached >= CAUGHT_UP * rate.target
-        is_earned = rate.direction < 0 or (rate.direction > 0 and has_risen)
+        earned = OVERSHOOTING if rate.direction < 0 else float(rate.direction > 0 and has_risen)
         if parts.progress.num_steps - max(parts.tuner.pace.changed_at, 0) > STEPS_TO_VERDICT:  # none before
-            parts.earned += (is_earned - parts.earned) / EARNING_STEPS
+            parts.earned += (earned - parts.earned) / EARNING_STEPS
         if parts.norm_noise.take_in():
             contradiction = parts.norm_noise.contradiction(parts.pulse.noise)
             if contradiction is not None:

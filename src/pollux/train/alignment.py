@@ -52,17 +52,21 @@ class Alignment:
     def sample(self) -> None:
         """The cosine between the gradient that is there and the direction of the last updates."""
         grads: list[Tensor] = []
-        directions: list[Tensor] = []
+        moments: list[Tensor] = []
+        scaled: list[Tensor] = []  # the gradients times P
+        directions: list[Tensor] = []  # the moments times P
         if self._chosen is None:
             self._chosen = _choose(self._optimizer)
         for options in self._optimizer.param_groups:
-            _gather(options, self._chosen, self._optimizer.state, grads, directions)
+            of_group = _gather(options, self._chosen, self._optimizer.state)
+            for collected, tensors in zip((grads, moments, scaled, directions), of_group, strict=True):
+                collected += tensors
         self._num_empty = 0 if grads else self._num_empty + 1
         if not grads:
             return
-        products = torch._foreach_mul(directions, grads)
-        dot = torch.cat([product.reshape(-1) for product in products]).sum(dtype=torch.float32)
-        size = _norm(grads) * _norm(directions)
+        # Lengths are taken as the optimizer sees them: it multiplies by P, and the direction is P times a moment.
+        dot = _sum_of_products(directions, grads)
+        size = (_sum_of_products(scaled, grads) * _sum_of_products(directions, moments)).sqrt()
         self._arrivals.send(torch.where(size > 0, dot / size, torch.zeros_like(dot)))
 
     def clear(self) -> None:
@@ -99,13 +103,10 @@ def _choose(optimizer: torch.optim.Optimizer) -> set[int]:
 
 
 def _gather(
-    options: Mapping[str, Any],
-    chosen: set[int],
-    states: Mapping[Any, Any],
-    grads: list[Tensor],
-    directions: list[Tensor],
-) -> None:
-    """The gradients of one parameter group, and the directions in which its last updates went."""
+    options: Mapping[str, Any], chosen: set[int], states: Mapping[Any, Any]
+) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
+    """Gradients g of one parameter group, their first moments m, P·g and P·m. A step multiplies by P."""
+    grads: list[Tensor] = []
     moments: list[Tensor] = []
     variances: list[Tensor] = []
     for parameter in options["params"]:
@@ -119,14 +120,13 @@ def _gather(
         moments.append(moment)
         if "exp_avg_sq" in state:
             variances.append(state["exp_avg_sq"])
-    if moments and len(variances) == len(moments):
-        roots = torch._foreach_sqrt(variances)
-        torch._foreach_add_(roots, float(options.get("eps", 1e-8)))
-        moments = list(torch._foreach_div(moments, roots))
-    directions += moments
+    if not moments or len(variances) != len(moments):
+        return grads, moments, grads, moments
+    roots = torch._foreach_sqrt(variances)
+    torch._foreach_add_(roots, float(options.get("eps", 1e-8)))
+    return grads, moments, list(torch._foreach_div(grads, roots)), list(torch._foreach_div(moments, roots))
 
 
-def _norm(tensors: list[Tensor]) -> Tensor:
-    norms = torch._foreach_norm(tensors, 2)
-    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.float() for norm in norms]))
-    return total
+def _sum_of_products(left: list[Tensor], right: list[Tensor]) -> Tensor:
+    products = torch._foreach_mul(left, right)
+    return torch.cat([product.reshape(-1) for product in products]).sum(dtype=torch.float32)
