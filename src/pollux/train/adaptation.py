@@ -14,8 +14,7 @@ from typing import Any
 import torch
 
 from pollux.train import residual
-from pollux.train.alignment import STEPS_TO_VERDICT
-from pollux.train.batching import OVERSHOOTING, BatchChoice, shape_of
+from pollux.train.batching import SAME_RATE, BatchChoice, shape_of
 from pollux.train.data import Pass
 from pollux.train.gradients import WHOLE_STEP, Norms, PassPlan
 from pollux.train.norm_layers import NormSample
@@ -35,7 +34,7 @@ FIRST_WINDOW_STEPS = 50.0  # the noise scale changes fast at first: the window i
 MAX_WEIGHT = 128.0  # of a sample, in steps at M0: an average always spans some sixteen samples
 
 CAUGHT_UP = 0.9  # of the rate that the rule asks for
-EARNING_STEPS = 50.0  # over which the evidence on the rate is averaged; each verdict spans as many, or more
+EARNING_STEPS = 50.0  # over which that is averaged
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,14 +159,9 @@ class Adaptation:
 
     def take_in(self) -> None:
         """What has arrived since the last step."""
-        parts, rate = self._parts, self._parts.trainee.rate
+        parts = self._parts
         parts.tuner.observe()
-        # A larger batch is worth all of its gain where the rate has been raised as far as its rule says. Where updates
-        # overshoot, the rate stays, and noise may be the reason, or curvature: see OVERSHOOTING.
-        has_risen = rate.may_rise and rate.reached >= CAUGHT_UP * rate.target
-        earned = OVERSHOOTING if rate.direction < 0 else float(rate.direction > 0 and has_risen)
-        if parts.progress.num_steps - max(parts.tuner.pace.changed_at, 0) > STEPS_TO_VERDICT:  # none before
-            parts.earned += (earned - parts.earned) / EARNING_STEPS
+        parts.earned += (self._earned_now() - parts.earned) / EARNING_STEPS
         if parts.norm_noise.take_in():
             contradiction = parts.norm_noise.contradiction(parts.pulse.noise)
             if contradiction is not None:
@@ -181,10 +175,21 @@ class Adaptation:
             parts.guard.add("sqr", parts.pulse.last_sqr)
             parts.pulse.last_sqr = None
 
+    def _earned_now(self) -> float:
+        """A larger batch has all of its gain where the rate has been raised as its rule says: see SAME_RATE."""
+        rate = self._parts.trainee.rate
+        most = CAUGHT_UP * rate.target - 1
+        if most <= 0:
+            return SAME_RATE
+        return SAME_RATE + (1 - SAME_RATE) * min(max((rate.reached - 1) / most, 0.0), 1.0)
+
     def direction(self) -> int:
         """Whether the rate may rise (+1), stays (0), or falls back (-1). Without evidence, the rule alone decides."""
-        trainee = self._parts.trainee
-        return trainee.alignment.verdict() if self.adapts and trainee.must_earn_rate else 1
+        parts, trainee = self._parts, self._parts.trainee
+        if not self.adapts or not trainee.must_earn_rate:
+            return 1
+        noise = parts.pulse.noise
+        return trainee.alignment.verdict(noise.noise_scale / parts.choice.total if noise is not None else 0.0)
 
     # --- the batch ----------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ from pollux.errors import InvalidValueError, UnknownNameError
 from pollux.model.goodput import goodput
 from pollux.model.profile import Timing
 from pollux.train.batching import (
-    OVERSHOOTING,
+    SAME_RATE,
     AdaptiveBatch,
     BatchChoice,
     BatchSituation,
@@ -226,21 +226,21 @@ def slice_of_a_card(*step_ms: float) -> dict[str, Any]:
     return {"params": params, "measured": timings, "replicas": 1, "limits": make_limits(32, 1024, (1, 1024))}
 
 
-def test_updates_that_overshoot_are_no_reason_for_a_batch_that_takes_its_time():
+def test_a_rate_that_stays_is_no_reason_for_a_batch_that_takes_its_time():
     """An LSTM: φ is 450, but batches of 128 taught 1.6 times as much as those of 32, and took 2.35 times as long."""
     lstm = slice_of_a_card(11.5, 16.3, 27.0, 52.0)
     assert settled(450.0, total=32, earned=1.0, **lstm) >= 128
-    assert settled(450.0, total=32, earned=OVERSHOOTING, **lstm) <= 64
+    assert settled(450.0, total=32, earned=SAME_RATE, **lstm) <= 64
 
 
-def test_updates_that_overshoot_do_not_forbid_a_batch_that_costs_little():
+def test_a_rate_that_stays_does_not_forbid_a_batch_that_costs_little():
     """ResNet-18: batches of 128 taught 2.9 times as much as those of 32, and took 1.7 times as long."""
     resnet = slice_of_a_card(10.0, 12.5, 17.0, 27.0)
-    assert settled(600.0, total=32, earned=OVERSHOOTING, **resnet) >= 128
+    assert settled(600.0, total=32, earned=SAME_RATE, **resnet) >= 128
 
 
 def test_a_rate_that_is_still_rising_is_no_reason_to_shrink():
-    for earned in (0.0, OVERSHOOTING):
+    for earned in (0.0, SAME_RATE):
         assert adaptive(1e4, LAUNCH_BOUND, total=512, limits=WIDE, may_grow=False, earned=earned)[0].total == 512
 
 
