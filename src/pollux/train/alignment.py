@@ -48,6 +48,7 @@ class Alignment:
         self._optimizer = optimizer
         self._arrivals = Arrivals()
         self._recent: deque[float] = deque(maxlen=SAMPLES)
+        self._last = 0  # the last verdict
         self._chosen: set[int] | None = None  # identities of the parameters that are looked at
         self._num_empty = 0  # times in a row that the optimizer had no first moment; before its first step it has none
 
@@ -79,12 +80,20 @@ class Alignment:
     def clear(self) -> None:
         """The batch is another: what was seen says nothing about it."""
         self._recent.clear()
+        self._last = 0
 
     def verdict(self, noise_to_batch: float) -> int:
         """``noise_to_batch``: the noise scale in batches."""
         if self._num_empty > 1:
             return 1
-        self._recent.extend(value for value in self._arrivals.take() if math.isfinite(value))
+        arrived = self._arrivals.take()
+        if not arrived:
+            return self._last
+        self._recent.extend(value for value in arrived if math.isfinite(value))
+        self._last = self._judge(noise_to_batch)
+        return self._last
+
+    def _judge(self, noise_to_batch: float) -> int:
         count = len(self._recent)
         if count < LEAST_SAMPLES:
             return 0

@@ -24,7 +24,7 @@ alone, so that workers may read ahead; by the epoch too, as an epoch may have fe
 from __future__ import annotations
 
 import itertools
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -46,6 +46,7 @@ class StepShape:
     accum_steps: int = 0
     limit: int | None = None
     split_every: int = 0
+    total: int = field(init=False)  # M = K·m·(s+1), or the limit where that is less
 
     def __post_init__(self) -> None:
         if self.num_replicas < 1:
@@ -60,6 +61,8 @@ class StepShape:
             raise InvalidValueError(f"at most {self.limit} examples in a step; at least 1 is needed")
         if self.split_every < 0:
             raise InvalidValueError(f"split every {self.split_every} steps; 0 (none) or more are needed")
+        most = self.num_replicas * self.device_batch * self.num_passes
+        object.__setattr__(self, "total", most if self.limit is None else min(most, self.limit))
 
     @property
     def is_single(self) -> bool:
@@ -73,12 +76,6 @@ class StepShape:
     @property
     def num_passes(self) -> int:
         return self.accum_steps + 1
-
-    @property
-    def total(self) -> int:
-        """M = K·m·(s+1), or the limit where that is less."""
-        most = self.num_replicas * self.device_batch * self.num_passes
-        return most if self.limit is None else min(most, self.limit)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,6 +139,8 @@ def divide(position: int, length: int, shape: StepShape, *, drop_last: bool = Fa
     if num_passes == 1 and count == shape.total >= 2 and shape.splits_at(position, epoch):
         num_passes = 2
     own = range(position + shape.rank, position + count, shape.num_replicas)
+    if num_passes == 1:
+        return Step(shape=shape, start=position, count=count, passes=(own,))
     base, extra = divmod(len(own), num_passes)
     bounds = [index * base + min(index, extra) for index in range(num_passes + 1)]
     passes = tuple(own[low:high] for low, high in itertools.pairwise(bounds))
