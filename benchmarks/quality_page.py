@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pollux import look
+from pollux.reports import look
 from quality_tasks import TASKS, Task
 
 Line = dict[str, Any]  # one run, as in the file

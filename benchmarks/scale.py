@@ -2,7 +2,7 @@
 
     python benchmarks/scale.py [--most GPUS] [--json]
 
-``pollux.simulator.scale`` says how jobs are made up and what *cold* and *steady* mean. Sia's integer program, measured
+``pollux.evaluation.scale`` says how jobs are made up and what *cold* and *steady* mean. Sia's integer program, measured
 with its artifact on one thread, is the peer (medians at 64 to 2048 GPUs). ``pollux compare --suite scale`` shows the
 same with plots.
 """
@@ -16,7 +16,7 @@ import os
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):  # before numpy: one core, as the pollux command does
     os.environ.setdefault(_name, "1")
 
-from pollux.simulator.scale import SIZES, measure  # noqa: E402
+from pollux.evaluation.scale import SIZES, measure  # noqa: E402
 
 
 def main() -> int:

@@ -16,11 +16,11 @@ import time
 from pathlib import Path
 from typing import Any
 
+from pollux.evaluation.catalogue import ARTIFACT_JCT_S, ARTIFACT_LOAD_JCT_S, variants, workload_at
 from pollux.policy import PolicySettings, make_policy
 from pollux.simulator.result import summarise
 from pollux.simulator.run import SimulationConfig, simulate
 from pollux.simulator.source import load_source
-from pollux.simulator.suite_catalogue import ARTIFACT_JCT_S, ARTIFACT_LOAD_JCT_S, variants, workload_at
 
 OSDI21 = Path(__file__).resolve().parents[2] / "shared" / "osdi21"
 ARTIFACT_CPU_S = 62.6 * 60

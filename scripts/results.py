@@ -20,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pollux.evaluation.catalogue import SUITES
+from pollux.evaluation.suites import Column, by_table
 from pollux.policy import policy_names
-from pollux.simulator.suite_catalogue import SUITES
-from pollux.simulator.suites import Column, by_table
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"

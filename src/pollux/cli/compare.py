@@ -16,7 +16,7 @@ from pollux.cli import simulation_notes as notes
 from pollux.cli.connect import DataOption, ServerOption
 from pollux.cli.parallel import run_all
 from pollux.cli.policy_tables import print_tables
-from pollux.cli.publishing import PublishOption, check_server, publish
+from pollux.cli.publish import PublishOption, check_server, publish
 from pollux.cli.simulate import (
     Setup,
     announce,
@@ -60,8 +60,8 @@ from pollux.cli.simulation_options import (
     policy_settings,
 )
 from pollux.errors import InvalidValueError, SimulationError
-from pollux.look import require_plotly
-from pollux.simulator.report import html_report
+from pollux.reports.look import require_plotly
+from pollux.reports.simulation_page import html_report
 from pollux.simulator.result import SimulationResult, group_results, mean_of, write_json, write_text
 from pollux.simulator.workload import Workload
 from pollux.version import __version__

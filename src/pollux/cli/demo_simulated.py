@@ -13,7 +13,7 @@ from pollux.cli.compare import end_with, report_title, run_setups
 from pollux.cli.policy_tables import policy_table
 from pollux.cli.simulate import Setup, announce, command_line, output_console
 from pollux.policy import PolicySettings
-from pollux.simulator.report import html_report
+from pollux.reports.simulation_page import html_report
 from pollux.simulator.result import SimulationResult, group_results, write_text
 from pollux.simulator.run import SimulationConfig
 

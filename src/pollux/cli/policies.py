@@ -11,7 +11,7 @@ from rich.table import Table
 from pollux.cli.simulate import output_console
 from pollux.errors import PolluxError
 from pollux.policy import make_policy, policy_names
-from pollux.simulator.words import policy_summary
+from pollux.reports.glossary import policy_summary
 
 
 def policies(

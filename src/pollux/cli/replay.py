@@ -19,28 +19,28 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pollux.cli import figures
 from pollux.cli.compare import comparison_json, end_with, run_setups
 from pollux.cli.connect import DataOption, ServerOption, print_json
 from pollux.cli.gather import Source, Window, find_source, gather, parse_window
 from pollux.cli.job_table import plain
 from pollux.cli.policy_tables import policy_table
-from pollux.cli.publishing import PublishOption, check_server, publish
+from pollux.cli.publish import PublishOption, check_server, publish
 from pollux.cli.simulate import Setup, announce, check_outputs, command_line, output_console
 from pollux.cli.simulation_options import POLICY_HELP, JsonOption
 from pollux.errors import InputFileError, SimulationError, UnknownNameError
-from pollux.look import require_plotly
-from pollux.policy import make_policy, policy_names
-from pollux.simulator.recorded import (
+from pollux.evaluation.replay import (
     Prediction,
     recorded_result,
     simulated_name,
     write_workload,
 )
-from pollux.simulator.recorded_report import replay_report
+from pollux.evaluation.replay_page import replay_report
+from pollux.policy import make_policy, policy_names
+from pollux.reports import numbers
+from pollux.reports.look import require_plotly
+from pollux.reports.versions import versions
 from pollux.simulator.recording import Recording
 from pollux.simulator.result import SimulationResult, write_text
-from pollux.simulator.versions import versions
 
 FORMAT = "pollux-replay/1"
 OTHERS = ("tiresias", "optimus", "srtf", "fifo", "equal", "pollux")
@@ -114,7 +114,7 @@ def print_replay(console: Console, replay: Replay) -> None:
     console.print(job_table(replay))
     rest = len(recording.jobs) - _MAX_SHOWN_JOBS
     if rest > 0:
-        console.print(f"and {figures.plural(rest, 'job')} more; --json or --out tells of all")
+        console.print(f"and {numbers.plural(rest, 'job')} more; --json or --out tells of all")
     told = [f"{job.name}: {job.remark}" for job in recording.jobs if job.remark]
     told += [f"{name} is left out: {reason}" for name, reason in recording.left_out.items()]
     for text in (*told[:_MAX_SHOWN_REMARKS], *recording.assumptions):
@@ -122,12 +122,12 @@ def print_replay(console: Console, replay: Replay) -> None:
     if len(told) > _MAX_SHOWN_REMARKS:
         console.print(f"and {len(told) - _MAX_SHOWN_REMARKS} more that are not simulated as recorded")
     console.print(
-        f"\nA job took {figures.duration(prediction.recorded.avg_jct_s)} on average; simulated under the same policy "
-        f"{figures.duration(prediction.simulated.avg_jct_s)}, an error of {prediction.average_error:+.1%}. "
+        f"\nA job took {numbers.duration(prediction.recorded.avg_jct_s)} on average; simulated under the same policy "
+        f"{numbers.duration(prediction.simulated.avg_jct_s)}, an error of {prediction.average_error:+.1%}. "
         f"Single jobs are off by {prediction.mean_error:.1%} on average.\n"
     )
     by_policy = {result.policy: [result] for result in (replay.recorded, *replay.simulated)}
-    where = f"{len(recording.jobs)} recorded jobs on {figures.plural(recording.num_slots, 'slot')}"
+    where = f"{len(recording.jobs)} recorded jobs on {numbers.plural(recording.num_slots, 'slot')}"
     console.print(policy_table(console, where, by_policy))
 
 
@@ -143,8 +143,8 @@ def job_table(replay: Replay) -> Table:
         job, counts = jobs[index], [count for *_, count in jobs[index].allocations]
         table.add_row(
             Text(plain(job.name)),
-            figures.duration(job.jct_s),
-            figures.duration(replay.simulated[0].jobs[index].jct_s),
+            numbers.duration(job.jct_s),
+            numbers.duration(replay.simulated[0].jobs[index].jct_s),
             f"{replay.prediction.errors[index]:+.0%}",
             f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)}-{max(counts)}",
             str(job.num_restarts),
@@ -265,7 +265,7 @@ def _command(source: Source, window: Window, policies: Sequence[str]) -> str:
 
 
 def _title(recording: Recording) -> str:
-    return f"{figures.plural(len(recording.jobs), 'recorded job')} on {figures.plural(recording.num_slots, 'slot')}"
+    return f"{numbers.plural(len(recording.jobs), 'recorded job')} on {numbers.plural(recording.num_slots, 'slot')}"
 
 
 def _note(recording: Recording, source: Source) -> str:

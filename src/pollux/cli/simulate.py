@@ -19,7 +19,7 @@ from rich.text import Text
 from pollux.cli import simulation_notes as notes
 from pollux.cli.connect import DataOption, ServerOption
 from pollux.cli.progress import Tally, progress_bar, telling
-from pollux.cli.publishing import PublishOption, check_server, publish
+from pollux.cli.publish import PublishOption, check_server, publish
 from pollux.cli.simulation_options import (
     POLICY_HELP,
     POLICY_PANEL,
@@ -54,12 +54,12 @@ from pollux.cli.simulation_options import (
     policy_settings,
 )
 from pollux.errors import InputFileError, InvalidPlanError, PolicyError, SimulationError
-from pollux.look import require_plotly
 from pollux.policy import PolicySettings, make_policy
+from pollux.reports.look import require_plotly
+from pollux.reports.simulation_page import html_report
 from pollux.simulator.application import Application
 from pollux.simulator.colocation import check_applications
 from pollux.simulator.physics import SIA_CLUSTER
-from pollux.simulator.report import html_report
 from pollux.simulator.result import SimulationResult, mean_of, summarise, write_json, write_text
 from pollux.simulator.run import SimulationConfig, restricted
 from pollux.simulator.run import simulate as run_simulation

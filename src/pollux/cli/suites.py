@@ -20,17 +20,17 @@ from rich.text import Text
 from pollux.cli.compare import end_with, run_setups
 from pollux.cli.policy_tables import fitting_table, print_fitting
 from pollux.cli.progress import Tally, progress_bar, telling
-from pollux.cli.publishing import publish
+from pollux.cli.publish import publish
 from pollux.cli.simulate import Setup, announce, output_console, summary_row
 from pollux.errors import InputFileError, InvalidValueError, UnknownNameError
-from pollux.simulator import scale
+from pollux.evaluation import scale
+from pollux.evaluation.catalogue import SCALE_TABLE, SUITES, Artifacts, make_suite
+from pollux.evaluation.scale import Size
+from pollux.evaluation.suite_page import suite_report
+from pollux.evaluation.suites import Case, Row, Suite, all_rows
+from pollux.evaluation.verdicts import MARKED, label_of, shown_tables, verdicts
+from pollux.reports.versions import versions
 from pollux.simulator.result import SimulationResult, group_results, mean_of, write_json, write_text
-from pollux.simulator.scale import Size
-from pollux.simulator.suite_catalogue import SCALE_TABLE, SUITES, Artifacts, make_suite
-from pollux.simulator.suite_page import suite_report
-from pollux.simulator.suite_verdict import MARKED, label_of, shown_tables, verdicts
-from pollux.simulator.suites import Case, Row, Suite, all_rows
-from pollux.simulator.versions import versions
 from pollux.version import __version__
 
 FORMAT = "pollux-suite/1"

@@ -1,6 +1,6 @@
 """What a live cluster kept, understood: jobs whose work, speed and noise scale are known, as they ran.
 
-Stands in ``simulator``, below :mod:`pollux.simulator.recorded`, which runs them again. A job's reports hold its
+Stands in ``simulator``, below :mod:`pollux.evaluation.replay`, which runs them again. A job's reports hold its
 physics: step times (θ is fitted to them), the noise scale over its progress, and how many useful examples it took in
 all. Its record holds when it came and what it held. Input is plain data as the HTTP interface gives it.
 

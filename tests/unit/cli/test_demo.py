@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 from pollux.cli import demo, demo_simulated
 from pollux.cli.app import app
 from pollux.cli.gather import pages
-from pollux.simulator.recorded import compare_recording
+from pollux.evaluation.replay import compare_recording
 from pollux.simulator.recording import read_recording
-from tests.unit.simulator.test_recorded import NODES, job, reports_of
+from tests.unit.evaluation.test_replay import NODES, job, reports_of
 
 runner = CliRunner()
 

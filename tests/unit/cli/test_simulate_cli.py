@@ -303,7 +303,7 @@ def test_the_installed_script(here: Path) -> None:
 
 
 def test_importing_pollux_stays_light() -> None:
-    code = "import sys, pollux, pollux.policy, pollux.simulator.report; print(sorted(sys.modules))"
+    code = "import sys, pollux, pollux.policy, pollux.reports.simulation_page; print(sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     for name in ("typer", "rich", "plotly"):
         assert f"'{name}'" not in done.stdout

@@ -7,11 +7,7 @@ from typing import Any
 import pytest
 
 from pollux.errors import InvalidValueError, SimulationError
-from pollux.policy import make_policy, policy_names
-from pollux.scheduler.ports import StartJob
-from pollux.simulator.engine import SimulatedEngine
-from pollux.simulator.oracle import SimulationOracle
-from pollux.simulator.recorded import (
+from pollux.evaluation.replay import (
     STATIC,
     compare_recording,
     recorded_applications,
@@ -19,6 +15,10 @@ from pollux.simulator.recorded import (
     replay,
     write_workload,
 )
+from pollux.policy import make_policy, policy_names
+from pollux.scheduler.ports import StartJob
+from pollux.simulator.engine import SimulatedEngine
+from pollux.simulator.oracle import SimulationOracle
 from pollux.simulator.recording import Recording, read_recording
 from pollux.simulator.result import summarise
 from pollux.simulator.run import simulate

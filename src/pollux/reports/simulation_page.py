@@ -14,9 +14,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pollux import look
 from pollux.errors import PolluxError
-from pollux.simulator.figures import (
+from pollux.reports import look
+from pollux.reports.figures import (
     REPLICA_CLASSES,
     ByPolicy,
     Figure,
@@ -24,17 +24,15 @@ from pollux.simulator.figures import (
     busiest_jobs,
     cdf,
     decisions,
-    duration,
     gantt,
-    hours,
-    milliseconds,
     over_time,
     swatch,
 )
-from pollux.simulator.page import FIGURE, PAGE, SCRIPT
+from pollux.reports.glossary import explained, policy_summaries
+from pollux.reports.numbers import duration, number
+from pollux.reports.page import FIGURE, PAGE, SCRIPT
+from pollux.reports.versions import made_with
 from pollux.simulator.result import SimulationResult, group_results, half_range_s, mean_of
-from pollux.simulator.versions import made_with
-from pollux.simulator.words import explained, policy_summaries
 from pollux.version import __version__
 
 
@@ -233,9 +231,9 @@ _COLUMNS: tuple[tuple[str, str, str, str, bool], ...] = (
     ("ρ p99", "99th percentile of finish-time fairness", "rho.p99", ".2f", False),
     ("ρ worst", "worst finish-time fairness", "rho.max", ".2f", False),
     ("restarts", "starts and resizes per job after the first start", "restarts_mean", ".1f", False),
-    ("{slot}-hours", "{slot}-hours held by jobs", "gpu_hours", "hours", False),
+    ("{slot}-hours", "{slot}-hours held by jobs", "gpu_hours", "number", False),
     ("efficiency", "mean statistical efficiency", "efficiency_mean", ".0%", False),
-    ("decision", "mean time of one scheduling decision", "decision_s.mean", "ms", False),
+    ("decision", "mean time of one scheduling decision", "decision_s.mean", "duration", False),
 )
 _COST = ("cost", "of all node-hours, at the price that was given", "cost", ",.2f", False)
 _HIGHER_IS_BETTER = {"efficiency_mean"}
@@ -257,7 +255,7 @@ def _table(by_policy: ByPolicy, slot: str, colours: Mapping[str, int]) -> str:
     for policy, row in values.items():
         cells = []
         for (_, _, _, form, has_ratio), value, least in zip(columns, row, best, strict=True):
-            made = {"duration": duration, "ms": milliseconds, "hours": hours}.get(form)
+            made = {"duration": duration, "number": number}.get(form)
             text = made(value) if made is not None else format(value, form)
             ratio = f"<small>{value / least:.2f}×</small>" if has_ratio and least > 0 and len(values) > 1 else ""
             is_best = ' class="best"' if value == least and len(values) > 1 else ""
@@ -276,7 +274,7 @@ def _decision_note(result: SimulationResult) -> str:
     return (
         f"{result.rounds} rounds; median gap to the bound {np.median(decisions.gap):.2%}, worst "
         f"{max(decisions.gap):.2%}; {np.mean(decisions.changes):.1f} jobs changed per round; one decision took "
-        f"{milliseconds(time_s.mean)} on average, {milliseconds(time_s.p99)} at the 99th percentile."
+        f"{duration(time_s.mean)} on average, {duration(time_s.p99)} at the 99th percentile."
     )
 
 

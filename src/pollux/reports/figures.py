@@ -1,7 +1,7 @@
-"""Figures of reports as plain data for plotly, and the few ways in which reports write numbers.
+"""Figures of report pages, as plain data for plotly.
 
-Colours are names ("@0", "@muted") until a page draws them (:mod:`pollux.look`). A line has a number: its colour, and
-its dash where there are more lines than colours. Used by :mod:`pollux.simulator.report` and the pages beside it.
+Colours are names ("@0", "@muted") until the page's script (:mod:`pollux.reports.look`) replaces them. The number of a
+line selects its colour, and its dash where there are more lines than colours. All pages use this module.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from pollux.reports.numbers import duration, rounded
 from pollux.simulator.result import SimulationResult
 
 MAX_GANTT_JOBS = 60  # the busiest; more rows than these cannot be told apart
@@ -129,7 +130,7 @@ def over_time(by_policy: ByPolicy, name: str, unit: TimeUnit, colours: Mapping[s
         start = min(job.submitted_at for job in seeds[0].jobs)
         x = [unit.of(at - start) for at in series.time_s]
         form = "%{y:.0%}" if name == "efficiency" else "%{y:.1f}"
-        traces.append(line(colours[policy], policy, x, numbers(getattr(series, name)), hovertemplate=form))
+        traces.append(line(colours[policy], policy, x, rounded(getattr(series, name)), hovertemplate=form))
     layout: dict[str, Any] = {
         "hovermode": "x unified",
         "xaxis": {"title": {"text": f"{unit.name} since the first submission"}},
@@ -141,7 +142,7 @@ def over_time(by_policy: ByPolicy, name: str, unit: TimeUnit, colours: Mapping[s
         longest = max((seeds[0] for seeds in by_policy.values()), key=lambda result: result.makespan_s)
         start = min(job.submitted_at for job in longest.jobs)
         x = [unit.of(at - start) for at in longest.series.time_s]
-        total = numbers(longest.series.gpus_total)
+        total = rounded(longest.series.gpus_total)
         traces.append(
             {"type": "scatter", "mode": "lines", "name": f"all {slot}s", "x": x, "y": total, "line": _DOTTED}
             | {"hoverinfo": "skip"}
@@ -210,7 +211,7 @@ def decisions(result: SimulationResult, unit: TimeUnit, index: int) -> Figure:
         ("fitness", told.fitness, "%{y:.3f}", {"line": {"shape": "hv"}}),
         ("gap", told.gap, "%{y:.2%}", {"yaxis": "y2", "line": {"color": "@3", "width": 1.5, "shape": "hv"}}),
     )
-    traces = [line(index, name, x, numbers(y), hovertemplate=form, **more) for name, y, form, more in lines]
+    traces = [line(index, name, x, rounded(y), hovertemplate=form, **more) for name, y, form, more in lines]
     for trace in traces:
         del trace["meta"]  # not one of the lines that the policies' buttons show and hide
     layout = {
@@ -225,23 +226,3 @@ def decisions(result: SimulationResult, unit: TimeUnit, index: int) -> Figure:
 
 def _replica_class(replicas: int) -> int:
     return next(index for index, (most, _) in enumerate(REPLICA_CLASSES) if replicas <= most)
-
-
-def numbers(values: Sequence[float]) -> list[float | None]:
-    return [float(f"{value:.5g}") if math.isfinite(value) else None for value in values]
-
-
-def duration(seconds: float) -> str:
-    for limit, divisor, unit in ((120, 1, "s"), (7200, 60, "min"), (math.inf, 3600, "h")):
-        if seconds < limit:
-            value = seconds / divisor
-            return f"{value:.0f} {unit}" if value >= 100 or unit == "s" else f"{value:.1f} {unit}"
-    return "–"
-
-
-def hours(hours: float) -> str:
-    return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
-
-
-def milliseconds(seconds: float) -> str:
-    return f"{seconds * 1000:.2g} ms" if seconds < 0.1 else f"{seconds:.2g} s"

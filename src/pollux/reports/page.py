@@ -1,7 +1,4 @@
-"""The text around a report's figures: HTML, and the few lines of JavaScript that draw them in :mod:`pollux.look`.
-
-Used by :mod:`pollux.simulator.report`, which fills in the braces.
-"""
+"""The HTML and JavaScript around a report's figures; :mod:`pollux.reports.simulation_page` fills in the braces."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The page of a suite: who is first, its table beside an artifact's figures, its plots, then distributions over jobs.
 
-:mod:`pollux.simulator.report` makes the page and looks after jobs; this adds what compares a suite's rows.
+:mod:`pollux.reports.simulation_page` makes the page and looks after jobs; this adds what compares a suite's rows.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from pollux.simulator.figures import NUM_COLOURS, Figure, bar_marker, line, log_axis, numbers, swatch
-from pollux.simulator.report import Brief, html_report, placed
+from pollux.evaluation.suites import Chart, Row, Suite, chart_rows
+from pollux.evaluation.verdicts import MARKED, is_ours, label_of, shown_tables, verdicts
+from pollux.reports.figures import NUM_COLOURS, Figure, bar_marker, line, log_axis, swatch
+from pollux.reports.numbers import rounded
+from pollux.reports.simulation_page import Brief, html_report, placed
 from pollux.simulator.result import SimulationResult
-from pollux.simulator.suite_verdict import MARKED, is_ours, label_of, shown_tables, verdicts
-from pollux.simulator.suites import Chart, Row, Suite, chart_rows
 
 _NUM_SHOWN = 3  # policies other than ours whose distributions are shown at first: the best
 
@@ -27,7 +28,7 @@ def suite_report(
     command: str,
     plotly_url: str | None = None,
 ) -> str:
-    """One HTML file. ``rows`` are all of :func:`pollux.simulator.suites.all_rows`.
+    """One HTML file. ``rows`` are all of :func:`pollux.evaluation.suites.all_rows`.
 
     Raises:
         PolluxError: plotly is not installed.
@@ -131,7 +132,7 @@ def _bars(chart: Chart, rows: Sequence[Row], colours: Mapping[str, int]) -> Figu
     trace: dict[str, Any] = {
         "type": "bar",
         "orientation": "h",
-        "x": numbers([row[chart.key] * chart.factor for row in known]),
+        "x": rounded([row[chart.key] * chart.factor for row in known]),
         "y": [html.escape(label_of(row), quote=False) for row in known],
         "marker": bar_marker([colours[row["policy"]] for row in known]),
         "hovertemplate": f"%{{y}}: %{{x:.4g}} {chart.unit}<extra></extra>",
@@ -155,7 +156,7 @@ def _lines(chart: Chart, rows: Sequence[Row], colours: Mapping[str, int]) -> Fig
         points = sorted((row["x"], row[key] * chart.factor) for row in mine if row.get(key) is not None)
         if points:
             index = colours.get(name, len(traces))
-            x, y = [x for x, _ in points], numbers([y for _, y in points])
+            x, y = [x for x, _ in points], rounded([y for _, y in points])
             traces.append(line(index, name, x, y, mode="lines+markers", hovertemplate="%{x:g}: %{y:.4g}"))
     seen = sorted({x for trace in traces for x in trace["x"]})
     is_log_x = bool(seen) and seen[0] > 0 and seen[-1] > 20 * seen[0]

@@ -4,7 +4,7 @@ Jobs are made up around the condensed profiles of the six OSDI'21 applications, 
 scale and age, on up to four accelerator types whose speeds differ by application. A *cold* decision is a fresh policy's
 first with nobody running. After that rounds follow each other as on a cluster: the plan is carried out, noise scales
 drift, 2 % of the jobs end and as many arrive; the median of those is *steady*. Used by ``benchmarks/scale.py`` and by
-the suite ``scale`` (:mod:`pollux.simulator.suites`).
+the suite ``scale`` (:mod:`pollux.evaluation.suites`).
 """
 
 from __future__ import annotations

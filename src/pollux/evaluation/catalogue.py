@@ -2,7 +2,7 @@
 
 The data of the OSDI'21 and Sia artifacts is not part of the project: it is looked for in a folder with ``osdi21/`` and
 ``sia/`` below. Without it suites take generated workloads and built-in profiles where that makes sense.
-:mod:`pollux.simulator.suites` says what a suite is.
+:mod:`pollux.evaluation.suites` says what a suite is.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from pollux.errors import InputFileError, UnknownNameError
+from pollux.evaluation.scale import SIZES
+from pollux.evaluation.suites import Case, Chart, Column, Published, Suite
 from pollux.policy import WEIGHTINGS, PolicySettings, policy_names
 from pollux.simulator.run import SimulationConfig, sia_config
-from pollux.simulator.scale import SIZES
-from pollux.simulator.suites import Case, Chart, Column, Published, Suite
 
 _JCT = Column(heading="avg JCT s", key="avg_jct_s", form=",.0f")
 _RATIO = Column(heading="× artifact", key="ratio_to_published", form=".2f")

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
-from pollux.simulator.recorded import STATIC, Comparison, compare_recording
-from pollux.simulator.recorded_report import recording_report, replay_report
+from pollux.evaluation.replay import STATIC, Comparison, compare_recording
+from pollux.evaluation.replay_page import recording_report, replay_report
 from pollux.simulator.recording import read_recording
-from tests.unit.simulator.test_recorded import NODES, job, reports_of
+from tests.unit.evaluation.test_replay import NODES, job, reports_of
 
 pytest.importorskip("plotly")
 

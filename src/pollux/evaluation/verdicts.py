@@ -1,6 +1,6 @@
 """What a suite's rows come to: in which order they are shown, and in a sentence who is first and by how much.
 
-Between :mod:`pollux.simulator.suites`, which makes the rows, and whoever shows them: a terminal, a page.
+Between :mod:`pollux.evaluation.suites`, which makes the rows, and whoever shows them: a terminal, a page.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from pollux.simulator.figures import duration
-from pollux.simulator.suites import Row, Suite, by_table
+from pollux.evaluation.suites import Row, Suite, by_table
+from pollux.reports.numbers import duration
 
 OURS = "pollux"  # the policy whose rows are marked
 MARK = "†"  # of rows that were not simulated here

@@ -9,11 +9,11 @@ from html.parser import HTMLParser
 
 import pytest
 
-from pollux import look
 from pollux.errors import PolluxError
 from pollux.policy import PolicySettings, make_policy
-from pollux.simulator.figures import MAX_GANTT_JOBS, NUM_COLOURS, duration, log_axis
-from pollux.simulator.report import html_report
+from pollux.reports import look
+from pollux.reports.figures import MAX_GANTT_JOBS, NUM_COLOURS, log_axis
+from pollux.reports.simulation_page import html_report
 from pollux.simulator.result import SimulationResult, summarise
 from pollux.simulator.run import SimulationConfig, simulate
 from pollux.simulator.source import load_source
@@ -134,14 +134,6 @@ def test_nothing_to_show_or_nothing_to_show_it_with(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(look, "find_spec", lambda name: None)
     with pytest.raises(PolluxError, match=r"pip install \"pollux-scheduler\[cli\]\""):
         look.require_plotly()
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [(0, "0 s"), (95, "95 s"), (600, "10.0 min"), (7199, "120 min"), (7200, "2.0 h"), (400_000, "111 h")],
-)
-def test_durations_are_short(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
 
 
 def test_words_and_policies_are_explained(results: list[SimulationResult]) -> None:

@@ -16,15 +16,15 @@ from typing import Any
 import pytest
 
 from pollux.errors import InputFileError, UnknownNameError
+from pollux.evaluation.catalogue import NO_OSDI21, SUITES, Artifacts, make_suite
+from pollux.evaluation.scale import Size, World, measure
+from pollux.evaluation.suite_page import suite_report
+from pollux.evaluation.suites import Case, Chart, Column, Published, Suite, all_rows, by_table
+from pollux.evaluation.verdicts import MARKED, shown_tables, verdicts
 from pollux.policy import PolicySettings, make_policy, policy_names
 from pollux.simulator.result import summarise
 from pollux.simulator.run import SimulationConfig, simulate
-from pollux.simulator.scale import Size, World, measure
 from pollux.simulator.source import load_source
-from pollux.simulator.suite_catalogue import NO_OSDI21, SUITES, Artifacts, make_suite
-from pollux.simulator.suite_page import suite_report
-from pollux.simulator.suite_verdict import MARKED, shown_tables, verdicts
-from pollux.simulator.suites import Case, Chart, Column, Published, Suite, all_rows, by_table
 
 ROOT = Path(__file__).resolve().parents[3]
 NOWHERE = Artifacts(folder=None)
@@ -185,15 +185,15 @@ def test_a_sentence_says_who_is_first_and_by_how_much() -> None:
     rows = [{**row, "policy_name": names[str(row["policy"])]} for row in MEASURED]
     one, two = verdicts(tiny(has_means=False), all_rows(tiny(has_means=False), rows))
     assert one == (
-        "a: ours is first: a job takes 50 s on average. Measured with its own code, theirs, takes 100 s, 2.00 times "
+        "a: ours is first: a job takes 50s on average. Measured with its own code, theirs, takes 1m40s, 2.00 times "
         "as long."
     )
-    assert "once is first" in two and "The next policy, ours, takes 2.5 min, 15.00 times as long." in two
+    assert "once is first" in two and "The next policy, ours, takes 2m30s, 15.00 times as long." in two
     # What ran in another world is first of nothing.
     aside = [{**row, "is_aside": row["policy"] == "once"} for row in rows]
     assert verdicts(tiny(has_means=False), all_rows(tiny(has_means=False), aside))[1].startswith("b: ours is first")
     (means,) = verdicts(tiny(), all_rows(tiny(), rows))
-    assert means.startswith("ours is first: a job takes 100 s")
+    assert means.startswith("ours is first: a job takes 1m40s")
 
 
 def test_a_page_with_many_policies_shows_ours_and_the_best() -> None:

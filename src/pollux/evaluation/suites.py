@@ -4,8 +4,8 @@ A suite is a list of cases (a policy with its settings on a workload in a world)
 beside them, and what to plot. Cases with the same ``table`` are compared with each other; one ``label`` is the same
 thing in every table. Rows of tables are plain mappings from a column's key to its value, so that a terminal, a page
 and a file show the same. Between :mod:`pollux.simulator.run` and the command line, which runs the cases;
-:mod:`pollux.simulator.suite_catalogue` has the suites there are, :mod:`pollux.simulator.suite_verdict` says who is
-first, :mod:`pollux.simulator.suite_page` draws them.
+:mod:`pollux.evaluation.catalogue` has the suites there are, :mod:`pollux.evaluation.verdicts` says who is
+first, :mod:`pollux.evaluation.suite_page` draws them.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pollux.evaluation.scale import Size
 from pollux.policy import PolicySettings
 from pollux.simulator.run import SimulationConfig
-from pollux.simulator.scale import Size
 
 Row = Mapping[str, Any]
 

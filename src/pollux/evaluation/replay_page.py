@@ -1,4 +1,4 @@
-"""Pages of jobs that really ran: :mod:`pollux.simulator.report` with a first part about them.
+"""Pages of jobs that really ran: :mod:`pollux.reports.simulation_page` with a first part about them.
 
 ``pollux demo`` shows what each job did; ``pollux replay`` how well simulation tells what happened, and then what other
 policies would have done.
@@ -11,10 +11,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from pollux.simulator.figures import Figure, TimeUnit, duration, line, numbers, swatch
-from pollux.simulator.recorded import Comparison, Prediction
+from pollux.evaluation.replay import Comparison, Prediction
+from pollux.reports.figures import Figure, TimeUnit, line, swatch
+from pollux.reports.numbers import duration, rounded
+from pollux.reports.simulation_page import html_report, placed
 from pollux.simulator.recording import Point, Recording
-from pollux.simulator.report import html_report, placed
 from pollux.simulator.result import SimulationResult
 
 _MAX_ROWS = 200  # of a table of jobs: those that took longest
@@ -194,8 +195,8 @@ def _scatter(prediction: Prediction) -> Figure:
         {
             "type": "scatter",
             "mode": "markers",
-            "x": numbers(recorded),
-            "y": numbers(simulated),
+            "x": rounded(recorded),
+            "y": rounded(simulated),
             "text": names,
             "marker": {"color": "@0", "size": 9, "opacity": 0.8},
             "hovertemplate": "%{text}<br>recorded %{x:.3g} min<br>simulated %{y:.3g} min<extra></extra>",
@@ -212,7 +213,7 @@ def _scatter(prediction: Prediction) -> Figure:
 def _error_cdf(prediction: Prediction) -> Figure:
     errors = sorted(round(abs(error), 5) for error in prediction.errors)
     share = [(index + 1) / len(errors) for index in range(len(errors))]
-    made = line(0, "jobs", errors, numbers(share), line={"shape": "hv"}, hovertemplate="%{x:.1%}: %{y:.0%}")
+    made = line(0, "jobs", errors, rounded(share), line={"shape": "hv"}, hovertemplate="%{x:.1%}: %{y:.0%}")
     layout = {
         "xaxis": {"tickformat": ".0%", "rangemode": "tozero", "title": {"text": "error of a job's completion time"}},
         "yaxis": {"tickformat": ".0%", "range": [0, 1.02]},
@@ -243,7 +244,7 @@ def _told_over_time(recording: Recording, name: str, pick: Callable[[Point], flo
         x = [unit.of(point.at) for point in job.points]
         values = [math.nan if (value := pick(point)) is None else value for point in job.points]
         form = "%{y:.0%}" if is_share else "%{y:.4g}"
-        traces.append(line(index, job.name, x, numbers(values), hovertemplate=form, line={"shape": "hv"}))
+        traces.append(line(index, job.name, x, rounded(values), hovertemplate=form, line={"shape": "hv"}))
     y: dict[str, Any] = {"tickformat": ".0%", "range": [0, 1.05]} if is_share else {"type": "log"}
     if name == "goodput":
         y = {"rangemode": "tozero"}
