@@ -36,7 +36,7 @@ class Budget:
         return self._type_of[allocation.shares[0].node] if allocation else None
 
     def take(self, allocation: Allocation) -> None:
-        """Slots that stay as they are; guests have none."""
+        """The allocation stays as it is."""
         accelerator = self.type_of(allocation)
         if accelerator is not None:
             self.left[accelerator] -= allocation.num_slots
@@ -108,9 +108,8 @@ class FreeSlots:
     def __init__(self, nodes: Sequence[Node], held: Iterable[Allocation] = ()) -> None:
         free = {node.name: node.num_slots for node in nodes}
         for allocation in held:
-            if not allocation.host:  # a guest has its host's slots
-                for node, count in allocation.shares:
-                    free[node] -= count
+            for node, count in allocation.own_shares:
+                free[node] -= count
         by_type: dict[str, dict[str, int]] = {}
         for each in nodes:
             by_type.setdefault(each.accelerator, {})[each.name] = free[each.name]
@@ -125,16 +124,13 @@ class FreeSlots:
         return self._rooms[self._type_of[node]].free[node]
 
     def take(self, allocation: Allocation) -> None:
-        """A guest takes none: it has its host's."""
-        if not allocation.host:
-            for node, count in allocation.shares:
-                self._change(node, -count)
+        for node, count in allocation.own_shares:
+            self._change(node, -count)
 
     def give(self, allocation: Allocation) -> None:
-        """Slots that are free again; a guest had none."""
-        if not allocation.host:
-            for node, count in allocation.shares:
-                self._change(node, count)
+        """The allocation's slots are free again."""
+        for node, count in allocation.own_shares:
+            self._change(node, count)
 
     def place(self, num_replicas: int, accelerator: str | None = None, *, tightly: bool = False) -> Allocation:
         """Take ``num_replicas`` from the roomiest nodes, the earliest among equals; they must be there.

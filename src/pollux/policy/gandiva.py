@@ -26,6 +26,7 @@ from pollux.policy.dense import Budget
 from pollux.policy.estimates import largest_nodes, step_s
 from pollux.policy.floor import Floor
 from pollux.policy.gangs import demand
+from pollux.policy.simulated import host_of
 from pollux.types import Allocation, JobView, NodeShare, Plan, Snapshot
 
 QUANTUM_S = 360.0  # a turn; also how long a job stays as it is before it is migrated or grows
@@ -179,10 +180,11 @@ class GandivaPolicy(Policy):
 
     def _use_idle_slots(self, snapshot: Snapshot, floor: Floor) -> None:
         for name, allocation in list(floor.held.items()):
-            if allocation.host and not floor.is_fixed(name):
+            host = host_of(allocation)
+            if host and not floor.is_fixed(name):
                 floor.leave(name)
                 if not floor.place(floor.jobs[name], demand(floor.jobs[name])):
-                    floor.join(name, allocation.host, allocation.num_replicas)
+                    floor.join(name, host, allocation.num_replicas)
         movable = [
             name
             for name in floor.owners
@@ -235,7 +237,7 @@ def _gain_together(load: float, other: float) -> bool:
 
 def _neighbour(floor: Floor, name: str) -> str | None:
     """Who sits on the same slots."""
-    return (floor.held[name].host or floor.guest_of(name)) if name in floor.held else None
+    return (host_of(floor.held[name]) or floor.guest_of(name)) if name in floor.held else None
 
 
 def _migrate(floor: Floor, name: str) -> bool:

@@ -35,6 +35,7 @@ from pollux.policy.dense import may_use
 from pollux.policy.gangs import demand
 from pollux.policy.program import NOTHING, solve_program
 from pollux.policy.round import resize_cost_s
+from pollux.policy.simulated import oracle_of
 from pollux.types import Allocation, FloatArray, JobView, Plan, Snapshot
 
 _P = -0.5
@@ -137,9 +138,10 @@ class SiaPolicy(Policy):
         """Goodput of each count on a type, None if it cannot be told."""
         source, ratio = accelerator, 1.0
         model = measured.get(accelerator)
-        if model is None and measured and job.oracle is not None:
+        oracle = oracle_of(job)
+        if model is None and measured and oracle is not None:
             source, model = next(iter(measured.items()))
-            ratio = job.oracle.iteration_s(1, source) / job.oracle.iteration_s(1, accelerator)
+            ratio = oracle.iteration_s(1, source) / oracle.iteration_s(1, accelerator)
         elif model is None:
             model = _model_of(job, accelerator)
         if model is None or not counts:

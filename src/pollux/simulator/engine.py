@@ -21,6 +21,7 @@ from pollux.errors import SimulationError
 from pollux.model.efficiency import MAX_NOISE_SCALE
 from pollux.model.goodput import BatchTuner, fixed_batch
 from pollux.model.profile import Configuration, Timing
+from pollux.policy.simulated import host_of
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.ports import (
     Command,
@@ -355,7 +356,7 @@ class SimulatedEngine:
                     checkpoint.job.advance(until)
         self.node_s += (until - self.now) * (len(self._nodes) + len(self._arriving))
         self.now = until
-        if any(job.allocation.host for job in running):  # who ended first, guest or host, is told first
+        if any(host_of(job.allocation) for job in running):  # of guest and host, the one that ended first is told first
             running.sort(key=lambda job: math.inf if job.completed_at is None else job.completed_at)
         for job in running:
             self._observe(job)
@@ -474,9 +475,9 @@ class SimulatedEngine:
     def _update_sharing(self) -> None:
         """Guests and their hosts slow each other down; a guest whose host is gone has the slots to itself."""
         speeds = dict.fromkeys(self._running, 1.0)
-        guests = {name: job for name, job in self._running.items() if job.allocation.host}
+        guests = {name: job for name, job in self._running.items() if host_of(job.allocation)}
         for name, guest in guests.items():
-            host = self._running.get(guest.allocation.host)
+            host = self._running.get(host_of(guest.allocation))
             if host is None:
                 guest.allocation = Allocation(guest.allocation.shares)
             else:

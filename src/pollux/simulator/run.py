@@ -12,6 +12,7 @@ import numpy as np
 
 from pollux.errors import InvalidValueError, SimulationError
 from pollux.policy.base import Policy
+from pollux.policy.simulated import host_of
 from pollux.scheduler.autoscale import DEFAULT_BAND, DEFAULT_WINDOW_S, AutoscaleConfig
 from pollux.scheduler.loop import Scheduler, SchedulerConfig
 from pollux.scheduler.ports import MemoryStore
@@ -22,6 +23,7 @@ from pollux.simulator.colocation import SharedSpeed, check_applications
 from pollux.simulator.engine import SimulatedEngine
 from pollux.simulator.oracle import SimulationOracle
 from pollux.simulator.physics import OSDI21, SIA, SIA_CLUSTER, NodeGroup, Physics
+from pollux.simulator.slot_sharing import SimulatedSlots
 from pollux.simulator.workload import Workload
 from pollux.types import DEFAULT_ACCELERATOR, Node, Snapshot
 
@@ -282,7 +284,7 @@ def simulate(
             is_strict=True,
         ),
         pool=engine,
-        oracles=SimulationOracle(engine, {job.name: job for job in workload.jobs}, slots_per_node),
+        rules=SimulatedSlots(SimulationOracle(engine, {job.name: job for job in workload.jobs}, slots_per_node)),
     )
     policy.reset()
 
@@ -338,6 +340,6 @@ def _sample(engine: SimulatedEngine, now: float, num_active: int, *, has_types: 
         num_waiting=num_active - len(running),
         replicas={job.spec.name: job.allocation.num_replicas for job in running},
         efficiency={job.spec.name: job.efficiency() for job in running},
-        guests=frozenset(job.spec.name for job in running if job.allocation.host),
+        guests=frozenset(job.spec.name for job in running if host_of(job.allocation)),
         types={job.spec.name: job.accelerator for job in running} if has_types else {},
     )
