@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,63 +12,22 @@ from typing import Annotated, Any
 import typer
 
 from pollux.cli import simulation_notes as notes
-from pollux.cli.connect import DataOption, ServerOption
+from pollux.cli.option_groups import expanded
+from pollux.cli.outputs import Outputs
 from pollux.cli.parallel import run_all
 from pollux.cli.policy_tables import print_tables
-from pollux.cli.publish import PublishOption, check_server, publish
-from pollux.cli.simulate import (
-    Setup,
-    announce,
-    check_outputs,
-    check_setup,
-    command_line,
-    load_setup,
-    output_console,
-    summary_row,
-)
-from pollux.cli.simulation_options import (
-    POLICY_HELP,
-    WORKLOAD_HELP,
-    AutoscaleOption,
-    BandOption,
-    BudgetOption,
-    ChargeOption,
-    ClusterOption,
-    EventsOption,
-    GpusOption,
-    HtmlOption,
-    InterferenceOption,
-    IntervalOption,
-    JsonOption,
-    MaxNodesOption,
-    MemoryOption,
-    MinNodesOption,
-    NodesOption,
-    OutputOption,
-    PhysicsOption,
-    POption,
-    PriceOption,
-    ResizeOption,
-    SharedSpeedsOption,
-    Switch,
-    TracesOption,
-    Weights,
-    WeightsOption,
-    World,
-    make_config,
-    policy_settings,
-)
+from pollux.cli.setups import Setup, check_setup, command_line, load_setup, summary_row
+from pollux.cli.simulation_options import POLICY_HELP, WORKLOAD_HELP, SimulationOptions, TracesOption
 from pollux.errors import InvalidValueError, SimulationError
-from pollux.reports.look import require_plotly
 from pollux.reports.simulation_page import html_report
-from pollux.simulator.result import SimulationResult, group_results, mean_of, write_json, write_text
+from pollux.simulator.result import SimulationResult, group_results, mean_of
 from pollux.simulator.workload import Workload
 from pollux.version import __version__
 
 FORMAT = "pollux-compare/1"
 
 
-def parse_seeds(text: str | None, single: Sequence[int]) -> list[int]:
+def parse_seeds(text: str | None, single: Sequence[int] | None = None) -> list[int]:
     """Of ``--seeds 0,1`` or ``--seed 0 --seed 1``; 0 if neither is given.
 
     Raises:
@@ -77,7 +35,7 @@ def parse_seeds(text: str | None, single: Sequence[int]) -> list[int]:
     """
     if text is not None and single:
         raise InvalidValueError("--seeds and --seed say the same thing; give one of them")
-    words = [word.strip() for word in text.split(",")] if text is not None else [str(seed) for seed in single]
+    words = [word.strip() for word in text.split(",")] if text is not None else [str(seed) for seed in single or ()]
     for word in words:
         if not word.isdecimal():
             raise InvalidValueError(f"seeds {text or ', '.join(words)!r}; whole numbers from 0 on, as in 0,1,2")
@@ -199,8 +157,11 @@ def check_suite_options(context: typer.Context) -> None:
             raise InvalidValueError(f"{parameter.opts[0]} is for suites; add --suite NAME")
 
 
+@expanded
 def compare(
     context: typer.Context,
+    options: SimulationOptions,
+    outputs: Outputs,
     workload: Annotated[
         list[str] | None,
         typer.Option("--workload", metavar="FILE|builtin:NAME", help=WORKLOAD_HELP + " May be repeated."),
@@ -226,41 +187,13 @@ def compare(
     seeds: Annotated[str | None, typer.Option("--seeds", metavar="0,1,..", help="Seeds to average over.")] = None,
     seed: Annotated[list[int] | None, typer.Option("--seed", help="One seed. May be repeated.")] = None,
     jobs: Annotated[int | None, typer.Option("--jobs", help="Processes; one per core if left out.", min=1)] = None,
-    nodes: NodesOption = None,
-    gpus_per_node: GpusOption = None,
-    cluster: ClusterOption = None,
-    physics: PhysicsOption = World.OSDI21,
-    interval: IntervalOption = 60.0,
-    resize_s: ResizeOption = None,
-    interference: InterferenceOption = 0.0,
-    shared_speeds: SharedSpeedsOption = None,
-    autoscale: AutoscaleOption = None,
-    band: BandOption = None,
-    budget: BudgetOption = None,
-    node_price: PriceOption = None,
-    min_nodes: MinNodesOption = None,
-    max_nodes: MaxNodesOption = None,
-    charge_s: ChargeOption = None,
-    p: POption = -1.0,
-    weights: WeightsOption = Weights.EQUAL,
-    events: EventsOption = Switch.OFF,
-    profile_memory: MemoryOption = Switch.OFF,
-    output: OutputOption = None,
-    html: HtmlOption = None,
-    is_published: PublishOption = False,
-    as_json: JsonOption = False,
-    data: DataOption = None,
-    server: ServerOption = None,
 ) -> None:
     """Run every policy on every workload and print them side by side."""
     check_suite_options(context)
-    check_outputs(output, html)
-    if html is not None:
-        require_plotly()
-    check_server(is_published, data, server)
+    outputs.check()
     num_processes = jobs or os.cpu_count() or 1
     if suite is not None:
-        from pollux.cli.suites import compare_suite  # it stands on this module
+        from pollux.cli.suites import compare_suite  # it imports this module
 
         compare_suite(
             suite,
@@ -268,73 +201,43 @@ def compare(
             policies=policy or (),
             is_quick=is_quick,
             num_processes=num_processes,
-            output=output,
-            html=html,
-            as_json=as_json,
-            is_published=is_published,
-            data=data,
-            server=server,
+            outputs=outputs,
         )
         return
     if not workload or not policy:
         raise InvalidValueError("compare what? --workload and --policy are needed, or --suite NAME")
-    config = make_config(
-        nodes=nodes,
-        gpus_per_node=gpus_per_node,
-        cluster=cluster,
-        physics=physics,
-        interval=interval,
-        resize_s=resize_s,
-        interference=interference,
-        shared_speeds=shared_speeds,
-        events=events,
-        profile_memory=profile_memory,
-        autoscale=autoscale,
-        band=band,
-        budget=budget,
-        node_price=node_price,
-        min_nodes=min_nodes,
-        max_nodes=max_nodes,
-    )
-    all_seeds = parse_seeds(seeds, seed or [])
     workloads, policies = list(dict.fromkeys(workload)), list(dict.fromkeys(policy))
+    all_seeds = parse_seeds(seeds, seed)
+    config = options.config()
     setups = [
         Setup(
             workload=source,
             traces=traces,
             policy=name,
             config=config,
-            settings=policy_settings(p, charge_s, config.resize_s, weights.value, number),
-            shared_speeds=shared_speeds,
+            settings=options.settings(config, number),
+            shared_speeds=options.shared_speeds,
         )
         for source, name, number in itertools.product(workloads, policies, all_seeds)
     ]
     notes.say(notes.unread_settings(policies, setups[0].settings))
     results, failed = run_setups(setups, num_processes)
     notes.say(notes.equal_seeds(results))
-    if output is not None:
-        write_json(output, comparison_json(results, failed))
-        announce(output)
     arguments = [
         *(("--workload", source) for source in workloads),
         *(("--policy", name) for name in policies),
         ("--seeds", ",".join(map(str, all_seeds))),
     ]
     command, title = command_line("compare", arguments, setups[0]), report_title(results)
-
-    def page(plotly_url: str | None = None) -> str:
-        return html_report(results, title=title, command=command, plotly_url=plotly_url)
-
-    if html is not None:
-        write_text(html, page())
-        announce(html)
-    if is_published:
-        summary = comparison_json(results)["summary"]
-        publish(data, server, title=title, command=command, kind="compare", summary=summary, make_html=page)
-    if as_json:
-        typer.echo(json.dumps(comparison_json(results, failed), indent=1, allow_nan=False))
-    else:
-        print_tables(output_console(), results)
+    outputs.deliver(
+        title=title,
+        command=command,
+        kind="compare",
+        document=lambda: comparison_json(results, failed),
+        summary=lambda: comparison_json(results)["summary"],
+        page=lambda plotly_url: html_report(results, title=title, command=command, plotly_url=plotly_url),
+        show=lambda console: print_tables(console, results),
+    )
     end_with(failed)
 
 

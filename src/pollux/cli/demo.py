@@ -26,9 +26,9 @@ from rich.text import Text
 from pollux.cli.demo_simulated import simulated_demo
 from pollux.cli.gather import pages
 from pollux.cli.job_table import FINAL_STATES, job_table, plain
+from pollux.cli.outputs import announce, check_outputs, output_console
 from pollux.cli.run import data_directory, embedded_service, signals_as_exceptions
 from pollux.cli.server_log import show_log
-from pollux.cli.simulate import announce, check_outputs, output_console
 from pollux.cli.top import header
 from pollux.cli.up import require_server_libraries
 from pollux.client import Client, Job, make_request

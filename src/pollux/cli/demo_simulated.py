@@ -10,8 +10,9 @@ from rich.console import Console
 from rich.markup import escape
 
 from pollux.cli.compare import end_with, report_title, run_setups
+from pollux.cli.outputs import announce, output_console
 from pollux.cli.policy_tables import policy_table
-from pollux.cli.simulate import Setup, announce, command_line, output_console
+from pollux.cli.setups import Setup, command_line
 from pollux.policy import PolicySettings
 from pollux.reports.simulation_page import html_report
 from pollux.simulator.result import SimulationResult, group_results, write_text

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from pollux.cli.simulate import output_console
+from pollux.cli.outputs import output_console
 from pollux.errors import PolluxError
 from pollux.policy import make_policy, policy_names
 from pollux.reports.glossary import policy_summary

@@ -23,10 +23,18 @@ from pollux.cli.compare import comparison_json, end_with, run_setups
 from pollux.cli.connect import DataOption, ServerOption, print_json
 from pollux.cli.gather import Source, Window, find_source, gather, parse_window
 from pollux.cli.job_table import plain
+from pollux.cli.outputs import (
+    JsonOption,
+    PublishOption,
+    announce,
+    check_outputs,
+    check_server,
+    output_console,
+    publish,
+)
 from pollux.cli.policy_tables import policy_table
-from pollux.cli.publish import PublishOption, check_server, publish
-from pollux.cli.simulate import Setup, announce, check_outputs, command_line, output_console
-from pollux.cli.simulation_options import POLICY_HELP, JsonOption
+from pollux.cli.setups import Setup, command_line
+from pollux.cli.simulation_options import POLICY_HELP
 from pollux.errors import InputFileError, SimulationError, UnknownNameError
 from pollux.evaluation.replay import (
     Prediction,

@@ -18,10 +18,10 @@ from rich.table import Table
 from rich.text import Text
 
 from pollux.cli.compare import end_with, run_setups
+from pollux.cli.outputs import Outputs, output_console
 from pollux.cli.policy_tables import fitting_table, print_fitting
 from pollux.cli.progress import Tally, progress_bar, telling
-from pollux.cli.publish import publish
-from pollux.cli.simulate import Setup, announce, output_console, summary_row
+from pollux.cli.setups import Setup, summary_row
 from pollux.errors import InputFileError, InvalidValueError, UnknownNameError
 from pollux.evaluation import scale
 from pollux.evaluation.catalogue import SCALE_TABLE, SUITES, Artifacts, make_suite
@@ -30,7 +30,7 @@ from pollux.evaluation.suite_page import suite_report
 from pollux.evaluation.suites import Case, Row, Suite, all_rows
 from pollux.evaluation.verdicts import MARKED, label_of, shown_tables, verdicts
 from pollux.reports.versions import versions
-from pollux.simulator.result import SimulationResult, group_results, mean_of, write_json, write_text
+from pollux.simulator.result import SimulationResult, group_results, mean_of
 from pollux.version import __version__
 
 FORMAT = "pollux-suite/1"
@@ -218,12 +218,7 @@ def compare_suite(
     policies: Sequence[str],
     is_quick: bool,
     num_processes: int,
-    output: Path | None,
-    html: Path | None,
-    as_json: bool,
-    is_published: bool,
-    data: Path | None,
-    server: str | None,
+    outputs: Outputs,
 ) -> None:
     """Run a suite and show it.
 
@@ -231,7 +226,7 @@ def compare_suite(
         PolluxError: there is no such suite, it lacks data, or none of it could be run.
     """
     if name == LIST:
-        list_suites(as_json=as_json)
+        list_suites(as_json=outputs.as_json)
         return
     suite = choose_suite(name, find_artifacts(artifacts), policies, is_quick=is_quick)
     for note in suite.notes:
@@ -247,19 +242,13 @@ def compare_suite(
         wall_s = round(time.perf_counter() - began, 1)
         return suite_json(suite, rows, results, failed, command=shlex.join(words), is_quick=is_quick, wall_s=wall_s)
 
-    def page(plotly_url: str | None = None) -> str:
-        return suite_report(suite, rows, results, command=command, plotly_url=plotly_url)
-
-    if output is not None:
-        write_json(output, document())
-        announce(output)
-    if html is not None:
-        write_text(html, page())
-        announce(html)
-    if is_published:
-        publish(data, server, title=suite.heading, command=command, kind="compare", summary=rows, make_html=page)
-    if as_json:
-        typer.echo(json.dumps(document(), indent=1, allow_nan=False))
-    else:
-        print_suite(output_console(), suite, rows)
+    outputs.deliver(
+        title=suite.heading,
+        command=command,
+        kind="compare",
+        document=document,
+        summary=lambda: rows,
+        page=lambda plotly_url: suite_report(suite, rows, results, command=command, plotly_url=plotly_url),
+        show=lambda console: print_suite(console, suite, rows),
+    )
     end_with(failed)

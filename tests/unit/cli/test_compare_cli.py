@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from pollux.cli import parallel
 from pollux.cli.app import app
 from pollux.cli.compare import parse_seeds
-from pollux.cli.simulate import Setup, run_setup
+from pollux.cli.setups import Setup, run_setup
 from pollux.errors import InvalidValueError, SimulationError
 from pollux.policy import PolicySettings
 from pollux.simulator.result import SimulationResult

@@ -11,9 +11,9 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from pollux.cli import parallel, suites
+from pollux.cli import outputs, parallel
 from pollux.cli.app import app
-from pollux.cli.simulate import Setup, run_setup
+from pollux.cli.setups import Setup, run_setup
 from pollux.evaluation import catalogue
 from pollux.evaluation.catalogue import COLUMNS, Artifacts, Listed
 from pollux.evaluation.scale import Size
@@ -92,7 +92,7 @@ def test_quick_and_some_policies(here: Path) -> None:
 
 
 def test_what_a_narrow_terminal_leaves_out_is_said(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suites, "output_console", lambda: Console(width=40, highlight=False))
+    monkeypatch.setattr(outputs, "output_console", lambda: Console(width=40, highlight=False))
     result = runner.invoke(app, ["compare", "--suite", "tiny", "--jobs", "1"])
     assert result.exit_code == 0, result.output
     assert "8 more columns with --json, or on a" in result.stdout
