@@ -45,7 +45,7 @@ def parse_seeds(text: str | None, single: Sequence[int] | None = None) -> list[i
 def check_all(setups: Sequence[Setup]) -> tuple[list[int], list[str]]:
     """(number of jobs, name of the workload) of each, once all of them are known to be usable.
 
-    GPUs that nobody can use are noted. Two files of the same name in different directories are told apart by their
+    Types of GPU that no job can use are noted. Two files of the same name in different directories are called by their
     whole path.
     """
     loaded: dict[tuple[str, int], Workload] = {}
@@ -139,7 +139,7 @@ _WITH_SUITE = {
 
 
 def check_suite_options(context: typer.Context) -> None:
-    """A suite has its own workloads, cluster and settings; nobody should believe to have changed them.
+    """Refuse options that a suite would ignore: it has its own workloads, cluster and settings.
 
     Raises:
         InvalidValueError: an option was given that a suite does not take.

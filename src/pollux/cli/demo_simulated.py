@@ -14,13 +14,14 @@ from pollux.cli.outputs import announce, output_console
 from pollux.cli.policy_tables import policy_table
 from pollux.cli.setups import Setup, command_line
 from pollux.policy import PolicySettings
+from pollux.reports.numbers import duration
 from pollux.reports.simulation_page import html_report
 from pollux.simulator.result import SimulationResult, group_results, write_text
 from pollux.simulator.run import SimulationConfig
 
 WORKLOAD = "builtin:small"
 POLICIES = ("pollux", "tiresias", "optimus", "equal", "srtf", "fifo")
-_SKETCH_WIDTH = 48
+_SKETCH_WIDTH = 48  # characters of the longest bar
 
 
 def sketch(results: Sequence[SimulationResult]) -> list[str]:
@@ -30,7 +31,7 @@ def sketch(results: Sequence[SimulationResult]) -> list[str]:
     label_width = max(len(result.policy) for result in ranked)
     return [
         f"{result.policy:>{label_width}}  {'█' * max(1, round(_SKETCH_WIDTH * result.avg_jct_s / longest))} "
-        f"{result.avg_jct_s / 60:.1f} min"
+        f"{duration(result.avg_jct_s)}"
         for result in ranked
     ]
 

@@ -192,8 +192,8 @@ def _worker_environment() -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
-        for number in dict.fromkeys(arrived):
-            signal.raise_signal(number)
+        for which in dict.fromkeys(arrived):
+            signal.raise_signal(which)
 
 
 @contextlib.contextmanager

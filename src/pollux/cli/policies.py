@@ -1,4 +1,4 @@
-"""``pollux policies``: which there are, and what each needs."""
+"""``pollux policies``: lists the policies, and what each needs."""
 
 from __future__ import annotations
 

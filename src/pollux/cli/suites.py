@@ -35,7 +35,7 @@ from pollux.version import __version__
 
 FORMAT = "pollux-suite/1"
 LIST = "list"
-_BESIDE = Path("..") / "shared"  # where the published data is looked for if nobody says
+_BESIDE = Path("..") / "shared"  # where the published data is looked for without --artifacts
 
 
 def find_artifacts(folder: Path | None) -> Artifacts:

@@ -1,8 +1,8 @@
-"""The suites there are: which policies, on which workloads, in which worlds, beside which figures of artifacts.
+"""The catalogue of suites: their policies, workloads, configurations and published figures.
 
-The data of the OSDI'21 and Sia artifacts is not part of the project: it is looked for in a folder with ``osdi21/`` and
-``sia/`` below. Without it suites take generated workloads and built-in profiles where that makes sense.
-:mod:`pollux.evaluation.suites` says what a suite is.
+``pollux compare --suite`` and ``scripts/results.py`` read it; :mod:`pollux.evaluation.suites` defines what a suite is.
+The data of the OSDI'21 and Sia artifacts is not part of the project: it is read from a folder with ``osdi21/`` and
+``sia/`` below. Without it suites use generated workloads and built-in profiles where that makes sense.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def _fairness(artifacts: Artifacts, is_quick: bool) -> Suite:
         name="fairness",
         title="Finish-time fairness by the exponent p",
         about="ρ is a job's completion time over that alone on its fair share of the cluster. The fitness is a power "
-        "mean of speedups: with p = 1 the sum counts, towards -10 whoever is worst off. Beside it policies that aim "
+        "mean of speedups: with p = 1 the sum counts, towards -10 the worst job. Beside it policies that aim "
         "at fairness.",
         cases=tuple(cases),
         columns=(_JCT, _P99, Column(heading="ρ p50", key="rho_p50", form=".2f", rank=3), *_RHO, *shares, _RESTARTS),
@@ -363,7 +363,7 @@ def _hetero(artifacts: Artifacts, is_quick: bool) -> Suite:
 
 
 SCALE_TABLE = "clusters of three and four GPU types"
-_MOST_GPUS, _QUICK_GPUS = 10_000, 1024
+_MOST_GPUS, _QUICK_GPUS = 10_000, 1024  # larger sizes are for benchmarks/scale.py: they take minutes and gigabytes
 
 
 def _scale(artifacts: Artifacts, is_quick: bool) -> Suite:

@@ -1,10 +1,11 @@
-"""Recorded jobs run again: in simulation, under the policy that decided and under others.
+"""Runs recorded jobs again in simulation, under the policy that decided and under others, and compares.
 
-Stands in ``simulator``, between :mod:`pollux.simulator.recording`, which understands what a cluster kept, and the
-reports. The same jobs are a workload with its profiles (:func:`workload_files`), which every simulating command reads.
+``pollux replay`` and ``pollux demo`` call it with what :mod:`pollux.simulator.recording` made of a cluster's records.
+The same jobs can be written as a workload with its profiles (:func:`write_workload`), which every simulating command
+reads.
 
 Static equal shares, to compare with: every job has the cluster's slots divided by the mean number of jobs present, at
-least one, from its start to its end; it trains with the batch its user tuned; who finds no room waits its turn.
+least one, from its start to its end; it trains with the batch its user tuned; a job that finds no room waits.
 """
 
 from __future__ import annotations
@@ -34,12 +35,12 @@ from pollux.simulator.workload import Workload, workload_csv
 
 WORKLOAD_FILE = "recorded.csv"
 STATIC = "static equal shares"
-NUM_SAMPLES = 1000  # evenly over time, beside all changes
+NUM_SAMPLES = 1000  # evenly over time, beside all changes: more than a figure shows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What a simulation says of recorded jobs under the policy that decided, against what happened."""
+    """Recorded jobs as they ran, and as a simulation under the same policy has them."""
 
     recorded: SimulationResult
     simulated: SimulationResult

@@ -1,7 +1,7 @@
-"""Pages of jobs that really ran: :mod:`pollux.reports.simulation_page` with a first part about them.
+"""The pages of recorded jobs: :mod:`pollux.reports.simulation_page` with a first part about them.
 
-``pollux demo`` shows what each job did; ``pollux replay`` how well simulation tells what happened, and then what other
-policies would have done.
+``pollux demo`` shows what each job did; ``pollux replay`` how accurate the simulation is, and then what other policies
+would have done.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Decisions on mixed clusters of any size, without simulating what jobs do in between: how long they take, how good.
+"""Measures decisions on mixed clusters of any size: how long they take, and how far they are from the bound.
 
-Jobs are made up around the condensed profiles of the six OSDI'21 applications, each with its own step times, noise
-scale and age, on up to four accelerator types whose speeds differ by application. A *cold* decision is a fresh policy's
-first with nobody running. After that rounds follow each other as on a cluster: the plan is carried out, noise scales
-drift, 2 % of the jobs end and as many arrive; the median of those is *steady*. Used by ``benchmarks/scale.py`` and by
-the suite ``scale`` (:mod:`pollux.evaluation.suites`).
+``benchmarks/scale.py`` and the suite ``scale`` call it. Jobs are not simulated between decisions: they are made up
+around the condensed profiles of the six OSDI'21 applications, each with its own step times, noise scale and age, on up
+to four accelerator types whose speeds differ by application. A *cold* decision is a fresh policy's first, when no job
+runs. Then rounds follow as on a cluster: the plan is carried out, noise scales drift, 2 % of the jobs end and as many
+arrive; the median of those rounds is *steady*.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from pollux.scheduler.reconcile import verify_plan
 from pollux.simulator.builtin import load_builtin
 from pollux.types import JobSpec, JobView, Node, Plan, Snapshot, ThroughputParams
 
-TYPES = (("t4", 4, 1.0), ("rtx", 8, 1.6), ("v100", 8, 2.2), ("a100", 8, 4.5))  # slots a node, speed
-POLICY = "pollux"  # that decides
+TYPES = (("t4", 4, 1.0), ("rtx", 8, 1.6), ("v100", 8, 2.2), ("a100", 8, 4.5))  # slots per node, and speed of a T4 = 1
+POLICY = "pollux"  # the policy that is measured
 SMALL_GPUS = 64  # up to here the last type is left out: it would have a fraction of a node
 # Seconds of Sia's integer program, measured with its artifact on one thread (medians), by GPUs.
 SIA_S = {64: 0.10, 256: 0.40, 1024: 1.7, 2048: 3.0}

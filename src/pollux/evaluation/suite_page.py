@@ -1,6 +1,6 @@
-"""The page of a suite: who is first, its table beside an artifact's figures, its plots, then distributions over jobs.
+"""The page of a suite: verdict, table beside an artifact's figures, plots, then distributions over jobs.
 
-:mod:`pollux.reports.simulation_page` makes the page and looks after jobs; this adds what compares a suite's rows.
+``pollux compare --suite NAME --html`` writes it. :mod:`pollux.reports.simulation_page` makes the page around it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pollux.reports.numbers import rounded
 from pollux.reports.simulation_page import Brief, html_report, placed
 from pollux.simulator.result import SimulationResult
 
-_NUM_SHOWN = 3  # policies other than ours whose distributions are shown at first: the best
+_NUM_SHOWN = 3  # other policies whose distributions are shown at first, the best ones: more lines hide each other
 
 
 def suite_report(

@@ -1,6 +1,6 @@
-"""What a suite's rows come to: in which order they are shown, and in a sentence who is first and by how much.
+"""The verdict on a suite: the order of its rows, and a sentence that says which policy is first and by how much.
 
-Between :mod:`pollux.evaluation.suites`, which makes the rows, and whoever shows them: a terminal, a page.
+The terminal (:mod:`pollux.cli.suites`) and the page (:mod:`pollux.evaluation.suite_page`) show it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a policy is: snapshot in, plan out, no side effects.
+"""What a policy is: snapshot in, plan out, no side effects. All policies inherit from :class:`Policy`.
 
 A policy reads nothing but the snapshot it is given (no clock, no files, no global random state). What it
 remembers from round to round are named fields that :meth:`Policy.reset` clears.

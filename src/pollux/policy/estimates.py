@@ -1,6 +1,6 @@
-"""What baselines need to know of a job at its requested batch size: step time and steps left.
+"""What baselines need to know of a job at its requested batch size: step time, load and steps left.
 
-The oracle answers where there is one (a simulation); otherwise the fitted model does.
+The oracle answers in a simulation, the fitted model elsewhere. All baselines that estimate call it.
 """
 
 from __future__ import annotations

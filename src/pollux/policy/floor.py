@@ -1,8 +1,7 @@
-"""Who sits where while a plan is made: own slots, guests on the slots of others, and what is free.
+"""Which job sits on which slots while a plan is made: own slots, guests on the slots of others, and free slots.
 
-Between :mod:`pollux.policy.dense` and the policies that let two jobs share slots (gandiva, antman, lucid). It starts
-as the snapshot is; a policy lets jobs leave, places them and lets them join others, and what is held in the end is
-its plan.
+Used by the policies that let two jobs share slots (gandiva, antman, lucid). A floor starts as the snapshot is. The
+policy lets jobs leave, places them and lets them join others; what they hold in the end is its plan.
 """
 
 from __future__ import annotations
@@ -18,13 +17,13 @@ from pollux.policy.simulated import GuestAllocation, host_of
 from pollux.types import Allocation, JobView, NodeShare, Plan, Snapshot
 
 Entry = tuple[float, int, str, float]
-"""Of a job that may be a host: what goes by its load, its place in order of submission, its name, its load."""
+"""A job that may be a host: its rank, its position in order of submission, its name, its load."""
 
 
 class Floor:
     """The cluster under a plan in the making.
 
-    ``rank``: by what hosts are put in order, given their loads; never falling with them.
+    ``rank``: hosts are ordered by this function of their load, which must not decrease with it.
     """
 
     def __init__(self, snapshot: Snapshot, rank: Callable[[float], float] = lambda load: load) -> None:
@@ -50,14 +49,14 @@ class Floor:
     # Questions ----------------------------------------------------------------------------------
 
     def is_fixed(self, name: str) -> bool:
-        """Nobody may change what it holds, or that it holds nothing."""
+        """Its allocation must not change, even if it is empty."""
         return name in self._fixed
 
     @property
     def waiting(self) -> list[JobView]:
         """Jobs that hold nothing and may be given something, in order of submission.
 
-        Without those that ask for more than there is of any type: they hold up nobody.
+        Without jobs that ask for more than any type has: they must not hold up the others.
         """
         return [
             job

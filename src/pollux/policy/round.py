@@ -32,8 +32,11 @@ from pollux.types import (
     Snapshot,
 )
 
-_CHARGED_MOVES = 8.0  # a move is seldom the last one: where the work left is known, δ is charged so many times
-_TIE = 1e-7  # of an idle job's cost: breaks ties, and is not seen otherwise
+# How many times δ is charged where the work left is known: a move is seldom the last one. Average JCT of the OSDI'21
+# workloads 6, 1 and 3 with declared lengths: 2,040 s with 1 (5.8 restarts per job), 2,002 s with 4, 1,960 s with 8
+# (3.9), 1,962 s with 16.
+_CHARGED_MOVES = 8.0
+_TIE = 1e-7  # of an idle job's cost; breaks ties, and is far below any other difference
 
 
 def resize_cost_s(job: JobView, settings: PolicySettings) -> float:
@@ -59,8 +62,7 @@ def _move_factors(
     """(num_jobs, num_types, 2, max_count + 1): what moving to an allocation multiplies its speedup with.
 
     Where the time left is known and counts, δ is weighed against it: what takes t on the fair share takes t/s + k·δ
-    instead of t/s. Long jobs then move for little and jobs about to end not at all. With k = 8 rather than
-    1 the average JCT of the OSDI'21 workloads is 4 % lower: moves beget moves.
+    instead of t/s. Long jobs then move for little and jobs about to end not at all. k is ``_CHARGED_MOVES``.
     """
     factors = np.empty_like(speedups)
     for row, (job, left_s) in enumerate(zip(jobs, remaining_s.tolist(), strict=True)):

@@ -10,7 +10,7 @@ with p = -0.5 and λ = 1.1, as in the published artifact; r = max(age - restarts
 job holds, 1 otherwise and for jobs younger than δ. A job never measured counts as equally fast on one replica of
 every type; one may ask for at most twice the replicas it was measured with. On a type where a job has not run, or
 on one replica alone, its goodput is that on a type where it has run on more, times the ratio of speeds on one replica.
-Sia profiles that when a job arrives: a simulation's oracle stands in for it, elsewhere a guessed model
+Sia profiles that when a job arrives: in a simulation the oracle knows it, elsewhere a guessed model
 (``JobView.guessed``) does, and without either the type is worth the least goodput, on the least replicas.
 
 As in the artifact, powers are rounded to two digits, so that jobs do not move for less. Simplifications: configurations
@@ -38,12 +38,12 @@ from pollux.policy.round import resize_cost_s
 from pollux.policy.simulated import oracle_of
 from pollux.types import Allocation, FloatArray, JobView, Plan, Snapshot
 
-_P = -0.5
-_IDLE_COST = 1.1  # λ: more than the dearest configuration costs, so that running is better
-_DIGITS = 2
-_GROWTH = 2  # a job may ask for this many times the replicas it was measured with
-_STAYING = 1e-6  # breaks ties in favour of what a job holds
-_WORTH_IT = 1e-9  # relative: a plan that gains less over staying is none
+_P = -0.5  # as in the artifact
+_IDLE_COST = 1.1  # λ, as in the artifact: more than the worst configuration costs, so that no job waits for nothing
+_DIGITS = 2  # to which powers are rounded, as in the artifact
+_GROWTH = 2  # a job may ask for this many times the replicas it was measured with, as in the paper
+_STAYING = 1e-6  # breaks ties in favour of what a job holds; far below the rounded powers
+_WORTH_IT = 1e-9  # relative; a plan that gains less over staying is rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +90,7 @@ class SiaPolicy(Policy):
         allocations: dict[str, Allocation] = dict(fixed)
         for accelerator, given in wanted.items():
             if all(option.is_held for option in given.values()):
-                # Those who stay sit beside each other already, even where the blocks set apart for them would not.
+                # Jobs that stay sit beside each other already, even where the blocks reserved for them would not fit.
                 allocations |= {name: held[name] for name in given}
             else:
                 counts = {name: option.count for name, option in given.items()}
@@ -115,7 +115,7 @@ class SiaPolicy(Policy):
             counts = sorted({*asked, *([] if held is None else [held])})
             goodputs = self._goodputs(job, accelerator, counts, layouts, measured)
             if goodputs is None:
-                # Nobody knows: the least of this type, or what the job holds anyway.
+                # Not known: the least of this type, or what the job holds anyway.
                 counts = sorted({*asked[:1], *([] if held is None else [held])})
                 unknown += [Option(accelerator, count, 1.0, count == held) for count in counts]
                 continue
@@ -165,7 +165,7 @@ def _model_of(job: JobView, accelerator: str) -> GoodputModel | None:
 
 
 def _is_applied(before: Snapshot, plan: Plan, now: Snapshot) -> bool:
-    """Whether no time has passed since, everybody holds what was planned, and nothing else has changed."""
+    """Whether no time has passed since, every job holds what was planned, and nothing else has changed."""
     return (
         (before.now, before.nodes, len(before.jobs)) == (now.now, now.nodes, len(now.jobs))
         and all(job.allocation == plan.allocation_of(job.name) for job in now.jobs)
@@ -220,7 +220,7 @@ def choose(
 ) -> list[Option | None]:
     """Which option each job is given (None: none), such that the sum of values is largest and everything fits.
 
-    Where nothing is worth more than to stay, everybody keeps what it holds, and that is all that is known to fit: a job
+    Where nothing is worth more than to stay, every job keeps what it holds, and that is all that is known to fit: a job
     of three replicas holds three slots, and would be given a block of four.
     """
     configurations = sorted({(option.accelerator, option.count) for mine in options for option in mine})

@@ -16,11 +16,11 @@ import numpy as np
 from pollux.reports.numbers import duration, rounded
 from pollux.simulator.result import SimulationResult
 
-MAX_GANTT_JOBS = 60  # the busiest; more rows than these cannot be told apart
+MAX_GANTT_JOBS = 60  # rows, the busiest jobs: with more, rows are too thin to see
 _MAX_NAMED_JOBS = 15  # rows that have room for a name
-_MAX_CDF_POINTS = 500
-_MAX_TICKS = 12
-NUM_COLOURS = 8
+_MAX_CDF_POINTS = 500  # of a line: more than its pixels
+_MAX_TICKS = 12  # of an axis: more labels would overlap
+NUM_COLOURS = 8  # of the style sheet (--c0 to --c7): more cannot be told apart
 _DASHES = ("solid", "dash", "dot", "dashdot")  # of the ninth line on, where there are more than colours
 _HATCHES = ("", "/", ".", "x")  # of bars, in the same order
 REPLICA_CLASSES = ((1, "1"), (2, "2"), (4, "3–4"), (8, "5–8"), (16, "9–16"), (32, "17–32"), (math.inf, "33+"))

@@ -1,8 +1,8 @@
-"""One HTML file that shows what simulations came to; it works offline and needs nothing beside itself.
+"""The HTML page of simulations' results: one file that works offline. All commands that write ``--html`` use it.
 
-Figures are made here as plain data; the page's own few lines of JavaScript colour them for a light or dark screen
-and hand them to plotly.js, which comes out of the installed plotly package. Colours are names ("@0", "@muted") until
-then. Everything that a user may have named is escaped.
+Figures are plain data (:mod:`pollux.reports.figures`); the page's own few lines of JavaScript colour them for a light
+or dark screen and hand them to plotly.js, which comes from the installed plotly package. Every text that a user may
+have chosen is escaped.
 """
 
 from __future__ import annotations
@@ -197,7 +197,7 @@ def _chips(by_policy: ByPolicy, colours: Mapping[str, int], shown: Collection[st
 
 
 def _words(headings: Iterable[str], policies: Iterable[str]) -> str:
-    """A key to what stands in tables, and to who is who."""
+    """Explains the words in the tables, and the policies."""
     parts = []
     for title, entries in (("Words", explained(headings)), ("Policies", policy_summaries(policies))):
         lines = "".join(f"<dt>{html.escape(word)}</dt><dd>{html.escape(text)}</dd>" for word, text in entries.items())

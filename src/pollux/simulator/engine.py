@@ -2,8 +2,8 @@
 
 Implements :class:`~pollux.scheduler.ports.Engine`. Semantics are those of the OSDI'21 artifact: a start or
 resize stands still for ``resize_s`` (and where newcomers' starts were recorded, the others train on until they are
-there); progress goes epoch by epoch at a rate that depends on placement,
-batch and epoch; whole seconds at the end of an epoch.
+there); progress goes epoch by epoch at a rate that depends on placement, batch and epoch; an epoch's end is rounded to
+whole seconds.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ _NO_BATCH = BatchConfig(0, 0)
 
 @dataclass(slots=True)
 class SimulatedJob:
-    """One job's true state. Stands in for the processes and for the agent inside them."""
+    """One job's true state; simulates its processes and the training library inside them."""
 
     spec: JobSpec
     application: Application
@@ -113,7 +113,7 @@ class SimulatedJob:
         self.allocation, self.placement = NO_ALLOCATION, ()
 
     def phi(self) -> float:
-        """The noise scale that training now would measure; boundless if all examples are taken to be of equal use."""
+        """The noise scale that training now would measure; unbounded if all examples count as equally useful."""
         if not self.counts_efficiency:
             return MAX_NOISE_SCALE
         limits, alone = self.application.limits, self.application.habits.lone_noise_scales
@@ -231,7 +231,7 @@ class SimulatedJob:
 
 @dataclass(slots=True)
 class _Checkpoint:
-    """Enough of a simulated job to go back to before an advance that overshot an event."""
+    """The state of a simulated job before an advance, to return to if the advance passed an event."""
 
     job: SimulatedJob
     state: tuple[object, ...]
@@ -331,7 +331,7 @@ class SimulatedEngine:
         if len(staying) != len(self._nodes):
             self._nodes = tuple(staying)
             self._events.append(NodesChanged())
-        del self._arriving[num_more:]  # whoever was asked for last is called off first
+        del self._arriving[num_more:]  # the latest requests are cancelled first
         while len(self._arriving) < num_more:
             name = next(name for name in self._fresh_names if name not in self._accelerator_of)
             node = dataclasses.replace(self.template, name=name)
@@ -410,7 +410,7 @@ class SimulatedEngine:
         )
 
     def profile(self, spec: JobSpec, num_batches: int) -> None:
-        """Report what a job would measure on as few slots as it can do with, of every type that it may use.
+        """Report what a job would measure on its least replicas, on every type that it may use.
 
         With so many device batches from the largest to the smallest. It costs nothing here; on a cluster it would take
         some steps with each.
@@ -449,7 +449,7 @@ class SimulatedEngine:
 
     def _allocate(self, job: SimulatedJob, allocation: Allocation, generation: int, delay_s: float) -> None:
         accelerator = self._accelerator_of[allocation.shares[0].node]
-        if allocation.shares == job.allocation.shares or (  # only the neighbour changed
+        if allocation.shares == job.allocation.shares or (  # only the job that shares its slots changed
             self._moves_are_free and accelerator == job.accelerator and allocation.counts == job.allocation.counts
         ):
             delay_s = 0.0

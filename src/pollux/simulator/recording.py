@@ -1,11 +1,12 @@
-"""What a live cluster kept, understood: jobs whose work, speed and noise scale are known, as they ran.
+"""Makes jobs that can be simulated of what a live cluster recorded: their work, speed and noise scale.
 
-Stands in ``simulator``, below :mod:`pollux.evaluation.replay`, which runs them again. A job's reports hold its
-physics: step times (θ is fitted to them), the noise scale over its progress, and how many useful examples it took in
-all. Its record holds when it came and what it held. Input is plain data as the HTTP interface gives it.
+``pollux replay`` and ``pollux demo`` read recordings with it; :mod:`pollux.evaluation.replay` runs them again. A job's
+reports hold its physics: step times (θ is fitted to them), the noise scale over its progress, and how many useful
+examples it took in all. Its record says when it was submitted and what it held. Input is plain data as the HTTP
+interface gives it.
 
-Nothing is dropped silently: jobs that end early are cut (they do again what they did), those whose work cannot be told
-hold their slots for as long as they did, and whoever cannot be simulated at all is named with the reason.
+Nothing is dropped silently. Jobs that ended early are cut: they do the same again. Jobs whose work is not known
+hold their slots for as long as they did. Jobs that cannot be simulated at all are named with the reason.
 """
 
 from __future__ import annotations
@@ -33,16 +34,16 @@ from pollux.types import DEFAULT_ACCELERATOR, BatchLimits, JobSpec, ThroughputPa
 
 Record = Mapping[str, Any]  # one JSON object
 
-NUM_STAGES = 40  # stretches of equal progress over each of which the noise scale is taken as constant
-LIVE_BATCH_THRESHOLD = 0.05  # gain for which a live job changes its batch
-LIVE_INTERVAL_S, LIVE_CHARGE_S = 10.0, 1.0  # of a server that says nothing else
-_MAX_PROGRESS = 0.98  # later, what is left is too little to tell the whole from
-_DEFAULT_RESIZE_S = 0.5
-_MOST_ROUNDS = 2000  # in which live decisions, which follow every new measurement, are approached
-_SHORTEST_INTERVAL_S = 1.0
-_PACES = (0.5, 4.0)  # beyond, the reports did not come when they were made
-_TINY = 1e-8
-_MAX_POINTS = 400
+NUM_STAGES = 40  # stretches of equal progress with a constant noise scale each; reports of short jobs are no denser
+LIVE_BATCH_THRESHOLD = 0.05  # gain for which a live job changes its batch: pollux.model.goodput.KEEP_THRESHOLD
+LIVE_INTERVAL_S, LIVE_CHARGE_S = 10.0, 1.0  # of a server that recorded neither: the defaults of ``pollux up``
+_MAX_PROGRESS = 0.98  # later, the work left is too small to tell the whole from: its rounding error grows 50-fold
+_DEFAULT_RESIZE_S = 0.5  # where no resize is on record: one in place takes less than a second
+_MOST_ROUNDS = 2000  # bounds the time of a replay; live decisions follow every new measurement, these come at intervals
+_SHORTEST_INTERVAL_S = 1.0  # between decisions of a replay; a live server pauses as long
+_PACES = (0.5, 4.0)  # of recorded time to modelled time; beyond, reports were delayed and say nothing about speed
+_TINY = 1e-8  # seconds; the lower bound of θ's parameters
+_MAX_POINTS = 400  # of a figure: more than its pixels show
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +84,8 @@ class RecordedJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """Jobs of one cluster. ``left_out`` says which could not be understood, and why; ``assumptions`` what was taken
-    for granted."""
+    """Jobs of one cluster. ``left_out``: jobs that cannot be simulated, and why; ``assumptions``: what was not on
+    record and is assumed."""
 
     jobs: tuple[RecordedJob, ...]
     left_out: Mapping[str, str]
@@ -124,7 +125,7 @@ def read_recording(
     left_out: Mapping[str, str] | None = None,
     node_price: float | None = None,
 ) -> Recording:
-    """Understand what a cluster recorded: job details, reports by job, nodes, and rounds.
+    """The recording of a cluster, of its job details, reports by job, nodes and rounds.
 
     ``policy``, ``interval_s``, ``charge_s`` (for a resize) and ``weights`` are the server's, as far as they are on
     record; ``left_out`` are jobs that could not even be read, with the reason.
@@ -349,7 +350,7 @@ def _pace(reports: Sequence[Record], application: ProfiledApplication, done: flo
 
 
 def _rigid(job: Record, allocations: Sequence[tuple[float, float, int]], num_slots: int) -> ProfiledApplication:
-    """Steps of a second, as many as it held its slots for seconds."""
+    """A job of steps of one second: as many as the seconds for which it held its slots."""
     replicas = min(max(count for *_, count in allocations), num_slots)
     held_s = sum((end - begin) * count for begin, end, count in allocations) / replicas
     start_s = min(_standing_s(job, ()) or 0.0, held_s / 2)
@@ -367,7 +368,7 @@ def _rigid(job: Record, allocations: Sequence[tuple[float, float, int]], num_slo
 def _standing_s(job: Record, reports: Sequence[Record]) -> float | None:
     """Its slots' time before its first step (the mean of its starts) and after its last; None: not on record.
 
-    The first start on a cluster takes longer than others, whoever decides.
+    The first start on a cluster takes longer than others, under any policy.
     """
     known = [entry["took_s"] for entry in job["resizes"] if not entry["before"] and entry["took_s"] is not None]
     if not known:
@@ -393,7 +394,7 @@ def _num_replicas(allocation: Sequence[Sequence[Any]]) -> int:
 
 
 def _thinned(reports: Sequence[Record]) -> Sequence[Record]:
-    """As many as can be told apart, the last one among them."""
+    """As many as a figure can show, the last one among them."""
     step = -(-len(reports) // _MAX_POINTS)
     return reports if step <= 1 else [*reports[:-1:step], reports[-1]]
 
@@ -427,7 +428,7 @@ def _profile(reports: Sequence[Record]) -> Profile:
 
 
 def _corrections(profile: Profile, params: ThroughputParams) -> StepCorrections:
-    """What was measured where θ's straight lines pass by it: the means of the logarithms, by steps."""
+    """How measured times differ from θ's straight lines: means of the logarithms, weighted by steps."""
     passes: dict[int, list[tuple[float, float]]] = {}
     for (_, _, device_batch), timing in profile.timings(DEFAULT_ACCELERATOR).items():
         ratio = timing.grad_s / float(grad_s(params, device_batch))
@@ -437,7 +438,7 @@ def _corrections(profile: Profile, params: ThroughputParams) -> StepCorrections:
     for (num_nodes, num_replicas, device_batch), timing in profile.timings(DEFAULT_ACCELERATOR).items():
         modelled_s = float(sync_s(params, num_nodes, num_replicas))
         pass_s = float(grad_s(params, device_batch)) * factors[device_batch]
-        seen = timing.step_s**params.gamma - pass_s**params.gamma  # the overlap, turned round
+        seen = timing.step_s**params.gamma - pass_s**params.gamma  # the overlap formula, solved for T_sync
         if modelled_s > 1e-4 * timing.step_s and seen > 0:
             ratio = seen ** (1 / params.gamma) / modelled_s
             syncs.setdefault((num_nodes, num_replicas), []).append((math.log(ratio), timing.num_steps))
@@ -489,7 +490,7 @@ def _noise_scales(reports: Sequence[Record], done: float) -> tuple[list[float], 
 
 
 def _held(points: Mapping[float, float], places: Sequence[float]) -> list[float]:
-    """The last value known at each place, else the first one. In between nobody measured: what a job knows is old."""
+    """The last value known at each place, else the first one. Between two measurements a job goes by the older one."""
     known = sorted(points)
     return [points[known[max(bisect_right(known, place) - 1, 0)]] for place in places] if known else []
 

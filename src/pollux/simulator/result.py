@@ -1,9 +1,9 @@
-"""What came out of a simulation: one value per run that can be printed, plotted, written down and compared.
+"""The result of a simulation: one value per run that can be printed, plotted, written to a file and compared.
 
-Definitions. JCT: end of a job minus its submission. Makespan: last end minus first submission. Utilisation:
-GPU-seconds held by jobs / GPU-seconds of the cluster while at least one job was present. Efficiency: statistical
-efficiency of the batch sizes in use, weighted by replicas and time. ρ: see :mod:`pollux.simulator.fairness`.
-Percentiles interpolate linearly.
+All commands that simulate make one by :func:`summarise`. Definitions. JCT: end of a job minus its submission. Makespan:
+last end minus first submission. Utilisation: GPU-seconds held by jobs / GPU-seconds of the cluster while at least one
+job was present. Efficiency: statistical efficiency of the batch sizes in use, weighted by replicas and time. ρ: see
+:mod:`pollux.simulator.fairness`. Percentiles interpolate linearly.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from pollux.types import FloatArray
 from pollux.version import __version__
 
 FORMAT = "pollux-result/1"
-MAX_POINTS = 400  # of a series over time: more than a plot can show
+MAX_POINTS = 400  # of a series over time: more than the pixels of a plot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

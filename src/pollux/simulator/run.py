@@ -1,4 +1,4 @@
-"""Run a workload under a policy: the scheduler's loop with a virtual clock and the simulated engine."""
+"""Runs a workload under a policy: the scheduler's loop with a virtual clock and the simulated engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ from pollux.simulator.slot_sharing import SimulatedSlots
 from pollux.simulator.workload import Workload
 from pollux.types import DEFAULT_ACCELERATOR, Node, Snapshot
 
-_STALLED_S = 6 * 3600.0  # jobs wait, nobody runs, nobody will come: after this long nothing is going to change
+# Seconds in which no job runs or arrives although jobs wait, after which a run is given up. No policy waits so long:
+# the longest memory of any is Themis' lease of ten minutes.
+_STALLED_S = 6 * 3600.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +115,7 @@ class SimulationConfig:
 
     @property
     def full(self) -> SimulationConfig:
-        """The same as large as it may become, without auto-scaling."""
+        """The same configuration at its largest size, without auto-scaling."""
         if self.max_nodes is None:
             return self
         cluster = tuple(dataclasses.replace(group, num_nodes=self.max_nodes) for group in self.cluster)
@@ -123,7 +125,7 @@ class SimulationConfig:
 
     @property
     def cluster_text(self) -> str:
-        """In words as they are typed: ``aws:6x4,rtx:3x8``."""
+        """As it is typed: ``aws:6x4,rtx:3x8``."""
         if self.min_nodes is None:
             return ",".join(map(str, self.groups))
         return f"{self.groups[0].accelerator}:{self.min_nodes}..{self.max_nodes}x{self.groups[0].slots_per_node}"
@@ -191,7 +193,7 @@ _NO_REPLICAS, _NO_SPEEDUPS = np.zeros(0, dtype=int), np.zeros(0)
 
 
 class _RunStore(MemoryStore):
-    """Keeps of a decision what a result tells of it: how good it was, and whom it moved.
+    """Keeps of a decision what a result contains: how good it was, and which jobs moved.
 
     The options that were weighed for every job are nearly all the memory that a long simulation would take.
     """
@@ -211,7 +213,7 @@ class _RunStore(MemoryStore):
 
 @dataclass(frozen=True, slots=True)
 class SimulationRun:
-    """What a simulation leaves behind, before it is summed up (:mod:`pollux.simulator.result`)."""
+    """The records of a simulation, before they are summed up (:mod:`pollux.simulator.result`)."""
 
     workload: Workload
     applications: Mapping[str, Application]
@@ -323,7 +325,7 @@ def simulate(
 
 
 def _why_stalled(config: SimulationConfig) -> str:
-    """What may be the matter."""
+    """A likely reason."""
     if config.autoscale is None:
         return "they may ask for more GPUs than the cluster has"
     most = f"the largest cluster of {config.full.groups[0].num_slots} GPUs"
