@@ -16,10 +16,10 @@ from pollux.cli.option_groups import expanded
 from pollux.cli.outputs import Outputs
 from pollux.cli.parallel import run_all
 from pollux.cli.policy_tables import print_tables
-from pollux.cli.setups import Setup, check_setup, command_line, load_setup, summary_row
+from pollux.cli.setups import Setup, check_setup, command_line, load_setup, make_setup, summary_row
 from pollux.cli.simulation_options import POLICY_HELP, WORKLOAD_HELP, SimulationOptions, TracesOption
 from pollux.errors import InvalidValueError, SimulationError
-from pollux.reports.simulation_page import html_report
+from pollux.reports.simulation_page import Heading, html_report
 from pollux.simulator.result import SimulationResult, group_results, mean_of
 from pollux.simulator.workload import Workload
 from pollux.version import __version__
@@ -208,16 +208,8 @@ def compare(
         raise InvalidValueError("compare what? --workload and --policy are needed, or --suite NAME")
     workloads, policies = list(dict.fromkeys(workload)), list(dict.fromkeys(policy))
     all_seeds = parse_seeds(seeds, seed)
-    config = options.config()
     setups = [
-        Setup(
-            workload=source,
-            traces=traces,
-            policy=name,
-            config=config,
-            settings=options.settings(config, number),
-            shared_speeds=options.shared_speeds,
-        )
+        make_setup(source, traces, name, options, number)
         for source, name, number in itertools.product(workloads, policies, all_seeds)
     ]
     notes.say(notes.unread_settings(policies, setups[0].settings))
@@ -228,14 +220,13 @@ def compare(
         *(("--policy", name) for name in policies),
         ("--seeds", ",".join(map(str, all_seeds))),
     ]
-    command, title = command_line("compare", arguments, setups[0]), report_title(results)
+    heading = Heading(title=report_title(results), command=command_line("compare", arguments, setups[0]))
     outputs.deliver(
-        title=title,
-        command=command,
+        heading,
         kind="compare",
         document=lambda: comparison_json(results, failed),
         summary=lambda: comparison_json(results)["summary"],
-        page=lambda plotly_url: html_report(results, title=title, command=command, plotly_url=plotly_url),
+        page=lambda plotly_url: html_report(results, heading, plotly_url=plotly_url),
         show=lambda console: print_tables(console, results),
     )
     end_with(failed)

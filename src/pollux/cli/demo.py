@@ -37,6 +37,7 @@ from pollux.evaluation.replay import Comparison, compare_recording
 from pollux.evaluation.replay_page import recording_report
 from pollux.reports import numbers
 from pollux.reports.look import require_plotly
+from pollux.reports.simulation_page import Heading
 from pollux.simulator.recording import Recording, read_recording
 from pollux.simulator.result import write_text
 
@@ -124,7 +125,8 @@ def demo(
         print_outcome(console, comparison)
         title = f"{len(comparison.recording.jobs)} jobs that shared {comparison.recording.num_slots} slots"
         command = f"pollux demo{' --fast' if is_fast else ''}{'' if slots is None else f' --slots {slots}'}"
-        made = recording_report(comparison, title=title, note=EMULATION, command=command, packages=("torch",))
+        heading = Heading(title=title, command=command, slot="slot", packages=("torch",))
+        made = recording_report(comparison, heading, note=EMULATION)
         write_text(html, made)
         announce(html)
     if has_failed:

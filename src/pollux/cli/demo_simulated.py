@@ -15,9 +15,9 @@ from pollux.cli.policy_tables import policy_table
 from pollux.cli.setups import Setup, command_line
 from pollux.policy import PolicySettings
 from pollux.reports.numbers import duration
-from pollux.reports.simulation_page import html_report
+from pollux.reports.simulation_page import Heading, html_report
+from pollux.simulator.config import SimulationConfig
 from pollux.simulator.result import SimulationResult, group_results, write_text
-from pollux.simulator.run import SimulationConfig
 
 WORKLOAD = "builtin:small"
 POLICIES = ("pollux", "tiresias", "optimus", "equal", "srtf", "fifo")
@@ -57,6 +57,6 @@ def simulated_demo(html: Path, seed: int, jobs: int | None) -> None:
     print_sketch(console, results)
     arguments = [("--workload", WORKLOAD), *(("--policy", policy) for policy in POLICIES), ("--seeds", seed)]
     command = command_line("compare", arguments, setups[0])
-    write_text(html, html_report(results, title=report_title(results), command=command))
+    write_text(html, html_report(results, Heading(title=report_title(results), command=command)))
     announce(html)
     end_with(failed)

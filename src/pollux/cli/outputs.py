@@ -21,6 +21,7 @@ from pollux.cli.connect import DataOption, ServerOption, connect, say
 from pollux.cli.option_groups import OptionGroup
 from pollux.errors import InputFileError
 from pollux.reports.look import require_plotly
+from pollux.reports.simulation_page import Heading
 from pollux.simulator.result import write_json, write_text
 
 PLOTLY_URL = "/assets/plotly.js"  # a server has it there, so that a published page need not bring four megabytes
@@ -65,9 +66,8 @@ class Outputs(OptionGroup):
 
     def deliver(
         self,
+        heading: Heading,
         *,
-        title: str,
-        command: str,
         kind: Kind,
         document: Callable[[], Mapping[str, Any]],
         summary: Callable[[], Iterable[Mapping[str, Any]]],
@@ -92,7 +92,7 @@ class Outputs(OptionGroup):
             write_text(self.html, page(None))
             announce(self.html)
         if self.is_published:
-            publish(self.data, self.server, title=title, command=command, kind=kind, summary=summary(), make_html=page)
+            publish(self.data, self.server, heading, kind=kind, summary=summary(), make_html=page)
         if self.as_json:
             typer.echo(json.dumps(document(), indent=1, allow_nan=False))
         else:
@@ -145,9 +145,8 @@ def check_server(is_wanted: bool, data: Path | None, server: str | None) -> None
 def publish(
     data: Path | None,
     server: str | None,
+    heading: Heading,
     *,
-    title: str,
-    command: str,
     kind: Kind,
     summary: Iterable[Mapping[str, Any]],
     make_html: Callable[[str], str],
@@ -160,6 +159,10 @@ def publish(
     rows = [{name: value for name, value in row.items() if not isinstance(value, list | dict)} for row in summary]
     with connect(data, server) as client:
         kept = client.publish(
-            title=title[:MAX_TITLE], command=command, kind=kind, summary=rows, html=make_html(PLOTLY_URL)
+            title=heading.title[:MAX_TITLE],
+            command=heading.command,
+            kind=kind,
+            summary=rows,
+            html=make_html(PLOTLY_URL),
         )
         say(f"published: {client.address.url}{kept['report_url']}")

@@ -46,6 +46,7 @@ from pollux.evaluation.replay_page import replay_report
 from pollux.policy import make_policy, policy_names
 from pollux.reports import numbers
 from pollux.reports.look import require_plotly
+from pollux.reports.simulation_page import Heading
 from pollux.reports.versions import versions
 from pollux.simulator.recording import Recording
 from pollux.simulator.result import SimulationResult, write_text
@@ -247,19 +248,18 @@ def replay(
     if workload_out is not None:
         announce(workload_out)
         typer.echo(f"simulate it again: {made.workload_command}", err=True)
-    title, note = _title(recording), _note(recording, source)
+    heading = Heading(title=_title(recording), command=command, slot="slot")
+    note = _note(recording, source)
 
     def page(plotly_url: str | None = None) -> str:
-        return replay_report(
-            recording, made.recorded, made.simulated, title=title, note=note, command=command, plotly_url=plotly_url
-        )
+        return replay_report(recording, made.recorded, made.simulated, heading, note=note, plotly_url=plotly_url)
 
     if out is not None:
         write_text(out, page())
         announce(out)
     if is_published:
         summary = comparison_json((made.recorded, *made.simulated))["summary"]
-        publish(data, server, title=title, command=command, kind="replay", summary=summary, make_html=page)
+        publish(data, server, heading, kind="replay", summary=summary, make_html=page)
     if as_json:
         print_json(replay_json(made, source, command))
     else:

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pollux.cli.simulation_options import said_options
+from pollux.cli.simulation_options import SimulationOptions, said_options
 from pollux.errors import InvalidPlanError, PolicyError, SimulationError
 from pollux.policy import PolicySettings, make_policy
 from pollux.simulator.application import Application
 from pollux.simulator.colocation import check_applications
+from pollux.simulator.config import SimulationConfig
 from pollux.simulator.result import SimulationResult, mean_of, summarise
-from pollux.simulator.run import SimulationConfig, restricted, simulate
+from pollux.simulator.run import restricted, simulate
 from pollux.simulator.source import load_source
 from pollux.simulator.workload import Workload
 from pollux.types import JobView, Snapshot
@@ -39,6 +40,24 @@ class Setup:
     @property
     def name(self) -> str:
         return self.label or self.policy
+
+
+def make_setup(workload: str, traces: str | None, policy: str, options: SimulationOptions, seed: int) -> Setup:
+    """A simulation as the options of a command describe it.
+
+    Raises:
+        InvalidValueError: an option makes no sense.
+        InputFileError: a file that an option names cannot be read.
+    """
+    config = options.config()
+    return Setup(
+        workload=workload,
+        traces=traces,
+        policy=policy,
+        config=config,
+        settings=options.settings(config, seed),
+        shared_speeds=options.shared_speeds,
+    )
 
 
 def load_setup(setup: Setup) -> tuple[Workload, Mapping[str, Application]]:

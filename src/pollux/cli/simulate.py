@@ -12,9 +12,9 @@ from pollux.cli import simulation_notes as notes
 from pollux.cli.option_groups import expanded
 from pollux.cli.outputs import Outputs
 from pollux.cli.progress import Tally, progress_bar, telling
-from pollux.cli.setups import Setup, check_setup, command_line, load_setup, run_setup, summary_row
+from pollux.cli.setups import Setup, check_setup, command_line, load_setup, make_setup, run_setup, summary_row
 from pollux.cli.simulation_options import POLICY_HELP, POLICY_PANEL, WORKLOAD_HELP, SimulationOptions, TracesOption
-from pollux.reports.simulation_page import html_report
+from pollux.reports.simulation_page import Heading, html_report
 from pollux.simulator.result import SimulationResult
 
 
@@ -60,28 +60,19 @@ def simulate(
 ) -> None:
     """Run a workload under a policy, in virtual time, and print how its jobs fared."""
     outputs.check()
-    config = options.config()
-    setup = Setup(
-        workload=workload,
-        traces=traces,
-        policy=policy,
-        config=config,
-        settings=options.settings(config, seed),
-        shared_speeds=options.shared_speeds,
-    )
+    setup = make_setup(workload, traces, policy, options, seed)
     loaded, applications = load_setup(setup)
     check_setup(setup, loaded)
-    notes.say([*notes.unread_settings([policy], setup.settings), *notes.idle_types(loaded, applications, config)])
+    notes.say([*notes.unread_settings([policy], setup.settings), *notes.idle_types(loaded, applications, setup.config)])
     result = _run_with_progress(setup, len(loaded.jobs))
     arguments = [("--workload", workload), ("--policy", policy), ("--seed", seed)]
-    command, title = command_line("simulate", arguments, setup), f"{result.policy} on {result.workload}"
+    heading = Heading(title=f"{result.policy} on {result.workload}", command=command_line("simulate", arguments, setup))
     outputs.deliver(
-        title=title,
-        command=command,
+        heading,
         kind="simulate",
         document=result.to_json,
         summary=lambda: [summary_row(result.workload, result.policy, [result], result.avg_jct_s)],
-        page=lambda plotly_url: html_report([result], title=title, command=command, plotly_url=plotly_url),
+        page=lambda plotly_url: html_report([result], heading, plotly_url=plotly_url),
         show=lambda console: console.print(result_table(result)),
     )
 

@@ -12,8 +12,8 @@ import typer
 
 from pollux.policy import PolicySettings, make_policy
 from pollux.simulator.application import Application, application_key
+from pollux.simulator.config import SimulationConfig
 from pollux.simulator.result import SimulationResult, group_results
-from pollux.simulator.run import SimulationConfig
 from pollux.simulator.workload import Workload
 
 # Of our policies, who reads what an option sets.

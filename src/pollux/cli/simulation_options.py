@@ -22,9 +22,9 @@ from pollux.policy import PolicySettings, policy_names
 from pollux.scheduler.autoscale import DEFAULT_BAND
 from pollux.scheduler.loop import SchedulerConfig
 from pollux.simulator.colocation import read_shared_speeds
+from pollux.simulator.config import SimulationConfig
 from pollux.simulator.generate import BUILTIN_WORKLOADS
 from pollux.simulator.physics import PHYSICS, SIA, SIA_CLUSTER
-from pollux.simulator.run import SimulationConfig
 
 
 class Switch(StrEnum):

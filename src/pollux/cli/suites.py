@@ -29,6 +29,7 @@ from pollux.evaluation.scale import Size
 from pollux.evaluation.suite_page import suite_report
 from pollux.evaluation.suites import Case, Row, Suite, all_rows
 from pollux.evaluation.verdicts import MARKED, label_of, shown_tables, verdicts
+from pollux.reports.simulation_page import Heading
 from pollux.reports.versions import versions
 from pollux.simulator.result import SimulationResult, group_results, mean_of
 from pollux.version import __version__
@@ -243,8 +244,7 @@ def compare_suite(
         return suite_json(suite, rows, results, failed, command=shlex.join(words), is_quick=is_quick, wall_s=wall_s)
 
     outputs.deliver(
-        title=suite.heading,
-        command=command,
+        Heading(title=suite.heading, command=command),
         kind="compare",
         document=document,
         summary=lambda: rows,

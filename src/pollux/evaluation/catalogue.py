@@ -8,16 +8,15 @@ The data of the OSDI'21 and Sia artifacts is not part of the project: it is read
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pollux.errors import InputFileError, UnknownNameError
 from pollux.evaluation.scale import SIZES
 from pollux.evaluation.suites import Case, Chart, Column, Published, Suite
 from pollux.policy import WEIGHTINGS, PolicySettings, policy_names
-from pollux.simulator.run import SimulationConfig, sia_config
+from pollux.simulator.config import SimulationConfig, sia_config
 
 _JCT = Column(heading="avg JCT s", key="avg_jct_s", form=",.0f")
 _RATIO = Column(heading="× artifact", key="ratio_to_published", form=".2f")
@@ -72,7 +71,7 @@ class _Source:
         self,
         policy: str,
         label: str = "",
-        settings: Mapping[str, Any] | None = None,
+        settings: PolicySettings | None = None,
         config: SimulationConfig | None = None,
         x: float | None = None,
         line: str = "",
@@ -84,7 +83,7 @@ class _Source:
             workload=self.workload,
             traces=self.traces,
             policy=policy,
-            settings=PolicySettings(seed=self.seed, **(settings or {})),
+            settings=dataclasses.replace(settings or PolicySettings(), seed=self.seed),
             config=config or SimulationConfig(),
             x=x,
             line=line,
@@ -113,9 +112,9 @@ NO_OSDI21 = (
 )
 
 
-def _published(sources: Iterable[_Source], **more: Any) -> tuple[Published, ...]:
+def _published(sources: Iterable[_Source], x: float | None = None, line: str = "") -> tuple[Published, ...]:
     return tuple(
-        Published(table=source.table, label=ARTIFACT, values={"avg_jct_s": source.published_s}, **more)
+        Published(table=source.table, label=ARTIFACT, values={"avg_jct_s": source.published_s}, x=x, line=line)
         for source in sources
         if source.published_s is not None
     )
@@ -156,19 +155,19 @@ def _loads(artifacts: Artifacts, is_quick: bool) -> tuple[dict[float, _Source], 
     return {load: found[load] for load in (0.5, 2.0)} if is_quick else found, ()
 
 
-def _ours() -> dict[str, dict[str, Any]]:
+def _ours() -> dict[str, PolicySettings]:
     """Settings of our policy's variants, by label: one for every weighting."""
-    return {"pollux" if name == "equal" else f"pollux, {name}": {"weights": name} for name in WEIGHTINGS}
+    return {"pollux" if name == "equal" else f"pollux, {name}": PolicySettings(weights=name) for name in WEIGHTINGS}
 
 
 # A live cluster's: measured cost of a resize in place, decisions on events, profiles remembered.
 OUR_PHYSICS = SimulationConfig(resize_s=5.0, decides_on_events=True, remembers_profiles=True)
 
 
-def variants() -> dict[str, tuple[dict[str, Any], SimulationConfig]]:
+def variants() -> dict[str, tuple[PolicySettings, SimulationConfig]]:
     """Settings and world of our policy by label: each weighting in the artifact's world, then in ours."""
     ours = {
-        f"{label}, our physics": ({**settings, "resize_s": OUR_PHYSICS.resize_s}, OUR_PHYSICS)
+        f"{label}, our physics": (dataclasses.replace(settings, resize_s=OUR_PHYSICS.resize_s), OUR_PHYSICS)
         for label, settings in _ours().items()
     }
     return {label: (settings, SimulationConfig()) for label, settings in _ours().items()} | ours
@@ -211,7 +210,7 @@ def _fairness(artifacts: Artifacts, is_quick: bool) -> Suite:
     sources, notes = _sources(artifacts, is_quick)
     cases = []
     for source in sources:
-        cases += [source.case("pollux", f"pollux, p = {p:g}", {"p": p}) for p in (1.0, 0.0, -1.0, -10.0)]
+        cases += [source.case("pollux", f"pollux, p = {p:g}", PolicySettings(p=p)) for p in (1.0, 0.0, -1.0, -10.0)]
         cases += [source.case(name) for name in ("themis", "equal", "gavel")]
     shares = tuple(Column(heading=f"ρ > {most}", key=f"rho_above_{most}", form=".1%", rank=most) for most in (1, 2))
     return Suite(
@@ -267,7 +266,7 @@ def _interference(artifacts: Artifacts, is_quick: bool) -> Suite:
                     source.case(
                         "pollux",
                         f"{slowdown:.0%} slower, {line}",
-                        {"avoid_interference": avoids},
+                        PolicySettings(avoid_interference=avoids),
                         SimulationConfig(interference=slowdown),
                         x=100 * slowdown,
                         line=line,

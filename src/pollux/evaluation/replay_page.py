@@ -14,7 +14,7 @@ from typing import Any
 from pollux.evaluation.replay import Comparison, Prediction
 from pollux.reports.figures import Figure, TimeUnit, line, swatch
 from pollux.reports.numbers import duration, rounded
-from pollux.reports.simulation_page import html_report, placed
+from pollux.reports.simulation_page import Heading, html_report, placed
 from pollux.simulator.recording import Point, Recording
 from pollux.simulator.result import SimulationResult
 
@@ -24,11 +24,9 @@ _MAX_LINES = 8  # of a figure over time, one for each job
 
 def recording_report(
     comparison: Comparison,
+    heading: Heading,
     *,
-    title: str,
     note: str,
-    command: str,
-    packages: Sequence[str] = (),
     plotly_url: str | None = None,
 ) -> str:
     """What each job did, how well that can be simulated, and what static equal shares would have given."""
@@ -43,12 +41,9 @@ def recording_report(
 </article>"""
     return html_report(
         (comparison.recorded, comparison.static),
-        title=title,
-        command=command,
-        slot="slot",
+        heading,
         first=first,
         figures=figures,
-        packages=packages,
         plotly_url=plotly_url,
     )
 
@@ -57,10 +52,9 @@ def replay_report(
     recording: Recording,
     recorded: SimulationResult,
     simulated: Sequence[SimulationResult],
+    heading: Heading,
     *,
-    title: str,
     note: str,
-    command: str,
     plotly_url: str | None = None,
 ) -> str:
     """How well simulation tells what happened; what other policies would have done. The first of ``simulated`` is
@@ -83,9 +77,7 @@ def replay_report(
 </article>"""
     return html_report(
         (recorded, *simulated),
-        title=title,
-        command=command,
-        slot="slot",
+        heading,
         first=first,
         figures=figures,
         plotly_url=plotly_url,

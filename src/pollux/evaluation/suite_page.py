@@ -14,7 +14,7 @@ from pollux.evaluation.suites import Chart, Row, Suite, chart_rows
 from pollux.evaluation.verdicts import MARKED, is_ours, label_of, shown_tables, verdicts
 from pollux.reports.figures import NUM_COLOURS, Figure, bar_marker, line, log_axis, swatch
 from pollux.reports.numbers import rounded
-from pollux.reports.simulation_page import Brief, html_report, placed
+from pollux.reports.simulation_page import Brief, Heading, html_report, placed
 from pollux.simulator.result import SimulationResult
 
 _NUM_SHOWN = 3  # other policies whose distributions are shown at first, the best ones: more lines hide each other
@@ -61,9 +61,11 @@ def suite_report(
 </article>"""
     return html_report(
         results,
-        title=suite.heading,
-        subtitle=f"pollux compare --suite {suite.name}{' --quick' * suite.is_quick}",
-        command=command,
+        Heading(
+            title=suite.heading,
+            subtitle=f"pollux compare --suite {suite.name}{' --quick' * suite.is_quick}",
+            command=command,
+        ),
         first=first,
         figures=figures,
         plotly_url=plotly_url,

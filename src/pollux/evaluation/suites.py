@@ -16,7 +16,7 @@ from typing import Any
 
 from pollux.evaluation.scale import Size
 from pollux.policy import PolicySettings
-from pollux.simulator.run import SimulationConfig
+from pollux.simulator.config import SimulationConfig
 
 Row = Mapping[str, Any]
 

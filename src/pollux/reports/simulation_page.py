@@ -47,26 +47,34 @@ class Brief:
     policies: tuple[str, ...]  # names, to be explained
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heading:
+    """What a page says about itself."""
+
+    title: str
+    command: str  # that makes the page again
+    subtitle: str | None = None  # None: the policies and workloads that are compared
+    slot: str = "GPU"  # what a replica sits on
+    packages: tuple[str, ...] = ()  # whose versions matter beside the usual ones
+
+
 def html_report(
     results: Sequence[SimulationResult],
+    heading: Heading,
     *,
-    title: str,
-    command: str,
-    slot: str = "GPU",
     first: str = "",
     figures: dict[str, Figure] | None = None,
-    packages: Sequence[str] = (),
-    plotly_url: str | None = None,
     brief: Brief | None = None,
-    subtitle: str | None = None,
+    plotly_url: str | None = None,
 ) -> str:
     """The page. Results of one workload are compared with each other; seeds of one policy are averaged.
 
-    ``slot`` is what a replica sits on; ``first`` is HTML that goes before all else, with ``figures`` of its own;
-    ``packages`` are those whose versions matter beside the usual ones. A page that a server shows takes plotly from
-    ``plotly_url`` there; without one it is in the page, which then needs nothing. ``brief``: instead of all that can
-    be said of a workload. ``subtitle``: in place of who is compared on what. A policy has the same colour wherever it
-    is on the page.
+    A policy has the same colour everywhere on the page.
+
+    Args:
+        first: HTML that goes before all else, with ``figures`` of its own.
+        brief: instead of all that can be said of a workload.
+        plotly_url: where a server has plotly; with None it is inside the page, which then needs nothing else.
 
     Raises:
         PolluxError: there is nothing to show, or plotly is not installed.
@@ -80,21 +88,22 @@ def html_report(
     policies = list(dict.fromkeys(result.policy for result in results))
     colours = {policy: index for index, policy in enumerate(policies if brief is None else brief.order)}
     sections = [
-        _workload_section(f"w{number}", workload, by_policy, figures, slot, colours, brief)
+        _workload_section(f"w{number}", workload, by_policy, figures, heading.slot, colours, brief)
         for number, (workload, by_policy) in enumerate(groups.items())
     ]
-    headings = [head.format(slot=slot) for head, *_ in _COLUMNS] if brief is None else brief.headings
+    headings = [head.format(slot=heading.slot) for head, *_ in _COLUMNS] if brief is None else brief.headings
+    subtitle = f"{', '.join(policies)} on {', '.join(groups)}" if heading.subtitle is None else heading.subtitle
     data = json.dumps(figures, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
     return PAGE.format(
-        title=html.escape(title),
-        subtitle=html.escape(f"{', '.join(policies)} on {', '.join(groups)}" if subtitle is None else subtitle),
+        title=html.escape(heading.title),
+        subtitle=html.escape(subtitle),
         style=look.style(),
         first=first,
         sections="\n".join(sections),
         words=_words(headings, policies if brief is None else brief.policies),
-        repeat=_repeat_section(results, command),
+        repeat=_repeat_section(results, heading.command),
         version=html.escape(__version__),
-        made_with=html.escape(made_with(*packages)),
+        made_with=html.escape(made_with(*heading.packages)),
         plotly=_plotly(plotly_url),
         figures=data,
         script=look.script() + SCRIPT,

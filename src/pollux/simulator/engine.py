@@ -13,7 +13,6 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 import numpy as np
 
@@ -37,7 +36,8 @@ from pollux.scheduler.ports import (
     TuneJob,
 )
 from pollux.simulator.application import Application, StepTime, application_key, dense_placement, limits_in
-from pollux.simulator.colocation import SharedSpeeds, load, speeds_together
+from pollux.simulator.colocation import load, speeds_together
+from pollux.simulator.config import SimulationConfig
 from pollux.types import (
     DEFAULT_ACCELERATOR,
     NO_ALLOCATION,
@@ -264,28 +264,20 @@ class SimulatedEngine:
         self,
         nodes: Sequence[Node],
         applications: Mapping[str, Application],
+        config: SimulationConfig | None = None,
         *,
         adapts_batch: bool,
-        resize_s: float = 30.0,
-        interference: float = 0.0,
-        batch_threshold: float = 0.0,
-        node_start_s: float = 0.0,
-        start_s: float | None = None,
-        rounds_epochs: bool = True,
-        counts_efficiency: bool = True,
-        shared_speeds: SharedSpeeds = MappingProxyType({}),
-        moves_are_free: bool = False,
     ) -> None:
+        """``adapts_batch``: jobs choose their batch by goodput, as the policy allows."""
+        self._config = config or SimulationConfig()
         self.jobs: dict[str, SimulatedJob] = {}  # that were started and have not ended
         self.now = 0.0
         self._nodes = tuple(nodes)
         self.template = nodes[0]
         self._accelerator_of = {node.name: node.accelerator for node in nodes}
         self._applications = applications
-        self._adapts_batch, self._batch_threshold = adapts_batch, batch_threshold
-        self._resize_s, self._interference, self._node_start_s = resize_s, interference, node_start_s
-        self._shared_speeds, self._moves_are_free = shared_speeds, moves_are_free
-        self._start_s, self._rounds_epochs, self._counts_efficiency = start_s, rounds_epochs, counts_efficiency
+        self._adapts_batch = adapts_batch
+        self._shared_speeds = {(entry.application, entry.beside): entry.speed for entry in self._config.shared_speeds}
         self._running: dict[str, SimulatedJob] = {}
         self._events: list[Event] = []
         self._arriving: list[tuple[float, Node]] = []  # when each of them is up, in that order
@@ -335,7 +327,7 @@ class SimulatedEngine:
         while len(self._arriving) < num_more:
             name = next(name for name in self._fresh_names if name not in self._accelerator_of)
             node = dataclasses.replace(self.template, name=name)
-            self._arriving.append((self.now + self._node_start_s, node))
+            self._arriving.append((self.now + self._config.node_start_s, node))
 
     # World ------------------------------------------------------------------------------------
 
@@ -404,9 +396,9 @@ class SimulatedEngine:
             application,
             self._adapts_batch,
             spec.batch or application.limits,
-            batch_threshold=self._batch_threshold if habits.batch_threshold is None else habits.batch_threshold,
-            rounds_epochs=self._rounds_epochs and habits.rounds_epochs,
-            counts_efficiency=self._counts_efficiency,
+            batch_threshold=self._config.batch_threshold if habits.batch_threshold is None else habits.batch_threshold,
+            rounds_epochs=self._config.rounds_epochs and habits.rounds_epochs,
+            counts_efficiency=self._config.counts_efficiency,
         )
 
     def profile(self, spec: JobSpec, num_batches: int) -> None:
@@ -434,12 +426,12 @@ class SimulatedEngine:
         return job
 
     def _start_s_of(self, job: SimulatedJob) -> float:
-        known = (job.application.habits.start_s, self._start_s, self._resize_s)
+        known = (job.application.habits.start_s, self._config.start_s, self._config.resize_s)
         return next(start_s for start_s in known if start_s is not None)
 
     def _resize_s_of(self, job: SimulatedJob) -> float:
         own_s = job.application.habits.resize_s
-        return self._resize_s if own_s is None else own_s
+        return self._config.resize_s if own_s is None else own_s
 
     def _known(self, name: str) -> SimulatedJob:
         job = self.jobs.get(name)
@@ -450,14 +442,16 @@ class SimulatedEngine:
     def _allocate(self, job: SimulatedJob, allocation: Allocation, generation: int, delay_s: float) -> None:
         accelerator = self._accelerator_of[allocation.shares[0].node]
         if allocation.shares == job.allocation.shares or (  # only the job that shares its slots changed
-            self._moves_are_free and accelerator == job.accelerator and allocation.counts == job.allocation.counts
+            self._config.physics.moves_are_free
+            and accelerator == job.accelerator
+            and allocation.counts == job.allocation.counts
         ):
             delay_s = 0.0
         job.allocate(allocation, accelerator, generation, delay_s)
 
     def _update_interference(self) -> None:
         """Spanning jobs that share a node with another spanning job are slowed."""
-        if self._interference == 0:
+        if self._config.interference == 0:
             return
         spanners: dict[str, int] = {}
         for job in self._running.values():
@@ -468,7 +462,7 @@ class SimulatedEngine:
             shares_network = job.allocation.num_nodes > 1 and any(
                 spanners[node] > 1 for node, _ in job.allocation.shares
             )
-            slowdown = self._interference if shares_network else 0.0
+            slowdown = self._config.interference if shares_network else 0.0
             if slowdown != job.slowdown:
                 job.slowdown, job.rate = slowdown, math.nan
 

@@ -28,8 +28,8 @@ from pollux.model.throughput import grad_s, sync_s
 from pollux.policy import WEIGHTINGS, PolicySettings
 from pollux.simulator.application import Habits
 from pollux.simulator.builtin import ProfiledApplication, StepCorrections
+from pollux.simulator.config import SimulationConfig
 from pollux.simulator.fairness import mean_jobs_present
-from pollux.simulator.run import SimulationConfig
 from pollux.types import DEFAULT_ACCELERATOR, BatchLimits, JobSpec, ThroughputParams
 
 Record = Mapping[str, Any]  # one JSON object

@@ -21,8 +21,8 @@ from pollux.cli.compare import parse_seeds
 from pollux.cli.setups import Setup, run_setup
 from pollux.errors import InvalidValueError, SimulationError
 from pollux.policy import PolicySettings
+from pollux.simulator.config import SimulationConfig
 from pollux.simulator.result import SimulationResult
-from pollux.simulator.run import SimulationConfig
 
 runner = CliRunner()
 

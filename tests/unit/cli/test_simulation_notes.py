@@ -20,7 +20,8 @@ from pollux.cli import progress, simulation_notes
 from pollux.cli.app import app
 from pollux.cli.progress import Tally, telling
 from pollux.policy import PolicySettings, make_policy, policy_names
-from pollux.simulator.run import SimulationConfig, simulate
+from pollux.simulator.config import SimulationConfig
+from pollux.simulator.run import simulate
 from pollux.simulator.source import load_source
 
 runner = CliRunner()

@@ -14,8 +14,8 @@ from pollux.cli.option_groups import OptionGroup, expanded
 from pollux.cli.simulation_options import OPTIONS, SimulationOptions, Switch, Weights, World, said_options
 from pollux.errors import InvalidValueError
 from pollux.policy import WEIGHTINGS, PolicySettings
+from pollux.simulator.config import SimulationConfig
 from pollux.simulator.physics import PHYSICS
-from pollux.simulator.run import SimulationConfig
 
 # Fields of a configuration that only Python sets.
 WITHOUT_OPTION = {

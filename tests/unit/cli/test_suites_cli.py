@@ -18,8 +18,8 @@ from pollux.evaluation import catalogue
 from pollux.evaluation.catalogue import COLUMNS, Artifacts, Listed
 from pollux.evaluation.scale import Size
 from pollux.evaluation.suites import Case, Chart, Published, Suite
+from pollux.simulator.config import SimulationConfig
 from pollux.simulator.result import SimulationResult
-from pollux.simulator.run import SimulationConfig
 
 runner = CliRunner()
 

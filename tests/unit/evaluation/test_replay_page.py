@@ -11,6 +11,7 @@ import pytest
 
 from pollux.evaluation.replay import STATIC, Comparison, compare_recording
 from pollux.evaluation.replay_page import recording_report, replay_report
+from pollux.reports.simulation_page import Heading
 from pollux.simulator.recording import read_recording
 from tests.unit.evaluation.test_replay import NODES, job, reports_of
 
@@ -49,7 +50,7 @@ def made(*names: str, **others: Any) -> Comparison:
 
 def page(comparison: Comparison, note: str = "a note") -> str:
     """Without plotly's own four megabytes."""
-    text = recording_report(comparison, title="a title", note=note, command="pollux demo")
+    text = recording_report(comparison, Heading(title="a title", command="pollux demo", slot="slot"), note=note)
     start = text.index("<script>", text.index("</main>"))
     return text[:start] + text[text.index('<script type="application/json"') :]
 
@@ -104,9 +105,8 @@ def replayed(*names: str, plotly_url: str | None = None) -> str:
         comparison.recording,
         comparison.recorded,
         simulated,
-        title=EVIL,
+        Heading(title=EVIL, command=f"pollux replay --data '{EVIL}'", slot="slot"),
         note=EVIL,
-        command=f"pollux replay --data '{EVIL}'",
         plotly_url=plotly_url,
     )
 

@@ -22,8 +22,9 @@ from pollux.evaluation.suite_page import suite_report
 from pollux.evaluation.suites import Case, Chart, Column, Published, Suite, all_rows, by_table
 from pollux.evaluation.verdicts import MARKED, shown_tables, verdicts
 from pollux.policy import PolicySettings, make_policy, policy_names
+from pollux.simulator.config import SimulationConfig
 from pollux.simulator.result import summarise
-from pollux.simulator.run import SimulationConfig, simulate
+from pollux.simulator.run import simulate
 from pollux.simulator.source import load_source
 
 ROOT = Path(__file__).resolve().parents[3]

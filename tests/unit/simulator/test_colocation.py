@@ -15,8 +15,9 @@ from pollux.scheduler.ports import MemoryStore
 from pollux.scheduler.reconcile import verify_plan
 from pollux.simulator.builtin import ProfiledApplication
 from pollux.simulator.colocation import SharedSpeed, load, read_shared_speeds
+from pollux.simulator.config import SimulationConfig
 from pollux.simulator.result import summarise
-from pollux.simulator.run import SimulationConfig, SimulationRun, simulate
+from pollux.simulator.run import SimulationRun, simulate
 from pollux.simulator.workload import Workload, job_spec
 from pollux.types import Allocation, BatchConfig, BatchLimits, NodeShare, Plan, Snapshot, ThroughputParams
 from tests.fakes import HandClock, SlowEngine
