@@ -10,6 +10,7 @@ same with plots.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 
@@ -33,13 +34,13 @@ def main() -> int:
             continue
         found = measure(size)
         if arguments.json:
-            print(json.dumps(found), flush=True)
+            print(json.dumps(dataclasses.asdict(found)), flush=True)
             continue
-        peer = f"{found['sia_s']:.2f} s, {found['times_faster']:.0f} times longer" if found["sia_s"] else "not measured"
+        peer = f"{found.sia_s:.2f} s, {found.times_faster:.0f} times longer" if found.sia_s else "not measured"
         print(
-            f"{size.num_gpus:7d} {size.num_jobs:6d} {found['cold_s']:7.3f} s {found['steady_s']:7.3f} s "
-            f"{1e6 * found['steady_s'] / size.num_jobs:6.0f} us {100 * found['gap']:5.2f} % "
-            f"{found['memory_mb']:5.0f} MB  {peer}",
+            f"{size.num_gpus:7d} {size.num_jobs:6d} {found.cold_s:7.3f} s {found.steady_s:7.3f} s "
+            f"{1e6 * found.steady_s / size.num_jobs:6.0f} us {100 * found.gap:5.2f} % "
+            f"{found.memory_mb:5.0f} MB  {peer}",
             flush=True,
         )
     return 0

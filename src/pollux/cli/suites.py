@@ -129,7 +129,7 @@ def run_sizes(sizes: Sequence[Size]) -> list[dict[str, Any]]:
     with telling(tally), progress_bar() as progress:
         bar = progress.add_task("decisions", total=total, tally=tally)
         for size in sizes:
-            found = scale.measure(size)
+            found = dataclasses.asdict(scale.measure(size))
             label = f"{size.num_gpus:,} GPUs"
             rows.append({"workload": SCALE_TABLE, "policy": label, "x": size.num_gpus, "line": scale.POLICY, **found})
             progress.advance(bar, size.num_jobs)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from pollux.evaluation.replay import Comparison, Prediction
 from pollux.reports.figures import Figure, TimeUnit, line, swatch
@@ -179,7 +178,7 @@ def _scatter(prediction: Prediction) -> Figure:
     names = [html.escape(job.name, quote=False) for job in prediction.recorded.jobs]
     dotted = {"color": "@muted", "width": 1.5, "dash": "dot"}
     common = {"type": "scatter", "mode": "lines", "hoverinfo": "skip"}
-    traces: list[dict[str, Any]] = [
+    traces: list[Figure] = [
         {**common, "x": [low, high], "y": [low * f, high * f], "line": {**dotted, "width": 1.5 if f == 1 else 0.7}}
         for f in (1, 0.9, 1.1)
     ]
@@ -237,7 +236,7 @@ def _told_over_time(recording: Recording, name: str, pick: Callable[[Point], flo
         values = [math.nan if (value := pick(point)) is None else value for point in job.points]
         form = "%{y:.0%}" if is_share else "%{y:.4g}"
         traces.append(line(index, job.name, x, rounded(values), hovertemplate=form, line={"shape": "hv"}))
-    y: dict[str, Any] = {"tickformat": ".0%", "range": [0, 1.05]} if is_share else {"type": "log"}
+    y: Figure = {"tickformat": ".0%", "range": [0, 1.05]} if is_share else {"type": "log"}
     if name == "goodput":
         y = {"rangemode": "tozero"}
     layout = {

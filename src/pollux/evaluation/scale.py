@@ -15,7 +15,6 @@ import resource
 import statistics
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -50,8 +49,23 @@ SIZES = (
 )
 
 
-def measure(size: Size, settings: PolicySettings | None = None) -> dict[str, Any]:
-    """Decide round after round. Times are CPU seconds of this process, memory is the most it has ever had."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Measured:
+    """What decisions on a cluster took: CPU seconds of this process, and the most memory it has ever had."""
+
+    gpus: int
+    jobs: int
+    cold_s: float
+    steady_s: float
+    worst_steady_s: float
+    gap: float  # the worst, to the proven bound
+    memory_mb: float
+    sia_s: float | None  # of Sia's program; None: not measured with so many GPUs
+    times_faster: float | None
+
+
+def measure(size: Size, settings: PolicySettings | None = None) -> Measured:
+    """Decide round after round."""
     world = World(size.num_gpus, size.num_jobs)
     policy = make_policy(POLICY, settings)
     seconds, gaps = [], []
@@ -65,17 +79,17 @@ def measure(size: Size, settings: PolicySettings | None = None) -> dict[str, Any
         gaps.append(plan.explanation.gap)
         world.pass_time(plan)
     steady_s, sia_s = statistics.median(seconds[1:]), SIA_S.get(size.num_gpus)
-    return {
-        "gpus": size.num_gpus,
-        "jobs": size.num_jobs,
-        "cold_s": seconds[0],
-        "steady_s": steady_s,
-        "worst_steady_s": max(seconds[1:]),
-        "gap": max(gaps),
-        "memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-        "sia_s": sia_s,
-        "times_faster": sia_s / steady_s if sia_s else None,
-    }
+    return Measured(
+        gpus=size.num_gpus,
+        jobs=size.num_jobs,
+        cold_s=seconds[0],
+        steady_s=steady_s,
+        worst_steady_s=max(seconds[1:]),
+        gap=max(gaps),
+        memory_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        sia_s=sia_s,
+        times_faster=sia_s / steady_s if sia_s else None,
+    )
 
 
 class World:

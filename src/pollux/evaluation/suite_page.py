@@ -8,7 +8,6 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
 from pollux.evaluation.suites import Chart, Row, Suite, chart_rows
 from pollux.evaluation.verdicts import MARKED, is_ours, label_of, shown_tables, verdicts
@@ -131,7 +130,7 @@ def _figure(chart: Chart, rows: Sequence[Row], colours: Mapping[str, int]) -> Fi
 def _bars(chart: Chart, rows: Sequence[Row], colours: Mapping[str, int]) -> Figure:
     """The best at the top."""
     known = sorted((row for row in rows if row.get(chart.key) is not None), key=lambda row: -float(row[chart.key]))
-    trace: dict[str, Any] = {
+    trace: Figure = {
         "type": "bar",
         "orientation": "h",
         "x": rounded([row[chart.key] * chart.factor for row in known]),
@@ -140,7 +139,7 @@ def _bars(chart: Chart, rows: Sequence[Row], colours: Mapping[str, int]) -> Figu
         "hovertemplate": f"%{{y}}: %{{x:.4g}} {chart.unit}<extra></extra>",
     }
     scale = log_axis([row[chart.key] * chart.factor for row in known]) if chart.is_log else {}
-    layout: dict[str, Any] = {
+    layout: Figure = {
         "bargap": 0.25,
         "xaxis": {"title": {"text": chart.unit}, **scale},
         "yaxis": {"type": "category"},
@@ -153,7 +152,7 @@ def _lines(chart: Chart, rows: Sequence[Row], colours: Mapping[str, int]) -> Fig
         (name, chart.key, [row for row in rows if row["line"] == name])
         for name in dict.fromkeys(row["line"] for row in rows)
     ]
-    traces: list[dict[str, Any]] = []
+    traces: list[Figure] = []
     for name, key, mine in wanted:
         points = sorted((row["x"], row[key] * chart.factor) for row in mine if row.get(key) is not None)
         if points:
@@ -162,10 +161,10 @@ def _lines(chart: Chart, rows: Sequence[Row], colours: Mapping[str, int]) -> Fig
             traces.append(line(index, name, x, y, mode="lines+markers", hovertemplate="%{x:g}: %{y:.4g}"))
     seen = sorted({x for trace in traces for x in trace["x"]})
     is_log_x = bool(seen) and seen[0] > 0 and seen[-1] > 20 * seen[0]
-    x_axis: dict[str, Any] = {"title": {"text": chart.x}, "tickvals": seen, "ticktext": [f"{x:,g}" for x in seen]}
+    x_axis: Figure = {"title": {"text": chart.x}, "tickvals": seen, "ticktext": [f"{x:,g}" for x in seen]}
     if is_log_x:
         x_axis |= {"type": "log", "range": [math.log10(seen[0] / 1.3), math.log10(seen[-1] * 1.3)]}
     values = [value for trace in traces for value in trace["y"] if value is not None]
-    y_axis: dict[str, Any] = log_axis(values) if chart.is_log else {"rangemode": "tozero"}
+    y_axis: Figure = log_axis(values) if chart.is_log else {"rangemode": "tozero"}
     layout = {"showlegend": True, "xaxis": x_axis, "yaxis": {**y_axis, "title": {"text": chart.unit}}}
     return {"data": traces, "layout": layout, "height": 340}

@@ -18,7 +18,8 @@ from pollux.evaluation.scale import Size
 from pollux.policy import PolicySettings
 from pollux.simulator.config import SimulationConfig
 
-Row = Mapping[str, Any]
+Row = Mapping[str, Any]  # values by key of a column; numbers, but for names and flags
+_NewRow = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,7 +100,7 @@ class Suite:
 # Rows -----------------------------------------------------------------------------------------
 
 
-def all_rows(suite: Suite, measured: Sequence[Row]) -> list[dict[str, Any]]:
+def all_rows(suite: Suite, measured: Sequence[Row]) -> list[_NewRow]:
     """Published rows and measured ones, by table; then their means, if there are several tables and means make sense.
 
     Each says how it stands to the table's reference.
@@ -108,7 +109,7 @@ def all_rows(suite: Suite, measured: Sequence[Row]) -> list[dict[str, Any]]:
         {"workload": p.table, "policy": p.label, "is_published": True, "x": p.x, "line": p.line, **p.values}
         for p in suite.published
     ]
-    tables: dict[str, list[dict[str, Any]]] = {}
+    tables: dict[str, list[_NewRow]] = {}
     for row in (*published, *({"is_published": False, **row} for row in measured)):
         tables.setdefault(row["workload"], []).append(row)
     if suite.has_means and len(tables) > 1:
@@ -133,7 +134,7 @@ def chart_rows(rows: Sequence[Row], *, has_x: bool) -> list[Row]:
     return means or (list(rows) if has_x else next(iter(by_table(rows).values()), []))
 
 
-def _means(tables: Sequence[Sequence[Row]], name: str) -> list[dict[str, Any]]:
+def _means(tables: Sequence[Sequence[Row]], name: str) -> list[_NewRow]:
     """Of every label that is in all tables."""
     by_label: dict[str, list[Row]] = {}
     for row in (row for rows in tables for row in rows):

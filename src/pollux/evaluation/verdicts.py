@@ -6,7 +6,6 @@ The terminal (:mod:`pollux.cli.suites`) and the page (:mod:`pollux.evaluation.su
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from pollux.evaluation.suites import Row, Suite, by_table
 from pollux.reports.numbers import duration
@@ -76,7 +75,7 @@ def _compared(row: Row, best: Row) -> str:
 def _growth(suite: Suite, rows: Sequence[Row]) -> str:
     """How the first figure's value grows along its x."""
     chart = next((chart for chart in suite.charts if chart.x), None)
-    known: list[Any] = [row for row in rows if chart is not None and row.get(chart.key) is not None]
+    known = [row for row in rows if chart is not None and row.get(chart.key) is not None]
     if chart is None or not known:
         return ""
     told = [f"{row[chart.key] * chart.factor:,.3g} {chart.unit} with {row['policy']}" for row in known]

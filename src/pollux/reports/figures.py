@@ -25,7 +25,7 @@ _DASHES = ("solid", "dash", "dot", "dashdot")  # of the ninth line on, where the
 _HATCHES = ("", "/", ".", "x")  # of bars, in the same order
 REPLICA_CLASSES = ((1, "1"), (2, "2"), (4, "3–4"), (8, "5–8"), (16, "9–16"), (32, "17–32"), (math.inf, "33+"))
 
-Figure = dict[str, Any]
+Figure = dict[str, Any]  # plotly's data, or a part of it
 ByPolicy = Mapping[str, Sequence[SimulationResult]]  # the results of one policy differ by their seed
 
 
@@ -37,7 +37,7 @@ def swatch(index: int) -> str:
     return f'<i class="dash{index // NUM_COLOURS % len(_DASHES)}" style="color:{colour}"></i>'
 
 
-def bar_marker(indices: Sequence[int]) -> dict[str, Any]:
+def bar_marker(indices: Sequence[int]) -> Figure:
     """Bars that look like the lines of these numbers: hatched where lines are dashed."""
     return {
         "color": [f"@{index % NUM_COLOURS}" for index in indices],
@@ -59,7 +59,7 @@ class TimeUnit:
         return round(seconds / self._seconds, 4)
 
 
-def line(index: int, policy: str, x: Sequence[float], y: Sequence[float | None], **more: Any) -> dict[str, Any]:
+def line(index: int, policy: str, x: Sequence[float], y: Sequence[float | None], **more: Any) -> Figure:
     return {
         "type": "scatter",
         "mode": "lines",
@@ -96,7 +96,7 @@ def cdf(by_policy: ByPolicy, name: str, colours: Mapping[str, int]) -> Figure:
             )
         )
     title = "ρ (1: as fast as alone on a fair share)" if is_rho else "minutes"
-    layout: dict[str, Any] = {
+    layout: Figure = {
         "xaxis": {**log_axis([value for trace in traces for value in trace["x"]]), "title": {"text": title}},
         "yaxis": {"tickformat": ".0%", "range": [0, 1.02]},
     }
@@ -105,7 +105,7 @@ def cdf(by_policy: ByPolicy, name: str, colours: Mapping[str, int]) -> Figure:
     return {"data": traces, "layout": layout, "height": 320}
 
 
-def log_axis(values: Sequence[float]) -> dict[str, Any]:
+def log_axis(values: Sequence[float]) -> Figure:
     """A logarithmic axis for these, with as many ticks as there is room for."""
     values = [value for value in values if value > 0]
     if not values:
@@ -131,7 +131,7 @@ def over_time(by_policy: ByPolicy, name: str, unit: TimeUnit, colours: Mapping[s
         x = [unit.of(at - start) for at in series.time_s]
         form = "%{y:.0%}" if name == "efficiency" else "%{y:.1f}"
         traces.append(line(colours[policy], policy, x, rounded(getattr(series, name)), hovertemplate=form))
-    layout: dict[str, Any] = {
+    layout: Figure = {
         "hovermode": "x unified",
         "xaxis": {"title": {"text": f"{unit.name} since the first submission"}},
         "yaxis": {"rangemode": "tozero"},
@@ -162,8 +162,8 @@ def busiest_jobs(by_policy: ByPolicy) -> set[str]:
 def gantt(result: SimulationResult, rows: set[str], unit: TimeUnit, span_s: float, slot: str) -> Figure:
     start = min(job.submitted_at for job in result.jobs)
     jobs = sorted((job for job in result.jobs if job.name in rows), key=lambda job: job.submitted_at)
-    waits: dict[str, list[Any]] = {"y": [], "base": [], "x": []}
-    bars: dict[str, list[Any]] = {"y": [], "base": [], "x": [], "colour": [], "text": []}
+    waits: Figure = {"y": [], "base": [], "x": []}
+    bars: Figure = {"y": [], "base": [], "x": [], "colour": [], "text": []}
     for row, job in enumerate(jobs):
         waits["y"].append(row)
         waits["base"].append(unit.of(job.submitted_at - start))
@@ -200,7 +200,7 @@ def decisions(result: SimulationResult, unit: TimeUnit, index: int) -> Figure:
     told = result.decisions
     start = min(job.submitted_at for job in result.jobs)
     x = [unit.of(at - start) for at in told.time_s]
-    lines: tuple[tuple[str, Sequence[float], str, dict[str, Any]], ...] = (
+    lines: tuple[tuple[str, Sequence[float], str, Figure], ...] = (
         ("upper bound", told.upper_bound, "%{y:.3f}", {"line": {**_DOTTED, "shape": "hv"}}),
         (
             "changing nothing",

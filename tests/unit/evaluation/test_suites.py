@@ -225,10 +225,10 @@ def test_a_page_with_many_policies_shows_ours_and_the_best() -> None:
 
 def test_a_decision_is_measured() -> None:
     found = measure(Size(num_gpus=64, num_jobs=6, num_rounds=2))
-    assert (found["gpus"], found["jobs"]) == (64, 6)
-    assert 0 < found["steady_s"] <= found["worst_steady_s"]
-    assert 0 <= found["gap"] < 0.2
-    assert found["times_faster"] == pytest.approx(0.10 / found["steady_s"])
+    assert (found.gpus, found.jobs) == (64, 6)
+    assert 0 < found.steady_s <= found.worst_steady_s
+    assert 0 <= found.gap < 0.2
+    assert found.times_faster == pytest.approx(0.10 / found.steady_s)
 
 
 def test_the_world_goes_on_as_planned() -> None:
