@@ -188,7 +188,7 @@ def _osdi21(artifacts: Artifacts, is_quick: bool) -> Suite:
         cases += [source.case(name) for name in others]
     return Suite(
         name="osdi21",
-        title="Every policy of the shelf on the OSDI'21 workloads",
+        title="Every policy on the OSDI'21 workloads",
         about="16 nodes of 4 GPUs, 160 jobs in 8 hours, a decision every 60 s, 30 s for every start and resize, "
         "nothing remembered: the world of the OSDI'21 artifact's simulator, whose own Pollux is one of the rows. Our "
         "physics: resizes of 5 s, decisions also when jobs come and end, profiles remembered.",
