@@ -71,8 +71,8 @@ def check_all(setups: Sequence[Setup]) -> tuple[list[int], list[str]]:
 def run_setups(setups: Sequence[Setup], num_processes: int) -> tuple[list[SimulationResult], dict[str, str]]:
     """Check all, then run all: results in the order of the setups, and why each policy that failed did.
 
-    Results are called as their setups are. A policy that failed once has no results at all: means over fewer runs than
-    the others' would mislead.
+    Results have the names of their setups. A policy that failed once has no results at all: a mean over fewer runs
+    would mislead.
 
     Raises:
         SimulationError: all of them failed.
@@ -95,7 +95,7 @@ def run_setups(setups: Sequence[Setup], num_processes: int) -> tuple[list[Simula
 
 
 def end_with(failed: Mapping[str, str]) -> None:
-    """Say which policies failed, and end as a failed command does if any did; for after the others are shown."""
+    """Say which policies failed, and exit with code 1 if any did. Called after the results are shown."""
     for policy, reason in failed.items():
         typer.echo(f"error: {policy} is left out: {reason}", err=True)
     if failed:
@@ -108,7 +108,7 @@ def end_with(failed: Mapping[str, str]) -> None:
 def comparison_json(results: Sequence[SimulationResult], failed: Mapping[str, str] | None = None) -> dict[str, Any]:
     """What ``--output`` and ``--json`` give: the means by workload and policy, and every run without its series.
 
-    ``failed``: why each policy that is missing is.
+    ``failed``: reasons, by policy.
     """
     summary = []
     for workload, by_policy in group_results(results).items():

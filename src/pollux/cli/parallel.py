@@ -43,7 +43,7 @@ Outcome = SimulationResult | SimulationError
 def run_all(setups: Sequence[Setup], num_jobs: Sequence[int], num_processes: int) -> list[Outcome]:
     """Simulate all; outcomes are in the order of ``setups``, ``num_jobs`` are theirs.
 
-    A simulation that comes to no end (SimulationError) costs the others nothing, nor does a policy that breaks.
+    A simulation that never ends (SimulationError), or a policy that fails, does not stop the others.
 
     Raises:
         PolluxError: any other error; the others are stopped.

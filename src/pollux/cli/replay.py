@@ -1,6 +1,6 @@
-"""``pollux replay``: a server's recorded jobs once more, in simulation: under the policy that decided, and others.
+"""``pollux replay``: simulates the jobs that a server recorded, under the policy that decided and others.
 
-The record becomes a workload with its profiles, in files; what is run is what ``pollux compare`` would run on them.
+The record becomes a workload with its profiles, in files; the simulations are those of ``pollux compare`` on them.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def print_replay(console: Console, replay: Replay) -> None:
     console.print(job_table(replay))
     rest = len(recording.jobs) - _MAX_SHOWN_JOBS
     if rest > 0:
-        console.print(f"and {numbers.plural(rest, 'job')} more; --json or --out tells of all")
+        console.print(f"and {numbers.plural(rest, 'job')} more; --json or --out shows all")
     told = [f"{job.name}: {job.remark}" for job in recording.jobs if job.remark]
     told += [f"{name} is left out: {reason}" for name, reason in recording.left_out.items()]
     for text in (*told[:_MAX_SHOWN_REMARKS], *recording.assumptions):

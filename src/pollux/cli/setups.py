@@ -78,7 +78,7 @@ def check_setup(setup: Setup, workload: Workload) -> None:
         PolluxError: the policy cannot be used, or would never run one of the jobs.
     """
     policy = make_policy(setup.policy, setup.settings)
-    # A policy that gives jobs what they asked for would wait for ever for GPUs that there are not.
+    # A policy that gives jobs what they asked for would wait for ever for GPUs that do not exist.
     full = setup.config.full
     for job in workload.jobs if not policy.needs_oracle else ():
         allowed = [g for g in full.groups if job.accelerators is None or g.accelerator in job.accelerators]
@@ -97,7 +97,7 @@ def run_setup(setup: Setup, on_jobs_done: Callable[[int], None]) -> SimulationRe
     """Simulate and sum up. ``on_jobs_done(number)`` is called after every decision.
 
     Raises:
-        SimulationError: it comes to no end, or the policy made a plan that cannot be.
+        SimulationError: it never ends, or the policy made a plan that cannot be carried out.
     """
     workload, applications = load_source(setup.workload, setup.traces, setup.settings.seed)
     policy = make_policy(setup.policy, setup.settings)
@@ -106,7 +106,9 @@ def run_setup(setup: Setup, on_jobs_done: Callable[[int], None]) -> SimulationRe
     except InvalidPlanError as error:
         first, *more = error.problems
         rest = f" (and {len(more)} more)" if more else ""
-        raise SimulationError(f"policy {setup.policy!r} made a plan that cannot be: {first}{rest}") from error
+        raise SimulationError(
+            f"policy {setup.policy!r} made a plan that cannot be carried out: {first}{rest}"
+        ) from error
     except PolicyError as error:
         raise SimulationError(f"policy {setup.policy!r}: {error}") from error
     return summarise(run, setup.settings)

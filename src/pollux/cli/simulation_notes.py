@@ -16,7 +16,7 @@ from pollux.simulator.config import SimulationConfig
 from pollux.simulator.result import SimulationResult, group_results
 from pollux.simulator.workload import Workload
 
-# Of our policies, who reads what an option sets.
+# Our policies that read what an option sets.
 _READERS = {"--p": ("pollux",), "--weights": ("pollux",), "--charge-s": ("gandiva", "pollux", "sia")}
 
 

@@ -1,4 +1,4 @@
-"""``pollux compare --suite NAME``: all cases of a suite in parallel processes, beside an artifact's figures."""
+"""``pollux compare --suite NAME``: runs all cases of a suite in parallel, beside an artifact's figures."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def _policies(suite: Suite) -> set[str]:
 def run_cases(
     cases: Sequence[Case], num_processes: int
 ) -> tuple[list[dict[str, Any]], list[SimulationResult], dict[str, str]]:
-    """Rows, results, and why each label that is missing is."""
+    """Rows, results, and the reasons of labels that failed."""
     if not cases:
         return [], [], {}
     setups = [
@@ -120,7 +120,7 @@ def run_cases(
 
 
 def run_sizes(sizes: Sequence[Size]) -> list[dict[str, Any]]:
-    """One after the other, here: what is measured is time."""
+    """Measure one after the other, in this process, so that times are right."""
     if not sizes:
         return []
     rows = []
@@ -161,7 +161,7 @@ def suite_table(console: Console, suite: Suite, title: str, rows: Sequence[Row])
 
 
 def print_suite(console: Console, suite: Suite, rows: Sequence[Row]) -> None:
-    """What it is about, its tables, and what they come to."""
+    """Print a suite: its description, its tables and the verdict."""
     console.print(Text(suite.heading, style="bold"))
     console.print(Text(suite.about))
     console.print()

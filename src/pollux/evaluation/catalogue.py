@@ -44,7 +44,7 @@ _JCT_BARS = Chart(title="Average job completion time", key="avg_jct_s", factor=1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Artifacts:
-    """Where the published data is; None: nowhere."""
+    """The folder of the published data; None: there is none."""
 
     folder: Path | None
 
@@ -59,7 +59,7 @@ class Artifacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Source:
-    """A workload, and what the artifact's Pollux came to on it."""
+    """A workload, and the average JCT of the artifact's Pollux on it."""
 
     table: str
     workload: str
@@ -107,8 +107,8 @@ def workload_at(load: float) -> str:
 
 
 NO_OSDI21 = (
-    "The OSDI'21 artifact's data was not found: generated workloads and built-in profiles instead, so nothing stands "
-    "beside the artifact's figures. Say where its folder osdi21/ is with --artifacts DIR."
+    "The OSDI'21 artifact's data was not found: generated workloads and built-in profiles instead, without the "
+    "artifact's figures. Name the folder that has osdi21/ with --artifacts DIR."
 )
 
 
@@ -121,7 +121,7 @@ def _published(sources: Iterable[_Source], x: float | None = None, line: str = "
 
 
 def _sources(artifacts: Artifacts, is_quick: bool) -> tuple[list[_Source], tuple[str, ...]]:
-    """Workloads 6, 1 and 3 (quick: 6 alone), or generated ones; what to say about that."""
+    """Workloads 6, 1 and 3 (quick: 6 alone), or generated ones; and notes about that."""
     osdi21 = artifacts.part("osdi21")
     if osdi21 is None:
         seeds = range(1 if is_quick else 3)
@@ -160,12 +160,12 @@ def _ours() -> dict[str, PolicySettings]:
     return {"pollux" if name == "equal" else f"pollux, {name}": PolicySettings(weights=name) for name in WEIGHTINGS}
 
 
-# A live cluster's: measured cost of a resize in place, decisions on events, profiles remembered.
+# As on a live cluster: the measured cost of a resize in place, decisions on events, profiles remembered.
 OUR_PHYSICS = SimulationConfig(resize_s=5.0, decides_on_events=True, remembers_profiles=True)
 
 
 def variants() -> dict[str, tuple[PolicySettings, SimulationConfig]]:
-    """Settings and world of our policy by label: each weighting in the artifact's world, then in ours."""
+    """Settings and configuration by label: each weighting in the artifact's configuration, then in ours."""
     ours = {
         f"{label}, our physics": (dataclasses.replace(settings, resize_s=OUR_PHYSICS.resize_s), OUR_PHYSICS)
         for label, settings in _ours().items()
@@ -190,8 +190,8 @@ def _osdi21(artifacts: Artifacts, is_quick: bool) -> Suite:
         name="osdi21",
         title="Every policy on the OSDI'21 workloads",
         about="16 nodes of 4 GPUs, 160 jobs in 8 hours, a decision every 60 s, 30 s for every start and resize, "
-        "nothing remembered: the world of the OSDI'21 artifact's simulator, whose own Pollux is one of the rows. Our "
-        "physics: resizes of 5 s, decisions also when jobs come and end, profiles remembered.",
+        "nothing remembered: the configuration of the OSDI'21 artifact's simulator, whose own Pollux is one of the "
+        "rows. Our physics: resizes of 5 s, decisions also when jobs come and end, profiles remembered.",
         cases=tuple(cases),
         published=_published(sources),
         reference=ARTIFACT,
@@ -242,7 +242,7 @@ def _load(artifacts: Artifacts, is_quick: bool) -> Suite:
     return Suite(
         name="load",
         title="More jobs in the same time",
-        about="Workload 6 with 0.5 to 2 times as many jobs in 8 hours, in the world of the suite osdi21.",
+        about="Workload 6 with 0.5 to 2 times as many jobs in 8 hours, in the configuration of the suite osdi21.",
         cases=tuple(cases),
         published=tuple(published),
         reference=ARTIFACT,
@@ -275,8 +275,8 @@ def _interference(artifacts: Artifacts, is_quick: bool) -> Suite:
     return Suite(
         name="interference",
         title="Jobs that slow each other down",
-        about="Jobs that span nodes and meet on one are slower by so much. pollux puts at most one of them on a "
-        "node, or does not care.",
+        about="Jobs that span nodes and share one are slower by so much. pollux puts at most one of them on a "
+        "node, or does not avoid it.",
         cases=tuple(cases),
         columns=(_JCT, _P99, _MAKESPAN, *_RHO, _RESTARTS),
         charts=(
@@ -301,7 +301,7 @@ def _interval(artifacts: Artifacts, is_quick: bool) -> Suite:
         name="interval",
         title="How often to decide",
         about=f"pollux with a round every {intervals_s[0]} to {intervals_s[-1]} s; and the same with decisions "
-        "whenever a job comes or ends in between.",
+        "also when a job comes or ends.",
         cases=tuple(cases),
         columns=(_JCT, _P99, _MAKESPAN, *_RHO, _RESTARTS, _DECISION),
         charts=(
@@ -349,8 +349,8 @@ def _hetero(artifacts: Artifacts, is_quick: bool) -> Suite:
         "1. gavel decides every 360 s, as there. Every policy knows the same: jobs are measured on one GPU of each "
         "type with five batch sizes when they come, which takes no time here. But for two rows: with nothing "
         "profiled, types that a job has not run on are judged by what others have shown; with ratios only, sia knows "
-        "of such types how fast one GPU is relative to those that it has run on, which the traces tell it: as near as "
-        "we can come to what the artifact's jobs know. The artifact's rows were measured with its own code.",
+        "of such types how fast one GPU is relative to those that it has run on, from the traces: the nearest to "
+        "what the artifact's jobs know. The artifact's rows were measured with its own code.",
         cases=tuple(cases),
         published=tuple(
             Published(table=source.table, label=f"{name}, the artifact", values=found) for name, found in values.items()

@@ -28,14 +28,14 @@ def recording_report(
     note: str,
     plotly_url: str | None = None,
 ) -> str:
-    """What each job did, how well that can be simulated, and what static equal shares would have given."""
+    """What each job did, how accurate the simulation is, and what static equal shares would have given."""
     figures: dict[str, Figure] = {}
     recording, prediction = comparison.recording, comparison.prediction
     static_s = [job.jct_s for job in comparison.static.jobs]
     first = f"""<article>
 <h2>What each job did</h2><p class="lead">{html.escape(note)}</p>
 {_job_table(recording, prediction, static_s)}{_remarks(recording)}
-<div class="grid">{_told(recording, figures)}</div>
+<div class="grid">{_reported(recording, figures)}</div>
 {_prediction_part(prediction, figures)}
 </article>"""
     return html_report(
@@ -56,7 +56,7 @@ def replay_report(
     note: str,
     plotly_url: str | None = None,
 ) -> str:
-    """How well simulation tells what happened; what other policies would have done. The first of ``simulated`` is
+    """How accurate the simulation is; what other policies would have done. The first of ``simulated`` is
     under the policy that decided."""
     figures: dict[str, Figure] = {}
     prediction = Prediction(recorded=recorded, simulated=simulated[0])
@@ -72,7 +72,7 @@ def replay_report(
 {placed(figures, "jobs-errors", _error_cdf(prediction), "Errors: share of jobs at or below")}</div>
 <h3>Every job</h3>
 {_job_table(recording, prediction, None)}{_remarks(recording)}
-<h3>What was assumed</h3>{_assumptions(recording)}
+<h3>Assumptions</h3>{_assumptions(recording)}
 </article>"""
     return html_report(
         (recorded, *simulated),
@@ -94,14 +94,14 @@ def _against(value_s: float, basis_s: float) -> str:
 def _fidelity(prediction: Prediction) -> str:
     recorded, simulated = prediction.recorded, prediction.simulated
     return (
-        f"A job took {duration(recorded.avg_jct_s)} on average; simulated under the same policy it is "
+        f"A job took {duration(recorded.avg_jct_s)} on average. Simulated under the same policy it takes "
         f"{duration(simulated.avg_jct_s)}, an error of <b>{prediction.average_error:+.1%}</b>. Single jobs are off by "
         f"{prediction.mean_error:.1%} on average."
     )
 
 
 def _prediction_part(prediction: Prediction, figures: dict[str, Figure]) -> str:
-    return f"""<h3>How well simulation tells what happened</h3><p>{_fidelity(prediction)}</p>
+    return f"""<h3>How accurate the simulation is</h3><p>{_fidelity(prediction)}</p>
 <div class="grid">{placed(figures, "jobs-scatter", _scatter(prediction), _SCATTER)}
 {placed(figures, "jobs-errors", _error_cdf(prediction), "Errors: share of jobs at or below")}</div>"""
 
@@ -159,7 +159,7 @@ def _assumptions(recording: Recording) -> str:
         *recording.assumptions,
         f"The cluster has {recording.num_slots} slots ({nodes}) from the first submission to the last end; decisions "
         f"are made whenever a job comes or ends and every {config.interval_s:g} s; a resize stops a job for "
-        f"{config.resize_s * 1000:.0f} ms, and newcomers take as long to start as they did.",
+        f"{config.resize_s * 1000:.0f} ms, and new replicas take as long to start as they did.",
         "A job's speed is the throughput model fitted to its measured step times, corrected by what was measured, "
         "times the pace at which it really went on between two reports; its efficiency follows the noise scale.",
         f"Jobs did not ask for a number of slots: policies that give what was asked for give each {share} "
@@ -212,8 +212,8 @@ def _error_cdf(prediction: Prediction) -> Figure:
     return {"data": [made], "layout": layout, "height": 380}
 
 
-def _told(recording: Recording, figures: dict[str, Figure]) -> str:
-    """What jobs told over time."""
+def _reported(recording: Recording, figures: dict[str, Figure]) -> str:
+    """Figures of what jobs reported over time."""
     charts = (
         ("batch", "Batch size", lambda point: point.total_batch),
         ("noise", "Noise scale: the batch size up to which examples are useful", lambda point: point.noise_scale),
@@ -221,11 +221,11 @@ def _told(recording: Recording, figures: dict[str, Figure]) -> str:
         ("efficiency", "Statistical efficiency", lambda point: point.efficiency),
     )
     return "".join(
-        placed(figures, f"jobs-{name}", _told_over_time(recording, name, pick), label) for name, label, pick in charts
+        placed(figures, f"jobs-{name}", _over_time(recording, name, pick), label) for name, label, pick in charts
     )
 
 
-def _told_over_time(recording: Recording, name: str, pick: Callable[[Point], float | None]) -> Figure:
+def _over_time(recording: Recording, name: str, pick: Callable[[Point], float | None]) -> Figure:
     """One line per job, from its reports."""
     jobs = recording.jobs
     unit = TimeUnit(max(job.finished_at for job in jobs))

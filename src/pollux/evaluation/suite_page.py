@@ -79,8 +79,8 @@ def suite_report(
 
 
 def _order(rows: Sequence[Row], tables: Mapping[str, Sequence[Row]]) -> tuple[tuple[str, ...], frozenset[str]]:
-    """Names of lines and labels, those first that shall be told apart best: ours, then the best others, which are the
-    labels whose distributions are shown; if there are few, all are."""
+    """Names of lines and labels in the order of their colours, and the labels whose distributions are shown at first:
+    ours and the best others; all, if there are few."""
     ranked = next(iter(tables.values()), [])
     labels = dict.fromkeys(row["policy"] for row in (*ranked, *rows) if not row["is_published"])
     ours = {row["policy"] for row in rows if is_ours(row)}

@@ -1,4 +1,4 @@
-"""Fit θ of the throughput model to a profile (OSDI'21, section 4.1).
+"""Fits θ of the throughput model to a profile (OSDI'21, section 4.1). Scheduler and jobs call it.
 
 Minimises
 
@@ -45,8 +45,8 @@ _POOR = 0.15  # loss above which the fit may be a local minimum: a good one expl
 class Fit:
     """θ, how well it explains the data, and whether it is new (or the last good one, and why).
 
-    Seven parameters for all placements leave errors of some percent; ``shape_factors`` tell for each
-    number of replicas that was measured by how much.
+    Seven parameters for all placements leave errors of some percent; ``shape_factors`` are these errors for each
+    measured number of replicas.
     """
 
     params: ThroughputParams
@@ -161,7 +161,7 @@ class _Problem:
         self.free = self.fix_the_unexplored(data)
 
     def fix_the_unexplored(self, data: Observations) -> npt.NDArray[np.bool_]:
-        """Which parameters the data can tell; the others sit at optimistic values in ``fixed_x``.
+        """Which parameters the data determine; the others have optimistic values in ``fixed_x``.
 
         One batch size seen: α_g is half the mean T_grad. No multi-node (no local multi-replica)
         observation: α_n, β_n (α_r, β_r) at the lower bound. At most two replicas seen: both β.
@@ -207,7 +207,7 @@ class _Problem:
         """θ as a point of this problem: logarithms, inside the bounds, fixed coordinates in place."""
         x = np.log(np.maximum(theta, LOWER_BOUND))
         x[GAMMA] = theta[GAMMA]
-        # What could not be told before sat at the bound, where a logarithm has no slope to leave it by.
+        # A parameter that was not determined before is at its bound, where the logarithm has no slope.
         unborn = self.free & (np.arange(7) < GAMMA) & (x < _LOG_LOWER + 1.0)
         if unborn.any():
             x[unborn] = math.log(0.1 * float(np.mean(self.step_s)))

@@ -116,7 +116,7 @@ def _remembered_candidates(num_replicas: int, limits: BatchLimits) -> tuple[IntA
 
 
 class BatchTuner:
-    """The candidates of one job on one allocation with their rates; only the noise scale is left to be told.
+    """The candidates of one job on one allocation with their rates; only the noise scale is missing.
 
     ``measured`` are step times seen in this very allocation, by device batch: see :func:`corrected_times`.
 

@@ -1,7 +1,7 @@
-"""The cluster-level objective: a power mean of speedups, written as a sum of costs per job.
+"""The objective of the Pollux policy: a power mean of speedups, written as a sum of costs per job.
 
 Fitness_p = (mean_j w_j·(speedup_j + ε)^p)^(1/p). It grows exactly when the sum of per-job costs falls, with
-cost = w·(s+ε)^p for p < 0, -w·(s+ε)^p for p > 0 and -w·log(s+ε) for p = 0; a sum is what solvers like. ε
+cost = w·(s+ε)^p for p < 0, -w·(s+ε)^p for p > 0 and -w·log(s+ε) for p = 0; solvers need a sum. ε
 keeps a waiting job's cost finite, so that which jobs wait still matters when there are more jobs than
 slots.
 """

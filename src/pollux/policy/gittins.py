@@ -63,7 +63,7 @@ class GittinsPolicy(Policy):
 
 
 def gittins_index(known: FloatArray, service: float) -> float:
-    """G of a job with this service; ``known`` is the service of ended jobs, sorted. 0 if they tell nothing."""
+    """G of a job with this service; ``known`` is the service of ended jobs, sorted. 0 if none of them took more."""
     longer = known[np.searchsorted(known, service, side="right") :] - service
     if len(known) < MIN_KNOWN or len(longer) == 0:
         return 0.0

@@ -1,4 +1,4 @@
-"""How many replicas each job should get, and a bound on how good any answer can be.
+"""How many replicas each job should get, and a bound on how good any allocation can be. The solvers call it.
 
 Forgetting where replicas sit leaves a multiple-choice knapsack: per job one option (a replica count)
 with a cost, at most ``capacity`` replicas together, least total cost. Every allocation of the real

@@ -40,7 +40,7 @@ class PolluxPolicy(Policy):
         self._rng = np.random.default_rng(settings.seed)
         self._types: tuple[str, ...] = ()
         self._memory: Memory | None = None  # of the last round, with these types
-        self._settled: tuple[float, tuple[object, ...], Plan] | None = None  # when, for what, and what it comes to
+        self._settled: tuple[float, tuple[object, ...], Plan] | None = None  # when, for which situation, and the plan
 
     def reset(self) -> None:
         self._speedups.clear()

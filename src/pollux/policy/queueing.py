@@ -16,7 +16,7 @@ from pollux.types import JobView, Plan, Snapshot
 class FifoPolicy(StatelessPolicy):
     """First in, first out: the requested replicas, in order of submission; no job overtakes or preempts another.
 
-    Where there are several accelerator types, a job that waits holds up those who want one of the types it waits for.
+    Where there are several accelerator types, a job that waits holds up jobs that want one of the types it waits for.
     """
 
     name = "fifo"

@@ -1,4 +1,4 @@
-"""A snapshot translated for the solvers, and their answer translated back with its explanation.
+"""Translates a snapshot for the solvers, and their solution back into a plan with its explanation.
 
 Jobs and nodes become indices, speedups become costs, one :class:`~pollux.policy.placement.PlacementProblem` for each
 accelerator type; a job that would have to change is charged for it.

@@ -135,7 +135,7 @@ class SiaPolicy(Policy):
         layouts: Mapping[str, Layout],
         measured: Mapping[str, GoodputModel],
     ) -> list[float] | None:
-        """Goodput of each count on a type, None if it cannot be told."""
+        """Goodput of each count on a type, None if it is not known."""
         source, ratio = accelerator, 1.0
         model = measured.get(accelerator)
         oracle = oracle_of(job)

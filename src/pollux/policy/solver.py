@@ -1,8 +1,8 @@
-"""Find the allocation of least cost, with a proof of how much better any other could be.
+"""Finds the allocation of least cost, with a proof of how much better any other could be.
 
-Counts by knapsack, then a placement that keeps what need not move, then a local search over pairs of nodes
-while the distance to the bound is worth it. The answer is a fixed point: asked again with the answer as the
-current allocation, the solver stays. (If B beats A once A is in place, B beats A from the original
+The Pollux policy calls it. Counts come from a knapsack, then a placement keeps jobs where they are if possible, then a
+local search over pairs of nodes goes on while the distance to the bound is large. The solution is a fixed point: with
+the solution as the current allocation, the solver stays. (If B beats A once A is in place, B beats A from the original
 allocation too: moves away from A only get dearer and moves back to what was are no longer free. So any such
 B replaces A before it is returned.)
 """

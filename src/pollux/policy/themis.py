@@ -177,7 +177,7 @@ Changed = list[tuple[str, int]]
 
 
 def _next_in_turn(job: JobView, shares: Mapping[str, int], rank: Mapping[str, int], following: _Replay) -> Changed:
-    """The slots of a job go to those whose turn would have been next."""
+    """The slots of a job go to the jobs whose turn would have been next."""
     others = (other.name for other in following if other is not job)
     more = Counter(itertools.islice(others, shares[job.name]))
     return [(name, shares[name] + more[name]) for name in sorted(more, key=rank.__getitem__)]

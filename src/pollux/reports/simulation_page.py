@@ -42,8 +42,8 @@ class Brief:
 
     headings: tuple[str, ...]  # of the tables' columns
     tables: Mapping[str, str]  # HTML, by workload
-    order: tuple[str, ...]  # whose colour comes first
-    shown: frozenset[str]  # who is in the distributions until more is asked for
+    order: tuple[str, ...]  # of colours
+    shown: frozenset[str]  # policies whose distributions are shown at first
     policies: tuple[str, ...]  # names, to be explained
 
 
@@ -178,14 +178,14 @@ def _workload_section(
     explained = ""
     if decided:
         explained = (
-            "<h3>What the policy decided</h3><p>Fitness is what the policy maximises; no allocation could have been "
-            f"better than the bound, so the gap says how much was left at most.</p><div class='grid'>{decided}</div>"
+            "<h3>Decisions</h3><p>The policy maximises fitness. No allocation could have been better than "
+            f"the bound, so the gap is the most that was left to gain.</p><div class='grid'>{decided}</div>"
         )
     busiest = "" if len(rows) == first.num_jobs else f"the {len(rows)} jobs that used the most {slot} time, "
     return f"""<section>
 {top}
 <div class="grid">{"".join(charts)}</div>
-<h3>Who held what</h3>
+<h3>Allocations over time</h3>
 <p>One row per job ({busiest}in order of submission); colour is the number of {slot}s, a thin line means waiting.</p>
 <div class="chips" aria-label="{slot}s per job">{slot}s {heat}</div>
 <div class="grid">{"".join(gantts)}</div>

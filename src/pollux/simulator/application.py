@@ -57,7 +57,7 @@ class Habits:
 
     start_s: float | None = None  # it holds slots but does not train: before its first step and after its last
     resize_s: float | None = None  # it holds slots but does not train: when it is resized
-    join_s: float = 0.0  # until newcomers train with it when it grows; the others go on meanwhile
+    join_s: float = 0.0  # until new replicas train when it grows; the old ones train on meanwhile
     batch_threshold: float | None = None  # gain below which it does not change its batch
     rounds_epochs: bool = True  # an epoch's last stretch takes whole seconds, as in the artifact
     lone_noise_scales: tuple[float, ...] = ()

@@ -68,7 +68,7 @@ class SimulatedJob:
     accelerator: str = DEFAULT_ACCELERATOR
     generation: int = 0
     delay_s: float = 0.0  # of the start or resize under way
-    joining_s: float = 0.0  # before that, until newcomers are there: ``placement`` is still the old one
+    joining_s: float = 0.0  # before that, until new replicas are up: ``placement`` is still the old one
     is_announced: bool = True  # the scheduler knows that this generation trains
     epoch: int = 0
     progress: float = 0.0
@@ -348,7 +348,7 @@ class SimulatedEngine:
                     checkpoint.job.advance(until)
         self.node_s += (until - self.now) * (len(self._nodes) + len(self._arriving))
         self.now = until
-        if any(host_of(job.allocation) for job in running):  # of guest and host, the one that ended first is told first
+        if any(host_of(job.allocation) for job in running):  # of guest and host, the first to end comes first
             running.sort(key=lambda job: math.inf if job.completed_at is None else job.completed_at)
         for job in running:
             self._observe(job)

@@ -220,7 +220,7 @@ def training_s(application: Application, num_replicas: int, batch_size: int, gpu
 
 
 def tuned_configurations(application: Application, max_replicas: int = 64, gpus_per_node: int = 4) -> list[Tuned]:
-    """What users who tuned their job would ask for: TunedJobs of the paper.
+    """The configurations that users who tuned their job would ask for: TunedJobs of the paper.
 
     A number of GPUs qualifies if its speedup, over one GPU (or the fewest it can do with) and each with the batch size
     that is best for it, is 50-80 % of linear. Where none does (the job scales too well for ``max_replicas``, or not at

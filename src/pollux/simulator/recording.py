@@ -143,8 +143,8 @@ def read_recording(
         usual_join_s = _join_s(jobs) or 0.0
         for job in sorted(jobs, key=lambda job: job["sequence"]):
             try:
-                told = reports.get(job["name"], ())
-                found.append(_read_job(job, told, began_at, num_nodes * slots_per_node, usual_join_s))
+                own = reports.get(job["name"], ())
+                found.append(_read_job(job, own, began_at, num_nodes * slots_per_node, usual_join_s))
             except SimulationError as error:
                 missing[job["name"]] = str(error)
         num_resizes = sum(1 for job in jobs for entry in job["resizes"] if entry["before"])
@@ -155,8 +155,8 @@ def read_recording(
         reasons = "; ".join(f"{name}: {reason}" for name, reason in missing.items()) or "there are none"
         raise SimulationError(f"no recorded job can be simulated: {reasons}")
     if policy is None:
-        notes.append("Which policy decided is not on record; pollux is taken for it.")
-    # What a server measures is from the command to the last newcomer's first step, for most of which a job trains on.
+        notes.append("The policy that decided is not on record; pollux is assumed.")
+    # A server measures from the command to the first step of the last new replica; for most of that the job trains on.
     settings = PolicySettings(
         resize_s=LIVE_CHARGE_S if charge_s is None else charge_s,
         charges_measured=False,
@@ -191,7 +191,7 @@ def read_recording(
 def _cluster(
     jobs: Sequence[Record], nodes: Sequence[Record], rounds: Sequence[Record], notes: list[str]
 ) -> tuple[int, int]:
-    """(nodes, slots of each) that there were most of the time. The simulator's nodes are all alike, and stay."""
+    """(nodes, slots of each), as most of the time. The simulator's nodes are all alike, and stay."""
     slots = [int(node["num_slots"]) for node in nodes]
     if min(slots, default=1) < 1 or not (slots or rounds):
         raise InvalidValueError(f"nodes with {slots} slots; at least one node with a slot is needed")
@@ -213,7 +213,7 @@ def _cluster(
     num_nodes = max(1, usual // largest)
     if slots and (min(slots) != max(slots) or num_nodes * largest != usual):
         notes.append(
-            f"Nodes of different sizes are taken for {num_nodes} of {largest} slots: simulated nodes are all alike."
+            f"Nodes of different sizes are simulated as {num_nodes} of {largest} slots: simulated nodes are all alike."
         )
     return num_nodes, largest
 
@@ -234,7 +234,7 @@ def _read_job(
     if not allocations:
         raise SimulationError(f"it is {job['state']} and did not run")
     is_whole = job["state"] == "succeeded"
-    remark = "" if is_whole else f"it is {job['state']}: simulated up to where it had come"
+    remark = "" if is_whole else f"it is {job['state']}: simulated as far as it came"
     try:
         application, batch = _elastic(job, reports, num_slots, usual_join_s, is_whole=is_whole), 0
         limits = application.limits
@@ -274,14 +274,14 @@ def _read_job(
 
 
 def _key(job: Record) -> str:
-    """Jobs of one application share what is learnt of it; each has physics of its own."""
+    """Jobs of one application share their profile in the scheduler; each has its own physics."""
     return f"{job['application'] or job['name']}/{job['name']}"
 
 
 def _elastic(
     job: Record, reports: Sequence[Record], num_slots: int, usual_join_s: float, *, is_whole: bool
 ) -> ProfiledApplication:
-    """What it was, by its reports."""
+    """The job's physics, from its reports."""
     if not reports:
         raise SimulationError("it sent no reports, which only jobs that train with pollux.train do")
     limits = next((BatchLimits(**report["batch"]) for report in reports if report["batch"] is not None), None)
@@ -325,7 +325,7 @@ def _paced(params: ThroughputParams, pace: float) -> ThroughputParams:
 
 
 def _pace(reports: Sequence[Record], application: ProfiledApplication, done: float | None) -> float:
-    """Seconds it really took over those that θ and φ give, where nothing changed from one report to the next.
+    """Recorded seconds over modelled ones, between reports without a change of configuration.
 
     Step times do not know of evaluation, logging and checkpoints, nor of the moments when others had the processor.
     """
@@ -480,7 +480,7 @@ def _noise_scales(reports: Sequence[Record], done: float) -> tuple[list[float], 
     was_alone: bool | None = None
     for report in reports:
         is_alone = report["num_replicas"] * (report["accum_steps"] + 1) == 1
-        # The first one after a change still tells what was measured before it.
+        # The first report after a change still has what was measured before it.
         if None not in (report["progress"], report["noise_scale"]) and was_alone in (None, is_alone):
             known[is_alone][report["progress"]] = report["noise_scale"]
         was_alone = is_alone

@@ -159,7 +159,10 @@ def installed(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ("policy", "reason"),
     [
         ("divides", "policy 'divides' failed with ZeroDivisionError: division by zero (failing_policies.py, line 16)"),
-        ("crowds", "made a plan that cannot be: job 'a' is placed on unknown nodes ['nowhere'] (and 1 more)"),
+        (
+            "crowds",
+            "made a plan that cannot be carried out: job 'a' is placed on unknown nodes ['nowhere'] (and 1 more)",
+        ),
         ("forgets", "policy 'forgets': the policy's answer is None; a Plan is needed"),
         ("refuses", "although jobs wait (a, b); they may ask for more GPUs than the cluster has"),
     ],

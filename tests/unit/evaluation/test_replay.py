@@ -235,7 +235,7 @@ def test_jobs_that_ended_early_or_have_not_ended_are_cut():
     assert found["failed"].application.epoch_end(39) == pytest.approx(500)
     assert found["runs"].finished_at == pytest.approx(20.8)  # its last report
     assert found["runs"].application.epoch_end(39) == pytest.approx(200)
-    assert all("simulated up to where it had come" in entry.remark for entry in found.values())
+    assert all("simulated as far as it came" in entry.remark for entry in found.values())
 
 
 def test_jobs_that_told_nothing_of_their_work_hold_their_slots_for_as_long_as_they_did():

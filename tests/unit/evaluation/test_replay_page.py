@@ -119,7 +119,7 @@ def test_a_replay_shows_each_job_predicted_and_recorded():
     assert points["x"] == pytest.approx([100 / 60, 96 / 60], rel=1e-3)
     assert found["jobs-errors"]["data"][0]["y"] == [0.5, 1.0]
     assert {"w0-jct", "w0-rho", "w0-gantt0", "w0-gantt1", "w0-gantt2"} <= set(found)
-    assert "An error of".lower() in text and "What was assumed" in text
+    assert "An error of".lower() in text and "<h3>Assumptions</h3>" in text
     assert EVIL not in text and "<script>alert" not in text
 
 

@@ -260,7 +260,7 @@ def script() -> Any:
 def test_every_policy_is_explained(script: Any) -> None:
     page = (ROOT / "docs" / "policies.md").read_text()
     for name in policy_names():
-        assert f"`{name}`" in page.split("## Who is who")[1], name
+        assert f"`{name}`" in page.split("## The policies and their sources")[1], name
     claimed = {claim.policy for claim in script.CLAIMS}
     assert set(policy_names()) - claimed == {"las", "srtf", "fifo", "equal"}
     assert {name for claim in script.CLAIMS for name in claim.against} <= set(policy_names())
