@@ -19,7 +19,8 @@ from pollux.cli.policy_tables import print_tables
 from pollux.cli.setups import Setup, check_setup, command_line, load_setup, make_setup, summary_row
 from pollux.cli.simulation_options import POLICY_HELP, WORKLOAD_HELP, SimulationOptions, TracesOption
 from pollux.errors import InvalidValueError, SimulationError
-from pollux.reports.simulation_page import Heading, html_report
+from pollux.reports.page import Heading
+from pollux.reports.simulation_page import html_report
 from pollux.simulator.result import SimulationResult, group_results, mean_of
 from pollux.simulator.workload import Workload
 from pollux.version import __version__

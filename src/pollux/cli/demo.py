@@ -37,7 +37,7 @@ from pollux.evaluation.replay import Comparison, compare_recording
 from pollux.evaluation.replay_page import recording_report
 from pollux.reports import numbers
 from pollux.reports.look import require_plotly
-from pollux.reports.simulation_page import Heading
+from pollux.reports.page import Heading
 from pollux.simulator.recording import Recording, read_recording
 from pollux.simulator.result import write_text
 

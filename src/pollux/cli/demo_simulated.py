@@ -15,7 +15,8 @@ from pollux.cli.policy_tables import policy_table
 from pollux.cli.setups import Setup, command_line
 from pollux.policy import PolicySettings
 from pollux.reports.numbers import duration
-from pollux.reports.simulation_page import Heading, html_report
+from pollux.reports.page import Heading
+from pollux.reports.simulation_page import html_report
 from pollux.simulator.config import SimulationConfig
 from pollux.simulator.result import SimulationResult, group_results, write_text
 

@@ -21,7 +21,7 @@ from pollux.cli.connect import DataOption, ServerOption, connect, say
 from pollux.cli.option_groups import OptionGroup
 from pollux.errors import InputFileError
 from pollux.reports.look import require_plotly
-from pollux.reports.simulation_page import Heading
+from pollux.reports.page import Heading
 from pollux.simulator.result import write_json, write_text
 
 PLOTLY_URL = "/assets/plotly.js"  # a server has it there, so that a published page need not bring four megabytes

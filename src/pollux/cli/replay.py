@@ -46,7 +46,7 @@ from pollux.evaluation.replay_page import replay_report
 from pollux.policy import make_policy, policy_names
 from pollux.reports import numbers
 from pollux.reports.look import require_plotly
-from pollux.reports.simulation_page import Heading
+from pollux.reports.page import Heading
 from pollux.reports.versions import versions
 from pollux.simulator.recording import Recording
 from pollux.simulator.result import SimulationResult, write_text

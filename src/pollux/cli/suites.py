@@ -29,7 +29,7 @@ from pollux.evaluation.scale import Size
 from pollux.evaluation.suite_page import suite_report
 from pollux.evaluation.suites import Case, Row, Suite, all_rows
 from pollux.evaluation.verdicts import MARKED, label_of, shown_tables, verdicts
-from pollux.reports.simulation_page import Heading
+from pollux.reports.page import Heading
 from pollux.reports.versions import versions
 from pollux.simulator.result import SimulationResult, group_results, mean_of
 from pollux.version import __version__

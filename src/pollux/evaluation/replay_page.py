@@ -11,9 +11,10 @@ import math
 from collections.abc import Callable, Sequence
 
 from pollux.evaluation.replay import Comparison, Prediction
-from pollux.reports.figures import Figure, TimeUnit, line, swatch
+from pollux.reports.figures import TimeUnit, line, swatch
 from pollux.reports.numbers import duration, rounded
-from pollux.reports.simulation_page import Heading, html_report, placed
+from pollux.reports.page import Figure, Heading, placed
+from pollux.reports.simulation_page import html_report
 from pollux.simulator.recording import Point, Recording
 from pollux.simulator.result import SimulationResult
 

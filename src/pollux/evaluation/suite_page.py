@@ -11,9 +11,10 @@ from collections.abc import Collection, Mapping, Sequence
 
 from pollux.evaluation.suites import Chart, Row, Suite, chart_rows
 from pollux.evaluation.verdicts import MARKED, is_ours, label_of, shown_tables, verdicts
-from pollux.reports.figures import NUM_COLOURS, Figure, bar_marker, line, log_axis, swatch
+from pollux.reports.figures import NUM_COLOURS, bar_marker, line, log_axis, swatch
 from pollux.reports.numbers import rounded
-from pollux.reports.simulation_page import Brief, Heading, html_report, placed
+from pollux.reports.page import Figure, Heading, placed
+from pollux.reports.simulation_page import Brief, html_report
 from pollux.simulator.result import SimulationResult
 
 _NUM_SHOWN = 3  # other policies whose distributions are shown at first, the best ones: more lines hide each other

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from pollux.reports.numbers import duration, rounded
+from pollux.reports.page import Figure
 from pollux.simulator.result import SimulationResult
 
 MAX_GANTT_JOBS = 60  # rows, the busiest jobs: with more, rows are too thin to see
@@ -25,7 +26,6 @@ _DASHES = ("solid", "dash", "dot", "dashdot")  # of the ninth line on, where the
 _HATCHES = ("", "/", ".", "x")  # of bars, in the same order
 REPLICA_CLASSES = ((1, "1"), (2, "2"), (4, "3–4"), (8, "5–8"), (16, "9–16"), (32, "17–32"), (math.inf, "33+"))
 
-Figure = dict[str, Any]  # plotly's data, or a part of it
 ByPolicy = Mapping[str, Sequence[SimulationResult]]  # the results of one policy differ by their seed
 
 

@@ -1,11 +1,70 @@
-"""The HTML and JavaScript around a report's figures; :mod:`pollux.reports.simulation_page` fills in the braces."""
+"""The HTML page of a report: heading, body, figures, and how to repeat it. All reports and benchmarks' pages use it.
+
+It imports no simulator. Colours of figures are names ("@0", "@muted") until :mod:`pollux.reports.look` draws them.
+"""
 
 from __future__ import annotations
 
-FIGURE = """<figure class="card{wide}"><figcaption>{title}</figcaption>
+import html
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from pollux.reports import look
+from pollux.reports.versions import made_with
+from pollux.version import __version__
+
+Figure = dict[str, Any]  # plotly's data, or a part of it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heading:
+    """What a page says about itself."""
+
+    title: str
+    command: str  # that makes the page again
+    subtitle: str | None = None  # None: the policies and workloads that are compared
+    slot: str = "GPU"  # what a replica sits on
+    packages: tuple[str, ...] = ()  # whose versions matter beside the usual ones
+
+
+def placed(figures: dict[str, Figure], id_: str, made: Figure, label: str, *, is_wide: bool = False) -> str:
+    """Add a figure to ``figures``; the HTML of the place where the page draws it."""
+    figures[id_] = made
+    wide = " wide" if is_wide else ""
+    return _FIGURE.format(id=id_, title=html.escape(label), height=made.pop("height"), wide=wide)
+
+
+def make_page(
+    heading: Heading, body: str, figures: Mapping[str, Figure], *, more: str = "", plotly_url: str | None = None
+) -> str:
+    """One HTML file. ``body`` is HTML, with the places of ``figures``; ``more`` follows the command that repeats it.
+
+    A server's page takes plotly from ``plotly_url``; with None it is inside the page, which then needs nothing else.
+
+    Raises:
+        PolluxError: plotly is needed and not installed.
+    """
+    source = f' src="{html.escape(plotly_url)}">' if plotly_url is not None else f">{look.plotly_js()}"
+    return _PAGE.format(
+        title=html.escape(heading.title),
+        subtitle=html.escape(heading.subtitle or ""),
+        style=look.style(),
+        body=body,
+        repeat=f"<pre><code>{html.escape(heading.command)}</code></pre>{more}",
+        version=html.escape(__version__),
+        made_with=html.escape(made_with(*heading.packages)),
+        plotly=f"<script{source}</script>",
+        figures=json.dumps(figures, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
+        script=look.script() + _SCRIPT,
+    )
+
+
+_FIGURE = """<figure class="card{wide}"><figcaption>{title}</figcaption>
 <div id="{id}" class="plot" role="img" aria-label="{title}" style="height:{height}px"></div></figure>"""
 
-PAGE = """<!DOCTYPE html>
+_PAGE = """<!DOCTYPE html>
 <html lang="en"><head><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <meta name="color-scheme" content="light dark">
@@ -15,9 +74,7 @@ PAGE = """<!DOCTYPE html>
 <body><main>
 <header><h1>{title}</h1><p>{subtitle}</p></header>
 <noscript><p class="card">The plots need JavaScript; the tables do not.</p></noscript>
-{first}
-{sections}
-{words}
+{body}
 <section><h2>Repeat it</h2><p>{made_with}</p>{repeat}</section>
 </main>
 {plotly}
@@ -26,8 +83,8 @@ PAGE = """<!DOCTYPE html>
 </body></html>
 """
 
-# The policies' buttons show and hide lines of their section; all else is the look's.
-SCRIPT = """
+# Buttons of policies show and hide lines of their section; pollux.reports.look draws.
+_SCRIPT = """
 const figures = JSON.parse(document.getElementById("figures").textContent);
 const hidden = {};
 document.querySelectorAll("section").forEach((section, number) =>

@@ -7,8 +7,8 @@ have chosen is escaped.
 
 from __future__ import annotations
 
+import dataclasses
 import html
-import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -19,7 +19,6 @@ from pollux.reports import look
 from pollux.reports.figures import (
     REPLICA_CLASSES,
     ByPolicy,
-    Figure,
     TimeUnit,
     busiest_jobs,
     cdf,
@@ -30,10 +29,8 @@ from pollux.reports.figures import (
 )
 from pollux.reports.glossary import explained, policy_summaries
 from pollux.reports.numbers import duration, number
-from pollux.reports.page import FIGURE, PAGE, SCRIPT
-from pollux.reports.versions import made_with
+from pollux.reports.page import Figure, Heading, make_page, placed
 from pollux.simulator.result import SimulationResult, group_results, half_range_s, mean_of
-from pollux.version import __version__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,17 +42,6 @@ class Brief:
     order: tuple[str, ...]  # of colours
     shown: frozenset[str]  # policies whose distributions are shown at first
     policies: tuple[str, ...]  # names, to be explained
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Heading:
-    """What a page says about itself."""
-
-    title: str
-    command: str  # that makes the page again
-    subtitle: str | None = None  # None: the policies and workloads that are compared
-    slot: str = "GPU"  # what a replica sits on
-    packages: tuple[str, ...] = ()  # whose versions matter beside the usual ones
 
 
 def html_report(
@@ -93,25 +79,14 @@ def html_report(
     ]
     headings = [head.format(slot=heading.slot) for head, *_ in _COLUMNS] if brief is None else brief.headings
     subtitle = f"{', '.join(policies)} on {', '.join(groups)}" if heading.subtitle is None else heading.subtitle
-    data = json.dumps(figures, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    return PAGE.format(
-        title=html.escape(heading.title),
-        subtitle=html.escape(subtitle),
-        style=look.style(),
-        first=first,
-        sections="\n".join(sections),
-        words=_words(headings, policies if brief is None else brief.policies),
-        repeat=_repeat_section(results, heading.command),
-        version=html.escape(__version__),
-        made_with=html.escape(made_with(*heading.packages)),
-        plotly=_plotly(plotly_url),
-        figures=data,
-        script=look.script() + SCRIPT,
+    words = _words(headings, policies if brief is None else brief.policies)
+    return make_page(
+        dataclasses.replace(heading, subtitle=subtitle),
+        "\n".join((first, *sections, words)),
+        figures,
+        more=_settings(results),
+        plotly_url=plotly_url,
     )
-
-
-def _plotly(url: str | None) -> str:
-    return f"<script>{look.plotly_js()}</script>" if url is None else f'<script src="{html.escape(url)}"></script>'
 
 
 # Sections -------------------------------------------------------------------------------------
@@ -214,13 +189,6 @@ def _words(headings: Iterable[str], policies: Iterable[str]) -> str:
     return f"<article>{''.join(parts)}</article>" if any(parts) else ""
 
 
-def placed(figures: dict[str, Figure], id_: str, made: Figure, label: str, *, is_wide: bool = False) -> str:
-    """Keep a figure for the page's script; the HTML of the place it will be drawn in."""
-    figures[id_] = made
-    wide = " wide" if is_wide else ""
-    return FIGURE.format(id=id_, title=html.escape(label), height=made.pop("height"), wide=wide)
-
-
 def _headline(by_policy: ByPolicy) -> str:
     ranked = sorted((mean_of(seeds, "jct_s.mean"), policy) for policy, seeds in by_policy.items())
     best_s, best = ranked[0]
@@ -287,7 +255,8 @@ def _decision_note(result: SimulationResult) -> str:
     )
 
 
-def _repeat_section(results: Sequence[SimulationResult], command: str) -> str:
+def _settings(results: Sequence[SimulationResult]) -> str:
+    """Every setting of the simulations, folded."""
     seen: dict[str, list[str]] = {}
     for result in results:
         settings = result.config.get("policy_settings", {})
@@ -300,6 +269,6 @@ def _repeat_section(results: Sequence[SimulationResult], command: str) -> str:
         for name, values in seen.items()
     )
     return (
-        f"<pre><code>{html.escape(command)}</code></pre><details><summary>Every setting</summary>"
+        "<details><summary>Every setting</summary>"
         f'<div class="scroll"><table class="settings"><tbody>{rows}</tbody></table></div></details>'
     )

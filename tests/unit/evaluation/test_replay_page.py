@@ -11,7 +11,7 @@ import pytest
 
 from pollux.evaluation.replay import STATIC, Comparison, compare_recording
 from pollux.evaluation.replay_page import recording_report, replay_report
-from pollux.reports.simulation_page import Heading
+from pollux.reports.page import Heading
 from pollux.simulator.recording import read_recording
 from tests.unit.evaluation.test_replay import NODES, job, reports_of
 

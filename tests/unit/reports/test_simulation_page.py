@@ -13,7 +13,8 @@ from pollux.errors import PolluxError
 from pollux.policy import PolicySettings, make_policy
 from pollux.reports import look
 from pollux.reports.figures import MAX_GANTT_JOBS, NUM_COLOURS, log_axis
-from pollux.reports.simulation_page import Heading, html_report
+from pollux.reports.page import Heading
+from pollux.reports.simulation_page import html_report
 from pollux.simulator.config import SimulationConfig
 from pollux.simulator.result import SimulationResult, summarise
 from pollux.simulator.run import simulate
