@@ -40,7 +40,7 @@ class Weights(StrEnum):
     REMAINING = "remaining"
 
 
-class World(StrEnum):
+class PhysicsName(StrEnum):
     """The names in :data:`pollux.simulator.physics.PHYSICS`."""
 
     OSDI21 = "osdi21"
@@ -57,7 +57,7 @@ TracesOption = Annotated[
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Option:
+class SimulationOption:
     """One option, and the field that it sets. Left out, the field stays as by default."""
 
     flag: str
@@ -135,14 +135,14 @@ def _said_band(config: SimulationConfig, settings: PolicySettings) -> object:
 
 
 OPTIONS = (
-    Option(
+    SimulationOption(
         flag="--nodes",
         field="num_nodes",
         help="Nodes (not with auto-scaling); {default} if left out.",
         said=_said_nodes,
     ),
-    Option(flag="--gpus-per-node", field="gpus_per_node", help="GPUs of each node; {default} if left out."),
-    Option(
+    SimulationOption(flag="--gpus-per-node", field="gpus_per_node", help="GPUs of each node; {default} if left out."),
+    SimulationOption(
         flag="--cluster",
         field="cluster",
         metavar="TYPE:NODESxGPUS,..",
@@ -151,26 +151,26 @@ OPTIONS = (
         read=lambda text: {"cluster": parse_cluster(text)},
         said=_said_cluster,
     ),
-    Option(
+    SimulationOption(
         flag="--physics",
         field="physics",
         help="Of which published simulator; sia: its restart delays, slowdowns and, unless you name one, its cluster.",
-        kind=World,
+        kind=PhysicsName,
         read=lambda name: {"physics": PHYSICS[name]},
         said=lambda config, _: None if config.physics == SimulationConfig().physics else config.physics.name,
     ),
-    Option(flag="--interval", field="interval_s", help="Seconds between decisions."),
-    Option(
+    SimulationOption(flag="--interval", field="interval_s", help="Seconds between decisions."),
+    SimulationOption(
         flag="--resize-s",
         field="resize_s",
         metavar="S",
         help="Seconds that a start or resize takes; {default:g} if left out. Not with --physics sia, which has its "
         "own.",
     ),
-    Option(
+    SimulationOption(
         flag="--interference", field="interference", help="Slowdown (0..1) of jobs that span nodes and share a node."
     ),
-    Option(
+    SimulationOption(
         flag="--shared-speeds",
         field="shared_speeds",
         metavar="FILE",
@@ -179,7 +179,7 @@ OPTIONS = (
         read=lambda path: {"shared_speeds": read_shared_speeds(path)},
         said=lambda config, settings: None,  # the configuration does not know the file: see said_options
     ),
-    Option(
+    SimulationOption(
         flag="--autoscale",
         field="min_nodes",
         metavar="MIN..MAX",
@@ -188,7 +188,7 @@ OPTIONS = (
         read=lambda text: dict(zip(("min_nodes", "max_nodes"), parse_nodes(text), strict=True)),
         said=lambda config, _: f"{config.min_nodes}..{config.max_nodes}" if config.autoscale else None,
     ),
-    Option(
+    SimulationOption(
         flag="--band",
         field="low",
         metavar="LOW..HIGH",
@@ -197,14 +197,16 @@ OPTIONS = (
         read=lambda text: dict(zip(("low", "high"), parse_band(text), strict=True)),
         said=_said_band,
     ),
-    Option(
+    SimulationOption(
         flag="--budget",
         field="budget_slots",
         metavar="GPUS",
         help="GPUs that may be up on average over a day.",
     ),
-    Option(flag="--node-price", field="node_price", metavar="P", help="Price of a node for an hour: shows the cost."),
-    Option(
+    SimulationOption(
+        flag="--node-price", field="node_price", metavar="P", help="Price of a node for an hour: shows the cost."
+    ),
+    SimulationOption(
         flag="--charge-s",
         field="resize_s",
         owner=PolicySettings,
@@ -214,14 +216,14 @@ OPTIONS = (
         read=lambda charge_s: {"resize_s": charge_s, "charges_measured": False},
         said=lambda _, settings: None if settings.charges_measured else settings.resize_s,
     ),
-    Option(
+    SimulationOption(
         flag="--p",
         field="p",
         owner=PolicySettings,
         panel=POLICY_PANEL,
         help="Exponent of the fitness: 1 is greedy, -10 very fair.",
     ),
-    Option(
+    SimulationOption(
         flag="--weights",
         field="weights",
         owner=PolicySettings,
@@ -231,13 +233,13 @@ OPTIONS = (
         kind=Weights,
         read=lambda name: {"weights": name.value},
     ),
-    Option(
+    SimulationOption(
         flag="--events",
         field="decides_on_events",
         panel=POLICY_PANEL,
         help="Also decide when a job arrives or ends.",
     ),
-    Option(
+    SimulationOption(
         flag="--profile-memory",
         field="remembers_profiles",
         panel=POLICY_PANEL,

@@ -401,21 +401,23 @@ def _scale(artifacts: Artifacts, is_quick: bool) -> Suite:
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class SuiteEntry:
     """A suite, made when it is asked for."""
 
     summary: str
     make: Callable[[Artifacts, bool], Suite]
 
 
-SUITES: dict[str, Listed] = {
-    "osdi21": Listed("every policy on the published workloads: JCT, makespan, fairness, restarts, decisions", _osdi21),
-    "fairness": Listed("finish-time fairness by the exponent p, beside themis, equal and gavel", _fairness),
-    "load": Listed("half to twice as many jobs", _load),
-    "interference": Listed("jobs that span nodes and slow each other down, avoided and not", _interference),
-    "interval": Listed("rounds of half a minute to eight, with and without decisions on events", _interval),
-    "hetero": Listed("Sia's cluster of three GPU types; needs that artifact's data", _hetero),
-    "scale": Listed("time and quality of decisions from 64 to 10,000 GPUs", _scale),
+SUITES: dict[str, SuiteEntry] = {
+    "osdi21": SuiteEntry(
+        "every policy on the published workloads: JCT, makespan, fairness, restarts, decisions", _osdi21
+    ),
+    "fairness": SuiteEntry("finish-time fairness by the exponent p, beside themis, equal and gavel", _fairness),
+    "load": SuiteEntry("half to twice as many jobs", _load),
+    "interference": SuiteEntry("jobs that span nodes and slow each other down, avoided and not", _interference),
+    "interval": SuiteEntry("rounds of half a minute to eight, with and without decisions on events", _interval),
+    "hetero": SuiteEntry("Sia's cluster of three GPU types; needs that artifact's data", _hetero),
+    "scale": SuiteEntry("time and quality of decisions from 64 to 10,000 GPUs", _scale),
 }
 
 

@@ -50,7 +50,7 @@ SIZES = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Measured:
+class DecisionTimes:
     """What decisions on a cluster took: CPU seconds of this process, and the most memory it has ever had."""
 
     gpus: int
@@ -64,9 +64,9 @@ class Measured:
     times_faster: float | None
 
 
-def measure(size: Size, settings: PolicySettings | None = None) -> Measured:
+def measure(size: Size, settings: PolicySettings | None = None) -> DecisionTimes:
     """Decide round after round."""
-    world = World(size.num_gpus, size.num_jobs)
+    world = ChangingCluster(size.num_gpus, size.num_jobs)
     policy = make_policy(POLICY, settings)
     seconds, gaps = [], []
     for _ in range(1 + size.num_rounds):
@@ -79,7 +79,7 @@ def measure(size: Size, settings: PolicySettings | None = None) -> Measured:
         gaps.append(plan.explanation.gap)
         world.pass_time(plan)
     steady_s, sia_s = statistics.median(seconds[1:]), SIA_S.get(size.num_gpus)
-    return Measured(
+    return DecisionTimes(
         gpus=size.num_gpus,
         jobs=size.num_jobs,
         cold_s=seconds[0],
@@ -92,7 +92,7 @@ def measure(size: Size, settings: PolicySettings | None = None) -> Measured:
     )
 
 
-class World:
+class ChangingCluster:
     """Jobs that come, drift and go on a cluster of three or four types."""
 
     def __init__(self, num_gpus: int, num_jobs: int, seed: int = 0) -> None:

@@ -19,7 +19,7 @@ from pollux.policy.base import Policy, PolicySettings
 from pollux.policy.dense import types_of
 from pollux.policy.lengths import Lengths
 from pollux.policy.mixed import Memory, solve_mixed
-from pollux.policy.round import Round
+from pollux.policy.round import RoundProblem
 from pollux.policy.solver import solve
 from pollux.policy.speedups import Speedups, rounded_log
 from pollux.types import Explanation, JobDecision, JobView, Node, Plan, Snapshot
@@ -97,7 +97,7 @@ class PolluxPolicy(Policy):
         learnt_s = None
         if self._settings.weights != "equal":
             learnt_s = self._lengths.left(snapshot.jobs) * len(snapshot.jobs) / snapshot.num_slots
-        round_ = Round.of(snapshot, self._speedups.tables(snapshot), self._settings, learnt_s)
+        round_ = RoundProblem.of(snapshot, self._speedups.tables(snapshot), self._settings, learnt_s)
         types = types_of(snapshot.nodes)
         if len(types) == 1:
             return round_.plan(solve(round_.problems[0], self._rng))

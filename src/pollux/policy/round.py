@@ -75,7 +75,7 @@ def _move_factors(
 
 
 @dataclass(frozen=True, slots=True)
-class Round:
+class RoundProblem:
     """A snapshot translated for the solver, and its answer translated back."""
 
     snapshot: Snapshot
@@ -93,7 +93,7 @@ class Round:
         tables: Sequence[SpeedupTable],
         settings: PolicySettings,
         learnt_s: FloatArray | None = None,
-    ) -> Round:
+    ) -> RoundProblem:
         """``learnt_s``: see :func:`~pollux.policy.weights.remaining_seconds`."""
         jobs = snapshot.jobs
         types = types_of(snapshot.nodes)

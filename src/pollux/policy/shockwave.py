@@ -98,8 +98,8 @@ class Line:
         return self._xy / self._xx if self.num_points >= 3 and self.last - self.first >= 0.05 else None
 
 
-class Cluster:
-    """What is asked of the nodes for every job, found once."""
+class NodeTypes:
+    """The accelerator types of a snapshot's nodes, looked up once for all jobs."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._type_of = Budget(snapshot).type_of
@@ -177,7 +177,7 @@ class ShockwavePolicy(Policy):
             slope = total / number
         return min(max(slope, 0.0), _MAX_GROWTH)
 
-    def outlooks(self, jobs: Sequence[JobView], cluster: Cluster) -> list[Outlook]:
+    def outlooks(self, jobs: Sequence[JobView], cluster: NodeTypes) -> list[Outlook]:
         """What is expected of jobs with the replicas they ask for."""
         ahead = [self._models_ahead(job, cluster) for job in jobs]
         # No job runs with more replicas than there are slots: tables need not be wider.
@@ -191,7 +191,7 @@ class ShockwavePolicy(Policy):
             found.append(_outlook(job, cluster, goodputs))
         return found
 
-    def _models_ahead(self, job: JobView, cluster: Cluster) -> list[GoodputModel]:
+    def _models_ahead(self, job: JobView, cluster: NodeTypes) -> list[GoodputModel]:
         """For each stretch of the work that is left; none if too little is known."""
         model = GoodputModel.of(job, cluster.likely_type(job))
         if model is None or job.remaining_examples is None:
@@ -204,7 +204,7 @@ class ShockwavePolicy(Policy):
     def _plan(self, snapshot: Snapshot) -> dict[str, int]:
         """Rounds of the coming window for each job."""
         jobs = [job for job in snapshot.jobs if not (job.is_fixed and not job.allocation)]
-        cluster = Cluster(snapshot)
+        cluster = NodeTypes(snapshot)
         outlooks = self.outlooks(jobs, cluster)
         longest = max((outlook.remaining_s for outlook in outlooks), default=1.0)
         ahead = np.linspace(0.0, _WINDOW * self._round_s, _WINDOW + 1)
@@ -262,7 +262,7 @@ def _ends(job: JobView) -> FloatArray:
     return ends
 
 
-def _outlook(job: JobView, cluster: Cluster, goodputs: Sequence[float]) -> Outlook:
+def _outlook(job: JobView, cluster: NodeTypes, goodputs: Sequence[float]) -> Outlook:
     """``goodputs``: in each stretch; none if that is not known."""
     if not goodputs or job.remaining_examples is None:
         left_s = step_s(job, demand(job), cluster.largest, cluster.likely_type(job)) * remaining_steps(job)

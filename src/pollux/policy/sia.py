@@ -47,7 +47,7 @@ _WORTH_IT = 1e-9  # relative; a plan that gains less over staying is rounding
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class Choice:
     """One configuration of one job."""
 
     accelerator: str
@@ -83,7 +83,7 @@ class SiaPolicy(Policy):
         options = [self._options(job, layouts) if job.spec.min_replicas <= num_free else [] for job in jobs]
         values = [option_values(job, mine, self._settings) for job, mine in zip(jobs, options, strict=True)]
         held = {job.name: job.allocation for job in jobs}
-        wanted: dict[str, dict[str, Option]] = {accelerator: {} for accelerator in layouts}
+        wanted: dict[str, dict[str, Choice]] = {accelerator: {} for accelerator in layouts}
         for job, option in zip(jobs, choose(options, values, layouts), strict=True):
             if option is not None:
                 wanted[option.accelerator][job.name] = option
@@ -97,15 +97,15 @@ class SiaPolicy(Policy):
                 allocations |= Placer(layouts[accelerator], held).place(counts)
         return Plan(allocations=allocations)
 
-    def _options(self, job: JobView, layouts: Mapping[str, Layout]) -> list[Option]:
+    def _options(self, job: JobView, layouts: Mapping[str, Layout]) -> list[Choice]:
         """All configurations that the job may be given, what it holds among them."""
         measured = {
             accelerator: model
             for accelerator in job.params
             if accelerator not in job.guessed and (model := _model_of(job, accelerator)) is not None
         }
-        found: list[Option] = []  # with goodputs
-        unknown: list[Option] = []
+        found: list[Choice] = []  # with goodputs
+        unknown: list[Choice] = []
         least = np.inf  # of what it may ask for: it must not change when the job gives up something that it may not
         for accelerator, layout in layouts.items():
             if not may_use(job, accelerator):
@@ -117,11 +117,11 @@ class SiaPolicy(Policy):
             if goodputs is None:
                 # Not known: the least of this type, or what the job holds anyway.
                 counts = sorted({*asked[:1], *([] if held is None else [held])})
-                unknown += [Option(accelerator, count, 1.0, count == held) for count in counts]
+                unknown += [Choice(accelerator, count, 1.0, count == held) for count in counts]
                 continue
             for count, goodput in zip(counts, goodputs, strict=True):
                 if goodput > 0:
-                    found.append(Option(accelerator, count, goodput, count == held))
+                    found.append(Choice(accelerator, count, goodput, count == held))
                     least = min(least, goodput) if count in asked else least
         if not np.isfinite(least):
             least = min((option.gain for option in found), default=1.0)
@@ -195,7 +195,7 @@ def _is_kept(job: JobView, layout: Layout, asked: Sequence[int]) -> bool:
     return bool(job.allocation) and is_known and layout.is_regular(job.allocation)
 
 
-def option_values(job: JobView, options: Sequence[Option], settings: PolicySettings) -> FloatArray:
+def option_values(job: JobView, options: Sequence[Choice], settings: PolicySettings) -> FloatArray:
     """(num_options,): how much better than idling each is, by the job's weight."""
     is_held = np.array([option.is_held for option in options], dtype=bool)
     # A job that holds nothing, or cannot keep it, has no choice but to move.
@@ -216,8 +216,8 @@ def move_factor(job: JobView, settings: PolicySettings) -> float:
 
 
 def choose(
-    options: Sequence[Sequence[Option]], values: Sequence[FloatArray], layouts: Mapping[str, Layout]
-) -> list[Option | None]:
+    options: Sequence[Sequence[Choice]], values: Sequence[FloatArray], layouts: Mapping[str, Layout]
+) -> list[Choice | None]:
     """Which option each job is given (None: none), such that the sum of values is largest and everything fits.
 
     Where nothing is worth more than to stay, every job keeps what it holds, and that is all that is known to fit: a job
@@ -235,7 +235,7 @@ def choose(
         needed, row = layouts[accelerator].needs(count), first_row[accelerator]
         needs[number, row : row + len(needed)] = needed
     table = np.full((len(options), len(configurations)), -np.inf)
-    by_column: list[dict[int, Option]] = []
+    by_column: list[dict[int, Choice]] = []
     for job, (mine, worth) in enumerate(zip(options, values, strict=True)):
         by_column.append({column[option.accelerator, option.count]: option for option in mine})
         for index in _worthwhile(mine, worth):
@@ -252,7 +252,7 @@ def choose(
     return [by_column[job].get(pick) for job, pick in enumerate(chosen.tolist())]
 
 
-def _worthwhile(options: Sequence[Option], values: FloatArray) -> list[int]:
+def _worthwhile(options: Sequence[Choice], values: FloatArray) -> list[int]:
     """Options that are better than idling and than any with fewer replicas of the same type."""
     kept: list[int] = []
     best: dict[str, float] = {}

@@ -11,7 +11,7 @@ import typer
 from typer.testing import CliRunner
 
 from pollux.cli.option_groups import OptionGroup, expanded
-from pollux.cli.simulation_options import OPTIONS, SimulationOptions, Switch, Weights, World, said_options
+from pollux.cli.simulation_options import OPTIONS, PhysicsName, SimulationOptions, Switch, Weights, said_options
 from pollux.errors import InvalidValueError
 from pollux.policy import WEIGHTINGS, PolicySettings
 from pollux.simulator.config import SimulationConfig
@@ -35,7 +35,7 @@ def test_every_field_has_an_option_or_is_known_to_have_none():
 
 
 def test_the_choices_are_those_there_are():
-    assert [choice.value for choice in World] == list(PHYSICS)
+    assert [choice.value for choice in PhysicsName] == list(PHYSICS)
     assert tuple(choice.value for choice in Weights) == WEIGHTINGS
 
 
@@ -43,9 +43,9 @@ GIVEN: list[dict[str, Any]] = [
     {},
     {"nodes": 3, "gpus_per_node": 8, "interval": 30.0, "resize_s": 5.0, "interference": 0.25, "node_price": 2.5},
     {"autoscale": "1..8", "band": "0.4..0.7", "budget": 8.0, "events": Switch.ON, "profile_memory": Switch.ON},
-    {"cluster": "aws:2x4,rtx:1x8", "physics": World.SIA},
-    {"physics": World.SIA},
-    {"physics": World.SIA, "nodes": 16},
+    {"cluster": "aws:2x4,rtx:1x8", "physics": PhysicsName.SIA},
+    {"physics": PhysicsName.SIA},
+    {"physics": PhysicsName.SIA, "nodes": 16},
     {"charge_s": 12.0, "p": -2.0, "weights": Weights.REMAINING},
 ]
 

@@ -15,7 +15,7 @@ from pollux.cli import outputs, parallel
 from pollux.cli.app import app
 from pollux.cli.setups import Setup, run_setup
 from pollux.evaluation import catalogue
-from pollux.evaluation.catalogue import COLUMNS, Artifacts, Listed
+from pollux.evaluation.catalogue import COLUMNS, Artifacts, SuiteEntry
 from pollux.evaluation.scale import Size
 from pollux.evaluation.suites import Case, Chart, Published, Suite
 from pollux.simulator.config import SimulationConfig
@@ -51,7 +51,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.chdir(folder)
     monkeypatch.delenv("POLLUX_ARTIFACTS", raising=False)
-    monkeypatch.setitem(catalogue.SUITES, "tiny", Listed("two jobs", _tiny))
+    monkeypatch.setitem(catalogue.SUITES, "tiny", SuiteEntry("two jobs", _tiny))
     (folder / "jobs.csv").write_text(JOBS)
     return folder
 

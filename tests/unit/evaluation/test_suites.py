@@ -17,7 +17,7 @@ import pytest
 
 from pollux.errors import InputFileError, UnknownNameError
 from pollux.evaluation.catalogue import NO_OSDI21, SUITES, Artifacts, make_suite
-from pollux.evaluation.scale import Size, World, measure
+from pollux.evaluation.scale import ChangingCluster, Size, measure
 from pollux.evaluation.suite_page import suite_report
 from pollux.evaluation.suites import Case, Chart, Column, Published, Suite, all_rows, by_table
 from pollux.evaluation.verdicts import MARKED, shown_tables, verdicts
@@ -232,7 +232,7 @@ def test_a_decision_is_measured() -> None:
 
 
 def test_the_world_goes_on_as_planned() -> None:
-    world = World(64, 50)
+    world = ChangingCluster(64, 50)
     assert sum(node.num_slots for node in world.nodes) == pytest.approx(64, abs=8)
     plan = make_policy("equal").decide(world.snapshot())
     before = {job.name for job in world.jobs}
