@@ -29,9 +29,10 @@ import numpy as np
 from pollux.model.goodput import fixed_batch
 from pollux.policy import PolicySettings, make_policy
 from pollux.simulator.application import Application
+from pollux.simulator.config import SimulationConfig
 from pollux.simulator.generate import generate_workload
 from pollux.simulator.result import SimulationResult, summarise
-from pollux.simulator.run import SimulationConfig, SimulationRun, simulate
+from pollux.simulator.run import SimulationRun, simulate
 from pollux.simulator.source import load_applications
 from pollux.simulator.workload import Workload, job_spec, load_workload
 from pollux.types import DEFAULT_ACCELERATOR

@@ -22,7 +22,7 @@ import numpy as np
 
 from pollux.model.efficiency import noise_scale
 from pollux.policy.base import PolicySettings
-from pollux.policy.round import Round
+from pollux.policy.round import RoundProblem
 from pollux.policy.solver import solve
 from pollux.policy.speedups import SpeedupTable, speedup_tables
 from pollux.types import Allocation, BatchLimits, JobSpec, JobView, Node, NodeShare, Snapshot, ThroughputParams
@@ -110,7 +110,7 @@ def measure(name: str, instance: dict[str, Any], with_allocations: bool) -> dict
         began = time.process_time()
         ours = speedup_tables(snapshot)  # part of every decision, cold
         tables = _published_tables(instance, ours)
-        round_ = Round.of(snapshot, tables, settings)
+        round_ = RoundProblem.of(snapshot, tables, settings)
         plan = round_.plan(solve(round_.problems[0], np.random.default_rng(0)))
         seconds.append(time.process_time() - began)
     assert plan.explanation is not None

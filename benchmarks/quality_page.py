@@ -20,11 +20,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from pollux import look
+from pollux.reports.numbers import rounded
+from pollux.reports.page import Figure, Heading, make_page, placed
 from quality_tasks import TASKS, Task
 
 Line = dict[str, Any]  # one run, as in the file
-Figure = dict[str, Any]
 PLAIN, ADAPTIVE = "fixed-1-same", "adaptive"
 TARGET_AT = 0.8
 COLUMN = {name: index for index, name in enumerate(
@@ -271,13 +271,9 @@ def band(lines: Sequence[Line], label: str, colour: str) -> list[dict[str, Any]]
     x = np.round(grid, 3).tolist()
     common = {"type": "scatter", "mode": "lines", "x": x, "legendgroup": label}
     edge = {**common, "line": {"width": 0, "color": colour}, "showlegend": False, "hoverinfo": "skip"}
-    low, middle, high = (clean(made) for made in (values.min(0), np.median(values, 0), values.max(0)))
+    low, middle, high = (rounded(made) for made in (values.min(0), np.median(values, 0), values.max(0)))
     traces = [{**edge, "y": low}, {**edge, "y": high, "fill": "tonexty", "opacity": 0.3}] if len(lines) > 1 else []
     return [*traces, {**common, "name": label, "y": middle, "line": {"color": colour, "width": 2}}]
-
-
-def clean(values: Iterable[float]) -> list[float | None]:
-    return [float(f"{value:.5g}") if math.isfinite(value) else None for value in values]
 
 
 def quality_figure(result: Result) -> Figure:
@@ -330,36 +326,22 @@ def noise_figure(result: Result) -> Figure:
     data = []
     for seed, line in sorted(result.by_mode.get(ADAPTIVE, {}).items()):
         colour = f"@{seed % 6}"
-        error = {"type": "data", "array": clean(column(line, "phi_error")), "thickness": 1, "width": 2, "color": colour}
+        error = {
+            "type": "data",
+            "array": rounded(column(line, "phi_error")),
+            "thickness": 1,
+            "width": 2,
+            "color": colour,
+        }
         data.append({"type": "scatter", "mode": "lines+markers", "name": f"seed {seed}", "marker": {"size": 4},
-                     "x": clean(column(line, "train_s")), "y": clean(column(line, "phi")),
+                     "x": rounded(column(line, "train_s")), "y": rounded(column(line, "phi")),
                      "error_y": error, "line": {"color": colour, "width": 1.5}})  # fmt: skip
     return figure(data, "training time, s", "noise scale φ, examples", yaxis={"type": "log"})
 
 
 # The page -------------------------------------------------------------------------------------
 
-PAGE = """<!DOCTYPE html>
-<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
-<meta name="color-scheme" content="light dark"><title>Time to quality</title><style>{style}</style></head><body><main>
-<header><h1>Time to quality</h1><p>{subtitle}</p></header>
-<p class="lead">{lead}</p>
-{body}
-<h2>Repeat it</h2><pre><code>{command}</code></pre>
-</main><script>{plotly}</script><script type="application/json" id="figures">{figures}</script><script>{script}
-const figures = JSON.parse(document.getElementById("figures").textContent);
-const drawAll = () => Object.keys(figures).forEach(id => Look.drawFigure(id, figures[id]));
-drawAll();
-Look.whenThemeChanges(drawAll);
-</script></body></html>
-"""
 HEADINGS = ("task", "target", "M0", "best fixed", "which", "adaptive", "M0 / adaptive", "best / adaptive")
-
-
-def placed(figures: dict[str, Figure], id_: str, made: Figure, title: str, wide: bool = False) -> str:
-    figures[id_] = made
-    return (f'<figure class="card{" wide" if wide else ""}"><figcaption>{html.escape(title)}</figcaption>'
-            f'<div id="{id_}" class="plot" style="height:{made.pop("height")}px"></div></figure>')  # fmt: skip
 
 
 def overview(found: Sequence[Result], numbers: dict[str, Any]) -> str:
@@ -375,9 +357,9 @@ def overview(found: Sequence[Result], numbers: dict[str, Any]) -> str:
             '<p class="under">Medians over seeds. Runs not in time count as long as they lasted.</p>')  # fmt: skip
 
 
-def make_page(found: Sequence[Result], numbers: dict[str, Any], lines: Sequence[Line], command: str) -> str:
+def report_page(found: Sequence[Result], numbers: dict[str, Any], lines: Sequence[Line], command: str) -> str:
     figures: dict[str, Figure] = {}
-    bar = placed(figures, "bars", bars(found), "Time to target; error bars span the seeds", True)
+    bar = placed(figures, "bars", bars(found), "Time to target; error bars span the seeds", is_wide=True)
     parts = [overview(found, numbers), f'<div class="grid">{bar}</div>']
     for result in found:
         name = result.task.name
@@ -395,11 +377,9 @@ def make_page(found: Sequence[Result], numbers: dict[str, Any], lines: Sequence[
             (("speedup_over_m0", "M0"), ("speedup_over_best", "the best fixed batch"))]  # fmt: skip
     machines = sorted({f"{line['machine']}, torch {line['torch']}, {line['side_by_side']} side by side"
                        for line in lines})  # fmt: skip
-    return PAGE.format(
-        style=look.style(), subtitle=html.escape("; ".join(machines)), lead=f"Adaptive batches are {', '.join(over)}.",
-        body="\n".join(parts), command=html.escape(command), plotly=look.plotly_js(),
-        figures=json.dumps(figures, allow_nan=False).replace("<", "\\u003c"), script=look.script(),
-    )  # fmt: skip
+    lead = f'<p class="lead">Adaptive batches are {", ".join(over)}.</p>'
+    heading = Heading(title="Time to quality", subtitle="; ".join(machines), command=command, packages=("torch",))
+    return make_page(heading, "\n".join((lead, *parts)), figures)
 
 
 def write_report(lines: Sequence[Line], folder: Path, targets: Mapping[str, float], command: str) -> None:
@@ -411,5 +391,5 @@ def write_report(lines: Sequence[Line], folder: Path, targets: Mapping[str, floa
     numbers = summary(found)
     print_tables(found, numbers)
     (folder / "summary.json").write_text(json.dumps(numbers, indent=1, allow_nan=False))
-    (folder / "report.html").write_text(make_page(found, numbers, lines, command), encoding="utf-8")
+    (folder / "report.html").write_text(report_page(found, numbers, lines, command), encoding="utf-8")
     print(f"wrote {folder / 'summary.json'} and {folder / 'report.html'}")

@@ -2,7 +2,7 @@
 
     python benchmarks/scale.py [--most GPUS] [--json]
 
-``pollux.simulator.scale`` says how jobs are made up and what *cold* and *steady* mean. Sia's integer program, measured
+``pollux.evaluation.scale`` says how jobs are made up and what *cold* and *steady* mean. Sia's integer program, measured
 with its artifact on one thread, is the peer (medians at 64 to 2048 GPUs). ``pollux compare --suite scale`` shows the
 same with plots.
 """
@@ -10,13 +10,14 @@ same with plots.
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import os
 
 for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):  # before numpy: one core, as the pollux command does
     os.environ.setdefault(_name, "1")
 
-from pollux.simulator.scale import SIZES, measure  # noqa: E402
+from pollux.evaluation.scale import SIZES, measure  # noqa: E402
 
 
 def main() -> int:
@@ -33,13 +34,13 @@ def main() -> int:
             continue
         found = measure(size)
         if arguments.json:
-            print(json.dumps(found), flush=True)
+            print(json.dumps(dataclasses.asdict(found)), flush=True)
             continue
-        peer = f"{found['sia_s']:.2f} s, {found['times_faster']:.0f} times longer" if found["sia_s"] else "not measured"
+        peer = f"{found.sia_s:.2f} s, {found.times_faster:.0f} times longer" if found.sia_s else "not measured"
         print(
-            f"{size.num_gpus:7d} {size.num_jobs:6d} {found['cold_s']:7.3f} s {found['steady_s']:7.3f} s "
-            f"{1e6 * found['steady_s'] / size.num_jobs:6.0f} us {100 * found['gap']:5.2f} % "
-            f"{found['memory_mb']:5.0f} MB  {peer}",
+            f"{size.num_gpus:7d} {size.num_jobs:6d} {found.cold_s:7.3f} s {found.steady_s:7.3f} s "
+            f"{1e6 * found.steady_s / size.num_jobs:6.0f} us {100 * found.gap:5.2f} % "
+            f"{found.memory_mb:5.0f} MB  {peer}",
             flush=True,
         )
     return 0

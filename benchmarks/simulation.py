@@ -16,11 +16,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from pollux.evaluation.catalogue import ARTIFACT_JCT_S, ARTIFACT_LOAD_JCT_S, variants, workload_at
 from pollux.policy import PolicySettings, make_policy
+from pollux.simulator.config import SimulationConfig
 from pollux.simulator.result import summarise
-from pollux.simulator.run import SimulationConfig, simulate
+from pollux.simulator.run import simulate
 from pollux.simulator.source import load_source
-from pollux.simulator.suite_catalogue import ARTIFACT_JCT_S, ARTIFACT_LOAD_JCT_S, variants, workload_at
 
 OSDI21 = Path(__file__).resolve().parents[2] / "shared" / "osdi21"
 ARTIFACT_CPU_S = 62.6 * 60
@@ -59,8 +60,8 @@ def main() -> int:
 
 def measure(name: str, workload: str, traces: str | None, label: str) -> dict[str, Any]:
     is_ours = label in variants()
-    settings, config = variants().get(label, ({}, SimulationConfig()))
-    policy = make_policy("pollux" if is_ours else label, PolicySettings(**settings))
+    settings, config = variants().get(label, (PolicySettings(), SimulationConfig()))
+    policy = make_policy("pollux" if is_ours else label, settings)
     jobs, applications = load_source(workload, traces)
     began = time.process_time()
     run = simulate(jobs, applications, policy, config)

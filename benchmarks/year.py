@@ -22,9 +22,10 @@ for _name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"):  # before numpy: one c
 
 from pollux.policy import PolicySettings, make_policy  # noqa: E402
 from pollux.simulator.builtin import load_builtin  # noqa: E402
+from pollux.simulator.config import SimulationConfig  # noqa: E402
 from pollux.simulator.generate import generate_workload  # noqa: E402
 from pollux.simulator.result import summarise  # noqa: E402
-from pollux.simulator.run import SimulationConfig, simulate  # noqa: E402
+from pollux.simulator.run import simulate  # noqa: E402
 
 MIX = {"imagenet": 0.5, "yolov3": 0.2, "bert": 0.15, "deepspeech2": 0.15}
 NUM_LINES = 10  # of progress

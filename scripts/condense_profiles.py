@@ -27,9 +27,10 @@ from pollux.model.throughput import grad_s, iteration_s, overlap, sync_s
 from pollux.policy import PolicySettings, make_policy
 from pollux.simulator.application import Application
 from pollux.simulator.builtin import BUILTIN_PROFILES, load_builtin
+from pollux.simulator.config import SimulationConfig
 from pollux.simulator.csvfile import read_rows, to_float, to_int
 from pollux.simulator.osdi21 import TraceApplication, load_traces
-from pollux.simulator.run import SimulationConfig, simulate
+from pollux.simulator.run import simulate
 from pollux.simulator.workload import load_workload
 from pollux.types import DEFAULT_ACCELERATOR, FloatArray, ThroughputParams
 

@@ -15,14 +15,15 @@ import json
 import re
 import subprocess
 import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pollux.evaluation.catalogue import SUITES
+from pollux.evaluation.suites import Column, by_table
 from pollux.policy import policy_names
-from pollux.simulator.suite_catalogue import SUITES
-from pollux.simulator.suites import Column, by_table
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -90,18 +91,20 @@ def results_page(documents: Mapping[str, Document]) -> str:
     parts = [
         "# Results",
         "",
-        "What the suites of `pollux compare` come to. `python scripts/results.py` runs them all and writes this page; "
-        "each part is one command, which also takes `--html FILE` for a page with plots. The artifacts' data is not "
-        "part of the project ([where it is looked for](simulation.md#suites)). Words are explained in "
-        "[Simulating](simulation.md#words-in-tables); rows in italics are the artifacts', measured with their own "
-        "code, and × is the average JCT over theirs. Simulated times repeat to the last digit; decision times depend "
-        "on the machine, whose cores were all busy.",
+        _wrapped(
+            "The results of the suites of `pollux compare`. `python scripts/results.py` runs them all and writes "
+            "this page; each part is one command, which also takes `--html FILE` for a page with plots. The "
+            "artifacts' data is not part of the project ([where it is looked for](simulation.md#suites)). Words "
+            "are explained in [Simulation](simulation.md#words-in-tables); rows in italics are the artifacts', "
+            "measured with their own code, and × is the average JCT over theirs. Simulated times repeat to the "
+            "last digit; decision times depend on the machine, whose cores were all busy."
+        ),
         "",
         f"Made with {versions} on a machine with {some['machine']}.",
     ]
     for document in documents.values():
-        parts += ["", f"## {document['title']}", "", f"    {document['command']}", "", document["about"]]
-        parts += [f"\n{note}" for note in document["notes"]]
+        parts += ["", f"## {document['title']}", "", f"    {document['command']}", "", _wrapped(document["about"])]
+        parts += [f"\n{_wrapped(note)}" for note in document["notes"]]
         parts += [f"\nLeft out: {name} ({reason})." for name, reason in document["failed"].items()]
         tables = list(reversed(by_table(document["rows"]).items()))
         has_means = len(tables) > 1 and bool(tables[0][1][0].get("is_mean"))
@@ -112,6 +115,10 @@ def results_page(documents: Mapping[str, Document]) -> str:
             parts += ["", "</details>"] if folded else []
         parts += ["", f"{document['wall_s']:.0f} s in all."]
     return "\n".join(parts) + "\n"
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
 
 
 def markdown(columns: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]) -> str:
@@ -175,7 +182,7 @@ CLAIMS = (
         says="average JCT up to 5.5 times better than a YARN-based manager",
         source="NSDI'19, abstract",
         against=("fifo",),
-        word="The order agrees; `fifo` stands in for that manager.",
+        word="The order agrees; `fifo` takes the place of that manager.",
     ),
     Claim(
         policy="gittins",
@@ -198,7 +205,7 @@ CLAIMS = (
         against=("tiresias", "slaq"),
         key="rho_max",
         of="worst ρ",
-        word="Agrees for Tiresias, which lets somebody starve.",
+        word="Agrees for Tiresias, which lets jobs starve.",
         names_lower=True,
     ),
     Claim(
@@ -268,7 +275,7 @@ def _by_jct(rows: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
 
 
 def _here(claim: Claim, rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """Our own ratio to each of the others; of one that failed there is none."""
+    """Our own ratio to each of the others; none to a policy that failed."""
     told = []
     for other in claim.against:
         if claim.policy in rows and other in rows:
@@ -278,7 +285,7 @@ def _here(claim: Claim, rows: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def _word(claim: Claim, rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """With everybody on the shelf who has a lower figure, from the lowest; variants of a policy are left out."""
+    """With all policies that have a lower figure, from the lowest; variants of a policy are left out."""
     if not claim.names_lower or claim.policy not in rows:
         return claim.word
     found = {name: row[claim.key] for name, row in rows.items() if name in policy_names()}
@@ -289,7 +296,7 @@ def _word(claim: Claim, rows: Mapping[str, Mapping[str, Any]]) -> str:
 
 
 def with_blocks(text: str, blocks: Mapping[str, str]) -> str:
-    """The text with what stands between ``<!-- name -->`` and ``<!-- /name -->`` replaced."""
+    """The text with new blocks between ``<!-- name -->`` and ``<!-- /name -->``."""
     for name, block in blocks.items():
         pattern = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
         if not pattern.search(text):

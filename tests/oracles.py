@@ -1,8 +1,10 @@
-"""An oracle for policies' tests."""
+"""An oracle for policies' tests, and the rules of simulated slots with it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+
+from pollux.simulator.slot_sharing import SimulatedSlots
 
 
 @dataclass(frozen=True)
@@ -23,3 +25,13 @@ class Perfect:
 
     def load(self, num_replicas: int, accelerator: str = "gpu") -> float:
         return self.share
+
+
+class PerfectSource:
+    """The same oracle for every job."""
+
+    def oracle(self, job: str) -> Perfect:
+        return Perfect()
+
+
+SLOTS = SimulatedSlots(PerfectSource())

@@ -6,6 +6,7 @@ import dataclasses
 
 from hypothesis import strategies as st
 
+from pollux.policy.simulated import SimulatedJobView
 from pollux.types import (
     NO_ALLOCATION,
     Allocation,
@@ -43,7 +44,11 @@ def make_job(name: str, *, allocation: Allocation = NO_ALLOCATION, measured: boo
         "noise_scale": 1000.0 if measured else None,
         "max_profiled_replicas": 8 if measured else 0,
     }
-    return JobView(spec=spec, allocation=allocation, **(defaults | view))  # type: ignore[arg-type]
+    fields = defaults | view
+    if fields.get("oracle") is None:
+        fields.pop("oracle", None)
+        return JobView(spec=spec, allocation=allocation, **fields)  # type: ignore[arg-type]
+    return SimulatedJobView(spec=spec, allocation=allocation, **fields)  # type: ignore[arg-type]
 
 
 params = st.builds(

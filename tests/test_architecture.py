@@ -20,14 +20,15 @@ MAY_IMPORT = {
     "wire": {"model", "types", "errors"},
     "policy": {"model", "types", "errors"},
     "scheduler": {"policy", "model", "types", "errors"},
-    "look": {"errors"},
-    "simulator": {"look", "scheduler", "policy", "model", "types", "errors", "version"},
+    "simulator": {"scheduler", "policy", "model", "types", "errors", "version"},
+    "reports": {"simulator", "policy", "errors", "version"},
+    "evaluation": {"reports", "simulator", "scheduler", "policy", "types", "errors"},
     "train": {"wire", "model", "types", "errors"},
     "engines": {"train", "wire", "scheduler", "model", "types", "errors", "version"},
-    "server": {"look", "engines", "jobs", "wire", "scheduler", "policy", "model", "types", "errors", "version"},
+    "server": {"reports", "engines", "jobs", "wire", "scheduler", "policy", "model", "types", "errors", "version"},
     "client": {"jobs", "wire", "types", "errors", "version"},
     "cli": {
-        *("client", "server", "engines", "jobs", "wire", "simulator", "look"),
+        *("client", "server", "engines", "jobs", "wire", "simulator", "reports", "evaluation"),
         *("scheduler", "policy", "model", "types", "errors", "version"),
     },
 }
@@ -46,7 +47,7 @@ LIGHT = {"numpy", "scipy"}
 ONLY_IN = {
     "typer": ("cli",),
     "rich": ("cli",),
-    "plotly": ("look",),
+    "plotly": ("reports/look",),
     "torch": ("train",),
     "sqlalchemy": ("server",),
     "fastapi": ("server",),
@@ -86,6 +87,23 @@ def test_imports_point_left(path):
         parts = name.split(".")
         if parts[0] == "pollux" and len(parts) > 1 and parts[1] != package:
             assert parts[1] in MAY_IMPORT[package], f"{path.name} may not import {name}"
+
+
+@pytest.mark.parametrize("name", ["look", "numbers"])
+def test_what_servers_and_cluster_commands_take_of_reports_needs_no_simulator(name):
+    found = {name for name in imports(SOURCE / "reports" / f"{name}.py") if name.startswith("pollux")}
+    assert found <= {"pollux.errors"}
+
+
+def test_servers_take_the_look_of_reports_and_no_pages():
+    for path in sorted((SOURCE / "server").rglob("*.py")):
+        taken = [
+            name
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pollux.reports")
+            for name in ([alias.name for alias in node.names] if node.module == "pollux.reports" else [node.module])
+        ]
+        assert {name.removeprefix("pollux.reports.") for name in taken} <= {"look", "numbers"}, path
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))

@@ -13,7 +13,7 @@ import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -54,21 +54,15 @@ class NodeShare(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Allocation:
-    """Replicas per node for one job, in rank order. The empty one means: not running.
-
-    With a ``host`` the replicas sit on slots that this other job holds, one beside one of the host's: both run on them,
-    each slower. Only policies that say so (``shares_slots``) make such guests, and only the simulator runs them.
-    """
+    """Replicas per node for one job, in rank order. The empty one means: not running."""
 
     shares: tuple[NodeShare, ...] = ()
-    host: str = ""
 
     def __post_init__(self) -> None:
         for node, num_replicas in self.shares:
             _require(num_replicas >= 1, f"{num_replicas} replicas on node {node!r}; leave the node out instead")
         names = [share.node for share in self.shares]
         _require(len(set(names)) == len(names), f"a node is named twice in one allocation: {names}")
-        _require(bool(self.shares) or not self.host, f"a guest of {self.host!r} needs replicas")
 
     @classmethod
     def of(cls, *shares: tuple[str, int]) -> Allocation:
@@ -79,9 +73,14 @@ class Allocation:
         return sum(share.num_replicas for share in self.shares)
 
     @property
+    def own_shares(self) -> tuple[NodeShare, ...]:
+        """Slots that the job takes from its nodes: one per replica. A subclass may sit on another job's slots."""
+        return self.shares
+
+    @property
     def num_slots(self) -> int:
-        """Slots that are this job's own: a guest has none."""
-        return 0 if self.host else self.num_replicas
+        """The number of slots that the job takes."""
+        return sum(share.num_replicas for share in self.own_shares)
 
     @property
     def num_nodes(self) -> int:
@@ -230,19 +229,6 @@ class JobSpec:
         )
 
 
-class Oracle(Protocol):
-    """What only a simulator can know of a job; policies that need it say so (``needs_oracle``)."""
-
-    def iteration_s(self, num_replicas: int, accelerator: str = DEFAULT_ACCELERATOR) -> float:
-        """True time of one step at the requested batch size, densely placed on slots of this type."""
-
-    def remaining_iterations(self) -> float:
-        """True number of steps left at the requested batch size."""
-
-    def load(self, num_replicas: int, accelerator: str = DEFAULT_ACCELERATOR) -> float:
-        """Share of a step, 0..1, in which it keeps its accelerators busy; see :mod:`pollux.model.sharing`."""
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobView:
     """One job as a policy may see it."""
@@ -263,7 +249,6 @@ class JobView:
     remaining_examples: float | None = None  # useful examples (goodput x time) left, if known
     done_examples: float | None = None  # useful examples so far, if known
     is_pinned: bool = False  # its allocation must stay as it is this round
-    oracle: Oracle | None = None
 
     @property
     def name(self) -> str:
@@ -309,29 +294,20 @@ class Snapshot:
     def of(cls, now: float, nodes: Sequence[Node], jobs: Iterable[JobView]) -> Snapshot:
         """A snapshot of ``nodes``: jobs that sit elsewhere are shown as holding nothing.
 
-        So are those for which a node has become too small; whoever must not be moved stays before the others. A guest
-        whose host is gone has the slots to itself.
+        So are jobs for which a node has become too small; jobs that must not be moved stay before the others.
         """
-        jobs = _settle_guests(list(jobs))
+        jobs = list(jobs)
         free = {node.name: node.num_slots for node in nodes}
-        held: dict[str, Allocation] = {}
-        # A guest that must not be moved needs its host where it is; guests come when it is clear who stays.
-        fixed = {name for job in jobs if job.is_fixed for name in (job.name, job.allocation.host)}
-        for job in sorted(jobs, key=lambda job: (bool(job.allocation.host), job.name not in fixed)):
+        gone = set()
+        for job in sorted(jobs, key=lambda job: not job.is_fixed):
             shares = job.allocation.shares
-            if job.allocation.host:
-                held[job.name] = job.allocation if held[job.allocation.host] else NO_ALLOCATION
-                continue
-            fits = all(count <= free.get(node, 0) for node, count in shares)
-            held[job.name] = job.allocation if fits else NO_ALLOCATION
-            if fits:
+            if all(count <= free.get(node, 0) for node, count in shares):
                 for node, count in shares:
                     free[node] -= count
-        views = tuple(
-            job if job.allocation == held[job.name] else dataclasses.replace(job, allocation=NO_ALLOCATION)
-            for job in jobs
-        )
-        return cls(now=now, nodes=tuple(nodes), jobs=views)
+            else:
+                gone.add(job.name)
+        views = (dataclasses.replace(job, allocation=NO_ALLOCATION) if job.name in gone else job for job in jobs)
+        return cls(now=now, nodes=tuple(nodes), jobs=tuple(views))
 
     @property
     def num_slots(self) -> int:
@@ -389,22 +365,10 @@ class Plan:
         return self.allocations.get(job, NO_ALLOCATION)
 
 
-def _settle_guests(jobs: list[JobView]) -> list[JobView]:
-    holders = {job.name for job in jobs if job.allocation and not job.allocation.host}
-    return [
-        dataclasses.replace(job, allocation=Allocation(job.allocation.shares))
-        if job.allocation.host and job.allocation.host not in holders
-        else job
-        for job in jobs
-    ]
-
-
 def slots_in_use(allocations: Sequence[Allocation]) -> dict[str, int]:
-    """Slots per node over several allocations; guests sit on those of their hosts."""
+    """Slots per node that several allocations take together."""
     used: dict[str, int] = {}
     for allocation in allocations:
-        if allocation.host:
-            continue
-        for node, count in allocation.shares:
+        for node, count in allocation.own_shares:
             used[node] = used.get(node, 0) + count
     return used

@@ -26,6 +26,7 @@ from pollux.scheduler.ports import (
     TuneJob,
 )
 from pollux.simulator.builtin import load_builtin
+from pollux.simulator.config import SimulationConfig
 from pollux.simulator.engine import SimulatedEngine
 from pollux.simulator.workload import job_spec
 from pollux.types import Allocation, JobSpec, Node
@@ -36,7 +37,9 @@ from tests.snapshots import make_nodes
 
 class TestSimulatedEngine(EngineConformance):
     def make_engine(self) -> SimulatedEngine:
-        return SimulatedEngine(make_nodes(2), load_builtin(), adapts_batch=True, resize_s=30.0, node_start_s=120.0)
+        return SimulatedEngine(
+            make_nodes(2), load_builtin(), SimulationConfig(resize_s=30.0, node_start_s=120.0), adapts_batch=True
+        )
 
     def make_spec(self, name: str) -> JobSpec:
         return job_spec(load_builtin()["cifar10"], name=name, time_s=0, num_replicas=2, batch_size=128)
@@ -88,7 +91,9 @@ class TestSimulatedEngine(EngineConformance):
 
     def test_interference_slows_spanning_jobs_that_share_a_node(self):
         nodes = make_nodes(3)
-        engine = SimulatedEngine(nodes, load_builtin(), adapts_batch=False, resize_s=0.0, interference=0.5)
+        engine = SimulatedEngine(
+            nodes, load_builtin(), SimulationConfig(resize_s=0.0, interference=0.5), adapts_batch=False
+        )
 
         def start(name: str, *shares: tuple[str, int]) -> None:
             allocation = Allocation.of(*shares)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from pollux.policy import Policy, PolicySettings, make_policy, policy_names
 from pollux.scheduler.reconcile import verify_plan
 from pollux.types import Plan, Snapshot
+from tests.oracles import SLOTS
 from tests.snapshots import make_job, make_mixed, make_nodes, snapshots
 
 CASES = st.one_of(snapshots(), snapshots(mixed=True))
@@ -56,7 +57,7 @@ def apply(snapshot: Snapshot, plan: Plan) -> Snapshot:
 def test_plans_can_be_carried_out(snapshot):
     """No node over capacity, bounds and types kept, nodes known, pinned and non-preemptible jobs untouched."""
     for policy in fresh_policies():
-        verify_plan(snapshot, policy.decide(snapshot))
+        verify_plan(snapshot, policy.decide(snapshot), SLOTS)
 
 
 @settings(max_examples=100)
@@ -85,7 +86,7 @@ def test_other_snapshots_before_do_no_harm_and_are_forgotten(before, snapshot):
         expected = policy.decide(snapshot).allocations
         policy.reset()
         policy.decide(before)
-        verify_plan(snapshot, policy.decide(snapshot))
+        verify_plan(snapshot, policy.decide(snapshot), SLOTS)
         policy.reset()
         assert policy.decide(snapshot).allocations == expected, policy.name
 

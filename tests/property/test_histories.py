@@ -8,16 +8,18 @@ jobs share slots meet their own guests again.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import random
 
 from hypothesis import given, note, settings
 from hypothesis import strategies as st
 
 from pollux.policy import Policy, make_policy, policy_names
-from pollux.scheduler.nodes import placeable, usable
+from pollux.policy.simulated import SimulatedJobView
+from pollux.scheduler.nodes import placeable
 from pollux.scheduler.reconcile import verify_plan
-from pollux.types import NO_ALLOCATION, UNBOUNDED_REPLICAS, Allocation, BatchLimits, JobSpec, JobView, Node, Snapshot
-from tests.oracles import Perfect
+from pollux.types import NO_ALLOCATION, UNBOUNDED_REPLICAS, Allocation, BatchLimits, JobSpec, JobView, Node
+from tests.oracles import SLOTS, Perfect
 from tests.snapshots import LIMITS, PARAMS, TYPES
 
 NUM_ROUNDS = 4
@@ -86,7 +88,8 @@ def _spec(chance: random.Random, number: int) -> JobSpec:
 
 def _view(chance: random.Random, spec: JobSpec, now: float, knows_truth: bool) -> JobView:
     known = chance.sample(TYPES, chance.randint(0, 3))
-    return JobView(
+    make = functools.partial(SimulatedJobView, oracle=_oracle(chance)) if knows_truth else JobView
+    return make(
         spec=spec,
         age_s=now,
         resize_s=chance.choice([None, 0.0, 30.0, 1e4]),
@@ -102,8 +105,11 @@ def _view(chance: random.Random, spec: JobSpec, now: float, knows_truth: bool) -
         remaining_examples=chance.choice([None, 0.0, 1e-9, 1e5, 1e15]),
         done_examples=chance.choice([None, 0.0, 1e5, 1e12]),
         is_pinned=chance.random() < 0.1,
-        oracle=Perfect(chance.choice([0.0, 1.0, 1e9]), chance.choice([0.0, 0.2, 0.5, 1.0])) if knows_truth else None,
     )
+
+
+def _oracle(chance: random.Random) -> Perfect:
+    return Perfect(chance.choice([0.0, 1.0, 1e9]), chance.choice([0.0, 0.2, 0.5, 1.0]))
 
 
 def live_through(policy: Policy, steps: list[Step]) -> None:
@@ -118,9 +124,9 @@ def live_through(policy: Policy, steps: list[Step]) -> None:
             )
             for job in step.jobs
         ]
-        snapshot = placeable(Snapshot.of(step.now, *usable(step.leaving, step.nodes, views)))
+        snapshot = placeable(SLOTS.snapshot(step.now, *SLOTS.usable(step.leaving, step.nodes, views)))
         plan = policy.decide(snapshot)
-        verify_plan(snapshot, plan)
+        verify_plan(snapshot, plan, SLOTS)
         held = {job.name: plan.allocation_of(job.name) for job in snapshot.jobs}
         started |= {name for name, allocation in held.items() if allocation}
 

@@ -16,15 +16,15 @@ from pollux.policy.market import Market
 from pollux.policy.mixed import _solve_once, solve_mixed
 from pollux.policy.placement import PlacementProblem
 from pollux.policy.pollux import PolluxPolicy
-from pollux.policy.round import Round
+from pollux.policy.round import RoundProblem
 from pollux.policy.speedups import speedup_tables
 from pollux.types import NO_ALLOCATION, Allocation, Snapshot
 from tests.property.brute_force import least_cost
 from tests.snapshots import PARAMS, make_job, make_mixed, snapshots
 
 
-def problems_of(snapshot: Snapshot) -> Round:
-    return Round.of(snapshot, speedup_tables(snapshot), PolicySettings())
+def problems_of(snapshot: Snapshot) -> RoundProblem:
+    return RoundProblem.of(snapshot, speedup_tables(snapshot), PolicySettings())
 
 
 def part(problem: PlacementProblem, jobs: Sequence[int]) -> PlacementProblem:
@@ -77,7 +77,7 @@ def test_the_bound_holds_where_waiting_costs_more_than_numbers_can_hold(p, weigh
             for i in range(num_jobs)
         )
         snapshot = Snapshot(now=0, nodes=make_mixed(gpu=8, big=6), jobs=jobs)
-        problems = Round.of(snapshot, speedup_tables(snapshot, p), rules).problems
+        problems = RoundProblem.of(snapshot, speedup_tables(snapshot, p), rules).problems
         found, _, bound = _solve_once(problems, None, np.random.default_rng(0))
         assert bound <= found.cost + 1e-9 * max(1.0, abs(found.cost))
         plan = PolluxPolicy(rules).decide(snapshot)

@@ -12,7 +12,7 @@ from pollux.policy import PolicySettings, make_policy
 from pollux.policy.fitness import EPSILON, costs, fitness
 from pollux.policy.placement import PlacementProblem, place
 from pollux.policy.pollux import PolluxPolicy
-from pollux.policy.round import Round, move_factor
+from pollux.policy.round import RoundProblem, move_factor
 from pollux.policy.solver import solve
 from pollux.policy.speedups import max_replicas, speedup_tables
 from pollux.types import Allocation, Plan, Snapshot
@@ -91,7 +91,7 @@ def test_against_brute_force(snapshot, rules):
     """The bound holds, and what is found is the best there is, or very near it."""
     if not snapshot.jobs:
         return
-    round_ = Round.of(snapshot, speedup_tables(snapshot, rules.p), rules)
+    round_ = RoundProblem.of(snapshot, speedup_tables(snapshot, rules.p), rules)
     solution = solve(round_.problems[0], np.random.default_rng(0))
     best = least_cost(round_.problems[0])
     slack = 1e-9 * max(1.0, abs(best))
@@ -126,7 +126,7 @@ def test_almost_always_optimal_on_small_clusters():
                 )
             )
         snapshot = Snapshot(now=0, nodes=nodes, jobs=tuple(jobs))
-        round_ = Round.of(snapshot, speedup_tables(snapshot), PolicySettings())
+        round_ = RoundProblem.of(snapshot, speedup_tables(snapshot), PolicySettings())
         found = solve(round_.problems[0], rng).cost
         ratios.append(least_cost(round_.problems[0]) / found)
     assert np.mean(ratios) > 0.99

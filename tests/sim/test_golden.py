@@ -10,9 +10,10 @@ import pytest
 
 from pollux.policy import make_policy
 from pollux.simulator.application import Application
+from pollux.simulator.config import SimulationConfig
 from pollux.simulator.osdi21 import load_traces
 from pollux.simulator.result import SimulationResult, summarise
-from pollux.simulator.run import SimulationConfig, simulate
+from pollux.simulator.run import simulate
 from pollux.simulator.workload import load_workload
 
 pytestmark = pytest.mark.golden

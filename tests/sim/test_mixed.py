@@ -10,8 +10,9 @@ import pytest
 
 from pollux.policy import PolicySettings, make_policy
 from pollux.simulator.application import Application, dense_placement
+from pollux.simulator.config import SimulationConfig, sia_config
 from pollux.simulator.result import SimulationResult, summarise
-from pollux.simulator.run import SimulationConfig, SimulationRun, sia_config, simulate
+from pollux.simulator.run import SimulationRun, simulate
 from pollux.simulator.source import load_source
 from pollux.simulator.workload import Workload
 from tests.conftest import SHARED

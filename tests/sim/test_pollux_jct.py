@@ -7,9 +7,10 @@ import pytest
 from pollux.errors import SimulationError
 from pollux.policy import PolicySettings, make_policy
 from pollux.simulator.builtin import load_builtin
+from pollux.simulator.config import SimulationConfig
 from pollux.simulator.generate import builtin_workload
 from pollux.simulator.result import summarise
-from pollux.simulator.run import SimulationConfig, SimulationRun, simulate
+from pollux.simulator.run import SimulationRun, simulate
 from pollux.simulator.source import load_source
 from pollux.simulator.workload import Workload, job_spec
 from tests.thorough import only_thorough

@@ -93,7 +93,7 @@ PANELS: dict[str, dict[str, Listed]] = {
         "demo": Listed(
             "demo", "Train six jobs on a cluster made for them here, and watch them share it; takes two minutes."
         ),
-        "workload": Listed("workload", "Make up workloads for the simulator, or look at one."),
+        "workload": Listed("workload", "Generate workloads for the simulator, or describe one."),
     },
 }
 # Options behind the command that a job runs are that command's own.

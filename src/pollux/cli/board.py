@@ -18,10 +18,10 @@ from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from pollux.cli import figures
 from pollux.cli.connect import moment
 from pollux.cli.job_table import FINAL_STATES, STATE_STYLES, age_s, job_table, plain, reason
 from pollux.cli.sparklines import bar, sparkline
+from pollux.reports import numbers
 
 View = Mapping[str, Any]
 
@@ -110,8 +110,8 @@ def _counts(cluster: View) -> str:
 
 
 def _decides(cluster: View) -> str:
-    decided = figures.plural(cluster["num_rounds"], "decision")
-    return f"{cluster['policy']}, {decided}, lost {figures.share(cluster['lost_share'])}"
+    decided = numbers.plural(cluster["num_rounds"], "decision")
+    return f"{cluster['policy']}, {decided}, lost {numbers.share(cluster['lost_share'])}"
 
 
 def headline(board: Board, width: int) -> list[Text]:
@@ -119,16 +119,16 @@ def headline(board: Board, width: int) -> list[Text]:
     cluster, last = board.cluster, board.samples[-1] if board.samples else {}
     parts = [_slots(cluster, _BAR_WIDTH if width >= 100 else 10)]
     efficiency = last.get("efficiency", _mean_efficiency(board.jobs))
-    parts += [_named("goodput", figures.number(last.get("goodput"))), _named("efficiency", figures.share(efficiency))]
+    parts += [_named("goodput", numbers.number(last.get("goodput"))), _named("efficiency", numbers.share(efficiency))]
     sizing = cluster.get("sizing") or {}
     hours = sum((sizing.get("node_hours") or {}).values())
     if sizing.get("cost") is not None:
         parts.append(_named("cost", f"{sizing['cost']:.2f}"))
-    parts.append(_named("node-hours", figures.number(hours)))
+    parts.append(_named("node-hours", numbers.number(hours)))
     first = Text("   ").join(parts)
     second = Text(f"{_counts(cluster)}   {_decides(cluster)}")
     if cluster.get("last_decision_s") is not None:
-        second.append(f", last in {figures.duration(cluster['last_decision_s'])}")
+        second.append(f", last in {numbers.duration(cluster['last_decision_s'])}")
     return [first, second]
 
 
@@ -180,7 +180,7 @@ def node_map(board: Board, width: int, rows: int) -> list[Text]:
         lines.append(line)
     if rest:
         used, slots = (sum(node[key] for node in rest) for key in ("used", "num_slots"))
-        more = f"and {figures.plural(len(rest), 'node')} more: {used} of {slots} slots used"
+        more = f"and {numbers.plural(len(rest), 'node')} more: {used} of {slots} slots used"
         lines[rows - 1 :] = [Text(more, style="dim")]
     return lines
 
@@ -227,7 +227,7 @@ def queue_part(board: Board, rows: int | None, chosen: str | None) -> list[Text]
     for view in shown:
         style = "reverse" if view["name"] == chosen else ""
         text = Text(plain(view["name"]), style=style)
-        text.append(f"  {figures.duration(age_s(view, board.now))}  ", style="dim")
+        text.append(f"  {numbers.duration(age_s(view, board.now))}  ", style="dim")
         lines.append(text.append(plain(view.get("reason") or "")))
     if len(shown) < len(waiting) and lines:
         lines[-1].append(f"  (and {len(waiting) - len(shown)} more)", style="dim")
@@ -340,19 +340,19 @@ def help_lines() -> RenderableType:
 # One job --------------------------------------------------------------------------------------
 
 _CURVES = (
-    ("replicas", "num_replicas", figures.number),
-    ("batch", "total_batch", figures.number),
-    ("gain", "gain", figures.number),
-    ("noise scale", "noise_scale", figures.number),
-    ("efficiency", "efficiency", figures.share),
-    ("throughput", "throughput", figures.rate),
-    ("goodput", "goodput", figures.rate),
-    ("progress", "progress", figures.share),
+    ("replicas", "num_replicas", numbers.number),
+    ("batch", "total_batch", numbers.number),
+    ("gain", "gain", numbers.number),
+    ("noise scale", "noise_scale", numbers.number),
+    ("efficiency", "efficiency", numbers.share),
+    ("throughput", "throughput", numbers.rate),
+    ("goodput", "goodput", numbers.rate),
+    ("progress", "progress", numbers.share),
 )
 
 
 def _metric(value: float | None) -> str:
-    return figures.number(value) if value is None or math.isfinite(value) else f"{value:g}"
+    return numbers.number(value) if value is None or math.isfinite(value) else f"{value:g}"
 
 
 def job_lines(
@@ -362,8 +362,8 @@ def job_lines(
     state = plain(view["state"])
     title = Text(plain(view["name"]), style=f"bold {colour_of(str(view['name']))}")
     title.append("  ").append(state, style=STATE_STYLES.get(state, "")).append(
-        f"  {figures.plural(view.get('num_replicas') or 0, 'replica')}, {figures.duration(age_s(view, now))} old"
-        f", left {figures.duration(view.get('remaining_s'))}",
+        f"  {numbers.plural(view.get('num_replicas') or 0, 'replica')}, {numbers.duration(age_s(view, now))} old"
+        f", left {numbers.duration(view.get('remaining_s'))}",
         style="not bold",
     )
     parts: list[RenderableType] = [title]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,63 +12,23 @@ from typing import Annotated, Any
 import typer
 
 from pollux.cli import simulation_notes as notes
-from pollux.cli.connect import DataOption, ServerOption
+from pollux.cli.option_groups import expanded
+from pollux.cli.outputs import Outputs
 from pollux.cli.parallel import run_all
 from pollux.cli.policy_tables import print_tables
-from pollux.cli.publishing import PublishOption, check_server, publish
-from pollux.cli.simulate import (
-    Setup,
-    announce,
-    check_outputs,
-    check_setup,
-    command_line,
-    load_setup,
-    output_console,
-    summary_row,
-)
-from pollux.cli.simulation_options import (
-    POLICY_HELP,
-    WORKLOAD_HELP,
-    AutoscaleOption,
-    BandOption,
-    BudgetOption,
-    ChargeOption,
-    ClusterOption,
-    EventsOption,
-    GpusOption,
-    HtmlOption,
-    InterferenceOption,
-    IntervalOption,
-    JsonOption,
-    MaxNodesOption,
-    MemoryOption,
-    MinNodesOption,
-    NodesOption,
-    OutputOption,
-    PhysicsOption,
-    POption,
-    PriceOption,
-    ResizeOption,
-    SharedSpeedsOption,
-    Switch,
-    TracesOption,
-    Weights,
-    WeightsOption,
-    World,
-    make_config,
-    policy_settings,
-)
+from pollux.cli.setups import Setup, check_setup, command_line, load_setup, make_setup, summary_row
+from pollux.cli.simulation_options import POLICY_HELP, WORKLOAD_HELP, SimulationOptions, TracesOption
 from pollux.errors import InvalidValueError, SimulationError
-from pollux.look import require_plotly
-from pollux.simulator.report import html_report
-from pollux.simulator.result import SimulationResult, group_results, mean_of, write_json, write_text
+from pollux.reports.page import Heading
+from pollux.reports.simulation_page import html_report
+from pollux.simulator.result import SimulationResult, group_results, mean_of
 from pollux.simulator.workload import Workload
 from pollux.version import __version__
 
 FORMAT = "pollux-compare/1"
 
 
-def parse_seeds(text: str | None, single: Sequence[int]) -> list[int]:
+def parse_seeds(text: str | None, single: Sequence[int] | None = None) -> list[int]:
     """Of ``--seeds 0,1`` or ``--seed 0 --seed 1``; 0 if neither is given.
 
     Raises:
@@ -77,7 +36,7 @@ def parse_seeds(text: str | None, single: Sequence[int]) -> list[int]:
     """
     if text is not None and single:
         raise InvalidValueError("--seeds and --seed say the same thing; give one of them")
-    words = [word.strip() for word in text.split(",")] if text is not None else [str(seed) for seed in single]
+    words = [word.strip() for word in text.split(",")] if text is not None else [str(seed) for seed in single or ()]
     for word in words:
         if not word.isdecimal():
             raise InvalidValueError(f"seeds {text or ', '.join(words)!r}; whole numbers from 0 on, as in 0,1,2")
@@ -87,7 +46,7 @@ def parse_seeds(text: str | None, single: Sequence[int]) -> list[int]:
 def check_all(setups: Sequence[Setup]) -> tuple[list[int], list[str]]:
     """(number of jobs, name of the workload) of each, once all of them are known to be usable.
 
-    GPUs that nobody can use are noted. Two files of the same name in different directories are told apart by their
+    Types of GPU that no job can use are noted. Two files of the same name in different directories are called by their
     whole path.
     """
     loaded: dict[tuple[str, int], Workload] = {}
@@ -113,8 +72,8 @@ def check_all(setups: Sequence[Setup]) -> tuple[list[int], list[str]]:
 def run_setups(setups: Sequence[Setup], num_processes: int) -> tuple[list[SimulationResult], dict[str, str]]:
     """Check all, then run all: results in the order of the setups, and why each policy that failed did.
 
-    Results are called as their setups are. A policy that failed once has no results at all: means over fewer runs than
-    the others' would mislead.
+    Results have the names of their setups. A policy that failed once has no results at all: a mean over fewer runs
+    would mislead.
 
     Raises:
         SimulationError: all of them failed.
@@ -137,7 +96,7 @@ def run_setups(setups: Sequence[Setup], num_processes: int) -> tuple[list[Simula
 
 
 def end_with(failed: Mapping[str, str]) -> None:
-    """Say which policies failed, and end as a failed command does if any did; for after the others are shown."""
+    """Say which policies failed, and exit with code 1 if any did. Called after the results are shown."""
     for policy, reason in failed.items():
         typer.echo(f"error: {policy} is left out: {reason}", err=True)
     if failed:
@@ -150,7 +109,7 @@ def end_with(failed: Mapping[str, str]) -> None:
 def comparison_json(results: Sequence[SimulationResult], failed: Mapping[str, str] | None = None) -> dict[str, Any]:
     """What ``--output`` and ``--json`` give: the means by workload and policy, and every run without its series.
 
-    ``failed``: why each policy that is missing is.
+    ``failed``: reasons, by policy.
     """
     summary = []
     for workload, by_policy in group_results(results).items():
@@ -181,7 +140,7 @@ _WITH_SUITE = {
 
 
 def check_suite_options(context: typer.Context) -> None:
-    """A suite has its own workloads, cluster and settings; nobody should believe to have changed them.
+    """Refuse options that a suite would ignore: it has its own workloads, cluster and settings.
 
     Raises:
         InvalidValueError: an option was given that a suite does not take.
@@ -199,8 +158,11 @@ def check_suite_options(context: typer.Context) -> None:
             raise InvalidValueError(f"{parameter.opts[0]} is for suites; add --suite NAME")
 
 
+@expanded
 def compare(
     context: typer.Context,
+    options: SimulationOptions,
+    outputs: Outputs,
     workload: Annotated[
         list[str] | None,
         typer.Option("--workload", metavar="FILE|builtin:NAME", help=WORKLOAD_HELP + " May be repeated."),
@@ -226,41 +188,13 @@ def compare(
     seeds: Annotated[str | None, typer.Option("--seeds", metavar="0,1,..", help="Seeds to average over.")] = None,
     seed: Annotated[list[int] | None, typer.Option("--seed", help="One seed. May be repeated.")] = None,
     jobs: Annotated[int | None, typer.Option("--jobs", help="Processes; one per core if left out.", min=1)] = None,
-    nodes: NodesOption = None,
-    gpus_per_node: GpusOption = None,
-    cluster: ClusterOption = None,
-    physics: PhysicsOption = World.OSDI21,
-    interval: IntervalOption = 60.0,
-    resize_s: ResizeOption = None,
-    interference: InterferenceOption = 0.0,
-    shared_speeds: SharedSpeedsOption = None,
-    autoscale: AutoscaleOption = None,
-    band: BandOption = None,
-    budget: BudgetOption = None,
-    node_price: PriceOption = None,
-    min_nodes: MinNodesOption = None,
-    max_nodes: MaxNodesOption = None,
-    charge_s: ChargeOption = None,
-    p: POption = -1.0,
-    weights: WeightsOption = Weights.EQUAL,
-    events: EventsOption = Switch.OFF,
-    profile_memory: MemoryOption = Switch.OFF,
-    output: OutputOption = None,
-    html: HtmlOption = None,
-    is_published: PublishOption = False,
-    as_json: JsonOption = False,
-    data: DataOption = None,
-    server: ServerOption = None,
 ) -> None:
     """Run every policy on every workload and print them side by side."""
     check_suite_options(context)
-    check_outputs(output, html)
-    if html is not None:
-        require_plotly()
-    check_server(is_published, data, server)
+    outputs.check()
     num_processes = jobs or os.cpu_count() or 1
     if suite is not None:
-        from pollux.cli.suites import compare_suite  # it stands on this module
+        from pollux.cli.suites import compare_suite  # it imports this module
 
         compare_suite(
             suite,
@@ -268,73 +202,34 @@ def compare(
             policies=policy or (),
             is_quick=is_quick,
             num_processes=num_processes,
-            output=output,
-            html=html,
-            as_json=as_json,
-            is_published=is_published,
-            data=data,
-            server=server,
+            outputs=outputs,
         )
         return
     if not workload or not policy:
         raise InvalidValueError("compare what? --workload and --policy are needed, or --suite NAME")
-    config = make_config(
-        nodes=nodes,
-        gpus_per_node=gpus_per_node,
-        cluster=cluster,
-        physics=physics,
-        interval=interval,
-        resize_s=resize_s,
-        interference=interference,
-        shared_speeds=shared_speeds,
-        events=events,
-        profile_memory=profile_memory,
-        autoscale=autoscale,
-        band=band,
-        budget=budget,
-        node_price=node_price,
-        min_nodes=min_nodes,
-        max_nodes=max_nodes,
-    )
-    all_seeds = parse_seeds(seeds, seed or [])
     workloads, policies = list(dict.fromkeys(workload)), list(dict.fromkeys(policy))
+    all_seeds = parse_seeds(seeds, seed)
     setups = [
-        Setup(
-            workload=source,
-            traces=traces,
-            policy=name,
-            config=config,
-            settings=policy_settings(p, charge_s, config.resize_s, weights.value, number),
-            shared_speeds=shared_speeds,
-        )
+        make_setup(source, traces, name, options, number)
         for source, name, number in itertools.product(workloads, policies, all_seeds)
     ]
     notes.say(notes.unread_settings(policies, setups[0].settings))
     results, failed = run_setups(setups, num_processes)
     notes.say(notes.equal_seeds(results))
-    if output is not None:
-        write_json(output, comparison_json(results, failed))
-        announce(output)
     arguments = [
         *(("--workload", source) for source in workloads),
         *(("--policy", name) for name in policies),
         ("--seeds", ",".join(map(str, all_seeds))),
     ]
-    command, title = command_line("compare", arguments, setups[0]), report_title(results)
-
-    def page(plotly_url: str | None = None) -> str:
-        return html_report(results, title=title, command=command, plotly_url=plotly_url)
-
-    if html is not None:
-        write_text(html, page())
-        announce(html)
-    if is_published:
-        summary = comparison_json(results)["summary"]
-        publish(data, server, title=title, command=command, kind="compare", summary=summary, make_html=page)
-    if as_json:
-        typer.echo(json.dumps(comparison_json(results, failed), indent=1, allow_nan=False))
-    else:
-        print_tables(output_console(), results)
+    heading = Heading(title=report_title(results), command=command_line("compare", arguments, setups[0]))
+    outputs.deliver(
+        heading,
+        kind="compare",
+        document=lambda: comparison_json(results, failed),
+        summary=lambda: comparison_json(results)["summary"],
+        page=lambda plotly_url: html_report(results, heading, plotly_url=plotly_url),
+        show=lambda console: print_tables(console, results),
+    )
     end_with(failed)
 
 

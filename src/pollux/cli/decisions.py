@@ -9,10 +9,10 @@ from typing import Annotated, Any
 
 import typer
 
-from pollux.cli import figures
 from pollux.cli.connect import DataOption, JsonOption, ServerOption, connect, moment, print_json
 from pollux.cli.job_table import plain
 from pollux.client import Client
+from pollux.reports import numbers
 
 Round = Mapping[str, Any]  # one of the HTTP interface
 NOTHING = ["nothing changed"]
@@ -20,8 +20,8 @@ NOTHING = ["nothing changed"]
 
 def round_lines(round_: Round) -> Iterator[str]:
     """``12:00:01  #7 submit, 3 ms  resnet gave ...``, and a line for each sentence after the first."""
-    took = figures.duration(round_["decision_s"])
-    gap = "" if round_["gap"] is None else f", gap {figures.share(round_['gap'])}"
+    took = numbers.duration(round_["decision_s"])
+    gap = "" if round_["gap"] is None else f", gap {numbers.share(round_['gap'])}"
     first = f"{moment(round_['at'])}  #{round_['id']} {plain(round_['trigger'])}, {took}{gap}"
     yield first
     for sentence in round_["words"]:
@@ -33,7 +33,7 @@ def lines(rounds: Iterable[Round]) -> Iterator[str]:
     for is_quiet, group in itertools.groupby(rounds, key=lambda round_: round_["words"] == NOTHING):
         found = list(group)
         if is_quiet:
-            yield f"{moment(found[-1]['at'])}  {figures.plural(len(found), 'decision')} that changed nothing"
+            yield f"{moment(found[-1]['at'])}  {numbers.plural(len(found), 'decision')} that changed nothing"
         else:
             yield from itertools.chain.from_iterable(map(round_lines, found))
 

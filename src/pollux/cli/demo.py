@@ -23,20 +23,21 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from pollux.cli import figures
 from pollux.cli.demo_simulated import simulated_demo
 from pollux.cli.gather import pages
 from pollux.cli.job_table import FINAL_STATES, job_table, plain
+from pollux.cli.outputs import announce, check_outputs, output_console
 from pollux.cli.run import data_directory, embedded_service, signals_as_exceptions
 from pollux.cli.server_log import show_log
-from pollux.cli.simulate import announce, check_outputs, output_console
 from pollux.cli.top import header
 from pollux.cli.up import require_server_libraries
 from pollux.client import Client, Job, make_request
 from pollux.errors import PolluxError, SimulationError
-from pollux.look import require_plotly
-from pollux.simulator.recorded import Comparison, compare_recording
-from pollux.simulator.recorded_report import recording_report
+from pollux.evaluation.replay import Comparison, compare_recording
+from pollux.evaluation.replay_page import recording_report
+from pollux.reports import numbers
+from pollux.reports.look import require_plotly
+from pollux.reports.page import Heading
 from pollux.simulator.recording import Recording, read_recording
 from pollux.simulator.result import write_text
 
@@ -124,7 +125,8 @@ def demo(
         print_outcome(console, comparison)
         title = f"{len(comparison.recording.jobs)} jobs that shared {comparison.recording.num_slots} slots"
         command = f"pollux demo{' --fast' if is_fast else ''}{'' if slots is None else f' --slots {slots}'}"
-        made = recording_report(comparison, title=title, note=EMULATION, command=command, packages=("torch",))
+        heading = Heading(title=title, command=command, slot="slot", packages=("torch",))
+        made = recording_report(comparison, heading, note=EMULATION)
         write_text(html, made)
         announce(html)
     if has_failed:
@@ -267,9 +269,9 @@ def _in_short(view: Mapping[str, Any]) -> str:
     """``gpt 2 replicas, batch 64, 31%``, or that it waits."""
     if not view["num_replicas"]:
         return f"{plain(view['name'])} {view['state']}"
-    parts = [figures.plural(view["num_replicas"], "replica")]
+    parts = [numbers.plural(view["num_replicas"], "replica")]
     if view["total_batch"] is not None:
-        parts += [f"batch {view['total_batch']}", figures.share(view["progress"])]
+        parts += [f"batch {view['total_batch']}", numbers.share(view["progress"])]
     return f"{plain(view['name'])} {', '.join(parts)}"
 
 
@@ -286,16 +288,16 @@ def print_outcome(console: Console, comparison: Comparison) -> None:
     told += [f"{name} is not compared: {reason}" for name, reason in recording.left_out.items()]
     for text in told:
         console.print(Text(plain(text)))
-    share = figures.plural(recording.static_share, "slot")
+    share = numbers.plural(recording.static_share, "slot")
     console.print(
-        f"\nA job took {figures.duration(recorded.avg_jct_s)} on average; with static equal shares ({share} and the "
-        f"user's batch size for each job, simulated) it would have been {figures.duration(static.avg_jct_s)}, "
+        f"\nA job took {numbers.duration(recorded.avg_jct_s)} on average; with static equal shares ({share} and the "
+        f"user's batch size for each job, simulated) it would have been {numbers.duration(static.avg_jct_s)}, "
         f"{static.avg_jct_s / recorded.avg_jct_s:.2f} times as long."
     )
     console.print(
-        f"The same simulation of what was done gives {figures.duration(comparison.simulated.avg_jct_s)} "
+        f"The same simulation of what was done gives {numbers.duration(comparison.simulated.avg_jct_s)} "
         f"({comparison.prediction.average_error:+.0%}); single jobs differ by {comparison.prediction.mean_error:.0%}. "
-        f"Jobs lost {figures.share(lost_share(recording))} of their time to resizes."
+        f"Jobs lost {numbers.share(lost_share(recording))} of their time to resizes."
     )
 
 
@@ -307,14 +309,14 @@ def outcome_table(comparison: Comparison) -> Table:
     for job, static in zip(comparison.recording.jobs, comparison.static.jobs, strict=True):
         counts = [count for _, _, count in job.allocations] or [0]
         batches = [point.total_batch for point in job.points] or [0]
-        reached = ", ".join(f"{name} {figures.number(value)}" for name, value in _numbers(job.metrics).items())
+        reached = ", ".join(f"{name} {numbers.number(value)}" for name, value in _numbers(job.metrics).items())
         table.add_row(
             Text(plain(job.name)),
-            figures.duration(job.jct_s),
-            figures.duration(static.jct_s),
+            numbers.duration(job.jct_s),
+            numbers.duration(static.jct_s),
             _range(min(counts), max(counts)),
             str(job.num_restarts),
-            figures.share(job.lost_share),
+            numbers.share(job.lost_share),
             _range(min(batches), max(batches)),
             Text(plain(reached)),
         )

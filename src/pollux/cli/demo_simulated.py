@@ -10,16 +10,19 @@ from rich.console import Console
 from rich.markup import escape
 
 from pollux.cli.compare import end_with, report_title, run_setups
+from pollux.cli.outputs import announce, output_console
 from pollux.cli.policy_tables import policy_table
-from pollux.cli.simulate import Setup, announce, command_line, output_console
+from pollux.cli.setups import Setup, command_line
 from pollux.policy import PolicySettings
-from pollux.simulator.report import html_report
+from pollux.reports.numbers import duration
+from pollux.reports.page import Heading
+from pollux.reports.simulation_page import html_report
+from pollux.simulator.config import SimulationConfig
 from pollux.simulator.result import SimulationResult, group_results, write_text
-from pollux.simulator.run import SimulationConfig
 
 WORKLOAD = "builtin:small"
 POLICIES = ("pollux", "tiresias", "optimus", "equal", "srtf", "fifo")
-_SKETCH_WIDTH = 48
+_SKETCH_WIDTH = 48  # characters of the longest bar
 
 
 def sketch(results: Sequence[SimulationResult]) -> list[str]:
@@ -29,7 +32,7 @@ def sketch(results: Sequence[SimulationResult]) -> list[str]:
     label_width = max(len(result.policy) for result in ranked)
     return [
         f"{result.policy:>{label_width}}  {'█' * max(1, round(_SKETCH_WIDTH * result.avg_jct_s / longest))} "
-        f"{result.avg_jct_s / 60:.1f} min"
+        f"{duration(result.avg_jct_s)}"
         for result in ranked
     ]
 
@@ -55,6 +58,6 @@ def simulated_demo(html: Path, seed: int, jobs: int | None) -> None:
     print_sketch(console, results)
     arguments = [("--workload", WORKLOAD), *(("--policy", policy) for policy in POLICIES), ("--seeds", seed)]
     command = command_line("compare", arguments, setups[0])
-    write_text(html, html_report(results, title=report_title(results), command=command))
+    write_text(html, html_report(results, Heading(title=report_title(results), command=command)))
     announce(html)
     end_with(failed)

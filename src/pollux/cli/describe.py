@@ -15,7 +15,6 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from pollux.cli import figures
 from pollux.cli.connect import (
     DataOption,
     JobArgument,
@@ -27,6 +26,7 @@ from pollux.cli.connect import (
     show,
 )
 from pollux.cli.job_table import FINAL_STATES, STATE_STYLES, age_s, plain
+from pollux.reports import numbers
 
 Detail = Mapping[str, Any]  # a JobDetail of the HTTP interface
 UNBOUNDED = 1 << 20  # replicas; a bound nobody set
@@ -40,7 +40,7 @@ def allocation_text(shares: Sequence[Sequence[Any]]) -> str:
     count = sum(share[1] for share in shares)
     if not count:
         return "none"
-    return f"{figures.plural(count, 'replica')}: {', '.join(f'{share[1]} on {plain(share[0])}' for share in shares)}"
+    return f"{numbers.plural(count, 'replica')}: {', '.join(f'{share[1]} on {plain(share[0])}' for share in shares)}"
 
 
 def bounds_text(job: Detail) -> str:
@@ -64,9 +64,9 @@ def facts(job: Detail, now: float) -> Iterator[tuple[str, str]]:
     yield "allocation", allocation_text(job["allocation"])
     ended = f", ended {moment(job['finished_at'])}" if job["finished_at"] is not None else ""
     started = f", started {moment(job['started_at'])}" if job["started_at"] is not None else ""
-    yield "submitted", f"{moment(job['submitted_at'])}{started}{ended} ({figures.duration(age_s(job, now))})"
+    yield "submitted", f"{moment(job['submitted_at'])}{started}{ended} ({numbers.duration(age_s(job, now))})"
     if job["time_limit_s"] is not None:
-        yield "time limit", f"{figures.duration(job['time_limit_s'])}, ran for {figures.duration(job['running_s'])}"
+        yield "time limit", f"{numbers.duration(job['time_limit_s'])}, ran for {numbers.duration(job['running_s'])}"
     if job["num_crashes"]:
         yield "crashes", str(job["num_crashes"])
     if job["exit_code"] is not None:
@@ -76,7 +76,7 @@ def facts(job: Detail, now: float) -> Iterator[tuple[str, str]]:
 
 def batch_text(job: Detail) -> str:
     passes = (job["accum_steps"] or 0) + 1
-    parts = f"{job['device_batch']} per device, {figures.plural(passes, 'pass', 'passes')} a step"
+    parts = f"{job['device_batch']} per device, {numbers.plural(passes, 'pass', 'passes')} a step"
     return f"{job['total_batch']}: {parts}"
 
 
@@ -84,15 +84,15 @@ def training(job: Detail) -> Iterator[tuple[str, str]]:
     """What the job reported last."""
     if job["reported_at"] is None:
         return
-    left = "" if job["remaining_s"] is None else f", about {figures.duration(job['remaining_s'])} left"
-    yield "progress", f"{figures.share(job['progress'])}, epoch {job['epoch']}, {job['num_steps']} steps{left}"
+    left = "" if job["remaining_s"] is None else f", about {numbers.duration(job['remaining_s'])} left"
+    yield "progress", f"{numbers.share(job['progress'])}, epoch {job['epoch']}, {job['num_steps']} steps{left}"
     yield "batch", batch_text(job)
-    noise = figures.with_error(job["noise_scale"], job["noise_scale_error"])
+    noise = numbers.with_error(job["noise_scale"], job["noise_scale_error"])
     yield "noise scale", noise if job["noise_scale"] is None else f"{noise} examples"
-    yield "efficiency", figures.share(job["efficiency"])
+    yield "efficiency", numbers.share(job["efficiency"])
     yield (
         "goodput",
-        f"{figures.rate(job['goodput'])} useful examples of {figures.rate(job['throughput'])} processed",
+        f"{numbers.rate(job['goodput'])} useful examples of {numbers.rate(job['throughput'])} processed",
     )
     if job["metrics"]:
         shown = (
@@ -109,7 +109,7 @@ def model_lines(models: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
     for accelerator, model in models.items():
         params = {name: value for name, value in model["params"].items() if value is not None}
         error = next((model[key] for key in ("rmsle", "fit_error") if model.get(key) is not None), None)
-        seen = f"{figures.plural(model['num_configurations'], 'configuration')}, up to {model['max_replicas']} replicas"
+        seen = f"{numbers.plural(model['num_configurations'], 'configuration')}, up to {model['max_replicas']} replicas"
         off = "" if error is None else f", off by a factor of {math.exp(min(error, 99.0)):.3g}"
         yield f"on {plain(accelerator)}, from {seen}{off}:"
         for sentence in _sentences(params):
@@ -118,7 +118,7 @@ def model_lines(models: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
 
 def _sentences(params: Mapping[str, float]) -> Iterator[str]:
     def value(name: str) -> str:
-        return figures.duration(params.get(name)) if params.get(name, 0.0) > NOTHING_S else "next to nothing"
+        return numbers.duration(params.get(name)) if params.get(name, 0.0) > NOTHING_S else "next to nothing"
 
     if "alpha_g" in params:
         yield f"a pass takes {value('alpha_g')} and {value('beta_g')} per example"
@@ -144,14 +144,14 @@ def speedup_table(decision: Mapping[str, Any]) -> Table | None:
         marks = ["chosen"] if replicas == decision["after"] else []
         marks += ["before"] if replicas == decision["before"] and decision["before"] != decision["after"] else []
         style = "bold green" if replicas == decision["after"] else None
-        table.add_row(str(replicas), figures.number(speedup), ", ".join(marks), style=style)
+        table.add_row(str(replicas), numbers.number(speedup), ", ".join(marks), style=style)
     return table
 
 
 def decision_line(decision: Mapping[str, Any]) -> str:
     before, after = decision["before"], decision["after"]
-    what = f"keeps {figures.plural(after, 'replica')}" if before == after else f"{before} -> {after} replicas"
-    speedups = [figures.number(decision.get(key)) for key in ("speedup_before", "speedup_after")]
+    what = f"keeps {numbers.plural(after, 'replica')}" if before == after else f"{before} -> {after} replicas"
+    speedups = [numbers.number(decision.get(key)) for key in ("speedup_before", "speedup_after")]
     worth = f", speedup {speedups[1]}" if before == after else f", speedup {speedups[0]} -> {speedups[1]}"
     note = f"; {plain(decision['note'])}" if decision.get("note") else ""
     return f"{moment(decision['at'])}  round {decision['round']} ({plain(decision['trigger'])}): {what}{worth}{note}"
@@ -165,10 +165,10 @@ def decision_lines(job: Detail) -> Iterator[RenderableType]:
     yield Text(decision_line(decision))
     details = []
     if decision.get("fitness") is not None:
-        bound = "" if decision.get("upper_bound") is None else f", at most {figures.number(decision['upper_bound'])}"
-        details.append(f"the cluster's fitness {figures.number(decision['fitness'])}{bound}")
+        bound = "" if decision.get("upper_bound") is None else f", at most {numbers.number(decision['upper_bound'])}"
+        details.append(f"the cluster's fitness {numbers.number(decision['fitness'])}{bound}")
     if decision.get("move_factor") is not None:
-        details.append(f"a change would cost a factor of {figures.number(decision['move_factor'])}")
+        details.append(f"a change would cost a factor of {numbers.number(decision['move_factor'])}")
     if details:
         yield Text("; ".join(details))
     table = speedup_table(decision)
@@ -185,7 +185,7 @@ def resize_table(resizes: Sequence[Mapping[str, Any]], *, is_over: bool = False)
         shares = [
             ", ".join(f"{plain(node)}:{count}" for node, count in resize[key]) or "-" for key in ("before", "after")
         ]
-        took = figures.duration(resize["took_s"])
+        took = numbers.duration(resize["took_s"])
         if resize["took_s"] is None:
             took = "replaced by the next" if index < len(resizes) else "never finished" if is_over else "under way"
         table.add_row(moment(resize["at"]), *map(Text, shares), took)
@@ -218,7 +218,7 @@ def lost_text(job: Detail) -> str:
     done = f"resized or restarted {times}" if restarts else "neither resized nor restarted"
     if job["lost_s"] is None:
         return done
-    return f"{done}; {figures.duration(job['lost_s'])} lost, {figures.share(job['lost_share'])} of its time"
+    return f"{done}; {numbers.duration(job['lost_s'])} lost, {numbers.share(job['lost_share'])} of its time"
 
 
 def _fact_table(rows: Iterator[tuple[str, str]]) -> Table:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from rich.table import Table
 from rich.text import Text
 
-from pollux.cli import figures
+from pollux.reports import numbers
 
 View = Mapping[str, Any]  # a JobView of the HTTP interface
 
@@ -41,14 +41,14 @@ def age_s(view: View, now: float) -> float:
 
 def replicas(view: View) -> str:
     """How many it has, or is being brought to."""
-    return str(view.get("num_replicas") or figures.UNKNOWN)
+    return str(view.get("num_replicas") or numbers.UNKNOWN)
 
 
 def batch(view: View) -> str:
     """The total batch and what it is made of, where that is more than one part: ``512 = 4×64×2``."""
     total = view.get("total_batch")
     if total is None:
-        return figures.UNKNOWN
+        return numbers.UNKNOWN
     parts = [view.get("num_replicas") or 0, view.get("device_batch") or 0, (view.get("accum_steps") or 0) + 1]
     # After a resize the next report is yet to come; parts that do not make the total would only confuse.
     is_whole = parts[0] * parts[1] * parts[2] == total
@@ -68,11 +68,11 @@ _Column = tuple[str, Literal["left", "right"], Callable[[View, float], str]]
 COLUMNS: tuple[_Column, ...] = (
     ("replicas", "right", lambda view, now: replicas(view)),
     ("batch", "right", lambda view, now: batch(view)),
-    ("noise scale", "right", lambda view, now: figures.number(view.get("noise_scale"))),
-    ("efficiency", "right", lambda view, now: figures.share(view.get("efficiency"))),
-    ("goodput", "right", lambda view, now: figures.rate(view.get("goodput"))),
-    ("progress", "right", lambda view, now: figures.share(view.get("progress"))),
-    ("age", "right", lambda view, now: figures.duration(age_s(view, now))),
+    ("noise scale", "right", lambda view, now: numbers.number(view.get("noise_scale"))),
+    ("efficiency", "right", lambda view, now: numbers.share(view.get("efficiency"))),
+    ("goodput", "right", lambda view, now: numbers.rate(view.get("goodput"))),
+    ("progress", "right", lambda view, now: numbers.share(view.get("progress"))),
+    ("age", "right", lambda view, now: numbers.duration(age_s(view, now))),
 )
 _LEFT_OUT_IN_TURN = ("noise scale", "efficiency", "age", "batch", "goodput")  # where the terminal is too narrow
 _SHORTEST_NAME, _SHORTEST_REASON = 16, 12

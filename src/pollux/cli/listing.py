@@ -9,7 +9,6 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from pollux.cli import figures
 from pollux.cli.connect import (
     DataOption,
     JsonOption,
@@ -24,6 +23,7 @@ from pollux.cli.connect import (
 from pollux.cli.job_table import FINAL_STATES, STATE_STYLES, job_table, plain
 from pollux.client import Client
 from pollux.errors import UnknownNameError
+from pollux.reports import numbers
 
 RECENTLY_S = 3600.0  # an ended job is listed for so long
 MAX_RECENT = 10
@@ -150,14 +150,14 @@ def status_lines(cluster: Mapping[str, Any]) -> list[tuple[str, str]]:
     counts = ", ".join(f"{jobs[state]} {state}" for state in STATES if jobs.get(state))
     slots = f"{cluster['num_used_slots']} of {cluster['num_slots']} used"
     took_s = cluster["last_decision_s"]
-    rounds = figures.plural(cluster["num_rounds"], "decision")
+    rounds = numbers.plural(cluster["num_rounds"], "decision")
     return [
         ("version", f"{cluster['version']}, engine {cluster['engine']}, policy {cluster['policy']}"),
-        ("up since", f"{moment(cluster['started_at'])} ({figures.duration(cluster['now'] - cluster['started_at'])})"),
-        ("slots", f"{slots}, on {figures.plural(cluster['nodes'], 'node')}"),
+        ("up since", f"{moment(cluster['started_at'])} ({numbers.duration(cluster['now'] - cluster['started_at'])})"),
+        ("slots", f"{slots}, on {numbers.plural(cluster['nodes'], 'node')}"),
         ("jobs", counts or "none"),
-        ("rounds", f"{rounds}, the last in {figures.duration(took_s)}; at least every {cluster['interval_s']:g}s"),
-        ("lost", f"{figures.share(cluster['lost_share'])} of the running jobs' time, to resizes and restarts"),
+        ("rounds", f"{rounds}, the last in {numbers.duration(took_s)}; at least every {cluster['interval_s']:g}s"),
+        ("lost", f"{numbers.share(cluster['lost_share'])} of the running jobs' time, to resizes and restarts"),
         *sizing_lines(cluster["sizing"]),
         ("data", cluster["data_directory"]),
     ]
@@ -168,7 +168,7 @@ def sizing_lines(sizing: Mapping[str, Any]) -> list[tuple[str, str]]:
     lines = []
     if sizing["max_nodes"] is not None:
         wanted = "" if sizing["num_wanted"] is None else f", {sizing['num_wanted']} wanted: {sizing['reason']}"
-        lines.append(("size", f"{sizing['min_nodes']} to {figures.plural(sizing['max_nodes'], 'node')}{wanted}"))
+        lines.append(("size", f"{sizing['min_nodes']} to {numbers.plural(sizing['max_nodes'], 'node')}{wanted}"))
     if sizing["cost"] is not None:
         hours = sum(sizing["node_hours"].values())
         lines.append(("cost", f"{sizing['cost']:.2f}, for {hours:.2f} node-hours at {sizing['node_price']:g}"))

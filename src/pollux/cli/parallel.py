@@ -1,7 +1,7 @@
-"""Many simulations at once: one process each, a live display, and nothing left running afterwards.
+"""Runs many simulations in worker processes, with a live display, and leaves no worker behind.
 
-Workers write how many jobs are done into shared memory and look there whether to stop, so there is no queue to drain
-and no lock to be left held by a process that was killed.
+``pollux compare``, suites and ``pollux replay`` call it. Workers write the number of finished jobs into shared memory
+and read there whether to stop, so there is no queue to drain and no lock that a killed process could hold.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from rich.progress import Progress
 
 import pollux
 from pollux.cli.progress import Tally, progress_bar, telling
-from pollux.cli.simulate import Setup, run_setup
+from pollux.cli.setups import Setup, run_setup
 from pollux.errors import InputFileError, SimulationError
 from pollux.simulator.result import SimulationResult
 
 logger = logging.getLogger(__name__)
 
-_REFRESH_S = 0.1
-_PATIENCE_S = 5.0
+_REFRESH_S = 0.1  # of the display; eyes do not see more
+_PATIENCE_S = 5.0  # until a worker that was told to stop is killed; a round of a simulation takes far less
 _SINGLE_THREADED = ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS")  # one core per worker is enough
 
 
@@ -43,7 +43,7 @@ Outcome = SimulationResult | SimulationError
 def run_all(setups: Sequence[Setup], num_jobs: Sequence[int], num_processes: int) -> list[Outcome]:
     """Simulate all; outcomes are in the order of ``setups``, ``num_jobs`` are theirs.
 
-    A simulation that comes to no end (SimulationError) costs the others nothing, nor does a policy that breaks.
+    A simulation that never ends (SimulationError), or a policy that fails, does not stop the others.
 
     Raises:
         PolluxError: any other error; the others are stopped.
@@ -64,7 +64,7 @@ def run_all(setups: Sequence[Setup], num_jobs: Sequence[int], num_processes: int
 
 
 def _run(setup: Setup, on_jobs_done: Callable[[int], None]) -> SimulationResult:
-    """Simulate. What was checked before cannot fail now, so anything unexpected is the policy's."""
+    """Simulate. The inputs were checked before, so any unexpected error comes from the policy."""
     try:
         return run_setup(setup, on_jobs_done)
     except (SimulationError, InputFileError, _Stopped):
@@ -76,11 +76,11 @@ def _run(setup: Setup, on_jobs_done: Callable[[int], None]) -> SimulationResult:
 
 
 _OURS = Path(pollux.__file__).parent
-_AROUND = {_OURS / part for part in ("cli", "simulator", "scheduler")}  # who calls a policy
+_AROUND = {_OURS / part for part in ("cli", "simulator", "scheduler")}  # code that calls policies
 
 
 def _where(error: Exception) -> str:
-    """File and line that the policy had come to: of what it called in libraries, nothing is said."""
+    """File and line of the policy's own code that failed, not of libraries that it called."""
     frames = traceback.extract_tb(error.__traceback__)
     inside = [frame for frame in frames if Path(frame.filename).parent not in _AROUND] or frames
     folder = Path(inside[0].filename).parent
@@ -143,7 +143,7 @@ def _run_in_processes(setups: Sequence[Setup], num_processes: int, display: _Dis
     finally:
         stop.value = 1
         pool.shutdown(wait=False, cancel_futures=True)
-        _see_off([worker for worker in multiprocessing.active_children() if worker not in others])
+        _stop_workers([worker for worker in multiprocessing.active_children() if worker not in others])
 
 
 def _outcome(future: Future[SimulationResult]) -> Outcome:
@@ -153,8 +153,8 @@ def _outcome(future: Future[SimulationResult]) -> Outcome:
         return error
 
 
-def _see_off(workers: Sequence[multiprocessing.process.BaseProcess]) -> None:
-    """Workers stop at their next round; one that does not in time (still importing, swapped out) is killed."""
+def _stop_workers(workers: Sequence[multiprocessing.process.BaseProcess]) -> None:
+    """Wait for workers to stop at their next round; kill one that does not (still importing, swapped out)."""
     deadline = time.monotonic() + _PATIENCE_S
     for worker in workers:
         worker.join(max(deadline - time.monotonic(), 0.0))
@@ -165,23 +165,35 @@ def _see_off(workers: Sequence[multiprocessing.process.BaseProcess]) -> None:
 
 @contextlib.contextmanager
 def _worker_environment() -> Iterator[None]:
-    """What processes started inside inherit: one thread each, and deaf to Ctrl-C, which this process answers for them.
+    """What processes started inside inherit: one thread each, and SIGINT blocked, which this process handles for them.
 
     Both have to be in place before a worker imports anything, so its initialiser would be too late. A signal that
-    comes meanwhile is kept and answered afterwards: a worker half started would complain of a pipe without an end.
+    arrives meanwhile is raised again afterwards: an interrupted start would leave a worker with half a pipe. Blocking
+    it is not enough here: libraries have threads that do not block it, and Python's handler runs in the main thread.
     """
     before = {name: os.environ.get(name) for name in _SINGLE_THREADED}
     os.environ.update(dict.fromkeys(_SINGLE_THREADED, "1"))
-    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT, signal.SIGTERM})
+    arrived: list[int] = []
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    handlers = (
+        {number: signal.signal(number, lambda which, _: arrived.append(which)) for number in numbers}
+        if _is_main_thread()
+        else {}
+    )
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
         for name, value in before.items():
             if value is None:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+        for which in dict.fromkeys(arrived):
+            signal.raise_signal(which)
 
 
 @contextlib.contextmanager
@@ -211,7 +223,7 @@ _shared: tuple[Any, Any] | None = None  # (jobs done by setup, whether to stop)
 
 
 class _Stopped(Exception):
-    """The comparison is over; nobody waits for this simulation."""
+    """The comparison is over; the result of this simulation is not needed."""
 
 
 def _begin_work(done: Any, stop: Any) -> None:
@@ -222,7 +234,7 @@ def _begin_work(done: Any, stop: Any) -> None:
 
 
 def _leave_with_parent() -> None:
-    """A parent that was killed cannot stop its workers; they notice."""
+    """Exit when the parent is gone: a killed parent cannot stop its workers."""
     parent = multiprocessing.parent_process()
     if parent is not None:
         parent.join()

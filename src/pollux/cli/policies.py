@@ -1,4 +1,4 @@
-"""``pollux policies``: which there are, and what each needs."""
+"""``pollux policies``: lists the policies, and what each needs."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from pollux.cli.simulate import output_console
+from pollux.cli.outputs import output_console
 from pollux.errors import PolluxError
 from pollux.policy import make_policy, policy_names
-from pollux.simulator.words import policy_summary
+from pollux.reports.glossary import policy_summary
 
 
 def policies(

@@ -1,4 +1,7 @@
-"""Tables that compare policies: as many columns as the terminal has room for, and a word about those it has not."""
+"""Tables that compare policies, with as many columns as the terminal has room for.
+
+``compare``, ``replay``, suites and ``demo --simulate`` print them.
+"""
 
 from __future__ import annotations
 
@@ -25,12 +28,11 @@ _COLUMNS: tuple[tuple[str, str, str, float, int], ...] = (
     ("effic. %", "efficiency_mean", ".0f", 100, 4),
     ("decision ms", "decision_s.mean", ".2f", 1000, 10),
 )
-_SMALL = 10.0  # whole numbers would say too little below this
+_SMALL = 10.0  # columns whose values are all below this get two decimals
 
 
 def fitting_table(console: Console, make: Callable[[int], Table], max_rank: int) -> tuple[Table, int]:
-    """``make(rank)`` for the highest rank whose table is no wider than the terminal, or for 0; how many columns less
-    than for the highest of all that is."""
+    """``make(rank)`` for the highest rank whose table fits the terminal, or 0, and how many columns are left out."""
     unlimited = console.options.update(width=10_000)
     whole = table = make(max_rank)
     for rank in range(max_rank - 1, -1, -1):
@@ -68,7 +70,7 @@ def _fitting(console: Console, title: str, by_policy: ByPolicy) -> tuple[Table, 
 def _table(title: str, by_policy: ByPolicy, max_rank: int) -> Table:
     """The mean over each policy's results, and how many times the best one's JCT that is.
 
-    Results on one workload differ by their seed; how much is shown where it is more than nothing.
+    Results on one workload differ by their seed; half their range is shown unless it is 0.
     """
     is_one_workload = len({result.workload for results in by_policy.values() for result in results}) == 1
     spreads = {policy: half_range_s(results) * is_one_workload for policy, results in by_policy.items()}

@@ -1,6 +1,6 @@
-"""``pollux replay``: a server's recorded jobs once more, in simulation: under the policy that decided, and others.
+"""``pollux replay``: simulates the jobs that a server recorded, under the policy that decided and others.
 
-The record becomes a workload with its profiles, in files; what is run is what ``pollux compare`` would run on them.
+The record becomes a workload with its profiles, in files; the simulations are those of ``pollux compare`` on them.
 """
 
 from __future__ import annotations
@@ -19,28 +19,37 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from pollux.cli import figures
 from pollux.cli.compare import comparison_json, end_with, run_setups
 from pollux.cli.connect import DataOption, ServerOption, print_json
 from pollux.cli.gather import Source, Window, find_source, gather, parse_window
 from pollux.cli.job_table import plain
+from pollux.cli.outputs import (
+    JsonOption,
+    PublishOption,
+    announce,
+    check_outputs,
+    check_server,
+    output_console,
+    publish,
+)
 from pollux.cli.policy_tables import policy_table
-from pollux.cli.publishing import PublishOption, check_server, publish
-from pollux.cli.simulate import Setup, announce, check_outputs, command_line, output_console
-from pollux.cli.simulation_options import POLICY_HELP, JsonOption
+from pollux.cli.setups import Setup, command_line
+from pollux.cli.simulation_options import POLICY_HELP
 from pollux.errors import InputFileError, SimulationError, UnknownNameError
-from pollux.look import require_plotly
-from pollux.policy import make_policy, policy_names
-from pollux.simulator.recorded import (
+from pollux.evaluation.replay import (
     Prediction,
     recorded_result,
     simulated_name,
     write_workload,
 )
-from pollux.simulator.recorded_report import replay_report
+from pollux.evaluation.replay_page import replay_report
+from pollux.policy import make_policy, policy_names
+from pollux.reports import numbers
+from pollux.reports.look import require_plotly
+from pollux.reports.page import Heading
+from pollux.reports.versions import versions
 from pollux.simulator.recording import Recording
 from pollux.simulator.result import SimulationResult, write_text
-from pollux.simulator.versions import versions
 
 FORMAT = "pollux-replay/1"
 OTHERS = ("tiresias", "optimus", "srtf", "fifo", "equal", "pollux")
@@ -114,7 +123,7 @@ def print_replay(console: Console, replay: Replay) -> None:
     console.print(job_table(replay))
     rest = len(recording.jobs) - _MAX_SHOWN_JOBS
     if rest > 0:
-        console.print(f"and {figures.plural(rest, 'job')} more; --json or --out tells of all")
+        console.print(f"and {numbers.plural(rest, 'job')} more; --json or --out shows all")
     told = [f"{job.name}: {job.remark}" for job in recording.jobs if job.remark]
     told += [f"{name} is left out: {reason}" for name, reason in recording.left_out.items()]
     for text in (*told[:_MAX_SHOWN_REMARKS], *recording.assumptions):
@@ -122,12 +131,12 @@ def print_replay(console: Console, replay: Replay) -> None:
     if len(told) > _MAX_SHOWN_REMARKS:
         console.print(f"and {len(told) - _MAX_SHOWN_REMARKS} more that are not simulated as recorded")
     console.print(
-        f"\nA job took {figures.duration(prediction.recorded.avg_jct_s)} on average; simulated under the same policy "
-        f"{figures.duration(prediction.simulated.avg_jct_s)}, an error of {prediction.average_error:+.1%}. "
+        f"\nA job took {numbers.duration(prediction.recorded.avg_jct_s)} on average; simulated under the same policy "
+        f"{numbers.duration(prediction.simulated.avg_jct_s)}, an error of {prediction.average_error:+.1%}. "
         f"Single jobs are off by {prediction.mean_error:.1%} on average.\n"
     )
     by_policy = {result.policy: [result] for result in (replay.recorded, *replay.simulated)}
-    where = f"{len(recording.jobs)} recorded jobs on {figures.plural(recording.num_slots, 'slot')}"
+    where = f"{len(recording.jobs)} recorded jobs on {numbers.plural(recording.num_slots, 'slot')}"
     console.print(policy_table(console, where, by_policy))
 
 
@@ -143,8 +152,8 @@ def job_table(replay: Replay) -> Table:
         job, counts = jobs[index], [count for *_, count in jobs[index].allocations]
         table.add_row(
             Text(plain(job.name)),
-            figures.duration(job.jct_s),
-            figures.duration(replay.simulated[0].jobs[index].jct_s),
+            numbers.duration(job.jct_s),
+            numbers.duration(replay.simulated[0].jobs[index].jct_s),
             f"{replay.prediction.errors[index]:+.0%}",
             f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)}-{max(counts)}",
             str(job.num_restarts),
@@ -239,19 +248,18 @@ def replay(
     if workload_out is not None:
         announce(workload_out)
         typer.echo(f"simulate it again: {made.workload_command}", err=True)
-    title, note = _title(recording), _note(recording, source)
+    heading = Heading(title=_title(recording), command=command, slot="slot")
+    note = _note(recording, source)
 
     def page(plotly_url: str | None = None) -> str:
-        return replay_report(
-            recording, made.recorded, made.simulated, title=title, note=note, command=command, plotly_url=plotly_url
-        )
+        return replay_report(recording, made.recorded, made.simulated, heading, note=note, plotly_url=plotly_url)
 
     if out is not None:
         write_text(out, page())
         announce(out)
     if is_published:
         summary = comparison_json((made.recorded, *made.simulated))["summary"]
-        publish(data, server, title=title, command=command, kind="replay", summary=summary, make_html=page)
+        publish(data, server, heading, kind="replay", summary=summary, make_html=page)
     if as_json:
         print_json(replay_json(made, source, command))
     else:
@@ -265,7 +273,7 @@ def _command(source: Source, window: Window, policies: Sequence[str]) -> str:
 
 
 def _title(recording: Recording) -> str:
-    return f"{figures.plural(len(recording.jobs), 'recorded job')} on {figures.plural(recording.num_slots, 'slot')}"
+    return f"{numbers.plural(len(recording.jobs), 'recorded job')} on {numbers.plural(recording.num_slots, 'slot')}"
 
 
 def _note(recording: Recording, source: Source) -> str:

@@ -1,6 +1,6 @@
-"""What a simulating command says on stderr about its own arguments: what has no effect, and what is not as it looks.
+"""Notes on stderr about the arguments of ``simulate`` and ``compare``: options and GPUs without effect, equal seeds.
 
-None of it stops a run. Between the options and :mod:`pollux.cli.simulate` and :mod:`pollux.cli.compare`.
+None of them stops a run.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ import typer
 
 from pollux.policy import PolicySettings, make_policy
 from pollux.simulator.application import Application, application_key
+from pollux.simulator.config import SimulationConfig
 from pollux.simulator.result import SimulationResult, group_results
-from pollux.simulator.run import SimulationConfig
 from pollux.simulator.workload import Workload
 
-# Of our policies, who reads what an option sets.
+# Our policies that read what an option sets.
 _READERS = {"--p": ("pollux",), "--weights": ("pollux",), "--charge-s": ("gandiva", "pollux", "sia")}
 
 
@@ -27,7 +27,7 @@ def say(notes: Iterable[str]) -> None:
 
 
 def idle_types(workload: Workload, applications: Mapping[str, Application], config: SimulationConfig) -> list[str]:
-    """About types of the cluster on which no application of the workload was measured: nobody can run there."""
+    """About types of the cluster on which no application of the workload was measured: their GPUs stay idle."""
     measured: set[str] = set()
     for job in workload.jobs:
         application = applications.get(application_key(applications, job))
@@ -47,7 +47,7 @@ def idle_types(workload: Workload, applications: Mapping[str, Application], conf
 
 
 def unread_settings(policies: Sequence[str], settings: PolicySettings) -> list[str]:
-    """About options that none of the policies reads. What an installed policy reads, nobody knows."""
+    """About options that none of the policies reads. What a policy of another package reads is not known."""
     usual = PolicySettings()
     given = {
         "--p": settings.p != usual.p,

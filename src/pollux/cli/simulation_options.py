@@ -1,25 +1,30 @@
-"""Options that simulating commands share, and what is made of them: the cluster's configuration, a policy's settings.
+"""The options of a simulation, one for each field of ``SimulationConfig`` or ``PolicySettings`` that may be set.
 
-Imports the simulator; :mod:`pollux.cli.simulate` and :mod:`pollux.cli.compare` stand on it.
+:data:`OPTIONS` is the one list of them. ``pollux simulate`` and ``pollux compare`` take their options from it
+(:class:`SimulationOptions`), and so does the command line that a report prints to be repeated (:func:`said_options`).
 """
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Optional, Self, get_args, get_type_hints
 
 import typer
 
+from pollux.cli.option_groups import OptionGroup
 from pollux.cli.ranges import parse_band, parse_cluster, parse_nodes
 from pollux.errors import InvalidValueError
 from pollux.policy import PolicySettings, policy_names
 from pollux.scheduler.autoscale import DEFAULT_BAND
 from pollux.scheduler.loop import SchedulerConfig
 from pollux.simulator.colocation import read_shared_speeds
+from pollux.simulator.config import SimulationConfig
 from pollux.simulator.generate import BUILTIN_WORKLOADS
-from pollux.simulator.physics import PHYSICS, SIA_CLUSTER
-from pollux.simulator.run import SimulationConfig
+from pollux.simulator.physics import PHYSICS, SIA, SIA_CLUSTER
 
 
 class Switch(StrEnum):
@@ -28,232 +33,306 @@ class Switch(StrEnum):
 
 
 class Weights(StrEnum):
+    """The names in :data:`pollux.policy.WEIGHTINGS`."""
+
     EQUAL = "equal"
     LEARNT = "learnt"
     REMAINING = "remaining"
 
 
-class World(StrEnum):
+class PhysicsName(StrEnum):
     """The names in :data:`pollux.simulator.physics.PHYSICS`."""
 
     OSDI21 = "osdi21"
     SIA = "sia"
 
 
-CLUSTER_PANEL, POLICY_PANEL, OUTPUT_PANEL = "Cluster", "Policy", "Output"
-
+CLUSTER_PANEL, POLICY_PANEL = "Cluster", "Policy"
+WORKLOAD_HELP = f"A CSV file, or one of {', '.join(f'builtin:{name}' for name in BUILTIN_WORKLOADS)}."
+POLICY_HELP = f"Which policy decides: {', '.join(policy_names())}."
 TracesOption = Annotated[
     str | None,
     typer.Option("--traces", metavar="DIR", help="Traces of the applications; built-in profiles if left out."),
 ]
-NodesOption = Annotated[
-    int | None,
-    typer.Option("--nodes", help="Nodes (not with auto-scaling); 16 if left out.", rich_help_panel=CLUSTER_PANEL),
-]
-GpusOption = Annotated[
-    int | None, typer.Option("--gpus-per-node", help="GPUs of each node; 4 if left out.", rich_help_panel=CLUSTER_PANEL)
-]
-ClusterOption = Annotated[
-    str | None,
-    typer.Option(
-        "--cluster",
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimulationOption:
+    """One option, and the field that it sets. Left out, the field stays as by default."""
+
+    flag: str
+    field: str
+    help: str  # {default} is the field's
+    owner: type = SimulationConfig
+    panel: str = CLUSTER_PANEL
+    metavar: str | None = None
+    kind: type | None = None  # what is typed; None: what the field is
+    read: Callable[[Any], Mapping[str, Any]] | None = None  # the fields that a typed value sets; None: the one
+    said: Callable[[SimulationConfig, PolicySettings], object] | None = None  # see said_options; None: the field
+
+    @property
+    def name(self) -> str:
+        return self.flag.removeprefix("--").replace("-", "_")
+
+    @property
+    def default(self) -> Any:
+        return getattr(self.owner(), self.field)
+
+    def parameter(self) -> inspect.Parameter:
+        """As typer reads it from a command."""
+        default, kind = self.default, self._kind()
+        is_left_out = default is None or self.metavar is not None or "{default" in self.help
+        option = typer.Option(
+            None if is_left_out else _typed(kind, default),
+            self.flag,
+            metavar=self.metavar,
+            help=self.help.format(default=default),
+            rich_help_panel=self.panel,
+        )
+        # A type made at run time: typer takes it, a type checker has nothing to check.
+        annotation: Any = Optional[kind]  # noqa: UP045
+        return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=annotation)
+
+    def _kind(self) -> type:
+        if self.kind is not None:
+            return self.kind
+        hint: Any = get_type_hints(self.owner)[self.field]
+        kinds = [kind for kind in get_args(hint) if kind is not type(None)] or [hint]
+        return Switch if kinds[0] is bool else kinds[0]
+
+    def fields(self, value: Any) -> Mapping[str, Any]:
+        """The fields that a typed value sets."""
+        if self.read is not None:
+            return self.read(value)
+        return {self.field: value is Switch.ON if isinstance(value, Switch) else value}
+
+
+def _typed(kind: type, default: Any) -> Any:
+    """A field's default as a user would type it: the name of a record, ``off`` for False."""
+    if kind is Switch:
+        return Switch.ON if default else Switch.OFF
+    return kind(getattr(default, "name", default))
+
+
+def _said_nodes(config: SimulationConfig, settings: PolicySettings) -> object:
+    """With auto-scaling the option is not allowed; without it, Sia's physics would bring their own cluster."""
+    if config.autoscale is not None or (config.num_nodes == SimulationConfig().num_nodes and not _needs_nodes(config)):
+        return None
+    return config.num_nodes
+
+
+def _needs_nodes(config: SimulationConfig) -> bool:
+    return config.physics == SIA and not config.cluster
+
+
+def _said_cluster(config: SimulationConfig, settings: PolicySettings) -> object:
+    is_usual = config.physics == SIA and config.cluster == SIA_CLUSTER
+    return None if is_usual or not config.cluster else ",".join(map(str, config.cluster))
+
+
+def _said_band(config: SimulationConfig, settings: PolicySettings) -> object:
+    return None if (config.low, config.high) == DEFAULT_BAND else f"{config.low:g}..{config.high:g}"
+
+
+OPTIONS = (
+    SimulationOption(
+        flag="--nodes",
+        field="num_nodes",
+        help="Nodes (not with auto-scaling); {default} if left out.",
+        said=_said_nodes,
+    ),
+    SimulationOption(flag="--gpus-per-node", field="gpus_per_node", help="GPUs of each node; {default} if left out."),
+    SimulationOption(
+        flag="--cluster",
+        field="cluster",
         metavar="TYPE:NODESxGPUS,..",
         help="Nodes of several types instead, as in aws:6x4,dgx-ext:2x8,rtx:3x8.",
-        rich_help_panel=CLUSTER_PANEL,
+        kind=str,
+        read=lambda text: {"cluster": parse_cluster(text)},
+        said=_said_cluster,
     ),
-]
-PhysicsOption = Annotated[
-    World,
-    typer.Option(
-        "--physics",
-        help="Of which published simulator; sia: its restart delays, slowdowns and, unless you say one, its cluster.",
-        rich_help_panel=CLUSTER_PANEL,
+    SimulationOption(
+        flag="--physics",
+        field="physics",
+        help="Of which published simulator; sia: its restart delays, slowdowns and, unless you name one, its cluster.",
+        kind=PhysicsName,
+        read=lambda name: {"physics": PHYSICS[name]},
+        said=lambda config, _: None if config.physics == SimulationConfig().physics else config.physics.name,
     ),
-]
-IntervalOption = Annotated[
-    float, typer.Option("--interval", help="Seconds between decisions.", rich_help_panel=CLUSTER_PANEL)
-]
-ResizeOption = Annotated[
-    float | None,
-    typer.Option(
-        "--resize-s",
+    SimulationOption(flag="--interval", field="interval_s", help="Seconds between decisions."),
+    SimulationOption(
+        flag="--resize-s",
+        field="resize_s",
         metavar="S",
-        help="Seconds that a start or resize takes; 30 if left out. Not with --physics sia, which has its own.",
-        rich_help_panel=CLUSTER_PANEL,
+        help="Seconds that a start or resize takes; {default:g} if left out. Not with --physics sia, which has its "
+        "own.",
     ),
-]
-ChargeOption = Annotated[
-    float | None,
-    typer.Option(
-        "--charge-s",
-        metavar="S",
-        help="Seconds that the policy charges for a resize; as long as it takes if left out.",
-        rich_help_panel=POLICY_PANEL,
+    SimulationOption(
+        flag="--interference", field="interference", help="Slowdown (0..1) of jobs that span nodes and share a node."
     ),
-]
-InterferenceOption = Annotated[
-    float,
-    typer.Option(
-        "--interference", help="Slowdown (0..1) of spanning jobs that share a node.", rich_help_panel=CLUSTER_PANEL
-    ),
-]
-SharedSpeedsOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--shared-speeds",
+    SimulationOption(
+        flag="--shared-speeds",
+        field="shared_speeds",
         metavar="FILE",
-        help="Speeds of jobs that share GPUs (CSV: application,beside,speed); what it leaves out is modelled.",
-        rich_help_panel=CLUSTER_PANEL,
+        help="Speeds of jobs that share GPUs (CSV: application,beside,speed); missing pairs are modelled.",
+        kind=Path,
+        read=lambda path: {"shared_speeds": read_shared_speeds(path)},
+        said=lambda config, settings: None,  # the configuration does not know the file: see said_options
     ),
-]
-AutoscaleOption = Annotated[
-    str | None,
-    typer.Option(
-        "--autoscale",
+    SimulationOption(
+        flag="--autoscale",
+        field="min_nodes",
         metavar="MIN..MAX",
         help="Let the number of nodes follow the jobs, between these.",
-        rich_help_panel=CLUSTER_PANEL,
+        kind=str,
+        read=lambda text: dict(zip(("min_nodes", "max_nodes"), parse_nodes(text), strict=True)),
+        said=lambda config, _: f"{config.min_nodes}..{config.max_nodes}" if config.autoscale else None,
     ),
-]
-BandOption = Annotated[
-    str | None,
-    typer.Option(
-        "--band",
+    SimulationOption(
+        flag="--band",
+        field="low",
         metavar="LOW..HIGH",
         help=f"Utility per GPU that auto-scaling keeps to; {DEFAULT_BAND[0]}..{DEFAULT_BAND[1]} if left out.",
-        rich_help_panel=CLUSTER_PANEL,
+        kind=str,
+        read=lambda text: dict(zip(("low", "high"), parse_band(text), strict=True)),
+        said=_said_band,
     ),
-]
-BudgetOption = Annotated[
-    float | None,
-    typer.Option(
-        "--budget", metavar="GPUS", help="GPUs that may be up on average over a day.", rich_help_panel=CLUSTER_PANEL
+    SimulationOption(
+        flag="--budget",
+        field="budget_slots",
+        metavar="GPUS",
+        help="GPUs that may be up on average over a day.",
     ),
-]
-PriceOption = Annotated[
-    float | None,
-    typer.Option(
-        "--node-price", metavar="P", help="Of a node for an hour: shows the cost.", rich_help_panel=CLUSTER_PANEL
+    SimulationOption(
+        flag="--node-price", field="node_price", metavar="P", help="Price of a node for an hour: shows the cost."
     ),
-]
-# What --autoscale was called first; still taken.
-MinNodesOption = Annotated[int | None, typer.Option("--min-nodes", hidden=True)]
-MaxNodesOption = Annotated[int | None, typer.Option("--max-nodes", hidden=True)]
-POption = Annotated[
-    float,
-    typer.Option("--p", help="Exponent of the fitness: 1 is greedy, -10 very fair.", rich_help_panel=POLICY_PANEL),
-]
-WeightsOption = Annotated[
-    Weights,
-    typer.Option(
-        "--weights",
-        help="All jobs alike; or more for those with less left, as declared (remaining) or as others of the same "
-        "application have shown (learnt).",
-        rich_help_panel=POLICY_PANEL,
+    SimulationOption(
+        flag="--charge-s",
+        field="resize_s",
+        owner=PolicySettings,
+        panel=POLICY_PANEL,
+        metavar="S",
+        help="Seconds that the policy charges for a resize; as long as it takes if left out.",
+        read=lambda charge_s: {"resize_s": charge_s, "charges_measured": False},
+        said=lambda _, settings: None if settings.charges_measured else settings.resize_s,
     ),
-]
-EventsOption = Annotated[
-    Switch, typer.Option("--events", help="Also decide when a job arrives or ends.", rich_help_panel=POLICY_PANEL)
-]
-MemoryOption = Annotated[
-    Switch,
-    typer.Option(
-        "--profile-memory", help="Let jobs start from what earlier ones measured.", rich_help_panel=POLICY_PANEL
+    SimulationOption(
+        flag="--p",
+        field="p",
+        owner=PolicySettings,
+        panel=POLICY_PANEL,
+        help="Exponent of the fitness: 1 is greedy, -10 very fair.",
     ),
-]
-HtmlOption = Annotated[
-    Path | None, typer.Option("--html", metavar="FILE", help="Write a report to look at.", rich_help_panel=OUTPUT_PANEL)
-]
-JsonOption = Annotated[
-    bool, typer.Option("--json", help="Print JSON instead of a table.", rich_help_panel=OUTPUT_PANEL)
-]
-OutputOption = Annotated[
-    Path | None,
-    typer.Option("--output", metavar="FILE", help="Write the result as JSON.", rich_help_panel=OUTPUT_PANEL),
-]
-WORKLOAD_HELP = f"A CSV file, or one of {', '.join(f'builtin:{name}' for name in BUILTIN_WORKLOADS)}."
-POLICY_HELP = f"Which policy decides: {', '.join(policy_names())}."
+    SimulationOption(
+        flag="--weights",
+        field="weights",
+        owner=PolicySettings,
+        panel=POLICY_PANEL,
+        help="All jobs count the same; or jobs with less work left count more, as declared (remaining) or as ended "
+        "jobs of the same application have shown (learnt).",
+        kind=Weights,
+        read=lambda name: {"weights": name.value},
+    ),
+    SimulationOption(
+        flag="--events",
+        field="decides_on_events",
+        panel=POLICY_PANEL,
+        help="Also decide when a job arrives or ends.",
+    ),
+    SimulationOption(
+        flag="--profile-memory",
+        field="remembers_profiles",
+        panel=POLICY_PANEL,
+        help="Let jobs start from what earlier ones measured.",
+    ),
+)
 
 
-# What is made of them -------------------------------------------------------------------------
+class SimulationOptions(OptionGroup):
+    """What was said of :data:`OPTIONS`, by the option's name."""
+
+    def __init__(self, values: Mapping[str, Any]) -> None:
+        self._values = {name: value for name, value in values.items() if value is not None}
+
+    @classmethod
+    def parameters(cls) -> list[inspect.Parameter]:
+        return [option.parameter() for option in OPTIONS]
+
+    @classmethod
+    def of_values(cls, values: Mapping[str, Any]) -> Self:
+        return cls(values)
+
+    @property
+    def shared_speeds(self) -> Path | None:
+        """The file, if one was named."""
+        return self._values.get("shared_speeds")
+
+    def config(self) -> SimulationConfig:
+        """The cluster and its physics, checked.
+
+        Raises:
+            InvalidValueError: a value makes no sense, or not beside another one.
+            InputFileError: the file of shared speeds cannot be read.
+        """
+        self._check()
+        fields = self._fields(SimulationConfig)
+        if fields.get("physics") == SIA and not fields.keys() & {"cluster", "num_nodes", "gpus_per_node"}:
+            fields["cluster"] = SIA_CLUSTER
+        config = SimulationConfig(**fields)
+        SchedulerConfig(interval_s=config.interval_s, autoscale=config.autoscale)  # raises now what a run would later
+        return config
+
+    def settings(self, config: SimulationConfig, seed: int) -> PolicySettings:
+        """The policy's. It charges for a resize as long as one takes, unless another charge was named.
+
+        Raises:
+            InvalidValueError: a value makes no sense.
+        """
+        return PolicySettings(**{"resize_s": config.resize_s, "seed": seed} | self._fields(PolicySettings))
+
+    def _fields(self, owner: type) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        for option in OPTIONS:
+            if option.owner is owner and option.name in self._values:
+                found |= option.fields(self._values[option.name])
+        return found
+
+    def _check(self) -> None:
+        """Refuse options that contradict each other."""
+        given = self._values
+        for name in ("band", "budget"):
+            if name in given and "autoscale" not in given:
+                raise InvalidValueError(f"--{name} {given[name]} is for auto-scaling: add --autoscale MIN..MAX")
+        if "nodes" in given and "autoscale" in given:
+            raise InvalidValueError(
+                f"--nodes {given['nodes']} is not for auto-scaling; leave it or --autoscale {given['autoscale']} out"
+            )
+        for name, flag in (("nodes", "--nodes"), ("gpus_per_node", "--gpus-per-node")):
+            if "cluster" in given and name in given:
+                raise InvalidValueError(
+                    f"{flag} {given[name]} and --cluster {given['cluster']} both say how many; give one of them"
+                )
+        physics = given.get("physics")
+        if physics is not None and PHYSICS[physics].resize_s and "resize_s" in given:
+            raise InvalidValueError(
+                f"--resize-s {given['resize_s']:g} is not for --physics {physics}, which has its own for its "
+                "applications; leave one of them out"
+            )
 
 
-def make_config(
-    *,
-    nodes: int | None,
-    gpus_per_node: int | None,
-    cluster: str | None,
-    physics: World,
-    interval: float,
-    resize_s: float | None,
-    interference: float,
-    shared_speeds: Path | None = None,
-    events: Switch,
-    profile_memory: Switch,
-    autoscale: str | None = None,
-    band: str | None = None,
-    budget: float | None = None,
-    node_price: float | None = None,
-    min_nodes: int | None = None,
-    max_nodes: int | None = None,
-) -> SimulationConfig:
-    """The options that describe the cluster, checked.
-
-    Raises:
-        InvalidValueError: one of them makes no sense, or none without another.
-        InputFileError: ``shared_speeds`` cannot be read.
-    """
-    if autoscale is not None:
-        if min_nodes is not None or max_nodes is not None:
-            raise InvalidValueError("--autoscale and --min-nodes, --max-nodes say the same thing; give the first alone")
-        min_nodes, max_nodes = parse_nodes(autoscale)
-    for option, value in (("--band", band), ("--budget", budget)):
-        if value is not None and min_nodes is None and max_nodes is None:
-            raise InvalidValueError(f"{option} {value} is for auto-scaling: add --autoscale MIN..MAX")
-    if nodes is not None and (min_nodes is not None or max_nodes is not None):
-        said = f"--autoscale {autoscale}" if autoscale is not None else "--min-nodes, --max-nodes"
-        raise InvalidValueError(f"--nodes {nodes} is not for auto-scaling; leave it or {said} out")
-    low, high = parse_band(band) if band is not None else DEFAULT_BAND
-    for option, value in (("--nodes", nodes), ("--gpus-per-node", gpus_per_node)):
-        if cluster is not None and value is not None:
-            raise InvalidValueError(f"{option} {value} and --cluster {cluster} both say how many; give one of them")
-    groups = parse_cluster(cluster) if cluster is not None else ()
-    if physics is World.SIA and cluster is None and nodes is None and gpus_per_node is None:
-        groups = SIA_CLUSTER
-    if PHYSICS[physics].resize_s and resize_s is not None:
-        raise InvalidValueError(
-            f"--resize-s {resize_s:g} is not for --physics {physics}, which has its own for its applications; leave "
-            "one of them out"
-        )
-    usual = SimulationConfig()
-    config = SimulationConfig(
-        num_nodes=usual.num_nodes if nodes is None else nodes,
-        gpus_per_node=usual.gpus_per_node if gpus_per_node is None else gpus_per_node,
-        cluster=groups,
-        physics=PHYSICS[physics],
-        interval_s=interval,
-        resize_s=usual.resize_s if resize_s is None else resize_s,
-        interference=interference,
-        shared_speeds=read_shared_speeds(shared_speeds) if shared_speeds is not None else (),
-        decides_on_events=events is Switch.ON,
-        remembers_profiles=profile_memory is Switch.ON,
-        min_nodes=min_nodes,
-        max_nodes=max_nodes,
-        low=low,
-        high=high,
-        budget_slots=budget,
-        node_price=node_price,
-    )
-    SchedulerConfig(interval_s=interval, autoscale=config.autoscale)  # raises now what a run would raise later
-    return config
-
-
-def policy_settings(p: float, charge_s: float | None, resize_s: float, weights: str, seed: int) -> PolicySettings:
-    """``charge_s``: what the policy takes a resize to cost, whatever it does; None: as long as it takes."""
-    return PolicySettings(
-        p=p,
-        resize_s=resize_s if charge_s is None else charge_s,
-        charges_measured=charge_s is None,
-        weights=weights,
-        seed=seed,
-    )
+def said_options(
+    config: SimulationConfig, settings: PolicySettings, shared_speeds: Path | None
+) -> list[tuple[str, object]]:
+    """The options, with their values, that make this configuration and these settings: those not as by default."""
+    found: list[tuple[str, object]] = []
+    for option in OPTIONS:
+        if option.said is not None:
+            value = option.said(config, settings)
+        else:
+            value = getattr(config if option.owner is SimulationConfig else settings, option.field)
+            value = None if value == option.default else value
+        if option.name == "shared_speeds":
+            value = shared_speeds
+        if value is not None:
+            found.append((option.flag, "on" if value is True else value))
+    return found

@@ -1,4 +1,4 @@
-"""``pollux compare --suite NAME``: all cases of a suite in parallel processes, beside an artifact's figures."""
+"""``pollux compare --suite NAME``: runs all cases of a suite in parallel, beside an artifact's figures."""
 
 from __future__ import annotations
 
@@ -18,24 +18,25 @@ from rich.table import Table
 from rich.text import Text
 
 from pollux.cli.compare import end_with, run_setups
+from pollux.cli.outputs import Outputs, output_console
 from pollux.cli.policy_tables import fitting_table, print_fitting
 from pollux.cli.progress import Tally, progress_bar, telling
-from pollux.cli.publishing import publish
-from pollux.cli.simulate import Setup, announce, output_console, summary_row
+from pollux.cli.setups import Setup, summary_row
 from pollux.errors import InputFileError, InvalidValueError, UnknownNameError
-from pollux.simulator import scale
-from pollux.simulator.result import SimulationResult, group_results, mean_of, write_json, write_text
-from pollux.simulator.scale import Size
-from pollux.simulator.suite_catalogue import SCALE_TABLE, SUITES, Artifacts, make_suite
-from pollux.simulator.suite_page import suite_report
-from pollux.simulator.suite_verdict import MARKED, label_of, shown_tables, verdicts
-from pollux.simulator.suites import Case, Row, Suite, all_rows
-from pollux.simulator.versions import versions
+from pollux.evaluation import scale
+from pollux.evaluation.catalogue import SCALE_TABLE, SUITES, Artifacts, make_suite
+from pollux.evaluation.scale import Size
+from pollux.evaluation.suite_page import suite_report
+from pollux.evaluation.suites import Case, Row, Suite, all_rows
+from pollux.evaluation.verdicts import MARKED, label_of, shown_tables, verdicts
+from pollux.reports.page import Heading
+from pollux.reports.versions import versions
+from pollux.simulator.result import SimulationResult, group_results, mean_of
 from pollux.version import __version__
 
 FORMAT = "pollux-suite/1"
 LIST = "list"
-_BESIDE = Path("..") / "shared"  # where the published data is looked for if nobody says
+_BESIDE = Path("..") / "shared"  # where the published data is looked for without --artifacts
 
 
 def find_artifacts(folder: Path | None) -> Artifacts:
@@ -87,7 +88,7 @@ def _policies(suite: Suite) -> set[str]:
 def run_cases(
     cases: Sequence[Case], num_processes: int
 ) -> tuple[list[dict[str, Any]], list[SimulationResult], dict[str, str]]:
-    """Rows, results, and why each label that is missing is."""
+    """Rows, results, and the reasons of labels that failed."""
     if not cases:
         return [], [], {}
     setups = [
@@ -119,7 +120,7 @@ def run_cases(
 
 
 def run_sizes(sizes: Sequence[Size]) -> list[dict[str, Any]]:
-    """One after the other, here: what is measured is time."""
+    """Measure one after the other, in this process, so that times are right."""
     if not sizes:
         return []
     rows = []
@@ -128,7 +129,7 @@ def run_sizes(sizes: Sequence[Size]) -> list[dict[str, Any]]:
     with telling(tally), progress_bar() as progress:
         bar = progress.add_task("decisions", total=total, tally=tally)
         for size in sizes:
-            found = scale.measure(size)
+            found = dataclasses.asdict(scale.measure(size))
             label = f"{size.num_gpus:,} GPUs"
             rows.append({"workload": SCALE_TABLE, "policy": label, "x": size.num_gpus, "line": scale.POLICY, **found})
             progress.advance(bar, size.num_jobs)
@@ -160,7 +161,7 @@ def suite_table(console: Console, suite: Suite, title: str, rows: Sequence[Row])
 
 
 def print_suite(console: Console, suite: Suite, rows: Sequence[Row]) -> None:
-    """What it is about, its tables, and what they come to."""
+    """Print a suite: its description, its tables and the verdict."""
     console.print(Text(suite.heading, style="bold"))
     console.print(Text(suite.about))
     console.print()
@@ -218,12 +219,7 @@ def compare_suite(
     policies: Sequence[str],
     is_quick: bool,
     num_processes: int,
-    output: Path | None,
-    html: Path | None,
-    as_json: bool,
-    is_published: bool,
-    data: Path | None,
-    server: str | None,
+    outputs: Outputs,
 ) -> None:
     """Run a suite and show it.
 
@@ -231,7 +227,7 @@ def compare_suite(
         PolluxError: there is no such suite, it lacks data, or none of it could be run.
     """
     if name == LIST:
-        list_suites(as_json=as_json)
+        list_suites(as_json=outputs.as_json)
         return
     suite = choose_suite(name, find_artifacts(artifacts), policies, is_quick=is_quick)
     for note in suite.notes:
@@ -247,19 +243,12 @@ def compare_suite(
         wall_s = round(time.perf_counter() - began, 1)
         return suite_json(suite, rows, results, failed, command=shlex.join(words), is_quick=is_quick, wall_s=wall_s)
 
-    def page(plotly_url: str | None = None) -> str:
-        return suite_report(suite, rows, results, command=command, plotly_url=plotly_url)
-
-    if output is not None:
-        write_json(output, document())
-        announce(output)
-    if html is not None:
-        write_text(html, page())
-        announce(html)
-    if is_published:
-        publish(data, server, title=suite.heading, command=command, kind="compare", summary=rows, make_html=page)
-    if as_json:
-        typer.echo(json.dumps(document(), indent=1, allow_nan=False))
-    else:
-        print_suite(output_console(), suite, rows)
+    outputs.deliver(
+        Heading(title=suite.heading, command=command),
+        kind="compare",
+        document=document,
+        summary=lambda: rows,
+        page=lambda plotly_url: suite_report(suite, rows, results, command=command, plotly_url=plotly_url),
+        show=lambda console: print_suite(console, suite, rows),
+    )
     end_with(failed)

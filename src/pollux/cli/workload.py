@@ -1,13 +1,9 @@
-"""``pollux workload``: make up a workload, or look at one.
-
-Data goes to stdout, everything else to stderr; errors are left to the main command, which prints them in one line.
-"""
+"""``pollux workload``: generate a workload, or describe one. Data goes to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
 import json
 import math
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,24 +12,22 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from pollux.errors import InputFileError, InvalidValueError
+from pollux.cli.simulation_options import TracesOption
+from pollux.errors import InvalidValueError
 from pollux.simulator.application import Application
 from pollux.simulator.generate import BUILTIN_WORKLOADS, generate_workload, training_s
+from pollux.simulator.result import write_text
 from pollux.simulator.source import BUILTIN_PREFIX, load_applications, load_source
 from pollux.simulator.workload import Workload, workload_csv
 
 app = typer.Typer(
-    help="Make up workloads for the simulator, or look at one.", no_args_is_help=True, add_completion=False
+    help="Generate workloads for the simulator, or describe one.", no_args_is_help=True, add_completion=False
 )
 
-_BAR_WIDTH = 40
+_BAR_WIDTH = 40  # characters
 _MAX_BARS = 48  # longer workloads are counted by several hours at a time
 _BUILTIN_NAMES = ", ".join(BUILTIN_PREFIX + name for name in BUILTIN_WORKLOADS)
 
-TracesOption = Annotated[
-    str | None,
-    typer.Option("--traces", metavar="DIR", help="Traces of applications; built-in profiles by default."),
-]
 SeedOption = Annotated[int, typer.Option("--seed", min=0, help="Same seed, same workload.")]
 
 
@@ -53,7 +47,7 @@ def generate(
         Path | None, typer.Option("--output", "-o", metavar="FILE", help="Write here instead of to stdout.")
     ] = None,
 ) -> None:
-    """Make up a workload: arrivals over the day, configurations as tuned by their users. Prints CSV."""
+    """Generate a workload: arrivals over the day, configurations as tuned by their users. Prints CSV."""
     workload = generate_workload(
         load_applications(traces),
         num_jobs=jobs,
@@ -67,7 +61,7 @@ def generate(
     if output is None:
         typer.echo(text, nl=False)
     else:
-        _write(output, text)
+        write_text(output, text)
         typer.echo(f"{len(workload.jobs)} jobs written to {output}", err=True)
 
 
@@ -158,16 +152,3 @@ def _print(summary: Mapping[str, Any]) -> None:
     for index, count in enumerate(arrivals):
         sketch.add_row(str(index * hours_per_bar), str(count), mark * (max(1, round(count * scale)) if count else 0))
     console.print(sketch)
-
-
-def _write(path: Path, text: str) -> None:
-    """All of it or nothing: a reader never sees half a file, and a failure leaves the old one."""
-    partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
-    try:
-        try:
-            partial.write_text(text, encoding="utf-8")
-            os.replace(partial, path)
-        finally:
-            partial.unlink(missing_ok=True)
-    except OSError as error:
-        raise InputFileError(path, f"cannot be written: {error.strerror or error}") from error

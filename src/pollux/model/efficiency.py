@@ -1,4 +1,4 @@
-"""How much of a large batch is useful: statistical efficiency and the AdaScale gain.
+"""How much of a large batch is useful: statistical efficiency and the AdaScale gain. Scheduler and jobs use it.
 
 The noise scale φ = tr(Σ)/|G|² is in examples. An example in a batch of M teaches
 (φ + M0)/(φ + M) as much as one in a batch of M0 (OSDI'21, section 3.1).
@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from pollux.types import FloatArray
 
-MAX_NOISE_SCALE = 1e15  # stands for "the signal is lost in the noise"; keeps inf/inf away
+MAX_NOISE_SCALE = 1e15  # means that the gradient is lost in its noise; a finite number, since inf/inf is not one
 
 
 def noise_scale(initial_batch: float, grad_sqr: npt.ArrayLike, grad_var: npt.ArrayLike) -> FloatArray:

@@ -1,4 +1,4 @@
-"""Fit θ of the throughput model to a profile (OSDI'21, section 4.1).
+"""Fits θ of the throughput model to a profile (OSDI'21, section 4.1). Scheduler and jobs call it.
 
 Minimises
 
@@ -25,28 +25,28 @@ from pollux.model.profile import Observations
 from pollux.model.throughput import ALPHA_G, ALPHA_N, ALPHA_R, BETA_G, BETA_N, BETA_R, GAMMA, iteration_s
 from pollux.types import FloatArray, ShapeFactor, ShapeFactors, ThroughputParams
 
-LOWER_BOUND = 1e-8
+LOWER_BOUND = 1e-8  # of α and β, in seconds; these five numbers are the OSDI'21 artifact's
 MAX_GAMMA = 10.0
 _GAMMA_WEIGHT = 1e-3
 _RATIO_WEIGHT = 1e-2
-_SMOOTH = 1e-6  # rounds off the tip of the square root where the fit is perfect
-_ACROSS_NODES = 1.1  # without multi-node data: at least this much dearer than within a node
+_ACROSS_NODES = 1.1  # without multi-node data, synchronisation across nodes takes this much longer than within one
+_SMOOTH = 1e-6  # rounds off the tip of the square root where the fit is perfect; far below any measured error
 
 _LOG_LOWER = math.log(LOWER_BOUND)
 _LOWER = np.array([_LOG_LOWER] * 6 + [1.0])
 _UPPER = np.array([math.log(1e6)] * 6 + [MAX_GAMMA])
-_MAX_ITERATIONS = 100
-_TOLERANCE = 1e-4  # relative decrease of the loss below which the search ends
-_MAX_DAMPING = 1e8
-_POOR = 0.15  # loss of a fit that may not be the best there is
+_MAX_ITERATIONS = 100  # a dozen are usual
+_TOLERANCE = 1e-4  # relative decrease of the loss below which the search ends; step times are known to 1 % at best
+_MAX_DAMPING = 1e8  # at this damping steps are too small to matter: there is no descent any more
+_POOR = 0.15  # loss above which the fit may be a local minimum: a good one explains step times to some percent
 
 
 @dataclass(frozen=True, slots=True)
 class Fit:
     """θ, how well it explains the data, and whether it is new (or the last good one, and why).
 
-    Seven parameters for all placements leave errors of some percent; ``shape_factors`` tell for each
-    number of replicas that was measured by how much.
+    Seven parameters for all placements leave errors of some percent; ``shape_factors`` are these errors for each
+    measured number of replicas.
     """
 
     params: ThroughputParams
@@ -69,7 +69,7 @@ def fit(observations: Observations, last_good: ThroughputParams | None = None) -
         if last_good is not None:
             starts.append(problem.project(np.array(last_good)))
         x, value = _descend(problem, min(starts, key=lambda start: problem.expand(start)[0]))
-        if not value < _POOR:  # caught in a hollow on the way: try from the other side
+        if not value < _POOR:  # it may be a local minimum: try another start
             x, value = min((x, value), _descend(problem, problem.initial_guess(overlaps=True)), key=_loss_of)
     if not math.isfinite(value):
         message = "the fit of the throughput model did not converge"
@@ -161,7 +161,7 @@ class _Problem:
         self.free = self.fix_the_unexplored(data)
 
     def fix_the_unexplored(self, data: Observations) -> npt.NDArray[np.bool_]:
-        """Which parameters the data can tell; the others sit at optimistic values in ``fixed_x``.
+        """Which parameters the data determine; the others have optimistic values in ``fixed_x``.
 
         One batch size seen: α_g is half the mean T_grad. No multi-node (no local multi-replica)
         observation: α_n, β_n (α_r, β_r) at the lower bound. At most two replicas seen: both β.
@@ -207,7 +207,7 @@ class _Problem:
         """θ as a point of this problem: logarithms, inside the bounds, fixed coordinates in place."""
         x = np.log(np.maximum(theta, LOWER_BOUND))
         x[GAMMA] = theta[GAMMA]
-        # What could not be told before sat at the bound, where a logarithm has no slope to leave it by.
+        # A parameter that was not determined before is at its bound, where the logarithm has no slope.
         unborn = self.free & (np.arange(7) < GAMMA) & (x < _LOG_LOWER + 1.0)
         if unborn.any():
             x[unborn] = math.log(0.1 * float(np.mean(self.step_s)))

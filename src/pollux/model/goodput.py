@@ -20,11 +20,11 @@ from pollux.model.profile import Timing
 from pollux.model.throughput import grad_s, iteration_s
 from pollux.types import BatchConfig, BatchLimits, FloatArray, IntArray, JobView, ShapeFactors, ThroughputParams
 
-NUM_CANDIDATES = 50  # totals tried between the smallest and the largest, geometrically spaced
-KEEP_THRESHOLD = 0.05  # a change of batch that gains less is not worth a change
-_ROUNDING = 1e-8
-_ALL_COUNTS = 16  # replicas up to which a table has every count
-_TOGETHER = 256  # models whose tables are computed at once
+NUM_CANDIDATES = 50  # total batches that are tried, geometrically spaced, as in the OSDI'21 artifact
+KEEP_THRESHOLD = 0.05  # gain in goodput below which a job keeps its batch: the model is no more accurate, as in adaptdl
+_ROUNDING = 1e-8  # before a ratio of whole numbers is rounded up
+_ALL_COUNTS = 16  # replicas up to which a table has every count; beyond, goodput between two counts is nearly linear
+_TOGETHER = 256  # models whose tables are computed at once: bounds the memory of their arrays
 _NO_TABLE = np.zeros((2, 1))
 
 
@@ -116,7 +116,7 @@ def _remembered_candidates(num_replicas: int, limits: BatchLimits) -> tuple[IntA
 
 
 class BatchTuner:
-    """The candidates of one job on one allocation with their rates; only the noise scale is left to be told.
+    """The candidates of one job on one allocation with their rates; only the noise scale is missing.
 
     ``measured`` are step times seen in this very allocation, by device batch: see :func:`corrected_times`.
 

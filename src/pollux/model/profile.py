@@ -1,4 +1,4 @@
-"""What was measured of a job: step times per configuration, kept apart by accelerator type."""
+"""Measured step times of a job by configuration and accelerator type. Jobs and scheduler fit θ to them."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from pollux.types import FloatArray
 WINDOW_STEPS = 100
 """Steps that a profile remembers a configuration by. Ten reports of a live job, which average the noise of one to a
 third; a clock that throttles or a neighbour that comes is seen within the first of the next ten."""
-DRIFT = 0.08  # a larger change is no noise: medians of ten steps spread by 1 to 5 % on a quiet GPU
-_NUM_RECENT = 3  # measurements; their median passes over a single stray one
+DRIFT = 0.08  # relative; a larger change is not noise: medians of ten steps spread by 1 to 5 % on a quiet GPU
+_NUM_RECENT = 3  # measurements, the fewest whose median ignores a single outlier
 
 
 class Configuration(NamedTuple):
@@ -90,7 +90,7 @@ class Profile:
             median(entry.step_s for entry in recent.timings),
             average.num_steps,
         )
-        if not _has_drifted(recent.told, lately):  # a stray measurement has moved the average
+        if not _has_drifted(recent.told, lately):  # an outlier has moved the average
             return False
         if not any(_has_drifted(lately, entry) for entry in recent.timings):
             average = timings[configuration] = lately

@@ -1,4 +1,4 @@
-"""How fast two jobs run on the same accelerators.
+"""How fast two jobs run on the same accelerators. Simulator and sharing policies use it.
 
 A job's *load* is the share of a step in which its kernels keep the accelerator busy; the rest it spends launching,
 loading and synchronising. Two jobs whose loads add up to less than one fill each other's gaps and keep nearly their
@@ -9,7 +9,7 @@ models together at 0.9 and more of their speed, large ones at about half.
 
 from __future__ import annotations
 
-SWITCHING = 0.05  # of its speed that each loses because another job is there at all
+SWITCHING = 0.05  # share of its speed that each job loses by sharing at all: the published pairs keep 0.9 and more
 
 
 def shared_speed(load: float, other: float) -> float:

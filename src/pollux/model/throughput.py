@@ -1,4 +1,4 @@
-"""How long a step takes: T_grad, T_sync and their overlap (OSDI'21, section 3.2).
+"""The throughput model: how long a step takes, by T_grad, T_sync and their overlap (OSDI'21, section 3.2).
 
 θ is an array whose last axis has the seven parameters in the order of
 :class:`~pollux.types.ThroughputParams`; everything broadcasts, so one call serves one

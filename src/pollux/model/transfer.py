@@ -1,4 +1,4 @@
-"""What a job measured on one accelerator type says of another.
+"""Estimates a job's speed on accelerator types that it has not run on. The scheduler calls it before a round.
 
 Types differ most in how fast they compute. The ratio of two types is that of their step times on one replica, from jobs
 that were measured on both: the job itself if it was, else the median of the others, also of those that are over. A
@@ -18,7 +18,7 @@ from pollux.types import ThroughputParams
 Ratios = Mapping[tuple[str, str], float]
 """Time of a pass on the second type over that on the first."""
 
-MAX_SHOWN = 64  # jobs whose ratio is kept for two types
+MAX_SHOWN = 64  # jobs whose ratio is kept for a pair of types: the median of more would hardly differ
 
 
 def type_ratios(params: Mapping[str, ThroughputParams], device_batch: int) -> dict[tuple[str, str], float]:
@@ -28,13 +28,13 @@ def type_ratios(params: Mapping[str, ThroughputParams], device_batch: int) -> di
 
 
 class TypeRatios:
-    """What jobs have shown of types, for every two of them by the latest jobs: it serves others when these are over."""
+    """Speed ratios of every pair of types that jobs have shown, the latest jobs only; kept when those have ended."""
 
     def __init__(self) -> None:
         self._shown: dict[tuple[str, str], dict[str, float]] = {}  # by job, the one that was heard of last at the end
 
     def add(self, job: str, ratios: Ratios) -> None:
-        """A job's ratios, in the place of those it has shown before."""
+        """Take in a job's ratios; they replace its earlier ones."""
         for pair, ratio in ratios.items():
             shown = self._shown.setdefault(pair, {})
             shown.pop(job, None)
@@ -54,7 +54,7 @@ def guess_params(
     typical: Ratios,
     types: Sequence[str],
 ) -> dict[str, ThroughputParams]:
-    """θ on those of ``types`` where the job has not run, or alone: as far as anything can be said of them.
+    """Estimated θ on those of ``types`` where the job has not run, or on one replica only.
 
     ``params`` and ``max_replicas``: what was measured by type, and with how many replicas; ``own``: the job's ratios.
     """

@@ -55,7 +55,7 @@ def make_policy(name: str, settings: PolicySettings | None = None) -> Policy:
     """A fresh policy.
 
     Raises:
-        UnknownNameError: nobody knows this name.
+        UnknownNameError: there is no policy of this name.
         InvalidValueError: an installed package claims a name that is already taken.
     """
     settings = settings or PolicySettings()
@@ -66,7 +66,7 @@ def make_policy(name: str, settings: PolicySettings | None = None) -> Policy:
         try:
             factory: PolicyFactory = outside[0].load()
             return factory(settings)
-        except Exception as error:  # whatever somebody else's module does as it is loaded
+        except Exception as error:  # a module of another package may raise anything when it is loaded
             raise InvalidValueError(
                 f"policy {name!r} ({outside[0].value}) cannot be made: {type(error).__name__}: {error}; "
                 "mend the package that has it, or uninstall it"

@@ -1,4 +1,4 @@
-"""What a policy is: snapshot in, plan out, no side effects.
+"""What a policy is: snapshot in, plan out, no side effects. All policies inherit from :class:`Policy`.
 
 A policy reads nothing but the snapshot it is given (no clock, no files, no global random state). What it
 remembers from round to round are named fields that :meth:`Policy.reset` clears.
@@ -53,7 +53,7 @@ class Policy(Protocol):
     needs_oracle: bool = False
     """It reads what only a simulator knows, and cannot run on a live cluster."""
     shares_slots: bool = False
-    """It lets two jobs run on the same slots (``Allocation.host``), which only simulated engines do."""
+    """It lets two jobs run on the same slots (:mod:`pollux.policy.simulated`), which only simulated engines do."""
 
     def decide(self, snapshot: Snapshot) -> Plan:
         """The allocation every job of the snapshot should have."""

@@ -1,9 +1,9 @@
-"""Which replica counts may be had of one accelerator type, and how a choice of them is put on its nodes.
+"""Which replica counts one accelerator type offers, and how chosen counts are placed on its nodes.
 
-For :mod:`pollux.policy.sia`, whose configurations are 1, 2, 4, ... replicas on one node, or whole nodes. Such sizes
+Used by :mod:`pollux.policy.sia`, whose configurations are 1, 2, 4, ... replicas on one node, or whole nodes. Such sizes
 divide each other, so counting blocks says exactly what fits: s replicas need a block of s slots, a node of c slots has
-c // s of them, and if there are enough for every s, then placing large jobs first finds them all. Which nodes these are
-is chosen so that few jobs move.
+c // s of them, and if there are enough for every s, then placing large jobs first finds them all. Nodes are chosen so
+that few jobs move.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from pollux.types import Allocation, Node, NodeShare
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The nodes of one type, less what jobs hold that must not be moved."""
+    """The nodes of one type, without the slots of jobs that must not be moved."""
 
     accelerator: str
     free: Mapping[str, int]  # slots by node
@@ -57,7 +57,7 @@ class Layout:
         return layouts
 
     def reserved(self, count: int) -> int:
-        """Slots that are set apart for so many replicas: a block on one node, or whole nodes."""
+        """Slots that are reserved for so many replicas: a block on one node, or whole nodes."""
         if count > self.node_slots:
             return math.ceil(count / self.node_slots) * self.node_slots
         return min(1 << (count - 1).bit_length(), self.node_slots)
@@ -86,11 +86,11 @@ class Layout:
 
 @dataclass(slots=True)
 class Placer:
-    """Puts counts on the nodes of one type. Who keeps its count stays, unless a larger job needs its block."""
+    """Places counts on the nodes of one type. A job that keeps its count stays, unless a larger job needs its block."""
 
     layout: Layout
     held: Mapping[str, Allocation]  # by job, what it holds now, wherever that is
-    _rooms: Rooms = field(init=False)  # what is not set apart for anybody
+    _rooms: Rooms = field(init=False)  # slots that are not reserved
     _residents: dict[str, dict[str, int]] = field(init=False)  # by node, reserved slots of jobs on it
     _placed: dict[str, Allocation] = field(init=False, default_factory=dict)
 
@@ -118,7 +118,7 @@ class Placer:
         return self._placed
 
     def _block(self, count: int) -> int:
-        """Slots that are set apart for so many replicas on each of their nodes."""
+        """Slots that are reserved for so many replicas on each of their nodes."""
         return min(self.layout.reserved(count), self.layout.node_slots)
 
     def _can_stay(self, allocation: Allocation) -> bool:

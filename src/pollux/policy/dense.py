@@ -1,7 +1,7 @@
-"""Greedy dense placement: roomiest node first. What the baselines use, as in the OSDI'21 artifact.
+"""Greedy dense placement: roomiest node first, as in the OSDI'21 artifact. All baselines use it.
 
-Where there are several accelerator types a job sits on one of them: :class:`Budget` promises slots by type while a
-policy decides who gets any, :class:`FreeSlots` finds the nodes. With one type both do what the artifact does.
+Where there are several accelerator types, a job sits on one of them. :class:`Budget` counts slots by type while a
+policy decides which jobs run, and :class:`FreeSlots` finds the nodes. With one type both do what the artifact does.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def may_use(job: JobView, accelerator: str) -> bool:
 
 
 class Budget:
-    """Slots by accelerator type that are not promised to anybody yet."""
+    """Slots by accelerator type that are not promised to a job yet."""
 
     def __init__(self, snapshot: Snapshot) -> None:
         self._type_of = {node.name: node.accelerator for node in snapshot.nodes}
@@ -36,7 +36,7 @@ class Budget:
         return self._type_of[allocation.shares[0].node] if allocation else None
 
     def take(self, allocation: Allocation) -> None:
-        """Slots that stay as they are; guests have none."""
+        """The allocation stays as it is."""
         accelerator = self.type_of(allocation)
         if accelerator is not None:
             self.left[accelerator] -= allocation.num_slots
@@ -108,9 +108,8 @@ class FreeSlots:
     def __init__(self, nodes: Sequence[Node], held: Iterable[Allocation] = ()) -> None:
         free = {node.name: node.num_slots for node in nodes}
         for allocation in held:
-            if not allocation.host:  # a guest has its host's slots
-                for node, count in allocation.shares:
-                    free[node] -= count
+            for node, count in allocation.own_shares:
+                free[node] -= count
         by_type: dict[str, dict[str, int]] = {}
         for each in nodes:
             by_type.setdefault(each.accelerator, {})[each.name] = free[each.name]
@@ -125,22 +124,19 @@ class FreeSlots:
         return self._rooms[self._type_of[node]].free[node]
 
     def take(self, allocation: Allocation) -> None:
-        """A guest takes none: it has its host's."""
-        if not allocation.host:
-            for node, count in allocation.shares:
-                self._change(node, -count)
+        for node, count in allocation.own_shares:
+            self._change(node, -count)
 
     def give(self, allocation: Allocation) -> None:
-        """Slots that are free again; a guest had none."""
-        if not allocation.host:
-            for node, count in allocation.shares:
-                self._change(node, count)
+        """The allocation's slots are free again."""
+        for node, count in allocation.own_shares:
+            self._change(node, count)
 
     def place(self, num_replicas: int, accelerator: str | None = None, *, tightly: bool = False) -> Allocation:
         """Take ``num_replicas`` from the roomiest nodes, the earliest among equals; they must be there.
 
         Without an ``accelerator`` there must be one type only. ``tightly``: what fits into one node goes where the
-        least stays free, so that roomy nodes are kept for those who need them.
+        least stays free, so that roomy nodes are kept for jobs that need them.
         """
         if accelerator is None:
             (accelerator,) = self._on
@@ -168,7 +164,7 @@ def place_counts(
 ) -> dict[str, Allocation]:
     """Keep jobs whose count (and type, where ``types`` names one) is what they hold; place the others on what is free.
 
-    In the order of ``jobs``; a job whose type is not said goes where most is free. Who does not fit gets nothing.
+    In the order of ``jobs``; a job without a type goes where most is free. A job that does not fit gets nothing.
     """
     types = types or {}
     budget = Budget(Snapshot(now=0.0, nodes=tuple(nodes), jobs=()))

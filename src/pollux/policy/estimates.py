@@ -1,6 +1,6 @@
-"""What baselines need to know of a job at its requested batch size: step time and steps left.
+"""What baselines need to know of a job at its requested batch size: step time, load and steps left.
 
-The oracle answers where there is one (a simulation); otherwise the fitted model does.
+The oracle answers in a simulation, the fitted model elsewhere. All baselines that estimate call it.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from pollux.model.efficiency import gain
 from pollux.model.goodput import fixed_batch
 from pollux.model.throughput import iteration_s
+from pollux.policy.simulated import oracle_of
 from pollux.types import JobView, Node
 
 
@@ -27,8 +28,9 @@ def step_s(job: JobView, num_replicas: int, largest: Mapping[str, int], accelera
 
     ``largest``: see :func:`largest_nodes`.
     """
-    if job.oracle is not None:
-        return job.oracle.iteration_s(num_replicas, accelerator)
+    oracle = oracle_of(job)
+    if oracle is not None:
+        return oracle.iteration_s(num_replicas, accelerator)
     params = job.params.get(accelerator)
     if job.spec.batch is None or params is None:
         return math.inf
@@ -44,8 +46,9 @@ def load(job: JobView, num_replicas: int, largest: Mapping[str, int], accelerato
 
     Of a fitted model that is what grows with the batch (see :mod:`pollux.model.sharing`).
     """
-    if job.oracle is not None:
-        return job.oracle.load(num_replicas, accelerator)
+    oracle = oracle_of(job)
+    if oracle is not None:
+        return oracle.load(num_replicas, accelerator)
     params = job.params.get(accelerator)
     if job.spec.batch is None or params is None:
         return 1.0
@@ -57,8 +60,9 @@ def load(job: JobView, num_replicas: int, largest: Mapping[str, int], accelerato
 
 def remaining_steps(job: JobView) -> float:
     """Steps left at the requested batch size; infinite if the job's length is not known."""
-    if job.oracle is not None:
-        return job.oracle.remaining_iterations()
+    oracle = oracle_of(job)
+    if oracle is not None:
+        return oracle.remaining_iterations()
     limits = job.spec.batch
     if limits is None or job.remaining_examples is None:
         return math.inf

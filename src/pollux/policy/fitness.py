@@ -1,7 +1,7 @@
-"""The cluster-level objective: a power mean of speedups, written as a sum of costs per job.
+"""The objective of the Pollux policy: a power mean of speedups, written as a sum of costs per job.
 
 Fitness_p = (mean_j w_j·(speedup_j + ε)^p)^(1/p). It grows exactly when the sum of per-job costs falls, with
-cost = w·(s+ε)^p for p < 0, -w·(s+ε)^p for p > 0 and -w·log(s+ε) for p = 0; a sum is what solvers like. ε
+cost = w·(s+ε)^p for p < 0, -w·(s+ε)^p for p > 0 and -w·log(s+ε) for p = 0; solvers need a sum. ε
 keeps a waiting job's cost finite, so that which jobs wait still matters when there are more jobs than
 slots.
 """
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from pollux.types import FloatArray
 
-EPSILON = 0.004  # of a speedup; the artifact has 0.001 times the GPUs of a node
+EPSILON = 0.004  # of a speedup: that of the artifact, 0.001 for each GPU of a node, on its nodes of 4
 
 
 def costs(speedups: npt.ArrayLike, weights: npt.ArrayLike, p: float, epsilon: float = EPSILON) -> FloatArray:
@@ -32,7 +32,7 @@ def costs(speedups: npt.ArrayLike, weights: npt.ArrayLike, p: float, epsilon: fl
 
 
 def fitness(total_cost: float, num_jobs: int, p: float, epsilon: float = EPSILON) -> float:
-    """The power mean that a sum of costs stands for; 0 for no jobs."""
+    """The power mean that belongs to a sum of costs; 0 for no jobs."""
     if num_jobs == 0:
         return 0.0
     mean = total_cost / num_jobs

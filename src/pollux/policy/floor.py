@@ -1,8 +1,7 @@
-"""Who sits where while a plan is made: own slots, guests on the slots of others, and what is free.
+"""Which job sits on which slots while a plan is made: own slots, guests on the slots of others, and free slots.
 
-Between :mod:`pollux.policy.dense` and the policies that let two jobs share slots (gandiva, antman, lucid). It starts
-as the snapshot is; a policy lets jobs leave, places them and lets them join others, and what is held in the end is
-its plan.
+Used by the policies that let two jobs share slots (gandiva, antman, lucid). A floor starts as the snapshot is. The
+policy lets jobs leave, places them and lets them join others; what they hold in the end is its plan.
 """
 
 from __future__ import annotations
@@ -14,16 +13,17 @@ from collections.abc import Callable, Iterator
 from pollux.policy.dense import Budget, FreeSlots, may_use
 from pollux.policy.estimates import largest_nodes, load
 from pollux.policy.gangs import demand
+from pollux.policy.simulated import GuestAllocation, host_of
 from pollux.types import Allocation, JobView, NodeShare, Plan, Snapshot
 
 Entry = tuple[float, int, str, float]
-"""Of a job that may be a host: what goes by its load, its place in order of submission, its name, its load."""
+"""A job that may be a host: its rank, its position in order of submission, its name, its load."""
 
 
 class Floor:
     """The cluster under a plan in the making.
 
-    ``rank``: by what hosts are put in order, given their loads; never falling with them.
+    ``rank``: hosts are ordered by this function of their load, which must not decrease with it.
     """
 
     def __init__(self, snapshot: Snapshot, rank: Callable[[float], float] = lambda load: load) -> None:
@@ -34,7 +34,7 @@ class Floor:
         self._total = Budget(snapshot).total
         self._largest = largest_nodes(snapshot.nodes)
         self._order = {name: number for number, name in enumerate(self.jobs)}
-        self._guests = {allocation.host: name for name, allocation in self.held.items() if allocation.host}
+        self._guests = {host: name for name, allocation in self.held.items() if (host := host_of(allocation))}
         fixed = {job.name for job in snapshot.jobs if job.is_fixed}
         # A guest that must stay needs its host where it is.
         self._fixed = fixed | {host for host, guest in self._guests.items() if guest in fixed}
@@ -49,14 +49,14 @@ class Floor:
     # Questions ----------------------------------------------------------------------------------
 
     def is_fixed(self, name: str) -> bool:
-        """Nobody may change what it holds, or that it holds nothing."""
+        """Its allocation must not change, even if it is empty."""
         return name in self._fixed
 
     @property
     def waiting(self) -> list[JobView]:
         """Jobs that hold nothing and may be given something, in order of submission.
 
-        Without those that ask for more than there is of any type: they hold up nobody.
+        Without jobs that ask for more than any type has: they must not hold up the others.
         """
         return [
             job
@@ -69,7 +69,7 @@ class Floor:
     @property
     def owners(self) -> list[str]:
         """Jobs with slots of their own, in order of submission."""
-        return [name for name in self.jobs if name in self.held and not self.held[name].host]
+        return [name for name in self.jobs if name in self.held and not host_of(self.held[name])]
 
     def guest_of(self, name: str) -> str | None:
         return self._guests.get(name)
@@ -106,7 +106,7 @@ class Floor:
             if listed is not None:
                 where, entry = listed
                 del self._hosts[where][bisect.bisect_left(self._hosts[where], entry)]
-            if name in self.held and not self.held[name].host and name not in self._guests:
+            if name in self.held and not host_of(self.held[name]) and name not in self._guests:
                 where = (self.type_of(name), self.held[name].num_replicas)
                 busy = load(self.jobs[name], where[1], self._largest, where[0])
                 entry = (self._rank(busy), self._order[name], name, busy)
@@ -119,8 +119,8 @@ class Floor:
     def leave(self, name: str) -> None:
         """Give up what a job sits on. Its guest, if it has one, has its part of the slots to itself."""
         left = self.held.pop(name)
-        self._stale |= {name, left.host}
-        self._guests.pop(left.host, None)
+        self._stale |= {name, host_of(left)}
+        self._guests.pop(host_of(left), None)
         self.free.give(left)
         guest = self._guests.pop(name, None)
         if guest is not None:
@@ -138,7 +138,7 @@ class Floor:
 
     def join(self, name: str, host: str, count: int) -> None:
         """Let a job sit beside the first ``count`` replicas of another one."""
-        self.held[name] = Allocation(_first(self.held[host], count), host=host)
+        self.held[name] = GuestAllocation(_first(self.held[host], count), host)
         self._guests[host] = name
         self._stale |= {name, host}
 

@@ -1,6 +1,6 @@
-"""All that was asked for, or nothing: how policies that only choose an order turn it into a plan.
+"""All the replicas that a job asked for, or none: turns an order of jobs into a plan.
 
-Between :mod:`pollux.policy.dense` and the policies that queue jobs (fifo, srtf, tiresias, las, gittins).
+Used by the policies that queue jobs (fifo, srtf, tiresias, las, gittins).
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ def gang_plan(
     keeps: Callable[[JobView], bool] = lambda job: False,
     lets_overtake: bool = True,
 ) -> Plan:
-    """Everybody in ``order`` who still fits gets what it asked for, all on one accelerator type.
+    """In this order, every job that still fits gets what it asked for, all on one accelerator type.
 
     Jobs that must not be changed and those that ``keeps`` says have what they hold before that. Without
     ``lets_overtake`` a job that has to wait closes the types it waits for to all behind it; one that asks for more
-    than there is of any type holds up nobody.
+    than any type has holds up no other job.
     """
     counts, budget = settle(snapshot, keeps)
     types: dict[str, str] = {}

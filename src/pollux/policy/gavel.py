@@ -1,14 +1,14 @@
 """Gavel: max-min fairness over accelerator types by linear programs (Narayanan et al., OSDI'20).
 
 Jobs keep the replicas and the batch size they asked for. X[j, t] is the share of time that job j should spend on type
-t. What counts for a job (section 4.1) is its throughput over time, divided by the one it would have if it spent its
-time on all types in proportion to their slots, times its replicas, over its weight; the least of these is made as large
-as it can be. Then whoever cannot be helped any further is held there and the least of the others is raised (water
+t. The value of a job (section 4.1) is its throughput over time, divided by the one it would have if it spent its
+time on all types in proportion to their slots, times its replicas, over its weight. The least value is made as large
+as it can be. Then jobs that cannot improve are held there, and the least value of the others is raised (water
 filling, section 4.3). A round (section 5) takes jobs in order of X over the time already received on that type, as long
 as they fit; time is counted, not rounds, so that rounds may have any length. The programs are solved again only when
 jobs, what they ask for, their weights, nodes or known throughputs have changed.
 
-Simplifications: no space sharing; of the jobs that cannot be helped only those are held that the program's prices name,
+Simplifications: no space sharing; of the jobs that cannot improve only those are held that the program's prices name,
 and after ``_MAX_LEVELS`` programs the rest goes where it adds up to most; time received is counted from a job's arrival
 on, which lets newcomers catch up as in least attained service.
 """
@@ -26,8 +26,9 @@ from pollux.policy.estimates import largest_nodes, step_s
 from pollux.policy.gangs import demand
 from pollux.types import FloatArray, IntArray, JobView, Plan, Snapshot
 
+# Programs of water filling; on the OSDI'21 workloads 30 change nothing, 4 cost 1 % of JCT, 1 costs 9 %
 _MAX_LEVELS = 12
-_TOLERANCE = 1e-7
+_TOLERANCE = 1e-7  # the solver's own accuracy
 
 
 class GavelPolicy(Policy):
@@ -124,7 +125,7 @@ def max_min_shares(throughputs: FloatArray, demands: IntArray, weights: FloatArr
     usual = throughputs @ (capacity / capacity.sum())
     scale = np.divide(demands, usual * weights, out=np.zeros(num_jobs), where=usual > 0)
     values = throughputs * scale[:, None]  # (num_jobs, num_types) what a whole share is worth
-    most = values.max(axis=1)  # nobody can have more than its whole time on its best type
+    most = values.max(axis=1)  # no job can have more than its whole time on its best type
     cells = np.arange(num_jobs * num_types)
     rows, columns = cells // num_types, cells % num_types
     ones = np.ones(len(cells))
@@ -141,7 +142,7 @@ def max_min_shares(throughputs: FloatArray, demands: IntArray, weights: FloatArr
         if is_held.all():
             break
         is_last = level == _MAX_LEVELS
-        # The last column is the least of what those get who are not held yet; or everything that can be had.
+        # The last column is the least value of the jobs that are not held yet; or the sum of all values.
         rises = np.where(is_held | is_last, 0.0, 1.0)
         needs = hstack([-worth, coo_array(rises[:, None])])
         plain = hstack([vstack([whole, used]), coo_array((num_jobs + num_types, 1))])
@@ -153,7 +154,7 @@ def max_min_shares(throughputs: FloatArray, demands: IntArray, weights: FloatArr
             method="highs",
         )
         if found.x is None:
-            break  # rounding has closed the last gap: what was found before stands
+            break  # rounding has closed the last gap: the solution before is final
         shares, least = found.x[:-1], float(found.x[-1])
         prices = -found.ineqlin.marginals[:num_jobs]
         reached = ~is_held & ((prices > _TOLERANCE) | (most <= least * (1 + _TOLERANCE)))

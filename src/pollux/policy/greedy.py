@@ -1,7 +1,7 @@
-"""One replica at a time to whoever gains most by it: the frame of the elastic baselines.
+"""Gives one replica at a time to the job that gains most by it: the frame of the elastic baselines.
 
-Between :mod:`pollux.policy.dense` and the policies that say what a replica gains (equal, optimus, slaq, themis). The
-baselines know one accelerator type; where there are several each job is put on one of them before it grows.
+Used by the policies that say what a replica gains (equal, optimus, slaq, themis). The baselines know one accelerator
+type; where there are several, each job is put on one of them before it grows.
 """
 
 from __future__ import annotations
@@ -16,7 +16,10 @@ from pollux.types import JobView
 Gain = Callable[[JobView, int, str], float]
 """Of one replica more than so many, on slots of a type; 0 if it has no use for it."""
 
-_WORTH_A_MOVE = 2.0  # a job changes to another type if its share of that one is this many times as large
+# A job moves to another type only for a share this many times as large as on its own, or jobs that come and go would
+# move others back and forth. For ``equal`` on Sia's Philly workload: 5.8 restarts per job and an average JCT of 2,354 s
+# with 1, 4.3 and 2,778 s with 2, 3.6 and 2,716 s with 4. The baselines are meant for one type; chosen by hand.
+_WORTH_A_MOVE = 2.0
 
 
 def allot(
@@ -29,7 +32,7 @@ def allot(
 ) -> tuple[dict[str, int], dict[str, str]]:
     """(replicas, accelerator type) by name of every job that gets any; takes them from ``budget``.
 
-    In the order of ``jobs`` everybody gets the least it runs with. What is left goes where ``gain`` is largest, among
+    In the order of ``jobs`` each job gets its least replicas. What is left goes where ``gain`` is largest, among
     equals to the first. Those who are ``staying`` as they are have had theirs from the budget already; they are
     told because they count when it comes to which type is how crowded.
     """
@@ -72,9 +75,9 @@ def admit(
 
 
 def turns(jobs: Sequence[JobView], counts: Mapping[str, int], accelerator: str, gain: Gain) -> Iterator[JobView]:
-    """Who gets one replica more, one after the other, if there is no end of them; all sit on one type.
+    """The jobs that get one more replica, one after the other, without end; all sit on one type.
 
-    Nobody's turns depend on who else is there: without a job the others follow each other as they did.
+    The turns of a job do not depend on the other jobs: without one of them, the others keep their order.
     """
     counts = dict(counts)
     queue: list[tuple[float, int]] = []  # (-gain, index): ties go to the job that comes first

@@ -1,4 +1,4 @@
-"""How many replicas each job should get, and a bound on how good any answer can be.
+"""How many replicas each job should get, and a bound on how good any allocation can be. The solvers call it.
 
 Forgetting where replicas sit leaves a multiple-choice knapsack: per job one option (a replica count)
 with a cost, at most ``capacity`` replicas together, least total cost. Every allocation of the real
@@ -17,9 +17,9 @@ import numpy as np
 
 from pollux.types import FloatArray, IntArray
 
-_EXACT_LIMIT = 1_000_000  # table cells x options up to which dynamic programming is the quicker way
+_EXACT_LIMIT = 1_000_000  # table cells x options up to which dynamic programming is faster than prices
 _ROUNDING = 64 * float(np.finfo(float).eps)  # relative, of a sum of many numbers
-_DUAL_STEPS = 60
+_DUAL_STEPS = 60  # halvings of the price's interval: all that a double's mantissa has, and a few to spare
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,10 @@
-"""How long jobs are that have not said so, by those of the same application that have ended.
+"""Estimates how long jobs are that have not declared it, from ended jobs of the same application.
 
-Training runs come again and again, and the same application tends to take about as much service (slots held times
-seconds held). Of a job that has had a of it, the rest is what those that took more had left there, on average: the mean
-residual life, akin to Gittins' index (:mod:`pollux.policy.gittins`). One that has outlasted all that are known is taken
-to be half done. Of an application that no job has ended of nothing is said.
+The Pollux policy uses it with ``weights="learnt"`` and ``"remaining"``. Training runs come again and again, and the
+same application tends to take about as much service (slots held times seconds held). For a job that has had service a,
+the rest is what ended jobs that took more had left at a, on average: the mean residual life, akin to Gittins' index
+(:mod:`pollux.policy.gittins`). A job that has outlasted all known ones counts as half done. For an application
+without an ended job there is no estimate.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ import numpy as np
 
 from pollux.types import FloatArray, JobView
 
-_MAX_JOBS = 64  # of an application that are remembered, the latest
-_MAX_APPLICATIONS = 1024
+_MAX_JOBS = 64  # ended jobs of an application that are remembered: the mean of more would hardly differ
+_MAX_APPLICATIONS = 1024  # bounds memory; those without an ended job for longest are forgotten first
 
 
 class Lengths:
-    """Sees jobs round after round, and remembers how much service those had taken that are gone."""
+    """Sees the jobs of every round, and remembers the service of jobs that are gone."""
 
     def __init__(self) -> None:
         self._present: dict[str, tuple[str, float]] = {}  # by job: application, service so far
@@ -32,9 +33,9 @@ class Lengths:
         self._ended.clear()
 
     def look(self, jobs: Sequence[JobView]) -> None:
-        """Take notice of who is there, and who is no longer."""
+        """Note which jobs are there, and which are gone."""
         now = {job.name: (job.spec.application, job.attained_slot_s) for job in jobs}
-        for name, (application, service_s) in self._present.items():  # in order: sums must come out the same again
+        for name, (application, service_s) in self._present.items():  # in order: sums must repeat exactly
             if name not in now and service_s > 0 and application:
                 known = self._ended.pop(application, None) or deque(maxlen=_MAX_JOBS)
                 known.append(service_s)

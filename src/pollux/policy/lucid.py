@@ -1,16 +1,16 @@
 """Lucid: packing by share scores and a priority that can be read (Hu et al., ASPLOS'23).
 
 Rules taken from the paper and its artifact: jobs get the GPUs they ask for and are never preempted, moved or resized.
-Waiting jobs go in order of estimated GPU time (duration times GPUs), the least first, and whoever fits may start.
-While the queue is long a job first looks for a mate: a running job that is alone, uses as many GPUs (no more than a
-server's 8), and whose share score (tiny 0, medium 1, jumbo 2) adds up to 2 at most with its own; one that is
+Waiting jobs go in order of estimated GPU time (duration times GPUs), the least first, and any that fits may start.
+While the queue is long, a job first looks for a mate: a running job that is alone, uses as many GPUs (no more than a
+server's 8), and whose share score (tiny 0, medium 1, jumbo 2) adds up to 2 at most with its own. A job that is
 estimated at more than twice the mate's GPU time is not packed. While the queue is short nothing is packed, and
-nobody overtakes.
+no job overtakes another.
 
-Simplifications: the stage in which jobs are profiled on a few GPUs is left out, the oracle or the fitted model says
+Simplifications: the stage in which jobs are profiled on a few GPUs is left out; the oracle or the fitted model says
 how busy a job keeps its GPUs. Share scores are steps of that load instead of a decision tree over GPU counters, GPU
 time is the mean of what earlier jobs of the same application took instead of an additive model, and the length of
-the queue stands for a forecast of the cluster's load.
+the queue replaces a forecast of the cluster's load.
 """
 
 from __future__ import annotations
@@ -22,12 +22,16 @@ from pollux.policy.floor import Floor
 from pollux.policy.gangs import demand
 from pollux.types import JobView, Plan, Snapshot
 
-TINY, MEDIUM = 0.35, 0.7  # loads below which a job is tiny, medium
-MAX_SCORE = 2  # of two jobs together
-MAX_PACKED = 8  # replicas
-SHORT_QUEUE = 3  # as many may wait without anybody being packed
-MATE_FACTOR = 2.0  # how many times its mate's GPU time a packed job may take
-MAX_KNOWN = 2048  # applications; those of which a job ended latest are remembered
+# Loads below which a job is tiny, medium. On the OSDI'21 workloads 6 and 1, average JCTs are 4 % higher with 0.5 for
+# medium, 2 % with 0.9, and about the same with 0.2 or 0.5 for tiny.
+TINY, MEDIUM = 0.35, 0.7
+MAX_SCORE = 2  # of two jobs together, as in the artifact
+MAX_PACKED = 8  # replicas of a packed job, as in the artifact: a server's GPUs
+# Waiting jobs up to which nothing is packed, in place of the paper's load forecast; chosen by hand. Packing always
+# would lower the average JCT of the OSDI'21 workloads by 8 %, packing from 8 on by 1 %.
+SHORT_QUEUE = 3
+MATE_FACTOR = 2.0  # how many times its mate's GPU time a packed job may take, as in the artifact
+MAX_KNOWN = 2048  # applications that are remembered, the latest; bounds memory
 
 
 class LucidPolicy(Policy):
@@ -49,7 +53,7 @@ class LucidPolicy(Policy):
         floor = Floor(snapshot, rank=score)
         queue = sorted(floor.waiting, key=self._estimate)  # stable: ties by submission
         packs = len(queue) > SHORT_QUEUE
-        while True:  # who started in one pass may be a mate in the next
+        while True:  # a job that started in one pass may be a mate in the next
             started = set()
             for job in queue:
                 mate = self._mate(floor, job) if packs else None

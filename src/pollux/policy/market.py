@@ -19,9 +19,12 @@ import numpy.typing as npt
 from pollux.policy.knapsack import dual_bound
 from pollux.types import FloatArray, IntArray
 
+# Evaluations of the bound, from a guess and from the prices of the last round, which are nearly right. Most of a
+# decision on a large mixed cluster is spent here. On Sia's Philly
+# workload 20 and 200 cold evaluations give the same results as 60, and 5 warm ones as good ones as 12.
 _COLD_EVALUATIONS = 60
 WARM_EVALUATIONS = 12
-_NEAR_ENOUGH = 1e-6  # of the bound; less gained in a step is nothing
+_NEAR_ENOUGH = 1e-6  # of the bound; a step that gains less ends the search
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,11 +65,11 @@ class Market:
         return Response(np.where(waits, -1, kinds), chosen, value, count, usage, bound)
 
     def clear(self, prices: FloatArray | None, evaluations: int = WARM_EVALUATIONS) -> tuple[FloatArray, Response]:
-        """Prices with about the best bound there is, and what they lead to. ``prices``: where to begin.
+        """Prices whose bound is about the best, and the jobs' response. ``prices``: where to begin.
 
         ``evaluations``: how many may be spent from there.
         """
-        from scipy.optimize import minimize  # where there is one type nobody needs it
+        from scipy.optimize import minimize  # slow to import, and not needed with one type
 
         guess = self._guess()
         begin = np.ones(len(guess)) if prices is None else prices / guess

@@ -1,9 +1,8 @@
 """Optimus: greedy by marginal gain in completion time (Peng et al., EuroSys'18), with oracle, as in OSDI'21.
 
-Everybody gets one replica (or the least it runs with) in order of submission, then one replica at a time
-goes to the job whose estimated remaining time it shortens most. Simplifications: the oracle replaces
-Optimus' convergence prediction; only workers are scheduled (the original also placed parameter servers). On
-a live cluster the fitted model stands in for the oracle.
+Each job gets its least replicas in order of submission; then one replica at a time goes to the job whose estimated
+remaining time it shortens most. Simplifications: the oracle replaces Optimus' convergence prediction; only workers are
+scheduled (the original also placed parameter servers). On a live cluster the fitted model replaces the oracle.
 """
 
 from __future__ import annotations

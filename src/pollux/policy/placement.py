@@ -1,4 +1,4 @@
-"""Where replicas sit: turn replica counts into an allocation.
+"""Turns replica counts into an allocation: which replicas sit on which nodes. The solver calls it.
 
 Works on indices (job 0.., node 0..) and costs; the policy translates. A job's cost depends on its own
 allocation only: on its replica count, on whether it spans nodes, and on whether it is exactly what the job holds now
@@ -98,7 +98,7 @@ class PlacementProblem:
 
 @dataclass
 class Placement:
-    """A mutable allocation of all jobs, with the books kept: free slots, costs, who spans where."""
+    """A mutable allocation of all jobs, with its free slots, costs and spanning jobs kept up to date."""
 
     problem: PlacementProblem
     shares: list[Shares] = field(init=False)

@@ -14,9 +14,9 @@ from pollux.types import JobView, Plan, Snapshot
 
 
 class FifoPolicy(StatelessPolicy):
-    """First in, first out: the requested replicas, in order of submission; nobody overtakes, nobody is preempted.
+    """First in, first out: the requested replicas, in order of submission; no job overtakes or preempts another.
 
-    Where there are several accelerator types, a job that waits holds up those who want one of the types it waits for.
+    Where there are several accelerator types, a job that waits holds up jobs that want one of the types it waits for.
     """
 
     name = "fifo"
@@ -55,7 +55,7 @@ class EqualPolicy(StatelessPolicy):
 
 
 def _wants_more(job: JobView, count: int, accelerator: str) -> float:
-    """Largest for those who have least."""
+    """Largest for the jobs that have least."""
     return 1 / count if count < _usable_replicas(job) else 0.0
 
 

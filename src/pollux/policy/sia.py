@@ -10,7 +10,7 @@ with p = -0.5 and λ = 1.1, as in the published artifact; r = max(age - restarts
 job holds, 1 otherwise and for jobs younger than δ. A job never measured counts as equally fast on one replica of
 every type; one may ask for at most twice the replicas it was measured with. On a type where a job has not run, or
 on one replica alone, its goodput is that on a type where it has run on more, times the ratio of speeds on one replica.
-Sia profiles that when a job arrives: a simulation's oracle stands in for it, elsewhere a guessed model
+Sia profiles that when a job arrives: in a simulation the oracle knows it, elsewhere a guessed model
 (``JobView.guessed``) does, and without either the type is worth the least goodput, on the least replicas.
 
 As in the artifact, powers are rounded to two digits, so that jobs do not move for less. Simplifications: configurations
@@ -35,18 +35,19 @@ from pollux.policy.dense import may_use
 from pollux.policy.gangs import demand
 from pollux.policy.program import NOTHING, solve_program
 from pollux.policy.round import resize_cost_s
+from pollux.policy.simulated import oracle_of
 from pollux.types import Allocation, FloatArray, JobView, Plan, Snapshot
 
-_P = -0.5
-_IDLE_COST = 1.1  # λ: more than the dearest configuration costs, so that running is better
-_DIGITS = 2
-_GROWTH = 2  # a job may ask for this many times the replicas it was measured with
-_STAYING = 1e-6  # breaks ties in favour of what a job holds
-_WORTH_IT = 1e-9  # relative: a plan that gains less over staying is none
+_P = -0.5  # as in the artifact
+_IDLE_COST = 1.1  # λ, as in the artifact: more than the worst configuration costs, so that no job waits for nothing
+_DIGITS = 2  # to which powers are rounded, as in the artifact
+_GROWTH = 2  # a job may ask for this many times the replicas it was measured with, as in the paper
+_STAYING = 1e-6  # breaks ties in favour of what a job holds; far below the rounded powers
+_WORTH_IT = 1e-9  # relative; a plan that gains less over staying is rounding
 
 
 @dataclass(frozen=True, slots=True)
-class Option:
+class Choice:
     """One configuration of one job."""
 
     accelerator: str
@@ -82,29 +83,29 @@ class SiaPolicy(Policy):
         options = [self._options(job, layouts) if job.spec.min_replicas <= num_free else [] for job in jobs]
         values = [option_values(job, mine, self._settings) for job, mine in zip(jobs, options, strict=True)]
         held = {job.name: job.allocation for job in jobs}
-        wanted: dict[str, dict[str, Option]] = {accelerator: {} for accelerator in layouts}
+        wanted: dict[str, dict[str, Choice]] = {accelerator: {} for accelerator in layouts}
         for job, option in zip(jobs, choose(options, values, layouts), strict=True):
             if option is not None:
                 wanted[option.accelerator][job.name] = option
         allocations: dict[str, Allocation] = dict(fixed)
         for accelerator, given in wanted.items():
             if all(option.is_held for option in given.values()):
-                # Those who stay sit beside each other already, even where the blocks set apart for them would not.
+                # Jobs that stay sit beside each other already, even where the blocks reserved for them would not fit.
                 allocations |= {name: held[name] for name in given}
             else:
                 counts = {name: option.count for name, option in given.items()}
                 allocations |= Placer(layouts[accelerator], held).place(counts)
         return Plan(allocations=allocations)
 
-    def _options(self, job: JobView, layouts: Mapping[str, Layout]) -> list[Option]:
+    def _options(self, job: JobView, layouts: Mapping[str, Layout]) -> list[Choice]:
         """All configurations that the job may be given, what it holds among them."""
         measured = {
             accelerator: model
             for accelerator in job.params
             if accelerator not in job.guessed and (model := _model_of(job, accelerator)) is not None
         }
-        found: list[Option] = []  # with goodputs
-        unknown: list[Option] = []
+        found: list[Choice] = []  # with goodputs
+        unknown: list[Choice] = []
         least = np.inf  # of what it may ask for: it must not change when the job gives up something that it may not
         for accelerator, layout in layouts.items():
             if not may_use(job, accelerator):
@@ -114,13 +115,13 @@ class SiaPolicy(Policy):
             counts = sorted({*asked, *([] if held is None else [held])})
             goodputs = self._goodputs(job, accelerator, counts, layouts, measured)
             if goodputs is None:
-                # Nobody knows: the least of this type, or what the job holds anyway.
+                # Not known: the least of this type, or what the job holds anyway.
                 counts = sorted({*asked[:1], *([] if held is None else [held])})
-                unknown += [Option(accelerator, count, 1.0, count == held) for count in counts]
+                unknown += [Choice(accelerator, count, 1.0, count == held) for count in counts]
                 continue
             for count, goodput in zip(counts, goodputs, strict=True):
                 if goodput > 0:
-                    found.append(Option(accelerator, count, goodput, count == held))
+                    found.append(Choice(accelerator, count, goodput, count == held))
                     least = min(least, goodput) if count in asked else least
         if not np.isfinite(least):
             least = min((option.gain for option in found), default=1.0)
@@ -134,12 +135,13 @@ class SiaPolicy(Policy):
         layouts: Mapping[str, Layout],
         measured: Mapping[str, GoodputModel],
     ) -> list[float] | None:
-        """Goodput of each count on a type, None if it cannot be told."""
+        """Goodput of each count on a type, None if it is not known."""
         source, ratio = accelerator, 1.0
         model = measured.get(accelerator)
-        if model is None and measured and job.oracle is not None:
+        oracle = oracle_of(job)
+        if model is None and measured and oracle is not None:
             source, model = next(iter(measured.items()))
-            ratio = job.oracle.iteration_s(1, source) / job.oracle.iteration_s(1, accelerator)
+            ratio = oracle.iteration_s(1, source) / oracle.iteration_s(1, accelerator)
         elif model is None:
             model = _model_of(job, accelerator)
         if model is None or not counts:
@@ -163,7 +165,7 @@ def _model_of(job: JobView, accelerator: str) -> GoodputModel | None:
 
 
 def _is_applied(before: Snapshot, plan: Plan, now: Snapshot) -> bool:
-    """Whether no time has passed since, everybody holds what was planned, and nothing else has changed."""
+    """Whether no time has passed since, every job holds what was planned, and nothing else has changed."""
     return (
         (before.now, before.nodes, len(before.jobs)) == (now.now, now.nodes, len(now.jobs))
         and all(job.allocation == plan.allocation_of(job.name) for job in now.jobs)
@@ -193,7 +195,7 @@ def _is_kept(job: JobView, layout: Layout, asked: Sequence[int]) -> bool:
     return bool(job.allocation) and is_known and layout.is_regular(job.allocation)
 
 
-def option_values(job: JobView, options: Sequence[Option], settings: PolicySettings) -> FloatArray:
+def option_values(job: JobView, options: Sequence[Choice], settings: PolicySettings) -> FloatArray:
     """(num_options,): how much better than idling each is, by the job's weight."""
     is_held = np.array([option.is_held for option in options], dtype=bool)
     # A job that holds nothing, or cannot keep it, has no choice but to move.
@@ -214,11 +216,11 @@ def move_factor(job: JobView, settings: PolicySettings) -> float:
 
 
 def choose(
-    options: Sequence[Sequence[Option]], values: Sequence[FloatArray], layouts: Mapping[str, Layout]
-) -> list[Option | None]:
+    options: Sequence[Sequence[Choice]], values: Sequence[FloatArray], layouts: Mapping[str, Layout]
+) -> list[Choice | None]:
     """Which option each job is given (None: none), such that the sum of values is largest and everything fits.
 
-    Where nothing is worth more than to stay, everybody keeps what it holds, and that is all that is known to fit: a job
+    Where nothing is worth more than to stay, every job keeps what it holds, and that is all that is known to fit: a job
     of three replicas holds three slots, and would be given a block of four.
     """
     configurations = sorted({(option.accelerator, option.count) for mine in options for option in mine})
@@ -233,7 +235,7 @@ def choose(
         needed, row = layouts[accelerator].needs(count), first_row[accelerator]
         needs[number, row : row + len(needed)] = needed
     table = np.full((len(options), len(configurations)), -np.inf)
-    by_column: list[dict[int, Option]] = []
+    by_column: list[dict[int, Choice]] = []
     for job, (mine, worth) in enumerate(zip(options, values, strict=True)):
         by_column.append({column[option.accelerator, option.count]: option for option in mine})
         for index in _worthwhile(mine, worth):
@@ -250,7 +252,7 @@ def choose(
     return [by_column[job].get(pick) for job, pick in enumerate(chosen.tolist())]
 
 
-def _worthwhile(options: Sequence[Option], values: FloatArray) -> list[int]:
+def _worthwhile(options: Sequence[Choice], values: FloatArray) -> list[int]:
     """Options that are better than idling and than any with fewer replicas of the same type."""
     kept: list[int] = []
     best: dict[str, float] = {}

@@ -12,7 +12,7 @@ from pollux.policy.base import Policy, PolicySettings
 from pollux.policy.gangs import demand, gang_plan
 from pollux.types import Plan, Snapshot
 
-QUEUE_THRESHOLD = 57_600.0  # GPU-seconds (16 GPU-hours)
+QUEUE_THRESHOLD = 57_600.0  # GPU-seconds (16 GPU-hours), as in the OSDI'21 artifact
 
 
 class TiresiasPolicy(Policy):

@@ -1,4 +1,4 @@
-"""How much each job counts in the fitness: equally, or more the less is left of it, as far as that is known.
+"""How much each job counts in the fitness: equally, or more for jobs with less work left, where that is known.
 
 The second is the rule of heSRPT (Berg, Vesilo and Harchol-Balter, 2020), the optimal way to share servers among jobs
 of known sizes whose speedup is a power of their number: of n jobs, the longest first, the i-th gets a share of
@@ -33,7 +33,7 @@ def remaining_seconds(
     left = np.array([np.nan if job.remaining_examples is None else job.remaining_examples for job in jobs])
     with np.errstate(divide="ignore", invalid="ignore"):
         declared_s = left / fair_goodputs
-    # Of a job that was measured and has not said how much is left, nothing more will come.
+    # A job that was measured and has not declared its work left will not do so later.
     is_silent = np.array([job.remaining_examples is None and bool(job.params) for job in jobs], dtype=bool)
     return np.where(is_silent, learnt_s, declared_s)
 

@@ -20,7 +20,7 @@ from pollux.policy.base import Policy
 from pollux.scheduler.autoscale import AutoscaleConfig, SizeDecision
 from pollux.scheduler.knowledge import Knowledge, ProfileMemory, learn_all, recall_ratios
 from pollux.scheduler.lifecycle import JobState
-from pollux.scheduler.nodes import placeable, survivors, usable
+from pollux.scheduler.nodes import SlotRules, placeable
 from pollux.scheduler.ports import (
     Clock,
     Command,
@@ -34,7 +34,6 @@ from pollux.scheduler.ports import (
     JobStopped,
     NodePool,
     NodesChanged,
-    OracleSource,
     ResizeJob,
     StartJob,
     StopJob,
@@ -90,17 +89,18 @@ class Scheduler:
         store: Store,
         clock: Clock,
         config: SchedulerConfig,
-        oracles: OracleSource | None = None,
+        rules: SlotRules | None = None,
         pool: NodePool | None = None,
         node_s: Mapping[str, float] | None = None,
     ) -> None:
         """``node_s``: node-seconds by accelerator that were counted before this scheduler."""
-        if policy.needs_oracle and oracles is None:
+        rules = rules or SlotRules()
+        if policy.needs_oracle and not rules.has_oracles:
             raise InvalidValueError(f"policy {policy.name!r} needs an oracle: it can only be simulated")
-        if policy.shares_slots and oracles is None:
+        if policy.shares_slots and not rules.shares_slots:
             raise InvalidValueError(f"policy {policy.name!r} lets jobs share slots: it can only be simulated")
         self.policy, self.config = policy, config
-        self._engine, self._store, self._clock, self._oracles = engine, store, clock, oracles
+        self._engine, self._store, self._clock, self._rules = engine, store, clock, rules
         self._memory = ProfileMemory() if config.remembers_profiles else None
         self._ratios = TypeRatios()
         self._active: dict[str, JobRecord] = {}  # in order of submission
@@ -117,7 +117,7 @@ class Scheduler:
         if config.autoscale is not None:
             if pool is None:
                 raise InvalidValueError("auto-scaling needs an engine whose nodes can come and go")
-            self._sizer = Sizer(config.autoscale, pool)
+            self._sizer = Sizer(config.autoscale, pool, rules)
         self._node_s = dict(node_s or {})
         self._nodes_up: Sequence[Node] | None = None  # since the last tick
         self._ticked_at = clock.now()
@@ -347,7 +347,7 @@ class Scheduler:
         """
         nodes = self._engine.nodes()
         running = [record for record in self._active.values() if record.state in _GOES_ON]
-        left = survivors(nodes, [record.view(now) for record in running])
+        left = self._rules.survivors(nodes, [record.view(now) for record in running])
         names = {node.name for node in nodes}
         for record in running:
             allocation = left.get(record.name)
@@ -376,10 +376,11 @@ class Scheduler:
         why = record.reason.partition("\n")[0]
         self._departures.append(Departure(job=record.name, state=state, reason=why, num_slots=num_slots))
         self._desired.pop(record.name, None)
-        for guest in self._active.values() if self.policy.shares_slots else ():
-            if guest.allocation.host == record.name:  # from now on it has the slots to itself
-                guest.account(max(at, guest.accounted_at))
-                guest.allocation = self._desired[guest.name] = Allocation(guest.allocation.shares)
+        held = ((other.name, other.allocation) for other in self._active.values())
+        for name, allocation in self._rules.changed_by_end(record.name, held).items():
+            other = self._active[name]
+            other.account(max(at, other.accounted_at))
+            other.allocation = self._desired[name] = allocation
         self._store.save_job(record)
         del self._active[record.name]  # after it is saved: whoever looks meanwhile finds it in one place or the other
 
@@ -420,15 +421,13 @@ class Scheduler:
 
     def snapshot(self, now: float) -> Snapshot:
         """All that a policy may read, as of now."""
-        nodes, views = usable(self._draining | self.releasing, self._engine.nodes(), self._views(now))
-        return Snapshot.of(now, nodes, views)
+        leaving = self._draining | self.releasing
+        nodes, views = self._rules.usable(leaving, self._engine.nodes(), self._views(now))
+        return self._rules.snapshot(now, nodes, views)
 
     def _views(self, now: float) -> list[JobView]:
-        oracle = self._oracles.oracle if self._oracles is not None else None
-        return [
-            record.view(now, oracle(record.name) if oracle else None, pins_resizing=self.config.pins_resizing)
-            for record in self._active.values()
-        ]
+        make, pins_resizing = self._rules.make_view, self.config.pins_resizing
+        return [record.view(now, make, pins_resizing=pins_resizing) for record in self._active.values()]
 
     def drain(self, nodes: Iterable[str]) -> None:
         """Use these nodes no longer, and no others are drained; jobs leave them with the next decision."""
@@ -492,7 +491,7 @@ class Scheduler:
         try:
             known = self._sizer.plan_for(snapshot) if self._sizer is not None else None
             plan = known or self._ask(snapshot)
-            verify_plan(snapshot, plan)
+            verify_plan(snapshot, plan, self._rules)
         except PolluxError as error:
             if self.config.is_strict:
                 raise
@@ -574,7 +573,7 @@ class Scheduler:
                 )
             case Resize(allocation=allocation):
                 was = record.allocation.num_replicas
-                record.generation += allocation.shares != record.allocation.shares  # else only its neighbour changed
+                record.generation += allocation.shares != record.allocation.shares  # else no replica moves
                 record.leaving = together(record.leaving, record.allocation)
                 record.allocation = allocation
                 target = JobState.STARTING if record.state is JobState.STARTING else JobState.RESIZING

@@ -1,31 +1,29 @@
 """Which nodes jobs may use, and what is left of what they hold when nodes go.
 
-Pure functions on snapshots' values, between :mod:`pollux.types` and the loop.
+Pure functions on the values of snapshots. The loop calls them through :class:`SlotRules`, which a simulator may extend.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
-from pollux.types import NO_ALLOCATION, Allocation, JobView, Node, Snapshot
+from pollux.types import NO_ALLOCATION, Allocation, JobView, Node, Plan, Snapshot
 
 
 def usable(
     leaving: Collection[str], nodes: Sequence[Node], views: Sequence[JobView]
 ) -> tuple[list[Node], list[JobView]]:
-    """Nodes that leave keep what jobs hold that must not be moved, and nothing else; the others hold nothing there.
+    """Of nodes that leave, only the slots of jobs that must not be moved are kept; other jobs hold nothing there.
 
-    A node that has shrunk keeps that too: no plan could leave them alone otherwise.
+    A node that has shrunk keeps those slots too: no plan could leave these jobs alone otherwise.
     """
     held: Counter[str] = Counter()
-    fixed = {view.name for view in views if view.is_fixed}
     staying = []
     for view in views:
         if view.is_fixed:
-            if view.allocation.host not in fixed:  # otherwise its host's slots are kept, and it sits on them
-                held.update(view.allocation.as_mapping())
+            held.update(view.allocation.as_mapping())
         elif any(node in leaving for node, _ in view.allocation.shares):
             view = dataclasses.replace(view, allocation=NO_ALLOCATION)
         staying.append(view)
@@ -38,7 +36,7 @@ def usable(
 
 
 def placeable(snapshot: Snapshot) -> Snapshot:
-    """Without the jobs that may run on none of the accelerators there are: they wait, and hold up nobody."""
+    """Without the jobs that may run on none of the accelerators there are: they wait, and hold up no other."""
     types = {node.accelerator for node in snapshot.nodes}
     jobs = tuple(
         job for job in snapshot.jobs if job.spec.accelerators is None or not types.isdisjoint(job.spec.accelerators)
@@ -49,25 +47,64 @@ def placeable(snapshot: Snapshot) -> Snapshot:
 def survivors(nodes: Sequence[Node], views: Iterable[JobView]) -> dict[str, Allocation]:
     """What jobs still hold after nodes went or shrank, by name: of those that have lost something and can go on.
 
-    A share counts as long as its node is there and has room for it; whoever must not be moved comes first, and keeps
-    its place on a node that shrank. A guest needs no room: it stays where its host does. A job of which nothing is
-    left, or less than it can do with, is not named.
+    A share counts as long as its node is there and has room for it. Jobs that must not be moved come first, and keep
+    their place on a node that shrank. A job that has nothing left, or less than its minimum, is not named.
     """
+    return {view.name: left for view, left in kept_by(nodes, views) if goes_on_with(view, left)}
+
+
+def goes_on_with(view: JobView, left: Allocation) -> bool:
+    """The job has lost something, and ``left`` is enough to go on with."""
+    return left != view.allocation and left.num_replicas >= view.spec.min_replicas
+
+
+def kept_by(nodes: Sequence[Node], views: Iterable[JobView]) -> list[tuple[JobView, Allocation]]:
+    """What every job still holds on these nodes, if only nothing; see :func:`survivors`."""
     free = {node.name: node.num_slots for node in nodes}
-    stays_on: dict[str, Collection[str]] = {}
-    found: dict[str, Allocation] = {}
-    for view in sorted(views, key=lambda view: (bool(view.allocation.host), not view.is_fixed)):
-        host = view.allocation.host
+    found = []
+    for view in sorted(views, key=lambda view: not view.is_fixed):
         left = []
         for share in view.allocation.shares:
-            if host:
-                if share.node in stays_on.get(host, free):
-                    left.append(share)
-            elif share.node in free and (view.is_fixed or share.num_replicas <= free[share.node]):
+            if share.node in free and (view.is_fixed or share.num_replicas <= free[share.node]):
                 free[share.node] -= share.num_replicas
                 left.append(share)
-        stays_on[view.name] = {share.node for share in left}
-        allocation = Allocation(tuple(left), host if left else "")
-        if allocation != view.allocation and allocation.num_replicas >= view.spec.min_replicas:
-            found[view.name] = allocation
+        found.append((view, Allocation(tuple(left))))
     return found
+
+
+class SlotRules:
+    """How jobs hold slots, and how policies see them. Here each slot belongs to one job, as on every live cluster.
+
+    This is what a simulator extends (:mod:`pollux.simulator.slot_sharing`): its policies may let two jobs share slots
+    and may ask for the truth about a job.
+    """
+
+    has_oracles: bool = False
+    """Views carry an oracle, as policies that need one ask for."""
+    shares_slots: bool = False
+    """Jobs may sit on the slots of others."""
+
+    def __init__(self) -> None:
+        self.make_view: Callable[..., JobView] = JobView  # from the fields of JobView
+
+    def snapshot(self, now: float, nodes: Sequence[Node], views: Sequence[JobView]) -> Snapshot:
+        """See :meth:`Snapshot.of`."""
+        return Snapshot.of(now, nodes, views)
+
+    def usable(
+        self, leaving: Collection[str], nodes: Sequence[Node], views: Sequence[JobView]
+    ) -> tuple[list[Node], list[JobView]]:
+        """See :func:`usable`."""
+        return usable(leaving, nodes, views)
+
+    def survivors(self, nodes: Sequence[Node], views: Sequence[JobView]) -> dict[str, Allocation]:
+        """See :func:`survivors`."""
+        return survivors(nodes, views)
+
+    def problems(self, plan: Plan) -> list[str]:
+        """Rules of its own that a plan breaks."""
+        return []
+
+    def changed_by_end(self, ended: str, held: Iterable[tuple[str, Allocation]]) -> dict[str, Allocation]:
+        """What jobs that shared slots with one that ended hold from now on, by name. ``held``: by job, all jobs."""
+        return {}

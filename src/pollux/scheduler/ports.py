@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 from pollux.errors import InvalidValueError, ProfileError
 from pollux.model.profile import Configuration, Timing, check_measurement
 from pollux.scheduler.lifecycle import JobState
-from pollux.types import Allocation, BatchLimits, JobSpec, Node, Oracle, Snapshot, ThroughputParams
+from pollux.types import Allocation, BatchLimits, JobSpec, Node, Snapshot, ThroughputParams
 
 if TYPE_CHECKING:
     from pollux.scheduler.record import JobRecord, RoundRecord
@@ -181,13 +181,6 @@ class NodePool(Protocol):
         Asked again every round, with all that is wanted and not up yet: asking twice is asking once, nodes may take
         minutes to join or never do, and ``num_more`` falls as they join or are needed no longer.
         """
-
-
-class OracleSource(Protocol):
-    """Knows the truth about jobs (a simulator); given to policies that ask for it."""
-
-    def oracle(self, job: str) -> Oracle:
-        """The truth about one job."""
 
 
 class Clock(Protocol):

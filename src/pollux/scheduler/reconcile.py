@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from pollux.errors import InvalidPlanError
 from pollux.scheduler.lifecycle import JobState
+from pollux.scheduler.nodes import SlotRules
 from pollux.types import NO_ALLOCATION, Allocation, Node, Plan, Snapshot, slots_in_use
 
 
@@ -43,7 +44,7 @@ class Stop:
 Change = Start | Resize | Stop
 
 
-def verify_plan(snapshot: Snapshot, plan: Plan) -> None:
+def verify_plan(snapshot: Snapshot, plan: Plan, rules: SlotRules | None = None) -> None:
     """Refuse a plan that the cluster cannot carry out.
 
     Raises:
@@ -72,27 +73,15 @@ def verify_plan(snapshot: Snapshot, plan: Plan) -> None:
             problems.append(
                 f"job {name!r} is given {count} replicas; allowed: {job.spec.min_replicas}..{job.spec.max_replicas}"
             )
-        problems += _guest_problems(name, allocation, plan)
     for job in snapshot.jobs:
         if job.is_fixed and plan.allocation_of(job.name) != job.allocation:
             problems.append(f"job {job.name!r} must keep {job.allocation.shares}")
     for node_name, used in slots_in_use(list(plan.allocations.values())).items():
         if node_name in nodes and used > nodes[node_name].num_slots:
             problems.append(f"node {node_name!r} has {nodes[node_name].num_slots} slots, {used} are given away")
+    problems += rules.problems(plan) if rules is not None else []
     if problems:
         raise InvalidPlanError(*problems)
-
-
-def _guest_problems(name: str, allocation: Allocation, plan: Plan) -> list[str]:
-    """A guest sits within what one host holds as its own, and is its only guest."""
-    if not allocation.host:
-        return []
-    host = plan.allocation_of(allocation.host)
-    held = host.as_mapping()
-    if not host or host.host or any(count > held.get(node, 0) for node, count in allocation.shares):
-        return [f"job {name!r} is a guest of {allocation.host!r}, which does not hold {allocation.shares} as its own"]
-    guests = [job for job, other in plan.allocations.items() if other.host == allocation.host]
-    return [f"{allocation.host!r} has several guests: {guests}"] if len(guests) > 1 and guests[0] == name else []
 
 
 def reconcile(

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from pollux.scheduler.knowledge import Knowledge
 from pollux.scheduler.lifecycle import JobState, Transition, check_transition
-from pollux.types import NO_ALLOCATION, Allocation, JobSpec, JobView, Oracle, Plan
+from pollux.types import NO_ALLOCATION, Allocation, JobSpec, JobView, Plan
 
 _HISTORY_LENGTH = 64
 
@@ -90,10 +90,13 @@ class JobRecord:
             return None
         return self.remaining_examples * self.progress / (1 - self.progress)
 
-    def view(self, now: float, oracle: Oracle | None = None, *, pins_resizing: bool = False) -> JobView:
-        """As a policy sees it. ``pins_resizing``: it stays as it is until a start or resize under way is through."""
+    def view(self, now: float, make: Callable[..., JobView] = JobView, *, pins_resizing: bool = False) -> JobView:
+        """The job as a policy sees it, made by ``make`` from the fields of a :class:`JobView`.
+
+        ``pins_resizing``: the policy may not change it while a start or resize is under way.
+        """
         is_under_way = self.state in (JobState.STARTING, JobState.RESIZING)
-        return JobView(
+        return make(
             spec=self.spec,
             age_s=max(now - self.spec.submitted_at, 0.0),
             allocation=self.allocation,
@@ -110,7 +113,6 @@ class JobRecord:
             remaining_examples=self.remaining_examples,
             done_examples=self._done_examples(),
             is_pinned=self.state is JobState.STOPPING or (pins_resizing and is_under_way),
-            oracle=oracle,
         )
 
 

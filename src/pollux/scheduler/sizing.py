@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from pollux.errors import PolluxError
 from pollux.model.goodput import GoodputTables
 from pollux.scheduler.autoscale import AutoscaleConfig, Outcome, SizeDecision, Spending, decide_size, utility
-from pollux.scheduler.nodes import placeable, usable
+from pollux.scheduler.nodes import SlotRules, placeable
 from pollux.scheduler.ports import NodePool
 from pollux.types import JobView, Node, Plan, Snapshot, slots_in_use
 
@@ -24,9 +24,9 @@ logger = logging.getLogger(__name__)
 class Sizer:
     """Keeps a cluster's number of nodes right. The size is what is wanted, whether or not it is there yet."""
 
-    def __init__(self, config: AutoscaleConfig, pool: NodePool) -> None:
+    def __init__(self, config: AutoscaleConfig, pool: NodePool, rules: SlotRules | None = None) -> None:
         config.check_template(pool.template.num_slots)
-        self._config, self._pool = config, pool
+        self._config, self._pool, self._rules = config, pool, rules or SlotRules()
         self._num_wanted: int | None = None
         self._num_more = 0  # of these, asked for and not there yet
         self._settled_at = 0.0  # since when the size has not changed and could have been smaller
@@ -76,7 +76,7 @@ class Sizer:
             self._num_wanted, self._settled_at = len(candidates), now
         before = self._num_wanted
         self._plans.clear()
-        outlook = _Outlook(now, nodes, candidates, views, draining, self._pool.template)
+        outlook = _Outlook(now, nodes, candidates, views, draining, self._pool.template, self._rules)
         problem = ""
         try:
             self._decide(now, outlook, decide)
@@ -156,15 +156,17 @@ class _Outlook:
         views: Sequence[JobView],
         draining: Collection[str],
         template: Node,
+        rules: SlotRules,
     ) -> None:
         self._now, self._nodes, self._candidates, self._views = now, nodes, candidates, views
-        self._draining, self._template = frozenset(draining), template
+        self._draining, self._template, self._rules = frozenset(draining), template, rules
 
     def snapshot(self, size: int) -> Snapshot:
         """With the first ``size`` candidates, or all of them and new nodes besides."""
         leaving = self._draining | {node.name for node in self._candidates[size:]}
-        nodes, views = usable(leaving, self._nodes, self._views)
-        return placeable(Snapshot.of(self._now, [*nodes, *self._new_nodes(size - len(self._candidates))], views))
+        nodes, views = self._rules.usable(leaving, self._nodes, self._views)
+        nodes += self._new_nodes(size - len(self._candidates))
+        return placeable(self._rules.snapshot(self._now, nodes, views))
 
     def num_affordable(self, num_slots: float, most: int) -> int:
         """How many nodes have no more slots than that, besides those drained, which are paid for too."""

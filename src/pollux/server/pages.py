@@ -1,7 +1,7 @@
 """What a browser loads: the dashboard's page, its scripts and styles, and plotly.js out of the installed package.
 
 Stands in ``server``, below :mod:`pollux.server.app`. The files are plain ones in ``dashboard/``, and the look that they
-share with the reports is :mod:`pollux.look`. Nobody needs a token for them: they hold no data, and ask for all of it.
+share with the reports is :mod:`pollux.reports.look`. They need no token: they hold no data, and ask for all of it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from fastapi import APIRouter, Request, Response
 from starlette.exceptions import HTTPException
 
-from pollux import look
+from pollux.reports import look
 
 FOLDER = Path(__file__).parent / "dashboard"
 INDEX = "index.html"

@@ -1,6 +1,6 @@
-"""What a simulated job trains: how long its steps take and how it learns.
+"""What a simulated job trains: how long its steps take and how it learns. The engine runs jobs by it.
 
-Two kinds: traces measured by others (:mod:`pollux.simulator.traces`) and condensed profiles
+There are two kinds: traces measured by others (:mod:`pollux.simulator.traces`) and condensed profiles
 (:mod:`pollux.simulator.builtin`). Progress is in scale-invariant iterations: steps at M0.
 """
 
@@ -49,7 +49,7 @@ def dense_placement(num_replicas: int, gpus_per_node: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Habits:
-    """What is known of a job beside its physics, where one was seen on a live cluster. None: as the simulation says.
+    """How a job that was recorded on a live cluster starts, resizes and re-batches. None: as the simulation says.
 
     ``lone_noise_scales`` is what it measures in each epoch on one replica without accumulation. Recordings of earlier
     versions have a biased estimate there, from one gradient a step, and it decided whether the batch grew.
@@ -57,7 +57,7 @@ class Habits:
 
     start_s: float | None = None  # it holds slots but does not train: before its first step and after its last
     resize_s: float | None = None  # it holds slots but does not train: when it is resized
-    join_s: float = 0.0  # until newcomers train with it when it grows; the others go on meanwhile
+    join_s: float = 0.0  # until new replicas train when it grows; the old ones train on meanwhile
     batch_threshold: float | None = None  # gain below which it does not change its batch
     rounds_epochs: bool = True  # an epoch's last stretch takes whole seconds, as in the artifact
     lone_noise_scales: tuple[float, ...] = ()
@@ -99,16 +99,16 @@ class Application(Protocol):
 def limits_in(
     application: Application, accelerator: str, placement: tuple[int, ...], own: BatchLimits | None = None
 ) -> BatchLimits:
-    """What a job may train with in a placement: as it asked for (``own``), and as its devices have room for."""
+    """The batch sizes of a job in a placement: those it asked for (``own``), bounded by its devices' memory."""
     limits = (own or application.limits).on(accelerator)
     most = max(application.device_max(accelerator, placement), limits.device_min)
     return limits if most >= limits.device_max else dataclasses.replace(limits, device_max=most)
 
 
 def application_key(applications: Mapping[str, Application], job: JobSpec) -> str:
-    """Under which name the physics of a job are found: ``application/job`` where it has its own, else its application.
+    """The key of a job's application: ``application/job`` where the job has its own, else the application's name.
 
-    Jobs that were recorded have: they do one thing at one speed, but each has its own work and noise.
+    Recorded jobs have their own: each has its own work and noise scale.
     """
     own = f"{job.application}/{job.name}"
     return own if own in applications else job.application

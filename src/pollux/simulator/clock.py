@@ -1,4 +1,4 @@
-"""Virtual time: waiting lets the simulated world go on instead."""
+"""Virtual time: instead of waiting, the clock lets the simulated engine advance. The scheduler's loop reads it."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Two simulated jobs on the same slots: how busy each keeps them, and how fast both then run.
+"""Two simulated jobs on the same slots: how busy each keeps them, and how fast both run.
 
-The slowdown is what a table says of the two applications, where one was given; otherwise it follows from their loads
-(:mod:`pollux.model.sharing`), which step times show: what grows with the batch is work of the accelerator, the rest
-of a step is not. Speeds change where allocations do and when one of the two ends; with decisions at fixed intervals
-the other one feels that end at the next of them.
+The engine calls it. A table of measured speeds comes first, where one was given; otherwise the slowdown follows from
+the jobs' loads (:mod:`pollux.model.sharing`). A load follows from step times: the part that grows with the batch is
+work of the accelerator, the rest of a step is not. Speeds change when allocations do and when one of the two ends;
+with decisions at fixed intervals, the other job speeds up at the next decision.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ COLUMNS = ("application", "beside", "speed")
 
 
 class SharedSpeed(NamedTuple):
-    """What one application keeps of its speed beside another one; the other's share is an entry of its own."""
+    """The share of its speed that one application keeps beside another one; the other's share is a second entry."""
 
     application: str
     beside: str
@@ -50,7 +50,7 @@ def read_shared_speeds(path: str | Path) -> tuple[SharedSpeed, ...]:
 
 
 def check_applications(speeds: Sequence[SharedSpeed], applications: Iterable[Application]) -> None:
-    """Refuse speeds of applications that nobody knows: a slip of the pen would silently change nothing.
+    """Refuse speeds of unknown applications: a typing error would silently change nothing.
 
     Raises:
         UnknownNameError: lists the known ones.

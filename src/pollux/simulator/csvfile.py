@@ -1,4 +1,4 @@
-"""Reading CSV input with errors that name file, row and what is allowed."""
+"""Reads CSV input, with errors that name file, row and what is allowed. Workloads, traces and speeds use it."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
 Implements :class:`~pollux.scheduler.ports.Engine`. Semantics are those of the OSDI'21 artifact: a start or
 resize stands still for ``resize_s`` (and where newcomers' starts were recorded, the others train on until they are
-there); progress goes epoch by epoch at a rate that depends on placement,
-batch and epoch; whole seconds at the end of an epoch.
+there); progress goes epoch by epoch at a rate that depends on placement, batch and epoch; an epoch's end is rounded to
+whole seconds.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
 
 import numpy as np
 
@@ -21,6 +20,7 @@ from pollux.errors import SimulationError
 from pollux.model.efficiency import MAX_NOISE_SCALE
 from pollux.model.goodput import BatchTuner, fixed_batch
 from pollux.model.profile import Configuration, Timing
+from pollux.policy.simulated import host_of
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.ports import (
     Command,
@@ -36,7 +36,8 @@ from pollux.scheduler.ports import (
     TuneJob,
 )
 from pollux.simulator.application import Application, StepTime, application_key, dense_placement, limits_in
-from pollux.simulator.colocation import SharedSpeeds, load, speeds_together
+from pollux.simulator.colocation import load, speeds_together
+from pollux.simulator.config import SimulationConfig
 from pollux.types import (
     DEFAULT_ACCELERATOR,
     NO_ALLOCATION,
@@ -55,7 +56,7 @@ _NO_BATCH = BatchConfig(0, 0)
 
 @dataclass(slots=True)
 class SimulatedJob:
-    """One job's true state. Stands in for the processes and for the agent inside them."""
+    """One job's true state; simulates its processes and the training library inside them."""
 
     spec: JobSpec
     application: Application
@@ -67,7 +68,7 @@ class SimulatedJob:
     accelerator: str = DEFAULT_ACCELERATOR
     generation: int = 0
     delay_s: float = 0.0  # of the start or resize under way
-    joining_s: float = 0.0  # before that, until newcomers are there: ``placement`` is still the old one
+    joining_s: float = 0.0  # before that, until new replicas are up: ``placement`` is still the old one
     is_announced: bool = True  # the scheduler knows that this generation trains
     epoch: int = 0
     progress: float = 0.0
@@ -112,7 +113,7 @@ class SimulatedJob:
         self.allocation, self.placement = NO_ALLOCATION, ()
 
     def phi(self) -> float:
-        """The noise scale that training now would measure; boundless if all examples are taken to be of equal use."""
+        """The noise scale that training now would measure; unbounded if all examples count as equally useful."""
         if not self.counts_efficiency:
             return MAX_NOISE_SCALE
         limits, alone = self.application.limits, self.application.habits.lone_noise_scales
@@ -230,7 +231,7 @@ class SimulatedJob:
 
 @dataclass(slots=True)
 class _Checkpoint:
-    """Enough of a simulated job to go back to before an advance that overshot an event."""
+    """The state of a simulated job before an advance, to return to if the advance passed an event."""
 
     job: SimulatedJob
     state: tuple[object, ...]
@@ -263,28 +264,20 @@ class SimulatedEngine:
         self,
         nodes: Sequence[Node],
         applications: Mapping[str, Application],
+        config: SimulationConfig | None = None,
         *,
         adapts_batch: bool,
-        resize_s: float = 30.0,
-        interference: float = 0.0,
-        batch_threshold: float = 0.0,
-        node_start_s: float = 0.0,
-        start_s: float | None = None,
-        rounds_epochs: bool = True,
-        counts_efficiency: bool = True,
-        shared_speeds: SharedSpeeds = MappingProxyType({}),
-        moves_are_free: bool = False,
     ) -> None:
+        """``adapts_batch``: jobs choose their batch by goodput, as the policy allows."""
+        self._config = config or SimulationConfig()
         self.jobs: dict[str, SimulatedJob] = {}  # that were started and have not ended
         self.now = 0.0
         self._nodes = tuple(nodes)
         self.template = nodes[0]
         self._accelerator_of = {node.name: node.accelerator for node in nodes}
         self._applications = applications
-        self._adapts_batch, self._batch_threshold = adapts_batch, batch_threshold
-        self._resize_s, self._interference, self._node_start_s = resize_s, interference, node_start_s
-        self._shared_speeds, self._moves_are_free = shared_speeds, moves_are_free
-        self._start_s, self._rounds_epochs, self._counts_efficiency = start_s, rounds_epochs, counts_efficiency
+        self._adapts_batch = adapts_batch
+        self._shared_speeds = {(entry.application, entry.beside): entry.speed for entry in self._config.shared_speeds}
         self._running: dict[str, SimulatedJob] = {}
         self._events: list[Event] = []
         self._arriving: list[tuple[float, Node]] = []  # when each of them is up, in that order
@@ -330,11 +323,11 @@ class SimulatedEngine:
         if len(staying) != len(self._nodes):
             self._nodes = tuple(staying)
             self._events.append(NodesChanged())
-        del self._arriving[num_more:]  # whoever was asked for last is called off first
+        del self._arriving[num_more:]  # the latest requests are cancelled first
         while len(self._arriving) < num_more:
             name = next(name for name in self._fresh_names if name not in self._accelerator_of)
             node = dataclasses.replace(self.template, name=name)
-            self._arriving.append((self.now + self._node_start_s, node))
+            self._arriving.append((self.now + self._config.node_start_s, node))
 
     # World ------------------------------------------------------------------------------------
 
@@ -355,7 +348,7 @@ class SimulatedEngine:
                     checkpoint.job.advance(until)
         self.node_s += (until - self.now) * (len(self._nodes) + len(self._arriving))
         self.now = until
-        if any(job.allocation.host for job in running):  # who ended first, guest or host, is told first
+        if any(host_of(job.allocation) for job in running):  # of guest and host, the first to end comes first
             running.sort(key=lambda job: math.inf if job.completed_at is None else job.completed_at)
         for job in running:
             self._observe(job)
@@ -403,13 +396,13 @@ class SimulatedEngine:
             application,
             self._adapts_batch,
             spec.batch or application.limits,
-            batch_threshold=self._batch_threshold if habits.batch_threshold is None else habits.batch_threshold,
-            rounds_epochs=self._rounds_epochs and habits.rounds_epochs,
-            counts_efficiency=self._counts_efficiency,
+            batch_threshold=self._config.batch_threshold if habits.batch_threshold is None else habits.batch_threshold,
+            rounds_epochs=self._config.rounds_epochs and habits.rounds_epochs,
+            counts_efficiency=self._config.counts_efficiency,
         )
 
     def profile(self, spec: JobSpec, num_batches: int) -> None:
-        """Report what a job would measure on as few slots as it can do with, of every type that it may use.
+        """Report what a job would measure on its least replicas, on every type that it may use.
 
         With so many device batches from the largest to the smallest. It costs nothing here; on a cluster it would take
         some steps with each.
@@ -433,12 +426,12 @@ class SimulatedEngine:
         return job
 
     def _start_s_of(self, job: SimulatedJob) -> float:
-        known = (job.application.habits.start_s, self._start_s, self._resize_s)
+        known = (job.application.habits.start_s, self._config.start_s, self._config.resize_s)
         return next(start_s for start_s in known if start_s is not None)
 
     def _resize_s_of(self, job: SimulatedJob) -> float:
         own_s = job.application.habits.resize_s
-        return self._resize_s if own_s is None else own_s
+        return self._config.resize_s if own_s is None else own_s
 
     def _known(self, name: str) -> SimulatedJob:
         job = self.jobs.get(name)
@@ -448,15 +441,17 @@ class SimulatedEngine:
 
     def _allocate(self, job: SimulatedJob, allocation: Allocation, generation: int, delay_s: float) -> None:
         accelerator = self._accelerator_of[allocation.shares[0].node]
-        if allocation.shares == job.allocation.shares or (  # only the neighbour changed
-            self._moves_are_free and accelerator == job.accelerator and allocation.counts == job.allocation.counts
+        if allocation.shares == job.allocation.shares or (  # only the job that shares its slots changed
+            self._config.physics.moves_are_free
+            and accelerator == job.accelerator
+            and allocation.counts == job.allocation.counts
         ):
             delay_s = 0.0
         job.allocate(allocation, accelerator, generation, delay_s)
 
     def _update_interference(self) -> None:
         """Spanning jobs that share a node with another spanning job are slowed."""
-        if self._interference == 0:
+        if self._config.interference == 0:
             return
         spanners: dict[str, int] = {}
         for job in self._running.values():
@@ -467,16 +462,16 @@ class SimulatedEngine:
             shares_network = job.allocation.num_nodes > 1 and any(
                 spanners[node] > 1 for node, _ in job.allocation.shares
             )
-            slowdown = self._interference if shares_network else 0.0
+            slowdown = self._config.interference if shares_network else 0.0
             if slowdown != job.slowdown:
                 job.slowdown, job.rate = slowdown, math.nan
 
     def _update_sharing(self) -> None:
         """Guests and their hosts slow each other down; a guest whose host is gone has the slots to itself."""
         speeds = dict.fromkeys(self._running, 1.0)
-        guests = {name: job for name, job in self._running.items() if job.allocation.host}
+        guests = {name: job for name, job in self._running.items() if host_of(job.allocation)}
         for name, guest in guests.items():
-            host = self._running.get(guest.allocation.host)
+            host = self._running.get(host_of(guest.allocation))
             if host is None:
                 guest.allocation = Allocation(guest.allocation.shares)
             else:

@@ -4,9 +4,9 @@
 the number of jobs present, averaged over the job's life. Alone means: by the application's true physics, with the
 best batch size in every epoch, densely placed on the whole share, and started once. ρ ≤ 1: sharing cost nothing.
 
-With several accelerator types a share is a number of slots still, but of which type? The time alone is then the mean of
-the times on that many slots of each type, weighted by the slots there are of it: what a job can expect that is given
-its share without regard to types. Types that it cannot run on are left out, and no share is larger than its type.
+With several accelerator types, the time alone is the mean of the times on that many slots of each type, weighted by the
+slots of the type: what a job can expect that gets its share without regard to types. Types that it cannot run on are
+left out, and no share is larger than its type. Results (:mod:`pollux.simulator.result`) contain it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Workloads made up: jobs that arrive over the day, sized as users who tuned them would.
+"""Generates workloads: jobs that arrive over the day, sized as users who tuned them would.
 
-As in the OSDI'21 paper's evaluation: jobs arrive by the time of day of Microsoft's Philly trace, small ones are many
-and large ones few, and each asks for a configuration that makes fair use of its GPUs. Everything is drawn from one
-seeded generator, so a seed names a workload.
+``pollux workload`` and ``builtin:NAME`` use it. As in the OSDI'21 paper's evaluation, jobs arrive by the time of day of
+Microsoft's Philly trace, small ones are many and large ones few, and each asks for a configuration that makes fair use
+of its GPUs. Everything is drawn from one seeded generator, so a seed names a workload.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ DEFAULT_MIX: Mapping[str, float] = {
     "imagenet": 0.015,
 }
 
-# A tuned job's speedup is this share of the ideal one: fewer GPUs would be timid, more a waste.
+# A tuned job's speedup is this share of the ideal one, as in the OSDI'21 paper: with a larger share it
+# could use more GPUs well, with a smaller one it wastes them.
 TUNED_EFFICIENCY = (0.5, 0.8)
 _REPLICA_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)  # that users ask for
 
@@ -219,7 +220,7 @@ def training_s(application: Application, num_replicas: int, batch_size: int, gpu
 
 
 def tuned_configurations(application: Application, max_replicas: int = 64, gpus_per_node: int = 4) -> list[Tuned]:
-    """What users who tuned their job would ask for: TunedJobs of the paper.
+    """The configurations that users who tuned their job would ask for: TunedJobs of the paper.
 
     A number of GPUs qualifies if its speedup, over one GPU (or the fewest it can do with) and each with the batch size
     that is best for it, is 50-80 % of linear. Where none does (the job scales too well for ``max_replicas``, or not at

@@ -1,4 +1,4 @@
-"""The truth about simulated jobs, for policies that ask for it (Optimus+Oracle)."""
+"""The truth about simulated jobs, for policies that ask for it (optimus with oracle, as in OSDI'21)."""
 
 from __future__ import annotations
 

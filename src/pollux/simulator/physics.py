@@ -1,9 +1,9 @@
-"""Of what a simulated cluster is made, and what a published simulator does to jobs beyond what traces say.
+"""The nodes of a simulated cluster, and what a published simulator does to jobs beyond its traces.
 
-Between :mod:`pollux.simulator.application` and :mod:`pollux.simulator.run`. The OSDI'21 artifact knows one resize cost;
-the Sia artifact (siasosp23/artifacts, ``sia-simulator/``) one for each application, slows every application down by
-what its authors saw on real machines, charges nothing for a move between nodes of one type that keeps the shape, and
-lets nobody move a job whose restart is under way.
+A simulation's configuration contains both. The OSDI'21 artifact has one resize cost. The Sia artifact
+(siasosp23/artifacts, ``sia-simulator/``) has one for each application, slows every application down by what its authors
+saw on real machines, charges nothing for a move between nodes of one type that keeps the shape, and never moves a job
+whose restart is under way.
 """
 
 from __future__ import annotations

@@ -1,11 +1,12 @@
-"""What a live cluster kept, understood: jobs whose work, speed and noise scale are known, as they ran.
+"""Makes jobs that can be simulated of what a live cluster recorded: their work, speed and noise scale.
 
-Stands in ``simulator``, below :mod:`pollux.simulator.recorded`, which runs them again. A job's reports hold its
-physics: step times (θ is fitted to them), the noise scale over its progress, and how many useful examples it took in
-all. Its record holds when it came and what it held. Input is plain data as the HTTP interface gives it.
+``pollux replay`` and ``pollux demo`` read recordings with it; :mod:`pollux.evaluation.replay` runs them again. A job's
+reports hold its physics: step times (θ is fitted to them), the noise scale over its progress, and how many useful
+examples it took in all. Its record says when it was submitted and what it held. Input is plain data as the HTTP
+interface gives it.
 
-Nothing is dropped silently: jobs that end early are cut (they do again what they did), those whose work cannot be told
-hold their slots for as long as they did, and whoever cannot be simulated at all is named with the reason.
+Nothing is dropped silently. Jobs that ended early are cut: they do the same again. Jobs whose work is not known
+hold their slots for as long as they did. Jobs that cannot be simulated at all are named with the reason.
 """
 
 from __future__ import annotations
@@ -27,22 +28,22 @@ from pollux.model.throughput import grad_s, sync_s
 from pollux.policy import WEIGHTINGS, PolicySettings
 from pollux.simulator.application import Habits
 from pollux.simulator.builtin import ProfiledApplication, StepCorrections
+from pollux.simulator.config import SimulationConfig
 from pollux.simulator.fairness import mean_jobs_present
-from pollux.simulator.run import SimulationConfig
 from pollux.types import DEFAULT_ACCELERATOR, BatchLimits, JobSpec, ThroughputParams
 
 Record = Mapping[str, Any]  # one JSON object
 
-NUM_STAGES = 40  # stretches of equal progress over each of which the noise scale is taken as constant
-LIVE_BATCH_THRESHOLD = 0.05  # gain for which a live job changes its batch
-LIVE_INTERVAL_S, LIVE_CHARGE_S = 10.0, 1.0  # of a server that says nothing else
-_MAX_PROGRESS = 0.98  # later, what is left is too little to tell the whole from
-_DEFAULT_RESIZE_S = 0.5
-_MOST_ROUNDS = 2000  # in which live decisions, which follow every new measurement, are approached
-_SHORTEST_INTERVAL_S = 1.0
-_PACES = (0.5, 4.0)  # beyond, the reports did not come when they were made
-_TINY = 1e-8
-_MAX_POINTS = 400
+NUM_STAGES = 40  # stretches of equal progress with a constant noise scale each; reports of short jobs are no denser
+LIVE_BATCH_THRESHOLD = 0.05  # gain for which a live job changes its batch: pollux.model.goodput.KEEP_THRESHOLD
+LIVE_INTERVAL_S, LIVE_CHARGE_S = 10.0, 1.0  # of a server that recorded neither: the defaults of ``pollux up``
+_MAX_PROGRESS = 0.98  # later, the work left is too small to tell the whole from: its rounding error grows 50-fold
+_DEFAULT_RESIZE_S = 0.5  # where no resize is on record: one in place takes less than a second
+_MOST_ROUNDS = 2000  # bounds the time of a replay; live decisions follow every new measurement, these come at intervals
+_SHORTEST_INTERVAL_S = 1.0  # between decisions of a replay; a live server pauses as long
+_PACES = (0.5, 4.0)  # of recorded time to modelled time; beyond, reports were delayed and say nothing about speed
+_TINY = 1e-8  # seconds; the lower bound of θ's parameters
+_MAX_POINTS = 400  # of a figure: more than its pixels show
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,8 +84,8 @@ class RecordedJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recording:
-    """Jobs of one cluster. ``left_out`` says which could not be understood, and why; ``assumptions`` what was taken
-    for granted."""
+    """Jobs of one cluster. ``left_out``: jobs that cannot be simulated, and why; ``assumptions``: what was not on
+    record and is assumed."""
 
     jobs: tuple[RecordedJob, ...]
     left_out: Mapping[str, str]
@@ -124,7 +125,7 @@ def read_recording(
     left_out: Mapping[str, str] | None = None,
     node_price: float | None = None,
 ) -> Recording:
-    """Understand what a cluster recorded: job details, reports by job, nodes, and rounds.
+    """The recording of a cluster, of its job details, reports by job, nodes and rounds.
 
     ``policy``, ``interval_s``, ``charge_s`` (for a resize) and ``weights`` are the server's, as far as they are on
     record; ``left_out`` are jobs that could not even be read, with the reason.
@@ -142,8 +143,8 @@ def read_recording(
         usual_join_s = _join_s(jobs) or 0.0
         for job in sorted(jobs, key=lambda job: job["sequence"]):
             try:
-                told = reports.get(job["name"], ())
-                found.append(_read_job(job, told, began_at, num_nodes * slots_per_node, usual_join_s))
+                own = reports.get(job["name"], ())
+                found.append(_read_job(job, own, began_at, num_nodes * slots_per_node, usual_join_s))
             except SimulationError as error:
                 missing[job["name"]] = str(error)
         num_resizes = sum(1 for job in jobs for entry in job["resizes"] if entry["before"])
@@ -154,8 +155,8 @@ def read_recording(
         reasons = "; ".join(f"{name}: {reason}" for name, reason in missing.items()) or "there are none"
         raise SimulationError(f"no recorded job can be simulated: {reasons}")
     if policy is None:
-        notes.append("Which policy decided is not on record; pollux is taken for it.")
-    # What a server measures is from the command to the last newcomer's first step, for most of which a job trains on.
+        notes.append("The policy that decided is not on record; pollux is assumed.")
+    # A server measures from the command to the first step of the last new replica; for most of that the job trains on.
     settings = PolicySettings(
         resize_s=LIVE_CHARGE_S if charge_s is None else charge_s,
         charges_measured=False,
@@ -190,7 +191,7 @@ def read_recording(
 def _cluster(
     jobs: Sequence[Record], nodes: Sequence[Record], rounds: Sequence[Record], notes: list[str]
 ) -> tuple[int, int]:
-    """(nodes, slots of each) that there were most of the time. The simulator's nodes are all alike, and stay."""
+    """(nodes, slots of each), as most of the time. The simulator's nodes are all alike, and stay."""
     slots = [int(node["num_slots"]) for node in nodes]
     if min(slots, default=1) < 1 or not (slots or rounds):
         raise InvalidValueError(f"nodes with {slots} slots; at least one node with a slot is needed")
@@ -212,7 +213,7 @@ def _cluster(
     num_nodes = max(1, usual // largest)
     if slots and (min(slots) != max(slots) or num_nodes * largest != usual):
         notes.append(
-            f"Nodes of different sizes are taken for {num_nodes} of {largest} slots: simulated nodes are all alike."
+            f"Nodes of different sizes are simulated as {num_nodes} of {largest} slots: simulated nodes are all alike."
         )
     return num_nodes, largest
 
@@ -233,7 +234,7 @@ def _read_job(
     if not allocations:
         raise SimulationError(f"it is {job['state']} and did not run")
     is_whole = job["state"] == "succeeded"
-    remark = "" if is_whole else f"it is {job['state']}: simulated up to where it had come"
+    remark = "" if is_whole else f"it is {job['state']}: simulated as far as it came"
     try:
         application, batch = _elastic(job, reports, num_slots, usual_join_s, is_whole=is_whole), 0
         limits = application.limits
@@ -273,14 +274,14 @@ def _read_job(
 
 
 def _key(job: Record) -> str:
-    """Jobs of one application share what is learnt of it; each has physics of its own."""
+    """Jobs of one application share their profile in the scheduler; each has its own physics."""
     return f"{job['application'] or job['name']}/{job['name']}"
 
 
 def _elastic(
     job: Record, reports: Sequence[Record], num_slots: int, usual_join_s: float, *, is_whole: bool
 ) -> ProfiledApplication:
-    """What it was, by its reports."""
+    """The job's physics, from its reports."""
     if not reports:
         raise SimulationError("it sent no reports, which only jobs that train with pollux.train do")
     limits = next((BatchLimits(**report["batch"]) for report in reports if report["batch"] is not None), None)
@@ -324,7 +325,7 @@ def _paced(params: ThroughputParams, pace: float) -> ThroughputParams:
 
 
 def _pace(reports: Sequence[Record], application: ProfiledApplication, done: float | None) -> float:
-    """Seconds it really took over those that θ and φ give, where nothing changed from one report to the next.
+    """Recorded seconds over modelled ones, between reports without a change of configuration.
 
     Step times do not know of evaluation, logging and checkpoints, nor of the moments when others had the processor.
     """
@@ -349,7 +350,7 @@ def _pace(reports: Sequence[Record], application: ProfiledApplication, done: flo
 
 
 def _rigid(job: Record, allocations: Sequence[tuple[float, float, int]], num_slots: int) -> ProfiledApplication:
-    """Steps of a second, as many as it held its slots for seconds."""
+    """A job of steps of one second: as many as the seconds for which it held its slots."""
     replicas = min(max(count for *_, count in allocations), num_slots)
     held_s = sum((end - begin) * count for begin, end, count in allocations) / replicas
     start_s = min(_standing_s(job, ()) or 0.0, held_s / 2)
@@ -367,7 +368,7 @@ def _rigid(job: Record, allocations: Sequence[tuple[float, float, int]], num_slo
 def _standing_s(job: Record, reports: Sequence[Record]) -> float | None:
     """Its slots' time before its first step (the mean of its starts) and after its last; None: not on record.
 
-    The first start on a cluster takes longer than others, whoever decides.
+    The first start on a cluster takes longer than others, under any policy.
     """
     known = [entry["took_s"] for entry in job["resizes"] if not entry["before"] and entry["took_s"] is not None]
     if not known:
@@ -393,7 +394,7 @@ def _num_replicas(allocation: Sequence[Sequence[Any]]) -> int:
 
 
 def _thinned(reports: Sequence[Record]) -> Sequence[Record]:
-    """As many as can be told apart, the last one among them."""
+    """As many as a figure can show, the last one among them."""
     step = -(-len(reports) // _MAX_POINTS)
     return reports if step <= 1 else [*reports[:-1:step], reports[-1]]
 
@@ -427,7 +428,7 @@ def _profile(reports: Sequence[Record]) -> Profile:
 
 
 def _corrections(profile: Profile, params: ThroughputParams) -> StepCorrections:
-    """What was measured where θ's straight lines pass by it: the means of the logarithms, by steps."""
+    """How measured times differ from θ's straight lines: means of the logarithms, weighted by steps."""
     passes: dict[int, list[tuple[float, float]]] = {}
     for (_, _, device_batch), timing in profile.timings(DEFAULT_ACCELERATOR).items():
         ratio = timing.grad_s / float(grad_s(params, device_batch))
@@ -437,7 +438,7 @@ def _corrections(profile: Profile, params: ThroughputParams) -> StepCorrections:
     for (num_nodes, num_replicas, device_batch), timing in profile.timings(DEFAULT_ACCELERATOR).items():
         modelled_s = float(sync_s(params, num_nodes, num_replicas))
         pass_s = float(grad_s(params, device_batch)) * factors[device_batch]
-        seen = timing.step_s**params.gamma - pass_s**params.gamma  # the overlap, turned round
+        seen = timing.step_s**params.gamma - pass_s**params.gamma  # the overlap formula, solved for T_sync
         if modelled_s > 1e-4 * timing.step_s and seen > 0:
             ratio = seen ** (1 / params.gamma) / modelled_s
             syncs.setdefault((num_nodes, num_replicas), []).append((math.log(ratio), timing.num_steps))
@@ -479,7 +480,7 @@ def _noise_scales(reports: Sequence[Record], done: float) -> tuple[list[float], 
     was_alone: bool | None = None
     for report in reports:
         is_alone = report["num_replicas"] * (report["accum_steps"] + 1) == 1
-        # The first one after a change still tells what was measured before it.
+        # The first report after a change still has what was measured before it.
         if None not in (report["progress"], report["noise_scale"]) and was_alone in (None, is_alone):
             known[is_alone][report["progress"]] = report["noise_scale"]
         was_alone = is_alone
@@ -489,7 +490,7 @@ def _noise_scales(reports: Sequence[Record], done: float) -> tuple[list[float], 
 
 
 def _held(points: Mapping[float, float], places: Sequence[float]) -> list[float]:
-    """The last value known at each place, else the first one. In between nobody measured: what a job knows is old."""
+    """The last value known at each place, else the first one. Between two measurements a job goes by the older one."""
     known = sorted(points)
     return [points[known[max(bisect_right(known, place) - 1, 0)]] for place in places] if known else []
 

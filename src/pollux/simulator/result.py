@@ -1,9 +1,9 @@
-"""What came out of a simulation: one value per run that can be printed, plotted, written down and compared.
+"""The result of a simulation: one value per run that can be printed, plotted, written to a file and compared.
 
-Definitions. JCT: end of a job minus its submission. Makespan: last end minus first submission. Utilisation:
-GPU-seconds held by jobs / GPU-seconds of the cluster while at least one job was present. Efficiency: statistical
-efficiency of the batch sizes in use, weighted by replicas and time. ρ: see :mod:`pollux.simulator.fairness`.
-Percentiles interpolate linearly.
+All commands that simulate make one by :func:`summarise`. Definitions. JCT: end of a job minus its submission. Makespan:
+last end minus first submission. Utilisation: GPU-seconds held by jobs / GPU-seconds of the cluster while at least one
+job was present. Efficiency: statistical efficiency of the batch sizes in use, weighted by replicas and time. ρ: see
+:mod:`pollux.simulator.fairness`. Percentiles interpolate linearly.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from pollux.policy.base import PolicySettings
 from pollux.scheduler.record import JobRecord, RoundRecord
 from pollux.simulator.application import application_key
 from pollux.simulator.fairness import SoloTimes, finish_time_fairness
-from pollux.simulator.run import Sample, SimulationRun
+from pollux.simulator.run import ClusterSample, SimulationRun
 from pollux.types import FloatArray
 from pollux.version import __version__
 
 FORMAT = "pollux-result/1"
-MAX_POINTS = 400  # of a series over time: more than a plot can show
+MAX_POINTS = 400  # of a series over time: more than the pixels of a plot
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -338,7 +338,7 @@ def _life(record: JobRecord) -> tuple[float, float]:
     return record.spec.submitted_at, record.finished_at
 
 
-def _num_slots(samples: Sequence[Sample]) -> FloatArray:
+def _num_slots(samples: Sequence[ClusterSample]) -> FloatArray:
     return np.array([sample.num_slots for sample in samples], dtype=float)
 
 
@@ -371,7 +371,7 @@ class _Pieces:
     types: Sequence[str]
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], finished_at: Mapping[str, float]) -> _Pieces:
+    def of(cls, samples: Sequence[ClusterSample], finished_at: Mapping[str, float]) -> _Pieces:
         names: list[str] = []
         types: list[str] = []
         rows: list[tuple[float, float, int, float, int]] = []

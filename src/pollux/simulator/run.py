@@ -1,152 +1,33 @@
-"""Run a workload under a policy: the scheduler's loop with a virtual clock and the simulated engine."""
+"""Runs a workload under a policy: the scheduler's loop with a virtual clock and the simulated engine."""
 
 from __future__ import annotations
 
 import dataclasses
-import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from pollux.errors import InvalidValueError, SimulationError
+from pollux.errors import SimulationError
 from pollux.policy.base import Policy
-from pollux.scheduler.autoscale import DEFAULT_BAND, DEFAULT_WINDOW_S, AutoscaleConfig
+from pollux.policy.simulated import host_of
 from pollux.scheduler.loop import Scheduler, SchedulerConfig
 from pollux.scheduler.ports import MemoryStore
 from pollux.scheduler.record import RoundRecord
 from pollux.simulator.application import Application, application_key
 from pollux.simulator.clock import VirtualClock
-from pollux.simulator.colocation import SharedSpeed, check_applications
+from pollux.simulator.colocation import check_applications
+from pollux.simulator.config import SimulationConfig
 from pollux.simulator.engine import SimulatedEngine
 from pollux.simulator.oracle import SimulationOracle
-from pollux.simulator.physics import OSDI21, SIA, SIA_CLUSTER, NodeGroup, Physics
+from pollux.simulator.slot_sharing import SimulatedSlots
 from pollux.simulator.workload import Workload
-from pollux.types import DEFAULT_ACCELERATOR, Node, Snapshot
+from pollux.types import Snapshot
 
-_STALLED_S = 6 * 3600.0  # jobs wait, nobody runs, nobody will come: after this long nothing is going to change
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulationConfig:
-    """The cluster and its physics. Defaults are the OSDI'21 artifact's."""
-
-    num_nodes: int = 16
-    gpus_per_node: int = 4
-    cluster: tuple[NodeGroup, ...] = ()  # instead of these two: nodes of several types
-    physics: Physics = OSDI21
-    profiles_types: bool | None = None  # jobs are tried on every type before they start; where there are several
-    guesses_types: bool = True  # of types that a job has not run on, from those it has
-    profiled_batches: int = 5  # with so many device batches on each
-    interval_s: float = 60.0
-    resize_s: float = 30.0
-    start_s: float | None = None  # of a start, where a job's own is not known; as long as a resize if left out
-    interference: float = 0.0
-    shared_speeds: tuple[SharedSpeed, ...] = ()  # of jobs on the same slots; what is not given follows from loads
-    batch_threshold: float = 0.0  # jobs re-batch for any gain; live jobs ask for 5 %
-    decides_on_events: bool = False
-    remembers_profiles: bool = False
-    min_nodes: int | None = None  # with max_nodes: auto-scale between them, starting with the fewest
-    max_nodes: int | None = None
-    low: float = DEFAULT_BAND[0]  # the band of utility that auto-scaling keeps to
-    high: float = DEFAULT_BAND[1]
-    budget_slots: float | None = None  # GPUs that may be up on average over ``budget_window_s``
-    budget_window_s: float = DEFAULT_WINDOW_S
-    node_start_s: float = 120.0  # until a node that was asked for can be used; it is paid for meanwhile
-    node_price: float | None = None  # of a node for an hour, in any currency
-    counts_efficiency: bool = True  # off: jobs and scheduler go by throughput, and batches grow with replicas
-    rounds_epochs: bool = True  # an epoch's last stretch takes whole seconds; off for jobs of minutes
-
-    def __post_init__(self) -> None:
-        for label, value, least in (
-            ("nodes", self.num_nodes, 1),
-            ("GPUs per node", self.gpus_per_node, 1),
-            ("device batches to try", self.profiled_batches, 1),
-            ("resize seconds", self.resize_s, 0),
-            ("start seconds", self.start_s or 0.0, 0),
-            ("node start seconds", self.node_start_s, 0),
-        ):
-            if not (math.isfinite(value) and value >= least):
-                raise InvalidValueError(f"{label}: {value}; at least {least} is needed")
-        if not 0 <= self.interference < 1:
-            raise InvalidValueError(f"interference {self.interference}; a share from 0 up to below 1 is needed")
-
-        names = [group.accelerator for group in self.cluster]
-        if len(set(names)) < len(names):
-            raise InvalidValueError(f"an accelerator type is named twice in the cluster: {', '.join(names)}")
-        if len(names) > 1 and self.min_nodes is not None:
-            raise InvalidValueError(f"auto-scaling is for nodes of one type; the cluster has {', '.join(names)}")
-        if (self.min_nodes is None) != (self.max_nodes is None):
-            raise InvalidValueError("auto-scaling needs both the fewest and the most nodes; one of them is missing")
-        if self.budget_slots is not None and self.min_nodes is None:
-            raise InvalidValueError("a budget is for auto-scaling; say the fewest and the most nodes too")
-        if self.node_price is not None and not (math.isfinite(self.node_price) and self.node_price >= 0):
-            raise InvalidValueError(f"a node's price of {self.node_price} an hour; a number >= 0 is needed")
-
-    @property
-    def autoscale(self) -> AutoscaleConfig | None:
-        if self.min_nodes is None or self.max_nodes is None:
-            return None
-        config = AutoscaleConfig(
-            min_nodes=self.min_nodes,
-            max_nodes=self.max_nodes,
-            low=self.low,
-            high=self.high,
-            budget_slots=self.budget_slots,
-            budget_window_s=self.budget_window_s,
-        )
-        config.check_template(self.groups[0].slots_per_node)
-        return config
-
-    @property
-    def groups(self) -> tuple[NodeGroup, ...]:
-        """The nodes by type: those the simulation starts with."""
-        groups = self.cluster or (
-            NodeGroup(accelerator=DEFAULT_ACCELERATOR, num_nodes=self.num_nodes, slots_per_node=self.gpus_per_node),
-        )
-        if self.min_nodes is None:
-            return groups
-        return tuple(dataclasses.replace(group, num_nodes=self.min_nodes) for group in groups)
-
-    @property
-    def full(self) -> SimulationConfig:
-        """The same as large as it may become, without auto-scaling."""
-        if self.max_nodes is None:
-            return self
-        cluster = tuple(dataclasses.replace(group, num_nodes=self.max_nodes) for group in self.cluster)
-        return dataclasses.replace(
-            self, num_nodes=self.max_nodes, cluster=cluster, min_nodes=None, max_nodes=None, budget_slots=None
-        )
-
-    @property
-    def cluster_text(self) -> str:
-        """In words as they are typed: ``aws:6x4,rtx:3x8``."""
-        if self.min_nodes is None:
-            return ",".join(map(str, self.groups))
-        return f"{self.groups[0].accelerator}:{self.min_nodes}..{self.max_nodes}x{self.groups[0].slots_per_node}"
-
-    @property
-    def mean_slots_per_node(self) -> float:
-        return sum(group.num_slots for group in self.groups) / sum(group.num_nodes for group in self.groups)
-
-    def nodes(self) -> tuple[Node, ...]:
-        """Those the simulation starts with."""
-        return tuple(
-            Node(
-                name=f"{group.accelerator}-{number}" if self.cluster else f"node{number}",
-                num_slots=group.slots_per_node,
-                accelerator=group.accelerator,
-            )
-            for group in self.groups
-            for number in range(group.num_nodes)
-        )
-
-
-def sia_config(scale: int = 1) -> SimulationConfig:
-    """The Sia artifact's cluster, ``scale`` times as large, and its physics; the rest is as by default."""
-    cluster = tuple(dataclasses.replace(group, num_nodes=scale * group.num_nodes) for group in SIA_CLUSTER)
-    return SimulationConfig(cluster=cluster, physics=SIA)
+# Seconds in which no job runs or arrives although jobs wait, after which a run is given up. No policy waits so long:
+# the longest memory of any is Themis' lease of ten minutes.
+_STALLED_S = 6 * 3600.0
 
 
 def restricted(workload: Workload, applications: Mapping[str, Application], config: SimulationConfig) -> Workload:
@@ -171,7 +52,7 @@ def restricted(workload: Workload, applications: Mapping[str, Application], conf
 
 
 @dataclass(frozen=True, slots=True)
-class Sample:
+class ClusterSample:
     """The cluster right after a decision."""
 
     at: float
@@ -189,7 +70,7 @@ _NO_REPLICAS, _NO_SPEEDUPS = np.zeros(0, dtype=int), np.zeros(0)
 
 
 class _RunStore(MemoryStore):
-    """Keeps of a decision what a result tells of it: how good it was, and whom it moved.
+    """Keeps of a decision what a result contains: how good it was, and which jobs moved.
 
     The options that were weighed for every job are nearly all the memory that a long simulation would take.
     """
@@ -209,14 +90,14 @@ class _RunStore(MemoryStore):
 
 @dataclass(frozen=True, slots=True)
 class SimulationRun:
-    """What a simulation leaves behind, before it is summed up (:mod:`pollux.simulator.result`)."""
+    """The records of a simulation, before they are summed up (:mod:`pollux.simulator.result`)."""
 
     workload: Workload
     applications: Mapping[str, Application]
     policy: Policy
     config: SimulationConfig
     store: MemoryStore  # .jobs: every JobRecord by name; .rounds: every RoundRecord, without the options weighed
-    samples: Sequence[Sample]
+    samples: Sequence[ClusterSample]
     node_s: float  # node-seconds to be paid for, those of nodes that were starting included
     wall_s: float
     ended_at: float
@@ -236,20 +117,7 @@ def simulate(
     nodes, workload = config.nodes(), restricted(workload, applications, config)
     slots_per_node = {node.accelerator: node.num_slots for node in nodes}
     profiles_types = len(slots_per_node) > 1 if config.profiles_types is None else config.profiles_types
-    engine = SimulatedEngine(
-        nodes,
-        applications,
-        adapts_batch=policy.adapts_batch,
-        resize_s=config.resize_s,
-        interference=config.interference,
-        batch_threshold=config.batch_threshold,
-        node_start_s=config.node_start_s,
-        start_s=config.start_s,
-        rounds_epochs=config.rounds_epochs,
-        counts_efficiency=config.counts_efficiency,
-        moves_are_free=config.physics.moves_are_free,
-        shared_speeds={(entry.application, entry.beside): entry.speed for entry in config.shared_speeds},
-    )
+    engine = SimulatedEngine(nodes, applications, config, adapts_batch=policy.adapts_batch)
     arrivals = sorted(enumerate(workload.jobs), key=lambda item: item[1].submitted_at)
     arrivals.reverse()  # next one last
 
@@ -271,22 +139,13 @@ def simulate(
         engine=engine,
         store=store,
         clock=clock,
-        config=SchedulerConfig(
-            interval_s=config.interval_s,
-            decides_on_events=config.decides_on_events,
-            remembers_profiles=config.remembers_profiles,
-            tunes_batches=policy.adapts_batch,
-            autoscale=config.autoscale,
-            pins_resizing=config.physics.pins_resizing,
-            guesses_types=config.guesses_types,
-            is_strict=True,
-        ),
+        config=_scheduler_config(config, policy),
         pool=engine,
-        oracles=SimulationOracle(engine, {job.name: job for job in workload.jobs}, slots_per_node),
+        rules=SimulatedSlots(SimulationOracle(engine, {job.name: job for job in workload.jobs}, slots_per_node)),
     )
     policy.reset()
 
-    samples: list[Sample] = []
+    samples: list[ClusterSample] = []
     alive_at = 0.0
 
     def is_done() -> bool:
@@ -320,8 +179,21 @@ def simulate(
     )
 
 
+def _scheduler_config(config: SimulationConfig, policy: Policy) -> SchedulerConfig:
+    return SchedulerConfig(
+        interval_s=config.interval_s,
+        decides_on_events=config.decides_on_events,
+        remembers_profiles=config.remembers_profiles,
+        tunes_batches=policy.adapts_batch,
+        autoscale=config.autoscale,
+        pins_resizing=config.physics.pins_resizing,
+        guesses_types=config.guesses_types,
+        is_strict=True,
+    )
+
+
 def _why_stalled(config: SimulationConfig) -> str:
-    """What may be the matter."""
+    """A likely reason."""
     if config.autoscale is None:
         return "they may ask for more GPUs than the cluster has"
     most = f"the largest cluster of {config.full.groups[0].num_slots} GPUs"
@@ -330,14 +202,14 @@ def _why_stalled(config: SimulationConfig) -> str:
     return f"{most} may be too small for them"
 
 
-def _sample(engine: SimulatedEngine, now: float, num_active: int, *, has_types: bool) -> Sample:
+def _sample(engine: SimulatedEngine, now: float, num_active: int, *, has_types: bool) -> ClusterSample:
     running = [job for job in engine.jobs.values() if job.placement]
-    return Sample(
+    return ClusterSample(
         at=now,
         num_slots=sum(node.num_slots for node in engine.nodes()),
         num_waiting=num_active - len(running),
         replicas={job.spec.name: job.allocation.num_replicas for job in running},
         efficiency={job.spec.name: job.efficiency() for job in running},
-        guests=frozenset(job.spec.name for job in running if job.allocation.host),
+        guests=frozenset(job.spec.name for job in running if host_of(job.allocation)),
         types={job.spec.name: job.accelerator for job in running} if has_types else {},
     )

@@ -9,7 +9,7 @@ can run on those types alone that it was measured on.
 ``gpt_pmp`` is a pipeline: its files give the time in which one stage goes forward over one micro-batch, and its
 replicas here are slots, of which as many as there are stages make one pipeline. A step is 3·(stages - 1 + n) such times
 for n micro-batches, which is the artifact's formula at its n = 48; slots left over after whole pipelines idle.
-Where the artifact has no answer (slots on other nodes than were measured) the nearest measured shape stands in.
+Where the artifact has no answer (slots on other nodes than were measured) the nearest measured shape is used.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Where a simulation's input comes from: a workload and the applications its jobs train.
+"""Loads the input of a simulation: a workload and the applications its jobs train.
 
-The commands that simulate all take the same two words: a workload (a CSV file, or ``builtin:NAME``) and a
+All commands that simulate take the same two arguments: a workload (a CSV file, or ``builtin:NAME``) and a
 directory of traces (or nothing: the built-in profiles). Traces whose files name accelerator types are in the Sia
 artifact's format, others in the OSDI'21 artifact's. A directory with a file ``profiles.json`` holds condensed
 profiles, of recorded jobs say; ``pollux replay --workload-out`` makes one.

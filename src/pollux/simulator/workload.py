@@ -21,7 +21,7 @@ from pollux.simulator.application import Application, application_key
 from pollux.simulator.csvfile import read_rows, to_float, to_int
 from pollux.types import JobSpec
 
-MAX_TIME_S = 1e8  # three years: further off is a slip of the pen
+MAX_TIME_S = 1e8  # three years; a later submission is a typing error
 COLUMNS = ("name", "time", "application", "num_replicas", "batch_size")
 CATEGORIES = ("adaptive", "scale-gpus", "rigid")
 MORE_COLUMNS = ("min_replicas", "max_replicas", "weight", "is_preemptible")

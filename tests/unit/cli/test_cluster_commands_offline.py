@@ -12,7 +12,6 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from pollux.cli import figures
 from pollux.cli.app import app
 from pollux.cli.describe import description, model_lines, speedup_table
 from pollux.cli.follow import exit_code, outcome
@@ -21,6 +20,7 @@ from pollux.cli.top import header
 from pollux.cli.up import arguments_of
 from pollux.client import Job
 from pollux.jobs import OPTIONS
+from pollux.reports import numbers
 
 runner = CliRunner()
 READING = (
@@ -159,7 +159,7 @@ def text_of(renderable: Any, width: int = 200) -> str:
     ],
 )
 def test_durations(seconds: float | None, text: str) -> None:
-    assert figures.duration(seconds) == text
+    assert numbers.duration(seconds) == text
 
 
 @pytest.mark.parametrize(
@@ -179,12 +179,12 @@ def test_durations(seconds: float | None, text: str) -> None:
     ],
 )
 def test_numbers(value: float | None, text: str) -> None:
-    assert figures.number(value) == text
+    assert numbers.number(value) == text
 
 
 def test_shares_and_rates() -> None:
-    assert [figures.share(value) for value in (None, 0, 0.0071, 0.42, 1)] == ["-", "0%", "0.7%", "42%", "100%"]
-    assert [figures.rate(value) for value in (None, 12.5)] == ["-", "12.5/s"]
+    assert [numbers.share(value) for value in (None, 0, 0.0071, 0.42, 1)] == ["-", "0%", "0.7%", "42%", "100%"]
+    assert [numbers.rate(value) for value in (None, 12.5)] == ["-", "12.5/s"]
 
 
 # Tables ---------------------------------------------------------------------------------------

@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 from pollux.cli import parallel
 from pollux.cli.app import app
 from pollux.cli.compare import parse_seeds
-from pollux.cli.simulate import Setup, run_setup
+from pollux.cli.setups import Setup, run_setup
 from pollux.errors import InvalidValueError, SimulationError
 from pollux.policy import PolicySettings
+from pollux.simulator.config import SimulationConfig
 from pollux.simulator.result import SimulationResult
-from pollux.simulator.run import SimulationConfig
 
 runner = CliRunner()
 

@@ -14,9 +14,9 @@ from typer.testing import CliRunner
 from pollux.cli import demo, demo_simulated
 from pollux.cli.app import app
 from pollux.cli.gather import pages
-from pollux.simulator.recorded import compare_recording
+from pollux.evaluation.replay import compare_recording
 from pollux.simulator.recording import read_recording
-from tests.unit.simulator.test_recorded import NODES, job, reports_of
+from tests.unit.evaluation.test_replay import NODES, job, reports_of
 
 runner = CliRunner()
 
@@ -121,7 +121,7 @@ def test_the_outcome_names_every_job_and_what_static_shares_would_have_given(con
     text = " ".join(printed(console).split())
     assert "a 1m00s" in text and "b 1m00s" in text
     assert "accuracy 0.98" in text
-    assert "c: it is failed: simulated up to where it had come" in text
+    assert "c: it is failed: simulated as far as it came" in text
     assert "d is not compared: it is cancelled and did not run" in text
     assert f"{comparison.static.avg_jct_s / 60:.2f} times as long" in text
     assert "Jobs lost 2.0% of their time to resizes." in text

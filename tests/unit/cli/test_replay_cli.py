@@ -69,7 +69,7 @@ def test_report_workload_and_the_commands_that_repeat_them(data: Path, here: Pat
     result = runner.invoke(app, [*arguments, "--out", "page.html", "--workload-out", "kept/jobs"])
     assert result.exit_code == 0, result.output
     assert "digits-1" in result.stdout and "an error of" in result.stdout
-    assert "Which policy decided is not on record" in result.stdout
+    assert "The policy that decided is not on record" in result.stdout
     page = (here / "page.html").read_text()
     assert 'id="jobs-scatter"' in page and 'id="w0-rho"' in page and 'id="w0-gantt2"' in page
     assert f"pollux replay --data {data} --policy equal" in page

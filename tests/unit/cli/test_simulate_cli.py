@@ -12,7 +12,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pollux import __version__
-from pollux.cli import simulate as simulate_module
+from pollux.cli import setups
 from pollux.cli.app import app
 
 runner = CliRunner()
@@ -223,12 +223,10 @@ def test_bad_workloads_name_file_row_and_what_is_allowed(here: Path, command: st
         (simulate("--physics", "sia", "--resize-s", "30"), ["--resize-s 30 is not for --physics sia"]),
         (simulate("--interference", "1.5"), ["interference 1.5"]),
         (simulate("--p", "2"), ["p = 2.0", "from -20 to 1"]),
-        (scaled("--min-nodes", "2"), ["both the fewest and the most"]),
         (scaled("--autoscale", "3..2"), ["nodes 3..2"]),
         (scaled("--autoscale", "0..2"), ["nodes 0..2", "1 <= min"]),
         (scaled("--autoscale", "4"), ["--autoscale '4'", "as in 1..16"]),
         (scaled("--autoscale", "1..x"), ["--autoscale '1..x'", "as in 1..16"]),
-        (scaled("--autoscale", "1..2", "--max-nodes", "2"), ["say the same thing"]),
         (simulate("--budget", "8"), ["--budget 8.0", "add --autoscale"]),
         (simulate("--band", "0.2..0.4"), ["--band 0.2..0.4", "add --autoscale"]),
         (scaled("--autoscale", "1..2", "--band", "0.7..0.4"), ["band 0.7..0.4", "low < high"]),
@@ -236,7 +234,6 @@ def test_bad_workloads_name_file_row_and_what_is_allowed(here: Path, command: st
         (scaled("--autoscale", "2..3", "--budget", "3"), ["budget of 3", "cost 4"]),
         (scaled("--autoscale", "1..2", "--budget", "-1"), ["budget of -1", "positive"]),
         (simulate("--autoscale", "1..4", "--nodes", "99"), ["--nodes 99 is not for auto-scaling", "--autoscale 1..4"]),
-        (simulate("--min-nodes", "1", "--max-nodes", "4"), ["--nodes 2 is not for auto-scaling", "--min-nodes"]),
         (simulate("--node-price", "-1"), ["price of -1", ">= 0"]),
         (simulate("--output", "no/r.json"), ["no/r.json", "no directory 'no'"]),
         (simulate("--html", "no/r.html"), ["no/r.html", "no directory 'no'"]),
@@ -273,7 +270,7 @@ def test_interrupted_is_130_and_one_line(here: Path, monkeypatch: pytest.MonkeyP
     def interrupt(*arguments: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(simulate_module, "run_simulation", interrupt)
+    monkeypatch.setattr(setups, "simulate", interrupt)
     result = runner.invoke(app, simulate("--output", "r.json"))
     assert (result.exit_code, result.output) == (130, "interrupted: 0 of 2 jobs done; nothing was kept\n")
     assert not (here / "r.json").exists()
@@ -303,7 +300,7 @@ def test_the_installed_script(here: Path) -> None:
 
 
 def test_importing_pollux_stays_light() -> None:
-    code = "import sys, pollux, pollux.policy, pollux.simulator.report; print(sorted(sys.modules))"
+    code = "import sys, pollux, pollux.policy, pollux.reports.simulation_page; print(sorted(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     for name in ("typer", "rich", "plotly"):
         assert f"'{name}'" not in done.stdout

@@ -20,7 +20,8 @@ from pollux.cli import progress, simulation_notes
 from pollux.cli.app import app
 from pollux.cli.progress import Tally, telling
 from pollux.policy import PolicySettings, make_policy, policy_names
-from pollux.simulator.run import SimulationConfig, simulate
+from pollux.simulator.config import SimulationConfig
+from pollux.simulator.run import simulate
 from pollux.simulator.source import load_source
 
 runner = CliRunner()
@@ -158,7 +159,10 @@ def installed(here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ("policy", "reason"),
     [
         ("divides", "policy 'divides' failed with ZeroDivisionError: division by zero (failing_policies.py, line 16)"),
-        ("crowds", "made a plan that cannot be: job 'a' is placed on unknown nodes ['nowhere'] (and 1 more)"),
+        (
+            "crowds",
+            "made a plan that cannot be carried out: job 'a' is placed on unknown nodes ['nowhere'] (and 1 more)",
+        ),
         ("forgets", "policy 'forgets': the policy's answer is None; a Plan is needed"),
         ("refuses", "although jobs wait (a, b); they may ask for more GPUs than the cluster has"),
     ],

@@ -11,15 +11,15 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
-from pollux.cli import parallel, suites
+from pollux.cli import outputs, parallel
 from pollux.cli.app import app
-from pollux.cli.simulate import Setup, run_setup
-from pollux.simulator import suite_catalogue
+from pollux.cli.setups import Setup, run_setup
+from pollux.evaluation import catalogue
+from pollux.evaluation.catalogue import COLUMNS, Artifacts, SuiteEntry
+from pollux.evaluation.scale import Size
+from pollux.evaluation.suites import Case, Chart, Published, Suite
+from pollux.simulator.config import SimulationConfig
 from pollux.simulator.result import SimulationResult
-from pollux.simulator.run import SimulationConfig
-from pollux.simulator.scale import Size
-from pollux.simulator.suite_catalogue import COLUMNS, Artifacts, Listed
-from pollux.simulator.suites import Case, Chart, Published, Suite
 
 runner = CliRunner()
 
@@ -51,7 +51,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.chdir(folder)
     monkeypatch.delenv("POLLUX_ARTIFACTS", raising=False)
-    monkeypatch.setitem(suite_catalogue.SUITES, "tiny", Listed("two jobs", _tiny))
+    monkeypatch.setitem(catalogue.SUITES, "tiny", SuiteEntry("two jobs", _tiny))
     (folder / "jobs.csv").write_text(JOBS)
     return folder
 
@@ -92,7 +92,7 @@ def test_quick_and_some_policies(here: Path) -> None:
 
 
 def test_what_a_narrow_terminal_leaves_out_is_said(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suites, "output_console", lambda: Console(width=40, highlight=False))
+    monkeypatch.setattr(outputs, "output_console", lambda: Console(width=40, highlight=False))
     result = runner.invoke(app, ["compare", "--suite", "tiny", "--jobs", "1"])
     assert result.exit_code == 0, result.output
     assert "8 more columns with --json, or on a" in result.stdout
@@ -115,7 +115,7 @@ def test_a_policy_that_breaks_costs_the_others_nothing(here: Path, monkeypatch: 
 
 
 def test_decisions_are_measured_where_a_suite_says_sizes(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(suite_catalogue, "SIZES", (Size(num_gpus=64, num_jobs=5, num_rounds=1),))
+    monkeypatch.setattr(catalogue, "SIZES", (Size(num_gpus=64, num_jobs=5, num_rounds=1),))
     result = runner.invoke(app, ["compare", "--suite", "scale", "--json"])
     assert result.exit_code == 0, result.output
     (row,) = json.loads(result.stdout)["rows"]
@@ -127,10 +127,10 @@ def test_decisions_are_measured_where_a_suite_says_sizes(here: Path, monkeypatch
 def test_the_list(here: Path) -> None:
     shown = runner.invoke(app, ["compare", "--suite", "list"])
     assert shown.exit_code == 0
-    for name in suite_catalogue.SUITES:
+    for name in catalogue.SUITES:
         assert name in shown.stdout
     plain = json.loads(runner.invoke(app, ["compare", "--suite", "list", "--json"]).stdout)
-    assert list(plain) == list(suite_catalogue.SUITES)
+    assert list(plain) == list(catalogue.SUITES)
 
 
 @pytest.mark.parametrize(

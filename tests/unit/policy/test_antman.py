@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pollux.policy import make_policy
+from pollux.policy.simulated import GuestAllocation
 from pollux.types import Allocation, JobView, Node, Snapshot
 from tests.oracles import Perfect
 from tests.snapshots import make_job, make_nodes
@@ -44,14 +45,14 @@ def test_a_job_that_comes_to_be_guaranteed_stays_on_the_slots_it_has_found():
 def test_guests_sit_beside_the_least_busy_job_that_hardly_notices():
     busy = job("a", 2, 0.6, allocation=Allocation.of(("n0", 2)))
     idle = job("b", 2, 0.3, allocation=Allocation.of(("n1", 2)))
-    assert decide(busy, idle, job("c", 1, 0.4))["c"] == Allocation(Allocation.of(("n1", 1)).shares, host="b")
+    assert decide(busy, idle, job("c", 1, 0.4))["c"] == GuestAllocation(Allocation.of(("n1", 1)).shares, "b")
     assert "c" not in decide(busy, job("b", 2, 0.7, allocation=idle.allocation), job("c", 1, 0.6))
     assert "c" not in decide(busy, idle, job("c", 3, 0.4))  # larger than either
 
 
 def test_a_guest_moves_off_when_slots_of_its_own_are_guaranteed():
     host = job("a", 2, 0.1, allocation=Allocation.of(("n0", 2)))
-    guest = job("c", 2, 0.1, allocation=Allocation(host.allocation.shares, host="a"))
+    guest = job("c", 2, 0.1, allocation=GuestAllocation(host.allocation.shares, "a"))
     other = job("b", 2, 0.1, allocation=Allocation.of(("n1", 2)))
     assert decide(host, other, guest)["c"] == guest.allocation
     assert decide(host, guest)["c"] == Allocation.of(("n1", 2))

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 
 from pollux.policy import make_policy
 from pollux.policy.floor import Floor
+from pollux.policy.simulated import GuestAllocation, host_of
 from pollux.scheduler.reconcile import verify_plan
 from pollux.types import Allocation, JobView, Node, Plan, Snapshot
-from tests.oracles import Perfect
+from tests.oracles import SLOTS, Perfect
 from tests.snapshots import make_job, make_nodes
 
 TWO = Allocation.of(("n0", 2))
@@ -23,7 +24,7 @@ def floor(*jobs: JobView, num_nodes: int = 2) -> Floor:
 
 
 def test_a_host_that_leaves_leaves_its_guest_the_slots_they_shared():
-    guest = Allocation(Allocation.of(("n0", 1)).shares, host="a")
+    guest = GuestAllocation(Allocation.of(("n0", 1)).shares, "a")
     there = floor(make_job("a", allocation=TWO), make_job("b", allocation=guest))
     assert (there.guest_of("a"), there.free.on("gpu")) == ("b", 2)
     there.leave("a")
@@ -44,7 +45,7 @@ def test_who_asks_for_more_than_there_is_holds_up_nobody():
 
 
 def test_the_host_of_a_guest_that_must_stay_stays():
-    guest = Allocation(TWO.shares, host="a")
+    guest = GuestAllocation(TWO.shares, "a")
     there = floor(make_job("a", allocation=TWO), make_job("b", allocation=guest, is_preemptible=False))
     assert there.is_fixed("a")
 
@@ -89,14 +90,14 @@ def test_a_guest_that_must_not_be_moved_keeps_its_host_where_it_is():
     """The node has become too small for one of two jobs: the one that has such a guest stays."""
     node = Node(name="n0", num_slots=2)
     held = Allocation.of(("n0", 2))
-    guest = make_job("guest", allocation=dataclasses.replace(held, host="host"), is_pinned=True)
+    guest = make_job("guest", allocation=GuestAllocation(held.shares, "host"), is_pinned=True)
     for order in ("other", "host"), ("host", "other"):
         jobs = [guest, *(make_job(name, allocation=held) for name in order)]
-        views = {job.name: job for job in Snapshot.of(0.0, [node], jobs).jobs}
+        views = {job.name: job for job in SLOTS.snapshot(0.0, [node], jobs).jobs}
         assert views["host"].allocation == held
-        assert views["guest"].allocation.host == "host"
+        assert host_of(views["guest"].allocation) == "host"
         assert not views["other"].allocation
-    gone = {job.name: job.allocation for job in Snapshot.of(0.0, [], jobs).jobs}
+    gone = {job.name: job.allocation for job in SLOTS.snapshot(0.0, [], jobs).jobs}
     assert not any(gone.values())
 
 
@@ -113,11 +114,11 @@ def test_rounds_with_guests_can_be_carried_out_and_settle(name: str, data: st.Da
             number += 1
         now = 240.0 * index
         progress = data.draw(st.floats(0, 100))
-        snapshot = Snapshot.of(
+        snapshot = SLOTS.snapshot(
             now, NODES, [dataclasses.replace(job, done_examples=progress * now, attained_s=now) for job in present]
         )
         plan = policy.decide(snapshot)
-        verify_plan(snapshot, plan)
+        verify_plan(snapshot, plan, SLOTS)
         applied = carried_out(snapshot, plan)
         assert policy.decide(applied).allocations == {
             job.name: job.allocation for job in applied.jobs if job.allocation

@@ -8,6 +8,7 @@ import pytest
 
 from pollux.policy.base import PolicySettings
 from pollux.policy.gandiva import QUANTUM_S, GandivaPolicy
+from pollux.policy.simulated import GuestAllocation, host_of
 from pollux.scheduler.reconcile import verify_plan
 from pollux.types import Allocation, BatchLimits, JobView, Node, Plan, Snapshot
 from tests.oracles import Perfect
@@ -44,7 +45,7 @@ class Cluster:
     def end(self, name: str) -> None:
         del self.jobs[name]
         for other, view in self.jobs.items():
-            if view.allocation.host == name:
+            if host_of(view.allocation) == name:
                 self.jobs[other] = dataclasses.replace(view, allocation=Allocation(view.allocation.shares))
 
     def after(self, seconds: float) -> Plan:
@@ -91,10 +92,10 @@ def test_who_waits_is_packed_onto_the_least_busy_job_of_its_size_and_unpacked_wh
     cluster = Cluster(make_nodes(2, 2), job("a", 1, 0.5), job("b", 1, 0.3), job("c", 2, 0.1))
     cluster.round()
     plan = cluster.round(job("d", 1, 0.4))
-    assert plan.allocation_of("d") == Allocation(plan.allocation_of("b").shares, host="b")
+    assert plan.allocation_of("d") == GuestAllocation(plan.allocation_of("b").shares, "b")
     cluster.end("a")
     alone = cluster.round().allocation_of("d")
-    assert alone and not alone.host
+    assert alone and not host_of(alone)
 
 
 def test_busy_jobs_are_not_packed():
@@ -108,7 +109,7 @@ def test_a_pair_takes_turns_together_and_a_guest_stays_when_its_host_ends():
     assert set(cluster.round(job("c", 1, 1.0)).allocations) == {"c"}
     assert set(cluster.after(QUANTUM_S).allocations) == {"a", "b"}
     cluster.end("c")
-    (guest,) = (name for name, view in cluster.jobs.items() if view.allocation.host)
+    (guest,) = (name for name, view in cluster.jobs.items() if host_of(view.allocation))
     (host,) = cluster.jobs.keys() - {guest}
     shares = cluster.jobs[guest].allocation.shares
     cluster.end(host)
@@ -120,10 +121,10 @@ def test_a_pair_that_makes_less_progress_than_taking_turns_is_undone_for_good():
     for _ in range(3):
         cluster.round(a=10.0)
     cluster.round(job("b", 1, 0.2, application="y"), a=10.0)
-    assert cluster.round(a=10.0).allocation_of("b").host == "a"
-    assert cluster.round(a=4.9, b=1.0).allocation_of("b").host == ""  # 4.9 of 10: less than half of its speed
+    assert host_of(cluster.round(a=10.0).allocation_of("b")) == "a"
+    assert host_of(cluster.round(a=4.9, b=1.0).allocation_of("b")) == ""  # 4.9 of 10: less than half of its speed
     later = cluster.after(QUANTUM_S)
-    assert not any(allocation.host for allocation in later.allocations.values())
+    assert not any(host_of(allocation) for allocation in later.allocations.values())
 
 
 @pytest.mark.parametrize(("application", "is_remembered"), [("", False), ("y", True)])
@@ -163,8 +164,10 @@ def test_jobs_grow_into_idle_slots_of_their_node_and_give_them_back():
 def test_a_batch_too_small_for_one_device_does_not_grow():
     limits = BatchLimits(initial=8, maximum=512, device_min=16, device_max=64)
     for oracle in (Perfect(), None):
-        small = job("a", batch=limits, requested_batch_size=None, max_replicas=4)
-        cluster = Cluster(make_nodes(1), dataclasses.replace(small, oracle=oracle))
+        small = make_job(
+            "a", requested_replicas=1, batch=limits, requested_batch_size=None, max_replicas=4, oracle=oracle
+        )
+        cluster = Cluster(make_nodes(1), small)
         assert cluster.after(3 * QUANTUM_S).allocation_of("a").num_replicas == 1
 
 

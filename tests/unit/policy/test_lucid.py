@@ -6,6 +6,7 @@ import pytest
 
 from pollux.policy.base import PolicySettings
 from pollux.policy.lucid import SHORT_QUEUE, LucidPolicy, score
+from pollux.policy.simulated import GuestAllocation
 from pollux.types import Allocation, JobView, Node, Snapshot
 from tests.oracles import Perfect
 from tests.snapshots import make_job, make_nodes
@@ -42,7 +43,7 @@ def test_scores_of_a_pair_add_up_to_two_at_most(one: float, other: float, are_pa
     plan = decide(running("a", one), *queue(other))
     assert ("w0" in plan) is are_packed
     if are_packed:
-        assert plan["w0"] == Allocation(plan["a"].shares, host="a")
+        assert plan["w0"] == GuestAllocation(plan["a"].shares, "a")
         assert set(plan) == {"a", "w0"}  # one guest at most
 
 

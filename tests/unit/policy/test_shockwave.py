@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pollux.policy import PolicySettings, make_policy
-from pollux.policy.shockwave import Cluster, Line, ShockwavePolicy, deal, share_done
+from pollux.policy.shockwave import Line, NodeTypes, ShockwavePolicy, deal, share_done
 from pollux.types import Allocation, JobView, Node, Plan, Snapshot
 from tests.snapshots import make_job, make_mixed, make_nodes
 
@@ -39,7 +39,7 @@ class TestDeal:
 
 
 def remaining_s(policy: ShockwavePolicy, one: JobView) -> float:
-    (outlook,) = policy.outlooks([one], Cluster(snapshot(one)))
+    (outlook,) = policy.outlooks([one], NodeTypes(snapshot(one)))
     return outlook.remaining_s
 
 

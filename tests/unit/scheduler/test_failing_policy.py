@@ -12,7 +12,8 @@ from pollux.scheduler.autoscale import AutoscaleConfig
 from pollux.scheduler.loop import Scheduler, SchedulerConfig
 from pollux.scheduler.ports import MemoryStore, StartJob
 from pollux.simulator.builtin import ProfiledApplication
-from pollux.simulator.run import SimulationConfig, simulate
+from pollux.simulator.config import SimulationConfig
+from pollux.simulator.run import simulate
 from pollux.simulator.workload import Workload, job_spec
 from pollux.types import Allocation, JobSpec, Node, Plan, Snapshot
 from tests.fakes import HandClock, SlowEngine

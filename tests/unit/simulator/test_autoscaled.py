@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 from pollux.errors import InvalidValueError
 from pollux.policy import PolicySettings, make_policy
 from pollux.simulator.builtin import load_builtin
+from pollux.simulator.config import SimulationConfig
 from pollux.simulator.engine import SimulatedEngine
 from pollux.simulator.generate import generate_workload
 from pollux.simulator.result import summarise
-from pollux.simulator.run import SimulationConfig, SimulationRun, simulate
+from pollux.simulator.run import SimulationRun, simulate
 from pollux.simulator.workload import Workload, job_spec
 
 APPLICATIONS = load_builtin()

@@ -17,8 +17,9 @@ from pollux.model.throughput import iteration_s
 from pollux.policy import make_policy
 from pollux.simulator.application import Application
 from pollux.simulator.builtin import ProfiledApplication, StepCorrections, load_builtin
+from pollux.simulator.config import SimulationConfig
 from pollux.simulator.osdi21 import load_traces
-from pollux.simulator.run import SimulationConfig, simulate
+from pollux.simulator.run import simulate
 from pollux.simulator.workload import load_workload
 from pollux.types import BatchLimits, ThroughputParams
 from tests.snapshots import params

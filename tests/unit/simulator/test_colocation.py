@@ -9,16 +9,19 @@ import pytest
 
 from pollux.errors import InputFileError, InvalidPlanError, InvalidValueError, UnknownNameError
 from pollux.policy import Policy, make_policy
+from pollux.policy.simulated import GuestAllocation, host_of
 from pollux.scheduler.loop import Scheduler, SchedulerConfig
 from pollux.scheduler.ports import MemoryStore
 from pollux.scheduler.reconcile import verify_plan
 from pollux.simulator.builtin import ProfiledApplication
 from pollux.simulator.colocation import SharedSpeed, load, read_shared_speeds
+from pollux.simulator.config import SimulationConfig
 from pollux.simulator.result import summarise
-from pollux.simulator.run import SimulationConfig, SimulationRun, simulate
+from pollux.simulator.run import SimulationRun, simulate
 from pollux.simulator.workload import Workload, job_spec
 from pollux.types import Allocation, BatchConfig, BatchLimits, NodeShare, Plan, Snapshot, ThroughputParams
 from tests.fakes import HandClock, SlowEngine
+from tests.oracles import SLOTS
 from tests.snapshots import make_job, make_nodes
 
 LIMITS = BatchLimits(initial=100, maximum=1600, device_min=10, device_max=100)
@@ -50,7 +53,7 @@ class Pair:
     def decide(self, snapshot: Snapshot) -> Plan:
         node = (NodeShare("node0", 1),)
         first, *others = (job.name for job in snapshot.jobs)
-        return Plan(allocations={first: Allocation(node)} | {name: Allocation(node, host=first) for name in others})
+        return Plan(allocations={first: Allocation(node)} | {name: GuestAllocation(node, first) for name in others})
 
 
 class Parting(Pair):
@@ -149,7 +152,7 @@ def test_gandiva_sees_how_slow_a_pair_is_and_undoes_it():
         speeds = (SharedSpeed("heavy", "heavy", speed),)
         found = run("heavy", "heavy", policy=make_policy("gandiva"), apart_s=200, shared_speeds=speeds)
         both = [entry.plan.allocations for entry in found.store.rounds if entry.num_jobs == 2]
-        packed = [any(allocation.host for allocation in plan.values()) for plan in both]
+        packed = [any(host_of(allocation) for allocation in plan.values()) for plan in both]
         assert packed[0]
         assert (not all(packed)) is is_undone
         assert sum(packed) < 4 or not is_undone
@@ -179,12 +182,12 @@ SNAPSHOT = Snapshot(now=0, nodes=make_nodes(2, 2), jobs=tuple(make_job(name) for
 
 
 def guest(host: str, *shares: tuple[str, int]) -> Allocation:
-    return Allocation(Allocation.of(*shares).shares, host=host)
+    return GuestAllocation(Allocation.of(*shares).shares, host)
 
 
 def test_guests_take_no_slots():
-    verify_plan(SNAPSHOT, plan(a=TWO, b=guest("a", ("n0", 2)), c=Allocation.of(("n1", 2))))
-    verify_plan(SNAPSHOT, plan(a=Allocation.of(("n0", 2), ("n1", 2)), b=guest("a", ("n1", 1))))
+    verify_plan(SNAPSHOT, plan(a=TWO, b=guest("a", ("n0", 2)), c=Allocation.of(("n1", 2))), SLOTS)
+    verify_plan(SNAPSHOT, plan(a=Allocation.of(("n0", 2), ("n1", 2)), b=guest("a", ("n1", 1))), SLOTS)
 
 
 @pytest.mark.parametrize(
@@ -200,7 +203,7 @@ def test_guests_take_no_slots():
 )
 def test_a_plan_that_breaks_a_rule_of_guests_is_refused(broken: Plan, words: str):
     with pytest.raises(InvalidPlanError, match=words):
-        verify_plan(SNAPSHOT, broken)
+        verify_plan(SNAPSHOT, broken, SLOTS)
 
 
 @pytest.mark.parametrize("name", ["antman", "gandiva", "lucid"])

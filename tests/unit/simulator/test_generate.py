@@ -17,6 +17,7 @@ from pollux.errors import InvalidValueError, UnknownNameError
 from pollux.model.goodput import fixed_batch
 from pollux.policy import make_policy
 from pollux.simulator.builtin import ProfiledApplication, load_builtin
+from pollux.simulator.config import SimulationConfig
 from pollux.simulator.generate import (
     ARRIVALS_BY_HOUR,
     BUILTIN_WORKLOADS,
@@ -28,7 +29,7 @@ from pollux.simulator.generate import (
     tuned_configurations,
 )
 from pollux.simulator.osdi21 import load_traces
-from pollux.simulator.run import SimulationConfig, simulate
+from pollux.simulator.run import simulate
 from pollux.simulator.workload import load_workload, workload_csv
 from pollux.types import BatchLimits, ThroughputParams
 

@@ -10,10 +10,11 @@ import pytest
 from pollux.errors import InvalidValueError
 from pollux.policy import make_policy
 from pollux.simulator.builtin import ProfiledApplication, profiles_json
+from pollux.simulator.config import SimulationConfig, sia_config
 from pollux.simulator.fairness import SoloTimes
 from pollux.simulator.physics import OSDI21, SIA, NodeGroup, Physics
 from pollux.simulator.result import summarise
-from pollux.simulator.run import SimulationConfig, SimulationRun, sia_config, simulate
+from pollux.simulator.run import SimulationRun, simulate
 from pollux.simulator.workload import Workload, job_spec
 from pollux.types import Allocation, BatchLimits, Node, Plan, Snapshot, ThroughputParams
 

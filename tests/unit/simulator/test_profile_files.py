@@ -13,6 +13,7 @@ from pollux.errors import InputFileError, InvalidValueError
 from pollux.scheduler.ports import JobReport, JobRuns, ResizeJob, StartJob
 from pollux.simulator.application import Application, Habits, application_key
 from pollux.simulator.builtin import ProfiledApplication, StepCorrections, load_builtin, load_profiles, profiles_json
+from pollux.simulator.config import SimulationConfig
 from pollux.simulator.engine import SimulatedEngine
 from pollux.simulator.source import load_source
 from pollux.simulator.workload import MORE_COLUMNS, load_workload, workload_csv
@@ -140,7 +141,7 @@ def test_columns_of_recorded_jobs(tmp_path: Path) -> None:
 
 def engine_of(application: ProfiledApplication, **settings: Any) -> SimulatedEngine:
     nodes = [Node(name="node", num_slots=4)]
-    return SimulatedEngine(nodes, {"app": application}, adapts_batch=True, resize_s=1.0, **settings)
+    return SimulatedEngine(nodes, {"app": application}, SimulationConfig(resize_s=1.0, **settings), adapts_batch=True)
 
 
 def start(engine: SimulatedEngine, num_replicas: int, limits: BatchLimits = LIMITS) -> None:

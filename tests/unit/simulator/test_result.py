@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from pollux import __version__
 from pollux.errors import InputFileError, SimulationError
 from pollux.policy import PolicySettings, make_policy
+from pollux.simulator.config import SimulationConfig
 from pollux.simulator.result import (
     MAX_POINTS,
     SimulationResult,
@@ -26,7 +27,7 @@ from pollux.simulator.result import (
     write_json,
     write_text,
 )
-from pollux.simulator.run import SimulationConfig, SimulationRun, simulate
+from pollux.simulator.run import SimulationRun, simulate
 from pollux.simulator.source import load_source
 
 SETTINGS = PolicySettings(seed=3)

@@ -9,8 +9,9 @@ import pytest
 
 from pollux.errors import InputFileError, SimulationError, UnknownNameError
 from pollux.simulator.application import StepTime
+from pollux.simulator.config import SimulationConfig
 from pollux.simulator.physics import NodeGroup
-from pollux.simulator.run import SimulationConfig, restricted
+from pollux.simulator.run import restricted
 from pollux.simulator.sia import load_sia_traces
 from pollux.simulator.source import load_applications, load_source
 from pollux.simulator.traces import TraceApplication

@@ -1,6 +1,6 @@
-"""The page of a suite: who is first, its table beside an artifact's figures, its plots, then distributions over jobs.
+"""The page of a suite: verdict, table beside an artifact's figures, plots, then distributions over jobs.
 
-:mod:`pollux.simulator.report` makes the page and looks after jobs; this adds what compares a suite's rows.
+``pollux compare --suite NAME --html`` writes it. :mod:`pollux.reports.simulation_page` makes the page around it.
 """
 
 from __future__ import annotations
@@ -8,15 +8,16 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Collection, Mapping, Sequence
-from typing import Any
 
-from pollux.simulator.figures import NUM_COLOURS, Figure, bar_marker, line, log_axis, numbers, swatch
-from pollux.simulator.report import Brief, html_report, placed
+from pollux.evaluation.suites import Chart, Row, Suite, chart_rows
+from pollux.evaluation.verdicts import MARKED, is_ours, label_of, shown_tables, verdicts
+from pollux.reports.figures import NUM_COLOURS, bar_marker, line, log_axis, swatch
+from pollux.reports.numbers import rounded
+from pollux.reports.page import Figure, Heading, placed
+from pollux.reports.simulation_page import Brief, html_report
 from pollux.simulator.result import SimulationResult
-from pollux.simulator.suite_verdict import MARKED, is_ours, label_of, shown_tables, verdicts
-from pollux.simulator.suites import Chart, Row, Suite, chart_rows
 
-_NUM_SHOWN = 3  # policies other than ours whose distributions are shown at first: the best
+_NUM_SHOWN = 3  # other policies whose distributions are shown at first, the best ones: more lines hide each other
 
 
 def suite_report(
@@ -27,7 +28,7 @@ def suite_report(
     command: str,
     plotly_url: str | None = None,
 ) -> str:
-    """One HTML file. ``rows`` are all of :func:`pollux.simulator.suites.all_rows`.
+    """One HTML file. ``rows`` are all of :func:`pollux.evaluation.suites.all_rows`.
 
     Raises:
         PolluxError: plotly is not installed.
@@ -60,9 +61,11 @@ def suite_report(
 </article>"""
     return html_report(
         results,
-        title=suite.heading,
-        subtitle=f"pollux compare --suite {suite.name}{' --quick' * suite.is_quick}",
-        command=command,
+        Heading(
+            title=suite.heading,
+            subtitle=f"pollux compare --suite {suite.name}{' --quick' * suite.is_quick}",
+            command=command,
+        ),
         first=first,
         figures=figures,
         plotly_url=plotly_url,
@@ -77,8 +80,8 @@ def suite_report(
 
 
 def _order(rows: Sequence[Row], tables: Mapping[str, Sequence[Row]]) -> tuple[tuple[str, ...], frozenset[str]]:
-    """Names of lines and labels, those first that shall be told apart best: ours, then the best others, which are the
-    labels whose distributions are shown; if there are few, all are."""
+    """Names of lines and labels in the order of their colours, and the labels whose distributions are shown at first:
+    ours and the best others; all, if there are few."""
     ranked = next(iter(tables.values()), [])
     labels = dict.fromkeys(row["policy"] for row in (*ranked, *rows) if not row["is_published"])
     ours = {row["policy"] for row in rows if is_ours(row)}
@@ -128,16 +131,16 @@ def _figure(chart: Chart, rows: Sequence[Row], colours: Mapping[str, int]) -> Fi
 def _bars(chart: Chart, rows: Sequence[Row], colours: Mapping[str, int]) -> Figure:
     """The best at the top."""
     known = sorted((row for row in rows if row.get(chart.key) is not None), key=lambda row: -float(row[chart.key]))
-    trace: dict[str, Any] = {
+    trace: Figure = {
         "type": "bar",
         "orientation": "h",
-        "x": numbers([row[chart.key] * chart.factor for row in known]),
+        "x": rounded([row[chart.key] * chart.factor for row in known]),
         "y": [html.escape(label_of(row), quote=False) for row in known],
         "marker": bar_marker([colours[row["policy"]] for row in known]),
         "hovertemplate": f"%{{y}}: %{{x:.4g}} {chart.unit}<extra></extra>",
     }
     scale = log_axis([row[chart.key] * chart.factor for row in known]) if chart.is_log else {}
-    layout: dict[str, Any] = {
+    layout: Figure = {
         "bargap": 0.25,
         "xaxis": {"title": {"text": chart.unit}, **scale},
         "yaxis": {"type": "category"},
@@ -150,19 +153,19 @@ def _lines(chart: Chart, rows: Sequence[Row], colours: Mapping[str, int]) -> Fig
         (name, chart.key, [row for row in rows if row["line"] == name])
         for name in dict.fromkeys(row["line"] for row in rows)
     ]
-    traces: list[dict[str, Any]] = []
+    traces: list[Figure] = []
     for name, key, mine in wanted:
         points = sorted((row["x"], row[key] * chart.factor) for row in mine if row.get(key) is not None)
         if points:
             index = colours.get(name, len(traces))
-            x, y = [x for x, _ in points], numbers([y for _, y in points])
+            x, y = [x for x, _ in points], rounded([y for _, y in points])
             traces.append(line(index, name, x, y, mode="lines+markers", hovertemplate="%{x:g}: %{y:.4g}"))
     seen = sorted({x for trace in traces for x in trace["x"]})
     is_log_x = bool(seen) and seen[0] > 0 and seen[-1] > 20 * seen[0]
-    x_axis: dict[str, Any] = {"title": {"text": chart.x}, "tickvals": seen, "ticktext": [f"{x:,g}" for x in seen]}
+    x_axis: Figure = {"title": {"text": chart.x}, "tickvals": seen, "ticktext": [f"{x:,g}" for x in seen]}
     if is_log_x:
         x_axis |= {"type": "log", "range": [math.log10(seen[0] / 1.3), math.log10(seen[-1] * 1.3)]}
     values = [value for trace in traces for value in trace["y"] if value is not None]
-    y_axis: dict[str, Any] = log_axis(values) if chart.is_log else {"rangemode": "tozero"}
+    y_axis: Figure = log_axis(values) if chart.is_log else {"rangemode": "tozero"}
     layout = {"showlegend": True, "xaxis": x_axis, "yaxis": {**y_axis, "title": {"text": chart.unit}}}
     return {"data": traces, "layout": layout, "height": 340}

@@ -1,7 +1,7 @@
-"""Figures of reports as plain data for plotly, and the few ways in which reports write numbers.
+"""Figures of report pages, as plain data for plotly.
 
-Colours are names ("@0", "@muted") until a page draws them (:mod:`pollux.look`). A line has a number: its colour, and
-its dash where there are more lines than colours. Used by :mod:`pollux.simulator.report` and the pages beside it.
+Colours are names ("@0", "@muted") until the page's script (:mod:`pollux.reports.look`) replaces them. The number of a
+line selects its colour, and its dash where there are more lines than colours. All pages use this module.
 """
 
 from __future__ import annotations
@@ -13,18 +13,19 @@ from typing import Any
 
 import numpy as np
 
+from pollux.reports.numbers import duration, rounded
+from pollux.reports.page import Figure
 from pollux.simulator.result import SimulationResult
 
-MAX_GANTT_JOBS = 60  # the busiest; more rows than these cannot be told apart
+MAX_GANTT_JOBS = 60  # rows, the busiest jobs: with more, rows are too thin to see
 _MAX_NAMED_JOBS = 15  # rows that have room for a name
-_MAX_CDF_POINTS = 500
-_MAX_TICKS = 12
-NUM_COLOURS = 8
+_MAX_CDF_POINTS = 500  # of a line: more than its pixels
+_MAX_TICKS = 12  # of an axis: more labels would overlap
+NUM_COLOURS = 8  # of the style sheet (--c0 to --c7): more look alike
 _DASHES = ("solid", "dash", "dot", "dashdot")  # of the ninth line on, where there are more than colours
 _HATCHES = ("", "/", ".", "x")  # of bars, in the same order
 REPLICA_CLASSES = ((1, "1"), (2, "2"), (4, "3–4"), (8, "5–8"), (16, "9–16"), (32, "17–32"), (math.inf, "33+"))
 
-Figure = dict[str, Any]
 ByPolicy = Mapping[str, Sequence[SimulationResult]]  # the results of one policy differ by their seed
 
 
@@ -36,7 +37,7 @@ def swatch(index: int) -> str:
     return f'<i class="dash{index // NUM_COLOURS % len(_DASHES)}" style="color:{colour}"></i>'
 
 
-def bar_marker(indices: Sequence[int]) -> dict[str, Any]:
+def bar_marker(indices: Sequence[int]) -> Figure:
     """Bars that look like the lines of these numbers: hatched where lines are dashed."""
     return {
         "color": [f"@{index % NUM_COLOURS}" for index in indices],
@@ -58,7 +59,7 @@ class TimeUnit:
         return round(seconds / self._seconds, 4)
 
 
-def line(index: int, policy: str, x: Sequence[float], y: Sequence[float | None], **more: Any) -> dict[str, Any]:
+def line(index: int, policy: str, x: Sequence[float], y: Sequence[float | None], **more: Any) -> Figure:
     return {
         "type": "scatter",
         "mode": "lines",
@@ -95,7 +96,7 @@ def cdf(by_policy: ByPolicy, name: str, colours: Mapping[str, int]) -> Figure:
             )
         )
     title = "ρ (1: as fast as alone on a fair share)" if is_rho else "minutes"
-    layout: dict[str, Any] = {
+    layout: Figure = {
         "xaxis": {**log_axis([value for trace in traces for value in trace["x"]]), "title": {"text": title}},
         "yaxis": {"tickformat": ".0%", "range": [0, 1.02]},
     }
@@ -104,7 +105,7 @@ def cdf(by_policy: ByPolicy, name: str, colours: Mapping[str, int]) -> Figure:
     return {"data": traces, "layout": layout, "height": 320}
 
 
-def log_axis(values: Sequence[float]) -> dict[str, Any]:
+def log_axis(values: Sequence[float]) -> Figure:
     """A logarithmic axis for these, with as many ticks as there is room for."""
     values = [value for value in values if value > 0]
     if not values:
@@ -129,8 +130,8 @@ def over_time(by_policy: ByPolicy, name: str, unit: TimeUnit, colours: Mapping[s
         start = min(job.submitted_at for job in seeds[0].jobs)
         x = [unit.of(at - start) for at in series.time_s]
         form = "%{y:.0%}" if name == "efficiency" else "%{y:.1f}"
-        traces.append(line(colours[policy], policy, x, numbers(getattr(series, name)), hovertemplate=form))
-    layout: dict[str, Any] = {
+        traces.append(line(colours[policy], policy, x, rounded(getattr(series, name)), hovertemplate=form))
+    layout: Figure = {
         "hovermode": "x unified",
         "xaxis": {"title": {"text": f"{unit.name} since the first submission"}},
         "yaxis": {"rangemode": "tozero"},
@@ -141,7 +142,7 @@ def over_time(by_policy: ByPolicy, name: str, unit: TimeUnit, colours: Mapping[s
         longest = max((seeds[0] for seeds in by_policy.values()), key=lambda result: result.makespan_s)
         start = min(job.submitted_at for job in longest.jobs)
         x = [unit.of(at - start) for at in longest.series.time_s]
-        total = numbers(longest.series.gpus_total)
+        total = rounded(longest.series.gpus_total)
         traces.append(
             {"type": "scatter", "mode": "lines", "name": f"all {slot}s", "x": x, "y": total, "line": _DOTTED}
             | {"hoverinfo": "skip"}
@@ -161,8 +162,8 @@ def busiest_jobs(by_policy: ByPolicy) -> set[str]:
 def gantt(result: SimulationResult, rows: set[str], unit: TimeUnit, span_s: float, slot: str) -> Figure:
     start = min(job.submitted_at for job in result.jobs)
     jobs = sorted((job for job in result.jobs if job.name in rows), key=lambda job: job.submitted_at)
-    waits: dict[str, list[Any]] = {"y": [], "base": [], "x": []}
-    bars: dict[str, list[Any]] = {"y": [], "base": [], "x": [], "colour": [], "text": []}
+    waits: Figure = {"y": [], "base": [], "x": []}
+    bars: Figure = {"y": [], "base": [], "x": [], "colour": [], "text": []}
     for row, job in enumerate(jobs):
         waits["y"].append(row)
         waits["base"].append(unit.of(job.submitted_at - start))
@@ -199,7 +200,7 @@ def decisions(result: SimulationResult, unit: TimeUnit, index: int) -> Figure:
     told = result.decisions
     start = min(job.submitted_at for job in result.jobs)
     x = [unit.of(at - start) for at in told.time_s]
-    lines: tuple[tuple[str, Sequence[float], str, dict[str, Any]], ...] = (
+    lines: tuple[tuple[str, Sequence[float], str, Figure], ...] = (
         ("upper bound", told.upper_bound, "%{y:.3f}", {"line": {**_DOTTED, "shape": "hv"}}),
         (
             "changing nothing",
@@ -210,7 +211,7 @@ def decisions(result: SimulationResult, unit: TimeUnit, index: int) -> Figure:
         ("fitness", told.fitness, "%{y:.3f}", {"line": {"shape": "hv"}}),
         ("gap", told.gap, "%{y:.2%}", {"yaxis": "y2", "line": {"color": "@3", "width": 1.5, "shape": "hv"}}),
     )
-    traces = [line(index, name, x, numbers(y), hovertemplate=form, **more) for name, y, form, more in lines]
+    traces = [line(index, name, x, rounded(y), hovertemplate=form, **more) for name, y, form, more in lines]
     for trace in traces:
         del trace["meta"]  # not one of the lines that the policies' buttons show and hide
     layout = {
@@ -225,23 +226,3 @@ def decisions(result: SimulationResult, unit: TimeUnit, index: int) -> Figure:
 
 def _replica_class(replicas: int) -> int:
     return next(index for index, (most, _) in enumerate(REPLICA_CLASSES) if replicas <= most)
-
-
-def numbers(values: Sequence[float]) -> list[float | None]:
-    return [float(f"{value:.5g}") if math.isfinite(value) else None for value in values]
-
-
-def duration(seconds: float) -> str:
-    for limit, divisor, unit in ((120, 1, "s"), (7200, 60, "min"), (math.inf, 3600, "h")):
-        if seconds < limit:
-            value = seconds / divisor
-            return f"{value:.0f} {unit}" if value >= 100 or unit == "s" else f"{value:.1f} {unit}"
-    return "–"
-
-
-def hours(hours: float) -> str:
-    return f"{hours:,.0f}" if hours >= 100 else f"{hours:.3g}"
-
-
-def milliseconds(seconds: float) -> str:
-    return f"{seconds * 1000:.2g} ms" if seconds < 0.1 else f"{seconds:.2g} s"

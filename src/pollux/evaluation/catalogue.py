@@ -1,23 +1,22 @@
-"""The suites there are: which policies, on which workloads, in which worlds, beside which figures of artifacts.
+"""The catalogue of suites: their policies, workloads, configurations and published figures.
 
-The data of the OSDI'21 and Sia artifacts is not part of the project: it is looked for in a folder with ``osdi21/`` and
-``sia/`` below. Without it suites take generated workloads and built-in profiles where that makes sense.
-:mod:`pollux.simulator.suites` says what a suite is.
+``pollux compare --suite`` and ``scripts/results.py`` read it; :mod:`pollux.evaluation.suites` defines what a suite is.
+The data of the OSDI'21 and Sia artifacts is not part of the project: it is read from a folder with ``osdi21/`` and
+``sia/`` below. Without it suites use generated workloads and built-in profiles where that makes sense.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pollux.errors import InputFileError, UnknownNameError
+from pollux.evaluation.scale import SIZES
+from pollux.evaluation.suites import Case, Chart, Column, Published, Suite
 from pollux.policy import WEIGHTINGS, PolicySettings, policy_names
-from pollux.simulator.run import SimulationConfig, sia_config
-from pollux.simulator.scale import SIZES
-from pollux.simulator.suites import Case, Chart, Column, Published, Suite
+from pollux.simulator.config import SimulationConfig, sia_config
 
 _JCT = Column(heading="avg JCT s", key="avg_jct_s", form=",.0f")
 _RATIO = Column(heading="× artifact", key="ratio_to_published", form=".2f")
@@ -45,7 +44,7 @@ _JCT_BARS = Chart(title="Average job completion time", key="avg_jct_s", factor=1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Artifacts:
-    """Where the published data is; None: nowhere."""
+    """The folder of the published data; None: there is none."""
 
     folder: Path | None
 
@@ -60,7 +59,7 @@ class Artifacts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Source:
-    """A workload, and what the artifact's Pollux came to on it."""
+    """A workload, and the average JCT of the artifact's Pollux on it."""
 
     table: str
     workload: str
@@ -72,7 +71,7 @@ class _Source:
         self,
         policy: str,
         label: str = "",
-        settings: Mapping[str, Any] | None = None,
+        settings: PolicySettings | None = None,
         config: SimulationConfig | None = None,
         x: float | None = None,
         line: str = "",
@@ -84,7 +83,7 @@ class _Source:
             workload=self.workload,
             traces=self.traces,
             policy=policy,
-            settings=PolicySettings(seed=self.seed, **(settings or {})),
+            settings=dataclasses.replace(settings or PolicySettings(), seed=self.seed),
             config=config or SimulationConfig(),
             x=x,
             line=line,
@@ -108,21 +107,21 @@ def workload_at(load: float) -> str:
 
 
 NO_OSDI21 = (
-    "The OSDI'21 artifact's data was not found: generated workloads and built-in profiles instead, so nothing stands "
-    "beside the artifact's figures. Say where its folder osdi21/ is with --artifacts DIR."
+    "The OSDI'21 artifact's data was not found: generated workloads and built-in profiles instead, without the "
+    "artifact's figures. Name the folder that has osdi21/ with --artifacts DIR."
 )
 
 
-def _published(sources: Iterable[_Source], **more: Any) -> tuple[Published, ...]:
+def _published(sources: Iterable[_Source], x: float | None = None, line: str = "") -> tuple[Published, ...]:
     return tuple(
-        Published(table=source.table, label=ARTIFACT, values={"avg_jct_s": source.published_s}, **more)
+        Published(table=source.table, label=ARTIFACT, values={"avg_jct_s": source.published_s}, x=x, line=line)
         for source in sources
         if source.published_s is not None
     )
 
 
 def _sources(artifacts: Artifacts, is_quick: bool) -> tuple[list[_Source], tuple[str, ...]]:
-    """Workloads 6, 1 and 3 (quick: 6 alone), or generated ones; what to say about that."""
+    """Workloads 6, 1 and 3 (quick: 6 alone), or generated ones; and notes about that."""
     osdi21 = artifacts.part("osdi21")
     if osdi21 is None:
         seeds = range(1 if is_quick else 3)
@@ -156,19 +155,19 @@ def _loads(artifacts: Artifacts, is_quick: bool) -> tuple[dict[float, _Source], 
     return {load: found[load] for load in (0.5, 2.0)} if is_quick else found, ()
 
 
-def _ours() -> dict[str, dict[str, Any]]:
+def _ours() -> dict[str, PolicySettings]:
     """Settings of our policy's variants, by label: one for every weighting."""
-    return {"pollux" if name == "equal" else f"pollux, {name}": {"weights": name} for name in WEIGHTINGS}
+    return {"pollux" if name == "equal" else f"pollux, {name}": PolicySettings(weights=name) for name in WEIGHTINGS}
 
 
-# A live cluster's: measured cost of a resize in place, decisions on events, profiles remembered.
+# As on a live cluster: the measured cost of a resize in place, decisions on events, profiles remembered.
 OUR_PHYSICS = SimulationConfig(resize_s=5.0, decides_on_events=True, remembers_profiles=True)
 
 
-def variants() -> dict[str, tuple[dict[str, Any], SimulationConfig]]:
-    """Settings and world of our policy by label: each weighting in the artifact's world, then in ours."""
+def variants() -> dict[str, tuple[PolicySettings, SimulationConfig]]:
+    """Settings and configuration by label: each weighting in the artifact's configuration, then in ours."""
     ours = {
-        f"{label}, our physics": ({**settings, "resize_s": OUR_PHYSICS.resize_s}, OUR_PHYSICS)
+        f"{label}, our physics": (dataclasses.replace(settings, resize_s=OUR_PHYSICS.resize_s), OUR_PHYSICS)
         for label, settings in _ours().items()
     }
     return {label: (settings, SimulationConfig()) for label, settings in _ours().items()} | ours
@@ -189,10 +188,10 @@ def _osdi21(artifacts: Artifacts, is_quick: bool) -> Suite:
         cases += [source.case(name) for name in others]
     return Suite(
         name="osdi21",
-        title="Every policy of the shelf on the OSDI'21 workloads",
+        title="Every policy on the OSDI'21 workloads",
         about="16 nodes of 4 GPUs, 160 jobs in 8 hours, a decision every 60 s, 30 s for every start and resize, "
-        "nothing remembered: the world of the OSDI'21 artifact's simulator, whose own Pollux is one of the rows. Our "
-        "physics: resizes of 5 s, decisions also when jobs come and end, profiles remembered.",
+        "nothing remembered: the configuration of the OSDI'21 artifact's simulator, whose own Pollux is one of the "
+        "rows. Our physics: resizes of 5 s, decisions also when jobs come and end, profiles remembered.",
         cases=tuple(cases),
         published=_published(sources),
         reference=ARTIFACT,
@@ -211,14 +210,14 @@ def _fairness(artifacts: Artifacts, is_quick: bool) -> Suite:
     sources, notes = _sources(artifacts, is_quick)
     cases = []
     for source in sources:
-        cases += [source.case("pollux", f"pollux, p = {p:g}", {"p": p}) for p in (1.0, 0.0, -1.0, -10.0)]
+        cases += [source.case("pollux", f"pollux, p = {p:g}", PolicySettings(p=p)) for p in (1.0, 0.0, -1.0, -10.0)]
         cases += [source.case(name) for name in ("themis", "equal", "gavel")]
     shares = tuple(Column(heading=f"ρ > {most}", key=f"rho_above_{most}", form=".1%", rank=most) for most in (1, 2))
     return Suite(
         name="fairness",
         title="Finish-time fairness by the exponent p",
         about="ρ is a job's completion time over that alone on its fair share of the cluster. The fitness is a power "
-        "mean of speedups: with p = 1 the sum counts, towards -10 whoever is worst off. Beside it policies that aim "
+        "mean of speedups: with p = 1 the sum counts, towards -10 the worst job. Beside it policies that aim "
         "at fairness.",
         cases=tuple(cases),
         columns=(_JCT, _P99, Column(heading="ρ p50", key="rho_p50", form=".2f", rank=3), *_RHO, *shares, _RESTARTS),
@@ -243,7 +242,7 @@ def _load(artifacts: Artifacts, is_quick: bool) -> Suite:
     return Suite(
         name="load",
         title="More jobs in the same time",
-        about="Workload 6 with 0.5 to 2 times as many jobs in 8 hours, in the world of the suite osdi21.",
+        about="Workload 6 with 0.5 to 2 times as many jobs in 8 hours, in the configuration of the suite osdi21.",
         cases=tuple(cases),
         published=tuple(published),
         reference=ARTIFACT,
@@ -267,7 +266,7 @@ def _interference(artifacts: Artifacts, is_quick: bool) -> Suite:
                     source.case(
                         "pollux",
                         f"{slowdown:.0%} slower, {line}",
-                        {"avoid_interference": avoids},
+                        PolicySettings(avoid_interference=avoids),
                         SimulationConfig(interference=slowdown),
                         x=100 * slowdown,
                         line=line,
@@ -276,8 +275,8 @@ def _interference(artifacts: Artifacts, is_quick: bool) -> Suite:
     return Suite(
         name="interference",
         title="Jobs that slow each other down",
-        about="Jobs that span nodes and meet on one are slower by so much. pollux puts at most one of them on a "
-        "node, or does not care.",
+        about="Jobs that span nodes and share one are slower by so much. pollux puts at most one of them on a "
+        "node, or does not avoid it.",
         cases=tuple(cases),
         columns=(_JCT, _P99, _MAKESPAN, *_RHO, _RESTARTS),
         charts=(
@@ -302,7 +301,7 @@ def _interval(artifacts: Artifacts, is_quick: bool) -> Suite:
         name="interval",
         title="How often to decide",
         about=f"pollux with a round every {intervals_s[0]} to {intervals_s[-1]} s; and the same with decisions "
-        "whenever a job comes or ends in between.",
+        "also when a job comes or ends.",
         cases=tuple(cases),
         columns=(_JCT, _P99, _MAKESPAN, *_RHO, _RESTARTS, _DECISION),
         charts=(
@@ -350,8 +349,8 @@ def _hetero(artifacts: Artifacts, is_quick: bool) -> Suite:
         "1. gavel decides every 360 s, as there. Every policy knows the same: jobs are measured on one GPU of each "
         "type with five batch sizes when they come, which takes no time here. But for two rows: with nothing "
         "profiled, types that a job has not run on are judged by what others have shown; with ratios only, sia knows "
-        "of such types how fast one GPU is relative to those that it has run on, which the traces tell it: as near as "
-        "we can come to what the artifact's jobs know. The artifact's rows were measured with its own code.",
+        "of such types how fast one GPU is relative to those that it has run on, from the traces: the nearest to "
+        "what the artifact's jobs know. The artifact's rows were measured with its own code.",
         cases=tuple(cases),
         published=tuple(
             Published(table=source.table, label=f"{name}, the artifact", values=found) for name, found in values.items()
@@ -363,7 +362,7 @@ def _hetero(artifacts: Artifacts, is_quick: bool) -> Suite:
 
 
 SCALE_TABLE = "clusters of three and four GPU types"
-_MOST_GPUS, _QUICK_GPUS = 10_000, 1024
+_MOST_GPUS, _QUICK_GPUS = 10_000, 1024  # larger sizes are for benchmarks/scale.py: they take minutes and gigabytes
 
 
 def _scale(artifacts: Artifacts, is_quick: bool) -> Suite:
@@ -402,21 +401,23 @@ def _scale(artifacts: Artifacts, is_quick: bool) -> Suite:
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class SuiteEntry:
     """A suite, made when it is asked for."""
 
     summary: str
     make: Callable[[Artifacts, bool], Suite]
 
 
-SUITES: dict[str, Listed] = {
-    "osdi21": Listed("every policy on the published workloads: JCT, makespan, fairness, restarts, decisions", _osdi21),
-    "fairness": Listed("finish-time fairness by the exponent p, beside themis, equal and gavel", _fairness),
-    "load": Listed("half to twice as many jobs", _load),
-    "interference": Listed("jobs that span nodes and slow each other down, avoided and not", _interference),
-    "interval": Listed("rounds of half a minute to eight, with and without decisions on events", _interval),
-    "hetero": Listed("Sia's cluster of three GPU types; needs that artifact's data", _hetero),
-    "scale": Listed("time and quality of decisions from 64 to 10,000 GPUs", _scale),
+SUITES: dict[str, SuiteEntry] = {
+    "osdi21": SuiteEntry(
+        "every policy on the published workloads: JCT, makespan, fairness, restarts, decisions", _osdi21
+    ),
+    "fairness": SuiteEntry("finish-time fairness by the exponent p, beside themis, equal and gavel", _fairness),
+    "load": SuiteEntry("half to twice as many jobs", _load),
+    "interference": SuiteEntry("jobs that span nodes and slow each other down, avoided and not", _interference),
+    "interval": SuiteEntry("rounds of half a minute to eight, with and without decisions on events", _interval),
+    "hetero": SuiteEntry("Sia's cluster of three GPU types; needs that artifact's data", _hetero),
+    "scale": SuiteEntry("time and quality of decisions from 64 to 10,000 GPUs", _scale),
 }
 
 

@@ -1,15 +1,14 @@
-"""What a suite's rows come to: in which order they are shown, and in a sentence who is first and by how much.
+"""The verdict on a suite: the order of its rows, and a sentence that says which policy is first and by how much.
 
-Between :mod:`pollux.simulator.suites`, which makes the rows, and whoever shows them: a terminal, a page.
+The terminal (:mod:`pollux.cli.suites`) and the page (:mod:`pollux.evaluation.suite_page`) show it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
-from pollux.simulator.figures import duration
-from pollux.simulator.suites import Row, Suite, by_table
+from pollux.evaluation.suites import Row, Suite, by_table
+from pollux.reports.numbers import duration
 
 OURS = "pollux"  # the policy whose rows are marked
 MARK = "†"  # of rows that were not simulated here
@@ -76,7 +75,7 @@ def _compared(row: Row, best: Row) -> str:
 def _growth(suite: Suite, rows: Sequence[Row]) -> str:
     """How the first figure's value grows along its x."""
     chart = next((chart for chart in suite.charts if chart.x), None)
-    known: list[Any] = [row for row in rows if chart is not None and row.get(chart.key) is not None]
+    known = [row for row in rows if chart is not None and row.get(chart.key) is not None]
     if chart is None or not known:
         return ""
     told = [f"{row[chart.key] * chart.factor:,.3g} {chart.unit} with {row['policy']}" for row in known]

@@ -1,4 +1,4 @@
-"""With what a report was made, so that it can be made again."""
+"""The versions that a report was made with, so that it can be made again. Pages and JSON contain them."""
 
 from __future__ import annotations
 

@@ -1,8 +1,12 @@
-"""How durations, counts, rates and shares are written: one place, for every table and sentence of the command line."""
+"""How durations, counts, rates and shares are written in tables, sentences and report pages.
+
+All commands, report pages and benchmarks use these functions. It imports nothing of ours.
+"""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 UNKNOWN = "-"
 _UNITS = (("d", 86400), ("h", 3600), ("m", 60), ("s", 1))
@@ -64,6 +68,11 @@ def share(value: float | None) -> str:
 
 def size(num_bytes: float | None) -> str:
     return f"{number(num_bytes)}B" if _is_number(num_bytes) else UNKNOWN
+
+
+def rounded(values: Sequence[float]) -> list[float | None]:
+    """Five digits of each, for figures; None where a value is not finite, which JSON cannot say."""
+    return [float(f"{value:.5g}") if math.isfinite(value) else None for value in values]
 
 
 def plural(count: int, noun: str, nouns: str | None = None) -> str:

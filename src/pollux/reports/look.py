@@ -1,7 +1,7 @@
-"""One look for everything that is seen in a browser: reports and dashboard share colours, cards, tables and figures.
+"""The style sheet, the script that draws figures, and plotly.js: reports and dashboard look alike.
 
-Imports ``errors`` alone, beside plotly, which no other module needs: its JavaScript comes out of the installed package.
-Reports put the text into their page; the server hands it out as files.
+Report pages embed these texts, and the server serves them as files. It imports ``errors`` alone, so the server does
+not load the simulator. No other module imports plotly.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ __all__ = ["plotly_js", "require_plotly", "script", "style"]
 
 @functools.cache
 def style() -> str:
-    """The style sheet. ``data-theme="light|dark"`` on ``<html>`` overrides what the system prefers."""
-    return (files(__name__) / "look.css").read_text(encoding="utf-8")
+    """The style sheet. ``data-theme="light|dark"`` on ``<html>`` overrides the system's preference."""
+    return (files("pollux.reports") / "look.css").read_text(encoding="utf-8")
 
 
 @functools.cache
 def script() -> str:
-    """``window.Look``: figures of plotly's in the look's colours. A plain script, not a module."""
-    return (files(__name__) / "figures.js").read_text(encoding="utf-8")
+    """``window.Look``, which draws plotly figures in the style sheet's colours. A plain script, not a module."""
+    return (files("pollux.reports") / "figures.js").read_text(encoding="utf-8")
 
 
 def plotly_js() -> str:

@@ -16,15 +16,16 @@ from typing import Any
 import pytest
 
 from pollux.errors import InputFileError, UnknownNameError
+from pollux.evaluation.catalogue import NO_OSDI21, SUITES, Artifacts, make_suite
+from pollux.evaluation.scale import ChangingCluster, Size, measure
+from pollux.evaluation.suite_page import suite_report
+from pollux.evaluation.suites import Case, Chart, Column, Published, Suite, all_rows, by_table
+from pollux.evaluation.verdicts import MARKED, shown_tables, verdicts
 from pollux.policy import PolicySettings, make_policy, policy_names
+from pollux.simulator.config import SimulationConfig
 from pollux.simulator.result import summarise
-from pollux.simulator.run import SimulationConfig, simulate
-from pollux.simulator.scale import Size, World, measure
+from pollux.simulator.run import simulate
 from pollux.simulator.source import load_source
-from pollux.simulator.suite_catalogue import NO_OSDI21, SUITES, Artifacts, make_suite
-from pollux.simulator.suite_page import suite_report
-from pollux.simulator.suite_verdict import MARKED, shown_tables, verdicts
-from pollux.simulator.suites import Case, Chart, Column, Published, Suite, all_rows, by_table
 
 ROOT = Path(__file__).resolve().parents[3]
 NOWHERE = Artifacts(folder=None)
@@ -185,15 +186,15 @@ def test_a_sentence_says_who_is_first_and_by_how_much() -> None:
     rows = [{**row, "policy_name": names[str(row["policy"])]} for row in MEASURED]
     one, two = verdicts(tiny(has_means=False), all_rows(tiny(has_means=False), rows))
     assert one == (
-        "a: ours is first: a job takes 50 s on average. Measured with its own code, theirs, takes 100 s, 2.00 times "
+        "a: ours is first: a job takes 50s on average. Measured with its own code, theirs, takes 1m40s, 2.00 times "
         "as long."
     )
-    assert "once is first" in two and "The next policy, ours, takes 2.5 min, 15.00 times as long." in two
+    assert "once is first" in two and "The next policy, ours, takes 2m30s, 15.00 times as long." in two
     # What ran in another world is first of nothing.
     aside = [{**row, "is_aside": row["policy"] == "once"} for row in rows]
     assert verdicts(tiny(has_means=False), all_rows(tiny(has_means=False), aside))[1].startswith("b: ours is first")
     (means,) = verdicts(tiny(), all_rows(tiny(), rows))
-    assert means.startswith("ours is first: a job takes 100 s")
+    assert means.startswith("ours is first: a job takes 1m40s")
 
 
 def test_a_page_with_many_policies_shows_ours_and_the_best() -> None:
@@ -224,14 +225,14 @@ def test_a_page_with_many_policies_shows_ours_and_the_best() -> None:
 
 def test_a_decision_is_measured() -> None:
     found = measure(Size(num_gpus=64, num_jobs=6, num_rounds=2))
-    assert (found["gpus"], found["jobs"]) == (64, 6)
-    assert 0 < found["steady_s"] <= found["worst_steady_s"]
-    assert 0 <= found["gap"] < 0.2
-    assert found["times_faster"] == pytest.approx(0.10 / found["steady_s"])
+    assert (found.gpus, found.jobs) == (64, 6)
+    assert 0 < found.steady_s <= found.worst_steady_s
+    assert 0 <= found.gap < 0.2
+    assert found.times_faster == pytest.approx(0.10 / found.steady_s)
 
 
 def test_the_world_goes_on_as_planned() -> None:
-    world = World(64, 50)
+    world = ChangingCluster(64, 50)
     assert sum(node.num_slots for node in world.nodes) == pytest.approx(64, abs=8)
     plan = make_policy("equal").decide(world.snapshot())
     before = {job.name for job in world.jobs}
@@ -259,7 +260,7 @@ def script() -> Any:
 def test_every_policy_is_explained(script: Any) -> None:
     page = (ROOT / "docs" / "policies.md").read_text()
     for name in policy_names():
-        assert f"`{name}`" in page.split("## Who is who")[1], name
+        assert f"`{name}`" in page.split("## The policies and their sources")[1], name
     claimed = {claim.policy for claim in script.CLAIMS}
     assert set(policy_names()) - claimed == {"las", "srtf", "fifo", "equal"}
     assert {name for claim in script.CLAIMS for name in claim.against} <= set(policy_names())

@@ -1,7 +1,4 @@
-"""What the words of tables and figures mean, and what each policy does, in a line each: for pages and terminals.
-
-Imports ``policy`` alone.
-"""
+"""What the words in tables and figures mean, and what each policy does, in one line each. Pages and terminal use it."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ from collections.abc import Iterable
 from pollux.errors import PolluxError
 from pollux.policy import Policy, make_policy
 
-# By what stands in a heading. docs/simulation.md says the same at more length.
+# By a word of a heading. docs/simulation.md explains them at more length.
 WORDS = {
     "JCT": "job completion time: from a job's submission to its end",
     "p50": "half of the jobs are at or below this",
@@ -30,7 +27,7 @@ WORDS = {
 
 
 def explained(headings: Iterable[str]) -> dict[str, str]:
-    """Those of the words that stand in one of the headings."""
+    """The words that one of the headings contains, with their meaning."""
     text = " ".join(headings)
     return {word: meaning for word, meaning in WORDS.items() if word in text}
 
@@ -42,7 +39,7 @@ def policy_summary(policy: Policy) -> str:
 
 
 def policy_summaries(names: Iterable[str]) -> dict[str, str]:
-    """By name, of those names that are policies' and whose policy says anything."""
+    """By name, of the names that are policies."""
     found = {}
     for name in names:
         try:

@@ -1,10 +1,11 @@
-"""Recorded jobs run again: in simulation, under the policy that decided and under others.
+"""Runs recorded jobs again in simulation, under the policy that decided and under others, and compares.
 
-Stands in ``simulator``, between :mod:`pollux.simulator.recording`, which understands what a cluster kept, and the
-reports. The same jobs are a workload with its profiles (:func:`workload_files`), which every simulating command reads.
+``pollux replay`` and ``pollux demo`` call it with what :mod:`pollux.simulator.recording` made of a cluster's records.
+The same jobs can be written as a workload with its profiles (:func:`write_workload`), which every simulating command
+reads.
 
 Static equal shares, to compare with: every job has the cluster's slots divided by the mean number of jobs present, at
-least one, from its start to its end; it trains with the batch its user tuned; who finds no room waits its turn.
+least one, from its start to its end; it trains with the batch its user tuned; a job that finds no room waits.
 """
 
 from __future__ import annotations
@@ -28,18 +29,18 @@ from pollux.scheduler.record import JobRecord
 from pollux.simulator.builtin import ProfiledApplication, profiles_json
 from pollux.simulator.recording import Record, RecordedJob, Recording
 from pollux.simulator.result import DecisionSeries, SimulationResult, Spread, summarise, write_text
-from pollux.simulator.run import Sample, SimulationRun, simulate
+from pollux.simulator.run import ClusterSample, SimulationRun, simulate
 from pollux.simulator.source import PROFILES_FILE
 from pollux.simulator.workload import Workload, workload_csv
 
 WORKLOAD_FILE = "recorded.csv"
 STATIC = "static equal shares"
-NUM_SAMPLES = 1000  # evenly over time, beside all changes
+NUM_SAMPLES = 1000  # evenly over time, beside all changes: more than a figure shows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prediction:
-    """What a simulation says of recorded jobs under the policy that decided, against what happened."""
+    """Recorded jobs as they ran, and as a simulation under the same policy has them."""
 
     recorded: SimulationResult
     simulated: SimulationResult
@@ -165,7 +166,7 @@ def write_workload(recording: Recording, directory: Path, source: str) -> Path:
 # What happened --------------------------------------------------------------------------------
 
 
-def _samples(recording: Recording) -> list[Sample]:
+def _samples(recording: Recording) -> list[ClusterSample]:
     """The cluster at every change of an allocation, and in between often enough to see efficiencies change."""
     changes: list[tuple[float, int, str, int | None]] = []  # (at, order, job, slots; None: it comes or goes)
     for job in recording.jobs:
@@ -188,7 +189,7 @@ def _samples(recording: Recording) -> list[Sample]:
             held.pop(name, None)
         if following is None or following[0] > at:
             samples.append(
-                Sample(
+                ClusterSample(
                     at=at,
                     num_slots=recording.num_slots,
                     num_waiting=len(present) - len(held),

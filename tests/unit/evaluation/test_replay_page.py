@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 
-from pollux.simulator.recorded import STATIC, Comparison, compare_recording
-from pollux.simulator.recorded_report import recording_report, replay_report
+from pollux.evaluation.replay import STATIC, Comparison, compare_recording
+from pollux.evaluation.replay_page import recording_report, replay_report
+from pollux.reports.page import Heading
 from pollux.simulator.recording import read_recording
-from tests.unit.simulator.test_recorded import NODES, job, reports_of
+from tests.unit.evaluation.test_replay import NODES, job, reports_of
 
 pytest.importorskip("plotly")
 
@@ -49,7 +50,7 @@ def made(*names: str, **others: Any) -> Comparison:
 
 def page(comparison: Comparison, note: str = "a note") -> str:
     """Without plotly's own four megabytes."""
-    text = recording_report(comparison, title="a title", note=note, command="pollux demo")
+    text = recording_report(comparison, Heading(title="a title", command="pollux demo", slot="slot"), note=note)
     start = text.index("<script>", text.index("</main>"))
     return text[:start] + text[text.index('<script type="application/json"') :]
 
@@ -104,9 +105,8 @@ def replayed(*names: str, plotly_url: str | None = None) -> str:
         comparison.recording,
         comparison.recorded,
         simulated,
-        title=EVIL,
+        Heading(title=EVIL, command=f"pollux replay --data '{EVIL}'", slot="slot"),
         note=EVIL,
-        command=f"pollux replay --data '{EVIL}'",
         plotly_url=plotly_url,
     )
 
@@ -119,7 +119,7 @@ def test_a_replay_shows_each_job_predicted_and_recorded():
     assert points["x"] == pytest.approx([100 / 60, 96 / 60], rel=1e-3)
     assert found["jobs-errors"]["data"][0]["y"] == [0.5, 1.0]
     assert {"w0-jct", "w0-rho", "w0-gantt0", "w0-gantt1", "w0-gantt2"} <= set(found)
-    assert "An error of".lower() in text and "What was assumed" in text
+    assert "An error of".lower() in text and "<h3>Assumptions</h3>" in text
     assert EVIL not in text and "<script>alert" not in text
 
 

@@ -1,10 +1,10 @@
-"""Decisions on mixed clusters of any size, without simulating what jobs do in between: how long they take, how good.
+"""Measures decisions on mixed clusters of any size: how long they take, and how far they are from the bound.
 
-Jobs are made up around the condensed profiles of the six OSDI'21 applications, each with its own step times, noise
-scale and age, on up to four accelerator types whose speeds differ by application. A *cold* decision is a fresh policy's
-first with nobody running. After that rounds follow each other as on a cluster: the plan is carried out, noise scales
-drift, 2 % of the jobs end and as many arrive; the median of those is *steady*. Used by ``benchmarks/scale.py`` and by
-the suite ``scale`` (:mod:`pollux.simulator.suites`).
+``benchmarks/scale.py`` and the suite ``scale`` call it. Jobs are not simulated between decisions: they are made up
+around the condensed profiles of the six OSDI'21 applications, each with its own step times, noise scale and age, on up
+to four accelerator types whose speeds differ by application. A *cold* decision is a fresh policy's first, when no job
+runs. Then rounds follow as on a cluster: the plan is carried out, noise scales drift, 2 % of the jobs end and as many
+arrive; the median of those rounds is *steady*.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import resource
 import statistics
 import time
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -24,8 +23,8 @@ from pollux.scheduler.reconcile import verify_plan
 from pollux.simulator.builtin import load_builtin
 from pollux.types import JobSpec, JobView, Node, Plan, Snapshot, ThroughputParams
 
-TYPES = (("t4", 4, 1.0), ("rtx", 8, 1.6), ("v100", 8, 2.2), ("a100", 8, 4.5))  # slots a node, speed
-POLICY = "pollux"  # that decides
+TYPES = (("t4", 4, 1.0), ("rtx", 8, 1.6), ("v100", 8, 2.2), ("a100", 8, 4.5))  # slots per node, and speed of a T4 = 1
+POLICY = "pollux"  # the policy that is measured
 SMALL_GPUS = 64  # up to here the last type is left out: it would have a fraction of a node
 # Seconds of Sia's integer program, measured with its artifact on one thread (medians), by GPUs.
 SIA_S = {64: 0.10, 256: 0.40, 1024: 1.7, 2048: 3.0}
@@ -50,9 +49,24 @@ SIZES = (
 )
 
 
-def measure(size: Size, settings: PolicySettings | None = None) -> dict[str, Any]:
-    """Decide round after round. Times are CPU seconds of this process, memory is the most it has ever had."""
-    world = World(size.num_gpus, size.num_jobs)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecisionTimes:
+    """What decisions on a cluster took: CPU seconds of this process, and the most memory it has ever had."""
+
+    gpus: int
+    jobs: int
+    cold_s: float
+    steady_s: float
+    worst_steady_s: float
+    gap: float  # the worst, to the proven bound
+    memory_mb: float
+    sia_s: float | None  # of Sia's program; None: not measured with so many GPUs
+    times_faster: float | None
+
+
+def measure(size: Size, settings: PolicySettings | None = None) -> DecisionTimes:
+    """Decide round after round."""
+    world = ChangingCluster(size.num_gpus, size.num_jobs)
     policy = make_policy(POLICY, settings)
     seconds, gaps = [], []
     for _ in range(1 + size.num_rounds):
@@ -65,20 +79,20 @@ def measure(size: Size, settings: PolicySettings | None = None) -> dict[str, Any
         gaps.append(plan.explanation.gap)
         world.pass_time(plan)
     steady_s, sia_s = statistics.median(seconds[1:]), SIA_S.get(size.num_gpus)
-    return {
-        "gpus": size.num_gpus,
-        "jobs": size.num_jobs,
-        "cold_s": seconds[0],
-        "steady_s": steady_s,
-        "worst_steady_s": max(seconds[1:]),
-        "gap": max(gaps),
-        "memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-        "sia_s": sia_s,
-        "times_faster": sia_s / steady_s if sia_s else None,
-    }
+    return DecisionTimes(
+        gpus=size.num_gpus,
+        jobs=size.num_jobs,
+        cold_s=seconds[0],
+        steady_s=steady_s,
+        worst_steady_s=max(seconds[1:]),
+        gap=max(gaps),
+        memory_mb=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        sia_s=sia_s,
+        times_faster=sia_s / steady_s if sia_s else None,
+    )
 
 
-class World:
+class ChangingCluster:
     """Jobs that come, drift and go on a cluster of three or four types."""
 
     def __init__(self, num_gpus: int, num_jobs: int, seed: int = 0) -> None:

@@ -1,41 +1,36 @@
-"""One HTML file that shows what simulations came to; it works offline and needs nothing beside itself.
+"""The HTML page of simulations' results: one file that works offline. All commands that write ``--html`` use it.
 
-Figures are made here as plain data; the page's own few lines of JavaScript colour them for a light or dark screen
-and hand them to plotly.js, which comes out of the installed plotly package. Colours are names ("@0", "@muted") until
-then. Everything that a user may have named is escaped.
+Figures are plain data (:mod:`pollux.reports.figures`); the page's own few lines of JavaScript colour them for a light
+or dark screen and hand them to plotly.js, which comes from the installed plotly package. Every text that a user may
+have chosen is escaped.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import html
-import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from pollux import look
 from pollux.errors import PolluxError
-from pollux.simulator.figures import (
+from pollux.reports import look
+from pollux.reports.figures import (
     REPLICA_CLASSES,
     ByPolicy,
-    Figure,
     TimeUnit,
     busiest_jobs,
     cdf,
     decisions,
-    duration,
     gantt,
-    hours,
-    milliseconds,
     over_time,
     swatch,
 )
-from pollux.simulator.page import FIGURE, PAGE, SCRIPT
+from pollux.reports.glossary import explained, policy_summaries
+from pollux.reports.numbers import duration, number
+from pollux.reports.page import Figure, Heading, make_page, placed
 from pollux.simulator.result import SimulationResult, group_results, half_range_s, mean_of
-from pollux.simulator.versions import made_with
-from pollux.simulator.words import explained, policy_summaries
-from pollux.version import __version__
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,31 +39,28 @@ class Brief:
 
     headings: tuple[str, ...]  # of the tables' columns
     tables: Mapping[str, str]  # HTML, by workload
-    order: tuple[str, ...]  # whose colour comes first
-    shown: frozenset[str]  # who is in the distributions until more is asked for
+    order: tuple[str, ...]  # of colours
+    shown: frozenset[str]  # policies whose distributions are shown at first
     policies: tuple[str, ...]  # names, to be explained
 
 
 def html_report(
     results: Sequence[SimulationResult],
+    heading: Heading,
     *,
-    title: str,
-    command: str,
-    slot: str = "GPU",
     first: str = "",
     figures: dict[str, Figure] | None = None,
-    packages: Sequence[str] = (),
-    plotly_url: str | None = None,
     brief: Brief | None = None,
-    subtitle: str | None = None,
+    plotly_url: str | None = None,
 ) -> str:
     """The page. Results of one workload are compared with each other; seeds of one policy are averaged.
 
-    ``slot`` is what a replica sits on; ``first`` is HTML that goes before all else, with ``figures`` of its own;
-    ``packages`` are those whose versions matter beside the usual ones. A page that a server shows takes plotly from
-    ``plotly_url`` there; without one it is in the page, which then needs nothing. ``brief``: instead of all that can
-    be said of a workload. ``subtitle``: in place of who is compared on what. A policy has the same colour wherever it
-    is on the page.
+    A policy has the same colour everywhere on the page.
+
+    Args:
+        first: HTML that goes before all else, with ``figures`` of its own.
+        brief: instead of all that can be said of a workload.
+        plotly_url: where a server has plotly; with None it is inside the page, which then needs nothing else.
 
     Raises:
         PolluxError: there is nothing to show, or plotly is not installed.
@@ -82,29 +74,19 @@ def html_report(
     policies = list(dict.fromkeys(result.policy for result in results))
     colours = {policy: index for index, policy in enumerate(policies if brief is None else brief.order)}
     sections = [
-        _workload_section(f"w{number}", workload, by_policy, figures, slot, colours, brief)
+        _workload_section(f"w{number}", workload, by_policy, figures, heading.slot, colours, brief)
         for number, (workload, by_policy) in enumerate(groups.items())
     ]
-    headings = [head.format(slot=slot) for head, *_ in _COLUMNS] if brief is None else brief.headings
-    data = json.dumps(figures, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c")
-    return PAGE.format(
-        title=html.escape(title),
-        subtitle=html.escape(f"{', '.join(policies)} on {', '.join(groups)}" if subtitle is None else subtitle),
-        style=look.style(),
-        first=first,
-        sections="\n".join(sections),
-        words=_words(headings, policies if brief is None else brief.policies),
-        repeat=_repeat_section(results, command),
-        version=html.escape(__version__),
-        made_with=html.escape(made_with(*packages)),
-        plotly=_plotly(plotly_url),
-        figures=data,
-        script=look.script() + SCRIPT,
+    headings = [head.format(slot=heading.slot) for head, *_ in _COLUMNS] if brief is None else brief.headings
+    subtitle = f"{', '.join(policies)} on {', '.join(groups)}" if heading.subtitle is None else heading.subtitle
+    words = _words(headings, policies if brief is None else brief.policies)
+    return make_page(
+        dataclasses.replace(heading, subtitle=subtitle),
+        "\n".join((first, *sections, words)),
+        figures,
+        more=_settings(results),
+        plotly_url=plotly_url,
     )
-
-
-def _plotly(url: str | None) -> str:
-    return f"<script>{look.plotly_js()}</script>" if url is None else f'<script src="{html.escape(url)}"></script>'
 
 
 # Sections -------------------------------------------------------------------------------------
@@ -171,14 +153,14 @@ def _workload_section(
     explained = ""
     if decided:
         explained = (
-            "<h3>What the policy decided</h3><p>Fitness is what the policy maximises; no allocation could have been "
-            f"better than the bound, so the gap says how much was left at most.</p><div class='grid'>{decided}</div>"
+            "<h3>Decisions</h3><p>The policy maximises fitness. No allocation could have been better than "
+            f"the bound, so the gap is the most that was left to gain.</p><div class='grid'>{decided}</div>"
         )
     busiest = "" if len(rows) == first.num_jobs else f"the {len(rows)} jobs that used the most {slot} time, "
     return f"""<section>
 {top}
 <div class="grid">{"".join(charts)}</div>
-<h3>Who held what</h3>
+<h3>Allocations over time</h3>
 <p>One row per job ({busiest}in order of submission); colour is the number of {slot}s, a thin line means waiting.</p>
 <div class="chips" aria-label="{slot}s per job">{slot}s {heat}</div>
 <div class="grid">{"".join(gantts)}</div>
@@ -199,19 +181,12 @@ def _chips(by_policy: ByPolicy, colours: Mapping[str, int], shown: Collection[st
 
 
 def _words(headings: Iterable[str], policies: Iterable[str]) -> str:
-    """A key to what stands in tables, and to who is who."""
+    """Explains the words in the tables, and the policies."""
     parts = []
     for title, entries in (("Words", explained(headings)), ("Policies", policy_summaries(policies))):
         lines = "".join(f"<dt>{html.escape(word)}</dt><dd>{html.escape(text)}</dd>" for word, text in entries.items())
         parts.append(f'<h2>{title}</h2><dl class="glossary">{lines}</dl>' if lines else "")
     return f"<article>{''.join(parts)}</article>" if any(parts) else ""
-
-
-def placed(figures: dict[str, Figure], id_: str, made: Figure, label: str, *, is_wide: bool = False) -> str:
-    """Keep a figure for the page's script; the HTML of the place it will be drawn in."""
-    figures[id_] = made
-    wide = " wide" if is_wide else ""
-    return FIGURE.format(id=id_, title=html.escape(label), height=made.pop("height"), wide=wide)
 
 
 def _headline(by_policy: ByPolicy) -> str:
@@ -233,9 +208,9 @@ _COLUMNS: tuple[tuple[str, str, str, str, bool], ...] = (
     ("ρ p99", "99th percentile of finish-time fairness", "rho.p99", ".2f", False),
     ("ρ worst", "worst finish-time fairness", "rho.max", ".2f", False),
     ("restarts", "starts and resizes per job after the first start", "restarts_mean", ".1f", False),
-    ("{slot}-hours", "{slot}-hours held by jobs", "gpu_hours", "hours", False),
+    ("{slot}-hours", "{slot}-hours held by jobs", "gpu_hours", "number", False),
     ("efficiency", "mean statistical efficiency", "efficiency_mean", ".0%", False),
-    ("decision", "mean time of one scheduling decision", "decision_s.mean", "ms", False),
+    ("decision", "mean time of one scheduling decision", "decision_s.mean", "duration", False),
 )
 _COST = ("cost", "of all node-hours, at the price that was given", "cost", ",.2f", False)
 _HIGHER_IS_BETTER = {"efficiency_mean"}
@@ -257,7 +232,7 @@ def _table(by_policy: ByPolicy, slot: str, colours: Mapping[str, int]) -> str:
     for policy, row in values.items():
         cells = []
         for (_, _, _, form, has_ratio), value, least in zip(columns, row, best, strict=True):
-            made = {"duration": duration, "ms": milliseconds, "hours": hours}.get(form)
+            made = {"duration": duration, "number": number}.get(form)
             text = made(value) if made is not None else format(value, form)
             ratio = f"<small>{value / least:.2f}×</small>" if has_ratio and least > 0 and len(values) > 1 else ""
             is_best = ' class="best"' if value == least and len(values) > 1 else ""
@@ -276,11 +251,12 @@ def _decision_note(result: SimulationResult) -> str:
     return (
         f"{result.rounds} rounds; median gap to the bound {np.median(decisions.gap):.2%}, worst "
         f"{max(decisions.gap):.2%}; {np.mean(decisions.changes):.1f} jobs changed per round; one decision took "
-        f"{milliseconds(time_s.mean)} on average, {milliseconds(time_s.p99)} at the 99th percentile."
+        f"{duration(time_s.mean)} on average, {duration(time_s.p99)} at the 99th percentile."
     )
 
 
-def _repeat_section(results: Sequence[SimulationResult], command: str) -> str:
+def _settings(results: Sequence[SimulationResult]) -> str:
+    """Every setting of the simulations, folded."""
     seen: dict[str, list[str]] = {}
     for result in results:
         settings = result.config.get("policy_settings", {})
@@ -293,6 +269,6 @@ def _repeat_section(results: Sequence[SimulationResult], command: str) -> str:
         for name, values in seen.items()
     )
     return (
-        f"<pre><code>{html.escape(command)}</code></pre><details><summary>Every setting</summary>"
+        "<details><summary>Every setting</summary>"
         f'<div class="scroll"><table class="settings"><tbody>{rows}</tbody></table></div></details>'
     )

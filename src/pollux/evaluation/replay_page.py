@@ -1,7 +1,7 @@
-"""Pages of jobs that really ran: :mod:`pollux.simulator.report` with a first part about them.
+"""The pages of recorded jobs: :mod:`pollux.reports.simulation_page` with a first part about them.
 
-``pollux demo`` shows what each job did; ``pollux replay`` how well simulation tells what happened, and then what other
-policies would have done.
+``pollux demo`` shows what each job did; ``pollux replay`` how accurate the simulation is, and then what other policies
+would have done.
 """
 
 from __future__ import annotations
@@ -9,12 +9,13 @@ from __future__ import annotations
 import html
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
-from pollux.simulator.figures import Figure, TimeUnit, duration, line, numbers, swatch
-from pollux.simulator.recorded import Comparison, Prediction
+from pollux.evaluation.replay import Comparison, Prediction
+from pollux.reports.figures import TimeUnit, line, swatch
+from pollux.reports.numbers import duration, rounded
+from pollux.reports.page import Figure, Heading, placed
+from pollux.reports.simulation_page import html_report
 from pollux.simulator.recording import Point, Recording
-from pollux.simulator.report import html_report, placed
 from pollux.simulator.result import SimulationResult
 
 _MAX_ROWS = 200  # of a table of jobs: those that took longest
@@ -23,31 +24,26 @@ _MAX_LINES = 8  # of a figure over time, one for each job
 
 def recording_report(
     comparison: Comparison,
+    heading: Heading,
     *,
-    title: str,
     note: str,
-    command: str,
-    packages: Sequence[str] = (),
     plotly_url: str | None = None,
 ) -> str:
-    """What each job did, how well that can be simulated, and what static equal shares would have given."""
+    """What each job did, how accurate the simulation is, and what static equal shares would have given."""
     figures: dict[str, Figure] = {}
     recording, prediction = comparison.recording, comparison.prediction
     static_s = [job.jct_s for job in comparison.static.jobs]
     first = f"""<article>
 <h2>What each job did</h2><p class="lead">{html.escape(note)}</p>
 {_job_table(recording, prediction, static_s)}{_remarks(recording)}
-<div class="grid">{_told(recording, figures)}</div>
+<div class="grid">{_reported(recording, figures)}</div>
 {_prediction_part(prediction, figures)}
 </article>"""
     return html_report(
         (comparison.recorded, comparison.static),
-        title=title,
-        command=command,
-        slot="slot",
+        heading,
         first=first,
         figures=figures,
-        packages=packages,
         plotly_url=plotly_url,
     )
 
@@ -56,13 +52,12 @@ def replay_report(
     recording: Recording,
     recorded: SimulationResult,
     simulated: Sequence[SimulationResult],
+    heading: Heading,
     *,
-    title: str,
     note: str,
-    command: str,
     plotly_url: str | None = None,
 ) -> str:
-    """How well simulation tells what happened; what other policies would have done. The first of ``simulated`` is
+    """How accurate the simulation is; what other policies would have done. The first of ``simulated`` is
     under the policy that decided."""
     figures: dict[str, Figure] = {}
     prediction = Prediction(recorded=recorded, simulated=simulated[0])
@@ -78,13 +73,11 @@ def replay_report(
 {placed(figures, "jobs-errors", _error_cdf(prediction), "Errors: share of jobs at or below")}</div>
 <h3>Every job</h3>
 {_job_table(recording, prediction, None)}{_remarks(recording)}
-<h3>What was assumed</h3>{_assumptions(recording)}
+<h3>Assumptions</h3>{_assumptions(recording)}
 </article>"""
     return html_report(
         (recorded, *simulated),
-        title=title,
-        command=command,
-        slot="slot",
+        heading,
         first=first,
         figures=figures,
         plotly_url=plotly_url,
@@ -102,14 +95,14 @@ def _against(value_s: float, basis_s: float) -> str:
 def _fidelity(prediction: Prediction) -> str:
     recorded, simulated = prediction.recorded, prediction.simulated
     return (
-        f"A job took {duration(recorded.avg_jct_s)} on average; simulated under the same policy it is "
+        f"A job took {duration(recorded.avg_jct_s)} on average. Simulated under the same policy it takes "
         f"{duration(simulated.avg_jct_s)}, an error of <b>{prediction.average_error:+.1%}</b>. Single jobs are off by "
         f"{prediction.mean_error:.1%} on average."
     )
 
 
 def _prediction_part(prediction: Prediction, figures: dict[str, Figure]) -> str:
-    return f"""<h3>How well simulation tells what happened</h3><p>{_fidelity(prediction)}</p>
+    return f"""<h3>How accurate the simulation is</h3><p>{_fidelity(prediction)}</p>
 <div class="grid">{placed(figures, "jobs-scatter", _scatter(prediction), _SCATTER)}
 {placed(figures, "jobs-errors", _error_cdf(prediction), "Errors: share of jobs at or below")}</div>"""
 
@@ -167,7 +160,7 @@ def _assumptions(recording: Recording) -> str:
         *recording.assumptions,
         f"The cluster has {recording.num_slots} slots ({nodes}) from the first submission to the last end; decisions "
         f"are made whenever a job comes or ends and every {config.interval_s:g} s; a resize stops a job for "
-        f"{config.resize_s * 1000:.0f} ms, and newcomers take as long to start as they did.",
+        f"{config.resize_s * 1000:.0f} ms, and new replicas take as long to start as they did.",
         "A job's speed is the throughput model fitted to its measured step times, corrected by what was measured, "
         "times the pace at which it really went on between two reports; its efficiency follows the noise scale.",
         f"Jobs did not ask for a number of slots: policies that give what was asked for give each {share} "
@@ -186,7 +179,7 @@ def _scatter(prediction: Prediction) -> Figure:
     names = [html.escape(job.name, quote=False) for job in prediction.recorded.jobs]
     dotted = {"color": "@muted", "width": 1.5, "dash": "dot"}
     common = {"type": "scatter", "mode": "lines", "hoverinfo": "skip"}
-    traces: list[dict[str, Any]] = [
+    traces: list[Figure] = [
         {**common, "x": [low, high], "y": [low * f, high * f], "line": {**dotted, "width": 1.5 if f == 1 else 0.7}}
         for f in (1, 0.9, 1.1)
     ]
@@ -194,8 +187,8 @@ def _scatter(prediction: Prediction) -> Figure:
         {
             "type": "scatter",
             "mode": "markers",
-            "x": numbers(recorded),
-            "y": numbers(simulated),
+            "x": rounded(recorded),
+            "y": rounded(simulated),
             "text": names,
             "marker": {"color": "@0", "size": 9, "opacity": 0.8},
             "hovertemplate": "%{text}<br>recorded %{x:.3g} min<br>simulated %{y:.3g} min<extra></extra>",
@@ -212,7 +205,7 @@ def _scatter(prediction: Prediction) -> Figure:
 def _error_cdf(prediction: Prediction) -> Figure:
     errors = sorted(round(abs(error), 5) for error in prediction.errors)
     share = [(index + 1) / len(errors) for index in range(len(errors))]
-    made = line(0, "jobs", errors, numbers(share), line={"shape": "hv"}, hovertemplate="%{x:.1%}: %{y:.0%}")
+    made = line(0, "jobs", errors, rounded(share), line={"shape": "hv"}, hovertemplate="%{x:.1%}: %{y:.0%}")
     layout = {
         "xaxis": {"tickformat": ".0%", "rangemode": "tozero", "title": {"text": "error of a job's completion time"}},
         "yaxis": {"tickformat": ".0%", "range": [0, 1.02]},
@@ -220,8 +213,8 @@ def _error_cdf(prediction: Prediction) -> Figure:
     return {"data": [made], "layout": layout, "height": 380}
 
 
-def _told(recording: Recording, figures: dict[str, Figure]) -> str:
-    """What jobs told over time."""
+def _reported(recording: Recording, figures: dict[str, Figure]) -> str:
+    """Figures of what jobs reported over time."""
     charts = (
         ("batch", "Batch size", lambda point: point.total_batch),
         ("noise", "Noise scale: the batch size up to which examples are useful", lambda point: point.noise_scale),
@@ -229,11 +222,11 @@ def _told(recording: Recording, figures: dict[str, Figure]) -> str:
         ("efficiency", "Statistical efficiency", lambda point: point.efficiency),
     )
     return "".join(
-        placed(figures, f"jobs-{name}", _told_over_time(recording, name, pick), label) for name, label, pick in charts
+        placed(figures, f"jobs-{name}", _over_time(recording, name, pick), label) for name, label, pick in charts
     )
 
 
-def _told_over_time(recording: Recording, name: str, pick: Callable[[Point], float | None]) -> Figure:
+def _over_time(recording: Recording, name: str, pick: Callable[[Point], float | None]) -> Figure:
     """One line per job, from its reports."""
     jobs = recording.jobs
     unit = TimeUnit(max(job.finished_at for job in jobs))
@@ -243,8 +236,8 @@ def _told_over_time(recording: Recording, name: str, pick: Callable[[Point], flo
         x = [unit.of(point.at) for point in job.points]
         values = [math.nan if (value := pick(point)) is None else value for point in job.points]
         form = "%{y:.0%}" if is_share else "%{y:.4g}"
-        traces.append(line(index, job.name, x, numbers(values), hovertemplate=form, line={"shape": "hv"}))
-    y: dict[str, Any] = {"tickformat": ".0%", "range": [0, 1.05]} if is_share else {"type": "log"}
+        traces.append(line(index, job.name, x, rounded(values), hovertemplate=form, line={"shape": "hv"}))
+    y: Figure = {"tickformat": ".0%", "range": [0, 1.05]} if is_share else {"type": "log"}
     if name == "goodput":
         y = {"rangemode": "tozero"}
     layout = {

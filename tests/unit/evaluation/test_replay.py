@@ -7,11 +7,7 @@ from typing import Any
 import pytest
 
 from pollux.errors import InvalidValueError, SimulationError
-from pollux.policy import make_policy, policy_names
-from pollux.scheduler.ports import StartJob
-from pollux.simulator.engine import SimulatedEngine
-from pollux.simulator.oracle import SimulationOracle
-from pollux.simulator.recorded import (
+from pollux.evaluation.replay import (
     STATIC,
     compare_recording,
     recorded_applications,
@@ -19,6 +15,10 @@ from pollux.simulator.recorded import (
     replay,
     write_workload,
 )
+from pollux.policy import make_policy, policy_names
+from pollux.scheduler.ports import StartJob
+from pollux.simulator.engine import SimulatedEngine
+from pollux.simulator.oracle import SimulationOracle
 from pollux.simulator.recording import Recording, read_recording
 from pollux.simulator.result import summarise
 from pollux.simulator.run import simulate
@@ -235,7 +235,7 @@ def test_jobs_that_ended_early_or_have_not_ended_are_cut():
     assert found["failed"].application.epoch_end(39) == pytest.approx(500)
     assert found["runs"].finished_at == pytest.approx(20.8)  # its last report
     assert found["runs"].application.epoch_end(39) == pytest.approx(200)
-    assert all("simulated up to where it had come" in entry.remark for entry in found.values())
+    assert all("simulated as far as it came" in entry.remark for entry in found.values())
 
 
 def test_jobs_that_told_nothing_of_their_work_hold_their_slots_for_as_long_as_they_did():

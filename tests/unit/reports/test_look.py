@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from pollux import look
 from pollux.errors import PolluxError
-from pollux.simulator import page, recorded_report, report
+from pollux.evaluation import replay_page, suite_page
+from pollux.reports import figures, look, page, simulation_page
 
 
 def variables(block: str) -> dict[str, str]:
@@ -37,7 +37,8 @@ def test_everything_that_is_used_is_there() -> None:
     used = set(re.findall(r"var\(--([a-z0-9]+)\)", look.style())) | set(
         re.findall(r'css\("--([a-z]+)"\)', look.script())
     )
-    sources = [Path(str(module.__file__)).read_text() for module in (page, report, recorded_report)]
+    pages = (page, figures, simulation_page, replay_page, suite_page)
+    sources = [Path(str(module.__file__)).read_text() for module in pages]
     for name in re.findall(r'"@([a-z0-9]+)"', "".join(sources)):
         used.add(f"c{name}" if name.isdecimal() else name)
     assert used <= known
@@ -58,7 +59,7 @@ def test_plotly_comes_from_the_installed_package(monkeypatch: pytest.MonkeyPatch
 
 
 def test_importing_it_imports_nothing_heavy() -> None:
-    code = "import sys, pollux.look; print('plotly' in sys.modules, 'numpy' in sys.modules)"
+    code = "import sys, pollux.reports.look; print('plotly' in sys.modules, 'numpy' in sys.modules)"
     printed = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60
     ).stdout

@@ -1,11 +1,10 @@
-"""Suites: published evaluations, and ours beyond them, as data. ``pollux compare --suite NAME`` runs one.
+"""What a suite is: a published evaluation, or one of ours, as data. ``pollux compare --suite NAME`` runs one.
 
-A suite is a list of cases (a policy with its settings on a workload in a world), the published figures that stand
-beside them, and what to plot. Cases with the same ``table`` are compared with each other; one ``label`` is the same
-thing in every table. Rows of tables are plain mappings from a column's key to its value, so that a terminal, a page
-and a file show the same. Between :mod:`pollux.simulator.run` and the command line, which runs the cases;
-:mod:`pollux.simulator.suite_catalogue` has the suites there are, :mod:`pollux.simulator.suite_verdict` says who is
-first, :mod:`pollux.simulator.suite_page` draws them.
+A suite is a list of cases (a policy with its settings on a workload in a configuration), the published figures beside
+them, and what to plot. Cases with the same ``table`` are compared with each other; one ``label`` means the same
+in every table. Rows of tables are plain mappings from a column's key to its value, so that terminal, page
+and file show the same. :mod:`pollux.evaluation.catalogue` has the suites, :mod:`pollux.evaluation.verdicts` says which
+policy is first, :mod:`pollux.evaluation.suite_page` draws them.
 """
 
 from __future__ import annotations
@@ -15,11 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from pollux.evaluation.scale import Size
 from pollux.policy import PolicySettings
-from pollux.simulator.run import SimulationConfig
-from pollux.simulator.scale import Size
+from pollux.simulator.config import SimulationConfig
 
-Row = Mapping[str, Any]
+Row = Mapping[str, Any]  # values by key of a column; numbers, but for names and flags
+_NewRow = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,14 +33,14 @@ class Case:
     policy: str
     settings: PolicySettings = field(default_factory=PolicySettings)
     config: SimulationConfig = field(default_factory=SimulationConfig)
-    x: float | None = None  # where it stands in figures with lines
+    x: float | None = None  # its place on the x axis of figures with lines
     line: str = ""  # on which
-    is_aside: bool = False  # in another world than the rest of its table: no sentence says that it is first
+    is_aside: bool = False  # in another configuration than the rest of its table: no verdict names it first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Published:
-    """Figures of somebody else, for a row of a table: of an artifact, measured with its own code."""
+    """Published figures for a row of a table: of an artifact, measured with its own code."""
 
     table: str
     label: str
@@ -85,7 +85,7 @@ class Suite:
     cases: tuple[Case, ...] = ()
     sizes: tuple[Size, ...] = ()  # of clusters to decide for, instead of simulations
     published: tuple[Published, ...] = ()
-    reference: str = ""  # label of the published row that others are held against
+    reference: str = ""  # label of the published row that others are compared with
     has_means: bool = True  # means over tables make sense
     columns: tuple[Column, ...] = ()
     charts: tuple[Chart, ...] = ()
@@ -100,7 +100,7 @@ class Suite:
 # Rows -----------------------------------------------------------------------------------------
 
 
-def all_rows(suite: Suite, measured: Sequence[Row]) -> list[dict[str, Any]]:
+def all_rows(suite: Suite, measured: Sequence[Row]) -> list[_NewRow]:
     """Published rows and measured ones, by table; then their means, if there are several tables and means make sense.
 
     Each says how it stands to the table's reference.
@@ -109,7 +109,7 @@ def all_rows(suite: Suite, measured: Sequence[Row]) -> list[dict[str, Any]]:
         {"workload": p.table, "policy": p.label, "is_published": True, "x": p.x, "line": p.line, **p.values}
         for p in suite.published
     ]
-    tables: dict[str, list[dict[str, Any]]] = {}
+    tables: dict[str, list[_NewRow]] = {}
     for row in (*published, *({"is_published": False, **row} for row in measured)):
         tables.setdefault(row["workload"], []).append(row)
     if suite.has_means and len(tables) > 1:
@@ -134,7 +134,7 @@ def chart_rows(rows: Sequence[Row], *, has_x: bool) -> list[Row]:
     return means or (list(rows) if has_x else next(iter(by_table(rows).values()), []))
 
 
-def _means(tables: Sequence[Sequence[Row]], name: str) -> list[dict[str, Any]]:
+def _means(tables: Sequence[Sequence[Row]], name: str) -> list[_NewRow]:
     """Of every label that is in all tables."""
     by_label: dict[str, list[Row]] = {}
     for row in (row for rows in tables for row in rows):

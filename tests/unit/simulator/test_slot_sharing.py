@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import pytest
 
+from pollux.policy.simulated import GuestAllocation, host_of
 from pollux.scheduler.loop import Scheduler, SchedulerConfig
-from pollux.scheduler.nodes import survivors, usable
 from pollux.scheduler.ports import MemoryStore, NodesChanged
 from pollux.types import Allocation, JobSpec, JobView, Node, Plan, Snapshot
 from tests.fakes import HandClock, SlowEngine
+from tests.oracles import SLOTS
 from tests.snapshots import LIMITS, make_job, make_nodes
 
 
@@ -17,21 +18,21 @@ def host(*shares: tuple[str, int], **spec: object) -> JobView:
 
 
 def guest(*shares: tuple[str, int], **spec: object) -> JobView:
-    return make_job("guest", allocation=Allocation(Allocation.of(*shares).shares, host="host"), **spec)
+    return make_job("guest", allocation=GuestAllocation(Allocation.of(*shares).shares, "host"), **spec)
 
 
 def test_nobody_loses_anything_while_all_nodes_are_there():
     bystander = make_job("bystander", allocation=Allocation.of(("n0", 2), ("n1", 2)))
     jobs = [guest(("n0", 2)), host(("n0", 2)), bystander]
-    assert survivors(make_nodes(2), jobs) == {}
+    assert SLOTS.survivors(make_nodes(2), jobs) == {}
 
 
 def test_a_guest_survives_as_far_as_its_host_does():
     jobs = [guest(("n0", 1), ("n1", 2)), host(("n0", 2), ("n1", 2))]
-    found = survivors(make_nodes(1), jobs)
+    found = SLOTS.survivors(make_nodes(1), jobs)
     assert found == {
         "host": Allocation.of(("n0", 2)),
-        "guest": Allocation(Allocation.of(("n0", 1)).shares, host="host"),
+        "guest": GuestAllocation(Allocation.of(("n0", 1)).shares, "host"),
     }
 
 
@@ -39,17 +40,17 @@ def test_a_node_that_shrank_below_its_host_takes_the_guest_along():
     """One slot is left: enough for the guest, but not for the host, on whose slots it sits."""
     small = [Node(name="n0", num_slots=1), *make_nodes(2)[1:]]
     jobs = [guest(("n0", 1), ("n1", 1)), host(("n0", 2), ("n1", 2))]
-    found = survivors(small, jobs)
-    assert found["guest"] == Allocation(Allocation.of(("n1", 1)).shares, host="host")
+    found = SLOTS.survivors(small, jobs)
+    assert found["guest"] == GuestAllocation(Allocation.of(("n1", 1)).shares, "host")
     assert found["host"] == Allocation.of(("n1", 2))
 
 
 def test_a_guest_whose_host_is_not_asked_about_stays_where_there_are_nodes():
     """A host that is only starting, say."""
-    assert survivors(make_nodes(1), [guest(("n0", 1))]) == {}
-    found = survivors(make_nodes(1), [guest(("n0", 1), ("n1", 1))])
-    assert found == {"guest": Allocation(Allocation.of(("n0", 1)).shares, host="host")}
-    assert survivors(make_nodes(1), [guest(("n1", 1))]) == {}
+    assert SLOTS.survivors(make_nodes(1), [guest(("n0", 1))]) == {}
+    found = SLOTS.survivors(make_nodes(1), [guest(("n0", 1), ("n1", 1))])
+    assert found == {"guest": GuestAllocation(Allocation.of(("n0", 1)).shares, "host")}
+    assert SLOTS.survivors(make_nodes(1), [guest(("n1", 1))]) == {}
 
 
 @pytest.mark.parametrize(
@@ -61,7 +62,7 @@ def test_a_guest_whose_host_is_not_asked_about_stays_where_there_are_nodes():
     ],
 )
 def test_a_drained_node_keeps_slots_that_are_held_once(jobs: list[JobView], num_slots: int):
-    nodes, _ = usable({"n0"}, make_nodes(1), jobs)
+    nodes, _ = SLOTS.usable({"n0"}, make_nodes(1), jobs)
     assert [node.num_slots for node in nodes] == [num_slots]
 
 
@@ -75,16 +76,11 @@ class Pair:
 
     def decide(self, snapshot: Snapshot) -> Plan:
         first, *others = (job.name for job in snapshot.jobs)
-        beside = Allocation(Allocation.of(("n0", 1)).shares, host=first)
+        beside = GuestAllocation(Allocation.of(("n0", 1)).shares, first)
         return Plan(allocations={first: Allocation.of(("n0", 2))} | dict.fromkeys(others, beside))
 
     def reset(self) -> None:
         pass
-
-
-class NoTruth:
-    def oracle(self, job: str) -> None:
-        return None
 
 
 def test_a_node_that_comes_changes_nothing_for_guests_and_one_that_ends_has_held_no_slots():
@@ -96,7 +92,7 @@ def test_a_node_that_comes_changes_nothing_for_guests_and_one_that_ends_has_held
         store=store,
         clock=clock,
         config=SchedulerConfig(),
-        oracles=NoTruth(),  # type: ignore[arg-type]
+        rules=SLOTS,
     )
 
     def advance() -> None:
@@ -109,7 +105,7 @@ def test_a_node_that_comes_changes_nothing_for_guests_and_one_that_ends_has_held
     for name in ("host", "guest"):
         scheduler.submit(JobSpec(name=name, batch=LIMITS))
     advance()
-    assert store.jobs["guest"].allocation.host == "host"
+    assert host_of(store.jobs["guest"].allocation) == "host"
     assert len(engine.commands) == 2
     engine.node_list.append(Node(name="n1", num_slots=2))
     engine.events.append(NodesChanged())

@@ -1,0 +1,1 @@
+"""Judges policies: published evaluations as suites, and recorded jobs run again. No cluster needs this package."""

@@ -1,0 +1,1 @@
+"""Pages, figures and number formats that commands, benchmarks and the dashboard share."""
