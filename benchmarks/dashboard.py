@@ -29,9 +29,9 @@ from urllib.parse import urlsplit
 
 from playwright.sync_api import Page, sync_playwright
 
-from pollux.server.book import job_token
-from pollux.server.cluster import Cluster, ClusterConfig
 from pollux.server.config import ServiceConfig
+from pollux.server.live.cluster import Cluster, ClusterConfig
+from pollux.server.live.job_table import job_token
 from pollux.server.service import Service, prefer_answers
 from pollux.types import Node
 from server import SECRET, Caller, PretendedEngine, report, serving

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 import pollux
+from pollux.api.request import JobRequest
 from pollux.client import Client, Job, make_request
 from pollux.client.address import find_address, is_alive
 from pollux.client.request import with_own_python
@@ -27,7 +28,6 @@ from pollux.errors import (
     ServerNotFoundError,
     UnknownNameError,
 )
-from pollux.jobs import JobRequest
 from pollux.server.service import Service
 from tests.unit.live_server import WAIT_S, config_of, eventually, live_server, nobody_works_in
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from pollux.api.report import Report
 from pollux.cli.app import app
 from pollux.client import Client, event_file, tensorboard
 from pollux.client.tensorboard import export
 from pollux.errors import InputFileError, InvalidValueError
 from pollux.server.config import ServiceConfig
 from pollux.server.service import Service
-from pollux.wire import WireReport
 from tests.reports import report_fields
 from tests.unit.server.fake_cluster import FakeCluster
 
@@ -116,7 +116,7 @@ def served(tmp_path: Path) -> Iterator[tuple[FakeCluster, Client]]:
 
 
 def tell(cluster: FakeCluster, job: str, at: float, **values: Any) -> None:
-    cluster.told.append((job, at, WireReport(job=job, **report_fields(**values))))
+    cluster.told.append((job, at, Report(job=job, **report_fields(**values))))
 
 
 def test_all_reports_become_points(served, tmp_path, monkeypatch):

@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
+from pollux.api.request import parse_duration
 from pollux.cli.connect import DataOption, ServerOption, say
 from pollux.client import Client
 from pollux.client.address import Address, find_data_directory, is_alive
 from pollux.errors import ServerNotFoundError, ServerUnavailableError
-from pollux.jobs import parse_duration
 
 EXIT_FAILED = 1
 _POLL_S = 0.1

@@ -49,4 +49,4 @@ def publish(
         kept = client.publish(
             title=title[:MAX_TITLE], command=command, kind=kind, summary=rows, html=make_html(PLOTLY_URL)
         )
-        say(f"published: {client.address.url}{kept['report_url']}")
+        say(f"published: {client.address.url}{kept.report_url}")

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pollux.api.request import parse_duration
 from pollux.cli.connect import DataOption, say
 from pollux.cli.dashboard import link
 from pollux.cli.ranges import parse_band, parse_nodes
@@ -33,7 +34,6 @@ from pollux.errors import (
     ServerNotFoundError,
     UnknownNameError,
 )
-from pollux.jobs import parse_duration
 from pollux.policy import WEIGHTINGS, policy_names
 from pollux.scheduler.autoscale import DEFAULT_BAND, AutoscaleConfig
 
@@ -303,7 +303,7 @@ def start_detached(config: ServiceConfig, log_format: LogFormat = LogFormat.TEXT
     Raises:
         typer.Exit: it ended instead, or was not ready in time and was ended; the end of its log has been shown.
     """
-    from pollux.server.kept import make_directory
+    from pollux.server.storage.files import make_directory
 
     log = config.data_directory / LOG_FILE
     make_directory(config.data_directory)  # before there is a log in it

@@ -33,13 +33,14 @@ import uvicorn
 from fastapi import FastAPI
 
 from pollux.errors import DirectoryInUseError, InvalidValueError, ServerError, StoreError
-from pollux.server.access import Access, load_token
-from pollux.server.app import create_app
 from pollux.server.config import DEFAULT_HOST, ServiceConfig
-from pollux.server.kept import LOCK_FILE, make_directory, write_whole
-from pollux.server.making import ClusterMaker, ServedCluster, make_cluster, prepared
-from pollux.server.metrics import counted_log
-from pollux.server.store import SqlStore
+from pollux.server.http.app import create_app
+from pollux.server.http.auth import Access, load_token
+from pollux.server.http.dependencies import ServedCluster
+from pollux.server.live.factory import ClusterMaker, make_cluster, prepared
+from pollux.server.present.metrics import counted_log
+from pollux.server.storage.files import LOCK_FILE, make_directory, write_whole
+from pollux.server.storage.store import SqlStore
 from pollux.version import __version__
 
 DEFAULT_PORT = 7077

@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from pollux.api.request import OPTIONS
 from pollux.cli import figures
 from pollux.cli.app import app
 from pollux.cli.describe import description, model_lines, speedup_table
@@ -20,7 +21,6 @@ from pollux.cli.job_table import batch, job_table
 from pollux.cli.top import header
 from pollux.cli.up import arguments_of
 from pollux.client import Job
-from pollux.jobs import OPTIONS
 
 runner = CliRunner()
 READING = (

@@ -264,7 +264,7 @@ export function jobPage({name, go}) {
       ["Running for", duration(lasted)],
       ["Submitted", time(job.submitted_at)],
       ["Last report", job.reported_at === null ? DASH : ago(Math.max(0, now() - job.reported_at))],
-      ["Resizes", number(job.num_restarts)],
+      ["Resizes", number(job.num_resizes)],
       ["Crashes", number(job.num_crashes)],
       [
         "Time lost",
