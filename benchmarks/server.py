@@ -32,8 +32,8 @@ from pollux.engines.live import ReplicaInfo
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.ports import Command, Event, JobEnded, JobRuns, JobStopped, ResizeJob, StartJob, StopJob
 from pollux.scheduler.record import JobRecord
-from pollux.server.config import ServiceConfig
-from pollux.server.live.cluster import Cluster, ClusterConfig
+from pollux.server.config import ClusterConfig, ServiceConfig
+from pollux.server.live.cluster import Cluster
 from pollux.server.live.job_table import job_token
 from pollux.server.service import Service, prefer_answers
 from pollux.types import BatchLimits, Node
@@ -114,7 +114,7 @@ def serve(folder: Path, submissions_per_min: float) -> None:
         threading.Thread(target=lambda: (sys.stdin.read(), ends.set()), daemon=True).start()
         started = False
         while not ends.wait(60 / submissions_per_min):
-            started = started or service.cluster.summary()["jobs"]["running"] > 1
+            started = started or service.cluster.queries.summary().jobs["running"] > 1
             if started:
                 engines[0].end_one()
 

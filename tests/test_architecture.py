@@ -30,6 +30,7 @@ MAY_IMPORT = {
         *("scheduler", "policy", "model", "types", "errors", "version"),
     },
 }
+STARTS_SERVERS = {"up", "run", "demo", "gather"}  # modules of cli that may import the server; others use HTTP
 PURE = (
     "types.py",
     "errors.py",
@@ -85,6 +86,12 @@ def test_imports_point_left(path):
         parts = name.split(".")
         if parts[0] == "pollux" and len(parts) > 1 and parts[1] != package:
             assert parts[1] in MAY_IMPORT[package], f"{path.name} may not import {name}"
+
+
+@pytest.mark.parametrize("path", sorted((SOURCE / "cli").glob("*.py")), ids=lambda path: path.name)
+def test_the_command_line_knows_the_server_by_http_but_where_it_starts_one(path):
+    imported = {name for name in imports(path) if name.startswith("pollux.server")}
+    assert not imported or path.stem in STARTS_SERVERS, f"{path.name} may not import {sorted(imported)}"
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))

@@ -55,8 +55,8 @@ def server(chrome: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wa
         made.submit("train", ELASTIC_JOB, 5000, max_replicas=2)
         made.submit("odd", ODD_JOB, 5000, max_replicas=1)
         made.submit("waits", ELASTIC_JOB, 1, min_replicas=64)
-        made.until(lambda client: (client.job("train").view()["goodput"] or 0) > 0, "train reports")
-        made.until(lambda client: EVIL in client.job("odd").view()["metrics"], "odd reports")
+        made.until(lambda client: (client.job("train").view().goodput or 0) > 0, "train reports")
+        made.until(lambda client: EVIL in client.job("odd").view().metrics, "odd reports")
         yield made
     finally:
         with made.client as client:
@@ -178,9 +178,7 @@ def test_names_and_reasons_are_text(visitor: Visitor) -> None:
 
 def test_the_cluster(visitor: Visitor) -> None:
     # One is taken every ten seconds; jobs know their efficiency after some steps.
-    visitor.server.until(
-        lambda client: any(one["efficiency"] for one in client.samples()), "a sample with an efficiency"
-    )
+    visitor.server.until(lambda client: any(one.efficiency for one in client.samples()), "a sample with an efficiency")
     page = visitor.open()
     page.get_by_text("Slots in use").wait_for()
     tiles = text_of(page, ".tiles")

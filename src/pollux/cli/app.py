@@ -44,7 +44,7 @@ PANELS: dict[str, dict[str, Listed]] = {
         ),
         "decisions": Listed(
             "decisions",
-            "Say what was decided, and why: which job gave slots to which, which started, moved or waits, and what that gained.",
+            "Say what was decided, and why: which job gave slots to which, which started, moved or waits, the gain.",
         ),
         "api": Listed(
             "api",

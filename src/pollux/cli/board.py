@@ -291,7 +291,7 @@ def _down_to(height: int, parts: Sequence[RenderableType]) -> list[Text]:
 
 
 def share_rows(wanted: Mapping[str, int], total: int) -> dict[str, int]:
-    """Rows for each part: what it wants if there is room, else its share; jobs come first, and each gets at least one."""
+    """Rows for each part: what it wants if there is room, else its share, and at least one; jobs come first."""
     shares = {"jobs": 4, "map": 2, "queue": 2, "told": 2}
     rows = {name: min(count, 1) for name, count in wanted.items()}
     while sum(rows.values()) < total:

@@ -62,7 +62,7 @@ def decisions(
     data: DataOption = None,
     server: ServerOption = None,
 ) -> None:
-    """Say what was decided, and why: which job gave slots to which, which started, moved or waits, and what that gained.
+    """Say what was decided, and why: which job gave slots to which, which started, moved or waits, the gain.
 
     With --follow and --json each decision is a line.
     """

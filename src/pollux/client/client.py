@@ -294,8 +294,8 @@ class Client:
     def submit(self, command: Sequence[str] | JobRequest, **options: Any) -> Job | list[Job]:
         """The job that will run ``command``; for an array, all its jobs.
 
-        ``options`` are fields of :class:`pollux.api.request.JobRequest` (``max_replicas=4``, ``time_limit_s="2h"``). They win
-        over ``#POLLUX`` lines of the script. A request that is ready is sent as it is.
+        ``options`` are fields of :class:`pollux.api.request.JobRequest` (``max_replicas=4``, ``time_limit_s="2h"``).
+        They win over ``#POLLUX`` lines of the script. A request that is ready is sent as it is.
 
         Raises:
             InvalidValueError: the script is not there, or an option cannot be; nothing was sent.

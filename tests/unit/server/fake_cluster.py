@@ -180,7 +180,8 @@ class FakeCluster:
         self.num_summaries += 1
         self._fail()
         return ClusterSummary(
-            version=__version__, engine="fake", policy="none", started_at=1.0, now=time.time(), num_slots=4, num_used_slots=0,
+            version=__version__,
+            engine="fake", policy="none", started_at=1.0, now=time.time(), num_slots=4, num_used_slots=0,
             nodes=2, jobs={"pending": len(self.views)}, num_rounds=0, last_decision_s=None, lost_share=None,
             sizing=cluster_size(None, None, None), data_directory=str(self.directory), interval_s=60.0,
         )  # fmt: skip

@@ -165,7 +165,7 @@ def test_the_record_itself_becomes_a_result():
         150.0,
         resizes=moves,
         transitions=[{"at": 80.0, "source": "stopping", "target": "pending"}],
-        gpu_s=190,
+        attained_slot_s=190,
     )
     reports = reports_of(entry, 1000)
     reports[-1]["stalled_s"] = 0.8

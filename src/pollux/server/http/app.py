@@ -13,8 +13,8 @@ from pollux.server.http import chart_routes, cluster_routes, job_routes, metrics
 from pollux.server.http.auth import Access
 from pollux.server.http.dependencies import ServedCluster
 from pollux.server.http.errors import add_handlers
-from pollux.server.http.openapi import describe
 from pollux.server.http.metrics_route import Meter
+from pollux.server.http.openapi import describe
 from pollux.server.present.feed import Feed
 from pollux.version import __version__
 

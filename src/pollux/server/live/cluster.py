@@ -79,7 +79,7 @@ class Cluster:
         """
         self._store, self._engine, self._config = store, engine, config
         self._clock = clock or LiveClock(store.latest_time())
-        self._jobs = jobs or JobTable(store, launch_settings(config))
+        self._jobs = JobTable(store, launch_settings(config)) if jobs is None else jobs  # an empty one is falsy
         draining = frozenset(read_names(config.data_directory / DRAINING_FILE))
         self._state = ClusterState(jobs=self._jobs, draining=draining)
         self._decisions = DecisionLog(store, self._state)
