@@ -40,7 +40,7 @@ PANELS: dict[str, dict[str, Listed]] = {
         "status": Listed("listing", "Say how the server is: its slots, jobs and decisions."),
         "dashboard": Listed(
             "dashboard",
-            "Print the dashboard's address, and open it. Whoever has this address is the cluster's operator.",
+            "Print the dashboard's address, and open it. Anyone who has this address is the cluster's operator.",
         ),
         "decisions": Listed(
             "decisions",

@@ -33,7 +33,7 @@ def down(
     except ServerNotFoundError:
         from pollux.engines.ending import end_jobs
 
-        # A server that was killed leaves its jobs training; whoever says "down" wants an end of that, too.
+        # A server that was killed leaves its jobs training; "down" ends them, too.
         if server is None and not keep_jobs and end_jobs(find_data_directory(data), parse_duration(timeout)):
             say("no server ran, but its jobs did: they have left, and go on at the next start")
             return

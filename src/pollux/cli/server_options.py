@@ -206,7 +206,7 @@ class ServiceOptions:
         bool,
         typer.Option(
             "--open-metrics",
-            help="Whoever reaches the server may read /metrics, jobs' names among them, without a token.",
+            help="Anyone who reaches the server may read /metrics, jobs' names among them, without a token.",
             rich_help_panel=_SERVICE,
         ),
     ] = False

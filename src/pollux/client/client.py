@@ -511,7 +511,7 @@ class Client:
             if self._http.is_closed:  # by another thread
                 raise ServerError("this client was closed; make another") from error
             if isinstance(error, httpx.ConnectError):
-                raise ServerNotFoundError(self.address.nobody_there) from error
+                raise ServerNotFoundError(self.address.no_answer) from error
             if not isinstance(error, httpx.HTTPError):
                 raise
             what = str(error) or type(error).__name__

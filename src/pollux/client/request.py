@@ -1,6 +1,6 @@
-"""What is sent for a command typed here: its script's ``#POLLUX`` lines, its directory, its environment.
+"""Makes the request for a command typed here: with its script's ``#POLLUX`` lines, its directory, its environment.
 
-Stands in ``client``. Reads the script, the environment and the current directory; sends nothing.
+Reads the script, the environment and the current directory; sends nothing.
 """
 
 from __future__ import annotations

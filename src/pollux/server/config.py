@@ -1,4 +1,4 @@
-"""What a server is started with. Stands in ``server``; no I/O."""
+"""What a server is started with (:class:`ServiceConfig`), and what its cluster needs of that. No I/O."""
 
 from __future__ import annotations
 

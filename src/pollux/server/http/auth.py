@@ -40,7 +40,7 @@ class Caller:
 
 
 class Access:
-    """Tells callers by their tokens. ``token`` None: nobody needs one."""
+    """Tells callers by their tokens. ``token`` None: none is needed."""
 
     def __init__(self, token: str | None, job_of_token: Callable[[str], str | None]) -> None:
         self._token, self._job_of_token = token, job_of_token
@@ -50,7 +50,7 @@ class Access:
         return self._token is not None
 
     def caller(self, token: str | None) -> Caller | None:
-        """Who has this token; None: nobody we know."""
+        """The caller with this token; None: unknown."""
         if self._token is None:
             # A job has to show its own all the same, or it could be taken for the operator.
             job = None if token is None else self._job_of_token(token)
@@ -97,7 +97,7 @@ def is_loopback(host: str) -> bool:
     """Whether only this machine reaches a server there.
 
     Raises:
-        InvalidValueError: nobody knows this host.
+        InvalidValueError: the host is unknown.
     """
     try:
         return ipaddress.ip_address(host).is_loopback

@@ -29,7 +29,7 @@ class LiveClock:
         return self._offset + self._monotonic()
 
     def wait_until(self, deadline: float) -> None:
-        """Until then, or until somebody calls :meth:`wake`."""
+        """Until then, or until :meth:`wake` is called."""
         self._changed.wait(max(deadline - self.now(), 0.0))
         self._changed.clear()
 

@@ -116,7 +116,7 @@ class Feed:
         self._told: dict[int, str] = {}  # the message for those who have this version; most have the same
 
     def message(self, version: int) -> tuple[int, str | None]:
-        """What is new to somebody who has ``version`` (0: nothing yet), and the version that makes; None: nothing."""
+        """What is new to a listener that has ``version`` (0: none yet), and the version it has then; None: nothing."""
         with self._turn:
             if self._monotonic() - self._looked_at >= LOOK_EVERY_S:
                 self._look()

@@ -216,7 +216,7 @@ class Metrics:
         return self._requests.labels(method, route, str(status)), self._http_s.labels(method, route)
 
     def failed(self, error: Exception) -> None:
-        """Somebody was told to come back later."""
+        """A request was answered with 503."""
         if isinstance(error, StoreError):
             self._store_errors.inc()
 
@@ -234,12 +234,13 @@ class CountedLog(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self._metrics.logged(record.levelno)
-        if logging.lastResort is not None and not self._is_heard(record):  # else Python takes us for somebody
+        # With this handler alone Python would show nothing: it takes it for one that does.
+        if logging.lastResort is not None and not self._is_heard(record):
             logging.lastResort.handle(record)
 
     @staticmethod
     def _is_heard(record: logging.LogRecord) -> bool:
-        """By anybody but us."""
+        """By another handler than this."""
         logger: logging.Logger | None = logging.getLogger(record.name)
         while logger is not None:
             if any(not isinstance(handler, CountedLog) for handler in logger.handlers):
@@ -271,7 +272,7 @@ class _Now(Collector):
 
 
 class _WithoutCreated(Collector):
-    """When each series began to be counted is a second series for each, which nobody looks at."""
+    """Leaves out the series that say since when each other series is counted."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._registry = registry

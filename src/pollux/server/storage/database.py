@@ -43,7 +43,7 @@ class Database:
         is_sqlite = self._url.get_backend_name() == "sqlite"
         if is_sqlite:
             _make_private(self._url)
-        # Connections beyond the pool's size are closed after use; nobody waits for one.
+        # Connections beyond the pool's size are closed after use; no caller waits for one.
         try:
             self._engine = sa.create_engine(self._url, pool_size=8, max_overflow=-1)
         except (NoSuchModuleError, ImportError) as error:
@@ -157,7 +157,7 @@ def _set_up_sqlite(connection: sqlite3.Connection, _: object) -> None:
     for pragma in (
         f"busy_timeout = {int(_BUSY_TIMEOUT_S * 1000)}",
         "journal_mode = WAL",
-        f"wal_autocheckpoint = {_MAX_WAL_PAGES}",  # in time it is done by tidy(), where nobody waits for the disk
+        f"wal_autocheckpoint = {_MAX_WAL_PAGES}",  # in time it is done by tidy(), where no caller waits for the disk
         "synchronous = NORMAL",
         "foreign_keys = ON",
     ):
@@ -165,7 +165,7 @@ def _set_up_sqlite(connection: sqlite3.Connection, _: object) -> None:
 
 
 def _begin_sqlite(connection: sa.Connection) -> None:
-    # A transaction that reads first and then writes could find that somebody else wrote in between; so ask at once.
+    # A transaction that reads first and then writes could find that another one wrote in between; so lock at once.
     writes = connection.get_execution_options().get("writes", False)
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 

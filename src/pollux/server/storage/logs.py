@@ -37,7 +37,7 @@ def list_files(directory: Path, replica: str | None = None, stream: Stream | Non
     """The log files in a job's directory, oldest start first, of this replica and stream only if given.
 
     Of one start, that which was written to last comes last: the end of a job's log is the end of the job. Lines carry
-    no time, so what stands in two files is not mixed.
+    no time, so the lines of two files are not mixed.
 
     ``replica`` is compared, never looked up: whatever it holds, no other file is found.
     """
@@ -164,7 +164,7 @@ class LogReader:
         if not parts:
             return
         if self._open_line is not None and self._open_line != path:
-            yield "\n"  # somebody else's unfinished line
+            yield "\n"  # another file's unfinished line
             self._places[self._open_line].is_in_line = False
         first = "" if place.is_in_line else prefix
         place.is_in_line = not parts[-1].endswith("\n")

@@ -27,7 +27,7 @@ from pollux.types import Allocation
 
 KEEP_SAMPLES = 50_000  # of one every ten seconds: almost six days
 _FINAL = [state.value for state in JobState if state.is_final]
-_FREES = [*_FINAL, JobState.PENDING.value]  # whoever comes to one of these holds nothing
+_FREES = [*_FINAL, JobState.PENDING.value]  # a job in one of these holds nothing
 
 
 class TimeSeries:
