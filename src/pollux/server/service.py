@@ -255,7 +255,7 @@ def _locked(directory: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _describe(url: str) -> dict[str, Any]:
+def _describe(url: str) -> dict[str, str | int | float]:
     """How clients find us."""
     return {"url": url, "pid": os.getpid(), "version": __version__, "started_at": time.time()}
 

@@ -124,14 +124,14 @@ def test_a_cluster_that_cannot_start_is_stopped_without_its_jobs(tmp_path):
     assert [keeps_jobs for keeps_jobs, _ in cluster.stopped] == [True]
 
 
-def test_a_data_directory_of_a_newer_version_is_refused_and_not_touched(tmp_path):
+def test_a_data_directory_of_another_version_is_refused_and_not_touched(tmp_path):
     with fake_service(tmp_path):
         pass
     database = sqlite3.connect(tmp_path / "pollux.db")
     with database:
         database.execute("UPDATE meta SET version = 99")
     database.close()
-    with pytest.raises(StoreError, match=r"newer Pollux.*version 99.*upgrade Pollux"):
+    with pytest.raises(StoreError, match=r"another Pollux.*version 99.*use that Pollux"):
         fake_service(tmp_path).start()
     database = sqlite3.connect(tmp_path / "pollux.db")
     assert database.execute("SELECT version FROM meta").fetchall() == [(99,)]

@@ -12,7 +12,8 @@ from pydantic import TypeAdapter
 from pollux.api.errors import ErrorAnswer
 from pollux.api.request import FORMAT_VERSION, OPTIONS, JobRequest
 
-Responses = dict[int | str, dict[str, Any]]  # as FastAPI wants them
+Schema = dict[str, Any]  # JSON
+Responses = dict[int | str, Schema]  # as FastAPI wants them
 JOB_EXAMPLE = {"command": ["python", "train.py"], "cwd": "/home/me/project", "name": "mnist", "max_replicas": 4}
 _JOB_HELP = {
     **{option.field: option.help for option in OPTIONS},
@@ -28,20 +29,20 @@ def error_answers(*statuses: int) -> Responses:
     }
 
 
-def body_schema(kind: type, *, is_required: bool, example: object = None) -> dict[str, Any]:
+def body_schema(kind: type, *, is_required: bool, example: object = None) -> Schema:
     """The ``requestBody`` of OpenAPI."""
     schema = TypeAdapter(kind).json_schema()
     _close(schema)
     if (version := getattr(kind, "VERSION", None)) is not None:
         schema["properties"]["version"] = {"const": version, "description": "Of this form."}
         schema["required"] = [*schema.get("required", ()), "version"]
-    content: dict[str, Any] = {"schema": schema}
+    content: Schema = {"schema": schema}
     if example is not None:
         content["example"] = example
     return {"requestBody": {"required": is_required, "content": {"application/json": content}}}
 
 
-def job_body() -> dict[str, Any]:
+def job_body() -> Schema:
     """The body of a submission: a :class:`~pollux.api.request.JobRequest`."""
     made = body_schema(JobRequest, is_required=True, example=JOB_EXAMPLE)
     properties = made["requestBody"]["content"]["application/json"]["schema"]["properties"]
@@ -51,7 +52,7 @@ def job_body() -> dict[str, Any]:
     return made
 
 
-def describe(app: FastAPI) -> dict[str, Any]:
+def describe(app: FastAPI) -> Schema:
     """The application's OpenAPI description."""
     if app.openapi_schema is None:
         made = FastAPI.openapi(app)
@@ -61,7 +62,7 @@ def describe(app: FastAPI) -> dict[str, Any]:
     return app.openapi_schema
 
 
-def _close(schema: dict[str, Any]) -> None:
+def _close(schema: Schema) -> None:
     """No field but the known ones is allowed, here and within."""
     for inside in _objects(schema):
         _widen(inside)
@@ -69,13 +70,13 @@ def _close(schema: dict[str, Any]) -> None:
             inside["additionalProperties"] = False
 
 
-def _widen(schema: dict[str, Any]) -> None:
+def _widen(schema: Schema) -> None:
     """A list whose entries have a type each is described as a list of any of these: tools do not know more."""
     if isinstance(types := schema.pop("prefixItems", None), list):
         schema["items"] = {"anyOf": types}
 
 
-def _objects(schema: Any) -> Iterator[dict[str, Any]]:
+def _objects(schema: object) -> Iterator[Schema]:
     """A schema and all that is within it."""
     if isinstance(schema, dict):
         yield schema

@@ -10,7 +10,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
@@ -53,7 +52,7 @@ def _told(field_name: str, *, needs_slots: bool = True) -> Callable[[JobRecord, 
     def read(record: JobRecord, report: Report | None) -> float | None:
         if report is None or (needs_slots and not record.state.holds_slots):
             return None
-        value: Any = getattr(report, field_name)
+        value: float | None = getattr(report, field_name)
         return None if value is None else float(value)
 
     return read

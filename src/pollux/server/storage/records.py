@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 
@@ -115,7 +114,7 @@ def _decode_estimates(value: object, where: str) -> FloatArray:
     return np.array([read_estimate(entry, f"{where}[{index}]") for index, entry in enumerate(entries)], np.float64)
 
 
-def _never(value: Any) -> Json:
+def _never(value: object) -> Json:
     raise AssertionError("arrays are written by their class")
 
 

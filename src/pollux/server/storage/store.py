@@ -49,6 +49,8 @@ from pollux.server.storage.tables import training_notes as _training_notes
 from pollux.server.storage.tables import transitions as _transitions
 from pollux.types import NO_ALLOCATION, Allocation, Snapshot
 
+_Select = sa.Select[Any]
+_Row = sa.Row[Any]
 MAX_TRAINING_NOTES = 100  # of each job; the oldest are forgotten
 _NUM_SUGGESTIONS = 10
 _MAX_COMPARED = 1000  # names, when looking for one like the unknown one
@@ -266,7 +268,7 @@ class SqlStore(Database):
                 raise UnknownNameError("round", str(id_), [str(known) for known in connection.scalars(last)])
         return self._round(row)
 
-    def _round(self, row: sa.Row[Any]) -> StoredRound:
+    def _round(self, row: _Row) -> StoredRound:
         with self.interpreting(f"round {row.id}"):
             snapshot, told = loads(row.snapshot, "snapshot"), decode_changes(loads(row.changes, "changes"))
             record = RoundRecord(
@@ -376,8 +378,8 @@ class SqlStore(Database):
 
     @staticmethod
     def _page_of_jobs(
-        query: sa.Select[Any], states: Iterable[JobState] | None, limit: int, offset: int, newest_first: bool
-    ) -> sa.Select[Any]:
+        query: _Select, states: Iterable[JobState] | None, limit: int, offset: int, newest_first: bool
+    ) -> _Select:
         order = _jobs.c.sequence.desc() if newest_first else _jobs.c.sequence
         query = query.order_by(order).limit(_count(limit, "limit")).offset(_count(offset, "offset"))
         return query if states is None else query.where(_jobs.c.state.in_([state.value for state in states]))
@@ -392,7 +394,7 @@ class SqlStore(Database):
         near = difflib.get_close_matches(name, known, n=_NUM_SUGGESTIONS)
         raise UnknownNameError("job", name, {*near, *known[:_NUM_SUGGESTIONS]})
 
-    def _rows_of(self, job: str, query: sa.Select[Any]) -> Sequence[sa.Row[Any]]:
+    def _rows_of(self, job: str, query: _Select) -> Sequence[_Row]:
         with self.reading() as connection:
             rows = connection.execute(query).all() if _storable(job) == job else []
             if not rows:
@@ -400,8 +402,8 @@ class SqlStore(Database):
         return rows
 
     def _page(
-        self, query: sa.Select[Any], table: sa.Table, since: int | None, limit: int, job: str | None = None
-    ) -> Sequence[sa.Row[Any]]:
+        self, query: _Select, table: sa.Table, since: int | None, limit: int, job: str | None = None
+    ) -> Sequence[_Row]:
         query = query.limit(_count(limit, "limit"))
         if since is None:
             query = query.order_by(table.c.id.desc())
@@ -414,7 +416,7 @@ class SqlStore(Database):
                 rows = connection.execute(query).all()
         return rows[::-1] if since is None else rows
 
-    def _read_jobs(self, query: sa.Select[Any], name: str | None = None) -> list[StoredJob]:
+    def _read_jobs(self, query: _Select, name: str | None = None) -> list[StoredJob]:
         labels = query.with_only_columns(_jobs.c.knowledge).subquery()
         known = sa.select(_knowledge).where(_knowledge.c.label.in_(sa.select(labels.c.knowledge)))
         with self.reading() as connection:
