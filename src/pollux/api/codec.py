@@ -193,6 +193,7 @@ class Codec:
         self._nonfinite_in = frozenset(nonfinite_in)
         self._decoders: dict[object, _Decode] = {}
         self._records: dict[type, dict[str, _Decode]] = {}
+        self._names: dict[type, tuple[frozenset[str], frozenset[str], int | None]] = {}
         self._fields: dict[type, tuple[str, ...]] = {}
 
     # Writing
@@ -255,25 +256,32 @@ class Codec:
     def read_record(self, kind: type, value: object, where: str) -> dict[str, object]:
         """Exactly the fields of a dataclass, not looked into yet."""
         values = read_mapping(value, where)
-        allowed = {one.name: one for one in dataclasses.fields(kind) if one.init}
-        names = set(allowed)
-        if (version := getattr(kind, "VERSION", None)) is not None:
+        names, required, version = self._names_of(kind)
+        if version is not None:
             seen = values.get("version")
             if isinstance(seen, bool) or not isinstance(seen, int) or seen != version:
                 raise InvalidValueError(
                     f"{where}.version = {shown(seen)}; this Pollux reads version {version}: use the same on both sides"
                 )
-            names.add("version")
-        missing = sorted(
-            name for name in names - values.keys() if self._requires_all or not _has_default(allowed.get(name))
-        )
-        needed = f"exactly {', '.join(sorted(names))} are needed"
-        if missing:
-            raise InvalidValueError(f"{where} has no {', '.join(missing)} but {shown(list(values))}; {needed}")
-        for name in values:
-            if name not in names:
-                raise InvalidValueError(f"{where} has {shown(name)}, which is no field of it; {needed}")
-        return {name: value for name, value in values.items() if name in allowed}
+            values = {name: entry for name, entry in values.items() if name != "version"}
+        if not required <= values.keys() or not values.keys() <= names:
+            missing = sorted(required - values.keys())
+            needed = f"exactly {', '.join(sorted(names))} are needed"
+            if missing:
+                raise InvalidValueError(f"{where} has no {', '.join(missing)} but {shown(list(values))}; {needed}")
+            extra = sorted(values.keys() - names)[0]
+            raise InvalidValueError(f"{where} has {shown(extra)}, which is no field of it; {needed}")
+        return dict(values)
+
+    def _names_of(self, kind: type) -> tuple[frozenset[str], frozenset[str], int | None]:
+        """All fields of a dataclass, those that must be there, and its version."""
+        known = self._names.get(kind)
+        if known is None:
+            entries = [one for one in dataclasses.fields(kind) if one.init]
+            required = (one.name for one in entries if self._requires_all or not _has_default(one))
+            names = frozenset(one.name for one in entries)
+            known = self._names[kind] = names, frozenset(required), getattr(kind, "VERSION", None)
+        return known
 
     def read_fields(self, kind: type, values: Mapping[str, object], where: str) -> dict[str, Any]:
         """The fields of a dataclass as their types say, by name."""
@@ -394,9 +402,7 @@ def _written(value: float, is_nonfinite: bool) -> Json:
     return "inf" if value > 0 else "-inf"
 
 
-def _has_default(entry: dataclasses.Field[Any] | None) -> bool:
-    if entry is None:
-        return False
+def _has_default(entry: dataclasses.Field[Any]) -> bool:
     return entry.default is not dataclasses.MISSING or entry.default_factory is not dataclasses.MISSING
 
 
