@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from pollux.api.report import encode_report
 from tests.browser.browsing import (
     ELASTIC_JOB,
     EVIL,
@@ -128,8 +129,8 @@ def test_a_job(visitor: Visitor) -> None:
 def test_how_sure_a_noise_scale_is_and_what_training_decided(visitor: Visitor) -> None:
     note = f"step 12: batch 64 -> 32, {EVIL}"
     with visitor.server.client as client:
-        (told,) = client.job("train").reports(limit=1)
-        told = {name: value for name, value in told.items() if name not in ("id", "at")}
+        (last,) = client.job("train").reports(limit=1)
+        told = {name: value for name, value in encode_report(last).items() if name not in ("id", "at")}
         told |= {"noise_scale": 100.0, "noise_scale_error": 120.0, "notes": [note], "timings": [], "replica": None}
     headers = {"Authorization": f"Bearer {visitor.server.token}"}
     httpx.post(f"{visitor.server.url}/api/v1/jobs/train/reports", json=told, headers=headers).raise_for_status()
