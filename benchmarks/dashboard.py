@@ -29,9 +29,9 @@ from urllib.parse import urlsplit
 
 from playwright.sync_api import Page, sync_playwright
 
-from pollux.server.book import job_token
-from pollux.server.cluster import Cluster, ClusterConfig
-from pollux.server.config import ServiceConfig
+from pollux.server.config import ClusterConfig, ServiceConfig
+from pollux.server.live.cluster import Cluster
+from pollux.server.live.job_table import job_token
 from pollux.server.service import Service, prefer_answers
 from pollux.types import Node
 from server import SECRET, Caller, PretendedEngine, report, serving
@@ -67,7 +67,7 @@ def serve(folder: Path, num_nodes: int) -> None:
         ends = threading.Event()
         threading.Thread(target=lambda: (sys.stdin.read(), ends.set()), daemon=True).start()
         while not ends.wait(END_EVERY_S):
-            if service.cluster.summary()["jobs"]["running"] > 1:
+            if service.cluster.queries.summary().jobs["running"] > 1:
                 engines[0].end_one()
 
 

@@ -111,12 +111,12 @@ class Trial:
 
         def has_settled() -> bool:
             notes = {note[3] for note in read_steps(self.folder) if note[0] > since and note[2] == size}
-            return len(notes) >= STEPS_BETWEEN and self.job.view()["num_replicas"] == size
+            return len(notes) >= STEPS_BETWEEN and self.job.view().num_replicas == size
 
         until(has_settled, f"{STEPS_BETWEEN} steps with {size} replicas; see {self.folder}")
 
     def moments(self, target: str) -> list[float]:
-        return [row["at"] for row in self.job.describe()["transitions"] if row["target"] == target]
+        return [row.at for row in self.job.describe().transitions if row.target == target]
 
     def stop(self) -> None:
         (self.folder / "stop").touch()
@@ -126,7 +126,7 @@ class Trial:
 def resizes(trial: Trial) -> list[Row]:
     def occupy(num_slots: int) -> Job:
         job = trial.client.submit_all(["sleep", "3600"], replicas=num_slots)[0]
-        until(lambda: job.view()["state"] == "running", "a job that sleeps")
+        until(lambda: job.view().state == "running", "a job that sleeps")
         return job
 
     trial.settle(4)
@@ -139,20 +139,20 @@ def resizes(trial: Trial) -> list[Row]:
     trial.settle(2)
     two.cancel()
     trial.settle(4)
-    rows, changes = [], trial.job.describe()["resizes"]
+    rows, changes = [], trial.job.describe().resizes
     for change, later in zip(changes, [*changes[1:], None], strict=True):
-        before, after = (sum(count for _, count in change[key]) for key in ("before", "after"))
-        first = trial.first_step(change["at"], after)
-        is_overtaken = first is None or (later is not None and later["at"] < first)  # by another decision
-        if before != after and before and change["at"] > begun and first is not None and not is_overtaken:
-            rows.append(Row("resize", f"{before} -> {after}", None, first - change["at"], ASKED_RESIZE_S))
+        before, after = (sum(count for _, count in shares) for shares in (change.before, change.after))
+        first = trial.first_step(change.at, after)
+        is_overtaken = first is None or (later is not None and later.at < first)  # by another decision
+        if before != after and before and change.at > begun and first is not None and not is_overtaken:
+            rows.append(Row("resize", f"{before} -> {after}", None, first - change.at, ASKED_RESIZE_S))
     return rows
 
 
 def restart(trial: Trial) -> Row:
     for node in NODES:
         trial.client.drain(node)
-    until(lambda: trial.job.view()["state"] == "pending", "a job that has left")
+    until(lambda: trial.job.view().state == "pending", "a job that has left")
     left_s = trial.moments("pending")[-1] - trial.moments("stopping")[-1]
     for node in NODES:
         trial.client.undrain(node)
@@ -164,8 +164,8 @@ def restart(trial: Trial) -> Row:
 
 def loss(trial: Trial, cluster: RayCluster, losses: Losses, rank: int, *, freezes: bool) -> list[Row]:
     """The node of one of three replicas goes, and comes back afterwards."""
-    replicas = trial.job.describe()["replicas"]
-    (name,) = (replica["node"] for replica in replicas if replica["rank"] == rank)
+    replicas = trial.job.describe().replicas
+    (name,) = (replica.node for replica in replicas if replica.rank == rank)
     losses.seen.clear()
     node = cluster.nodes[name]
     begun = time.time()
@@ -181,7 +181,7 @@ def loss(trial: Trial, cluster: RayCluster, losses: Losses, rank: int, *, freeze
     node.thaw()
     node.kill()
     cluster.add(name, 1)
-    until(lambda: name in {row["name"] for row in trial.client.nodes()}, f"the return of {name}")
+    until(lambda: name in {row.name for row in trial.client.nodes()}, f"the return of {name}")
     return [
         Row(f"{what}, survivors", "3 -> 2", seen - begun, with_two - seen, ASKED_LOSS_S),
         Row(f"{what}, replaced", "2 -> 3", seen - begun, with_three - seen, ASKED_LOSS_S),

@@ -173,7 +173,7 @@ def live(folder: Path, width: int) -> list[Row]:
             deadline = time.monotonic() + TIMEOUT_S
             while time.monotonic() < deadline:
                 notes = {note[3] for note in read_steps(folder) if note[0] > since and note[2] == size}
-                if job.view()["num_replicas"] == size and len(notes) >= STEPS_BETWEEN:
+                if job.view().num_replicas == size and len(notes) >= STEPS_BETWEEN:
                     return
                 time.sleep(0.1)
             raise RuntimeError(f"no steps with {size} replicas within {TIMEOUT_S:g} s; see {folder}")
@@ -190,17 +190,17 @@ def live(folder: Path, width: int) -> list[Row]:
         settle(2)
         two.cancel()
         settle(4)
-        resizes = job.describe()["resizes"]
-        lost_share = job.view()["lost_share"]
+        resizes = job.describe().resizes
+        lost_share = job.view().lost_share
         (folder / "stop").touch()
         job.wait(TIMEOUT_S)
     steps, rows = read_steps(folder), []
     for resize in resizes:
-        before, after = (sum(count for _, count in resize[key]) for key in ("before", "after"))
-        first = next((step[0] for step in steps if step[0] > resize["at"] and step[2] == after), None)
+        before, after = (sum(count for _, count in shares) for shares in (resize.before, resize.after))
+        first = next((step[0] for step in steps if step[0] > resize.at and step[2] == after), None)
         if before and first is not None:
-            stall = longest_pause(folder, resize["at"], first + 1.0)
-            rows.append(Row("live", f"{before} -> {after}", stall, first - resize["at"]))
+            stall = longest_pause(folder, resize.at, first + 1.0)
+            rows.append(Row("live", f"{before} -> {after}", stall, first - resize.at))
     print(f"live: {lost_share:.2%} of the job's time was lost to {len(rows)} resizes", file=sys.stderr)
     return rows
 

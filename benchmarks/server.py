@@ -27,16 +27,16 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from pollux.api.codec import encode
 from pollux.engines.live import ReplicaInfo
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.ports import Command, Event, JobEnded, JobRuns, JobStopped, ResizeJob, StartJob, StopJob
 from pollux.scheduler.record import JobRecord
-from pollux.server.book import job_token
-from pollux.server.cluster import Cluster, ClusterConfig
-from pollux.server.config import ServiceConfig
+from pollux.server.config import ClusterConfig, ServiceConfig
+from pollux.server.live.cluster import Cluster
+from pollux.server.live.job_table import job_token
 from pollux.server.service import Service, prefer_answers
 from pollux.types import BatchLimits, Node
-from pollux.wire import batch_limits_to_dict
 
 NUM_NODES, SLOTS_PER_NODE = 256, 8
 NUM_IDLE = 200  # requests timed on the idle server
@@ -114,7 +114,7 @@ def serve(folder: Path, submissions_per_min: float) -> None:
         threading.Thread(target=lambda: (sys.stdin.read(), ends.set()), daemon=True).start()
         started = False
         while not ends.wait(60 / submissions_per_min):
-            started = started or service.cluster.summary()["jobs"]["running"] > 1
+            started = started or service.cluster.queries.summary().jobs["running"] > 1
             if started:
                 engines[0].end_one()
 
@@ -168,7 +168,7 @@ def report(job: str, rng: random.Random, step: int) -> bytes:
     value |= {"accelerator": "gpu", "epoch": 1, "num_steps": step, "progress": 0.5, "remaining_examples": 1e6}
     value |= {"stalled_s": 0.1, "device_batch": 64, "accum_steps": 0, "total_batch": 64, "gain": 1.0}
     value |= {"noise_scale": 1000 * rng.random(), "efficiency": 0.9, "throughput": 500.0, "goodput": 450.0}
-    value |= {"metrics": {"loss": 1.5}, "batch": batch_limits_to_dict(LIMITS), "timings": timings}
+    value |= {"metrics": {"loss": 1.5}, "batch": encode(LIMITS), "timings": timings}
     return json.dumps(value).encode()
 
 

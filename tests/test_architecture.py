@@ -15,28 +15,27 @@ MAY_IMPORT = {
     "version": set(),
     "errors": set(),
     "types": {"errors"},
-    "jobs": {"types", "errors"},
     "model": {"types", "errors"},
-    "wire": {"model", "types", "errors"},
+    "api": {"model", "types", "errors"},
     "policy": {"model", "types", "errors"},
     "scheduler": {"policy", "model", "types", "errors"},
     "simulator": {"scheduler", "policy", "model", "types", "errors", "version"},
     "reports": {"simulator", "policy", "errors", "version"},
     "evaluation": {"reports", "simulator", "scheduler", "policy", "types", "errors"},
-    "train": {"wire", "model", "types", "errors"},
-    "engines": {"train", "wire", "scheduler", "model", "types", "errors", "version"},
-    "server": {"reports", "engines", "jobs", "wire", "scheduler", "policy", "model", "types", "errors", "version"},
-    "client": {"jobs", "wire", "types", "errors", "version"},
+    "train": {"api", "model", "types", "errors"},
+    "engines": {"train", "api", "scheduler", "model", "types", "errors", "version"},
+    "server": {"reports", "engines", "api", "scheduler", "policy", "model", "types", "errors", "version"},
+    "client": {"api", "errors", "version"},
     "cli": {
-        *("client", "server", "engines", "jobs", "wire", "simulator", "reports", "evaluation"),
+        *("client", "server", "engines", "api", "simulator", "reports", "evaluation"),
         *("scheduler", "policy", "model", "types", "errors", "version"),
     },
 }
+STARTS_SERVERS = {"up", "run", "demo", "gather"}  # modules of cli that may import the server; others use HTTP
 PURE = (
     "types.py",
     "errors.py",
-    "jobs.py",
-    "wire.py",
+    "api",
     "model",
     "policy",
     "scheduler/lifecycle.py",
@@ -49,9 +48,10 @@ ONLY_IN = {
     "rich": ("cli",),
     "plotly": ("reports/look",),
     "torch": ("train",),
-    "sqlalchemy": ("server",),
-    "fastapi": ("server",),
-    "uvicorn": ("server",),
+    "sqlalchemy": ("server/storage",),
+    "fastapi": ("server/http", "server/service"),
+    "pydantic": ("server/http",),
+    "uvicorn": ("server/service",),
     "prometheus_client": ("server",),
     "httpx": ("client",),
     "pynvml": ("engines/devices",),
@@ -104,6 +104,12 @@ def test_servers_take_the_look_of_reports_and_no_pages():
             for name in ([alias.name for alias in node.names] if node.module == "pollux.reports" else [node.module])
         ]
         assert {name.removeprefix("pollux.reports.") for name in taken} <= {"look", "numbers"}, path
+
+
+@pytest.mark.parametrize("path", sorted((SOURCE / "cli").glob("*.py")), ids=lambda path: path.name)
+def test_the_command_line_knows_the_server_by_http_but_where_it_starts_one(path):
+    imported = {name for name in imports(path) if name.startswith("pollux.server")}
+    assert not imported or path.stem in STARTS_SERVERS, f"{path.name} may not import {sorted(imported)}"
 
 
 @pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from pollux.jobs import OPTIONS
+from pollux.api.request import OPTIONS
 from tests.pages import ROOT, Block, read_blocks, session
 
 DOCS = ROOT / "docs"

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from pollux.api.report import Report
 from pollux.scheduler.knowledge import Knowledge
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.record import JobRecord, RoundRecord
-from pollux.server.gauges import JOB_GAUGES, Measured
-from pollux.server.metrics import Metrics
+from pollux.server.present.gauges import JOB_GAUGES, Measured
+from pollux.server.present.metrics import Metrics
 from pollux.types import Allocation, Explanation, JobSpec, Node, Plan
-from pollux.wire import WireReport
 from tests.pages import ROOT
 from tests.promql import named
 from tests.reports import report_fields
@@ -43,7 +43,7 @@ def exported() -> dict[str, set[str]]:
     plan = Plan(allocations={}, explanation=explanation)
     decision = RoundRecord(number=1, at=1.0, trigger="submit", plan=plan, num_jobs=1, num_slots=1, decision_s=0.1)
     metrics.saw_round(decision)
-    report = WireReport(job="one", **report_fields())
+    report = Report(job="one", **report_fields())
     seen = Measured(
         is_ready=True,
         nodes=[Node(name="a", num_slots=1)],

@@ -227,6 +227,10 @@ class JobSpec:
             self.requested_replicas is None or self.requested_replicas >= 1,
             f"job {self.name!r}: {self.requested_replicas} replicas requested; at least 1 is needed",
         )
+        _require(
+            self.requested_batch_size is None or self.requested_batch_size >= 1,
+            f"job {self.name!r}: batch size {self.requested_batch_size} requested; at least 1 is needed",
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ from typing import Any
 import httpx
 import pytest
 
+from pollux.api.report import encode_report
 from tests.browser.browsing import (
     ELASTIC_JOB,
     EVIL,
@@ -55,8 +56,8 @@ def server(chrome: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wa
         made.submit("train", ELASTIC_JOB, 5000, max_replicas=2)
         made.submit("odd", ODD_JOB, 5000, max_replicas=1)
         made.submit("waits", ELASTIC_JOB, 1, min_replicas=64)
-        made.until(lambda client: (client.job("train").view()["goodput"] or 0) > 0, "train reports")
-        made.until(lambda client: EVIL in client.job("odd").view()["metrics"], "odd reports")
+        made.until(lambda client: (client.job("train").view().goodput or 0) > 0, "train reports")
+        made.until(lambda client: EVIL in client.job("odd").view().metrics, "odd reports")
         yield made
     finally:
         with made.client as client:
@@ -128,8 +129,8 @@ def test_a_job(visitor: Visitor) -> None:
 def test_how_sure_a_noise_scale_is_and_what_training_decided(visitor: Visitor) -> None:
     note = f"step 12: batch 64 -> 32, {EVIL}"
     with visitor.server.client as client:
-        (told,) = client.job("train").reports(limit=1)
-        told = {name: value for name, value in told.items() if name not in ("id", "at")}
+        (last,) = client.job("train").reports(limit=1)
+        told = {name: value for name, value in encode_report(last).items() if name not in ("id", "at")}
         told |= {"noise_scale": 100.0, "noise_scale_error": 120.0, "notes": [note], "timings": [], "replica": None}
     headers = {"Authorization": f"Bearer {visitor.server.token}"}
     httpx.post(f"{visitor.server.url}/api/v1/jobs/train/reports", json=told, headers=headers).raise_for_status()
@@ -178,9 +179,7 @@ def test_names_and_reasons_are_text(visitor: Visitor) -> None:
 
 def test_the_cluster(visitor: Visitor) -> None:
     # One is taken every ten seconds; jobs know their efficiency after some steps.
-    visitor.server.until(
-        lambda client: any(one["efficiency"] for one in client.samples()), "a sample with an efficiency"
-    )
+    visitor.server.until(lambda client: any(one.efficiency for one in client.samples()), "a sample with an efficiency")
     page = visitor.open()
     page.get_by_text("Slots in use").wait_for()
     tiles = text_of(page, ".tiles")

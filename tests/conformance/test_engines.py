@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from pollux.api.report import read_report
 from pollux.errors import SimulationError
 from pollux.scheduler.ports import (
     Command,
@@ -30,7 +31,6 @@ from pollux.simulator.config import SimulationConfig
 from pollux.simulator.engine import SimulatedEngine
 from pollux.simulator.workload import job_spec
 from pollux.types import Allocation, JobSpec, Node
-from pollux.wire import report_from_json
 from tests.conformance.engine_suite import EngineConformance
 from tests.snapshots import make_nodes
 
@@ -163,7 +163,7 @@ class SinkHandler(BaseHTTPRequestHandler):
     server: Sink
 
     def do_POST(self) -> None:
-        report = report_from_json(self.rfile.read(int(self.headers["Content-Length"])))
+        report = read_report(self.rfile.read(int(self.headers["Content-Length"])))
         assert self.path == f"/api/v1/jobs/{report.job}/reports"
         names = (
             "job",

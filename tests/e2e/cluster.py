@@ -14,6 +14,8 @@ from typing import Any
 
 import psutil
 
+from pollux.api.codec import encode
+from pollux.api.job import JobSummary
 from pollux.client import Client, Job
 from tests.e2e.jobs import SCRIPTS
 
@@ -145,8 +147,8 @@ class LiveCluster:
 
     def pids(self, name: str) -> dict[int, int]:
         """Rank -> pid of the members."""
-        replicas = self.client.job(name).describe()["replicas"]
-        return {replica["rank"]: replica["pid"] for replica in replicas if replica["state"] == "member"}
+        replicas = self.client.job(name).describe().replicas
+        return {replica.rank: replica.pid for replica in replicas if replica.state == "member"}
 
     def until(self, condition: Callable[[], Any], what: str, timeout_s: float = PATIENCE_S) -> Any:
         deadline = time.monotonic() + timeout_s
@@ -155,14 +157,14 @@ class LiveCluster:
             time.sleep(0.05)
         return found
 
-    def until_replicas(self, name: str, *counts: int) -> dict[str, Any]:
+    def until_replicas(self, name: str, *counts: int) -> JobSummary:
         """Until the job runs with one of these numbers of replicas."""
 
-        def look() -> dict[str, Any] | None:
+        def look() -> JobSummary | None:
             view = self.client.job(name).view()
-            return dict(view) if view["state"] == "running" and view["num_replicas"] in counts else None
+            return view if view.state == "running" and view.num_replicas in counts else None
 
-        found: dict[str, Any] = self.until(look, f"{name} with {counts} replicas")
+        found: JobSummary = self.until(look, f"{name} with {counts} replicas")
         return found
 
     def until_over(self, name: str, timeout_s: float = PATIENCE_S) -> str:
@@ -174,7 +176,7 @@ class LiveCluster:
         return f"--- server\n{text}\n--- steward\n{steward.read_text()[-4000:] if steward.exists() else ''}"
 
     def story(self, name: str) -> str:
-        lines = [json.dumps(self.client.job(name).describe()["transitions"], indent=1)]
+        lines = [json.dumps(encode(self.client.job(name).describe().transitions), indent=1)]
         for path in sorted((self.data / "jobs" / name / "logs").glob("*/*.err")):
             lines += [f"--- {path.name}", path.read_text()[-2000:]]
         return "\n".join(lines) + self.log()

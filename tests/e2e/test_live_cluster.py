@@ -45,20 +45,20 @@ def test_jobs_grow_and_shrink_in_place_and_all_learn(cluster: LiveCluster) -> No
     cluster.until_replicas("late", 1, 2)
     shrunk = cluster.until_replicas("long", 1, 2)
     assert set(cluster.pids("long").values()) < most
-    assert shrunk["generation"] > grown["generation"] > shared["generation"]
+    assert shrunk.generation > grown.generation > shared.generation
 
     for job in (late, long):
         assert job.wait(120) == "succeeded", cluster.story(job.name)
     for job in (short, late, long):
         assert job.result().metrics["accuracy"] > 0.9, cluster.story(job.name)
     reports = long.reports()
-    by_replicas = {count: [r for r in reports if r["num_replicas"] == count] for count in (1, 2, 3, 4)}
-    assert {r["total_batch"] for r in reports} != {32}  # re-batched on the way
-    gains = {round(r["gain"], 6) for r in reports if r["total_batch"] > 32 and r["noise_scale"] is not None}
+    by_replicas = {count: [r for r in reports if r.num_replicas == count] for count in (1, 2, 3, 4)}
+    assert {r.total_batch for r in reports} != {32}  # re-batched on the way
+    gains = {round(r.gain, 6) for r in reports if r.total_batch > 32 and r.noise_scale is not None}
     assert gains and min(gains) > 1  # and learnt more from a step, by which the learning rate goes
     assert by_replicas[1] and by_replicas[2] and (by_replicas[3] or by_replicas[4])
     for job in (short, late, long):
-        assert job.describe()["lost_share"] < 0.2
+        assert job.describe().lost_share < 0.2
 
 
 def test_a_killed_server_changes_nothing_for_the_jobs(cluster: LiveCluster) -> None:
@@ -84,10 +84,10 @@ def test_a_killed_server_changes_nothing_for_the_jobs(cluster: LiveCluster) -> N
     for name in ("one", "two", "three"):
         assert cluster.until_over(name) == "succeeded", cluster.story(name)
         cluster.check_ledger(name, 1 if name == "three" else EPOCHS)
-        starts = [t for t in cluster.client.job(name).describe()["transitions"] if t["source"] == "pending"]
+        starts = [t for t in cluster.client.job(name).describe().transitions if t.source == "pending"]
         assert len(starts) == 1
     before, after = (cluster.client.job(name).view() for name in ("one", "three"))
-    assert after["started_at"] > before["finished_at"] - 1
+    assert after.started_at > before.finished_at - 1
 
 
 def test_killing_the_steward_is_survived(cluster: LiveCluster) -> None:
@@ -95,7 +95,7 @@ def test_killing_the_steward_is_survived(cluster: LiveCluster) -> None:
     cluster.until_replicas("one", 3, 4)
     pids = set(cluster.pids("one").values())
     cluster.steward.kill()
-    cluster.until(lambda: cluster.client.job("one").view()["num_crashes"] == 1, "the loss seen")
+    cluster.until(lambda: cluster.client.job("one").view().num_crashes == 1, "the loss seen")
     cluster.until(lambda: not any(psutil.pid_exists(pid) for pid in pids), "replicas that end with it")
     cluster.hurry("one")
     assert cluster.until_over("one") == "succeeded", cluster.story("one")
@@ -176,8 +176,8 @@ class TestShared:
         job = cluster.submit(script)
         assert job.wait(60) == "failed"
         detail = job.describe()
-        assert "RuntimeError: no such luck" in detail["failure"] and "in explode" in detail["failure"]
-        assert detail["exit_code"] == 1
+        assert "RuntimeError: no such luck" in detail.failure and "in explode" in detail.failure
+        assert detail.exit_code == 1
         shown = subprocess.run(
             [sys.executable, "-m", "pollux.cli", "describe", "--data", cluster.data, job.name],
             capture_output=True,
@@ -195,9 +195,9 @@ class TestShared:
             lambda: len(alive := set(cluster.pids("killed").values())) >= 3 and pids[1] not in alive, "a replacement"
         )
         assert pids[0] in cluster.pids("killed").values()
-        cluster.until(lambda: cluster.client.job("killed").view()["num_crashes"] == 1, "the loss seen")
+        cluster.until(lambda: cluster.client.job("killed").view().num_crashes == 1, "the loss seen")
         detail = cluster.client.job("killed").describe()
-        assert any("was killed by SIGKILL" in transition["reason"] for transition in detail["transitions"])
+        assert any("was killed by SIGKILL" in transition.reason for transition in detail.transitions)
         for pid in cluster.pids("killed").values():  # all at once: only the checkpoint is left
             os.kill(pid, signal.SIGKILL)
         cluster.until(lambda: cluster.pids("killed") and pids[0] not in cluster.pids("killed").values(), "a restart")
@@ -234,7 +234,7 @@ class TestStrict:
         )
         job = cluster.submit(script, time_limit_s=2.0)
         assert job.wait(30) == "failed"
-        assert "time limit of 2 s" in job.view()["reason"]
+        assert "time limit of 2 s" in job.view().reason
 
     @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
     def test_a_full_disk_pauses_the_job_and_nothing_is_lost(self, strict_cluster: LiveCluster) -> None:
@@ -253,10 +253,8 @@ class TestStrict:
                 while True:
                     file.write(bytes(1 << 16))
                     file.flush()
-            view = cluster.until(
-                lambda: (v := cluster.client.job("one").view())["note"] and v, "a pause with its reason"
-            )
-            assert view["note"].startswith("paused") and "MiB" in view["note"] and view["state"] != "failed"
+            view = cluster.until(lambda: (v := cluster.client.job("one").view()).note and v, "a pause with its reason")
+            assert view.note.startswith("paused") and "MiB" in view.note and view.state != "failed"
             (disk / "filling").unlink()
             cluster.hurry("one")
             assert cluster.until_over("one") == "succeeded", cluster.story("one")

@@ -122,14 +122,14 @@ def test_the_cluster_grows_with_its_jobs_and_shrinks_when_they_end(scaled: Scale
         live.start()
 
         def nodes() -> set[str]:
-            return {node["name"] for node in live.client.nodes()}
+            return {node.name for node in live.client.nodes()}
 
         def nodes_of(name: str) -> set[str]:
-            replicas = live.client.job(name).describe()["replicas"]
-            return {replica["node"] for replica in replicas if replica["state"] == "member"}
+            replicas = live.client.job(name).describe().replicas
+            return {replica.node for replica in replicas if replica.state == "member"}
 
         def transitions(name: str) -> list[dict[str, Any]]:
-            return list(live.client.job(name).describe()["transitions"])
+            return list(live.client.job(name).describe().transitions)
 
         live.until(lambda: len(nodes()) == MIN_NODES, "the fewest nodes, which nobody needs yet")
         names = ("a", "b", "c")
@@ -149,7 +149,7 @@ def test_the_cluster_grows_with_its_jobs_and_shrinks_when_they_end(scaled: Scale
             live.hurry(name)
         for name in ("b", "c"):
             assert live.until_over(name) == "succeeded", live.story(name)
-        alone_at = max(transitions(name)[-1]["at"] for name in ("b", "c"))
+        alone_at = max(transitions(name)[-1].at for name in ("b", "c"))
         live.until(lambda: len(nodes()) == MIN_NODES and nodes_of("a") == nodes(), "the fewest nodes")
         live.until(lambda: scaled.num_workers() == MIN_NODES, "nodes ended by Ray")
 
@@ -157,20 +157,20 @@ def test_the_cluster_grows_with_its_jobs_and_shrinks_when_they_end(scaled: Scale
         assert live.until_over("a") == "succeeded", live.story("a")
         for name in names:
             live.check_ledger(name, epochs=EPOCHS)
-            assert live.client.job(name).view()["num_crashes"] == 0, live.story(name)
-        assert any("resizing" in {row["target"] for row in transitions(name)} for name in names), live.log()
-        shrinking = [row for row in transitions("a") if row["at"] > alone_at]
-        assert {row["target"] for row in shrinking} == UNBROKEN, live.story("a")
+            assert live.client.job(name).view().num_crashes == 0, live.story(name)
+        assert any("resizing" in {row.target for row in transitions(name)} for name in names), live.log()
+        shrinking = [row for row in transitions("a") if row.at > alone_at]
+        assert {row.target for row in shrinking} == UNBROKEN, live.story("a")
         assert any(len(set(generations)) > 1 for generations in generations_of(tmp_path / "a-trace"))
         quiet_until = time.monotonic() + 1.5 * IDLE_S
         while time.monotonic() < quiet_until:  # nobody is on it, but our agent, and that is enough
             assert scaled.num_workers() == MIN_NODES
             time.sleep(0.5)
 
-        sizing = live.client.status()["sizing"]
-        assert (sizing["min_nodes"], sizing["max_nodes"], sizing["num_wanted"]) == (MIN_NODES, MAX_NODES, MIN_NODES)
-        assert sizing["cost"] == pytest.approx(PRICE * sum(sizing["node_hours"].values()))
-        assert sizing["cost"] > 0
+        sizing = live.client.status().sizing
+        assert (sizing.min_nodes, sizing.max_nodes, sizing.num_wanted) == (MIN_NODES, MAX_NODES, MIN_NODES)
+        assert sizing.cost == pytest.approx(PRICE * sum(sizing.node_hours.values()))
+        assert sizing.cost > 0
     finally:
         live.stop()
     live.until(lambda: scaled.num_workers() == 0, "nothing that is held any more")

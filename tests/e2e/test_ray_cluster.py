@@ -102,7 +102,7 @@ def cluster(nodes: RayCluster, server: LiveCluster) -> Iterator[LiveCluster]:
 
 
 def names_of(cluster: LiveCluster) -> set[str]:
-    return {node["name"] for node in cluster.client.nodes()}
+    return {node.name for node in cluster.client.nodes()}
 
 
 def submit(cluster: LiveCluster, name: str, **options: Any) -> None:
@@ -111,8 +111,8 @@ def submit(cluster: LiveCluster, name: str, **options: Any) -> None:
 
 def seats(cluster: LiveCluster, name: str) -> dict[str, int]:
     """Node -> pid of the member there."""
-    replicas = cluster.client.job(name).describe()["replicas"]
-    return {row["node"]: row["pid"] for row in replicas if row["state"] == "member" and row["pid"]}
+    replicas = cluster.client.job(name).describe().replicas
+    return {row.node: row.pid for row in replicas if row.state == "member" and row.pid}
 
 
 def until_seats(cluster: LiveCluster, name: str, *counts: int) -> dict[str, int]:
@@ -121,7 +121,7 @@ def until_seats(cluster: LiveCluster, name: str, *counts: int) -> dict[str, int]
     def look() -> dict[str, int] | None:
         found = seats(cluster, name)
         view = cluster.client.job(name).view()
-        return found if view["state"] == "running" and len(found) in counts else None
+        return found if view.state == "running" and len(found) in counts else None
 
     found: dict[str, int] = cluster.until(look, f"{name} on {counts} nodes")
     return found
@@ -157,7 +157,7 @@ def finish(cluster: LiveCluster, *names: str) -> None:
 
 
 def num_starts(cluster: LiveCluster, name: str) -> int:
-    return sum(row["source"] == "pending" for row in cluster.client.job(name).describe()["transitions"])
+    return sum(row.source == "pending" for row in cluster.client.job(name).describe().transitions)
 
 
 def is_alive(pid: int) -> bool:
@@ -223,9 +223,9 @@ def test_a_fixed_job_meets_across_nodes(cluster: LiveCluster) -> None:
 
 def test_a_job_that_needs_more_than_there_is_says_so(cluster: LiveCluster) -> None:
     submit(cluster, "giant", min_replicas=9)
-    reason = cluster.until(lambda: cluster.client.job("giant").view()["reason"], "why it waits")
+    reason = cluster.until(lambda: cluster.client.job("giant").view().reason, "why it waits")
     assert reason == "needs 9 slots at once; the cluster has 4"
-    assert cluster.client.job("giant").describe()["state"] == "pending"
+    assert cluster.client.job("giant").describe().state == "pending"
 
 
 # --- nodes that go and come ---------------------------------------------------------------------------------------
@@ -260,8 +260,8 @@ def test_a_job_whose_every_replica_was_on_a_killed_node_starts_again_elsewhere(
     assert other != place and heir != pid
     until_steps(cluster, "small", heir)
     assert steps(cluster, "small", heir)[0] >= saved
-    told = cluster.client.job("small").describe()["transitions"]
-    assert any(f"node {place} is lost" in row["reason"] for row in told), told
+    told = cluster.client.job("small").describe().transitions
+    assert any(f"node {place} is lost" in row.reason for row in told), told
     finish(cluster, "small")
 
 
@@ -269,23 +269,23 @@ def test_a_frozen_node_is_given_up_and_can_do_no_harm_when_it_wakes(nodes: RayCl
     submit(cluster, "cold")
     before = until_seats(cluster, "cold", 4)
     until_checkpoint(cluster, "cold")
-    first = next(row for row in cluster.client.job("cold").describe()["replicas"] if row["rank"] == 0)
-    frozen, pid = first["node"], first["pid"]  # who writes the checkpoints
+    first = next(row for row in cluster.client.job("cold").describe().replicas if row.rank == 0)
+    frozen, pid = first.node, first.pid  # who writes the checkpoints
     nodes.nodes[frozen].freeze()
     cluster.until(lambda: frozen not in names_of(cluster), "the loss seen", SEEN_S)
     left = until_seats(cluster, "cold", 3)
     assert left == {node: pid for node, pid in before.items() if node != frozen}
     until_steps(cluster, "cold", next(iter(left.values())))
     old = {name for name in checkpoints(cluster, "cold") if name.endswith("-1")}
-    done, told_at = steps(cluster, "cold", pid), cluster.client.status()["now"]
+    done, told_at = steps(cluster, "cold", pid), cluster.client.status().now
 
     nodes.nodes[frozen].thaw()
     cluster.until(lambda: not is_alive(pid), "the woken replica ends", 30.0)
     until_steps(cluster, "cold", next(iter(left.values())))
     assert {name for name in checkpoints(cluster, "cold") if name.endswith("-1")} <= old
     assert len(steps(cluster, "cold", pid)) <= len(done) + 1  # one that it had begun
-    late = [row for row in cluster.client.job("cold").reports() if row["at"] > told_at]
-    assert all(row["num_replicas"] == 3 for row in late)
+    late = [row for row in cluster.client.job("cold").reports() if row.at > told_at]
+    assert all(row.num_replicas == 3 for row in late)
     finish(cluster, "cold")
 
 
@@ -300,7 +300,7 @@ def test_a_drained_node_is_left_before_it_goes(nodes: RayCluster, cluster: LiveC
     cluster.until(lambda: "c" not in names_of(cluster), "it is gone", SEEN_S)
     until_steps(cluster, "moves", left["a"])
     assert seats(cluster, "moves") == left
-    assert cluster.client.job("moves").view()["num_crashes"] == 0
+    assert cluster.client.job("moves").view().num_crashes == 0
     nodes.add("c", 1)
     cluster.until(lambda: "c" in names_of(cluster), "it is back")
     cluster.client.undrain("c")
@@ -346,7 +346,7 @@ def test_a_killed_server_and_a_killed_relay_change_nothing_for_the_jobs(cluster:
     assert until_seats(cluster, "calm", 4) == before
     finish(cluster, "calm")
     assert num_starts(cluster, "calm") == 1
-    assert cluster.client.job("calm").view()["num_crashes"] == 0
+    assert cluster.client.job("calm").view().num_crashes == 0
 
 
 def errors_of_workers(nodes: RayCluster) -> str:
@@ -371,7 +371,7 @@ def test_a_killed_steward_is_replaced_and_jobs_go_on_from_their_checkpoints(
     (steward,) = (process for process in nodes.nodes["head"].tree() if "Steward" in " ".join(process.cmdline()))
     steward.kill()
     cluster.until(lambda: not any(is_alive(pid) for pid in before), "replicas that end with it")
-    cluster.until(lambda: cluster.client.job("kept").view()["num_crashes"] == 1, "the loss seen")
+    cluster.until(lambda: cluster.client.job("kept").view().num_crashes == 1, "the loss seen")
     after = until_seats(cluster, "kept", 4)
     assert not before & set(after.values())
     until_steps(cluster, "kept", after["a"])
@@ -384,15 +384,15 @@ def test_the_head_is_lost_and_comes_back(nodes: RayCluster, cluster: LiveCluster
     before = set(until_seats(cluster, "headless", 4).values())
     saved = until_checkpoint(cluster, "headless")
     nodes.nodes["head"].kill()
-    note = cluster.until(lambda: cluster.client.job("headless").view()["note"], "what is wrong, told", 60.0)
+    note = cluster.until(lambda: cluster.client.job("headless").view().note, "what is wrong, told", 60.0)
     assert "paused: " in note and "no Ray answers at " in note and f":{nodes.port} (" in note, note
     assert "see that the head runs" in note
     nodes.start_head()
-    cluster.until(lambda: cluster.client.job("headless").view()["num_crashes"] == 1, "a new steward")
+    cluster.until(lambda: cluster.client.job("headless").view().num_crashes == 1, "a new steward")
     after = until_seats(cluster, "headless", 4)
     assert all(nodes.nodes[name].process.poll() is None for name in NODES)  # nobody had to start them again
     assert not before & set(after.values())
-    assert cluster.client.job("headless").view()["note"] == ""
+    assert cluster.client.job("headless").view().note == ""
     until_steps(cluster, "headless", after["a"])
     assert steps(cluster, "headless", after["a"])[0] >= saved
     finish(cluster, "headless")

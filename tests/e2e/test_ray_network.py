@@ -184,8 +184,8 @@ def connections(network: Network, host: str, pid: int) -> list[tuple[str, str]]:
 
 def replicas_by_node(live: LiveCluster, name: str) -> dict[str, int]:
     """Where the members are -> their pids."""
-    replicas = live.client.job(name).describe()["replicas"]
-    return {replica["node"]: replica["pid"] for replica in replicas if replica["state"] == "member"}
+    replicas = live.client.job(name).describe().replicas
+    return {replica.node: replica.pid for replica in replicas if replica.state == "member"}
 
 
 def check_fixed_job(live: LiveCluster, network: Network) -> None:
@@ -265,7 +265,7 @@ def test_hosts_talk_by_their_addresses_and_a_cut_one_is_lost(hosts: Hosts, tmp_p
 def check_cut_host(live: LiveCluster, network: Network, before: dict[str, int]) -> float:
     """The others go on, in place; when they did."""
     network.cut("east")
-    live.until(lambda: {node["name"] for node in live.client.nodes()} == {"north", "south"}, "the loss is seen")
+    live.until(lambda: {node.name for node in live.client.nodes()} == {"north", "south"}, "the loss is seen")
     live.until(lambda: set(replicas_by_node(live, "wide")) == {"north", "south"}, "two members")
     now = time.time()
     trace = trace_of(live, before["north"])

@@ -1,5 +1,5 @@
 """Databases of real servers: two runs of the demo's six jobs on four CPU slots, one as it is, one with jobs coming four
-times as fast on a busy machine. Their schema is of version 1. Commands and environments of jobs are shortened."""
+times as fast on a busy machine. Commands and environments of jobs are shortened."""
 
 from __future__ import annotations
 

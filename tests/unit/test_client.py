@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import os
 import subprocess
 import sys
@@ -15,6 +17,9 @@ from typing import Any
 import pytest
 
 import pollux
+from pollux.api.cluster import ClusterChanges, ClusterSummary
+from pollux.api.codec import encode
+from pollux.api.request import JobRequest
 from pollux.client import Client, Job, make_request
 from pollux.client.address import find_address, is_alive
 from pollux.client.request import with_own_python
@@ -27,8 +32,8 @@ from pollux.errors import (
     ServerNotFoundError,
     UnknownNameError,
 )
-from pollux.jobs import JobRequest
 from pollux.server.service import Service
+from tests.messages import filled
 from tests.unit.live_server import WAIT_S, config_of, eventually, live_server, nobody_works_in
 
 PYTHON = sys.executable
@@ -74,9 +79,9 @@ def test_a_job_is_a_future(client: Client, here: Path) -> None:
     assert job.is_done
     assert job.state == "succeeded"
     assert list(job.logs()) == ["done"]
-    assert job.describe()["request"]["command"] == [PYTHON, "-c", "print('done')"]
+    assert job.describe().request["command"] == [PYTHON, "-c", "print('done')"]
     assert job.reports() == []
-    assert client.job(job.name).view()["state"] == "succeeded"
+    assert client.job(job.name).view().state == "succeeded"
 
 
 def test_a_failed_job_raises_with_its_failure(client: Client, here: Path) -> None:
@@ -93,7 +98,7 @@ def test_a_cancelled_job_raises_and_cancelling_twice_is_no_error(client: Client,
     job.cancel("not needed")
     with pytest.raises(JobCancelledError, match="not needed"):
         job.result(WAIT_S)
-    assert job.cancel()["state"] == "cancelled"
+    assert job.cancel().state == "cancelled"
 
 
 def test_waiting_ends_in_time(client: Client, here: Path) -> None:
@@ -124,7 +129,7 @@ def test_a_request_is_sent_as_it_is(client: Client, here: Path) -> None:
     request = JobRequest(command=("true",), kind="fixed", name="ready", cwd=str(here), env={"A": "1"})
     job = client.submit(request)
     assert isinstance(job, Job)
-    assert job.describe()["request"]["env"] == {"A": "1"}
+    assert job.describe().request["env"] == {"A": "1"}
     job.wait(WAIT_S)
     with pytest.raises(InvalidValueError, match="name"):
         client.submit(request, name="other")
@@ -137,8 +142,8 @@ def test_jobs_are_listed_in_pages_and_by_state(client: Client, here: Path) -> No
     assert pending[-4:] == [waiting.name, *(job.name for job in later)]
     assert [job.name for job in client.jobs(["pending"], 2, newest_first=True)] == [later[2].name, later[1].name]
     assert client.jobs(["pending"], 0) == []
-    assert "99" in waiting.view()["reason"]
-    assert waiting.name in later[0].view()["reason"]
+    assert "99" in waiting.view().reason
+    assert waiting.name in later[0].view().reason
     waiting.cancel()
     assert [job.wait(WAIT_S) for job in later] == ["cancelled"] * 3
 
@@ -149,7 +154,7 @@ def test_logs_are_followed_by_stream(client: Client, here: Path) -> None:
     assert list(job.logs(follow=True, stream="out")) == ["0", "1", "2"]
     assert list(job.logs(stream="err")) == ["0", "-1", "-2"]
     assert list(job.logs(stream="out", tail=1)) == ["2"]
-    assert {file["stream"] for file in job.log_files()} == {"out", "err"}
+    assert {file.stream for file in job.log_files()} == {"out", "err"}
 
 
 # Errors ---------------------------------------------------------------------------------------
@@ -189,25 +194,25 @@ def test_nothing_is_sent_for_a_script_that_is_not_there(client: Client, here: Pa
 
 def test_status_nodes_and_rounds(client: Client, service: Service, here: Path) -> None:
     status = client.status()
-    assert (status["num_slots"], status["version"]) == (4, pollux.__version__)
-    assert status["data_directory"] == str(service.config.data_directory)
+    assert (status.num_slots, status.version) == (4, pollux.__version__)
+    assert status.data_directory == str(service.config.data_directory)
     (node,) = client.nodes()
-    assert node["num_slots"] == 4
+    assert node.num_slots == 4
     submit(client, "pass").wait(WAIT_S)
     rounds = client.rounds(limit=2)
     assert rounds
-    assert [found["id"] for found in client.rounds(since=rounds[0]["id"] - 1, limit=1)] == [rounds[0]["id"]]
+    assert [found.id for found in client.rounds(since=rounds[0].id - 1, limit=1)] == [rounds[0].id]
 
 
 def test_a_drained_node_takes_no_jobs(client: Client, here: Path) -> None:
     (node,) = client.nodes()
     try:
-        assert client.drain(node["name"])["is_draining"] is True
+        assert client.drain(node.name).is_draining is True
         job = submit(client, "pass")
         with pytest.raises(TimeoutError):
             job.wait(0.5)
     finally:
-        assert client.undrain(node["name"])["is_draining"] is False
+        assert client.undrain(node.name).is_draining is False
     assert job.wait(WAIT_S) == "succeeded"
     with pytest.raises(UnknownNameError):
         client.drain("nowhere")
@@ -216,17 +221,17 @@ def test_a_drained_node_takes_no_jobs(client: Client, here: Path) -> None:
 def test_what_is_drawn_can_be_asked_for(client: Client, here: Path) -> None:
     job = submit(client, "pass", name="drawn")
     job.result(WAIT_S)
-    assert job.curves()["at"] == []
-    assert job.model()["accelerators"] == {}
+    assert job.curves().at == ()
+    assert job.model().accelerators == {}
     timeline = client.timeline(limit=1000)
-    assert job.name in [entry["name"] for entry in timeline["jobs"]]
+    assert job.name in [entry.name for entry in timeline.jobs]
     eventually(lambda: bool(client.samples()), "a sample is taken")
     assert client.samples(since=1, until=2) == []
     with pytest.raises(InvalidValueError, match="since = 2 is after until = 1"):
         client.samples(since=2, until=1)
     last = client.rounds(limit=1)[-1]
-    detail = client.round(last["id"])
-    assert {name: detail[name] for name in last} == last
+    detail = client.round(last.id)
+    assert all(getattr(detail, one.name) == getattr(last, one.name) for one in dataclasses.fields(last))
     with pytest.raises(UnknownNameError, match="unknown round '123456789'"):
         client.round(123456789)
 
@@ -234,15 +239,16 @@ def test_what_is_drawn_can_be_asked_for(client: Client, here: Path) -> None:
 def test_simulations_are_published(client: Client) -> None:
     rows = [{"workload": "w", "policy": "pollux", "avg_jct_s": 1.5}]
     made = client.publish(title="mine", command="pollux compare", kind="compare", summary=rows, html="<p>x</p>")
-    assert made.pop("forgotten") == []
-    assert client.simulations()[0] == made
-    assert made["report_url"].startswith("/reports/")
+    assert made.forgotten == ()
+    (listed,) = (one for one in client.simulations() if one.id == made.id)
+    assert listed.summary == tuple(rows)
+    assert made.report_url.startswith("/reports/")
     with pytest.raises(InvalidValueError, match="kind"):
         client.publish(title="mine", command="", kind="guess", summary=rows, html="<p>x</p>")
-    client.remove_simulation(made["id"])
-    assert made not in client.simulations()
+    client.remove_simulation(made.id)
+    assert made.id not in [one.id for one in client.simulations()]
     with pytest.raises(UnknownNameError):
-        client.remove_simulation(made["id"])
+        client.remove_simulation(made.id)
 
 
 def test_changes_are_told_as_they_happen_and_after_a_restart(here: Path) -> None:
@@ -250,7 +256,7 @@ def test_changes_are_told_as_they_happen_and_after_a_restart(here: Path) -> None
     messages: list[dict[str, Any]] = []
 
     def told(name: str) -> bool:
-        return any(row["name"] == name for message in list(messages) for row in message["jobs"])
+        return any(row.name == name for message in list(messages) for row in message.jobs)
 
     with Service(config_of(directory)) as first, Client(data_directory=directory) as client:
         is_over = threading.Event()
@@ -264,13 +270,13 @@ def test_changes_are_told_as_they_happen_and_after_a_restart(here: Path) -> None
         listener = threading.Thread(target=listen)
         listener.start()
         eventually(lambda: bool(messages), "the first message")
-        assert messages[0]["is_full"]
+        assert messages[0].is_full
         submit(client, "pass", name="early")
         eventually(lambda: told("early"), "a job is told of")
         first.stop()
         with Service(config_of(directory)):
             client.look_again()
-            eventually(lambda: sum(message["is_full"] for message in messages) == 2, "everything is told again")
+            eventually(lambda: sum(message.is_full for message in messages) == 2, "everything is told again")
             is_over.set()
             submit(client, "pass", name="late")
             listener.join(WAIT_S)
@@ -282,7 +288,7 @@ def test_a_stream_of_a_server_that_does_not_come_back_ends(here: Path) -> None:
     directory = here / "data"
     with Service(config_of(directory)) as service, Client(data_directory=directory, patience_s=0.5) as client:
         events = client.events()
-        assert next(events)["is_full"]
+        assert next(events).is_full
         service.stop()
         with pytest.raises(ServerNotFoundError):
             for _ in events:
@@ -292,15 +298,14 @@ def test_a_stream_of_a_server_that_does_not_come_back_ends(here: Path) -> None:
 class HalfSaid(BaseHTTPRequestHandler):
     """Ends its first stream of events in the middle of a message."""
 
-    streams = iter(
-        ('data: {"number": 1}\n\ndata: {"number": 2}', ': still here\n\nevent: state\ndata: {"number": 3}\n\n')
-    )
+    told = tuple(json.dumps(encode(filled(ClusterChanges, at=float(number)))) for number in (1, 2, 3))
+    streams = iter((f"data: {told[0]}\n\ndata: {told[1]}", f": still here\n\nevent: state\ndata: {told[2]}\n\n"))
 
     def do_GET(self) -> None:
         is_stream = "/events" in self.path
         self.send_response(200)
         self.end_headers()
-        self.wfile.write((next(self.streams) if is_stream else "{}").encode())
+        self.wfile.write((next(self.streams) if is_stream else json.dumps(encode(filled(ClusterSummary)))).encode())
 
     def log_message(self, *_: object) -> None:
         pass
@@ -313,7 +318,7 @@ def test_half_a_message_is_none() -> None:
         try:
             with Client(url=f"http://127.0.0.1:{server.server_port}", token="t" * 16) as client:
                 events = client.events()
-                assert [next(events), next(events)] == [{"number": 1}, {"number": 3}]
+                assert [next(events).at, next(events).at] == [1.0, 3.0]
         finally:
             server.shutdown()
             thread.join(WAIT_S)
@@ -329,7 +334,7 @@ def test_where_the_server_is_looked_for(service: Service, here: Path, monkeypatc
     assert find_address(None, None, directory).url == service.url
     monkeypatch.setenv("POLLUX_DATA", str(directory))
     with pollux.Client() as client:
-        assert client.status()["num_slots"] == 4
+        assert client.status().num_slots == 4
     monkeypatch.setenv("POLLUX_URL", "http://127.0.0.1:9/")
     monkeypatch.setenv("POLLUX_TOKEN", "secret")
     found = find_address(None, None, None)

@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from pollux.api.report import Report
+from pollux.api.round import RoundSummary
 from pollux.cli.app import app
 from pollux.client import Client, event_file, tensorboard
 from pollux.client.tensorboard import export
 from pollux.errors import InputFileError, InvalidValueError
 from pollux.server.config import ServiceConfig
 from pollux.server.service import Service
-from pollux.wire import WireReport
+from tests.messages import filled
 from tests.reports import report_fields
 from tests.unit.server.fake_cluster import FakeCluster
 
@@ -116,7 +118,7 @@ def served(tmp_path: Path) -> Iterator[tuple[FakeCluster, Client]]:
 
 
 def tell(cluster: FakeCluster, job: str, at: float, **values: Any) -> None:
-    cluster.told.append((job, at, WireReport(job=job, **report_fields(**values))))
+    cluster.told.append((job, at, Report(job=job, **report_fields(**values))))
 
 
 def test_all_reports_become_points(served, tmp_path, monkeypatch):
@@ -164,12 +166,12 @@ def test_what_is_no_number_stays_what_it_is_and_unknown_is_left_out(served, tmp_
 def test_decisions_are_texts_at_the_step_of_their_time(served, tmp_path, monkeypatch):
     cluster, client = served
     job = client.submit(["sleep", "9"], name="bert", cwd="/", kind="fixed")
-    submitted_at = job.view()["submitted_at"]
+    submitted_at = job.view().submitted_at
     for step in range(3):
         tell(cluster, "bert", submitted_at + 10 * step, num_steps=100 * step)
 
-    def round_(id_: int, at: float, name: str, *words: str) -> dict[str, Any]:
-        return dict(id=id_, number=1, at=at, trigger="model", changes=[dict(job=name)], words=list(words))
+    def round_(id_: int, at: float, name: str, *words: str) -> RoundSummary:
+        return filled(RoundSummary, id=id_, at=at, trigger="model", changes=[dict(job=name)], words=words)
 
     rounds = [
         round_(1, submitted_at - 5, "bert"),  # of another job, which had that name before
@@ -178,7 +180,7 @@ def test_decisions_are_texts_at_the_step_of_their_time(served, tmp_path, monkeyp
         round_(4, submitted_at + 25, "bert", "bertha starts", "and 70 jobs more"),
     ]
     monkeypatch.setattr(
-        cluster, "rounds", lambda since, limit: [one for one in rounds if one["id"] > (since or 0)][:limit]
+        cluster, "rounds", lambda since, limit: [one for one in rounds if one.id > (since or 0)][:limit]
     )
     done = export(job, tmp_path)
     _, texts = read(done.path)

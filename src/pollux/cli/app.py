@@ -40,11 +40,11 @@ PANELS: dict[str, dict[str, Listed]] = {
         "status": Listed("listing", "Say how the server is: its slots, jobs and decisions."),
         "dashboard": Listed(
             "dashboard",
-            "Print the dashboard's address, and open it. Whoever has this address is the cluster's operator.",
+            "Print the dashboard's address, and open it. Anyone who has this address is the cluster's operator.",
         ),
         "decisions": Listed(
             "decisions",
-            "Say what was decided, and why: who gave slots to whom, who started, moved or waits, and what that gained.",
+            "Say what was decided, and why: which job gave slots to which, which started, moved or waits, the gain.",
         ),
         "api": Listed(
             "api",
@@ -63,7 +63,9 @@ PANELS: dict[str, dict[str, Listed]] = {
             "Say why a job has what it has: its state, model, decisions, resizes, and its failure if it failed.",
         ),
         "logs": Listed("jobs", "Print what a job has written, all replicas, from its first start on."),
-        "cancel": Listed("jobs", "Cancel jobs: they are asked to leave, and are stopped if they do not."),
+        "cancel": Listed(
+            "jobs", "Cancel jobs: they receive SIGTERM, checkpoint and leave, and are killed if they do not."
+        ),
         "wait": Listed(
             "jobs",
             "Wait until jobs have ended. Ends with 0 if all succeeded, 1 if one did not, 124 when the time is up.",
@@ -77,7 +79,7 @@ PANELS: dict[str, dict[str, Listed]] = {
         ),
     },
     "Nodes": {
-        "nodes": Listed("listing", "List nodes, their slots and whose replicas sit there."),
+        "nodes": Listed("listing", "List nodes, their slots and the jobs on them."),
         "drain": Listed("listing", "Take the jobs off a node and give it none, until --undo."),
     },
     "Simulation": {

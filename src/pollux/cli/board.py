@@ -1,7 +1,6 @@
-"""What ``pollux top`` draws, as large as the terminal is. Plain data of the HTTP interface in, lines out.
+"""Draws what ``pollux top`` shows, as large as the terminal is: messages of the HTTP interface in, lines out.
 
-Stands in ``cli``, below ``top``, which asks the server and listens to keys. Jobs have a letter and a colour: the letter
-alone tells them apart where colours cannot be seen. Text of users is shown as text.
+Jobs have a letter and a colour: the letter alone tells them apart where colours cannot be seen.
 """
 
 from __future__ import annotations
@@ -12,18 +11,19 @@ import string
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from pollux.api.cluster import ClusterSample, ClusterSummary, NodeSummary
+from pollux.api.codec import Json, encode
+from pollux.api.job import FINAL_STATES, JobCurves, JobSummary
+from pollux.api.round import RoundSummary
 from pollux.cli.connect import moment
-from pollux.cli.job_table import FINAL_STATES, STATE_STYLES, age_s, job_table, plain, reason
+from pollux.cli.job_table import STATE_STYLES, age_s, job_table, plain, reason
 from pollux.cli.sparklines import bar, sparkline
 from pollux.reports import numbers
-
-View = Mapping[str, Any]
 
 # Okabe and Ito's colours that a black letter can be read on.
 COLOURS = ("#56b4e9", "#e69f00", "#009e73", "#f0e442", "#d55e00", "#cc79a7", "#8a93a3")
@@ -43,34 +43,34 @@ KEYS = (
 class Board:
     """All that is shown, as it was asked for; ``--json`` prints the same."""
 
-    cluster: View
-    nodes: Sequence[View]
-    jobs: Sequence[View]
-    rounds: Sequence[View] = ()
-    samples: Sequence[View] = ()
+    cluster: ClusterSummary
+    nodes: Sequence[NodeSummary]
+    jobs: Sequence[JobSummary]
+    rounds: Sequence[RoundSummary] = ()
+    samples: Sequence[ClusterSample] = ()
     marks: Mapping[str, Text] = field(default_factory=dict)
 
     @property
     def now(self) -> float:
-        return float(self.cluster["now"])
+        return self.cluster.now
 
     @property
-    def placed(self) -> list[View]:
+    def placed(self) -> list[JobSummary]:
         """Jobs that do not wait: those that hold slots, then those that ended."""
-        return [view for view in self.jobs if view["state"] != "pending"]
+        return [view for view in self.jobs if view.state != "pending"]
 
     @property
-    def queue(self) -> list[View]:
-        return [view for view in self.jobs if view["state"] == "pending"]
+    def queue(self) -> list[JobSummary]:
+        return [view for view in self.jobs if view.state == "pending"]
 
     @property
     def names(self) -> list[str]:
         """In the order in which they can be chosen."""
-        return [str(view["name"]) for view in (*self.placed, *self.queue)]
+        return [str(view.name) for view in (*self.placed, *self.queue)]
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Json]:
         parts = ("cluster", "nodes", "jobs", "rounds", "samples")
-        return {name: getattr(self, name) if name == "cluster" else list(getattr(self, name)) for name in parts}
+        return {name: encode(getattr(self, name)) for name in parts}
 
 
 def colour_of(name: str) -> str:
@@ -78,9 +78,9 @@ def colour_of(name: str) -> str:
     return COLOURS[zlib.crc32(name.encode("utf-8", "replace")) % len(COLOURS)]
 
 
-def marks_of(views: Sequence[View]) -> dict[str, Text]:
+def marks_of(views: Sequence[JobSummary]) -> dict[str, Text]:
     """A letter on a colour for each job that holds slots, as long as there are letters."""
-    holding = [str(view["name"]) for view in views if view.get("num_replicas") and view["state"] not in FINAL_STATES]
+    holding = [str(view.name) for view in views if view.num_replicas and view.state not in FINAL_STATES]
     letters = itertools.chain(LETTERS, itertools.repeat(_MANY))
     return {
         name: Text(letter, style=f"black on {colour_of(name)}") for name, letter in zip(holding, letters, strict=False)
@@ -90,45 +90,46 @@ def marks_of(views: Sequence[View]) -> dict[str, Text]:
 # Parts ----------------------------------------------------------------------------------------
 
 
-def header(cluster: View) -> Text:
+def header(cluster: ClusterSummary) -> Text:
     """One line of the cluster: how full it is, what its jobs do, how decisions go."""
     text = _slots(cluster, _BAR_WIDTH)
     text.append(f"   {_counts(cluster)}   {_decides(cluster)}")
     return text
 
 
-def _slots(cluster: View, width: int) -> Text:
-    used, slots = cluster["num_used_slots"], cluster["num_slots"]
+def _slots(cluster: ClusterSummary, width: int) -> Text:
+    used, slots = cluster.num_used_slots, cluster.num_slots
     text = Text("slots ", style="bold")
     text.append_text(bar(used / slots if slots else 0.0, width))  # fewer slots than before a restart
     return text.append(f" {used} of {slots}", style="not bold")
 
 
-def _counts(cluster: View) -> str:
-    counts = [f"{count} {state}" for state in STATE_STYLES if (count := cluster["jobs"].get(state))]
+def _counts(cluster: ClusterSummary) -> str:
+    counts = [f"{count} {state}" for state in STATE_STYLES if (count := cluster.jobs.get(state))]
     return ", ".join(counts) or "no jobs"
 
 
-def _decides(cluster: View) -> str:
-    decided = numbers.plural(cluster["num_rounds"], "decision")
-    return f"{cluster['policy']}, {decided}, lost {numbers.share(cluster['lost_share'])}"
+def _decides(cluster: ClusterSummary) -> str:
+    decided = numbers.plural(cluster.num_rounds, "decision")
+    return f"{cluster.policy}, {decided}, lost {numbers.share(cluster.lost_share)}"
 
 
 def headline(board: Board, width: int) -> list[Text]:
     """Slots, goodput, efficiency and cost; jobs and decisions."""
-    cluster, last = board.cluster, board.samples[-1] if board.samples else {}
+    cluster, last = board.cluster, board.samples[-1] if board.samples else None
     parts = [_slots(cluster, _BAR_WIDTH if width >= 100 else 10)]
-    efficiency = last.get("efficiency", _mean_efficiency(board.jobs))
-    parts += [_named("goodput", numbers.number(last.get("goodput"))), _named("efficiency", numbers.share(efficiency))]
-    sizing = cluster.get("sizing") or {}
-    hours = sum((sizing.get("node_hours") or {}).values())
-    if sizing.get("cost") is not None:
-        parts.append(_named("cost", f"{sizing['cost']:.2f}"))
+    efficiency = _mean_efficiency(board.jobs) if last is None else last.efficiency
+    goodput = None if last is None else last.goodput
+    parts += [_named("goodput", numbers.number(goodput)), _named("efficiency", numbers.share(efficiency))]
+    sizing = cluster.sizing
+    hours = sum(sizing.node_hours.values())
+    if sizing.cost is not None:
+        parts.append(_named("cost", f"{sizing.cost:.2f}"))
     parts.append(_named("node-hours", numbers.number(hours)))
     first = Text("   ").join(parts)
     second = Text(f"{_counts(cluster)}   {_decides(cluster)}")
-    if cluster.get("last_decision_s") is not None:
-        second.append(f", last in {numbers.duration(cluster['last_decision_s'])}")
+    if cluster.last_decision_s is not None:
+        second.append(f", last in {numbers.duration(cluster.last_decision_s)}")
     return [first, second]
 
 
@@ -136,8 +137,8 @@ def _named(name: str, value: str) -> Text:
     return Text(f"{name} ", style="bold").append(value, style="not bold")
 
 
-def _mean_efficiency(jobs: Sequence[View]) -> float | None:
-    known = [(view["efficiency"], view["num_replicas"]) for view in jobs if view.get("efficiency") is not None]
+def _mean_efficiency(jobs: Sequence[JobSummary]) -> float | None:
+    known = [(view.efficiency, view.num_replicas) for view in jobs if view.efficiency is not None]
     total = sum(count for _, count in known)
     return sum(value * count for value, count in known) / total if total else None
 
@@ -147,9 +148,9 @@ def curves_line(board: Board, width: int) -> Text:
     if not board.samples:
         return Text("used slots and goodput over time come with the first sample", style="dim")
     each = max((width - 3) // 2, 10)
-    used = [sample["num_used_slots"] for sample in board.samples]
-    goodput = [sample["goodput"] for sample in board.samples]
-    minutes = (board.samples[-1]["at"] - board.samples[0]["at"]) / 60
+    used = [sample.num_used_slots for sample in board.samples]
+    goodput = [sample.goodput for sample in board.samples]
+    minutes = (board.samples[-1].at - board.samples[0].at) / 60
     parts = []
     for name, values, style in ((f"used, {minutes:.0f} min ", used, "green"), ("goodput ", goodput, "cyan")):
         text = Text(name, style="bold")
@@ -179,19 +180,19 @@ def node_map(board: Board, width: int, rows: int) -> list[Text]:
             line.append_text(padded).append("  ")
         lines.append(line)
     if rest:
-        used, slots = (sum(node[key] for node in rest) for key in ("used", "num_slots"))
+        used, slots = sum(node.used for node in rest), sum(node.num_slots for node in rest)
         more = f"and {numbers.plural(len(rest), 'node')} more: {used} of {slots} slots used"
         lines[rows - 1 :] = [Text(more, style="dim")]
     return lines
 
 
-def _node(node: View, marks: Mapping[str, Text]) -> Text:
+def _node(node: NodeSummary, marks: Mapping[str, Text]) -> Text:
     """``node-1 aab·``; whose slots are many tells how many: ``node-1 a×12 ·×4``."""
-    is_leaving = node.get("is_draining") or node.get("is_leaving")
-    text = Text(f"{plain(node['name'])} ", style="yellow" if is_leaving else "")
-    held = [(marks.get(str(job["name"]), Text(_MANY)), job["num_replicas"]) for job in node["jobs"]]
-    free = max(node["num_slots"] - sum(count for _, count in held), 0)
-    is_large = node["num_slots"] > 16
+    is_leaving = node.is_draining or node.is_leaving
+    text = Text(f"{plain(node.name)} ", style="yellow" if is_leaving else "")
+    held = [(marks.get(str(job.name), Text(_MANY)), job.num_replicas) for job in node.jobs]
+    free = max(node.num_slots - sum(count for _, count in held), 0)
+    is_large = node.num_slots > 16
     for mark, count in (*held, (Text(_FREE, style="dim"), free)):
         if not count:
             continue
@@ -201,7 +202,7 @@ def _node(node: View, marks: Mapping[str, Text]) -> Text:
             for _ in range(count):
                 text.append_text(mark)
     if is_leaving:
-        text.append(" drained" if node.get("is_draining") else " leaving", style="yellow")
+        text.append(" drained" if node.is_draining else " leaving", style="yellow")
     return text
 
 
@@ -213,8 +214,8 @@ def jobs_part(board: Board, width: int, rows: int | None, chosen: str | None) ->
     return job_table(views, board.now, width=width, marks=board.marks, chosen=chosen)
 
 
-def _around(views: Sequence[View], chosen: str | None, rows: int) -> list[View]:
-    place = next((index for index, view in enumerate(views) if view["name"] == chosen), 0)
+def _around(views: Sequence[JobSummary], chosen: str | None, rows: int) -> list[JobSummary]:
+    place = next((index for index, view in enumerate(views) if view.name == chosen), 0)
     begin = min(max(place - rows + 1, 0), max(len(views) - rows, 0))
     return list(views[begin : begin + rows])
 
@@ -225,10 +226,10 @@ def queue_part(board: Board, rows: int | None, chosen: str | None) -> list[Text]
     shown = waiting if rows is None else _around(waiting, chosen, rows)
     lines = []
     for view in shown:
-        style = "reverse" if view["name"] == chosen else ""
-        text = Text(plain(view["name"]), style=style)
+        style = "reverse" if view.name == chosen else ""
+        text = Text(plain(view.name), style=style)
         text.append(f"  {numbers.duration(age_s(view, board.now))}  ", style="dim")
-        lines.append(text.append(plain(view.get("reason") or "")))
+        lines.append(text.append(plain(view.reason or "")))
     if len(shown) < len(waiting) and lines:
         lines[-1].append(f"  (and {len(waiting) - len(shown)} more)", style="dim")
     return lines
@@ -241,11 +242,11 @@ def decisions_part(board: Board, rows: int) -> list[Text]:
 
 def _sentences(board: Board) -> Iterator[Text]:
     for round_ in reversed(board.rounds):
-        words = round_.get("words") or ()
+        words = round_.words
         if list(words) == ["nothing changed"]:
             continue
         for number, sentence in enumerate(words):
-            when = f"{moment(round_['at'])}  " if number == 0 else "          "
+            when = f"{moment(round_.at)}  " if number == 0 else "          "
             yield Text(when, style="dim").append(plain(sentence), style="not dim")
 
 
@@ -255,7 +256,7 @@ def _sentences(board: Board) -> Iterator[Text]:
 def board_lines(board: Board, width: int, height: int | None, chosen: str | None, footer: Text) -> RenderableType:
     """The screen. ``height`` None: as long as it takes, for a file or a pipe."""
     parts: list[RenderableType] = [*headline(board, width)]
-    if height is not None and height < 12:  # no room for more than who runs
+    if height is not None and height < 12:  # no room for more than the running jobs
         parts.append(jobs_part(board, width, max(height - 4, 1), chosen))
         return Group(*_cut(parts), *_down_to(height, parts), _fitting(footer))
     parts.append(curves_line(board, width))
@@ -290,7 +291,7 @@ def _down_to(height: int, parts: Sequence[RenderableType]) -> list[Text]:
 
 
 def share_rows(wanted: Mapping[str, int], total: int) -> dict[str, int]:
-    """Rows for each part: what it wants if there is room, else its share; jobs come first, and nobody gets none."""
+    """Rows for each part: what it wants if there is room, else its share, and at least one; jobs come first."""
     shares = {"jobs": 4, "map": 2, "queue": 2, "told": 2}
     rows = {name: min(count, 1) for name, count in wanted.items()}
     while sum(rows.values()) < total:
@@ -356,23 +357,24 @@ def _metric(value: float | None) -> str:
 
 
 def job_lines(
-    view: View, curves: Mapping[str, Any], log: Sequence[str], now: float, width: int, height: int, footer: Text
+    view: JobSummary, curves: JobCurves, log: Sequence[str], now: float, width: int, height: int, footer: Text
 ) -> RenderableType:
     """A job's curves and the end of its log."""
-    state = plain(view["state"])
-    title = Text(plain(view["name"]), style=f"bold {colour_of(str(view['name']))}")
+    state = plain(view.state)
+    title = Text(plain(view.name), style=f"bold {colour_of(str(view.name))}")
     title.append("  ").append(state, style=STATE_STYLES.get(state, "")).append(
-        f"  {numbers.plural(view.get('num_replicas') or 0, 'replica')}, {numbers.duration(age_s(view, now))} old"
-        f", left {numbers.duration(view.get('remaining_s'))}",
+        f"  {numbers.plural(view.num_replicas or 0, 'replica')}, {numbers.duration(age_s(view, now))} old"
+        f", left {numbers.duration(view.remaining_s)}",
         style="not bold",
     )
     parts: list[RenderableType] = [title]
     told = reason(view)
     if told:
         parts.append(Text(told, style="dim"))
-    rows = [(name, curves.get(key) or [], form) for name, key, form in _CURVES]
-    for name, values in (curves.get("metrics") or {}).items():  # "nan" and "inf" come as texts
-        rows.append((plain(name), [float(value) if isinstance(value, str) else value for value in values], _metric))
+    rows = [(name, list(getattr(curves, key)), form) for name, key, form in _CURVES]
+    for name, told_values in curves.metrics.items():  # "nan" and "inf" come as texts
+        read = [float(value) if isinstance(value, str) else value for value in told_values]
+        rows.append((plain(name), read, _metric))
     rows = [row for row in rows if any(value is not None for value in row[1])]
     label = min(max((len(name) for name, *_ in rows), default=0), 20)
     for name, values, form in rows[: max(height - len(parts) - 6, 3)]:

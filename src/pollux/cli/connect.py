@@ -11,10 +11,12 @@ import sys
 from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console, RenderableType
+
+from pollux.api.codec import encode
 
 if TYPE_CHECKING:  # a simulation has these options, too, and mostly no server to ask
     from pollux.client import Client
@@ -70,11 +72,11 @@ def terminal_width() -> int | None:
 
 
 def print_json(document: object) -> None:
-    typer.echo(json.dumps(document, indent=1, allow_nan=False))
+    typer.echo(json.dumps(encode(document), indent=1, allow_nan=False))
 
 
 def say(text: str) -> None:
-    """To whoever sits there, not to the next program in the pipe."""
+    """To the person at the terminal, not to the next program in the pipe."""
     typer.echo(text, err=True)
 
 
@@ -94,7 +96,7 @@ def _client_of(ctx: typer.Context) -> Client:
     from pollux.client import Client
     from pollux.client.address import find_address
 
-    given: dict[str, Any] = ctx.params
+    given = ctx.params
     find_address(given.get("server"), None, given.get("data"))  # fails at once where there is none
     return Client(url=given.get("server"), data_directory=given.get("data"), timeout_s=_COMPLETION_TIMEOUT_S)
 
@@ -112,7 +114,7 @@ def complete_job(ctx: typer.Context, incomplete: str) -> list[str]:
 def complete_node(ctx: typer.Context, incomplete: str) -> list[str]:
     try:
         with _client_of(ctx) as client:
-            names = [node["name"] for node in client.nodes()]
+            names = [node.name for node in client.nodes()]
     except Exception:  # as above
         return []
     return [name for name in names if name.startswith(incomplete)]

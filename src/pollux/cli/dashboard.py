@@ -25,8 +25,8 @@ def link(url: str, token: str) -> str:
 def open_privately(address: str, folder: Path | None) -> bool:
     """In a browser; whether there is one.
 
-    It is given a page that leads there, which its owner alone can read: everybody sees a program's arguments. The page
-    lies in ``folder``, or where such files do, until the next one is made.
+    The browser gets a page that leads there, which its owner alone can read, as every user of the machine sees a
+    program's arguments. The page lies in ``folder``, or where such files do, until the next one is made.
     """
     folder = folder or Path(tempfile.gettempdir())
     prefix = f"pollux-dashboard-{os.getuid()}-"
@@ -58,9 +58,9 @@ def dashboard(
     data: DataOption = None,
     server: ServerOption = None,
 ) -> None:
-    """Print the dashboard's address, and open it. Whoever has this address is the cluster's operator."""
+    """Print the dashboard's address, and open it. Anyone who has this address is the cluster's operator."""
     with connect(data, server) as client:
-        client.status()  # says so if nobody is there, or the token is a wrong one
+        client.status()  # raises if no server answers, or the token is wrong
         address = link(client.address.url, client.address.token)
         folder = client.address.data_directory
     if as_json:

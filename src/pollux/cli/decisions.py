@@ -4,36 +4,37 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Annotated, Any
+from collections.abc import Iterable, Iterator
+from typing import Annotated
 
 import typer
 
+from pollux.api.codec import encode
+from pollux.api.round import RoundSummary
 from pollux.cli.connect import DataOption, JsonOption, ServerOption, connect, moment, print_json
 from pollux.cli.job_table import plain
 from pollux.client import Client
 from pollux.reports import numbers
 
-Round = Mapping[str, Any]  # one of the HTTP interface
-NOTHING = ["nothing changed"]
+NOTHING = ("nothing changed",)
 
 
-def round_lines(round_: Round) -> Iterator[str]:
+def round_lines(round_: RoundSummary) -> Iterator[str]:
     """``12:00:01  #7 submit, 3 ms  resnet gave ...``, and a line for each sentence after the first."""
-    took = numbers.duration(round_["decision_s"])
-    gap = "" if round_["gap"] is None else f", gap {numbers.share(round_['gap'])}"
-    first = f"{moment(round_['at'])}  #{round_['id']} {plain(round_['trigger'])}, {took}{gap}"
+    took = numbers.duration(round_.decision_s)
+    gap = "" if round_.gap is None else f", gap {numbers.share(round_.gap)}"
+    first = f"{moment(round_.at)}  #{round_.id} {plain(round_.trigger)}, {took}{gap}"
     yield first
-    for sentence in round_["words"]:
+    for sentence in round_.words:
         yield f"    {plain(sentence)}"
 
 
-def lines(rounds: Iterable[Round]) -> Iterator[str]:
+def lines(rounds: Iterable[RoundSummary]) -> Iterator[str]:
     """Rounds that changed nothing are counted, not told."""
-    for is_quiet, group in itertools.groupby(rounds, key=lambda round_: round_["words"] == NOTHING):
+    for is_quiet, group in itertools.groupby(rounds, key=lambda round_: round_.words == NOTHING):
         found = list(group)
         if is_quiet:
-            yield f"{moment(found[-1]['at'])}  {numbers.plural(len(found), 'decision')} that changed nothing"
+            yield f"{moment(found[-1].at)}  {numbers.plural(len(found), 'decision')} that changed nothing"
         else:
             yield from itertools.chain.from_iterable(map(round_lines, found))
 
@@ -41,15 +42,15 @@ def lines(rounds: Iterable[Round]) -> Iterator[str]:
 def _follow(client: Client, last: int, as_json: bool) -> None:
     """Rounds after the one of this id, as they are made."""
     for message in client.events():
-        if message["is_full"] and max((round_["id"] for round_ in message["rounds"]), default=0) < last:
+        if message.is_full and max((round_.id for round_ in message.rounds), default=0) < last:
             last = 0  # another server, or one that began anew
-        for round_ in message["rounds"]:
-            if round_["id"] <= last:
+        for round_ in message.rounds:
+            if round_.id <= last:
                 continue  # told before, or again after a restart
-            last = round_["id"]
+            last = round_.id
             if as_json:
-                typer.echo(json.dumps(round_, allow_nan=False))
-            elif round_["words"] != NOTHING:
+                typer.echo(json.dumps(encode(round_), allow_nan=False))
+            elif round_.words != NOTHING:
                 for line in round_lines(round_):
                     typer.echo(line)
 
@@ -61,7 +62,7 @@ def decisions(
     data: DataOption = None,
     server: ServerOption = None,
 ) -> None:
-    """Say what was decided, and why: who gave slots to whom, who started, moved or waits, and what that gained.
+    """Say what was decided, and why: which job gave slots to which, which started, moved or waits, the gain.
 
     With --follow and --json each decision is a line.
     """
@@ -71,10 +72,10 @@ def decisions(
         if as_json and not follow:
             print_json({"rounds": rounds})
         else:
-            told = (json.dumps(round_, allow_nan=False) for round_ in rounds) if as_json else lines(rounds)
+            told = (json.dumps(encode(round_), allow_nan=False) for round_ in rounds) if as_json else lines(rounds)
             for line in told:
                 typer.echo(line)
         if follow:
-            _follow(client, newest[-1]["id"] if newest else 0, as_json)
+            _follow(client, newest[-1].id if newest else 0, as_json)
         elif not rounds and not as_json:
             typer.echo("nothing was decided yet", err=True)

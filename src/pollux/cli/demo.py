@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console, Group, RenderableType
@@ -23,9 +23,13 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from pollux.api.cluster import ClusterSummary
+from pollux.api.codec import encoded
+from pollux.api.job import JobSummary
+from pollux.api.report import encode_report
 from pollux.cli.demo_simulated import simulated_demo
 from pollux.cli.gather import pages
-from pollux.cli.job_table import FINAL_STATES, job_table, plain
+from pollux.cli.job_table import job_table, plain
 from pollux.cli.outputs import announce, check_outputs, output_console
 from pollux.cli.run import data_directory, embedded_service, signals_as_exceptions
 from pollux.cli.server_log import show_log
@@ -176,23 +180,28 @@ def _run(plan: Sequence[DemoJob], slots: int | None, console: Console) -> tuple[
     """What came of the jobs (None: too little to compare), and whether one of them failed."""
     with embedded_cluster(_num_slots(slots)) as client:
         nodes = client.nodes()
-        kind = {node["accelerator"] for node in nodes}
-        where = f"{sum(node['num_slots'] for node in nodes)} {'CPU' if kind == {'cpu'} else 'GPU'} slots"
+        kind = {node.accelerator for node in nodes}
+        where = f"{sum(node.num_slots for node in nodes)} {'CPU' if kind == {'cpu'} else 'GPU'} slots"
         console.print(f"A cluster on this machine, {where}; {len(plan)} training jobs come one after another.")
         console.print(f"{EMULATION}\n")
         submitted = _train(client, plan, console)
         details = [job.describe() for job in submitted]
         reports = {job.name: list(pages(job.reports)) for job in submitted}
         rounds, cluster = list(pages(client.rounds)), client.status()
-    failed = [view for view in details if view["state"] != "succeeded"]
+    failed = [view for view in details if view.state != "succeeded"]
     for view in failed:
-        text = view["failure"] or view["reason"]
-        console.print(Text(f"{view['name']} {view['state']}: {text}", style="red"))
+        text = view.failure or view.reason
+        console.print(Text(f"{view.name} {view.state}: {text}", style="red"))
     if len(failed) == len(details):
         return None, True
     try:
         recording = read_recording(
-            details, reports, nodes, rounds=rounds, policy=cluster["policy"], interval_s=cluster["interval_s"]
+            [encoded(job) for job in details],
+            {name: [encode_report(one) for one in told] for name, told in reports.items()},
+            [encoded(node) for node in nodes],
+            rounds=[encoded(one) for one in rounds],
+            policy=cluster.policy,
+            interval_s=cluster.interval_s,
         )
     except SimulationError as error:
         console.print(Text(f"nothing to compare with: {error}", style="yellow"))
@@ -225,19 +234,19 @@ def _train(client: Client, plan: Sequence[DemoJob], console: Console) -> list[Jo
                 request = make_request(job.command, {"name": job.name, "env": {"OMP_NUM_THREADS": "1"}})
                 submitted += client.submit_all(request)
             cluster = client.status()
-            views = [view for job in client.jobs() if (view := job.last_view) is not None]
-            if any(view["state"] not in ("pending", "starting") for view in views):
+            views = [view for job in client.jobs() if (view := job.last_seen) is not None]
+            if any(view.state not in ("pending", "starting") for view in views):
                 trains_s = min(trains_s, now_s)
             show(cluster, views, elapsed_s)
-            if not waiting and all(view["state"] in FINAL_STATES for view in views):
+            if not waiting and all(view.is_over for view in views):
                 return submitted
             if elapsed_s > TIMEOUT_S:
-                states = ", ".join(f"{view['name']} {view['state']}" for view in views)
+                states = ", ".join(f"{view.name} {view.state}" for view in views)
                 raise PolluxError(f"the jobs have not ended after {TIMEOUT_S:.0f} s: {states}")
             time.sleep(_POLL_S)
 
 
-Show = Callable[[Mapping[str, Any], Sequence[Mapping[str, Any]], float], None]
+Show = Callable[[ClusterSummary, Sequence[JobSummary], float], None]
 
 
 @contextlib.contextmanager
@@ -246,33 +255,33 @@ def _display(console: Console) -> Iterator[Show]:
     if console.is_terminal:
         with Live(console=console, auto_refresh=False) as live:
 
-            def draw(cluster: Mapping[str, Any], views: Sequence[Mapping[str, Any]], elapsed_s: float) -> None:
+            def draw(cluster: ClusterSummary, views: Sequence[JobSummary], elapsed_s: float) -> None:
                 parts: list[RenderableType] = [header(cluster), Text()]
-                live.update(Group(*parts, job_table(views, cluster["now"], width=console.width)), refresh=True)
+                live.update(Group(*parts, job_table(views, cluster.now, width=console.width)), refresh=True)
 
             yield draw
         return
     due_s = 0.0
 
-    def tell(cluster: Mapping[str, Any], views: Sequence[Mapping[str, Any]], elapsed_s: float) -> None:
+    def tell(cluster: ClusterSummary, views: Sequence[JobSummary], elapsed_s: float) -> None:
         nonlocal due_s
         if elapsed_s >= due_s:
             due_s = elapsed_s + _LINE_EVERY_S
-            active = [_in_short(view) for view in views if view["state"] not in FINAL_STATES]
+            active = [_in_short(view) for view in views if not view.is_over]
             line = Text(f"{elapsed_s:4.0f} s  {'; '.join(active) or 'all jobs have ended'}")
             console.print(line, soft_wrap=True)
 
     yield tell
 
 
-def _in_short(view: Mapping[str, Any]) -> str:
+def _in_short(view: JobSummary) -> str:
     """``gpt 2 replicas, batch 64, 31%``, or that it waits."""
-    if not view["num_replicas"]:
-        return f"{plain(view['name'])} {view['state']}"
-    parts = [numbers.plural(view["num_replicas"], "replica")]
-    if view["total_batch"] is not None:
-        parts += [f"batch {view['total_batch']}", numbers.share(view["progress"])]
-    return f"{plain(view['name'])} {', '.join(parts)}"
+    if not view.num_replicas:
+        return f"{plain(view.name)} {view.state}"
+    parts = [numbers.plural(view.num_replicas, "replica")]
+    if view.total_batch is not None:
+        parts += [f"batch {view.total_batch}", numbers.share(view.progress)]
+    return f"{plain(view.name)} {', '.join(parts)}"
 
 
 # The outcome ----------------------------------------------------------------------------------
@@ -334,5 +343,5 @@ def _range(least: int, most: int) -> str:
     return str(least) if least == most else f"{least}-{most}"
 
 
-def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
+def _numbers(metrics: Mapping[str, object]) -> dict[str, float]:
     return {name: value for name, value in metrics.items() if isinstance(value, float)}

@@ -1,6 +1,6 @@
-"""``pollux describe``: why a job has what it has. Its state, its fitted model, the speedups considered, the decisions.
+"""``pollux describe``: why a job has what it has: its state, its performance model, the speedups considered, decisions.
 
-The text is made from the detail of the HTTP interface alone; each function below makes one paragraph of it.
+Each function below makes one paragraph of the text.
 """
 
 from __future__ import annotations
@@ -8,13 +8,15 @@ from __future__ import annotations
 import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from pollux.api.codec import encoded
+from pollux.api.job import FINAL_STATES, FittedModel, JobDetail, JobResize, Replica, Shares
+from pollux.api.round import Decision, DecisionWithOptions
 from pollux.cli.connect import (
     DataOption,
     JobArgument,
@@ -25,17 +27,16 @@ from pollux.cli.connect import (
     print_json,
     show,
 )
-from pollux.cli.job_table import FINAL_STATES, STATE_STYLES, age_s, plain
+from pollux.cli.job_table import STATE_STYLES, age_s, plain
 from pollux.reports import numbers
 
-Detail = Mapping[str, Any]  # a JobDetail of the HTTP interface
-UNBOUNDED = 1 << 20  # replicas; a bound nobody set
+UNBOUNDED = 1 << 20  # replicas; where no bound is set
 MAX_FAILURE_LINES = 60
 MAX_HISTORY_LINES = 10  # of states, and of training
 NOTHING_S = 2e-8  # a fitted time this small stands at its lower bound
 
 
-def allocation_text(shares: Sequence[Sequence[Any]]) -> str:
+def allocation_text(shares: Shares) -> str:
     """``3 replicas: 2 on a, 1 on b``."""
     count = sum(share[1] for share in shares)
     if not count:
@@ -43,73 +44,73 @@ def allocation_text(shares: Sequence[Sequence[Any]]) -> str:
     return f"{numbers.plural(count, 'replica')}: {', '.join(f'{share[1]} on {plain(share[0])}' for share in shares)}"
 
 
-def bounds_text(job: Detail) -> str:
-    low, high = job["min_replicas"], job["max_replicas"]
+def bounds_text(job: JobDetail) -> str:
+    low, high = job.min_replicas, job.max_replicas
     if low == high:
         return f"exactly {low}"
     return f"{low} or more" if high >= UNBOUNDED else f"{low} to {high}"
 
 
-def facts(job: Detail, now: float) -> Iterator[tuple[str, str]]:
+def facts(job: JobDetail, now: float) -> Iterator[tuple[str, str]]:
     """Name and value of what fits into one line each."""
-    yield "command", shlex.join(map(str, job["command"]))
-    yield "directory", job["cwd"] or "-"
-    preemptible = "may be preempted" if job["is_preemptible"] else "is never preempted"
-    weight = "" if job["weight"] == 1 else f", weight {job['weight']:g}"
-    yield "kind", f"{job['kind']}, replicas {bounds_text(job)}, {preemptible}{weight}"
-    if job["application"]:
-        yield "application", job["application"]
-    if job["after"]:
-        yield "after", ", ".join(job["after"])
-    yield "allocation", allocation_text(job["allocation"])
-    ended = f", ended {moment(job['finished_at'])}" if job["finished_at"] is not None else ""
-    started = f", started {moment(job['started_at'])}" if job["started_at"] is not None else ""
-    yield "submitted", f"{moment(job['submitted_at'])}{started}{ended} ({numbers.duration(age_s(job, now))})"
-    if job["time_limit_s"] is not None:
-        yield "time limit", f"{numbers.duration(job['time_limit_s'])}, ran for {numbers.duration(job['running_s'])}"
-    if job["num_crashes"]:
-        yield "crashes", str(job["num_crashes"])
-    if job["exit_code"] is not None:
-        yield "exit code", str(job["exit_code"])
-    yield "logs", job["log_directory"]
+    yield "command", shlex.join(map(str, job.command))
+    yield "directory", job.cwd or "-"
+    preemptible = "may be preempted" if job.is_preemptible else "is never preempted"
+    weight = "" if job.weight == 1 else f", weight {job.weight:g}"
+    yield "kind", f"{job.kind}, replicas {bounds_text(job)}, {preemptible}{weight}"
+    if job.application:
+        yield "application", job.application
+    if job.after:
+        yield "after", ", ".join(job.after)
+    yield "allocation", allocation_text(job.allocation)
+    ended = f", ended {moment(job.finished_at)}" if job.finished_at is not None else ""
+    started = f", started {moment(job.started_at)}" if job.started_at is not None else ""
+    yield "submitted", f"{moment(job.submitted_at)}{started}{ended} ({numbers.duration(age_s(job, now))})"
+    if job.time_limit_s is not None:
+        yield "time limit", f"{numbers.duration(job.time_limit_s)}, ran for {numbers.duration(job.running_s)}"
+    if job.num_crashes:
+        yield "crashes", str(job.num_crashes)
+    if job.exit_code is not None:
+        yield "exit code", str(job.exit_code)
+    yield "logs", job.log_directory
 
 
-def batch_text(job: Detail) -> str:
-    passes = (job["accum_steps"] or 0) + 1
-    parts = f"{job['device_batch']} per device, {numbers.plural(passes, 'pass', 'passes')} a step"
-    return f"{job['total_batch']}: {parts}"
+def batch_text(job: JobDetail) -> str:
+    passes = (job.accum_steps or 0) + 1
+    parts = f"{job.device_batch} per device, {numbers.plural(passes, 'pass', 'passes')} a step"
+    return f"{job.total_batch}: {parts}"
 
 
-def training(job: Detail) -> Iterator[tuple[str, str]]:
+def training(job: JobDetail) -> Iterator[tuple[str, str]]:
     """What the job reported last."""
-    if job["reported_at"] is None:
+    if job.reported_at is None:
         return
-    left = "" if job["remaining_s"] is None else f", about {numbers.duration(job['remaining_s'])} left"
-    yield "progress", f"{numbers.share(job['progress'])}, epoch {job['epoch']}, {job['num_steps']} steps{left}"
+    left = "" if job.remaining_s is None else f", about {numbers.duration(job.remaining_s)} left"
+    yield "progress", f"{numbers.share(job.progress)}, epoch {job.epoch}, {job.num_steps} steps{left}"
     yield "batch", batch_text(job)
-    noise = numbers.with_error(job["noise_scale"], job["noise_scale_error"])
-    yield "noise scale", noise if job["noise_scale"] is None else f"{noise} examples"
-    yield "efficiency", numbers.share(job["efficiency"])
+    noise = numbers.with_error(job.noise_scale, job.noise_scale_error)
+    yield "noise scale", noise if job.noise_scale is None else f"{noise} examples"
+    yield "efficiency", numbers.share(job.efficiency)
     yield (
         "goodput",
-        f"{numbers.rate(job['goodput'])} useful examples of {numbers.rate(job['throughput'])} processed",
+        f"{numbers.rate(job.goodput)} useful examples of {numbers.rate(job.throughput)} processed",
     )
-    if job["metrics"]:
+    if job.metrics:
         shown = (
             f"{plain(key)} {plain(f'{value:.6g}' if isinstance(value, float) else value)}"
-            for key, value in job["metrics"].items()
+            for key, value in job.metrics.items()
         )
         yield "metrics", ", ".join(shown)
 
 
-def model_lines(models: Mapping[str, Mapping[str, Any]]) -> Iterator[str]:
+def model_lines(models: Mapping[str, FittedModel]) -> Iterator[str]:
     """The fitted throughput model in words and numbers."""
     if not models:
-        yield "nothing is known of its speed yet; until then more replicas are taken to be as good as they can be"
+        yield "its speed was not measured yet; until then more replicas are assumed to be as good as they can be"
     for accelerator, model in models.items():
-        params = {name: value for name, value in model["params"].items() if value is not None}
-        error = next((model[key] for key in ("rmsle", "fit_error") if model.get(key) is not None), None)
-        seen = f"{numbers.plural(model['num_configurations'], 'configuration')}, up to {model['max_replicas']} replicas"
+        params = {name: value for name, value in model.params.items() if value is not None}
+        error = model.rmsle
+        seen = f"{numbers.plural(model.num_configurations, 'configuration')}, up to {model.max_replicas} replicas"
         off = "" if error is None else f", off by a factor of {math.exp(min(error, 99.0)):.3g}"
         yield f"on {plain(accelerator)}, from {seen}{off}:"
         for sentence in _sentences(params):
@@ -131,9 +132,9 @@ def _sentences(params: Mapping[str, float]) -> Iterator[str]:
     yield ", ".join(f"{name} {number:.3g}" for name, number in params.items())
 
 
-def speedup_table(decision: Mapping[str, Any]) -> Table | None:
+def speedup_table(decision: DecisionWithOptions) -> Table | None:
     """Replicas considered, and what each would be worth; the chosen one is marked."""
-    options = list(zip(decision.get("option_replicas") or (), decision.get("option_speedups") or (), strict=False))
+    options = list(zip(decision.option_replicas, decision.option_speedups, strict=True))
     if not options:
         return None
     table = Table(box=None, pad_edge=False, header_style="bold")
@@ -141,34 +142,34 @@ def speedup_table(decision: Mapping[str, Any]) -> Table | None:
     table.add_column("speedup", justify="right")
     table.add_column("")
     for replicas, speedup in options:
-        marks = ["chosen"] if replicas == decision["after"] else []
-        marks += ["before"] if replicas == decision["before"] and decision["before"] != decision["after"] else []
-        style = "bold green" if replicas == decision["after"] else None
+        marks = ["chosen"] if replicas == decision.after else []
+        marks += ["before"] if replicas == decision.before and decision.before != decision.after else []
+        style = "bold green" if replicas == decision.after else None
         table.add_row(str(replicas), numbers.number(speedup), ", ".join(marks), style=style)
     return table
 
 
-def decision_line(decision: Mapping[str, Any]) -> str:
-    before, after = decision["before"], decision["after"]
+def decision_line(decision: Decision) -> str:
+    before, after = decision.before, decision.after
     what = f"keeps {numbers.plural(after, 'replica')}" if before == after else f"{before} -> {after} replicas"
-    speedups = [numbers.number(decision.get(key)) for key in ("speedup_before", "speedup_after")]
+    speedups = [numbers.number(value) for value in (decision.speedup_before, decision.speedup_after)]
     worth = f", speedup {speedups[1]}" if before == after else f", speedup {speedups[0]} -> {speedups[1]}"
-    note = f"; {plain(decision['note'])}" if decision.get("note") else ""
-    return f"{moment(decision['at'])}  round {decision['round']} ({plain(decision['trigger'])}): {what}{worth}{note}"
+    note = f"; {plain(decision.note)}" if decision.note else ""
+    return f"{moment(decision.at)}  round {decision.round} ({plain(decision.trigger)}): {what}{worth}{note}"
 
 
-def decision_lines(job: Detail) -> Iterator[RenderableType]:
-    decision = job["decision"]
+def decision_lines(job: JobDetail) -> Iterator[RenderableType]:
+    decision = job.decision
     if decision is None:
         yield Text("no decision was made about it yet")
         return
     yield Text(decision_line(decision))
     details = []
-    if decision.get("fitness") is not None:
-        bound = "" if decision.get("upper_bound") is None else f", at most {numbers.number(decision['upper_bound'])}"
-        details.append(f"the cluster's fitness {numbers.number(decision['fitness'])}{bound}")
-    if decision.get("move_factor") is not None:
-        details.append(f"a change would cost a factor of {numbers.number(decision['move_factor'])}")
+    if decision.fitness is not None:
+        bound = "" if decision.upper_bound is None else f", at most {numbers.number(decision.upper_bound)}"
+        details.append(f"the cluster's fitness {numbers.number(decision.fitness)}{bound}")
+    if decision.move_factor is not None:
+        details.append(f"a change would cost a factor of {numbers.number(decision.move_factor)}")
     if details:
         yield Text("; ".join(details))
     table = speedup_table(decision)
@@ -176,49 +177,50 @@ def decision_lines(job: Detail) -> Iterator[RenderableType]:
         yield table
 
 
-def resize_table(resizes: Sequence[Mapping[str, Any]], *, is_over: bool = False) -> Table:
+def resize_table(resizes: Sequence[JobResize], *, is_over: bool = False) -> Table:
     """The last one may be under way; those before it, or of a job that is over, never came to their end."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("at", "from", "to", "took"):
         table.add_column(name, justify="right" if name == "took" else "left")
     for index, resize in enumerate(resizes, start=1):
-        shares = [
-            ", ".join(f"{plain(node)}:{count}" for node, count in resize[key]) or "-" for key in ("before", "after")
+        texts = [
+            ", ".join(f"{plain(node)}:{count}" for node, count in shares) or "-"
+            for shares in (resize.before, resize.after)
         ]
-        took = numbers.duration(resize["took_s"])
-        if resize["took_s"] is None:
+        took = numbers.duration(resize.took_s)
+        if resize.took_s is None:
             took = "replaced by the next" if index < len(resizes) else "never finished" if is_over else "under way"
-        table.add_row(moment(resize["at"]), *map(Text, shares), took)
+        table.add_row(moment(resize.at), *map(Text, texts), took)
     return table
 
 
-def replica_table(replicas: Sequence[Mapping[str, Any]]) -> Table:
+def replica_table(replicas: Sequence[Replica]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("replica", "rank", "node", "slot", "pid", "state"):
         table.add_column(name)
     for replica in replicas:
-        values = (replica.get(key) for key in ("replica_id", "rank", "node", "slot", "pid", "state"))
+        values = (replica.replica_id, replica.rank, replica.node, replica.slot, replica.pid, replica.state)
         table.add_row(*(Text("-" if value is None else plain(value)) for value in values))
     return table
 
 
-def history_lines(job: Detail) -> list[str]:
+def history_lines(job: JobDetail) -> list[str]:
     """The last states it came to and the last decisions of its training, by time."""
     entries = [
-        (t["at"], f"{t['source']} -> {t['target']}" + (f"  {plain(t['reason'])}" if t["reason"] else ""))
-        for t in job["transitions"][-MAX_HISTORY_LINES:]
+        (t.at, f"{t.source} -> {t.target}" + (f"  {plain(t.reason)}" if t.reason else ""))
+        for t in job.transitions[-MAX_HISTORY_LINES:]
     ]
-    entries += [(note["at"], f"training  {plain(note['text'])}") for note in job["training_notes"][-MAX_HISTORY_LINES:]]
-    return [f"{moment(at)}  {what}" for at, what in sorted(entries, key=lambda entry: float(entry[0]))]
+    entries += [(note.at, f"training  {plain(note.text)}") for note in job.training_notes[-MAX_HISTORY_LINES:]]
+    return [f"{moment(at)}  {what}" for at, what in sorted(entries, key=lambda entry: entry[0])]
 
 
-def lost_text(job: Detail) -> str:
-    restarts = job["num_restarts"] or 0
+def lost_text(job: JobDetail) -> str:
+    restarts = job.num_resizes
     times = "once" if restarts == 1 else f"{restarts} times"
     done = f"resized or restarted {times}" if restarts else "neither resized nor restarted"
-    if job["lost_s"] is None:
+    if job.lost_s is None:
         return done
-    return f"{done}; {numbers.duration(job['lost_s'])} lost, {numbers.share(job['lost_share'])} of its time"
+    return f"{done}; {numbers.duration(job.lost_s)} lost, {numbers.share(job.lost_share)} of its time"
 
 
 def _fact_table(rows: Iterator[tuple[str, str]]) -> Table:
@@ -230,37 +232,37 @@ def _fact_table(rows: Iterator[tuple[str, str]]) -> Table:
     return table
 
 
-def description(job: Detail, now: float) -> Group:
+def description(job: JobDetail, now: float) -> Group:
     """All of it, to print. ``now`` is the server's time."""
-    title = Text(plain(job["name"]), style="bold")
-    title.append(f"  {job['state']}", style=STATE_STYLES.get(job["state"], ""))
-    why = job["note"] or (job["reason"] or "").split("\n", 1)[0]
-    if why and why != job["state"]:
+    title = Text(plain(job.name), style="bold")
+    title.append(f"  {job.state}", style=STATE_STYLES.get(job.state, ""))
+    why = job.note or (job.reason or "").split("\n", 1)[0]
+    if why and why != job.state:
         title.append(f"  {plain(why)}", style="not bold")
     parts: list[RenderableType] = [title, _fact_table(facts(job, now))]
 
     def section(heading: str, *content: RenderableType) -> None:
         parts.extend((Text(f"\n{heading}", style="bold"), *(Padding(one, (0, 0, 0, 2)) for one in content)))
 
-    if job["failure"]:
-        lines = job["failure"].expandtabs().splitlines()
+    if job.failure:
+        lines = job.failure.expandtabs().splitlines()
         cut = [f"... {len(lines) - MAX_FAILURE_LINES} lines before"] if len(lines) > MAX_FAILURE_LINES else []
         section("Failure", Text("\n".join(map(plain, cut + lines[-MAX_FAILURE_LINES:]))))
-    if job["reported_at"] is not None:
+    if job.reported_at is not None:
         section("Training", _fact_table(training(job)))
-    if job["kind"] == "elastic" and (job["models"] or job["state"] not in FINAL_STATES):
-        section("Model", Text("\n".join(model_lines(job["models"]))))
+    if job.kind == "elastic" and (job.models or job.state not in FINAL_STATES):
+        section("Performance model", Text("\n".join(model_lines(job.models))))
     section("Last decision", *decision_lines(job))
-    if job["decisions"]:
-        section("Decisions that changed it", Text("\n".join(map(decision_line, job["decisions"]))))
-    if job["resizes"]:
+    if job.decisions:
+        section("Decisions that changed it", Text("\n".join(map(decision_line, job.decisions))))
+    if job.resizes:
         section(
             "Starts and resizes",
             Text(lost_text(job)),
-            resize_table(job["resizes"], is_over=job["state"] in FINAL_STATES),
+            resize_table(job.resizes, is_over=job.state in FINAL_STATES),
         )
-    if job["replicas"]:
-        section("Replicas", replica_table(job["replicas"]))
+    if job.replicas:
+        section("Replicas", replica_table(job.replicas))
     if history := history_lines(job):
         section("History", Text("\n".join(history)))
     return Group(*parts)
@@ -274,7 +276,7 @@ def describe(
         found = client.job(name)
         job = found.describe()
         if as_json:
-            print_json({**job, "model": found.model(), "curves": found.curves()})
+            print_json({**encoded(job), "model": found.model(), "curves": found.curves()})
             return
-        now = float(client.status()["now"])
+        now = client.status().now
     show(description(job, now))

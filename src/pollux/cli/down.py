@@ -8,11 +8,11 @@ from typing import Annotated
 
 import typer
 
+from pollux.api.request import parse_duration
 from pollux.cli.connect import DataOption, ServerOption, say
 from pollux.client import Client
 from pollux.client.address import Address, find_data_directory, is_alive
 from pollux.errors import ServerNotFoundError, ServerUnavailableError
-from pollux.jobs import parse_duration
 
 EXIT_FAILED = 1
 _POLL_S = 0.1
@@ -33,7 +33,7 @@ def down(
     except ServerNotFoundError:
         from pollux.engines.ending import end_jobs
 
-        # A server that was killed leaves its jobs training; whoever says "down" wants an end of that, too.
+        # A server that was killed leaves its jobs training; "down" ends them, too.
         if server is None and not keep_jobs and end_jobs(find_data_directory(data), parse_duration(timeout)):
             say("no server ran, but its jobs did: they have left, and go on at the next start")
             return

@@ -8,8 +8,9 @@ import time
 from collections.abc import Sequence
 from typing import TextIO
 
+from pollux.api.job import JobSummary
 from pollux.cli.connect import say
-from pollux.cli.job_table import FINAL_STATES, View, plain, reason
+from pollux.cli.job_table import plain, reason
 from pollux.client import Job
 from pollux.errors import PolluxError
 
@@ -20,26 +21,26 @@ _LAST_LINES_S = 10.0  # how long the logs of a job that has ended may take to ar
 _lock = threading.Lock()
 
 
-def exit_code(view: View) -> int:
+def exit_code(view: JobSummary) -> int:
     """The one to end with for a job: its own; 128 + n if signal n ended it; 1 if it has none."""
-    if view["state"] == "succeeded":
+    if view.state == "succeeded":
         return 0
-    code = view.get("exit_code")
+    code = view.exit_code
     if not code:
         return 1
-    return int(code) if code > 0 else 128 - int(code)
+    return code if code > 0 else 128 - code
 
 
 def exit_code_of(jobs: Sequence[Job]) -> int:
     """Of the first that did not succeed, in the order of submission."""
-    return next((code for job in jobs if (code := exit_code(job.last_view or job.view()))), 0)
+    return next((code for job in jobs if (code := exit_code(job.last_seen or job.view()))), 0)
 
 
 def outcome(job: Job) -> str:
     """``gpt failed: why``; a reason that only repeats the state is none."""
-    view = job.last_view or job.view()
-    why = plain((view.get("reason") or "").split("\n", 1)[0])
-    return f"{plain(job.name)} {view['state']}" + (f": {why}" if why not in ("", "succeeded", view["state"]) else "")
+    view = job.last_seen or job.view()
+    why = plain((view.reason or "").split("\n", 1)[0])
+    return f"{plain(job.name)} {view.state}" + (f": {why}" if why not in ("", "succeeded", view.state) else "")
 
 
 def follow_jobs(jobs: Sequence[Job]) -> None:
@@ -80,13 +81,13 @@ def _wait_for(jobs: Sequence[Job]) -> None:
     while open_jobs:
         for job in list(open_jobs):
             view = job.wait_a_moment(_LOOK_EVERY_S)
-            if view["state"] in FINAL_STATES:
+            if view.is_over:
                 open_jobs.remove(job)
                 continue
-            why = reason(view) if view["state"] == "pending" or view.get("note") else ""
+            why = reason(view) if view.state == "pending" or view.note else ""
             if why and why != told.get(job.name) and time.monotonic() - began_at > _QUIET_S:
                 told[job.name] = why
-                say(f"{plain(job.name)} {view['state']}: {why}")
+                say(f"{plain(job.name)} {view.state}: {why}")
 
 
 def _copy(job: Job, stream: str, file: TextIO, prefix: str, is_over: threading.Event) -> None:
@@ -99,4 +100,4 @@ def _copy(job: Job, stream: str, file: TextIO, prefix: str, is_over: threading.E
         if not is_over.is_set():  # otherwise the server was ended, and the client closed, on purpose
             say(f"the logs of {plain(job.name)} cannot be followed any more: {error}")
     except OSError:
-        return  # whoever read them has gone away
+        return  # the reader has gone away

@@ -1,29 +1,32 @@
-"""What a server recorded, gathered for the simulator: from a running server, or from its data directory.
+"""Gathers what a server recorded, for the simulator: from a running server, or from its data directory.
 
-Both give the same plain data, that of the HTTP interface. Stands in ``cli``, below ``replay`` and ``demo``.
+``pollux replay`` and ``pollux demo`` call it. Both sources give the same JSON, that of the HTTP interface.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
+from pollux.api.codec import encoded
+from pollux.api.report import StoredReport, encode_report
+from pollux.api.request import parse_duration
+from pollux.api.round import RoundSummary
 from pollux.cli.connect import connect
 from pollux.cli.progress import progress_bar
 from pollux.cli.up import require_server_libraries
 from pollux.client import Client
 from pollux.client.address import URL_VARIABLE, find_data_directory
 from pollux.errors import InvalidValueError, PolluxError, ServerError, SimulationError
-from pollux.jobs import parse_duration
 from pollux.simulator.recording import Recording, read_recording
 
 _PAGE = 1000
+_Numbered = TypeVar("_Numbered", StoredReport, RoundSummary)
 MAX_CLOCK = 4e10  # a thousand years: further off is a slip of the pen
 
 
@@ -72,12 +75,12 @@ def _parse_time(option: str, text: str | None) -> float | None:
     return at
 
 
-def pages(ask: Callable[[int, int], list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+def pages(ask: Callable[[int, int], list[_Numbered]]) -> Iterator[_Numbered]:
     """All entries of a list that is handed out piece by piece."""
     since = 0
     while entries := ask(since, _PAGE):
         yield from entries
-        since = entries[-1]["id"]
+        since = entries[-1].id
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,12 +128,12 @@ def gather(source: Source, window: Window) -> Recording:
 
 def _from_server(client: Client, window: Window, show: Callable[[int, int], None]) -> Recording:
     cluster, nodes = client.status(), client.nodes()
-    wanted = [job for job in client.jobs() if job.last_view and window.holds(job.last_view["submitted_at"])]
+    wanted = [job for job in client.jobs() if job.last_seen and window.holds(job.last_seen.submitted_at)]
     details, reports, unread = [], {}, {}
     for number, job in enumerate(wanted, start=1):
         try:
-            details.append(job.describe())
-            reports[job.name] = list(pages(job.reports))
+            details.append(encoded(job.describe()))
+            reports[job.name] = [encode_report(one) for one in pages(job.reports)]
         except ServerError:
             raise  # it is away
         except PolluxError as error:
@@ -140,44 +143,35 @@ def _from_server(client: Client, window: Window, show: Callable[[int, int], None
     return read_recording(
         details,
         reports,
-        nodes,
-        rounds=list(pages(client.rounds)),
-        policy=cluster["policy"],
-        interval_s=cluster["interval_s"],
-        node_price=(cluster.get("sizing") or {}).get("node_price"),
+        [encoded(node) for node in nodes],
+        rounds=[encoded(one) for one in pages(client.rounds)],
+        policy=cluster.policy,
+        interval_s=cluster.interval_s,
+        node_price=cluster.sizing.node_price,
         left_out=unread,
     )
 
 
 def _from_directory(directory: Path, window: Window, show: Callable[[int, int], None]) -> Recording:
     require_server_libraries()
-    from pollux.server.history import read_history
+    from pollux.server.present.history import read_history
 
     kept = read_history(directory, window.holds, show)
     _require_some(kept.jobs, kept.unread, window)
     settings = kept.settings
     found = read_recording(
-        kept.jobs,
-        kept.reports,
-        kept.nodes,
-        rounds=kept.rounds,
-        policy=_known(settings, "policy", str),
-        interval_s=_known(settings, "interval_s", float),
-        charge_s=_known(settings, "resize_s", float),
-        weights=_known(settings, "weights", str),
-        node_price=_known(settings, "node_price", float),
+        [encoded(job) for job in kept.jobs],
+        {name: [encode_report(one) for one in told] for name, told in kept.reports.items()},
+        [encoded(node) for node in kept.nodes],
+        rounds=[encoded(one) for one in kept.rounds],
+        policy=settings.policy,
+        interval_s=settings.interval_s,
+        charge_s=settings.resize_s,
+        weights=settings.weights,
+        node_price=settings.node_price,
         left_out=kept.unread,
     )
     return found.with_assumptions(kept.warnings)
-
-
-def _known(settings: Mapping[str, Any], name: str, kind: type[Any]) -> Any:
-    """A setting, unless somebody edited the file that it is kept in."""
-    value = settings.get(name)
-    if kind is float and isinstance(value, int | float) and not isinstance(value, bool):
-        with contextlib.suppress(OverflowError):
-            return float(value)
-    return value if isinstance(value, kind) else None
 
 
 def _require_some(jobs: object, unread: Mapping[str, str], window: Window) -> None:

@@ -1,4 +1,4 @@
-"""The options of a job as options of a command: made from :data:`pollux.jobs.OPTIONS`, the one list there is."""
+"""The options of a job as options of a command: made from :data:`pollux.api.request.OPTIONS`, the one list there is."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from pollux.jobs import OPTIONS, Option
+from pollux.api.request import OPTIONS, Option
 
 _PANEL = "Job"
 _REPEATED = ("list", "pairs")
@@ -37,7 +37,7 @@ def takes_job_options(command: Callable[..., None]) -> Callable[..., None]:
 
 
 def _parameter(option: Option) -> inspect.Parameter:
-    """Text as typed: what it means is for :mod:`pollux.jobs` to say, here as in a script's header."""
+    """Text as typed: what it means is for :mod:`pollux.api.request` to say, here as in a script's header."""
     kind: Any = bool if option.type == "flag" else list[str] if option.type in _REPEATED else str
     names = f"--{option.name}/--no-{option.name}" if option.type == "flag" else f"--{option.name}"
     shown = typer.Option(

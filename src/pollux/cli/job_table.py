@@ -1,4 +1,4 @@
-"""The table of jobs, as ``ls``, ``top`` and ``demo`` show it. Takes job views of the HTTP interface and draws them.
+"""The table of jobs, as ``ls``, ``top`` and ``demo`` show it.
 
 What a job wrote into its name or reason is shown as text, never as markup, and without characters that move the cursor.
 """
@@ -6,14 +6,13 @@ What a job wrote into its name or reason is shown as text, never as markup, and 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from rich.table import Table
 from rich.text import Text
 
+from pollux.api.job import FINAL_STATES, JobSummary
 from pollux.reports import numbers
-
-View = Mapping[str, Any]  # a JobView of the HTTP interface
 
 STATE_STYLES = {
     "pending": "yellow",
@@ -25,7 +24,6 @@ STATE_STYLES = {
     "failed": "bold red",
     "cancelled": "dim",
 }
-FINAL_STATES = frozenset({"succeeded", "failed", "cancelled"})
 
 
 def plain(value: object) -> str:
@@ -33,45 +31,45 @@ def plain(value: object) -> str:
     return "".join(character if character.isprintable() else " " for character in str(value))
 
 
-def age_s(view: View, now: float) -> float:
+def age_s(view: JobSummary, now: float) -> float:
     """Since it was submitted, until it ended."""
-    end = view.get("finished_at")
-    return max(float(now if end is None else end) - float(view["submitted_at"]), 0.0)
+    end = view.finished_at
+    return max((now if end is None else end) - view.submitted_at, 0.0)
 
 
-def replicas(view: View) -> str:
+def replicas(view: JobSummary) -> str:
     """How many it has, or is being brought to."""
-    return str(view.get("num_replicas") or numbers.UNKNOWN)
+    return str(view.num_replicas or numbers.UNKNOWN)
 
 
-def batch(view: View) -> str:
+def batch(view: JobSummary) -> str:
     """The total batch and what it is made of, where that is more than one part: ``512 = 4×64×2``."""
-    total = view.get("total_batch")
+    total = view.total_batch
     if total is None:
         return numbers.UNKNOWN
-    parts = [view.get("num_replicas") or 0, view.get("device_batch") or 0, (view.get("accum_steps") or 0) + 1]
+    parts = [view.num_replicas or 0, view.device_batch or 0, (view.accum_steps or 0) + 1]
     # After a resize the next report is yet to come; parts that do not make the total would only confuse.
     is_whole = parts[0] * parts[1] * parts[2] == total
     shown = "×".join(str(part) for part in parts if part != 1)
     return f"{total} = {shown}" if is_whole and "×" in shown else str(total)
 
 
-def reason(view: View) -> str:
+def reason(view: JobSummary) -> str:
     """Why it is as it is: what holds it up, first of all; nothing for a job that just runs."""
-    note = view.get("note") or ""
-    if note or view["state"] in ("running", "succeeded"):
+    note = view.note or ""
+    if note or view.state in ("running", "succeeded"):
         return plain(note)
-    return plain((view.get("reason") or "").split("\n", 1)[0])
+    return plain((view.reason or "").split("\n", 1)[0])
 
 
-_Column = tuple[str, Literal["left", "right"], Callable[[View, float], str]]
+_Column = tuple[str, Literal["left", "right"], Callable[[JobSummary, float], str]]
 COLUMNS: tuple[_Column, ...] = (
     ("replicas", "right", lambda view, now: replicas(view)),
     ("batch", "right", lambda view, now: batch(view)),
-    ("noise scale", "right", lambda view, now: numbers.number(view.get("noise_scale"))),
-    ("efficiency", "right", lambda view, now: numbers.share(view.get("efficiency"))),
-    ("goodput", "right", lambda view, now: numbers.rate(view.get("goodput"))),
-    ("progress", "right", lambda view, now: numbers.share(view.get("progress"))),
+    ("noise scale", "right", lambda view, now: numbers.number(view.noise_scale)),
+    ("efficiency", "right", lambda view, now: numbers.share(view.efficiency)),
+    ("goodput", "right", lambda view, now: numbers.rate(view.goodput)),
+    ("progress", "right", lambda view, now: numbers.share(view.progress)),
     ("age", "right", lambda view, now: numbers.duration(age_s(view, now))),
 )
 _LEFT_OUT_IN_TURN = ("noise scale", "efficiency", "age", "batch", "goodput")  # where the terminal is too narrow
@@ -80,7 +78,7 @@ _GAP = 2
 
 
 def job_table(
-    views: Iterable[View],
+    views: Iterable[JobSummary],
     now: float,
     *,
     title: str | None = None,
@@ -106,8 +104,8 @@ def job_table(
     if has_reasons:
         table.add_column("reason")
     for view in views:
-        state = plain(view["state"])
-        name = str(view["name"])
+        state = plain(view.state)
+        name = str(view.name)
         table.add_row(
             *(() if marks is None else (marks.get(name, Text(" ")),)),
             _cut(name),
@@ -119,7 +117,7 @@ def job_table(
     return table
 
 
-def _fitting(views: Sequence[View], now: float, width: int | None, *, has_marks: bool) -> list[_Column]:
+def _fitting(views: Sequence[JobSummary], now: float, width: int | None, *, has_marks: bool) -> list[_Column]:
     """As many columns as there is room for beside names and reasons, which give way to a certain point."""
     columns = list(COLUMNS)
     if width is None:
@@ -128,10 +126,10 @@ def _fitting(views: Sequence[View], now: float, width: int | None, *, has_marks:
     def widest(head: str, cells: Iterable[str]) -> int:
         return max(len(head), *map(len, cells), 0) + _GAP
 
-    names = min(widest("job", (plain(view["name"]) for view in views)), _SHORTEST_NAME + _GAP)
+    names = min(widest("job", (plain(view.name) for view in views)), _SHORTEST_NAME + _GAP)
     has_reasons = any(map(reason, views))
     reasons = min(widest("reason", map(reason, views)), _SHORTEST_REASON + _GAP) if has_reasons else 0
-    room = width - names - reasons - widest("state", (plain(view["state"]) for view in views)) - (1 + _GAP) * has_marks
+    room = width - names - reasons - widest("state", (plain(view.state) for view in views)) - (1 + _GAP) * has_marks
     widths = {head: widest(head, (cell(view, now) for view in views)) for head, _, cell in columns}
     for head in _LEFT_OUT_IN_TURN:
         if sum(widths[column[0]] for column in columns) <= room:

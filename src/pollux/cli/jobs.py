@@ -10,6 +10,7 @@ from typing import Annotated, TextIO
 
 import typer
 
+from pollux.api.request import parse_duration
 from pollux.cli.connect import (
     DataOption,
     JobArgument,
@@ -22,7 +23,6 @@ from pollux.cli.connect import (
 )
 from pollux.cli.follow import outcome
 from pollux.cli.job_table import plain
-from pollux.jobs import parse_duration
 
 EXIT_DONE, EXIT_FAILED, EXIT_TIMED_OUT = 0, 1, 124
 
@@ -69,7 +69,7 @@ def cancel(
     data: DataOption = None,
     server: ServerOption = None,
 ) -> None:
-    """Cancel jobs: they are asked to leave, and are stopped if they do not."""
+    """Cancel jobs: they receive SIGTERM, checkpoint and leave, and are killed if they do not."""
     with connect(data, server) as client:
         jobs = [client.job(name) for name in names]  # all are known, or none is touched
         views = [job.cancel(reason) for job in jobs]
@@ -77,8 +77,8 @@ def cancel(
         print_json({"jobs": views})
         return
     for view in views:
-        had_ended = view["state"] in ("succeeded", "failed")
-        say(f"{plain(view['name'])} {'had ' + view['state'] + ' already' if had_ended else 'is being cancelled'}")
+        had_ended = view.state in ("succeeded", "failed")
+        say(f"{plain(view.name)} {'had ' + view.state + ' already' if had_ended else 'is being cancelled'}")
 
 
 def wait(
@@ -105,5 +105,5 @@ def wait(
             if not as_json:
                 typer.echo(outcome(job))
     if as_json:
-        print_json({"jobs": [job.last_view for job in jobs]})
+        print_json({"jobs": [job.last_seen for job in jobs]})
     raise typer.Exit(EXIT_DONE if set(states.values()) == {"succeeded"} else EXIT_FAILED)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any
+from collections.abc import Iterable, Sequence
+from typing import Annotated
 
 import typer
 from rich.table import Table
 from rich.text import Text
 
+from pollux.api.cluster import ClusterSize, ClusterSummary, NodeSummary
+from pollux.api.codec import encoded
+from pollux.api.job import FINAL_STATES, JobSummary
 from pollux.cli.connect import (
     DataOption,
     JsonOption,
@@ -20,7 +23,7 @@ from pollux.cli.connect import (
     show,
     terminal_width,
 )
-from pollux.cli.job_table import FINAL_STATES, STATE_STYLES, job_table, plain
+from pollux.cli.job_table import STATE_STYLES, job_table, plain
 from pollux.client import Client
 from pollux.errors import UnknownNameError
 from pollux.reports import numbers
@@ -41,12 +44,12 @@ StateOption = Annotated[
 ]
 
 
-def current_views(client: Client, now: float) -> list[Mapping[str, Any]]:
+def current_views(client: Client, now: float) -> list[JobSummary]:
     """Of all jobs that have not ended, in the order of submission, then of those that ended a short while ago."""
-    active = [job.last_view for job in client.jobs(ACTIVE_STATES)]
-    ended = [job.last_view for job in client.jobs(sorted(FINAL_STATES), 5 * MAX_RECENT, newest_first=True)]
-    recent = [view for view in ended if view and now - (view["finished_at"] or 0.0) <= RECENTLY_S]
-    recent.sort(key=lambda view: -float(view["finished_at"]))
+    active = [job.last_seen for job in client.jobs(ACTIVE_STATES)]
+    ended = [job.last_seen for job in client.jobs(sorted(FINAL_STATES), 5 * MAX_RECENT, newest_first=True)]
+    recent = [view for view in ended if view and now - (view.finished_at or 0.0) <= RECENTLY_S]
+    recent.sort(key=lambda view: -(view.finished_at or 0.0))
     return [view for view in active if view] + recent[:MAX_RECENT]
 
 
@@ -69,9 +72,9 @@ def ls(
     """List jobs: those that have not ended, and those that ended within the last hour."""
     check_states(states or ())
     with connect(data, server) as client:
-        now = float(client.status()["now"])
+        now = client.status().now
         if states or is_all:
-            views = [job.last_view for job in client.jobs(states or STATES) if job.last_view]
+            views = [job.last_seen for job in client.jobs(states or STATES) if job.last_seen]
         else:
             views = current_views(client, now)
     if as_json:
@@ -85,7 +88,7 @@ def ls(
 # Nodes ----------------------------------------------------------------------------------------
 
 
-def node_table(nodes: Iterable[Mapping[str, Any]]) -> Table:
+def node_table(nodes: Iterable[NodeSummary]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("node")
     table.add_column("slots", justify="right")
@@ -94,28 +97,28 @@ def node_table(nodes: Iterable[Mapping[str, Any]]) -> Table:
     table.add_column("state")
     table.add_column("jobs")
     for node in nodes:
-        jobs = ", ".join(f"{plain(job['name'])} ({job['num_replicas']})" for job in node["jobs"])
+        jobs = ", ".join(f"{plain(job.name)} ({job.num_replicas})" for job in node.jobs)
         table.add_row(
-            Text(plain(node["name"])),
-            str(node["num_slots"]),
-            str(node["used"]),
-            Text(plain(node["accelerator"])),
+            Text(plain(node.name)),
+            str(node.num_slots),
+            str(node.used),
+            Text(plain(node.accelerator)),
             _node_state(node),
             Text(jobs),
         )
     return table
 
 
-def _node_state(node: Mapping[str, Any]) -> Text:
-    if node["is_leaving"]:
+def _node_state(node: NodeSummary) -> Text:
+    if node.is_leaving:
         return Text("leaving", style="yellow")
-    if node["is_draining"]:
-        return Text("draining" if node["used"] else "drained", style="yellow")
+    if node.is_draining:
+        return Text("draining" if node.used else "drained", style="yellow")
     return Text("ready", style="green")
 
 
 def nodes(as_json: JsonOption = False, data: DataOption = None, server: ServerOption = None) -> None:
-    """List nodes, their slots and whose replicas sit there."""
+    """List nodes, their slots and the jobs on them."""
     with connect(data, server) as client:
         found = client.nodes()
     if as_json:
@@ -138,40 +141,40 @@ def drain(
         print_json(found)
     else:
         what = "takes jobs again" if is_undone else "gets no jobs any more; those on it move or wait"
-        typer.echo(f"{plain(found['name'])} {what}", err=True)
+        typer.echo(f"{plain(found.name)} {what}", err=True)
 
 
 # Status ---------------------------------------------------------------------------------------
 
 
-def status_lines(cluster: Mapping[str, Any]) -> list[tuple[str, str]]:
+def status_lines(cluster: ClusterSummary) -> list[tuple[str, str]]:
     """The cluster in words, by name."""
-    jobs = cluster["jobs"]
+    jobs = cluster.jobs
     counts = ", ".join(f"{jobs[state]} {state}" for state in STATES if jobs.get(state))
-    slots = f"{cluster['num_used_slots']} of {cluster['num_slots']} used"
-    took_s = cluster["last_decision_s"]
-    rounds = numbers.plural(cluster["num_rounds"], "decision")
+    slots = f"{cluster.num_used_slots} of {cluster.num_slots} used"
+    took_s = cluster.last_decision_s
+    rounds = numbers.plural(cluster.num_rounds, "decision")
     return [
-        ("version", f"{cluster['version']}, engine {cluster['engine']}, policy {cluster['policy']}"),
-        ("up since", f"{moment(cluster['started_at'])} ({numbers.duration(cluster['now'] - cluster['started_at'])})"),
-        ("slots", f"{slots}, on {numbers.plural(cluster['nodes'], 'node')}"),
+        ("version", f"{cluster.version}, engine {cluster.engine}, policy {cluster.policy}"),
+        ("up since", f"{moment(cluster.started_at)} ({numbers.duration(cluster.now - cluster.started_at)})"),
+        ("slots", f"{slots}, on {numbers.plural(cluster.nodes, 'node')}"),
         ("jobs", counts or "none"),
-        ("rounds", f"{rounds}, the last in {numbers.duration(took_s)}; at least every {cluster['interval_s']:g}s"),
-        ("lost", f"{numbers.share(cluster['lost_share'])} of the running jobs' time, to resizes and restarts"),
-        *sizing_lines(cluster["sizing"]),
-        ("data", cluster["data_directory"]),
+        ("rounds", f"{rounds}, the last in {numbers.duration(took_s)}; at least every {cluster.interval_s:g}s"),
+        ("lost", f"{numbers.share(cluster.lost_share)} of the running jobs' time, to resizes and restarts"),
+        *sizing_lines(cluster.sizing),
+        ("data", cluster.data_directory),
     ]
 
 
-def sizing_lines(sizing: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """How large the cluster should be, and its cost; nothing where nobody asked for either."""
+def sizing_lines(sizing: ClusterSize) -> list[tuple[str, str]]:
+    """How large the cluster should be, and its cost; nothing where neither was asked for."""
     lines = []
-    if sizing["max_nodes"] is not None:
-        wanted = "" if sizing["num_wanted"] is None else f", {sizing['num_wanted']} wanted: {sizing['reason']}"
-        lines.append(("size", f"{sizing['min_nodes']} to {numbers.plural(sizing['max_nodes'], 'node')}{wanted}"))
-    if sizing["cost"] is not None:
-        hours = sum(sizing["node_hours"].values())
-        lines.append(("cost", f"{sizing['cost']:.2f}, for {hours:.2f} node-hours at {sizing['node_price']:g}"))
+    if sizing.max_nodes is not None:
+        wanted = "" if sizing.num_wanted is None else f", {sizing.num_wanted} wanted: {sizing.reason}"
+        lines.append(("size", f"{sizing.min_nodes} to {numbers.plural(sizing.max_nodes, 'node')}{wanted}"))
+    if sizing.cost is not None:
+        hours = sum(sizing.node_hours.values())
+        lines.append(("cost", f"{sizing.cost:.2f}, for {hours:.2f} node-hours at {sizing.node_price:g}"))
     return lines
 
 
@@ -181,7 +184,7 @@ def status(as_json: JsonOption = False, data: DataOption = None, server: ServerO
         cluster = client.status()
         url, pid = client.address.url, client.address.pid
     if as_json:
-        print_json({"url": url, "pid": pid, **cluster})
+        print_json({"url": url, "pid": pid, **encoded(cluster)})
         return
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_column(style="bold")

@@ -165,4 +165,4 @@ def publish(
             summary=rows,
             html=make_html(PLOTLY_URL),
         )
-        say(f"published: {client.address.url}{kept['report_url']}")
+        say(f"published: {client.address.url}{kept.report_url}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import shutil
 import signal
@@ -14,16 +15,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from pollux.api.request import JobRequest
 from pollux.cli.connect import say
 from pollux.cli.follow import exit_code_of, follow_jobs, outcome
 from pollux.cli.job_options import CommandArgument, takes_job_options
 from pollux.cli.server_log import show_log
-from pollux.cli.up import IntervalOption, NodesOption, SlotsOption, require_server_libraries
+from pollux.cli.server_options import IntervalOption, NodesOption, SlotsOption
+from pollux.cli.up import require_server_libraries
 from pollux.client import Client, make_request
 from pollux.client.address import find_data_directory
 from pollux.engines.connecting import end_steward
 from pollux.errors import InvalidValueError
-from pollux.jobs import JobRequest
 
 if TYPE_CHECKING:
     from pollux.server.config import ServiceConfig
@@ -31,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class Ended(SystemExit):
-    """Somebody asked this process to end; its code is that of a shell."""
+    """This process received a signal to end; its code is that of a shell."""
 
 
 @contextlib.contextmanager
@@ -59,7 +61,7 @@ def signals_as_exceptions() -> Iterator[None]:
 def undisturbed(hurry: Callable[[], None] = lambda: None) -> Iterator[None]:
     """While things are put away, which takes a bounded time, a second Ctrl-C must not leave some of them behind.
 
-    It means that somebody is impatient.
+    It calls ``hurry`` instead.
     """
     with _handling((signal.SIGINT, signal.SIGTERM, signal.SIGHUP), lambda number, frame: hurry()):
         yield
@@ -126,12 +128,13 @@ def run(
 
     request = make_request(command, options)  # refused before anything is begun
     show_log(logging.INFO if is_verbose else logging.ERROR)
-    settings: dict[str, Any] = {} if interval is None else {"interval_s": interval}
     with signals_as_exceptions(), data_directory(data) as directory:
-        config = ServiceConfig(data_directory=directory, port=0, slots=slots, nodes=nodes, **settings)
+        config = ServiceConfig(data_directory=directory, port=0, slots=slots, nodes=nodes)
+        if interval is not None:
+            config = dataclasses.replace(config, interval_s=interval)
         with embedded_service(config) as service, Client(url=service.url, token=service.token) as client:
             jobs = []
-            _check_that_it_fits(request, client.status()["num_slots"])
+            _check_that_it_fits(request, client.status().num_slots)
             try:
                 jobs = client.submit_all(request)
                 follow_jobs(jobs)

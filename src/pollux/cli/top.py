@@ -11,15 +11,17 @@ import os
 import select
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.text import Text
 
+from pollux.api.cluster import ClusterSample
+from pollux.api.job import JobCurves, JobSummary
 from pollux.cli.board import Board, board_lines, footer_line, header, help_lines, job_lines, marks_of
 from pollux.cli.connect import DataOption, JsonOption, ServerOption, connect, print_json, show
 from pollux.cli.job_table import plain
@@ -81,10 +83,10 @@ def press(screen: Screen, key: str, names: Sequence[str]) -> Screen:
 # Asking ---------------------------------------------------------------------------------------
 
 
-def look(client: Client, samples: Sequence[Mapping[str, Any]] | None = None) -> Board:
+def look(client: Client, samples: Sequence[ClusterSample] | None = None) -> Board:
     """What is to be seen now; ``samples`` if they are known already."""
     cluster = client.status()
-    now = float(cluster["now"])
+    now = cluster.now
     views = current_views(client, now)
     return Board(
         cluster=cluster,
@@ -101,10 +103,10 @@ class Looker:
 
     def __init__(self, client: Client) -> None:
         self._client = client
-        self._samples: Sequence[Mapping[str, Any]] | None = None
+        self._samples: Sequence[ClusterSample] | None = None
         self._samples_at = -SAMPLES_EVERY_S
         self.board = look(client)
-        self.inside: tuple[Mapping[str, Any], Mapping[str, Any], list[str]] | None = None
+        self.inside: tuple[JobSummary, JobCurves, list[str]] | None = None
 
     def look(self, screen: Screen) -> None:
         """Raises ServerError."""
@@ -115,7 +117,7 @@ class Looker:
         self._samples = self.board.samples
         self.inside = self._look_into(screen.chosen) if screen.is_inside and screen.chosen else None
 
-    def _look_into(self, name: str) -> tuple[Mapping[str, Any], Mapping[str, Any], list[str]] | None:
+    def _look_into(self, name: str) -> tuple[JobSummary, JobCurves, list[str]] | None:
         try:
             job = self._client.job(name)
             return job.view(), job.curves(NUM_CURVE_POINTS), list(job.logs(tail=NUM_LOG_LINES))
@@ -132,7 +134,7 @@ class Looker:
             raise
         except PolluxError as error:
             return str(error)
-        return f"{name} is {view['state']}"
+        return f"{name} is {view.state}"
 
     def draw(self, screen: Screen, width: int, height: int, problem: str = "") -> RenderableType:
         lines = [Text(f"looking again: {problem}", style="bold red", no_wrap=True, overflow="ellipsis")]

@@ -1,7 +1,6 @@
-"""Where a server is: its URL and token, from arguments, the environment or a data directory.
+"""Finds a server: its URL and token, from arguments, the environment or a data directory.
 
 A data directory holds ``server.json`` (where the server of this machine listens) and ``token`` (the operator's).
-Stands in ``client``, below everything else there.
 """
 
 from __future__ import annotations
@@ -37,14 +36,14 @@ class Address:
             return host == "localhost"
 
     @property
-    def nobody_there(self) -> str:
-        """What to say if nobody listens there."""
+    def no_answer(self) -> str:
+        """What to say if no server answers there."""
         if self.data_directory is not None:
-            return nobody_in(self.data_directory)
+            return no_server_in(self.data_directory)
         return f"no Pollux server answers at {self.url}"
 
 
-def nobody_in(directory: Path) -> str:
+def no_server_in(directory: Path) -> str:
     return f"no Pollux server runs with the data directory {directory}; start one: pollux up"
 
 
@@ -76,7 +75,7 @@ def find_address(url: str | None, token: str | None, data_directory: str | Path 
         return Address(url=url.rstrip("/"), token=token)
     told = read_server_file(directory)
     if not (told and isinstance(told.get("url"), str) and is_alive(told.get("pid"))):
-        raise ServerNotFoundError(nobody_in(directory))
+        raise ServerNotFoundError(no_server_in(directory))
     token = token or _read_token(directory)
     if not token:
         raise AccessDeniedError(f"the token in {directory / TOKEN_FILE} cannot be read; only its owner can")

@@ -1,6 +1,6 @@
-"""A connection to a server, and the jobs seen through it. Knows the server by its HTTP interface alone.
+"""The Python client: a connection to a server, and the jobs seen through it. Knows the server by HTTP alone.
 
-Whoever waits survives a restart of the server: questions that nobody answers are asked again.
+Users and the command line call it. Waiting survives a restart of the server: unanswered questions are asked again.
 """
 
 from __future__ import annotations
@@ -16,12 +16,44 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Self, TypeVar
 from urllib.parse import quote
 
 import httpx
 
 from pollux import errors
+from pollux.api.cluster import (
+    ClusterChanges,
+    ClusterSample,
+    ClusterSummary,
+    NodeList,
+    NodeSummary,
+    SampleList,
+    Shutdown,
+    Timeline,
+)
+from pollux.api.codec import Json, decode, encode, read_list
+from pollux.api.job import (
+    Cancellation,
+    JobCurves,
+    JobDetail,
+    JobList,
+    JobLogFile,
+    JobLogFileList,
+    JobModel,
+    JobPage,
+    JobSummary,
+)
+from pollux.api.request import JobRequest
+from pollux.api.round import RoundDetail, RoundList, RoundSummary
+from pollux.api.simulation import (
+    Publication,
+    PublishedSimulation,
+    Simulation,
+    SimulationKind,
+    SimulationList,
+    SummaryRow,
+)
 from pollux.client.address import Address, find_address
 from pollux.client.request import make_request
 from pollux.errors import (
@@ -35,11 +67,10 @@ from pollux.errors import (
     ServerUnavailableError,
     UnknownNameError,
 )
-from pollux.jobs import JobRequest
 from pollux.version import __version__
 
-View = Mapping[str, Any]  # what the server says of a job; its fields are in the HTTP interface's documentation
-FINAL_STATES = frozenset({"succeeded", "failed", "cancelled"})
+if TYPE_CHECKING:
+    from pollux.api.report import StoredReport
 
 _PAGE = 100
 _FIRST_POLL_S, _LAST_POLL_S = 0.1, 1.0
@@ -49,6 +80,8 @@ _MAX_EVENT_SILENCE_S = 45.0  # of a stream that says every 15 s that it is still
 _GOOD_STREAM_S = 5.0  # one that lasted so long was no mere failure to connect
 _PREFIX = re.compile(r"\[[^\]\s]+\] ")
 _T = TypeVar("_T")
+_Param = str | int | float | Sequence[str] | None
+_Params = dict[str, _Param]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,7 +89,7 @@ class JobResult:
     """What a job that succeeded leaves behind. Times are seconds; ``lost_share`` is what starts and resizes took."""
 
     name: str
-    metrics: Mapping[str, Any]
+    metrics: Mapping[str, object]
     exit_code: int | None
     epoch: int | None
     num_steps: int | None
@@ -64,8 +97,8 @@ class JobResult:
     started_at: float | None
     finished_at: float | None
     running_s: float | None
-    gpu_s: float | None
-    num_restarts: int | None
+    attained_slot_s: float | None
+    num_resizes: int
     lost_share: float | None
 
 
@@ -80,74 +113,75 @@ class Answer:
 class Job:
     """One job of the server, by its name. Every question is asked anew."""
 
-    def __init__(self, client: Client, name: str, last_view: View | None = None) -> None:
+    def __init__(self, client: Client, name: str, last_seen: JobSummary | None = None) -> None:
         self._client = client
         self.name = name
-        self.last_view = last_view  # as last seen, without asking
+        self.last_seen = last_seen  # as last seen, without asking
 
     def __repr__(self) -> str:
         return f"<Job {self.name}>"
 
-    def view(self) -> View:
-        """All that is known of it, the short form."""
-        self.last_view = self.describe()
-        return self.last_view
+    def view(self) -> JobSummary:
+        """The job in short."""
+        self.last_seen = self.describe()
+        return self.last_seen
 
     @property
     def state(self) -> str:
-        return str(self.view()["state"])
+        return self.view().state
 
     @property
     def is_done(self) -> bool:
-        return self.state in FINAL_STATES
+        return self.view().is_over
 
-    def describe(self) -> dict[str, Any]:
+    def describe(self) -> JobDetail:
         """All that is known of it: request, models, decisions, transitions, training notes, resizes, replicas."""
-        return self._client._get(_path("jobs", self.name))
+        return self._client._get(JobDetail, _path("jobs", self.name))
 
-    def reports(self, since: int | None = None, limit: int = 1000) -> list[dict[str, Any]]:
+    def reports(self, since: int | None = None, limit: int = 1000) -> list[StoredReport]:
         """What it told of itself, oldest first: the last reports, or the first after the id ``since``."""
-        answer = self._client._get(_path("jobs", self.name, "reports"), since=since, limit=limit)
-        return list(answer["reports"])
+        from pollux.api.report import decode_stored_report  # brings numpy, which other questions do without
 
-    def curves(self, points: int = 600) -> dict[str, Any]:
+        answer = self._client._ask("GET", _path("jobs", self.name, "reports"), since=since, limit=limit)
+        return [decode_stored_report(one) for one in read_list(answer.get("reports"), "reports")]
+
+    def curves(self, points: int = 600) -> JobCurves:
         """What it told of itself as columns, evenly thinned: replicas, batch, noise scale, goodput, its metrics."""
-        return self._client._get(_path("jobs", self.name, "curves"), points=points)
+        return self._client._get(JobCurves, _path("jobs", self.name, "curves"), points=points)
 
-    def model(self) -> dict[str, Any]:
-        """What was measured of its speed, what was fitted to that, and what follows for batch and replicas."""
-        return self._client._get(_path("jobs", self.name, "model"))
+    def model(self) -> JobModel:
+        """Its measured speed, the model fitted to that, and what follows for batch and replicas."""
+        return self._client._get(JobModel, _path("jobs", self.name, "model"))
 
-    def cancel(self, reason: str = "") -> View:
-        """Ask it to leave; one that has ended stays as it is."""
-        body = {"reason": reason} if reason else {}
-        self.last_view = self._client._post(_path("jobs", self.name, "cancel"), body)
-        return self.last_view
+    def cancel(self, reason: str = "") -> JobSummary:
+        """End it: it receives SIGTERM, and checkpoints. One that has ended stays as it is."""
+        self.last_seen = self._client._post(JobSummary, _path("jobs", self.name, "cancel"), Cancellation(reason=reason))
+        return self.last_seen
 
     def wait(self, timeout_s: float | None = None) -> str:
         """Its final state, as soon as it has one.
 
         Raises:
             TimeoutError: it has not ended within ``timeout_s``.
-            ServerError: nobody has answered for as long as the client's patience lasts.
+            ServerError: there was no answer for as long as the client's patience lasts.
         """
         ends_at = math.inf if timeout_s is None else time.monotonic() + timeout_s
         pause_s = _FIRST_POLL_S
         while True:
             view = self._client._insist(self.view, ends_at)
-            if view["state"] in FINAL_STATES:
-                return str(view["state"])
+            if view.is_over:
+                return view.state
             left_s = ends_at - time.monotonic()
             if left_s <= 0:
-                raise TimeoutError(f"job {self.name!r} is {view['state']} after {timeout_s:.3g} s; it goes on")
+                raise TimeoutError(f"job {self.name!r} is {view.state} after {timeout_s:.3g} s; it goes on")
             time.sleep(min(pause_s, left_s))
             pause_s = min(pause_s * 1.5, _LAST_POLL_S)
 
-    def wait_a_moment(self, timeout_s: float) -> View:
+    def wait_a_moment(self, timeout_s: float) -> JobSummary:
         """Its view when it has ended, or after ``timeout_s``; through restarts of the server, as :meth:`wait`."""
         with contextlib.suppress(TimeoutError):
             self.wait(timeout_s)
-        return self.last_view or self.view()
+        return self.last_seen or self.view()
 
     def result(self, timeout_s: float | None = None) -> JobResult:
         """What it leaves behind, when it has succeeded.
@@ -158,16 +192,15 @@ class Job:
             TimeoutError: it has not ended within ``timeout_s``.
         """
         state = self.wait(timeout_s)
-        view = self._client._insist(self.view, math.inf)
+        job = self._client._insist(self.describe, math.inf)
         if state == "failed":
-            raise JobFailedError(self.name, view["reason"], view.get("failure") or "", view.get("exit_code"))
+            raise JobFailedError(self.name, job.reason, job.failure, job.exit_code)
         if state == "cancelled":
-            raise JobCancelledError(f"job {self.name!r} was cancelled: {view['reason'] or 'no reason was given'}")
-        known: dict[str, Any] = {entry.name: view.get(entry.name) for entry in fields(JobResult)}
-        return JobResult(**{**known, "metrics": view.get("metrics") or {}})
+            raise JobCancelledError(f"job {self.name!r} was cancelled: {job.reason or 'no reason was given'}")
+        return JobResult(**{entry.name: getattr(job, entry.name) for entry in fields(JobResult)})
 
-    def log_files(self) -> list[dict[str, Any]]:
-        return list(self._client._get(_path("jobs", self.name, "log-files"))["files"])
+    def log_files(self) -> list[JobLogFile]:
+        return list(self._client._get(JobLogFileList, _path("jobs", self.name, "log-files")).files)
 
     def logs(
         self, *, follow: bool = False, tail: int | None = None, replica: str | None = None, stream: str = "both"
@@ -176,7 +209,7 @@ class Job:
 
         A followed log goes on after a restart of the server: what was seen already is not given again.
         """
-        asked = {"follow": "true" if follow else "false", "tail": tail, "replica": replica, "stream": stream}
+        asked: _Params = {"follow": "true" if follow else "false", "tail": tail, "replica": replica, "stream": stream}
         path = _path("jobs", self.name, "logs")
         seen: Counter[int] = Counter()  # lines given so far, by hash: a log is only ever added to
         gives_up_at = math.inf
@@ -197,8 +230,7 @@ class Job:
                     yield line
                 # A server that is ended ends its answers in good order, too.
                 if not follow or (
-                    self._client._insist(self.view, math.inf)["state"] in FINAL_STATES
-                    and self._client._incarnation() == server
+                    self._client._insist(self.view, math.inf).is_over and self._client._incarnation() == server
                 ):
                     return
             except (ServerNotFoundError, ServerUnavailableError):
@@ -233,11 +265,11 @@ class Client:
     ) -> None:
         self._asked_for = (url, token, data_directory)
         self._timeout_s = timeout_s  # of one question
-        self._patience_s = patience_s  # how long whoever waits bears a server that does not answer
+        self._patience_s = patience_s  # how long to wait for a server that does not answer
         self._silent_since = math.inf  # since when it has not
         self.address: Address = find_address(url, token, data_directory)
         # A proxy is for the way out; none may stand between two processes of one machine. Reading whom to trust takes
-        # longer than most questions, and is left out where nothing is encrypted: then nobody is trusted.
+        # longer than most questions, and is left out where nothing is encrypted.
         is_secured = self.address.url.startswith("https:")
         self._http = httpx.Client(
             timeout=timeout_s,
@@ -262,8 +294,8 @@ class Client:
     def submit(self, command: Sequence[str] | JobRequest, **options: Any) -> Job | list[Job]:
         """The job that will run ``command``; for an array, all its jobs.
 
-        ``options`` are fields of :class:`pollux.jobs.JobRequest` (``max_replicas=4``, ``time_limit_s="2h"``). They win
-        over ``#POLLUX`` lines of the script. A request that is ready is sent as it is.
+        ``options`` are fields of :class:`pollux.api.request.JobRequest` (``max_replicas=4``, ``time_limit_s="2h"``).
+        They win over ``#POLLUX`` lines of the script. A request that is ready is sent as it is.
 
         Raises:
             InvalidValueError: the script is not there, or an option cannot be; nothing was sent.
@@ -280,8 +312,8 @@ class Client:
             request = command
         else:
             request = make_request(command, options)
-        views = self._post("jobs", request.to_dict())["jobs"]
-        return [Job(self, view["name"], view) for view in views]
+        answer = decode(JobList, self._ask("POST", "jobs", body=request.to_dict()), "answer")
+        return [Job(self, one.name, one) for one in answer.jobs]
 
     def job(self, name: str) -> Job:
         """The job of that name.
@@ -301,55 +333,54 @@ class Client:
         while True:
             wanted = _PAGE if limit is None else min(_PAGE, limit - len(found))
             page = self._get(
+                JobPage,
                 "jobs",
                 state=list(states or ()),
                 limit=max(wanted, 1),
                 offset=len(found),
                 newest="true" if newest_first else "false",
             )
-            found += [Job(self, view["name"], view) for view in page["jobs"]]
-            if len(page["jobs"]) < wanted or len(found) >= min(page["total"], limit or math.inf):
+            found += [Job(self, one.name, one) for one in page.jobs]
+            if len(page.jobs) < wanted or len(found) >= min(page.total, limit or math.inf):
                 return found if limit is None else found[:limit]
 
     # Cluster ----------------------------------------------------------------------------------
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> ClusterSummary:
         """The cluster in numbers: slots, jobs by state, how decisions go."""
-        return self._get("cluster")
+        return self._get(ClusterSummary, "cluster")
 
-    def nodes(self) -> list[dict[str, Any]]:
-        return list(self._get("nodes")["nodes"])
+    def nodes(self) -> list[NodeSummary]:
+        return list(self._get(NodeList, "nodes").nodes)
 
-    def drain(self, node: str) -> dict[str, Any]:
+    def drain(self, node: str) -> NodeSummary:
         """Take the jobs off a node and give it none."""
-        return self._post(_path("nodes", node, "drain"), None)
+        return self._post(NodeSummary, _path("nodes", node, "drain"))
 
-    def undrain(self, node: str) -> dict[str, Any]:
-        return self._post(_path("nodes", node, "undrain"), None)
+    def undrain(self, node: str) -> NodeSummary:
+        return self._post(NodeSummary, _path("nodes", node, "undrain"))
 
-    def rounds(self, since: int | None = None, limit: int = 100) -> list[dict[str, Any]]:
+    def rounds(self, since: int | None = None, limit: int = 100) -> list[RoundSummary]:
         """Decisions, oldest first: the last ones, or the first after the id ``since``."""
-        return list(self._get("rounds", since=since, limit=limit)["rounds"])
+        return list(self._get(RoundList, "rounds", since=since, limit=limit).rounds)
 
-    def round(self, id_: int) -> dict[str, Any]:
+    def round(self, id_: int) -> RoundDetail:
         """One decision with all that was weighed for it.
 
         Raises:
             UnknownNameError: there is none of this id, or it was forgotten.
         """
-        return self._get(_path("rounds", str(id_)))
+        return self._get(RoundDetail, _path("rounds", str(id_)))
 
-    def samples(
-        self, since: float | None = None, until: float | None = None, points: int = 600
-    ) -> list[dict[str, Any]]:
+    def samples(self, since: float | None = None, until: float | None = None, points: int = 600) -> list[ClusterSample]:
         """The cluster over time, evenly thinned; times are seconds since 1970."""
-        return list(self._get("samples", since=since, until=until, points=points)["samples"])
+        return list(self._get(SampleList, "samples", since=since, until=until, points=points).samples)
 
-    def timeline(self, since: float | None = None, until: float | None = None, limit: int = 200) -> dict[str, Any]:
-        """Who held what; in the last hour if nothing is said."""
-        return self._get("timeline", since=since, until=until, limit=limit)
+    def timeline(self, since: float | None = None, until: float | None = None, limit: int = 200) -> Timeline:
+        """Which job held what; in the last hour if nothing is said."""
+        return self._get(Timeline, "timeline", since=since, until=until, limit=limit)
 
-    def events(self, every_s: float = 1.0) -> Iterator[dict[str, Any]]:
+    def events(self, every_s: float = 1.0) -> Iterator[ClusterChanges]:
         """What changes, as it changes: first everything (``is_full``), then only what is new.
 
         Goes on for ever, and after a restart of the server: then everything comes again.
@@ -364,7 +395,7 @@ class Client:
                         data = value
                     elif not line and data:  # only now it is whole
                         gives_up_at = math.inf
-                        yield json.loads(data)
+                        yield decode(ClusterChanges, json.loads(data), "event")
                         data = ""
             except (ServerNotFoundError, ServerUnavailableError):
                 now = time.monotonic()
@@ -378,29 +409,28 @@ class Client:
     # Simulations ------------------------------------------------------------------------------
 
     def publish(
-        self, *, title: str, command: str, kind: str, summary: Sequence[Mapping[str, Any]], html: str
-    ) -> dict[str, Any]:
+        self, *, title: str, command: str, kind: SimulationKind, summary: Sequence[SummaryRow], html: str
+    ) -> PublishedSimulation:
         """Put the report of a simulation on the server's dashboard; what is kept of it, with its ``report_url``.
 
-        ``kind``: compare, replay or simulate. ``summary``: a row of numbers and texts for each workload and policy.
+        ``summary``: a row of numbers and texts for each workload and policy.
         """
-        rows = [dict(row) for row in summary]
-        body = {"title": title, "command": command, "kind": kind, "summary": rows, "html": html}
-        return self._post("simulations", body)
+        body = Publication(title=title, command=command, kind=kind, summary=tuple(summary), html=html)
+        return self._post(PublishedSimulation, "simulations", body)
 
-    def simulations(self) -> list[dict[str, Any]]:
+    def simulations(self) -> list[Simulation]:
         """Those that were published, newest first."""
-        return list(self._get("simulations")["simulations"])
+        return list(self._get(SimulationList, "simulations").simulations)
 
     def remove_simulation(self, id_: str) -> None:
         self._ask("DELETE", _path("simulations", id_))
 
     def shutdown(self, *, keep_jobs: bool = False) -> None:
         """End the server. Its jobs checkpoint, leave and go on at the next start; or train on (``keep_jobs``)."""
-        self._post("shutdown", {"keep_jobs": keep_jobs})
+        self._post(Shutdown, "shutdown", Shutdown(keep_jobs=keep_jobs))
 
     def is_ready(self) -> bool:
-        """Whether it takes jobs; False, too, if nobody answers."""
+        """Whether it takes jobs; False, too, if there is no answer."""
         try:
             return self._http.get(f"{self.address.url}/readyz").is_success
         except httpx.HTTPError:
@@ -415,20 +445,21 @@ class Client:
 
     # HTTP -------------------------------------------------------------------------------------
 
-    def _get(self, path: str, **params: Any) -> dict[str, Any]:
-        return self._ask("GET", path, params={key: value for key, value in params.items() if value is not None})
+    def _get(self, kind: type[_T], path: str, **params: _Param) -> _T:
+        return decode(kind, self._ask("GET", path, None, **params), "answer")
 
-    def _post(self, path: str, body: Mapping[str, Any] | None) -> dict[str, Any]:
-        return self._ask("POST", path, json=None if body is None else dict(body))
+    def _post(self, kind: type[_T], path: str, body: object = None) -> _T:
+        return decode(kind, self._ask("POST", path, body=None if body is None else encode(body)), "answer")
 
-    def _ask(self, method: str, path: str, **request: Any) -> dict[str, Any]:
+    def _ask(self, method: str, path: str, body: Json = None, **params: _Param) -> dict[str, Json]:
         """One question, one answer.
 
         Raises:
             PolluxError: the kind the server named, or a :class:`ServerError`.
         """
+        given = {key: value for key, value in params.items() if value is not None}
         with self._asking():
-            response = self._http.request(method, self._url(path), headers=self._headers(), **request)
+            response = self._http.request(method, self._url(path), params=given, json=body, headers=self._headers())
         return _answer(response)
 
     @contextlib.contextmanager
@@ -448,7 +479,7 @@ class Client:
                 _answer(response)
             yield Answer(media_type=response.headers.get("content-type", ""), parts=response.iter_text())
 
-    def _lines(self, path: str, params: Mapping[str, Any], silence_s: float) -> Iterator[str]:
+    def _lines(self, path: str, params: _Params, silence_s: float) -> Iterator[str]:
         given = {key: value for key, value in params.items() if value is not None}
         timeout = httpx.Timeout(self._timeout_s, read=silence_s)
         rest = ""
@@ -480,7 +511,7 @@ class Client:
             if self._http.is_closed:  # by another thread
                 raise ServerError("this client was closed; make another") from error
             if isinstance(error, httpx.ConnectError):
-                raise ServerNotFoundError(self.address.nobody_there) from error
+                raise ServerNotFoundError(self.address.no_answer) from error
             if not isinstance(error, httpx.HTTPError):
                 raise
             what = str(error) or type(error).__name__
@@ -490,7 +521,7 @@ class Client:
 
     def _incarnation(self) -> float:
         """Another number after a restart of the server."""
-        return float(self._insist(self.status, math.inf)["started_at"])
+        return self._insist(self.status, math.inf).started_at
 
     def _insist(self, question: Callable[[], _T], ends_at: float) -> _T:
         """The answer to a question that may be asked twice, through restarts of the server.
@@ -525,7 +556,8 @@ def _path(*parts: str) -> str:
     return "/".join(quote(part, safe="") for part in parts)
 
 
-def _answer(response: httpx.Response) -> dict[str, Any]:
+def _answer(response: httpx.Response) -> dict[str, Json]:
+    document: Json
     try:
         document = response.json()
     except ValueError:
@@ -535,7 +567,7 @@ def _answer(response: httpx.Response) -> dict[str, Any]:
     raise _error(response, document)
 
 
-def _error(response: httpx.Response, document: Any) -> PolluxError:
+def _error(response: httpx.Response, document: Json) -> PolluxError:
     """The error the server described, as the class of that name."""
     described = document.get("error") if isinstance(document, dict) else None
     if not isinstance(described, dict) or "message" not in described:
@@ -550,7 +582,8 @@ def _error(response: httpx.Response, document: Any) -> PolluxError:
         return ServerUnavailableError(message)
     kind = getattr(errors, str(described.get("type")), None)
     if kind is UnknownNameError:
-        return _unknown_name(message, described.get("known") or ())
+        known = described.get("known")
+        return _unknown_name(message, [str(name) for name in known] if isinstance(known, list) else [])
     try:
         is_ours = isinstance(kind, type) and issubclass(kind, PolluxError)
         error = kind(message) if is_ours and kind is not None else ServerError(message)

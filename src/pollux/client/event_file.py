@@ -1,8 +1,8 @@
-"""TensorBoard's event files, written by hand: records of a few protocol-buffer messages, each with its checksums.
+"""Writes TensorBoard's event files: records of a few protocol-buffer messages, each with its checksums.
 
-Stands in ``client``, below :mod:`pollux.client.tensorboard`. The format has not changed since TensorFlow 1, a writer of
-it is shorter than the care for a library with its protobuf, and so an export needs nothing but the command line. Values
-that are no numbers (NaN, infinities) are written as they are: TensorBoard shows them.
+:mod:`pollux.client.tensorboard` calls it. The format has not changed since TensorFlow 1, and this writer is shorter
+than a dependency on protobuf is costly. Values that are not finite (NaN, infinities) are written: TensorBoard shows
+them.
 """
 
 from __future__ import annotations

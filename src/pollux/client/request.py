@@ -1,6 +1,6 @@
-"""What is sent for a command typed here: its script's ``#POLLUX`` lines, its directory, its environment.
+"""Makes the request for a command typed here: with its script's ``#POLLUX`` lines, its directory, its environment.
 
-Stands in ``client``. Reads the script, the environment and the current directory; sends nothing.
+Reads the script, the environment and the current directory; sends nothing.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from pollux.api.request import JobRequest, find_script, options_to_request, parse_headers
 from pollux.errors import InvalidValueError
-from pollux.jobs import JobRequest, find_script, options_to_request, parse_headers
 
 _FORWARDED = ("PATH", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH")  # how a shell finds its python
 _MAX_SCRIPT_BYTES = 10_000_000

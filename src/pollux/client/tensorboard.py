@@ -1,7 +1,7 @@
-"""A job's curves and decisions as a run of TensorBoard.
+"""Exports a job's curves and decisions as a run of TensorBoard. ``pollux export`` calls it.
 
-Stands in ``client``: what the server keeps of a job is asked for page by page, and goes into one event file. The step
-of a point is the number of steps the job had made, its time that of the report.
+Reports are asked for page by page, and go into one event file. The step of a point is the number of steps the job had
+made, its time that of the report.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
+from pollux.api.report import StoredReport
+from pollux.api.round import RoundSummary
 from pollux.client import event_file
 from pollux.client.client import Job
 from pollux.errors import InputFileError, InvalidValueError
@@ -32,6 +34,7 @@ _CURVES = {  # field of a report -> tag
     "progress": "pollux/progress",
     "epoch": "pollux/epoch",
 }
+_Numbered = TypeVar("_Numbered", StoredReport, RoundSummary)
 DECISIONS, NOTES = "pollux/decisions", "pollux/notes"
 
 
@@ -56,64 +59,64 @@ def export(job: Job, directory: str | Path) -> Exported:
     reports = list(_reports(job))
     if not reports:
         raise InvalidValueError(
-            f"job {job.name!r} is {view['state']} and has not reported anything, so there is nothing to export; "
+            f"job {job.name!r} is {view.state} and has not reported anything, so there is nothing to export; "
             "jobs of kind elastic report while they train"
         )
     num_points: dict[str, int] = {}
     records = []
     for report in reports:
         for tag, value in _scalars(report):
-            records.append(event_file.scalar(tag, value, report["num_steps"], report["at"]))
+            records.append(event_file.scalar(tag, value, report.num_steps, report.at))
             num_points[tag] = num_points.get(tag, 0) + 1
-        for note in report["notes"]:
-            records.append(event_file.text(NOTES, note, report["num_steps"], report["at"]))
+        for note in report.notes:
+            records.append(event_file.text(NOTES, note, report.num_steps, report.at))
             num_points[NOTES] = num_points.get(NOTES, 0) + 1
-    ats, steps = [report["at"] for report in reports], [report["num_steps"] for report in reports]
-    for round_ in _decisions(job, view["submitted_at"]):
+    ats, steps = [report.at for report in reports], [report.num_steps for report in reports]
+    for round_ in _decisions(job, view.submitted_at):
         # As of the report before it; the first decision comes before all of them.
-        step = steps[max(bisect.bisect_right(ats, round_["at"]) - 1, 0)]
-        records.append(event_file.text(DECISIONS, in_words(round_, job.name), step, round_["at"]))
+        step = steps[max(bisect.bisect_right(ats, round_.at) - 1, 0)]
+        records.append(event_file.text(DECISIONS, in_words(round_, job.name), step, round_.at))
         num_points[DECISIONS] = num_points.get(DECISIONS, 0) + 1
     # One name for each job, as TensorBoard reads all files of a run together.
-    path = Path(directory) / job.name / f"events.out.tfevents.{int(view['submitted_at'])}.pollux"
+    path = Path(directory) / job.name / f"events.out.tfevents.{int(view.submitted_at)}.pollux"
     _write(path, event_file.joined(records, ats[0]))
     return Exported(job=job.name, path=path, num_reports=len(reports), num_points=num_points)
 
 
-def in_words(round_: Mapping[str, Any], job: str) -> str:
-    """What the server says of the job in a round; all of it where the round has too much to name everybody."""
+def in_words(round_: RoundSummary, job: str) -> str:
+    """What the server says of the job in a round; all of it where the round does not name the job."""
     named = re.compile(rf"(?<![\w.-]){re.escape(job)}(?![\w.-])")
-    words = [sentence for sentence in round_["words"] if named.search(sentence)] or round_["words"]
-    return f"#{round_['id']} ({round_['trigger']}): {'; '.join(words)}"
+    words = [sentence for sentence in round_.words if named.search(sentence)] or round_.words
+    return f"#{round_.id} ({round_.trigger}): {'; '.join(words)}"
 
 
-def _reports(job: Job) -> Iterator[dict[str, Any]]:
+def _reports(job: Job) -> Iterator[StoredReport]:
     return _pages(lambda since: job.reports(since=since, limit=PAGE))
 
 
-def _decisions(job: Job, since: float) -> Iterator[dict[str, Any]]:
+def _decisions(job: Job, since: float) -> Iterator[RoundSummary]:
     """Rounds that changed something for the job; none before the job was there."""
     for round_ in _pages(lambda last: job._client.rounds(since=last, limit=PAGE)):
-        if round_["at"] >= since and any(change["job"] == job.name for change in round_["changes"]):
+        if round_.at >= since and any(change.job == job.name for change in round_.changes):
             yield round_
 
 
-def _pages(ask: Callable[[int], list[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+def _pages(ask: Callable[[int], list[_Numbered]]) -> Iterator[_Numbered]:
     """All that is kept, oldest first."""
     since = 0
     while page := ask(since):
         yield from page
-        since = page[-1]["id"]
+        since = page[-1].id
 
 
-def _scalars(report: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+def _scalars(report: StoredReport) -> Iterator[tuple[str, float]]:
     for field, tag in _CURVES.items():
-        if (value := report.get(field)) is not None:
+        if (value := getattr(report, field)) is not None:
             yield tag, float(value)
-    yield from _metrics(report.get("metrics") or {}, ("metrics",))
+    yield from _metrics(report.metrics, ("metrics",))
 
 
-def _metrics(values: Mapping[str, Any], path: Sequence[str]) -> Iterator[tuple[str, float]]:
+def _metrics(values: Mapping[str, object], path: Sequence[str]) -> Iterator[tuple[str, float]]:
     """Those that are numbers, also in objects within."""
     for name, value in values.items():
         where = (*path, name)

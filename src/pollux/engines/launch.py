@@ -1,7 +1,7 @@
 """How a job is started on a machine: its command, its environment, its folder.
 
 Stands in ``engines``. The scheduler knows nothing of commands; whoever owns the jobs gives the engine a
-:class:`Launch` for each of them. The form is strict, as those of :mod:`pollux.wire` are.
+:class:`Launch` for each of them. The form is strict, as :mod:`pollux.api.codec` is.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
+from pollux.api.codec import read_integer, read_list, read_mapping, read_text, shown
 from pollux.errors import InvalidValueError
-from pollux.wire import read_integer, read_list, read_mapping, read_text, shown
 
 Kind = Literal["elastic", "fixed"]
 

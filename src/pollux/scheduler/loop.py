@@ -333,7 +333,7 @@ class Scheduler:
                 record.account(now)
                 if record.allocation:  # time since it ended was not its own
                     record.attained_s -= now - at
-                    record.gpu_s -= (now - at) * record.allocation.num_slots
+                    record.attained_slot_s -= (now - at) * record.allocation.num_slots
                 record.exit_code = exit_code
                 self._end(record, state, at, reason)
                 self._ask_for_round("end")

@@ -172,8 +172,9 @@ class Engine(Protocol):
 class NodePool(Protocol):
     """An engine whose nodes can come and go."""
 
-    template: Node
-    """What a new node looks like; its name does not matter, a new one is named by the pool."""
+    @property
+    def template(self) -> Node:
+        """What a new node looks like; its name does not matter, a new one is named by the pool."""
 
     def scale_to(self, keeping: Sequence[str], num_more: int) -> None:
         """Keep these nodes; ``num_more`` like the template should join; any other leaves once nobody is on it.

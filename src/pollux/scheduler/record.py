@@ -26,8 +26,8 @@ class JobRecord:
     generation: int = 0  # counts memberships; also the number of starts and resizes so far
     num_crashes: int = 0
     attained_s: float = 0.0
-    gpu_s: float = 0.0  # slot-seconds held
-    accounted_at: float = 0.0  # until when attained_s and gpu_s are up to date
+    attained_slot_s: float = 0.0  # slot-seconds held
+    accounted_at: float = 0.0  # until when attained_s and attained_slot_s are up to date
     started_at: float | None = None  # the first time
     finished_at: float | None = None
     exit_code: int | None = None
@@ -81,7 +81,7 @@ class JobRecord:
         if self.allocation:
             held = max(now - self.accounted_at, 0.0)
             self.attained_s += held
-            self.gpu_s += held * self.allocation.num_slots
+            self.attained_slot_s += held * self.allocation.num_slots
         self.accounted_at = now
 
     def _done_examples(self) -> float | None:
@@ -103,7 +103,7 @@ class JobRecord:
             num_restarts=self.num_restarts,
             resize_s=self.resize_s,
             attained_s=self.attained_s,
-            attained_slot_s=self.gpu_s,
+            attained_slot_s=self.attained_slot_s,
             params=self.knowledge.params,
             guessed=frozenset(self.knowledge.guesses),
             shape_factors=self.knowledge.shape_factors,
@@ -153,7 +153,7 @@ class RoundRecord:
     num_slots: int
     decision_s: float
     error: str = ""
-    changes: tuple[Reallocation, ...] | None = None  # None: not kept, by an older version
+    changes: tuple[Reallocation, ...] = ()
     departures: tuple[Departure, ...] = ()  # jobs that ended since the round before
 
 

@@ -1,4 +1,4 @@
-"""What a server is started with. Stands in ``server``; no I/O."""
+"""What a server is started with (:class:`ServiceConfig`), and what its cluster needs of that. No I/O."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Literal
 from pollux.errors import InvalidValueError
 from pollux.policy import PolicySettings
 from pollux.scheduler.autoscale import AutoscaleConfig
-from pollux.server.access import check_host
+from pollux.server.http.auth import check_host
 
 DEFAULT_HOST = "127.0.0.1"
 SECRET_FILE = "secret"

@@ -1,7 +1,7 @@
-"""A server as a process, or as a part of one: the data directory, its lock, the cluster and HTTP, begun and ended.
+"""A server as a process, or as a part of one: takes the data directory, starts the cluster and HTTP, and ends them.
 
-Stands in ``server``, right of everything else there. :class:`Service` runs in threads of the process it is made in (a
-test, a demo, ``pollux run``); :func:`serve` is one that lasts until a signal ends it (``pollux up``).
+:class:`Service` runs in threads of the process it is made in (a test, a demo, ``pollux run``); :func:`serve` is one
+that lasts until a signal ends it (``pollux up``).
 
 A data directory belongs to one server at a time. What a server leaves there when it is killed is all that the next
 one needs: the database, the token, the port (replicas that train on report to that), and the jobs' folders.
@@ -33,13 +33,14 @@ import uvicorn
 from fastapi import FastAPI
 
 from pollux.errors import DirectoryInUseError, InvalidValueError, ServerError, StoreError
-from pollux.server.access import Access, load_token
-from pollux.server.app import create_app
 from pollux.server.config import DEFAULT_HOST, ServiceConfig
-from pollux.server.kept import LOCK_FILE, make_directory, write_whole
-from pollux.server.making import ClusterMaker, ServedCluster, make_cluster, prepared
-from pollux.server.metrics import counted_log
-from pollux.server.store import SqlStore
+from pollux.server.http.app import create_app
+from pollux.server.http.auth import Access, load_token
+from pollux.server.http.dependencies import ServedCluster
+from pollux.server.live.factory import ClusterMaker, make_cluster, prepared
+from pollux.server.present.metrics import counted_log
+from pollux.server.storage.files import LOCK_FILE, make_directory, write_whole
+from pollux.server.storage.store import SqlStore
 from pollux.version import __version__
 
 DEFAULT_PORT = 7077
@@ -70,7 +71,7 @@ class Service:
         self.url = self.token = ""
         self._cleanup = contextlib.ExitStack()
         self._beginning, self._stopping = threading.Lock(), threading.Lock()
-        self._keeps_jobs = True  # if it cannot start: whoever trains, trains on
+        self._keeps_jobs = True  # if it cannot start, jobs that train go on
         self._is_asked, self._has_ended = threading.Event(), threading.Event()
         self._cluster: ServedCluster | None = None
         self._is_cluster_stopped = False
@@ -137,7 +138,7 @@ class Service:
             self._cluster.hurry(self.config.hurry_timeout_s)
 
     def wait(self, timeout_s: float | None = None) -> bool:
-        """Until somebody has stopped it; whether that was in time."""
+        """Wait until it has stopped; whether that was in time."""
         return self._has_ended.wait(timeout_s)
 
     def __enter__(self) -> Self:
@@ -213,7 +214,7 @@ def prefer_answers() -> None:
     """Requests must not wait for the scheduler's thread, which computes: let it be interrupted often, and by less."""
     sys.setswitchinterval(0.00005)
     gc.collect()
-    gc.freeze()  # what is imported stays; looking through it again and again would stop everybody
+    gc.freeze()  # what is imported stays; looking through it again and again would stop all threads
     gc.set_threshold(50_000, 50, 100)
 
 
@@ -254,7 +255,7 @@ def _locked(directory: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _describe(url: str) -> dict[str, Any]:
+def _describe(url: str) -> dict[str, str | int | float]:
     """How clients find us."""
     return {"url": url, "pid": os.getpid(), "version": __version__, "started_at": time.time()}
 
@@ -299,8 +300,8 @@ def _bind(host: str, port: int) -> socket.socket:
         if listener is not None:
             listener.close()
         advice = {
-            errno.EADDRINUSE: "somebody else listens there: name another port, or 0 for any",
-            errno.EACCES: "ports below 1024 are not for everybody: name another",
+            errno.EADDRINUSE: "another program listens there: name another port, or 0 for any",
+            errno.EACCES: "ports below 1024 need root: name another",
             errno.EADDRNOTAVAIL: "this machine has no such address: name one of its own, as in 127.0.0.1 or 0.0.0.0",
         }.get(getattr(error, "errno", None) or 0, f"{error}")
         raise InvalidValueError(f"cannot listen at port {port} of {host!r}; {advice}") from error

@@ -228,7 +228,7 @@ def summarise(run: SimulationRun, settings: PolicySettings | None = None) -> Sim
             submitted_at=float(begin),
             finished_at=float(end),
             restarts=record.num_restarts or 0,
-            gpu_s=record.gpu_s,
+            gpu_s=record.attained_slot_s,
             rho=float(fairness),
             allocations=allocations.get(record.name, ()),
         )

@@ -1,9 +1,9 @@
-"""Reports to a cluster's server, over HTTP, from a thread of their own.
+"""Sends reports to a cluster's server over HTTP, from a thread of its own.
 
-Stands in ``train``, beside :mod:`pollux.train.report`. Training never waits for the network: the newest report
-replaces one that could not be sent yet (their timings and notes are joined), and a server that is away is tried again
-later. Used where POLLUX_URL, POLLUX_TOKEN and POLLUX_JOB_ID are set, as they are for every replica in a cluster. A
-server that answers 409 has given this replica (POLLUX_REPLICA_ID) up: nothing more is sent.
+Training never waits for the network: the newest report replaces one that could not be sent yet (their timings and notes
+are joined), and a server that does not answer is tried again later. ``train.init`` uses it where POLLUX_URL,
+POLLUX_TOKEN and POLLUX_JOB_ID are set, as they are for every replica in a cluster. A server that answers 409 has
+replaced this replica (POLLUX_REPLICA_ID): nothing more is sent.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ import threading
 import time
 import urllib.parse
 from collections.abc import Callable, Mapping
-from typing import Any
 
+from pollux.api.codec import decode
+from pollux.api.report import MAX_NOTES, MAX_TIMINGS, Report, ReportAnswer, write_report
 from pollux.errors import InvalidValueError
-from pollux.train.report import Advice, Report, plain
-from pollux.types import ThroughputParams
-from pollux.wire import MAX_NOTES, MAX_TIMINGS, WireReport, report_to_json
+from pollux.train.report import Advice, plain
 
 TIMEOUT_S = 10.0  # of one request
 FIRST_EVERY_S = 1.0  # between reports, until the server says otherwise
@@ -129,7 +128,7 @@ class HttpReporter:
         self._connection.request(
             "POST",
             self._path,
-            body=report_to_json(to_wire(report, self._job, self._replica)),
+            body=write_report(addressed(report, self._job, self._replica)),
             headers=self._headers,
         )
         response = self._connection.getresponse()
@@ -146,15 +145,13 @@ class HttpReporter:
                 logger.warning("the server refuses a report: %d %s", response.status, shown)
             return
         self._refused = 0
-        self._take(json.loads(text), report.accelerator)
+        self._take(decode(ReportAnswer, json.loads(text), "answer"), report.accelerator)
 
-    def _take(self, answer: Mapping[str, Any], accelerator: str) -> None:
-        every_s = answer.get("report_every_s")
-        if isinstance(every_s, int | float) and math.isfinite(every_s):
-            self._every_s = min(max(float(every_s), 0.05), 300.0)
-        numbers = (answer.get("params") or {}).get(accelerator)
-        if numbers is not None and len(numbers) == len(ThroughputParams._fields):
-            self._advice = ThroughputParams(*(float(number) for number in numbers))
+    def _take(self, answer: ReportAnswer, accelerator: str) -> None:
+        self._every_s = min(max(answer.report_every_s, 0.05), 300.0)
+        params = (answer.params or {}).get(accelerator)
+        if params is not None:
+            self._advice = params
 
     def _disconnect(self) -> None:
         if self._connection is not None:
@@ -179,11 +176,24 @@ def _message(text: bytes) -> str:
         return text[:500].decode(errors="replace")
 
 
-def to_wire(report: Report, job: str, replica: str | None = None) -> WireReport:
-    """Numbers that are none (a loss that is NaN) are text on the wire, or left out."""
-    values = {field.name: getattr(report, field.name) for field in dataclasses.fields(report)}
-    numbers = ("noise_scale", "noise_scale_error", "efficiency", "throughput", "goodput", "remaining_examples")
-    for name in (*numbers, "progress"):
-        if values[name] is not None and not math.isfinite(values[name]):
-            values[name] = None
-    return WireReport(**{**values, "job": job, "replica": replica, "metrics": plain(report.metrics)})
+def addressed(report: Report, job: str, replica: str | None = None) -> Report:
+    """The report of this job. Numbers that are not finite are left out; in metrics (a NaN loss) they become texts."""
+    metrics = plain(report.metrics)
+    assert isinstance(metrics, dict)
+    return dataclasses.replace(
+        report,
+        job=job,
+        replica=replica,
+        metrics=metrics,
+        progress=_finite(report.progress),
+        remaining_examples=_finite(report.remaining_examples),
+        noise_scale=_finite(report.noise_scale),
+        noise_scale_error=_finite(report.noise_scale_error),
+        efficiency=_finite(report.efficiency),
+        throughput=_finite(report.throughput),
+        goodput=_finite(report.goodput),
+    )
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None

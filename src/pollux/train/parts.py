@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 import torch
 
+from pollux.api.report import Report
 from pollux.errors import CheckpointError, FencedError, InvalidValueError
 from pollux.train.batching import BatchChoice
 from pollux.train.checkpoint import AsyncSaver, CheckpointDirectory, CheckpointInfo, checkpoint_interval_s
@@ -20,7 +21,6 @@ from pollux.train.norm_layers import NormNoise
 from pollux.train.pace import Guard
 from pollux.train.progress import Progress, earned_gain, gain_of
 from pollux.train.pulse import Pulse
-from pollux.train.report import Report
 from pollux.train.residual import Residuals
 from pollux.train.state import FlatState, flatten, random_state, set_random_state, unflatten
 from pollux.train.trainee import Trainee

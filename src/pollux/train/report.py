@@ -1,8 +1,8 @@
-"""What a run tells the outside: one report at a time, to whoever listens.
+"""Where a run's reports go: to a file, or to a cluster's server.
 
-Stands in ``train``. A :class:`Reporter` is where reports go and where advice comes from; without one a run keeps to
-itself. :class:`FileReporter` appends JSON lines, for people and tests; a cluster's server is told by
-:class:`pollux.train.http_report.HttpReporter`.
+The session sends a :class:`pollux.api.report.Report` now and then to its :class:`Reporter`, and asks it for advice.
+:class:`FileReporter` appends JSON lines, for people and tests; :class:`pollux.train.http_report.HttpReporter` sends to
+the server. A run without a reporter sends nothing.
 """
 
 from __future__ import annotations
@@ -10,44 +10,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
-from pollux.model.profile import Configuration, Timing
-from pollux.types import BatchConfig, BatchLimits, ThroughputParams
+from pollux.api.report import Report
+from pollux.types import BatchConfig, ThroughputParams
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
-    """A run as it stands now, by rank 0."""
-
-    generation: int
-    num_replicas: int
-    num_nodes: int
-    accelerator: str
-    epoch: int
-    num_steps: int
-    progress: float | None  # share of the learning asked for, 0..1; None before ``epochs`` is called
-    remaining_examples: float | None  # useful ones still to come
-    stalled_s: float  # spent in resizes and recoveries since training began
-    batch: BatchLimits | None
-    device_batch: int
-    accum_steps: int
-    total_batch: int
-    noise_scale: float | None
-    noise_scale_error: float | None = None  # standard error of that, in examples
-    efficiency: float | None
-    gain: float
-    throughput: float | None  # examples per second
-    goodput: float | None  # useful ones
-    timings: tuple[tuple[Configuration, Timing], ...] = ()  # new since the last report
-    metrics: Mapping[str, Any] = field(default_factory=dict)  # the last ``run.log``
-    notes: tuple[str, ...] = ()  # what the run decided since the last report, a sentence each
-
-    def to_json(self) -> str:
-        return json.dumps(plain(asdict(self)), allow_nan=False)
-
+__all__ = ["Advice", "FileReporter", "Report", "Reporter", "plain"]
 
 Advice = BatchConfig | ThroughputParams
 """A batch to train with, or what is known of the job's speed, for it to choose one by."""
@@ -72,7 +42,7 @@ class FileReporter:
 
     def send(self, report: Report) -> None:
         with self.path.open("a", encoding="utf-8") as file:
-            file.write(report.to_json() + "\n")
+            file.write(json.dumps(plain(asdict(report)), allow_nan=False) + "\n")
 
     def advice(self) -> Advice | None:
         return None
@@ -81,8 +51,8 @@ class FileReporter:
         """Everything is written."""
 
 
-def plain(value: Any) -> Any:
-    """JSON knows no NaN and no infinity; users' metrics may be any number-like thing."""
+def plain(value: object) -> object:
+    """As JSON, which has no NaN and no infinity: those become texts. Metrics of users may be any number-like object."""
     if isinstance(value, Mapping):
         return {str(key): plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -90,7 +60,7 @@ def plain(value: Any) -> Any:
     if isinstance(value, bool | int | str) or value is None:
         return value
     try:
-        number = float(value)
+        number = float(value)  # type: ignore[arg-type]
     except (TypeError, ValueError):
         return str(value)
     return number if math.isfinite(number) else str(number)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from pollux.api.report import MAX_TIMINGS
 from pollux.errors import FitError, InvalidValueError
 from pollux.model.fitting import Fit, fit
 from pollux.model.profile import Configuration, Profile, Timing
@@ -23,7 +24,6 @@ from pollux.train.pace import Pace, RateWatch
 from pollux.train.profiling import StepTimer
 from pollux.train.report import Advice
 from pollux.types import BatchConfig, BatchLimits, ThroughputParams
-from pollux.wire import MAX_TIMINGS
 
 ADAPT_INTERVAL_S = 0.2  # a batch is reconsidered this often at most: it takes some 0.1 ms
 KNOWN_SIZES = 3  # device batches that a profile must have for its curve to count as known

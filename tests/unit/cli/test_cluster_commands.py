@@ -315,7 +315,7 @@ def test_up_in_the_foreground_says_where_and_ends_by_a_signal(alone: Path) -> No
         try:
             eventually(lambda: read_server_file(alone / "data") is not None, "the server is ready")
             with Client() as client:
-                assert client.status()["num_slots"] == 1
+                assert client.status().num_slots == 1
             server.send_signal(signal.SIGINT)
             _, said = server.communicate(timeout=60)
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -12,6 +13,9 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from pollux.api.cluster import ClusterSummary
+from pollux.api.job import JobDetail, JobSummary
+from pollux.api.request import OPTIONS
 from pollux.cli.app import app
 from pollux.cli.describe import description, model_lines, speedup_table
 from pollux.cli.follow import exit_code, outcome
@@ -19,8 +23,8 @@ from pollux.cli.job_table import batch, job_table
 from pollux.cli.top import header
 from pollux.cli.up import arguments_of
 from pollux.client import Job
-from pollux.jobs import OPTIONS
 from pollux.reports import numbers
+from tests.messages import filled
 
 runner = CliRunner()
 READING = (
@@ -50,28 +54,30 @@ def nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def view(**changes: Any) -> dict[str, Any]:
-    return {
-        "name": "gpt",
-        "state": "running",
-        "submitted_at": 100.0,
-        "finished_at": None,
-        "reason": "",
-        "note": "",
-        "num_replicas": 2,
-        "total_batch": 256,
-        "device_batch": 64,
-        "accum_steps": 1,
-        "noise_scale": 1234.5,
-        "noise_scale_error": None,
-        "efficiency": 0.83,
-        "goodput": 12345.0,
-        "progress": 0.42,
-        **changes,
-    }
+VIEW: dict[str, Any] = {
+    "name": "gpt",
+    "state": "running",
+    "submitted_at": 100.0,
+    "finished_at": None,
+    "reason": "",
+    "note": "",
+    "num_replicas": 2,
+    "total_batch": 256,
+    "device_batch": 64,
+    "accum_steps": 1,
+    "noise_scale": 1234.5,
+    "noise_scale_error": None,
+    "efficiency": 0.83,
+    "goodput": 12345.0,
+    "progress": 0.42,
+}
 
 
-def detail(**changes: Any) -> dict[str, Any]:
+def view(**changes: Any) -> JobSummary:
+    return filled(JobSummary, **{**VIEW, **changes})
+
+
+def detail(**changes: Any) -> JobDetail:
     decision = {
         "round": 7,
         "at": 120.0,
@@ -88,8 +94,8 @@ def detail(**changes: Any) -> dict[str, Any]:
     options = {"option_replicas": [1, 2, 4], "option_speedups": [1.0, 1.7, None]}
     params = {"alpha_g": 0.01, "beta_g": 1e-3, "alpha_n": 1e-8, "beta_n": 1e-8, "alpha_r": 0.02, "beta_r": 0.001}
     model = {"params": {**params, "gamma": 2.0}, "num_configurations": 3, "max_replicas": 2, "rmsle": 0.03}
-    return {
-        **view(),
+    known = {
+        **VIEW,
         "kind": "elastic",
         "application": "",
         "command": ["python", "my train.py"],
@@ -100,7 +106,7 @@ def detail(**changes: Any) -> dict[str, Any]:
         "max_replicas": 1 << 20,
         "weight": 1.0,
         "is_preemptible": True,
-        "num_restarts": 1,
+        "num_resizes": 1,
         "num_crashes": 0,
         "exit_code": None,
         "after": [],
@@ -127,6 +133,7 @@ def detail(**changes: Any) -> dict[str, Any]:
         "log_directory": "/w/logs",
         **changes,
     }
+    return filled(JobDetail, **known)
 
 
 def text_of(renderable: Any, width: int = 200) -> str:
@@ -249,7 +256,7 @@ def test_a_description_says_why() -> None:
 
 
 def test_the_chosen_speedup_is_marked() -> None:
-    table = speedup_table(detail()["decision"])
+    table = speedup_table(detail().decision)
     rows = text_of(table).splitlines()
     assert [row.split() for row in rows[1:]] == [["1", "1", "before"], ["2", "1.7", "chosen"], ["4", "-"]]
 
@@ -302,7 +309,7 @@ def test_a_job_of_which_nothing_is_known_can_be_described() -> None:
     text = text_of(description(detail(**unknown, **empty, allocation=[], state="pending", reason="waiting"), 160.0))
     assert "gpt  pending  waiting" in text
     assert "no decision was made" in text
-    assert list(model_lines({})) == [text.splitlines()[text.splitlines().index("Model") + 1].strip()]
+    assert list(model_lines({})) == [text.splitlines()[text.splitlines().index("Performance model") + 1].strip()]
 
 
 @pytest.mark.parametrize(
@@ -320,8 +327,8 @@ def test_outcomes(state: str, why: str, shown: str) -> None:
 
 
 def test_the_bar_of_the_slots_is_never_longer_than_full() -> None:
-    cluster = {"jobs": {}, "policy": "pollux", "num_rounds": 1, "lost_share": None, "num_slots": 2}
-    full, over = (header({**cluster, "num_used_slots": used}).plain for used in (2, 4))
+    cluster = filled(ClusterSummary, policy="pollux", num_rounds=1, num_slots=2)
+    full, over = (header(dataclasses.replace(cluster, num_used_slots=used)).plain for used in (2, 4))
     assert over == full.replace("2 of 2", "4 of 2")
 
 
@@ -330,7 +337,7 @@ def test_the_bar_of_the_slots_is_never_longer_than_full() -> None:
     [("succeeded", None, 0), ("failed", 3, 3), ("failed", -9, 137), ("failed", None, 1), ("cancelled", 0, 1)],
 )
 def test_exit_codes(state: str, code: int | None, expected: int) -> None:
-    assert exit_code({"state": state, "exit_code": code}) == expected
+    assert exit_code(view(state=state, exit_code=code)) == expected
 
 
 # Refused --------------------------------------------------------------------------------------

@@ -11,11 +11,15 @@ import pytest
 from rich.console import Console
 from typer.testing import CliRunner
 
+from pollux.api.cluster import ClusterSummary
+from pollux.api.job import JobSummary
+from pollux.api.round import RoundSummary
 from pollux.cli import demo, demo_simulated
 from pollux.cli.app import app
 from pollux.cli.gather import pages
 from pollux.evaluation.replay import compare_recording
 from pollux.simulator.recording import read_recording
+from tests.messages import filled
 from tests.unit.evaluation.test_replay import NODES, job, reports_of
 
 runner = CliRunner()
@@ -37,9 +41,9 @@ def printed(console: Console) -> str:
     return console.file.getvalue()
 
 
-def view(name: str, **others: Any) -> dict[str, Any]:
+def view(name: str, **others: Any) -> JobSummary:
     known = {"name": name, "state": "running", "num_replicas": 2, "total_batch": 64, "progress": 0.31}
-    return {**known, **others}
+    return filled(JobSummary, **{**known, **others})
 
 
 def test_simulated(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,8 +91,8 @@ def test_without_a_terminal_there_is_a_line_now_and_then(console: Console) -> No
     views = [view("a"), view("b\x1b[2J", num_replicas=0, state="pending"), view("c", state="succeeded")]
     with demo._display(console) as show:
         for elapsed_s in (0.0, 0.5, 4.9, 5.0, 9.0):
-            show({}, views, elapsed_s)
-        show({}, views[2:], 11.0)
+            show(filled(ClusterSummary), views, elapsed_s)
+        show(filled(ClusterSummary), views[2:], 11.0)
     lines = printed(console).splitlines()
     assert [line[:8].strip() for line in lines] == ["0 s", "5 s", "11 s"]
     assert lines[0] == "   0 s  a 2 replicas, batch 64, 31%; b [2J pending"
@@ -100,12 +104,12 @@ def test_a_job_that_has_not_reported_yet_is_shown_without_a_batch():
 
 
 def test_all_pages_are_asked_for():
-    entries = [{"id": number} for number in range(1, 8)]
+    entries = [filled(RoundSummary, id=number) for number in range(1, 8)]
     asked = []
 
-    def ask(since: int, limit: int) -> list[dict[str, Any]]:
+    def ask(since: int, limit: int) -> list[RoundSummary]:
         asked.append(since)
-        return [entry for entry in entries if entry["id"] > since][:3]
+        return [entry for entry in entries if entry.id > since][:3]
 
     assert list(pages(ask)) == entries
     assert asked == [0, 3, 6, 7]

@@ -18,12 +18,15 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+from pollux.api.cluster import ClusterChanges
+from pollux.api.round import RoundSummary
 from pollux.cli.app import app
 from pollux.cli.dashboard import link
 from pollux.cli.decisions import _follow, lines
 from pollux.cli.up import _say_where
 from pollux.client import Client
 from pollux.server.service import Service
+from tests.messages import filled
 from tests.unit.live_server import WAIT_S, eventually, live_server, nobody_works_in
 
 runner = CliRunner()
@@ -112,8 +115,8 @@ def test_decisions_in_words_and_as_json(data: Path) -> None:
 
 
 def test_decisions_that_changed_nothing_are_counted() -> None:
-    def made(id_: int, *words: str) -> dict[str, Any]:
-        return {"id": id_, "at": 1e9, "trigger": "interval", "decision_s": 0.001, "gap": None, "words": list(words)}
+    def made(id_: int, *words: str) -> RoundSummary:
+        return filled(RoundSummary, id=id_, at=1e9, trigger="interval", decision_s=0.001, words=words)
 
     nothing = "nothing changed"
     told = list(lines([made(1, "a moves"), made(2, nothing), made(3, nothing), made(4, "\x1b[2Jevil")]))
@@ -155,11 +158,11 @@ def test_decisions_are_followed(data: Path, service: Service) -> None:
 
 
 def test_decisions_of_a_server_that_began_anew_are_followed(capsys: pytest.CaptureFixture[str]) -> None:
-    def told(is_full: bool, *ids: int) -> dict[str, Any]:
-        return {"is_full": is_full, "rounds": [{"id": id_, "words": [f"round {id_}"]} for id_ in ids]}
+    def told(is_full: bool, *ids: int) -> ClusterChanges:
+        return filled(ClusterChanges, is_full=is_full, rounds=[{"id": id_, "words": [f"round {id_}"]} for id_ in ids])
 
     class Told:
-        def events(self) -> Iterator[dict[str, Any]]:
+        def events(self) -> Iterator[ClusterChanges]:
             yield told(True, 7, 8)  # 7 was shown before
             yield told(False, 9)
             yield told(True, 8, 9)  # the server restarted

@@ -25,19 +25,23 @@ from rich.console import Console, RenderableType
 from rich.text import Text
 from typer.testing import CliRunner
 
+from pollux.api.cluster import ClusterSample, ClusterSummary, NodeSummary
+from pollux.api.job import JobCurves, JobSummary
+from pollux.api.round import RoundSummary
 from pollux.cli.app import app
 from pollux.cli.board import Board, board_lines, footer_line, help_lines, job_lines, marks_of, node_map, share_rows
 from pollux.cli.sparklines import bar, sparkline
 from pollux.cli.top import Screen, press, read_keys
 from pollux.client import Client
 from pollux.server.service import Service
+from tests.messages import filled
 from tests.unit.live_server import WAIT_S, config_of, nobody_works_in
 
 EVIL = "[red]x\x1b[2J\ny"
 SIZES = [(80, 24), (100, 30), (140, 45), (200, 60), (60, 14), (40, 8)]
 
 
-def job(name: str, state: str = "running", **others: Any) -> dict[str, Any]:
+def job(name: str, state: str = "running", **others: Any) -> JobSummary:
     known = {
         "name": name,
         "state": state,
@@ -55,7 +59,7 @@ def job(name: str, state: str = "running", **others: Any) -> dict[str, Any]:
         "note": "",
         "reason": f"waits because of {EVIL}" if state == "pending" else "",
     }
-    return {**known, **others}
+    return filled(JobSummary, **{**known, **others})
 
 
 def made(num_jobs: int = 3, num_queued: int = 2, num_nodes: int = 2, num_slots: int = 4, **others: Any) -> Board:
@@ -88,8 +92,15 @@ def made(num_jobs: int = 3, num_queued: int = 2, num_nodes: int = 2, num_slots: 
     rounds.append({"at": 159.0, "words": ["nothing changed"]})
     samples = [{"at": 10.0 * n, "num_used_slots": n % 5, "goodput": None if n == 3 else 0.5 * n} for n in range(12)]
     samples = [{**sample, "efficiency": 0.9} for sample in samples]
-    parts = {"cluster": cluster, "nodes": nodes, "jobs": views, "rounds": rounds, "samples": samples, **others}
-    return Board(**parts, marks=marks_of(views))
+    parts = {"rounds": rounds, "samples": samples, **others}
+    return Board(
+        cluster=filled(ClusterSummary, **cluster),
+        nodes=[filled(NodeSummary, **node) for node in nodes],
+        jobs=views,
+        rounds=[filled(RoundSummary, **one) for one in parts["rounds"]],
+        samples=[filled(ClusterSample, **one) for one in parts["samples"]],
+        marks=marks_of(views),
+    )
 
 
 def drawn(what: RenderableType, width: int, height: int | None = None, **settings: Any) -> list[str]:
@@ -135,8 +146,8 @@ def test_without_a_terminal_everything_is_there_and_no_keys() -> None:
     assert "choose" not in text
 
 
-def test_a_server_of_before_tells_less_and_that_is_shown() -> None:
-    bare = made(samples=[], rounds=[{"at": 1.0}])
+def test_a_server_that_has_just_begun_tells_less() -> None:
+    bare = made(samples=[], rounds=[{"at": 1.0, "words": ["nothing changed"]}])
     text = "\n".join(drawn(board_lines(bare, 100, 30, None, footer_line(None)), 100))
     assert "come with the first sample" in text and "efficiency 83%" in text
     assert "decisions\n" not in text
@@ -179,7 +190,8 @@ def test_rows_are_shared_without_waste(wanted: dict[str, int], total: int) -> No
 
 def test_one_job() -> None:
     columns = {"num_replicas": [1, 2, 4], "goodput": [None, 10.0, 20.0], "efficiency": [1.0, None, 0.5]}
-    curves = {**columns, "metrics": {f"loss {EVIL}": [3.0, 2.0, None], "nothing": [None, None, None]}}
+    metrics = {f"loss {EVIL}": (3.0, 2.0, None), "nothing": (None, None, None)}
+    curves = filled(JobCurves, **columns, metrics=metrics)
     for width, _ in SIZES:
         footer = footer_line(None, is_inside=True)
         lines = drawn(
@@ -190,7 +202,7 @@ def test_one_job() -> None:
         assert re.search(r"replicas +4 ▃▅█", text) and re.search(r"goodput +20/s", text) and "nothing" not in text
         assert "line 89" in text and "line 0 " not in text and "\x1b" not in text
         assert all(len(line) <= width for line in lines)
-    empty = "\n".join(drawn(job_lines(job("a"), {}, [], 160.0, 80, 24, footer_line(None)), 80))
+    empty = "\n".join(drawn(job_lines(job("a"), filled(JobCurves), [], 160.0, 80, 24, footer_line(None)), 80))
     assert "no reports yet" in empty and "nothing yet" in empty
     assert "choose a job" in "\n".join(drawn(help_lines(), 80))
 

@@ -87,8 +87,8 @@ def job(name: str, submitted_at: float, finished_at: float, **others: Any) -> di
         "max_replicas": 1 << 20,
         "weight": 1.0,
         "is_preemptible": True,
-        "num_restarts": 0,
-        "gpu_s": finished_at - submitted_at,
+        "num_resizes": 0,
+        "attained_slot_s": finished_at - submitted_at,
         "lost_share": 0.01,
         "metrics": {"accuracy": 0.98},
         "resizes": [
@@ -165,7 +165,7 @@ def test_the_record_itself_becomes_a_result():
         150.0,
         resizes=moves,
         transitions=[{"at": 80.0, "source": "stopping", "target": "pending"}],
-        gpu_s=190,
+        attained_slot_s=190,
     )
     reports = reports_of(entry, 1000)
     reports[-1]["stalled_s"] = 0.8

@@ -50,9 +50,9 @@ def test_history_is_bounded():
 def test_time_is_charged_to_what_was_held():
     job = record()
     job.account(100.0)
-    assert (job.attained_s, job.gpu_s) == (0.0, 0.0)
+    assert (job.attained_s, job.attained_slot_s) == (0.0, 0.0)
     job.allocation = Allocation.of(("n0", 3))
     job.account(160.0)
-    assert (job.attained_s, job.gpu_s) == (60.0, 180.0)
+    assert (job.attained_s, job.attained_slot_s) == (60.0, 180.0)
     job.account(150.0)  # a clock that steps back gives nothing back
-    assert (job.attained_s, job.gpu_s) == (60.0, 180.0)
+    assert (job.attained_s, job.attained_slot_s) == (60.0, 180.0)

@@ -182,7 +182,7 @@ def test_survivors_of_a_lost_node_are_what_a_job_holds_and_stay_where_they_are()
         )
         world.round()
     assert a.allocation.as_mapping() == {"n0": 4, "n1": 4}
-    generation, gpu_s = a.generation, a.gpu_s
+    generation, attained_slot_s = a.generation, a.attained_slot_s
     lost = a.allocation.shares[0].node
     stays = a.allocation.shares[1].node
     num_commands = len(world.engine.commands)
@@ -190,7 +190,7 @@ def test_survivors_of_a_lost_node_are_what_a_job_holds_and_stay_where_they_are()
     world.engine.lose(lost)
     world.scheduler.tick()
     assert (a.state, a.allocation, a.generation) == (JobState.RESIZING, Allocation.of((stays, 4)), generation + 1)
-    assert a.gpu_s == gpu_s + 80
+    assert a.attained_slot_s == attained_slot_s + 80
     assert a.history[-1].reason == f"lost {lost}: 8 -> 4 replicas"
     # What the engine was told before may be on its way, and names a node that is gone.
     told = [command for command in world.engine.commands[num_commands:] if isinstance(command, ResizeJob)]
@@ -360,7 +360,7 @@ def test_time_held_ends_when_the_job_did():
     world.engine.end("a", world.clock.time)
     world.round()
     assert world.store.jobs["a"].attained_s == world.store.jobs["a"].finished_at - started == 30
-    assert world.store.jobs["a"].gpu_s == 60
+    assert world.store.jobs["a"].attained_slot_s == 60
 
 
 def test_jobs_keep_their_order_of_submission():
@@ -752,7 +752,7 @@ def test_time_after_a_loss_that_nobody_saw_is_not_charged():
     world.engine.held.pop("a")
     world.engine.under_way.clear()
     a = world.store.jobs["a"]
-    before = a.attained_s, a.gpu_s
+    before = a.attained_s, a.attained_slot_s
     world.clock.time += 86400
     heir = Scheduler(
         policy=make_policy("equal"),
@@ -765,7 +765,7 @@ def test_time_after_a_loss_that_nobody_saw_is_not_charged():
     world.engine.events.append(JobLost(job="a", reason="its machine is gone"))
     heir.tick()
     assert a.state is JobState.STARTING
-    assert (a.attained_s, a.gpu_s) == before
+    assert (a.attained_s, a.attained_slot_s) == before
 
 
 @pytest.mark.parametrize("off_s", [-7200.0, 7200.0])
@@ -781,7 +781,7 @@ def test_an_end_told_by_a_clock_that_was_set_is_still_after_the_start_and_not_to
     a = world.store.jobs["a"]
     assert a.state is JobState.SUCCEEDED and a.started_at is not None and a.finished_at is not None
     assert a.started_at <= a.finished_at <= world.clock.time
-    assert 0.0 <= a.attained_s <= 120.0 and a.gpu_s >= 0.0
+    assert 0.0 <= a.attained_s <= 120.0 and a.attained_slot_s >= 0.0
 
 
 def test_a_node_that_shrank_below_what_must_stay_there_stops_nobody_else():

@@ -20,10 +20,13 @@ import httpx
 import psutil
 import pytest
 
+from pollux.api.cluster import ClusterSummary, NodeList
+from pollux.api.codec import decode
+from pollux.api.job import JobDetail
+from pollux.api.round import RoundList
 from pollux.errors import DirectoryInUseError, InputFileError, InvalidValueError, StoreError
-from pollux.server import schemas
 from pollux.server.config import ServiceConfig
-from pollux.server.making import environment_of_jobs
+from pollux.server.live.factory import environment_of_jobs
 from pollux.server.service import DEFAULT_PORT, Service, serve
 from pollux.version import __version__
 from tests.leftovers import processes_in
@@ -121,14 +124,14 @@ def test_a_cluster_that_cannot_start_is_stopped_without_its_jobs(tmp_path):
     assert [keeps_jobs for keeps_jobs, _ in cluster.stopped] == [True]
 
 
-def test_a_data_directory_of_a_newer_version_is_refused_and_not_touched(tmp_path):
+def test_a_data_directory_of_another_version_is_refused_and_not_touched(tmp_path):
     with fake_service(tmp_path):
         pass
     database = sqlite3.connect(tmp_path / "pollux.db")
     with database:
         database.execute("UPDATE meta SET version = 99")
     database.close()
-    with pytest.raises(StoreError, match=r"newer Pollux.*version 99.*upgrade Pollux"):
+    with pytest.raises(StoreError, match=r"another Pollux.*version 99.*use that Pollux"):
         fake_service(tmp_path).start()
     database = sqlite3.connect(tmp_path / "pollux.db")
     assert database.execute("SELECT version FROM meta").fetchall() == [(99,)]
@@ -273,13 +276,13 @@ def test_a_job_runs_and_its_server_comes_and_goes(tmp_path, monkeypatch):
             told = {"command": ["sh", "-c", script], "name": "sh", "cwd": str(work)}
             assert client.post("/jobs", json=told).status_code == 201
             detail = client.wait_for("sh", "running")
-            schemas.JobDetail.model_validate(detail)
+            decode(JobDetail, detail, "job")
             (before,) = detail["replicas"]
             with client.stream("GET", "/jobs/sh/logs?follow=true") as response:
                 assert next(response.iter_lines()) == f"yes  sh {first.url}"
-            forms = {"cluster": schemas.ClusterView, "nodes": schemas.NodeList, "rounds": schemas.RoundList}
+            forms = {"cluster": ClusterSummary, "nodes": NodeList, "rounds": RoundList}
             for path, form in forms.items():
-                form.model_validate(client.get(f"/{path}").json())
+                decode(form, client.get(f"/{path}").json(), path)
             first.stop(keeps_jobs=True)
         os.kill(before["pid"], 0)
         with Service(config) as second, Asking(second) as client:

@@ -11,12 +11,11 @@ from typing import Any
 
 import pytest
 
-from pollux import wire
+from pollux.api.report import Report, read_report
 from pollux.errors import InvalidValueError
 from pollux.model.profile import Configuration, Timing
 from pollux.train import http_report
-from pollux.train.http_report import HttpReporter, to_wire
-from pollux.train.report import Report
+from pollux.train.http_report import HttpReporter, addressed
 from pollux.types import ThroughputParams
 from tests.reports import report_fields
 
@@ -29,7 +28,7 @@ def a_report(**values: Any) -> Report:
 
 class Listener:
     def __init__(self) -> None:
-        self.received: list[tuple[str, str | None, wire.WireReport]] = []
+        self.received: list[tuple[str, str | None, Report]] = []
         self.num_refused = 0
         self.status, self.answer = 200, {"params": None, "report_every_s": 0.05}
         outer = self
@@ -40,7 +39,7 @@ class Listener:
             def do_POST(self) -> None:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 if outer.status == 200:
-                    report = wire.report_from_json(body)
+                    report = read_report(body)
                     outer.received.append((self.path, self.headers["Authorization"], report))
                 answer = json.dumps(outer.answer).encode()
                 self.send_response(outer.status)
@@ -154,7 +153,7 @@ def test_the_environment_decides_who_is_told():
 
 def test_numbers_that_are_none_are_left_out_on_the_wire():
     odd = dict(noise_scale=float("inf"), noise_scale_error=float("nan"), goodput=float("nan"))
-    report = to_wire(a_report(**odd, efficiency=0.5), "a")
+    report = addressed(a_report(**odd, efficiency=0.5), "a")
     assert (report.noise_scale, report.noise_scale_error, report.goodput) == (None, None, None)
     assert report.efficiency == 0.5
 

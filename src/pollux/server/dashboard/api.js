@@ -4,7 +4,7 @@ const KEY = "pollux-token";
 const TIMEOUT_MS = 20000;
 let token = remembered(KEY);
 
-/* Somebody must be told when the server does not know us: (message, hadToken) => void. */
+/* Called when the server does not know our token: (message, hadToken) => void. */
 let onDenied = () => {};
 export const whenDenied = listener => {
   onDenied = listener;

@@ -76,7 +76,7 @@ function tiles() {
       if (!cluster) return;
       const jobs = cluster.jobs ?? {},
         running = (jobs.running ?? 0) + (jobs.resizing ?? 0) + (jobs.starting ?? 0) + (jobs.stopping ?? 0);
-      let out = 0; // slots that are free, but for nobody
+      let out = 0; // slots that are free, but not for use
       for (const node of store.nodes.values())
         if (node.is_draining || node.is_leaving) out += node.num_slots - node.used;
       all.slots.update(
@@ -85,7 +85,7 @@ function tiles() {
         cluster.num_slots ? cluster.num_used_slots / cluster.num_slots : 0,
         `of ${count(cluster.num_slots)}`,
       );
-      // The last sample may be of seconds ago, when somebody still ran.
+      // The last sample may be of seconds ago, when a job still ran.
       const efficiency = cluster.num_used_slots ? sample?.efficiency : null;
       all.goodput.update(number(cluster.num_used_slots ? sample?.goodput : 0), "useful slots’ worth of work");
       all.efficiency.update(share(efficiency), "of the running jobs", efficiency ?? null);

@@ -38,7 +38,7 @@ export function fill(element, ...children) {
   return element;
 }
 
-/* `fill` for what may hold the focus: whoever stands on a link or a button stands there when it is made anew. */
+/* `fill` for what may hold the focus: the link or button that has it keeps it when it is made anew. */
 export function refill(element, ...children) {
   const active = document.activeElement,
     all = () => [...element.querySelectorAll("a, button, input")],
@@ -220,7 +220,7 @@ export function confirmDialog({title, text, action, field = null}) {
   });
 }
 
-/* Browsers allow six connections to a server, for all tabs together: one that nobody looks at gives its streams back
+/* Browsers allow six connections to a server, for all tabs together: one that is not visible gives its streams back
    after a while, and takes them again when it is seen. Returns how to end that. */
 const HIDDEN_MS = 20000;
 export function whileSeen(pause, resume) {

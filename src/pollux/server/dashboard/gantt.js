@@ -95,9 +95,9 @@ export class Gantt {
       context.fillStyle = fillOf(context, job.name);
       for (const span of job.spans) {
         const tall = Math.max(2, (row - 3) * Math.sqrt(span.num_replicas / this.most));
-        const left = x(span.from),
-          right = x(span.to ?? until);
-        if (right > left || span.to === null)
+        const left = x(span.since),
+          right = x(span.until ?? until);
+        if (right > left || span.until === null)
           context.fillRect(left, middle - tall / 2, Math.max(1, right - left - (row > 8 ? 1 : 0)), tall);
       }
       if (row >= 18) this.numbers(context, job, x, middle, until, paint);
@@ -110,8 +110,8 @@ export class Gantt {
     context.textBaseline = "middle";
     context.font = "600 11px system-ui, sans-serif";
     for (const span of job.spans) {
-      const left = x(span.from),
-        right = x(span.to ?? until),
+      const left = x(span.since),
+        right = x(span.until ?? until),
         tall = (this.row - 3) * Math.sqrt(span.num_replicas / this.most);
       if (right - left < 18 || tall < 12) continue;
       context.lineWidth = 3;
@@ -223,14 +223,14 @@ export class Gantt {
     ];
     if (place !== null && place > names) {
       const at = since + ((place - names) / (width - names - 8)) * (until - since);
-      const span = job.spans.find(one => one.from <= at && at < (one.to ?? until));
+      const span = job.spans.find(one => one.since <= at && at < (one.until ?? until));
       const where = span?.allocation
         .slice(0, 4)
         .map(([node, num]) => `${num} on ${node}`)
         .join(", ");
       if (span)
         lines.push(
-          `${time(at)}: ${plural(span.num_replicas, "replica")} for ${duration((span.to ?? until) - span.from)}`,
+          `${time(at)}: ${plural(span.num_replicas, "replica")} for ${duration((span.until ?? until) - span.since)}`,
           where + (span.allocation.length > 4 ? ", …" : ""),
         );
       else

@@ -1,4 +1,4 @@
-/* The page of one job: what it is and has, how it trains, what was learnt of it, why it has what it has, its output. */
+/* The page of one job: what it is and has, how it trains, its performance model, why it has what it has, its output. */
 
 import {api, post} from "./api.js";
 import {DataTable, confirmDialog, fill, h, set, setText, toast} from "./dom.js";
@@ -157,7 +157,7 @@ export function jobPage({name, go}) {
       "div",
       {},
       section("Training", h("div", {class: "grid charts"}, figures.curves)),
-      section("What was learnt of it", h("div", {class: "grid charts"}, figures.model)),
+      section("Performance model", h("div", {class: "grid charts"}, figures.model)),
     ),
     output = section("Output", logs.element);
   const body = h(
@@ -201,7 +201,7 @@ export function jobPage({name, go}) {
       title: `Cancel ${name}?`,
       text: canCheckpoint()
         ? "It checkpoints and leaves. A cancelled job does not go on by itself."
-        : "It is asked to leave. What it has not saved by itself is lost, and it does not go on by itself.",
+        : "It receives SIGTERM. What it has not saved by itself is lost, and it does not go on by itself.",
       action: "Cancel the job",
       field: "Reason (shown with the job)",
     });
@@ -264,7 +264,7 @@ export function jobPage({name, go}) {
       ["Running for", duration(lasted)],
       ["Submitted", time(job.submitted_at)],
       ["Last report", job.reported_at === null ? DASH : ago(Math.max(0, now() - job.reported_at))],
-      ["Resizes", number(job.num_restarts)],
+      ["Resizes", number(job.num_resizes)],
       ["Crashes", number(job.num_crashes)],
       [
         "Time lost",

@@ -202,7 +202,7 @@ export function queueTable() {
     keyOf: job => job.name,
     step: 20,
     label: "Queue",
-    empty: "Nobody waits.",
+    empty: "Queue is empty.",
   });
 }
 

@@ -232,5 +232,5 @@ theme.addEventListener("click", () => {
 document.getElementById("submit").addEventListener("click", () => openSubmit({go}));
 setTheme(remembered("pollux-theme") in THEMES ? remembered("pollux-theme") : "");
 takeTokenFromAddress();
-window.pollux = {store}; // for whoever measures or wonders
+window.pollux = {store}; // for benchmarks and debugging
 start();

@@ -47,7 +47,7 @@ export class NodeMap {
     this.updateLegend();
   }
 
-  /* Who has which slot. Jobs in the order of their names: nobody moves because somebody else came. */
+  /* Who has which slot. Jobs in the order of their names: none moves because another one came. */
   slotsOf(node) {
     let slots = this.slots.get(node.name);
     if (!slots) {
@@ -266,7 +266,7 @@ export class NodeMap {
       for (const job of node.jobs) held.set(job.name, (held.get(job.name) ?? 0) + job.num_replicas);
     const jobs = [...held].sort((a, b) => b[1] - a[1] || byName(a[0], b[0]));
     let free = 0,
-      out = 0; // for nobody
+      out = 0; // not for use
     for (const node of this.nodes) {
       const left = Math.max(0, node.num_slots - node.used);
       if (node.is_draining || node.is_leaving) out += left;

@@ -49,7 +49,7 @@ export function openNode(name) {
           `${node.used} of ${plural(node.num_slots, "slot")} used`,
           node.accelerator,
           node.is_draining && "drained",
-          node.is_leaving && "is given back once nobody is on it",
+          node.is_leaving && "is given back once it is empty",
         ]
           .filter(Boolean)
           .join(" · "),

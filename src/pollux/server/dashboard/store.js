@@ -1,5 +1,5 @@
 /* What is known of the cluster, kept up to date by the server's events. Pages read it and are told when it changes:
-   once a frame at most, and not at all while nobody looks. */
+   once a frame at most, and not at all while the page is not visible. */
 
 import {api, ApiError, eventParser, stream} from "./api.js";
 import {announce, whileSeen} from "./dom.js";
@@ -21,7 +21,7 @@ export const store = {
   isConnected: false,
   hasState: false,
   version: 0, // goes up with every message
-  updates: [], // milliseconds of this thread that the last messages took, for whoever measures
+  updates: [], // milliseconds of this thread that the last messages took, for benchmarks
 };
 
 export const now = () => Date.now() / 1000 + store.clockSkewS;
@@ -125,7 +125,7 @@ export function addRounds(rounds) {
       store.rounds.delete(id);
 }
 
-/* All of one cluster: whoever comes with another token may mean another. */
+/* All of one cluster: another token may mean another cluster. */
 export function forget() {
   store.cluster = null;
   for (const kept of [store.jobs, store.nodes, store.rounds]) kept.clear();
@@ -220,9 +220,9 @@ export function noteSequence({name, sequence}) {
   sequences.set(name, sequence);
 }
 
-/* Of a job: {colour: "--c3", pattern}. By its place in the order of arrival: the same for everybody and after every
-   reload, and jobs that come one after the other differ. Patterns tell apart what colours alone do not, for whoever
-   sees colours and who does not. A job of which that is not known has no colour. */
+/* Of a job: {colour: "--c3", pattern}. By its place in the order of arrival: the same for every viewer and after every
+   reload, and jobs that come one after the other differ. Patterns tell apart what colours alone do not, and help those
+   who do not see colours. A job of which that is not known has no colour. */
 export function styleOf(name) {
   const sequence = sequences.get(name);
   if (sequence === undefined) return {colour: "--muted", pattern: "solid"};

@@ -1,0 +1,175 @@
+"""What the server says of the cluster: now, over time, and as a stream of changes.
+
+Views of the server return these; the client, the command line and the dashboard show them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pollux.api.codec import about
+from pollux.api.job import JobRow, JobStateName, Shares
+from pollux.api.round import RoundSummary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSize:
+    """How large the cluster should be, where its nodes come and go; and what they have cost."""
+
+    min_nodes: int | None
+    max_nodes: int | None
+    budget_slots: float | None = field(metadata=about("Slot-hours per hour."))
+    num_wanted: int | None
+    utility: float | None
+    reason: str
+    node_hours: Mapping[str, float] = field(metadata=about("By accelerator, since the data directory was made."))
+    node_price: float | None = field(metadata=about("For an hour."))
+    cost: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSummary:
+    version: str
+    engine: str
+    policy: str
+    started_at: float
+    now: float
+    num_slots: int
+    num_used_slots: int
+    nodes: int
+    jobs: Mapping[str, int] = field(metadata=about("How many there are in each state."))
+    num_rounds: int
+    last_decision_s: float | None
+    lost_share: float | None = field(metadata=about("Share of the jobs' time lost to resizes."))
+    sizing: ClusterSize
+    data_directory: str
+    interval_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobOnNode:
+    name: str
+    num_replicas: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSummary:
+    name: str
+    num_slots: int
+    accelerator: str
+    is_draining: bool
+    is_leaving: bool = field(metadata=about("It is given back once it is empty."))
+    used: int = field(metadata=about("Slots that jobs hold."))
+    jobs: tuple[JobOnNode, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeList:
+    nodes: tuple[NodeSummary, ...]
+
+
+# Over time ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterSample:
+    """The cluster at one time."""
+
+    at: float
+    num_nodes: int
+    num_slots: int
+    num_used_slots: int
+    num_running: int = field(metadata=about("Jobs that hold slots."))
+    num_pending: int = field(metadata=about("Jobs that wait for some."))
+    efficiency: float | None = field(metadata=about("Mean of the jobs' efficiencies, weighted by their replicas."))
+    goodput: float | None = field(
+        metadata=about("Useful work per second, in slots: what a job does with one counts 1.")
+    )
+    node_hours: float = field(metadata=about("Since the data directory was made."))
+    cost: float | None = field(metadata=about("Of those, if the price of an hour is known."))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleList:
+    samples: tuple[ClusterSample, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HeldSpan:
+    """What a job held for a time."""
+
+    since: float
+    until: float | None = field(metadata=about("Null: still."))
+    num_replicas: int
+    allocation: Shares
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimelineJob:
+    name: str
+    sequence: int
+    state: JobStateName
+    submitted_at: float
+    finished_at: float | None
+    spans: tuple[HeldSpan, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    since: float
+    until: float
+    total: int = field(metadata=about("How many jobs were present; those that had not started are left out first."))
+    jobs: tuple[TimelineJob, ...] = field(metadata=about("By arrival."))
+
+
+# As a stream ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterChanges:
+    """What is new. The first message of a stream is full; rows of later ones replace those of the same name or id."""
+
+    at: float
+    is_full: bool = field(metadata=about("Forget what came before."))
+    cluster: ClusterSummary | None = field(metadata=about("Null: as before."))
+    jobs: tuple[JobRow, ...]
+    gone_jobs: tuple[str, ...]
+    nodes: tuple[NodeSummary, ...]
+    gone_nodes: tuple[str, ...]
+    rounds: tuple[RoundSummary, ...]
+    samples: tuple[ClusterSample, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateEvent:
+    """An event as it is sent."""
+
+    event: Literal["state"]
+    id: str = field(metadata=about("Goes up with each."))
+    data: str = field(
+        metadata=about(
+            "A JSON object with at, is_full (forget what came before), cluster (as GET /cluster; null: as "
+            "before), jobs and gone_jobs, nodes (as GET /nodes) and gone_nodes, rounds (as GET /rounds), samples (as "
+            "GET /samples). Rows replace those of the same name or id."
+        )
+    )
+
+
+# The server -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Health:
+    status: Literal["ok"] = "ok"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shutdown:
+    """The body of a request to end the server, and the answer to it."""
+
+    keep_jobs: bool = field(
+        default=False,
+        metadata=about("Replicas train on and the next server adopts them; otherwise they checkpoint and leave."),
+    )

@@ -1,0 +1,273 @@
+"""What the server says of jobs: at a glance (a row of a table), in short, and in full.
+
+Views of the server return these, the client decodes them, the command line and the dashboard show them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from pollux.api.codec import about
+from pollux.api.round import Decision, DecisionWithOptions
+
+JobStateName = Literal["pending", "starting", "running", "resizing", "stopping", "succeeded", "failed", "cancelled"]
+FINAL_STATES = frozenset({"succeeded", "failed", "cancelled"})
+Shares = tuple[tuple[str, int], ...]  # node and number of replicas, in the order of ranks
+NonFinite = Literal["nan", "inf", "-inf"]  # JSON has no such numbers: they come as texts
+Numbers = tuple[float | None, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRow:
+    """A job in a list: what does not change by itself as time goes on. Null where something is not known."""
+
+    name: str
+    state: JobStateName
+    kind: str
+    application: str
+    sequence: int = field(metadata=about("Order of arrival."))
+    submitted_at: float = field(metadata=about("Seconds since 1970, as all times."))
+    started_at: float | None
+    finished_at: float | None
+    reason: str = field(metadata=about("Why it is in this state: why it waits, failed or was cancelled."))
+    note: str = field(metadata=about("Why it does not go on although it has replicas."))
+    allocation: Shares = field(metadata=about("Replicas per node, in the order of ranks."))
+    num_replicas: int
+    min_replicas: int
+    max_replicas: int
+    progress: float | None
+    epoch: int | None
+    total_batch: int | None
+    device_batch: int | None
+    accum_steps: int | None
+    gain: float | None
+    noise_scale: float | None
+    noise_scale_error: float | None = field(metadata=about("Standard error of the noise scale, in examples."))
+    efficiency: float | None
+    throughput: float | None
+    goodput: float | None
+    remaining_s: float | None = field(metadata=about("An estimate."))
+    num_resizes: int = field(metadata=about("Starts and resizes after the first start."))
+    num_crashes: int
+    reported_at: float | None
+    loss: float | NonFinite | None = field(metadata=about("The metric of that name, if the script logs one."))
+
+    @property
+    def is_over(self) -> bool:
+        return self.state in FINAL_STATES
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSummary(JobRow):
+    """A job in short."""
+
+    command: tuple[str, ...]
+    cwd: str | None
+    weight: float
+    is_preemptible: bool
+    generation: int
+    exit_code: int | None
+    after: tuple[str, ...]
+    time_limit_s: float | None
+    num_steps: int | None
+    metrics: Mapping[str, object] = field(metadata=about("What the script logged last: any JSON values."))
+    running_s: float | None = field(metadata=about("Time in which it held slots."))
+    attained_slot_s: float | None = field(metadata=about("The same, each second times the slots held."))
+    lost_s: float | None = field(metadata=about("Time lost to starts, resizes and restarts."))
+    lost_share: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobList:
+    jobs: tuple[JobSummary, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobPage:
+    jobs: tuple[JobSummary, ...]
+    total: int = field(metadata=about("How many there are in these states."))
+
+
+# In full --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittedModel:
+    """What was learnt of a job's throughput on one type of accelerator."""
+
+    params: Mapping[str, float | None]
+    num_configurations: int
+    max_replicas: int
+    rmsle: float | None = field(metadata=about("How far the fit is off, as a root mean squared logarithmic error."))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateChange:
+    at: float
+    source: JobStateName
+    target: JobStateName
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingNote:
+    """What a run told of one of its decisions."""
+
+    id: int = field(metadata=about("Goes up for ever."))
+    at: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobResize:
+    """A start (``before`` is empty) or a change of replicas. ``runs_at`` is null until all of them train."""
+
+    generation: int
+    at: float
+    before: Shares
+    after: Shares
+    runs_at: float | None
+    took_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replica:
+    replica_id: str
+    rank: int | None
+    node: str
+    slot: int
+    pid: int | None
+    state: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobDetail(JobSummary):
+    """All there is to say about a job."""
+
+    request: Mapping[str, object] = field(metadata=about("What was submitted."))
+    failure: str = field(metadata=about("With the traceback of the first replica that failed."))
+    models: Mapping[str, FittedModel] = field(metadata=about("By type of accelerator."))
+    decision: DecisionWithOptions | None = field(metadata=about("The last one about this job."))
+    decisions: tuple[Decision, ...] = field(metadata=about("The last ones that changed it."))
+    transitions: tuple[StateChange, ...]
+    training_notes: tuple[TrainingNote, ...] = field(metadata=about("What it told of its decisions: the last 100."))
+    resizes: tuple[JobResize, ...]
+    replicas: tuple[Replica, ...]
+    log_directory: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobLogFile:
+    replica: str
+    stream: Literal["out", "err"]
+    start: int = field(metadata=about("The generation the job was started with."))
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobLogFileList:
+    files: tuple[JobLogFile, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cancellation:
+    """The body of a request to cancel a job."""
+
+    reason: str = field(default="", metadata=about("Shown with the job.", max_length=1000))
+
+
+# Over time ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobCurves:
+    """Columns of equal length, from the job's reports."""
+
+    at: tuple[float, ...]
+    num_replicas: tuple[int, ...]
+    total_batch: tuple[int, ...]
+    device_batch: tuple[int, ...]
+    accum_steps: tuple[int, ...]
+    gain: Numbers
+    noise_scale: Numbers
+    noise_scale_error: Numbers
+    efficiency: Numbers
+    throughput: Numbers
+    goodput: Numbers
+    progress: Numbers
+    epoch: tuple[int, ...]
+    metrics: Mapping[str, tuple[float | NonFinite | None, ...]] = field(
+        metadata=about("What the script logged, where that is a number; null: nothing was logged.")
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredPoint:
+    num_nodes: int
+    num_replicas: int
+    device_batch: int
+    grad_s: float
+    step_s: float
+    num_steps: int
+    predicted_grad_s: float | None
+    predicted_step_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FittedLine:
+    num_nodes: int
+    num_replicas: int
+    device_batch: tuple[int, ...]
+    step_s: Numbers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AcceleratorModel:
+    params: Mapping[str, float | None]
+    rmsle: float | None = field(metadata=about("How far the fitted step times are off."))
+    num_steps: int
+    points: tuple[MeasuredPoint, ...]
+    lines: tuple[FittedLine, ...] = field(metadata=about("One for every shape that was measured."))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChosenBatch:
+    total_batch: int
+    device_batch: int
+    accum_steps: int
+    goodput: float | None
+    throughput: float | None
+    efficiency: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GoodputCurve:
+    accelerator: str
+    num_nodes: int
+    num_replicas: int
+    noise_scale: float
+    noise_scale_error: float | None
+    total_batch: tuple[int, ...]
+    device_batch: tuple[int, ...]
+    accum_steps: tuple[int, ...]
+    throughput: Numbers
+    efficiency: Numbers
+    goodput: Numbers
+    chosen: ChosenBatch | None = field(metadata=about("What it trains with, by the same model."))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeedupCurve:
+    num_replicas: tuple[int, ...]
+    speedup: Numbers
+    chosen: int
+    round: int | None = field(metadata=about("The id of the decision."))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobModel:
+    accelerators: Mapping[str, AcceleratorModel]
+    goodput: GoodputCurve | None = field(metadata=about("Over the total batch, for what the job holds or held last."))
+    speedups: SpeedupCurve | None = field(metadata=about("What the last decision weighed."))

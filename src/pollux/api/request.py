@@ -1,0 +1,450 @@
+"""What a user submits: a command and its options, from the command line, a script's ``#POLLUX`` lines or JSON.
+
+The client makes requests, the server checks and admits them. Pure: a script's text is passed in. :data:`OPTIONS` is the
+one list of options, from which the command line and the HTTP interface are made. A wrong value raises
+:class:`InvalidValueError`. A request is ``resolved``, ``expand``-ed, named, checked (:func:`check_dependencies`) and
+scheduled (``to_spec``).
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import graphlib
+import itertools
+import posixpath
+import re
+import shlex
+import unicodedata
+import warnings
+from collections.abc import Container, Iterable, Mapping, Sequence
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
+
+from pollux.api.codec import Json
+from pollux.errors import InvalidValueError
+
+if TYPE_CHECKING:
+    from pollux.types import JobSpec
+
+_T = TypeVar("_T")
+Kind = Literal["elastic", "fixed", "auto"]
+Options = Mapping[str, Any]  # by field of JobRequest; each value as its field wants it, or as typed
+Existing = Mapping[str, tuple[str, Sequence[str]]]  # (state, after) by job; states are values of lifecycle.JobState
+FORMAT_VERSION = 1
+MAX_NAME_LENGTH = 63
+DEFAULT_RESTARTS = 3
+UNBOUNDED_REPLICAS = 1 << 20  # as in pollux.types, which imports numpy: a client does without
+MAX_ARRAY_JOBS = 10_000
+ARRAY_INDEX = "POLLUX_ARRAY_INDEX"
+_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_NAME_LENGTH - 1}}}")
+_HEADER = re.compile(r"#POLLUX(?:[ \t](.*))?|# POLLUX[ \t]+(-.*)")  # code formatters put the space there
+_UNUSABLE = re.compile("[\0\ud800-\udfff]")  # no argument or file can hold NUL; surrogates are undecodable bytes
+_RESERVED = re.compile("(POLLUX|TORCHELASTIC)_.*|MASTER_(ADDR|PORT)|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME")
+_UNITS_S = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+_DURATION = re.compile("".join(rf"(?:([0-9]{{1,9}}(?:\.[0-9]{{1,9}})?){unit})?" for unit in _UNITS_S))
+_LOST = {"failed": "failed", "cancelled": "was cancelled", "unknown": "is not known"}
+
+
+def _require(condition: bool, what: str, value: _T, needed: str) -> _T:
+    if not condition:
+        raise InvalidValueError(f"{what} {value!r:.80}; {needed}")
+    return value
+
+
+def _nearest(word: object, known: Iterable[str], num: int = 1) -> str:
+    close = difflib.get_close_matches(str(word)[:MAX_NAME_LENGTH], sorted(known), n=num)
+    return f" Did you mean {' or '.join(map(repr, close))}?" if close else ""
+
+
+def _check_known(what: str, names: Iterable[str], known: Iterable[str]) -> None:
+    for name in [name for name in names if name not in known]:
+        _require(False, f"unknown {what}", name, f"known are {', '.join(known)}.{_nearest(name, known)}")
+
+
+def _text(what: str, value: object) -> str:
+    if isinstance(value, str) and not _UNUSABLE.search(value):
+        return value
+    raise InvalidValueError(f"{what} {value!r:.80}; text without NUL is needed")
+
+
+def _texts(what: str, value: object) -> tuple[str, ...]:
+    if not isinstance(value, list | tuple):
+        raise InvalidValueError(f"{what} {value!r:.80}; a list of words is needed, not one string")
+    return tuple(_text(what, word) for word in value)
+
+
+def _name(what: str, value: object) -> str:
+    allowed = f"1 to {MAX_NAME_LENGTH} of A-Z a-z 0-9 . _ - are allowed, the first a letter or digit"
+    text = _text(what, value)
+    return _require(bool(_NAME.fullmatch(text)), what, text, f"{allowed}, as in {suggest_name(text)!r}")
+
+
+def _whole(what: str, value: object, least: int) -> None:
+    needed = f"a whole number from {least} to {UNBOUNDED_REPLICAS} is needed"
+    is_whole = isinstance(value, int) and not isinstance(value, bool) and least <= value <= UNBOUNDED_REPLICAS
+    _require(is_whole, what, value, needed)
+
+
+def _positive(what: str, value: object) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1e300:
+        return float(value)
+    raise InvalidValueError(f"{what} {value!r:.80}; a positive number is needed")
+
+
+def _environment(env: object, array_index: int | None) -> dict[str, str]:
+    """A copy, checked, with the array's index in it, which users cannot set."""
+    if not isinstance(env, Mapping):
+        raise InvalidValueError(f"env {env!r:.80}; a mapping of names to values is needed")
+    own = {} if array_index is None else {ARRAY_INDEX: str(array_index)}
+    for key, value in env.items():
+        _require(_text("env", key).isidentifier() and key.isascii(), "env", key, "letters, digits and _ make a name")
+        is_free = not _RESERVED.fullmatch(key) or own.get(key) == value
+        _require(is_free, "env", key, "Pollux sets it for every replica, so leave it out")
+        _text(f"env {key}", value)
+    return {**env, **own}
+
+
+def suggest_name(text: str, max_length: int = MAX_NAME_LENGTH) -> str:
+    """The allowed name that looks most like ``text``."""
+    plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", plain).lstrip("._-")[:max_length].rstrip("._-") or "job"
+
+
+def unique_name(wanted: str, taken: Container[str]) -> str:
+    """``wanted``, or with the first free number from 2 on behind it."""
+    numbered = (f"{wanted[: MAX_NAME_LENGTH - len(str(n)) - 1]}-{n}" for n in itertools.count(2))
+    return next(name for name in itertools.chain([wanted], numbered) if name not in taken)
+
+
+def find_script(command: Sequence[str]) -> str | None:
+    """The script a command is seen to run (``.py`` or ``.sh``), launchers and their options skipped."""
+    for before, word in itertools.pairwise(("", *command)):
+        if before == "-m" and not word.startswith("torch.distributed"):
+            return None
+        if before != "-c" and not word.startswith("-") and posixpath.splitext(word)[1] in (".py", ".sh"):
+            return word
+    return None
+
+
+def default_name(command: Sequence[str]) -> str:
+    """From the file name of the script, else the module's, else the program's; short, so that an index fits behind."""
+    source = find_script(command)
+    if source is None and "-m" in command[:-1]:
+        source = command[command.index("-m") + 1].rpartition(".")[2]
+    stem = posixpath.splitext(posixpath.basename(source or "".join(command[:1])))[0]
+    return suggest_name(stem, MAX_NAME_LENGTH - 20)
+
+
+def parse_duration(text: str) -> float:
+    """Seconds, of ``"90"``, ``"10m"``, ``"2h30m"``, ``"1d"``, ``"1.5h"``."""
+    plain = text.strip()
+    match = _DURATION.fullmatch(f"{plain}s" if re.fullmatch(r"[0-9.]+", plain) else plain)
+    if match is None or not plain:
+        raise InvalidValueError(f"duration {text!r:.80}; seconds or units are needed, as in 90, 10m, 2h30m, 1d")
+    return float(sum(float(count) * unit_s for count, unit_s in zip(match.groups("0"), _UNITS_S.values(), strict=True)))
+
+
+def parse_array(text: str) -> tuple[int, ...]:
+    """Indices of ``"0-9"`` (both ends included) or ``"1,3,7"``."""
+    is_array = bool(re.fullmatch(r"[0-9]{1,6}(-[0-9]{1,6}|(,[0-9]{1,6})*)", text))
+    _require(is_array, "array", text, 'a range as in "0-9" or a list as in "1,3,7" is needed, below a million')
+    first, _, last = text.partition("-")
+    indices = range(int(first), int(last) + 1) if last else tuple(map(int, text.split(",")))
+    is_allowed = 1 <= len(indices) <= MAX_ARRAY_JOBS and len(set(indices)) == len(indices)
+    _require(is_allowed, "array", text, f"1 to {MAX_ARRAY_JOBS} different indices are allowed, rising in a range")
+    return tuple(indices)
+
+
+def detect_kind(script_text: str) -> Kind:
+    """``elastic`` if the script itself imports ``pollux.train``, anywhere; else, or if it is not Python, ``fixed``."""
+    tree = _parsed(script_text)
+    for node in () if tree is None else ast.walk(tree):
+        package = f"{node.module}." if isinstance(node, ast.ImportFrom) and node.level == 0 else ""
+        aliases = node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else []
+        if any(f"{package}{alias.name}.".startswith("pollux.train.") for alias in aliases):
+            return "elastic"
+    return "fixed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobRequest:
+    """One submission, checked at construction. ``None`` means: not said.
+
+    An ``elastic`` job uses ``pollux.train`` and is resized as it runs, from ``min_replicas`` (1) to ``max_replicas``
+    (as many as useful). A ``fixed`` one is any other command, run with exactly ``replicas`` (1), and only preempted if
+    it ``checkpoints``. ``auto`` becomes one of them by :meth:`resolved`. Without a name it is called after its script.
+    """
+
+    command: tuple[str, ...]  # argv; never goes through a shell
+    name: str = ""
+    application: str = ""
+    kind: Kind = "auto"
+    min_replicas: int | None = None
+    max_replicas: int | None = None
+    replicas: int | None = None
+    is_preemptible: bool = True
+    checkpoints: bool = False
+    weight: float = 1.0
+    max_restarts: int | None = None  # see num_restarts_allowed
+    cwd: str | None = None
+    env: Mapping[str, str] = field(default_factory=dict, hash=False)
+    time_limit_s: float | None = None
+    after: tuple[str, ...] = ()  # may be the own name: if that is taken, this job gets another
+    array: str = ""
+    array_index: int | None = None  # set by expand()
+    accelerators: tuple[str, ...] = ()  # empty: any
+
+    def __post_init__(self) -> None:
+        put = object.__setattr__
+        put(self, "command", _texts("command", self.command))
+        _require("".join(self.command[:1]).strip() != "", "command", self.command, "say what to run: python train.py")
+        put(self, "name", default_name(self.command) if self.name == "" else _name("job name", self.name))
+        if self.application != "":
+            _name("application", self.application)
+        _require(self.kind in get_args(Kind), "kind", self.kind, f"one of {', '.join(get_args(Kind))} is needed")
+        self._check_replicas()
+        for switch in (self.is_preemptible, self.checkpoints):
+            _require(isinstance(switch, bool), "is_preemptible or checkpoints", switch, "true or false is needed")
+        put(self, "weight", _positive("weight", self.weight))
+        if self.max_restarts is not None:
+            _whole("max restarts", self.max_restarts, 0)
+        _require(self.cwd is None or _text("cwd", self.cwd)[:1] == "/", "cwd", self.cwd, "an absolute path is needed")
+        put(self, "time_limit_s", None if self.time_limit_s is None else _positive("time limit", self.time_limit_s))
+        put(self, "after", tuple(dict.fromkeys(_name("after: job", name) for name in _texts("after", self.after))))
+        if _text("array", self.array):
+            parse_array(self.array)
+        if self.array_index is not None:
+            _whole("array index", self.array_index, 0)
+        put(self, "env", _environment(self.env, self.array_index))
+        put(self, "accelerators", tuple(dict.fromkeys(_texts("accelerators", self.accelerators))))
+        _require("" not in self.accelerators, "accelerators", self.accelerators, "leave empty names out")
+
+    def _check_replicas(self) -> None:
+        counts = {"min": self.min_replicas, "max": self.max_replicas, "exact": self.replicas}
+        given = {which: count for which, count in counts.items() if count is not None}
+        for which, count in given.items():
+            _whole("replicas" if which == "exact" else f"{which}-replicas", count, 1)
+        said = ", ".join(f"{'' if which == 'exact' else which + '-'}replicas {count}" for which, count in given.items())
+        for is_wrong, why in (
+            (given.keys() == {"min", "max"} and given["min"] > given["max"], "min is above max"),
+            ("exact" in given and len(given) > 1, "give either their number, or bounds"),
+            (
+                self.kind == "fixed" and bool(given.keys() & {"min", "max"}),
+                "a fixed job needs their number; if it uses pollux.train but imports it elsewhere, say kind elastic",
+            ),
+        ):
+            if is_wrong:
+                raise InvalidValueError(f"{said}; {why}")
+
+    @property
+    def num_restarts_allowed(self) -> int:
+        """After crashes. If nothing is said, what has no checkpoint to go on from is not begun again."""
+        if self.max_restarts is not None:
+            return self.max_restarts
+        return DEFAULT_RESTARTS if self.kind == "elastic" or self.checkpoints else 0
+
+    def resolved(self, script_text: str | None) -> JobRequest:
+        """With ``auto`` decided by the script's text; without one (any other command) it is fixed."""
+        return replace(self, kind=detect_kind(script_text or "")) if self.kind == "auto" else self
+
+    def expand(self) -> list[JobRequest]:
+        """The jobs of an array: ``name-0``, ... with POLLUX_ARRAY_INDEX in their environment. Itself, if it is none."""
+        indices = parse_array(self.array) if self.array else ()
+        return [replace(self, name=f"{self.name}-{n}", array="", array_index=n) for n in indices] or [self]
+
+    def to_spec(self, name: str, submitted_at: float) -> JobSpec:
+        """What the scheduler needs. A fixed job that does not checkpoint would lose its work, so is not preemptible."""
+        from pollux.types import JobSpec
+
+        _require(self.kind != "auto" and not self.array, "job", name, "it must be resolved and expanded first")
+        exact = self.replicas or (1 if self.kind == "fixed" else None)
+        return JobSpec(
+            name=name,
+            application=self.application,
+            submitted_at=submitted_at,
+            min_replicas=exact or self.min_replicas or 1,
+            max_replicas=exact or self.max_replicas or UNBOUNDED_REPLICAS,
+            requested_replicas=exact,
+            is_preemptible=self.is_preemptible and (self.kind == "elastic" or self.checkpoints),
+            weight=self.weight,
+            accelerators=frozenset(self.accelerators) or None,
+        )
+
+    def to_dict(self) -> dict[str, Json]:
+        """JSON-able, with the format's version."""
+        plain = {key: list(one) if isinstance(one, tuple) else one for key, one in asdict(self).items()}
+        return {"version": FORMAT_VERSION, **plain}
+
+    @classmethod
+    def from_dict(cls, data: object) -> JobRequest:
+        """Of :meth:`to_dict`, or of JSON by hand: all but ``command`` may be left out, nothing may be added."""
+        if not isinstance(data, Mapping):
+            raise InvalidValueError(f"job {data!r:.80}; a mapping of fields is needed")
+        values = {"version": FORMAT_VERSION, "command": (), **data}
+        version = values.pop("version")
+        _require(repr(version) == f"{FORMAT_VERSION}", "job of version", version, f"{FORMAT_VERSION} is what we read")
+        _check_known("field", values, [one.name for one in fields(cls)])
+        return cls(**values)
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """``--name`` of the command line and of header lines, for one field of :class:`JobRequest`."""
+
+    name: str
+    field: str
+    type: Literal["text", "int", "float", "flag", "duration", "list", "pairs"]
+    metavar: str  # empty for a flag, which is --name or --no-name
+    help: str
+
+    @property
+    def default(self) -> object:
+        found = next(one for one in fields(JobRequest) if one.name == self.field)
+        return {} if found.default is MISSING else found.default
+
+    def convert(self, value: Any) -> Any:
+        """The field's value from text as typed (or several, for a list or pairs); what is no text stays as it is."""
+        if self.type in ("text", "flag") or not isinstance(value, (str, list, tuple)):
+            return value
+        words = [value] if isinstance(value, str) else _texts(f"--{self.name}", value)
+        try:
+            if self.type == "list":
+                return tuple(part.strip() for word in words for part in word.split(","))
+            if self.type == "pairs":
+                return dict(word.split("=", 1) for word in words)
+            (word,) = words
+            return int(word) if self.type == "int" else float(word) if self.type == "float" else parse_duration(word)
+        except ValueError:
+            _require(False, f"--{self.name}", value, f"{self.metavar} is needed. {self.help}")
+
+
+OPTIONS = (
+    Option("name", "name", "text", "NAME", "Name of the job; that of the script by default, numbered if taken."),
+    Option("application", "application", "text", "NAME", "Jobs of one application share what was learnt of its speed."),
+    Option("kind", "kind", "text", "|".join(get_args(Kind)), "Elastic (pollux.train) or fixed; seen from the script."),
+    Option("replicas", "replicas", "int", "N", "Run with exactly this many replicas."),
+    Option("min-replicas", "min_replicas", "int", "N", "Never run with fewer; 1 by default."),
+    Option("max-replicas", "max_replicas", "int", "N", "Never run with more; as many as useful by default."),
+    Option("preemptible", "is_preemptible", "flag", "", "May be stopped for others' sake, and go on later."),
+    Option("checkpoints", "checkpoints", "flag", "", "A fixed job: it saves its state and can be restarted."),
+    Option("weight", "weight", "float", "W", "Priority: twice the weight counts like two jobs."),
+    Option("max-restarts", "max_restarts", "int", "N", "Give up after more crashes; 3, or 0 for fixed jobs."),
+    Option("cwd", "cwd", "text", "DIR", "Working directory, an absolute path; where it is submitted by default."),
+    Option("env", "env", "pairs", "KEY=VALUE", "An environment variable; may be given several times."),
+    Option("time-limit", "time_limit_s", "duration", "TIME", "Stop it after this long: 90 (seconds), 10m, 2h30m, 1d."),
+    Option("after", "after", "list", "JOB,...", "Start only when these jobs have succeeded."),
+    Option("array", "array", "text", "INDICES", f"One job per index, 0-9 or 1,3,7; it is in {ARRAY_INDEX}."),
+    Option("accelerators", "accelerators", "list", "TYPE,...", "Run on these types only."),
+)
+_BY_FIELD = {option.field: option for option in OPTIONS}
+_BY_WORD = {f"--{option.name}": (option, True) for option in OPTIONS}
+_BY_WORD |= {f"--no-{option.name}": (option, False) for option in OPTIONS if option.type == "flag"}
+
+
+def parse_headers(script_text: str) -> dict[str, Any]:
+    """Options by field, of the lines ``#POLLUX --key value --other=value --flag`` before the first statement.
+
+    A docstring is none. As with sbatch, later ones are mere comments. Values may be quoted. Given twice, the later
+    wins; --env adds up.
+    """
+    found: dict[str, Any] = {}
+    docstring = _docstring_lines(script_text)
+    for number, line in enumerate(re.split(r"\r\n|\r|\n", script_text.removeprefix("\ufeff")), start=1):
+        if number in docstring:
+            continue
+        if line.strip() and not line.lstrip().startswith("#"):
+            break
+        if header := _HEADER.fullmatch(line):
+            try:
+                _read_words(found, shlex.split(header[1] or header[2] or ""))
+            except ValueError as error:  # ours, or shlex's about quotes
+                raise InvalidValueError(f"line {number}: {error}") from None
+    return found
+
+
+def _docstring_lines(script_text: str) -> range:
+    """Of a Python script that begins with one; none otherwise."""
+    tree = _parsed(script_text)
+    first = tree.body[0] if tree is not None and tree.body else None
+    if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
+        return range(first.lineno, (first.end_lineno or first.lineno) + 1)
+    return range(0)
+
+
+def _parsed(script_text: str) -> ast.Module | None:
+    """None: it is not Python."""
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of the user's code ("\\d" in a string), not for us to show
+            return ast.parse(script_text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+
+
+def _read_words(found: dict[str, Any], words: Sequence[str]) -> None:
+    rest = iter(words)
+    for word in rest:
+        key, equals, value = word.partition("=")
+        _check_known("option", [key], _BY_WORD)
+        option, is_on = _BY_WORD[key]
+        if option.type == "flag":
+            _require(not equals, "option", word, f"{key} takes no value")
+            found[option.field] = is_on
+        else:
+            value = value if equals else next(rest, "--")
+            _require(bool(equals) or not value.startswith("--"), "option", key, f"{option.metavar} is needed behind it")
+            converted = option.convert(value)
+            found[option.field] = found.get("env", {}) | converted if option.type == "pairs" else converted
+
+
+def options_to_request(options: Options, command: Sequence[str], overrides: Options | None = None) -> JobRequest:
+    """The request of a script's header ``options``, over which ``overrides`` (of the command line, by field) win.
+
+    None or no values: not given. Text is converted. Replicas and bounds on them exclude each other: the override stays.
+    """
+    given = {key: value for key, value in (overrides or {}).items() if value not in (None, (), [])}
+    exact, bounds = {"replicas"}, {"min_replicas", "max_replicas"}
+    dropped = (bounds if exact & given.keys() else set()) | (exact if bounds & given.keys() else set())
+    _check_known("field", {**options, **given}, _BY_FIELD)
+    _require(given.get("name") != "", "--name", "", "a name is needed behind it; leave it out for the script's")
+    first = {key: _BY_FIELD[key].convert(value) for key, value in options.items() if key not in dropped}
+    second = {key: _BY_FIELD[key].convert(value) for key, value in given.items()}
+    env = first.get("env", {}) | second.get("env", {})
+    return JobRequest(**{"command": command, **first, **second, "env": env})
+
+
+class Blocked(NamedTuple):
+    """Why a job does not start yet; if ``is_hopeless`` it never will, and is to be cancelled for this reason."""
+
+    reason: str
+    is_hopeless: bool
+
+
+def blocked_reason(after: Sequence[str], states: Mapping[str, str]) -> Blocked | None:
+    """What its dependencies mean for a job, by the states of all jobs; None: it may start."""
+    for name in after:
+        if (state := states.get(name, "unknown")) in _LOST:
+            return Blocked(f"it was to run after {name}, which {_LOST[state]}", True)
+    waiting = [name for name in after if states[name] != "succeeded"]
+    return Blocked(f"waiting for {', '.join(waiting)}", False) if waiting else None
+
+
+def find_cycle(requests: Iterable[JobRequest], existing: Existing) -> list[str] | None:
+    """Names of jobs each of which is to run after the next, the last being the first again, if there are any."""
+    edges = {name: after for name, (state, after) in existing.items() if state not in {"succeeded", *_LOST}}
+    try:
+        graphlib.TopologicalSorter(edges | {request.name: request.after for request in requests}).prepare()
+    except graphlib.CycleError as error:
+        return list(reversed(error.args[1]))
+    return None
+
+
+def check_dependencies(requests: Sequence[JobRequest], existing: Existing) -> None:
+    """At submission, with final names: every job to wait for is known, and none waits for itself in the end."""
+    known = {*existing, *(request.name for request in requests)}
+    for request in requests:
+        for name in set(request.after) - known:
+            hint = _nearest(name, known, 3)
+            raise InvalidValueError(f"job {request.name!r} is to run after {name!r}, which is not known.{hint}")
+    if cycle := find_cycle(requests, existing):
+        raise InvalidValueError(f"jobs would wait for each other for ever: {' after '.join(cycle)}; drop one of these")

@@ -1,0 +1,66 @@
+"""Routes for charts: the cluster over time, which job held what, a job's curves and its performance model."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from fastapi import Query, Response
+
+from pollux.api.cluster import SampleList, Timeline
+from pollux.api.job import JobCurves, JobModel
+from pollux.server.http.dependencies import ItsQueries, of_operator
+from pollux.server.http.errors import answer
+from pollux.server.http.openapi import error_answers
+
+MAX_POINTS = 10_000
+
+_Time = Annotated[float | None, Query(ge=0, le=1e12, allow_inf_nan=False, description="Seconds since 1970.")]
+_Points = Annotated[int, Query(ge=1, le=MAX_POINTS, description="At most so many, evenly chosen.")]
+
+charts = of_operator("charts")
+
+
+@charts.get(
+    "/samples",
+    summary="The cluster over time",
+    response_model=SampleList,
+    responses=error_answers(422),
+)
+def list_samples(queries: ItsQueries, since: _Time = None, until: _Time = None, points: _Points = 600) -> Response:
+    """One is taken every ten seconds, and the newest 50,000 are kept."""
+    return answer(SampleList(samples=tuple(queries.samples(since, until, points))))
+
+
+@charts.get("/timeline", summary="Which job held what", response_model=Timeline, responses=error_answers(422))
+def timeline(
+    queries: ItsQueries,
+    since: _Time = None,
+    until: _Time = None,
+    limit: Annotated[int, Query(ge=1, le=1000, description="At most so many jobs.")] = 200,
+) -> Response:
+    """Jobs that were present in this time. The last hour if nothing is said."""
+    return answer(queries.timeline(since, until, limit))
+
+
+@charts.get(
+    "/jobs/{name}/curves",
+    summary="A job over time",
+    response_model=JobCurves,
+    responses=error_answers(404, 422),
+)
+def curves(queries: ItsQueries, name: str, points: _Points = 600) -> Response:
+    return answer(queries.curves(name, points))
+
+
+@charts.get(
+    "/jobs/{name}/model",
+    summary="Performance model of a job",
+    response_model=JobModel,
+    responses=error_answers(404, 422),
+)
+def model(queries: ItsQueries, name: str) -> Response:
+    """What was measured, what was fitted to it, and what follows for the batch size and the number of replicas."""
+    return answer(queries.model(name))
+
+
+ROUTERS = (charts,)

@@ -1,0 +1,173 @@
+"""Routes about the cluster: health, summary, nodes, rounds, the stream of changes, shutdown."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import AsyncIterator
+from typing import Annotated
+
+from fastapi import APIRouter, Depends, Path, Query, Request, Response
+from fastapi.responses import StreamingResponse
+from pydantic import TypeAdapter
+from starlette.concurrency import run_in_threadpool
+
+from pollux.api.cluster import ClusterSummary, Health, NodeList, NodeSummary, Shutdown, StateEvent
+from pollux.api.codec import MAX_INTEGER
+from pollux.api.errors import ErrorAnswer
+from pollux.api.round import RoundDetail, RoundList
+from pollux.errors import PolluxError
+from pollux.server.http.dependencies import READY, ItsCluster, ItsQueries, Limit, Since, body_of, of_operator
+from pollux.server.http.errors import answer, retry_later
+from pollux.server.http.openapi import Responses, body_schema, error_answers
+from pollux.server.present.feed import Feed
+
+MIN_EVERY_S, MAX_EVERY_S = 0.5, 60.0
+STILL_HERE_S = 15.0
+LOOK_FOR_END_S = 0.25  # how soon a stream ends with its server or its reader
+
+logger = logging.getLogger(__name__)
+
+# Health: no token -----------------------------------------------------------------------------
+
+health = APIRouter(tags=["health"])
+_NOT_READY: Responses = {503: {"model": ErrorAnswer, "description": "Not ready; the message says why."}}
+
+
+@health.get("/healthz", summary="Is the process alive?", response_model=Health)
+async def healthz() -> Response:
+    return answer(Health())
+
+
+@health.get("/readyz", summary="Does it take jobs?", response_model=Health, responses=_NOT_READY)
+async def readyz(cluster: ItsCluster) -> Response:
+    if cluster.is_ready:
+        return answer(Health())
+    return retry_later("ServerUnavailableError", cluster.problem or "starting or ending")
+
+
+# The cluster ----------------------------------------------------------------------------------
+
+cluster = of_operator("cluster")
+
+
+@cluster.get("/cluster", summary="At a glance", response_model=ClusterSummary, responses=error_answers())
+def summarise(queries: ItsQueries) -> Response:
+    return answer(queries.summary())
+
+
+@cluster.get("/nodes", summary="The nodes", response_model=NodeList, responses=error_answers())
+def list_nodes(queries: ItsQueries) -> Response:
+    return answer(NodeList(nodes=tuple(queries.nodes())))
+
+
+@cluster.post(
+    "/nodes/{name}/drain",
+    summary="Give no more jobs to a node; those on it are moved",
+    response_model=NodeSummary,
+    responses=error_answers(404, 422),
+    dependencies=READY,
+)
+def drain(cluster: ItsCluster, name: str) -> Response:
+    return answer(cluster.drain(name, True))
+
+
+@cluster.post(
+    "/nodes/{name}/undrain",
+    summary="Use a node again",
+    response_model=NodeSummary,
+    responses=error_answers(404, 422),
+    dependencies=READY,
+)
+def undrain(cluster: ItsCluster, name: str) -> Response:
+    return answer(cluster.drain(name, False))
+
+
+@cluster.get("/rounds", summary="Decisions", response_model=RoundList, responses=error_answers(422))
+def list_rounds(queries: ItsQueries, since: Since = None, limit: Limit = 100) -> Response:
+    return answer(RoundList(rounds=tuple(queries.rounds(since, limit))))
+
+
+@cluster.post(
+    "/shutdown",
+    summary="End the server",
+    status_code=202,
+    response_model=Shutdown,
+    responses=error_answers(413, 422),
+    openapi_extra=body_schema(Shutdown, is_required=False),
+)
+def shut_down(request: Request, body: Annotated[Shutdown, Depends(body_of(Shutdown))]) -> Response:
+    """Jobs checkpoint, leave, and go on when a server is started again; or train on, if they are kept."""
+    request.app.state.shutdown(body.keep_jobs)
+    return answer(body, 202)
+
+
+@cluster.get(
+    "/rounds/{id}",
+    summary="A decision in full",
+    response_model=RoundDetail,
+    responses=error_answers(404, 422),
+)
+def one_round(queries: ItsQueries, id: Annotated[int, Path(ge=0, le=MAX_INTEGER)]) -> Response:
+    return answer(queries.round(id))
+
+
+# What changes ---------------------------------------------------------------------------------
+
+_EVENTS: Responses = {
+    200: {
+        "content": {"text/event-stream": {"schema": TypeAdapter(StateEvent).json_schema()}},
+        "description": "Messages without end.",
+    }
+}
+
+
+@cluster.get(
+    "/events",
+    summary="What changes, as it changes",
+    response_class=StreamingResponse,
+    responses={**error_answers(422), **_EVENTS},
+)
+async def events(
+    request: Request,
+    every_s: Annotated[
+        float, Query(ge=MIN_EVERY_S, le=MAX_EVERY_S, allow_inf_nan=False, description="How often, at most.")
+    ] = 1.0,
+) -> Response:
+    """Server-sent events. The first one tells all: jobs that are not over and those that ended last, nodes, the last
+    rounds; the others what has changed since. A stream ends with the server; the next one begins with all again.
+    """
+    feed: Feed = request.app.state.feed
+    # Before anything is sent, so that a failure has its status.
+    version, message = await run_in_threadpool(feed.message, 0)
+
+    async def is_over() -> bool:
+        return bool(request.app.state.is_ending) or await request.is_disconnected()
+
+    async def messages() -> AsyncIterator[str]:
+        nonlocal version, message
+        said_at = time.monotonic()
+        while True:
+            if message is not None:
+                yield f"event: state\nid: {version}\ndata: {message}\n\n"
+                said_at = time.monotonic()
+            look_at = time.monotonic() + every_s
+            while (left_s := look_at - time.monotonic()) > 0:
+                if await is_over():
+                    return
+                if time.monotonic() - said_at >= STILL_HERE_S:  # also where looks are farther apart
+                    yield ": still here\n\n"
+                    said_at = time.monotonic()
+                await asyncio.sleep(min(left_s, LOOK_FOR_END_S))
+            try:
+                version, message = await run_in_threadpool(feed.message, version)
+            except PolluxError as error:  # too late for another status; the client asks again
+                logger.warning("a stream of events ends: %s", error)
+                return
+
+    headers = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+    return StreamingResponse(messages(), media_type="text/event-stream", headers=headers)
+
+
+ROUTERS = (health, cluster)

@@ -1,0 +1,190 @@
+"""What FastAPI resolves before a route runs: the cluster, the caller, the body of a request.
+
+Routes depend on these. The cluster is known by :class:`ServedCluster` and :class:`ClusterQueries` alone.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Protocol, TypeVar, cast
+
+from fastapi import APIRouter, Depends, Query, Request, Security
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from starlette.requests import ClientDisconnect
+
+from pollux.api.cluster import ClusterSample, NodeSummary, Timeline
+from pollux.api.codec import MAX_INTEGER, Json, decode, loads, shown
+from pollux.api.job import JobCurves, JobDetail, JobModel, JobSummary
+from pollux.api.report import MAX_REPORT_BYTES, Report, ReportAnswer, StoredReport
+from pollux.api.request import JobRequest
+from pollux.api.round import RoundDetail
+from pollux.errors import InvalidValueError
+from pollux.server.http.auth import Access, Caller
+from pollux.server.http.errors import RETRY_AFTER_S, Refusal
+from pollux.server.present.feed import Watched
+from pollux.server.present.metrics import Metrics
+from pollux.server.storage.simulations import Simulations
+
+MAX_BODY_BYTES = MAX_REPORT_BYTES
+_T = TypeVar("_T")
+_LOCAL_HOST = re.compile(r"(localhost|127(\.[0-9]+){3}|\[::1\])(:[0-9]+)?", re.IGNORECASE)
+
+
+class ClusterQueries(Watched, Protocol):
+    """What is asked of :class:`pollux.server.present.queries.Queries`. Any thread may ask."""
+
+    def jobs(
+        self, states: Sequence[str] | None, limit: int, offset: int, newest_first: bool
+    ) -> tuple[list[JobSummary], int]: ...
+    def job(self, name: str) -> JobDetail: ...
+    def summary_of(self, name: str) -> JobSummary: ...
+    def reports(self, name: str, since: int | None, limit: int) -> list[StoredReport]: ...
+    def round(self, id_: int) -> RoundDetail: ...
+    def samples(self, since: float | None, until: float | None, points: int) -> list[ClusterSample]: ...
+    def timeline(self, since: float | None, until: float | None, limit: int) -> Timeline: ...
+    def curves(self, name: str, points: int) -> JobCurves: ...
+    def model(self, name: str) -> JobModel: ...
+    def job_directory(self, name: str) -> Path: ...
+    def is_ended(self, name: str) -> bool: ...
+
+
+class ServedCluster(Protocol):
+    """What is asked of :class:`pollux.server.live.cluster.Cluster`. Any thread may ask; every call returns in time."""
+
+    @property
+    def is_ready(self) -> bool: ...
+    @property
+    def problem(self) -> str: ...
+    @property
+    def metrics(self) -> Metrics: ...
+    @property
+    def simulations(self) -> Simulations: ...
+    @property
+    def queries(self) -> ClusterQueries: ...
+    def submit(self, request: JobRequest) -> list[JobSummary]: ...
+    def cancel(self, name: str, reason: str) -> JobSummary: ...
+    def report(self, report: Report) -> ReportAnswer: ...
+    def drain(self, node: str, is_draining: bool) -> NodeSummary: ...
+    def start(self) -> None: ...
+    def stop(self, *, keeps_jobs: bool, timeout_s: float = 60) -> None: ...
+    def hurry(self, timeout_s: float) -> None: ...
+    def job_of_token(self, token: str) -> str | None: ...
+
+
+# The caller -----------------------------------------------------------------------------------
+
+bearer = HTTPBearer(auto_error=False, scheme_name="token", description="The operator's token, or that of a job.")
+
+
+async def find_cluster(request: Request) -> ServedCluster:
+    return cast(ServedCluster, request.app.state.cluster)
+
+
+async def find_queries(request: Request) -> ClusterQueries:
+    return cast(ServedCluster, request.app.state.cluster).queries
+
+
+async def find_caller(
+    request: Request, credentials: Annotated[HTTPAuthorizationCredentials | None, Security(bearer)]
+) -> Caller:
+    access: Access = request.app.state.access
+    if not access.needs_token and not _is_local(request):
+        raise Refusal(403, "AccessDeniedError", "without a token only programs on this machine may ask")
+    caller = access.caller(None if credentials is None else credentials.credentials)
+    if caller is None:
+        seen = "this token is not known here" if credentials else "no token came with it"
+        message = f"{seen}; send 'Authorization: Bearer TOKEN', with the token in the server's data directory"
+        raise Refusal(401, "AccessDeniedError", message, {"WWW-Authenticate": "Bearer"})
+    return caller
+
+
+ItsCluster = Annotated[ServedCluster, Depends(find_cluster)]
+ItsQueries = Annotated[ClusterQueries, Depends(find_queries)]
+ItsCaller = Annotated[Caller, Depends(find_caller)]
+
+
+async def require_operator(caller: ItsCaller) -> None:
+    if not caller.is_operator:
+        message = f"this is the token of job {caller.job!r}, which may only report for it; the operator's is needed"
+        raise Refusal(403, "AccessDeniedError", message)
+
+
+async def require_known_parameters(request: Request) -> None:
+    """Refuse a misspelt parameter, which would be ignored otherwise."""
+    known = sorted(one.alias for one in request.scope["route"].dependant.query_params)
+    for name in request.query_params:
+        if name not in known:
+            allowed = f"allowed are {', '.join(known)}" if known else "none is allowed"
+            raise InvalidValueError(f"unknown parameter {shown(name)}; {allowed}")
+
+
+async def require_ready(cluster: ItsCluster) -> None:
+    """Refuse what could not be carried out now."""
+    if not cluster.is_ready:
+        message = f"the cluster is not ready: {cluster.problem or 'it is starting or ending'}; try again later"
+        raise Refusal(503, "ServerUnavailableError", message, {"Retry-After": str(RETRY_AFTER_S)})
+
+
+def _is_local(request: Request) -> bool:
+    """Not a page of another site in a browser. Asked where no token is needed."""
+    host, origin = request.headers.get("host", ""), request.headers.get("origin")
+    is_own = origin is None or origin.partition("://")[2] == host
+    return is_own and _LOCAL_HOST.fullmatch(host) is not None
+
+
+# The body --------------------------------------------------------------------------------------
+
+
+async def read_body(request: Request, max_bytes: int = MAX_BODY_BYTES) -> bytes:
+    """The body, of which no more than this is ever kept."""
+    declared = request.headers.get("content-length", "")
+    if declared.isdecimal() and int(declared[:20]) > max_bytes:
+        raise _too_large(max_bytes)
+    parts, size = [], 0
+    try:
+        async for part in request.stream():
+            size += len(part)
+            if size > max_bytes:
+                raise _too_large(max_bytes)
+            parts.append(part)
+    except ClientDisconnect:
+        raise Refusal(422, "InvalidValueError", "the body ended too early") from None
+    return b"".join(parts)
+
+
+def _too_large(max_bytes: int) -> Refusal:
+    # What is left of the body is not read, so nothing else can come through this connection.
+    message = f"the body is too large; at most {max_bytes} bytes are allowed"
+    return Refusal(413, "TooLargeError", message, {"Connection": "close"})
+
+
+async def read_json(request: Request) -> Json:
+    """FastAPI would read all of the body before the token is checked; this runs after."""
+    return loads(await read_body(request), "body")
+
+
+def body_of(kind: type[_T]) -> Callable[[Request], Coroutine[Any, Any, _T]]:
+    """A dependency that decodes a JSON body; an empty one stands for one without any field."""
+
+    async def read(request: Request) -> _T:
+        data = await read_body(request)
+        return decode(kind, loads(data, "body") if data else {}, "body")
+
+    return read
+
+
+# Parameters -----------------------------------------------------------------------------------
+
+Limit = Annotated[int, Query(ge=0, le=10_000, description="At most so many.")]
+Since = Annotated[
+    int | None, Query(ge=0, le=MAX_INTEGER, description="Only those after this id, oldest first; else the last ones.")
+]
+READY = [Depends(require_ready)]
+
+
+def of_operator(tag: str) -> APIRouter:
+    """A router for the operator alone."""
+    first = [Depends(require_operator), Depends(require_known_parameters)]
+    return APIRouter(prefix="/api/v1", tags=[tag], dependencies=first)

@@ -1,0 +1,210 @@
+"""Routes about jobs: submit, list, describe, cancel, reports, logs.
+
+Routes that read the database are plain functions, which run in threads; reports, which are many, are taken on the event
+loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Depends, Query, Request, Response
+from fastapi.responses import StreamingResponse
+from starlette.concurrency import iterate_in_threadpool, run_in_threadpool
+
+from pollux.api.codec import MAX_INTEGER
+from pollux.api.job import (
+    Cancellation,
+    JobDetail,
+    JobList,
+    JobLogFile,
+    JobLogFileList,
+    JobPage,
+    JobStateName,
+    JobSummary,
+)
+from pollux.api.report import MAX_REPORT_BYTES, Report, ReportAnswer, ReportList, encode_report, read_report
+from pollux.api.request import JobRequest
+from pollux.errors import PolluxError
+from pollux.server.http.dependencies import (
+    READY,
+    ClusterQueries,
+    ItsCaller,
+    ItsCluster,
+    ItsQueries,
+    Limit,
+    Since,
+    body_of,
+    of_operator,
+    read_body,
+    read_json,
+)
+from pollux.server.http.errors import Refusal, answer
+from pollux.server.http.openapi import Responses, body_schema, error_answers, job_body
+from pollux.server.storage.logs import LogReader, Stream, list_files
+
+FOLLOW_EVERY_S = 0.25
+
+logger = logging.getLogger(__name__)
+
+# Jobs -----------------------------------------------------------------------------------------
+
+jobs = of_operator("jobs")
+
+
+@jobs.post(
+    "/jobs",
+    summary="Submit a job",
+    status_code=201,
+    response_model=JobList,
+    responses=error_answers(413, 422),
+    dependencies=READY,
+    openapi_extra=job_body(),
+)
+def submit(cluster: ItsCluster, body: Annotated[object, Depends(read_json)]) -> Response:
+    """Take in a job, or all jobs of an array. A name that is taken gets a number behind it."""
+    return answer(JobList(jobs=tuple(cluster.submit(JobRequest.from_dict(body)))), 201)
+
+
+@jobs.get("/jobs", summary="List jobs", response_model=JobPage, responses=error_answers(422))
+def list_jobs(
+    queries: ItsQueries,
+    state: Annotated[list[JobStateName] | None, Query(description="Only those in these states.")] = None,
+    limit: Limit = 100,
+    offset: Annotated[int, Query(ge=0, le=MAX_INTEGER, description="Leave out so many first.")] = 0,
+    newest: Annotated[bool, Query(description="Newest first.")] = True,
+) -> Response:
+    found, total = queries.jobs(state or None, limit, offset, newest)
+    return answer(JobPage(jobs=tuple(found), total=total))
+
+
+@jobs.get("/jobs/{name}", summary="All about a job", response_model=JobDetail, responses=error_answers(404, 422))
+def describe(queries: ItsQueries, name: str) -> Response:
+    """Its request, its state and why, its model, decisions, resizes and replicas."""
+    return answer(queries.job(name))
+
+
+@jobs.post(
+    "/jobs/{name}/cancel",
+    summary="Cancel a job",
+    response_model=JobSummary,
+    responses=error_answers(404, 413, 422),
+    dependencies=READY,
+    openapi_extra=body_schema(Cancellation, is_required=False),
+)
+def cancel(
+    cluster: ItsCluster,
+    name: str,
+    body: Annotated[Cancellation, Depends(body_of(Cancellation))],
+) -> Response:
+    """It checkpoints and leaves. One that has ended already stays as it is."""
+    return answer(cluster.cancel(name, body.reason))
+
+
+@jobs.get(
+    "/jobs/{name}/reports",
+    summary="What a job reported",
+    response_model=ReportList,
+    responses=error_answers(404, 422),
+)
+def list_reports(queries: ItsQueries, name: str, since: Since = None, limit: Limit = 100) -> Response:
+    return answer({"reports": [encode_report(one) for one in queries.reports(name, since, limit)]})
+
+
+reporting = APIRouter(prefix="/api/v1", tags=["jobs"])  # for jobs too, with their own tokens
+
+
+@reporting.post(
+    "/jobs/{name}/reports",
+    summary="Report for a job",
+    response_model=ReportAnswer,
+    responses=error_answers(404, 409, 413, 422),
+    openapi_extra=body_schema(Report, is_required=True),
+)
+async def report(request: Request, cluster: ItsCluster, caller: ItsCaller, name: str) -> Response:
+    """What a job reports while it trains. The answer is the model fitted to its speed.
+
+    409: the replica was replaced, and is none of the job's any more.
+    """
+    if not caller.may_report_for(name):
+        raise Refusal(403, "AccessDeniedError", f"this is the token of job {caller.job!r}, not of {name!r}")
+    if caller.is_operator:  # a job's token proves that there is that job
+        await run_in_threadpool(cluster.queries.summary_of, name)
+    told = read_report(await read_body(request, MAX_REPORT_BYTES))
+    if told.job != name:
+        raise Refusal(403, "AccessDeniedError", f"a report for job {told.job!r} was sent as one for {name!r}")
+    return answer(cluster.report(told))
+
+
+# Logs -----------------------------------------------------------------------------------------
+
+logs = of_operator("logs")
+_TEXT: Responses = {
+    200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "The text, as it comes."}
+}
+
+
+def _directory_of(queries: ClusterQueries, name: str) -> Path:
+    """Of a job there is: an unknown name is never made into a path."""
+    queries.summary_of(name)  # raises UnknownNameError
+    return queries.job_directory(name)
+
+
+@logs.get(
+    "/jobs/{name}/log-files",
+    summary="Which log files a job has",
+    response_model=JobLogFileList,
+    responses=error_answers(404, 422),
+)
+def list_log_files(queries: ItsQueries, name: str) -> Response:
+    """In order of their start."""
+    files = tuple(
+        JobLogFile(replica=file.replica, stream=file.stream, start=file.start, size_bytes=file.size_bytes)
+        for file in list_files(_directory_of(queries, name))
+    )
+    return answer(JobLogFileList(files=files))
+
+
+@logs.get(
+    "/jobs/{name}/logs",
+    summary="A job's output",
+    response_class=StreamingResponse,
+    responses={**error_answers(404, 422), **_TEXT},
+)
+async def read_logs(
+    request: Request,
+    queries: ItsQueries,
+    name: str,
+    follow: Annotated[bool, Query(description="Go on until the job has ended.")] = False,
+    tail: Annotated[int | None, Query(ge=0, le=1_000_000, description="Only so many last lines per file.")] = None,
+    replica: Annotated[str | None, Query(description="Of this replica only.")] = None,
+    stream: Annotated[Literal["out", "err", "both"], Query(description="stdout, stderr or both.")] = "both",
+) -> Response:
+    """Of a job with more than one replica, every line begins with ``[replica]``."""
+    directory = await run_in_threadpool(_directory_of, queries, name)
+    only: Stream | None = None if stream == "both" else stream
+    reader = await run_in_threadpool(LogReader, directory, replica=replica or None, stream=only, tail=tail)
+
+    async def passes() -> AsyncIterator[str]:
+        while True:
+            try:
+                # Asked before reading: what it wrote last is there by then.
+                is_last = not follow or await run_in_threadpool(queries.is_ended, name)
+            except PolluxError as error:  # too late for another status; the client asks again
+                logger.warning("the logs of job %s are not followed any more: %s", name, error)
+                return
+            async for part in iterate_in_threadpool(reader.read(is_last=is_last)):
+                yield part
+            if is_last or request.app.state.is_ending or await request.is_disconnected():
+                return
+            await asyncio.sleep(FOLLOW_EVERY_S)
+
+    headers = {"X-Content-Type-Options": "nosniff", "Cache-Control": "no-store"}
+    return StreamingResponse(passes(), media_type="text/plain; charset=utf-8", headers=headers)
+
+
+ROUTERS = (reporting, jobs, logs)

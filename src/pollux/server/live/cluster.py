@@ -1,0 +1,438 @@
+"""The live cluster: the scheduler on a thread of its own, with a real clock, a database and an engine.
+
+HTTP routes call it to change anything, and its :class:`~pollux.server.present.queries.Queries` to read. One thread owns
+the scheduler and everything that changes it: what others ask for is queued and done between two ticks. Reports of jobs
+go into an inbox, and a submission is in the database before it is answered, so no caller waits for a decision.
+
+The thread is crash-only: whatever goes wrong in a tick (a full disk under the database, say), it begins again from what
+the database holds and what the engine says, exactly as after a restart of the server.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
+from typing import Any, TypeVar
+
+from pollux.api.cluster import NodeSummary
+from pollux.api.job import JobSummary
+from pollux.api.report import Report, ReportAnswer
+from pollux.api.request import JobRequest
+from pollux.engines.live import LiveEngine
+from pollux.errors import FencedError, PolluxError, StoreError, UnknownNameError
+from pollux.policy import make_policy
+from pollux.scheduler.lifecycle import JobState
+from pollux.scheduler.loop import Scheduler, SchedulerConfig
+from pollux.scheduler.ports import NodePool
+from pollux.scheduler.record import JobRecord
+from pollux.server.config import ClusterConfig
+from pollux.server.live.clock import LiveClock
+from pollux.server.live.inbox import Inbox
+from pollux.server.live.job_table import JobTable, LaunchSettings, LiveJob
+from pollux.server.live.recorder import DecisionLog, Recorder
+from pollux.server.live.state import ClusterState
+from pollux.server.present.gauges import Measured
+from pollux.server.present.metrics import Metrics
+from pollux.server.present.queries import Queries
+from pollux.server.storage.files import read_names, read_seconds, write_names, write_seconds
+from pollux.server.storage.simulations import Simulations
+from pollux.server.storage.store import SqlStore
+
+ANSWER_S = 10.0  # the longest a caller waits for the scheduler's thread
+SHORTEST_TICK_S = 0.02  # events that come together are seen together
+LONGEST_WAIT_S = 1.0
+MAX_DUTY = 0.25  # share of the time that the scheduler's thread may take from those who answer requests
+LONGEST_PAUSE_S = 30.0  # between attempts to begin again
+TIDY_EVERY_S = 5.0
+SAMPLE_EVERY_S = 10.0
+NUM_REPLAYED, MANY_JOBS = 20, 200  # reports of each job after a restart; of many jobs the last one alone
+DRAINING_FILE, NODE_SECONDS_FILE = "draining.json", "node-seconds.json"
+REPORTS_PER_S = 66.0  # of all jobs together: what they are asked to keep to
+
+logger = logging.getLogger(__name__)
+_T = TypeVar("_T")
+
+
+class Cluster:
+    """Any thread may call; nothing takes longer than ``ANSWER_S``. ``queries`` answers what changes nothing."""
+
+    def __init__(
+        self,
+        *,
+        store: SqlStore,
+        engine: LiveEngine,
+        config: ClusterConfig,
+        jobs: JobTable | None = None,
+        wakeup: threading.Event | None = None,
+        clock: LiveClock | None = None,
+        pool: NodePool | None = None,
+    ) -> None:
+        """``jobs`` and ``wakeup``: what the engine was made with, so that it finds jobs' commands and wakes the thread.
+
+        ``pool``: the engine too, where its nodes can come and go.
+        """
+        self._store, self._engine, self._config = store, engine, config
+        self._clock = clock or LiveClock(store.latest_time())
+        self._jobs = JobTable(store, launch_settings(config)) if jobs is None else jobs  # an empty one is falsy
+        draining = frozenset(read_names(config.data_directory / DRAINING_FILE))
+        self._state = ClusterState(jobs=self._jobs, draining=draining)
+        self._decisions = DecisionLog(store, self._state)
+        self.queries = Queries(
+            state=self._state,
+            store=store,
+            engine=engine,
+            config=config,
+            clock=self._clock,
+            decisions=self._decisions,
+        )
+        self.metrics = Metrics()
+        self.metrics.watch(self.measured)
+        self.simulations = Simulations(config.data_directory / "simulations")
+        self._pool, self._inbox = pool, Inbox(engine, self._jobs)
+        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
+        self._woken = wakeup or threading.Event()
+        self._thread: threading.Thread | None = None
+        self._is_stopping = self._looks_at_dependencies = False
+        self._stop_by = math.inf  # in monotonic time
+        self._turn_s = 0.0  # what the last one took
+        self._tidy_at = self._sample_at = 0.0
+        self._problem = "the scheduler has not begun yet"
+        self._node_s_before = read_seconds(config.data_directory / NODE_SECONDS_FILE)  # counted by servers before
+
+    # Life -------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Adopt what runs, and begin to decide.
+
+        Raises:
+            StoreError: what is kept cannot be read.
+        """
+        self._begin()
+        self._thread = threading.Thread(target=self._run, name="pollux-scheduler", daemon=True)
+        self._thread.start()
+
+    def stop(self, *, keeps_jobs: bool, timeout_s: float = 60.0) -> None:
+        """End the thread. Jobs train on (``keeps_jobs``), or checkpoint and leave, and wait for the next start."""
+        logger.info("stopping: jobs %s", "train on" if keeps_jobs else "checkpoint and leave")
+        self._is_stopping = True
+        self.wake()
+        if self._thread is not None:
+            self._thread.join(ANSWER_S)
+        is_alone = self._thread is None or not self._thread.is_alive()  # else a tick hangs, and owns the scheduler
+        is_settled = True
+        try:
+            if not keeps_jobs and (scheduler := self._state.scheduler) is not None and is_alone:
+                self._stop_by = min(self._stop_by, time.monotonic() + timeout_s)
+                scheduler.suspend("the server is stopping")
+                while not (is_settled := scheduler.settle()) and time.monotonic() < self._stop_by:
+                    time.sleep(SHORTEST_TICK_S)
+            self._save_reports()
+            self._save_node_s()
+        except PolluxError as error:  # a full disk, say
+            logger.error("not all is kept of how jobs were stopped: %s", error)
+        finally:  # whatever happened, nothing runs on that should not
+            # Those that are not gone have had their time.
+            self._engine.close(stops_jobs=not keeps_jobs, grace_s=None if is_settled else 0.0)
+
+    def hurry(self, timeout_s: float) -> None:
+        """A stop under way, or to come, gives jobs this long and no longer."""
+        self._stop_by = min(self._stop_by, time.monotonic() + timeout_s)
+
+    def wake(self) -> None:
+        """Wake the scheduler thread: something happened that it should see."""
+        self._woken.set()
+
+    @property
+    def is_ready(self) -> bool:
+        return not self._problem and self._thread is not None and self._thread.is_alive()
+
+    @property
+    def problem(self) -> str:
+        return self._problem
+
+    def measured(self) -> Measured:
+        """What is there at this moment, for the metrics."""
+        return self.queries.measured(is_ready=self.is_ready, node_s_before=self._node_s_before)
+
+    # Changing ---------------------------------------------------------------------------------
+
+    def submit(self, request: JobRequest) -> list[JobSummary]:
+        """Take in a job, or those of an array; they are kept when this returns.
+
+        Raises:
+            InvalidValueError: it cannot ever run; nothing of it was kept.
+        """
+        now = self._clock.now()
+        admitted = self._jobs.admit(request, now)
+        self._queue(lambda: self._take_in(admitted))
+        return [self.queries.summary_of_held(job, now) for job in admitted]
+
+    def cancel(self, name: str, reason: str) -> JobSummary:
+        """End a job; one that is over already stays what it is.
+
+        Raises:
+            UnknownNameError: there is no such job.
+        """
+        self._ask(lambda: self._cancel(name, reason))
+        return self.queries.summary_of(name)
+
+    def drain(self, node: str, is_draining: bool) -> NodeSummary:
+        """Use a node no longer (jobs that may be moved leave it), or again."""
+        known = [one.name for one in self._engine.nodes()]
+        if node not in known:
+            raise UnknownNameError("node", node, known)
+
+        def change() -> None:
+            draining = self._state.draining | {node} if is_draining else self._state.draining - {node}
+            write_names(self._config.data_directory / DRAINING_FILE, draining)  # it outlives the server
+            self._state.draining = draining
+            self._working().drain(set(draining))
+            logger.info("node %s: %s", node, "drained: jobs leave it" if is_draining else "used again")
+
+        self._ask(change)
+        return next(one for one in self.queries.nodes() if one.name == node)
+
+    def report(self, report: Report) -> ReportAnswer:
+        """Take in a job's report; the answer is the model fitted to its speed. Never waits.
+
+        Raises:
+            FencedError: it comes from a replica that was replaced: its machine was frozen, say, and woke up.
+        """
+        if report.job in self._jobs:
+            self._require_current(report.job, report.replica)
+            at = self._clock.now()
+            self._jobs.take_report(report, at)
+            if self._inbox.put(at, report):
+                self.wake()
+            self.metrics.took_report()
+        else:
+            self.metrics.took_late_report()
+        job = self._jobs.get(report.job)
+        return ReportAnswer(
+            params=None if job is None else job.params, report_every_s=max(1.0, len(self._jobs) / REPORTS_PER_S)
+        )
+
+    def _require_current(self, job: str, replica: str | None) -> None:
+        # After a restart the engine may know of no replica for a moment.
+        if replica is not None and (living := self._engine.replicas(job)):
+            names = [one.replica_id for one in living]
+            if replica not in names:
+                raise FencedError(
+                    f"replica {replica!r} is none of job {job!r} any more, which has {', '.join(names)}: it was "
+                    "replaced, and must neither report nor save"
+                )
+
+    def job_of_token(self, token: str) -> str | None:
+        return self._jobs.job_of_token(token)
+
+    # The scheduler thread ---------------------------------------------------------------------
+
+    def _begin(self) -> None:
+        """From what is kept and what runs: at the start, and whenever a tick has failed."""
+        store, config, before = self._store, self._config, self._state.scheduler
+        recorder = Recorder(
+            store,
+            self._state,
+            self._decisions,
+            keep_rounds=config.keep_rounds,
+            keep_reports=config.keep_reports,
+            on_ended=self._on_ended,
+            metrics=self.metrics,
+        )
+        scheduler = Scheduler(
+            policy=make_policy(config.policy, config.settings),
+            engine=self._inbox,
+            store=recorder,
+            clock=self._clock,
+            config=SchedulerConfig(
+                interval_s=config.interval_s,
+                decides_on_events=True,
+                decides_on_models=True,
+                min_pause_s=config.min_pause_s,
+                max_duty=MAX_DUTY,
+                remembers_profiles=True,
+                autoscale=config.autoscale,
+            ),
+            pool=self._pool,
+            node_s=self._node_s_before if before is None else before.node_s,
+        )
+        records, waiting = store.records(), store.requests()
+        self._jobs.reload()
+        # What jobs told since they were saved last is learnt again from their reports.
+        num_reports = NUM_REPLAYED if len(records) <= MANY_JOBS else 1
+        for record in records:
+            for kept in store.reports(record.name, limit=num_reports):
+                self._jobs.take_report(kept, kept.at)
+                self._inbox.replay(kept)
+        recorder.resume(records)
+        scheduler.restore(records, store.knowledge().values())
+        scheduler.drain(set(self._state.draining))
+        self._engine.adopt(records)
+        self.metrics.remember(records)
+        self._state.scheduler = scheduler
+        self._take_in(self._jobs.hold(waiting))
+        self._problem = ""
+
+    def _run(self) -> None:
+        pause_s = 0.0
+        while not self._is_stopping:
+            try:
+                if self._problem:
+                    self._begin()
+                pause_s = 0.0
+                while not self._is_stopping:
+                    self._turn()
+            except Exception as error:  # crash-only: see above
+                self._problem = str(error) or repr(error)
+                self.metrics.stumbled(error)
+                if isinstance(error, StoreError):
+                    logger.error("nothing is decided until this is mended: %s", error)
+                else:
+                    logger.exception("the scheduler stumbled; it begins again from what was kept")
+                pause_s = min(max(2 * pause_s, 0.5), LONGEST_PAUSE_S)
+                self._woken.clear()
+                self._woken.wait(pause_s)
+        self._refuse_calls()
+
+    def _turn(self) -> None:
+        scheduler = self._working()
+        wait_s = min(scheduler.next_tick_at, self._next_limit_at()) - self._clock.now()
+        self._woken.wait(min(max(wait_s, 0.0), LONGEST_WAIT_S))
+        time.sleep(max(SHORTEST_TICK_S, self._turn_s * (1 / MAX_DUTY - 1)))
+        self._woken.clear()
+        began = time.perf_counter()
+        while self._calls:
+            call, future = self._calls.popleft()
+            try:
+                future.set_result(call())
+            except StoreError as error:
+                future.set_exception(error)
+                raise
+            except Exception as error:
+                future.set_exception(error)
+        self._save_reports()
+        if self._clock.now() >= self._tidy_at:
+            self._tidy_at = self._clock.now() + TIDY_EVERY_S
+            self._store.tidy()
+            self._save_node_s()
+        self.metrics.saw_nodes(self._engine.nodes(), self._state.draining | self._state.releasing)
+        scheduler.tick()
+        if self._clock.now() >= self._sample_at:
+            self._sample_at = self._clock.now() + SAMPLE_EVERY_S
+            self.queries.take_sample()
+        if self._looks_at_dependencies:
+            self._looks_at_dependencies = False
+            self._take_in(self._jobs.held)
+        self._enforce_limits()
+        self._turn_s = min(time.perf_counter() - began, LONGEST_WAIT_S)
+
+    def _save_reports(self) -> None:
+        reports = self._inbox.take_unsaved()
+        try:
+            self._store.save_reports(reports)
+        except StoreError:
+            self._inbox.put_back(reports)
+            raise
+        for _, report in reports:
+            for note in report.notes:
+                logger.info("job %s: training: %s", report.job, note)
+
+    def _save_node_s(self) -> None:
+        if (scheduler := self._state.scheduler) is not None:
+            write_seconds(self._config.data_directory / NODE_SECONDS_FILE, scheduler.node_s)
+
+    def _take_in(self, jobs: Iterable[LiveJob]) -> None:
+        """Give jobs to the scheduler, unless they wait for others; those that wait in vain are cancelled."""
+        records = self._state.records
+        for job in jobs:
+            if job.name not in self._jobs or job.name in records:
+                continue
+            blocked = self._jobs.blocked(job)
+            if blocked is not None and not blocked.is_hopeless:
+                continue
+            self._submit(job)
+            if blocked is not None:
+                self._working().cancel(job.name, blocked.reason)
+
+    def _submit(self, job: LiveJob) -> None:
+        assert job.request is not None, "a job that is not over has a request"
+        self._working().submit(job.request.to_spec(job.name, job.submitted_at), sequence=job.sequence)
+        job.is_held = False
+
+    def _cancel(self, name: str, reason: str) -> None:
+        job = self._jobs.get(name)
+        if job is not None and job.is_held:
+            self._submit(job)
+        if name in self._state.records:
+            self._working().cancel(name, reason)
+        else:
+            self._store.job(name)
+
+    def _on_ended(self, record: JobRecord) -> None:
+        self._jobs.close(record.name)
+        self._looks_at_dependencies = bool(self._jobs.held)
+
+    def _limited(self) -> list[tuple[JobRecord, float]]:
+        """Running jobs with a time limit, and how long they may still run; not those that are being ended."""
+        found: list[tuple[JobRecord, float]] = []
+        for record in self._state.records.values():
+            request = self._jobs.request_of(record.name)
+            if request is None or request.time_limit_s is None or record.stops_as.is_final:
+                continue
+            if record.allocation:
+                found.append((record, request.time_limit_s - record.attained_s))
+        return found
+
+    def _next_limit_at(self) -> float:
+        return min((record.accounted_at + left_s for record, left_s in self._limited()), default=math.inf)
+
+    def _enforce_limits(self) -> None:
+        for record, left_s in self._limited():
+            if left_s <= 0:
+                limit_s = record.attained_s + left_s
+                reason = f"stopped: its time limit of {limit_s:g} s is over"
+                self._working().cancel(record.name, reason, JobState.FAILED)
+
+    # Inside -----------------------------------------------------------------------------------
+
+    def _working(self) -> Scheduler:
+        if self._state.scheduler is None:
+            raise StoreError(f"the scheduler does not work: {self._problem}")
+        return self._state.scheduler
+
+    def _queue(self, call: Callable[[], _T]) -> Future[_T]:
+        future: Future[_T] = Future()
+        self._calls.append((call, future))
+        self.wake()
+        return future
+
+    def _ask(self, call: Callable[[], _T]) -> _T:
+        if self._thread is None or not self._thread.is_alive():
+            raise StoreError("the scheduler does not run; start the server again")
+        future = self._queue(call)
+        try:
+            return future.result(ANSWER_S)
+        except FutureTimeoutError:
+            raise StoreError(
+                f"no answer from the scheduler in {ANSWER_S:g} s; it is {self._problem or 'busy'}: try again"
+            ) from None
+
+    def _refuse_calls(self) -> None:
+        while self._calls:
+            self._calls.popleft()[1].set_exception(StoreError("the server is stopping"))
+
+
+def launch_settings(config: ClusterConfig) -> LaunchSettings:
+    return LaunchSettings(
+        secret=config.secret,
+        url=config.url,
+        directory=config.data_directory,
+        environment=config.environment,
+        storage=config.storage,
+    )

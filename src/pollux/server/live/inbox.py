@@ -1,0 +1,84 @@
+"""Carries reports of jobs to the scheduler, and the scheduler's fitted models back to the jobs.
+
+To the scheduler it is the engine: reports are events, and a model is a command. Both travel over HTTP, with any engine.
+HTTP threads put reports in; the scheduler thread takes them out.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+
+from pollux.api.report import Report
+from pollux.engines.live import LiveEngine
+from pollux.scheduler.ports import Command, Event, JobReport, StartJob, TuneJob
+from pollux.server.live.job_table import JobTable
+from pollux.types import Node
+
+MAX_WAITING = 100_000  # reports; the oldest go if the database is away for long
+
+
+class Inbox:
+    def __init__(self, engine: LiveEngine, jobs: JobTable) -> None:
+        self._engine, self._jobs = engine, jobs
+        self._unseen: deque[Report] = deque(maxlen=MAX_WAITING)
+        self._unsaved: deque[tuple[float, Report]] = deque(maxlen=MAX_WAITING)
+        self._turn = threading.Lock()
+        self.applies_at_once = engine.applies_at_once
+
+    def put(self, at: float, report: Report) -> bool:
+        """Whether the scheduler thread should be woken: it is the first report since it looked."""
+        with self._turn:
+            self._unsaved.append((at, report))
+            self._unseen.append(report)
+            return len(self._unseen) == 1
+
+    def replay(self, report: Report) -> None:
+        """Show the scheduler a report that is in the database already."""
+        with self._turn:
+            self._unseen.append(report)
+
+    def take_unsaved(self) -> list[tuple[float, Report]]:
+        with self._turn:
+            taken = list(self._unsaved)
+            self._unsaved.clear()
+        return taken
+
+    def put_back(self, reports: Sequence[tuple[float, Report]]) -> None:
+        """Try again later to save these."""
+        with self._turn:
+            waiting = [*reports, *self._unsaved]
+            self._unsaved = deque(waiting, maxlen=MAX_WAITING)
+
+    def nodes(self) -> Sequence[Node]:
+        return self._engine.nodes()
+
+    def apply(self, commands: Sequence[Command]) -> None:
+        for command in commands:
+            if isinstance(command, StartJob | TuneJob) and command.params:
+                self._jobs.advise(command.job, dict(command.params))
+        self._engine.apply(commands)
+
+    def poll(self) -> Sequence[Event]:
+        with self._turn:
+            reports = list(self._unseen)
+            self._unseen.clear()
+        types = {node.accelerator for node in self._engine.nodes()}
+        # The cluster's own name for the type is the one to plan with; torch may know the device by another.
+        known = types.pop() if len(types) == 1 else None
+        return [*self._engine.poll(), *(_to_event(report, known) for report in reports)]
+
+
+def _to_event(report: Report, accelerator: str | None) -> JobReport:
+    return JobReport(
+        job=report.job,
+        accelerator=accelerator or report.accelerator,
+        timings=report.timings,
+        noise_scale=report.noise_scale,
+        noise_scale_error=report.noise_scale_error,
+        remaining_examples=report.remaining_examples,
+        progress=report.progress,
+        total_batch=report.total_batch,
+        batch=report.batch,
+    )

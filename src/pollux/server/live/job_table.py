@@ -1,0 +1,295 @@
+"""The table of live jobs: all that the server knows of each beyond the scheduler's own record.
+
+The cluster, its queries, its recorder and its inbox share one table. It also admits submissions and tells the engine
+how to start a job.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import os
+import stat
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pollux.api.report import Report
+from pollux.api.request import Blocked, JobRequest, blocked_reason, check_dependencies, find_script, unique_name
+from pollux.api.round import Decision
+from pollux.engines.launch import Launch
+from pollux.errors import InvalidValueError
+from pollux.scheduler.lifecycle import JobState, Transition
+from pollux.scheduler.record import RoundRecord
+from pollux.server.storage.records import StoredJob
+from pollux.server.storage.store import SqlStore
+from pollux.types import JobDecision, ThroughputParams
+
+MAX_SCRIPT_BYTES = 10_000_000
+NUM_ENDED = 4096  # jobs that are over of which the last report and decision stay in memory
+NUM_CHANGES = 10  # decisions that are remembered of each job
+
+
+@dataclass(frozen=True, slots=True)
+class Decided:
+    """A decision about a job, the round that made it without its other decisions, and the round's id."""
+
+    decision: JobDecision
+    round: RoundRecord
+    id: int
+
+
+@dataclass(slots=True, kw_only=True)
+class LiveJob:
+    """What is known of one job."""
+
+    name: str
+    sequence: int = 0
+    submitted_at: float = 0.0
+    request: JobRequest | None = None  # None: it was over before this server started
+    is_held: bool = False  # waiting for other jobs; the scheduler does not have it yet
+    report: Report | None = None  # the last one
+    reported_at: float | None = None
+    params: Mapping[str, ThroughputParams] | None = None  # the model to answer its next report with
+    decided: Decided | None = None  # the last decision
+    changes: deque[Decision] = field(default_factory=lambda: deque(maxlen=NUM_CHANGES))  # made by this server
+    logged: Transition | None = None  # the last of its history that is in the server's log
+    is_logged: bool = False  # its submission is in the log
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LaunchSettings:
+    """What every job is started with. Tokens are made from ``secret``, so a job that starts again has the same one."""
+
+    secret: str
+    url: str
+    directory: Path
+    environment: Mapping[str, str]
+    storage: str | None = None  # for checkpoints, a path or a URL; in the jobs' folders if left out
+
+
+class JobTable:
+    """Threads: any thread may read, and may :meth:`admit` a submission (under a lock) and :meth:`take_report`.
+
+    Only the scheduler thread changes anything else. A reader sees single attributes, each as of a moment ago.
+    """
+
+    def __init__(self, store: SqlStore, settings: LaunchSettings) -> None:
+        self._store, self._settings = store, settings
+        self._turn = threading.Lock()
+        self._names = store.names()  # of all jobs there ever were
+        self._jobs: dict[str, LiveJob] = {}  # that are not over
+        self._ended: OrderedDict[str, LiveJob] = OrderedDict()  # that ended last
+        self._tokens: dict[str, str] = {}  # hash of the token -> job
+        self._endings: dict[str, str] = {}  # states of jobs that are over and others waited for
+        self.reload()
+
+    def reload(self) -> None:
+        """From the database."""
+        for stored in self._store.active():
+            job = self._jobs.setdefault(stored.name, LiveJob(name=stored.name))
+            job.sequence, job.submitted_at = stored.sequence, stored.submitted_at
+            job.request = JobRequest.from_dict(stored.request or {})
+            self._tokens[_hash(self._token_of(job.name))] = job.name
+
+    def __contains__(self, name: str) -> bool:
+        """Whether there is such a job and it is not over."""
+        return name in self._jobs
+
+    def __len__(self) -> int:
+        return len(self._jobs)
+
+    def is_known(self, name: str) -> bool:
+        """Whether there is, or was, such a job."""
+        return name in self._names
+
+    def get(self, name: str) -> LiveJob | None:
+        """A job that is not over, or one of those that ended last."""
+        return self._jobs.get(name) or self._ended.get(name)
+
+    def request_of(self, name: str) -> JobRequest | None:
+        """Of a job that is not over."""
+        job = self._jobs.get(name)
+        return None if job is None else job.request
+
+    @property
+    def held(self) -> list[LiveJob]:
+        """Jobs that wait for others."""
+        return [job for job in list(self._jobs.values()) if job.is_held]
+
+    # Submissions ------------------------------------------------------------------------------
+
+    def admit(self, request: JobRequest, now: float) -> list[LiveJob]:
+        """Keep a request, or those of an array, each under a name of its own. They are in the database on return.
+
+        Raises:
+            InvalidValueError: it cannot ever run; nothing of it was kept.
+        """
+        request = _resolved(request)
+        with self._turn:
+            found = self._named(request).expand()
+            if request.after:
+                check_dependencies(found, self._existing(request.after))
+            return self._add(found, now)
+
+    def _named(self, request: JobRequest) -> JobRequest:
+        """Under the first name for which it, or all of its array, are new."""
+        taken: set[str] = set()
+        while True:
+            name = unique_name(request.name, taken | self._names if not request.array else taken)
+            named = JobRequest.from_dict({**request.to_dict(), "name": name})
+            if not any(self._is_taken(one.name) for one in named.expand()):
+                return named
+            taken.add(name)
+
+    def _is_taken(self, name: str) -> bool:
+        """Also by one whose database was moved away: a new job must not go on from that one's checkpoint."""
+        return name in self._names or os.path.lexists(self.directory_of(name))
+
+    def _add(self, requests: Sequence[JobRequest], now: float) -> list[LiveJob]:
+        """All or none: half of an array would be submitted twice when the caller tries again."""
+        hashes = [_hash(self._token_of(request.name)) for request in requests]
+        rows = [
+            (request.name, request.to_dict(), token_hash) for request, token_hash in zip(requests, hashes, strict=True)
+        ]
+        sequences = self._store.add_requests(rows, now)
+        added = []
+        for request, token_hash, sequence in zip(requests, hashes, sequences, strict=True):
+            job = LiveJob(name=request.name, sequence=sequence, submitted_at=now, request=request, is_held=True)
+            self._names.add(request.name)
+            self._tokens[token_hash] = request.name
+            self._jobs[request.name] = job
+            added.append(job)
+        return added
+
+    def hold(self, stored: Iterable[StoredJob]) -> list[LiveJob]:
+        """Jobs that the scheduler of before had not taken in; none else is held."""
+        names = {job.name for job in stored}
+        for job in list(self._jobs.values()):
+            job.is_held = job.name in names
+        return self.held
+
+    def blocked(self, job: LiveJob) -> Blocked | None:
+        """What a job waits for, by its dependencies; None: it may start."""
+        after = () if job.request is None else job.request.after
+        states = {}
+        for other in after:
+            if other in self._jobs:
+                states[other] = JobState.PENDING.value
+            elif other in self._names:
+                states[other] = self._endings.get(other) or self._ending_of(other)
+        return blocked_reason(after, states) if after else None
+
+    def _ending_of(self, name: str) -> str:
+        """The state of a job from the database; a final one stays."""
+        state = self._store.job(name).state
+        if state.is_final:
+            self._endings[name] = state.value
+        return state.value
+
+    def _existing(self, names: Sequence[str]) -> dict[str, tuple[str, Sequence[str]]]:
+        """State and dependencies of every job that could be part of a circle with these, and of these."""
+        found: dict[str, tuple[str, Sequence[str]]] = {
+            name: (JobState.PENDING.value, () if job.request is None else job.request.after)
+            for name, job in list(self._jobs.items())
+        }
+        for name in names:
+            if name not in found and name in self._names:
+                found[name] = self._store.job(name).state.value, ()
+        if all(name in found for name in names):
+            return found
+        over: tuple[str, Sequence[str]] = (JobState.SUCCEEDED.value, ())
+        return {**dict.fromkeys(self._names, over), **found}  # all names, to suggest one from
+
+    # While it lives ---------------------------------------------------------------------------
+
+    def take_report(self, report: Report, at: float) -> None:
+        if (job := self._jobs.get(report.job)) is not None:
+            job.report, job.reported_at = report, at
+
+    def advise(self, name: str, params: Mapping[str, ThroughputParams]) -> None:
+        """Answer the job's next reports with this model."""
+        if (job := self._jobs.get(name)) is not None:
+            job.params = params
+
+    def close(self, name: str) -> None:
+        """The job is over."""
+        job = self._jobs.pop(name, None)
+        if job is not None:
+            job.params, job.is_held = None, False
+            self._ended[name] = job
+            while len(self._ended) > NUM_ENDED:
+                self._ended.popitem(last=False)
+
+    def entry(self, name: str) -> LiveJob:
+        """Where to keep something about a job, also one that is over by now. For the scheduler thread."""
+        return self.get(name) or self._ended.setdefault(name, LiveJob(name=name))
+
+    # Starting ---------------------------------------------------------------------------------
+
+    def job_of_token(self, token: str) -> str | None:
+        token_hash = _hash(token)
+        return self._tokens.get(token_hash) or self._store.job_of_token(token_hash)
+
+    def directory_of(self, name: str) -> Path:
+        return self._settings.directory / "jobs" / name
+
+    def checkpoints_of(self, name: str) -> str:
+        """Where a job's checkpoints are: a path or a URL that all nodes can reach."""
+        if self._settings.storage is None:
+            return str(self.directory_of(name) / "checkpoints")
+        return f"{self._settings.storage.rstrip('/')}/{name}/checkpoints"
+
+    def launch_of(self, name: str) -> Launch:
+        """How to start a job; for the engine."""
+        request, directory = self._jobs[name].request, self.directory_of(name)
+        assert request is not None, "a job that is not over has a request"
+        return Launch(
+            command=request.command,
+            kind="elastic" if request.kind == "elastic" else "fixed",
+            directory=str(directory),
+            checkpoint_dir=self.checkpoints_of(name),
+            cwd=request.cwd or str(Path.home()),
+            env={
+                "PYTHONUNBUFFERED": "1",
+                **self._settings.environment,
+                **request.env,
+                "POLLUX_JOB_ID": name,
+                "POLLUX_URL": self._settings.url,
+                "POLLUX_TOKEN": self._token_of(name),
+            },
+            max_restarts=request.num_restarts_allowed,
+        )
+
+    def _token_of(self, job: str) -> str:
+        return job_token(self._settings.secret, job)
+
+
+def job_token(secret: str, job: str) -> str:
+    """What a job shows to report; it cannot be made without the secret."""
+    return hmac.new(secret.encode(), f"job {job}".encode(), hashlib.sha256).hexdigest()
+
+
+def _hash(token: str) -> str:
+    return hashlib.sha256(token.encode("utf-8", "replace")).hexdigest()
+
+
+def _resolved(request: JobRequest) -> JobRequest:
+    """With its kind seen from its script, where that can be read from here."""
+    script = find_script(request.command)
+    text = None
+    if script is not None and (request.cwd is not None or script.startswith("/")):
+        path = Path(request.cwd or "/") / script
+        try:
+            # Without waiting: a named pipe would hold this thread for ever.
+            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            with os.fdopen(descriptor, "rb") as file:
+                is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
+                text = file.read(MAX_SCRIPT_BYTES).decode("utf-8", "replace") if is_file else None
+        except OSError as error:
+            raise InvalidValueError(f"the script {path} cannot be read: {error.strerror}") from None
+        if text is None:
+            raise InvalidValueError(f"the script {path} cannot be read: it is no file")
+    return request.resolved(text)

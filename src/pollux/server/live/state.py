@@ -1,0 +1,31 @@
+"""The state of a live cluster that several objects share: the cluster, its queries, its recorder.
+
+The scheduler thread alone assigns these attributes; any thread may read them, once each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pollux.scheduler.loop import Scheduler
+from pollux.scheduler.record import JobRecord, RoundRecord
+from pollux.server.live.job_table import JobTable
+
+
+@dataclass(slots=True, kw_only=True)
+class ClusterState:
+    jobs: JobTable
+    draining: frozenset[str] = frozenset()  # nodes that the operator empties
+    scheduler: Scheduler | None = None  # None: not started yet; another one after the thread began anew
+    last_round: RoundRecord | None = None
+
+    @property
+    def records(self) -> dict[str, JobRecord]:
+        """What the scheduler has of each job that is not over."""
+        scheduler = self.scheduler
+        return {} if scheduler is None else {record.name: record for record in scheduler.active_jobs}
+
+    @property
+    def releasing(self) -> frozenset[str]:
+        """Nodes that auto-scaling gives back."""
+        return frozenset() if self.scheduler is None else frozenset(self.scheduler.releasing)

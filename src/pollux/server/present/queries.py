@@ -1,0 +1,385 @@
+"""Read-only queries for the HTTP routes, the event feed and the metrics. Never blocks on the scheduler thread.
+
+Single fields of the scheduler's records are read (see :mod:`pollux.server.present.views`); the rest is in the database.
+:class:`pollux.server.live.cluster.Cluster` has one of these, and adds what changes anything.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+from pollux.api.cluster import ClusterSample, ClusterSummary, NodeSummary, Timeline
+from pollux.api.job import JobCurves, JobDetail, JobModel, JobRow, JobSummary, Replica
+from pollux.api.report import StoredReport
+from pollux.api.request import JobRequest
+from pollux.api.round import RoundDetail, RoundSummary
+from pollux.engines.live import LiveEngine
+from pollux.errors import InvalidValueError, UnknownNameError
+from pollux.scheduler.lifecycle import JobState
+from pollux.scheduler.record import JobRecord
+from pollux.server.config import ClusterConfig
+from pollux.server.live.clock import LiveClock
+from pollux.server.live.job_table import LiveJob
+from pollux.server.live.recorder import DecisionLog
+from pollux.server.live.state import ClusterState
+from pollux.server.present.charts import job_curves, job_model, useful_slots
+from pollux.server.present.gauges import Measured
+from pollux.server.present.views import (
+    Capacity,
+    KnownJob,
+    cluster_size,
+    job_resize,
+    job_row,
+    job_summary,
+    model_views,
+    node_summaries,
+    round_detail,
+    round_summary,
+    spent_s,
+    state_change,
+    waiting_reason,
+)
+from pollux.server.storage.records import StoredJob
+from pollux.server.storage.store import SqlStore
+from pollux.server.storage.time_series import TimeSeries
+from pollux.version import __version__
+
+TIMELINE_S = 3600.0
+
+
+class Queries:
+    """Any thread may ask."""
+
+    def __init__(
+        self,
+        *,
+        state: ClusterState,
+        store: SqlStore,
+        engine: LiveEngine,
+        config: ClusterConfig,
+        clock: LiveClock,
+        decisions: DecisionLog,
+    ) -> None:
+        self._state, self._jobs, self._store = state, state.jobs, store
+        self._engine, self._config, self._clock, self._decisions = engine, config, clock, decisions
+        self._series = TimeSeries(store)
+        self._started_at = clock.now()
+
+    # Jobs -------------------------------------------------------------------------------------
+
+    def summary_of(self, name: str) -> JobSummary:
+        """A job in short.
+
+        Raises:
+            UnknownNameError: there is no such job.
+        """
+        record = self._state.records.get(name)
+        if record is not None:
+            return self._summary_of_record(record)
+        job = self._jobs.get(name)
+        if job is not None and job.is_held:
+            return self.summary_of_held(job)
+        return self._summary_of_stored(self._store.job(name))
+
+    def jobs(
+        self, states: Sequence[str] | None, limit: int, offset: int, newest_first: bool
+    ) -> tuple[list[JobSummary], int]:
+        """A page of them, and how many there are."""
+        wanted = None if states is None else [_state(state) for state in states]
+        counts = self._store.counts()
+        total = sum(count for state, count in counts.items() if wanted is None or state in wanted)
+        records, capacity = self._state.records, self._capacity()
+        found = []
+        for name in self._store.job_names(wanted, limit=limit, offset=offset, newest_first=newest_first):
+            record = records.get(name)
+            found.append(self.summary_of(name) if record is None else self._summary_of_record(record, capacity))
+        return found, total
+
+    def job(self, name: str) -> JobDetail:
+        """All there is to say about a job.
+
+        Raises:
+            UnknownNameError: there is no such job.
+        """
+        stored = self._store.job(name)
+        record = self._state.records.get(name)
+        if record is None and (record := stored.record) is not None:
+            record.knowledge.refit()  # the fit is not kept, what it follows from is
+        summary = self.summary_of(name)
+        return JobDetail(
+            **{one.name: getattr(summary, one.name) for one in dataclasses.fields(summary)},
+            request=stored.request or {},
+            failure=record.reason if record is not None and record.state is JobState.FAILED else "",
+            models={} if record is None else model_views(record),
+            decision=self._decisions.last(name),
+            decisions=self._decisions.changes(name),
+            transitions=tuple(map(state_change, self._store.transitions(name))),
+            training_notes=tuple(self._store.training_notes(name)),
+            resizes=tuple(map(job_resize, self._store.resizes(name))),
+            replicas=tuple(
+                Replica(
+                    replica_id=replica.replica_id,
+                    rank=replica.rank,
+                    node=replica.node,
+                    slot=replica.slot,
+                    pid=replica.pid,
+                    state=replica.state,
+                )
+                for replica in self._engine.replicas(name)
+            ),
+            log_directory=str(self.job_directory(name) / "logs"),
+        )
+
+    def reports(self, name: str, since: int | None, limit: int) -> list[StoredReport]:
+        return self._store.reports(name, since, limit)
+
+    def job_directory(self, name: str) -> Path:
+        """Raises:
+        UnknownNameError: there is no such job.
+        """
+        self._require(name)
+        return self._jobs.directory_of(name)
+
+    def is_ended(self, name: str) -> bool:
+        return name not in self._jobs
+
+    # The cluster ------------------------------------------------------------------------------
+
+    def nodes(self) -> list[NodeSummary]:
+        allocations = {name: record.allocation for name, record in self._state.records.items()}
+        return node_summaries(self._engine.nodes(), self._state.draining, self._state.releasing, allocations)
+
+    def rounds(self, since: int | None, limit: int) -> list[RoundSummary]:
+        return [round_summary(round_) for round_ in self._store.rounds(since, limit)]
+
+    def round(self, id_: int) -> RoundDetail:
+        """Raises:
+        UnknownNameError: there is no such round.
+        """
+        return round_detail(self._store.round(id_))
+
+    def summary(self) -> ClusterSummary:
+        nodes, records, scheduler = list(self._engine.nodes()), self._state.records, self._state.scheduler
+        now, running_s, lost_s = self._clock.now(), 0.0, 0.0
+        for name, record in records.items():
+            job = self._jobs.get(name)
+            spent = spent_s(record, None if job is None else job.report, now)
+            running_s, lost_s = running_s + spent[0], lost_s + spent[1]
+        last = self._state.last_round
+        return ClusterSummary(
+            version=__version__,
+            engine=self._config.engine_name,
+            policy=self._config.policy,
+            started_at=self._started_at,
+            now=now,
+            num_slots=sum(node.num_slots for node in nodes),
+            num_used_slots=sum(record.allocation.num_replicas for record in records.values()),
+            nodes=len(nodes),
+            jobs=self._counts(records.values()),
+            num_rounds=0 if scheduler is None else scheduler.num_rounds,
+            last_decision_s=None if last is None else last.decision_s,
+            lost_share=lost_s / running_s if running_s > 0 else None,
+            sizing=cluster_size(scheduler, self._config.autoscale, self._config.node_price),
+            data_directory=str(self._config.data_directory),
+            interval_s=self._config.interval_s,
+        )
+
+    def measured(self, *, is_ready: bool, node_s_before: Mapping[str, float]) -> Measured:
+        """What is there at this moment, for the metrics. ``node_s_before``: counted by servers before."""
+        scheduler, records = self._state.scheduler, list(self._state.records.values())
+        jobs = [(record, self._jobs.get(record.name)) for record in records]
+        node_s = {} if scheduler is None else scheduler.node_s
+        return Measured(
+            is_ready=is_ready,
+            nodes=self._engine.nodes(),
+            draining=self._state.draining,
+            releasing=self._state.releasing,
+            jobs=[
+                (record, None if job is None or job.report is None else (job.reported_at or 0.0, job.report))
+                for record, job in jobs
+            ],
+            num_jobs=self._counts(records),
+            node_s={kind: used_s - node_s_before.get(kind, 0.0) for kind, used_s in node_s.items()},
+            node_price=self._config.node_price,
+            num_wanted_nodes=None if scheduler is None else scheduler.num_wanted_nodes,
+        )
+
+    def _counts(self, records: Iterable[JobRecord]) -> dict[str, int]:
+        """Jobs by state, also those that are over."""
+        active = {record.name: record.state for record in records}
+        counts = Counter(active.values())
+        counts[JobState.PENDING] += sum(job.name not in active for job in self._jobs.held)
+        counts.update({state: count for state, count in self._store.counts().items() if state.is_final})
+        return {state.value: counts[state] for state in JobState}
+
+    # Over time --------------------------------------------------------------------------------
+
+    def samples(self, since: float | None, until: float | None, points: int) -> list[ClusterSample]:
+        since, until = _window(since, until, self._clock.now())
+        return self._series.samples(since, until, points)
+
+    def samples_after(self, id_: int) -> list[tuple[int, ClusterSample]]:
+        """With their ids."""
+        return self._series.samples_after(id_)
+
+    def last_sample_id(self) -> int:
+        return self._series.last_sample_id()
+
+    def timeline(self, since: float | None, until: float | None, limit: int) -> Timeline:
+        """Which job held what. The last hour if nothing is said, or all there is if that is less."""
+        _, until = _window(since, until, self._clock.now())
+        if since is None:
+            since = max(until - TIMELINE_S, min(self._series.first_time() or until, until))
+        jobs, total = self._series.timeline(since, until, limit)
+        return Timeline(since=since, until=until, total=total, jobs=tuple(jobs))
+
+    def curves(self, name: str, points: int) -> JobCurves:
+        """Raises:
+        UnknownNameError: there is no such job.
+        """
+        self._require(name)
+        return job_curves(self._series.reports(name, points))
+
+    def model(self, name: str) -> JobModel:
+        """What was fitted to a job's measured speed, and what follows from that.
+
+        Raises:
+            UnknownNameError: there is no such job.
+        """
+        record = self._state.records.get(name)
+        if record is None and (record := self._store.job(name).record) is not None:
+            record.knowledge.refit()  # the fit is not kept, what it follows from is
+        job = self._jobs.get(name)
+        report = None if job is None else job.report
+        if report is None:
+            report = next((one for _, one in self._series.reports(name, 1)), None)
+        decided = None if job is None else job.decided
+        return job_model(
+            record, report, self._engine.nodes(), None if decided is None else (decided.decision, decided.id)
+        )
+
+    def take_sample(self) -> ClusterSample:
+        """The cluster as it is now; it is kept. By the scheduler thread."""
+        nodes, records = self._engine.nodes(), self._state.records
+        holding = [record for record in records.values() if record.allocation]
+        useful, efficient, num_told = [], 0.0, 0
+        for record in holding:
+            count, job = record.allocation.num_replicas, self._jobs.get(record.name)
+            if job is None:
+                continue
+            if job.report is not None and job.report.efficiency is not None:
+                efficient, num_told = efficient + count * job.report.efficiency, num_told + count
+            if job.decided is not None and (share := useful_slots(job.decided.decision, count)) is not None:
+                useful.append(share)
+        scheduler, price = self._state.scheduler, self._config.node_price
+        node_hours = sum(({} if scheduler is None else scheduler.node_s).values()) / 3600.0
+        sample = ClusterSample(
+            at=self._clock.now(),
+            num_nodes=len(nodes),
+            num_slots=sum(node.num_slots for node in nodes),
+            num_used_slots=sum(record.allocation.num_replicas for record in holding),
+            num_running=len(holding),
+            num_pending=len(records) - len(holding) + sum(job.name not in records for job in self._jobs.held),
+            efficiency=efficient / num_told if num_told else None,
+            goodput=sum(useful) if useful or not holding else None,
+            node_hours=node_hours,
+            cost=None if price is None else price * node_hours,
+        )
+        self._series.add_sample(sample)
+        return sample
+
+    # For the event feed -----------------------------------------------------------------------
+
+    def active_rows(self) -> dict[str, JobRow]:
+        """Jobs that are not over, by name, in short."""
+        capacity = self._capacity()
+        held = {job.name: job_row(self.summary_of_held(job)) for job in self._jobs.held}
+        return held | {
+            name: job_row(self._summary_of_record(record, capacity)) for name, record in self._state.records.items()
+        }
+
+    def row(self, name: str) -> JobRow:
+        return job_row(self.summary_of(name))
+
+    def last_ended(self, limit: int) -> list[str]:
+        """Names of the jobs that ended last, the last one first."""
+        return self._series.last_ended(limit)
+
+    # Inside -----------------------------------------------------------------------------------
+
+    def _require(self, name: str) -> None:
+        if not self._jobs.is_known(name):
+            self._store.job(name)  # which says what names there are
+
+    def _capacity(self) -> Capacity:
+        return Capacity.of(self._engine.nodes(), self._state.draining)
+
+    def _summary_of_record(self, record: JobRecord, capacity: Capacity | None = None) -> JobSummary:
+        """``capacity``: of the nodes, where it is known already."""
+        job = self._jobs.get(record.name)
+        if record.name not in self._jobs or job is None:  # it has ended at this moment, and is kept as such
+            return self._summary_of_stored(self._store.job(record.name))
+        is_waiting = record.state is JobState.PENDING
+        known = KnownJob(
+            name=record.name,
+            sequence=record.sequence,
+            submitted_at=record.spec.submitted_at,
+            record=record,
+            request=job.request,
+            report=job.report,
+            reported_at=job.reported_at,
+        )
+        return job_summary(
+            known,
+            self._clock.now(),
+            reason=waiting_reason(record, capacity or self._capacity()) if is_waiting else "",
+            note="" if is_waiting else self._engine.note(record.name),
+        )
+
+    def summary_of_held(self, job: LiveJob, now: float | None = None) -> JobSummary:
+        """Of a job that the scheduler does not have yet."""
+        blocked = self._jobs.blocked(job)
+        known = KnownJob(
+            name=job.name,
+            sequence=job.sequence,
+            submitted_at=job.submitted_at,
+            record=None,
+            request=job.request,
+            report=None,
+            reported_at=None,
+        )
+        reason = "waiting for slots" if blocked is None else blocked.reason
+        return job_summary(known, self._clock.now() if now is None else now, reason=reason)
+
+    def _summary_of_stored(self, stored: StoredJob) -> JobSummary:
+        job = self._jobs.get(stored.name)
+        report, reported_at = (None, None) if job is None else (job.report, job.reported_at)
+        if report is None and (kept := self._store.reports(stored.name, limit=1)):
+            report, reported_at = kept[-1], kept[-1].at
+        known = KnownJob(
+            name=stored.name,
+            sequence=stored.sequence,
+            submitted_at=stored.submitted_at,
+            record=stored.record,
+            request=None if stored.request is None else JobRequest.from_dict(stored.request),
+            report=report,
+            reported_at=reported_at,
+        )
+        return job_summary(known, self._clock.now())
+
+
+def _state(text: str) -> JobState:
+    try:
+        return JobState(text)
+    except ValueError:
+        raise UnknownNameError("state", text, [state.value for state in JobState]) from None
+
+
+def _window(since: float | None, until: float | None, now: float) -> tuple[float, float]:
+    since, until = 0.0 if since is None else since, now if until is None else until
+    if since > until:
+        raise InvalidValueError(f"since = {since:.17g} is after until = {until:.17g}; times are seconds since 1970")
+    return since, until

@@ -1,0 +1,374 @@
+"""Turns the scheduler's records into the messages of the HTTP interface: jobs, nodes, rounds.
+
+:mod:`pollux.server.present.queries` calls these. The records belong to the scheduler thread, which may be writing:
+single fields are read once each and lists are copied, so a view is at worst a moment old.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from pollux.api.cluster import ClusterSize, JobOnNode, NodeSummary
+from pollux.api.job import FittedModel, JobResize, JobRow, JobSummary, NonFinite, StateChange
+from pollux.api.report import Report
+from pollux.api.request import JobRequest
+from pollux.api.round import (
+    Change,
+    Decision,
+    DecisionWithOptions,
+    JobInRound,
+    RoundDetail,
+    RoundNode,
+    RoundSummary,
+)
+from pollux.scheduler.autoscale import AutoscaleConfig
+from pollux.scheduler.lifecycle import JobState, Transition
+from pollux.scheduler.loop import Scheduler
+from pollux.scheduler.record import JobRecord, RoundRecord
+from pollux.server.present.explanations import changes_of, explain
+from pollux.server.storage.records import StoredResize, StoredRound
+from pollux.types import NO_ALLOCATION, Allocation, JobDecision, Node
+
+_NONFINITE: dict[str, NonFinite] = {"nan": "nan", "inf": "inf", "-inf": "-inf"}
+_ROW_FIELDS = tuple(one.name for one in dataclasses.fields(JobRow))
+_BLANK = Report(
+    generation=0,
+    num_replicas=0,
+    num_nodes=0,
+    accelerator="",
+    epoch=0,
+    num_steps=0,
+    progress=None,
+    remaining_examples=None,
+    stalled_s=0.0,
+    batch=None,
+    device_batch=0,
+    accum_steps=0,
+    total_batch=0,
+    noise_scale=None,
+    efficiency=None,
+    gain=0.0,
+    throughput=None,
+    goodput=None,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KnownJob:
+    """What is known of a job, from wherever: its record, what was asked for, what it reported last and when."""
+
+    name: str
+    sequence: int
+    submitted_at: float
+    record: JobRecord | None  # None: held back, the scheduler does not have it yet
+    request: JobRequest | None
+    report: Report | None
+    reported_at: float | None
+
+
+def job_summary(job: KnownJob, now: float, *, reason: str = "", note: str = "") -> JobSummary:
+    """``reason`` replaces what the record says."""
+    record, request, report = job.record, job.request, job.report or _BLANK
+    has_report = job.report is not None
+    spec = (
+        record.spec if record is not None else None if request is None else request.to_spec(job.name, job.submitted_at)
+    )
+    allocation = NO_ALLOCATION if record is None else record.allocation
+    state = JobState.PENDING if record is None else record.state
+    running_s, lost_s = (0.0, 0.0) if record is None else spent_s(record, job.report, now)
+    return JobSummary(
+        name=job.name,
+        state=state.value,
+        kind="elastic" if request is None else request.kind,
+        application="" if spec is None else spec.application,
+        command=() if request is None else request.command,
+        cwd=None if request is None else request.cwd,
+        sequence=job.sequence,
+        submitted_at=job.submitted_at,
+        started_at=None if record is None else record.started_at,
+        finished_at=None if record is None else record.finished_at,
+        reason=reason or ("" if record is None else record.reason.partition("\n")[0]),
+        note=note,
+        allocation=allocation.shares,
+        num_replicas=allocation.num_replicas,
+        min_replicas=1 if spec is None else spec.min_replicas,
+        max_replicas=1 if spec is None else spec.max_replicas,
+        weight=1.0 if spec is None else spec.weight,
+        is_preemptible=True if spec is None else spec.is_preemptible,
+        generation=0 if record is None else record.generation,
+        num_resizes=0 if record is None else record.num_restarts or 0,
+        num_crashes=0 if record is None else record.num_crashes,
+        exit_code=None if record is None else record.exit_code,
+        after=() if request is None else request.after,
+        time_limit_s=None if request is None else request.time_limit_s,
+        progress=report.progress,
+        epoch=report.epoch if has_report else None,
+        num_steps=report.num_steps if has_report else None,
+        total_batch=report.total_batch if has_report else None,
+        device_batch=report.device_batch if has_report else None,
+        accum_steps=report.accum_steps if has_report else None,
+        gain=report.gain if has_report else None,
+        noise_scale=report.noise_scale,
+        noise_scale_error=report.noise_scale_error,
+        efficiency=report.efficiency,
+        throughput=report.throughput,
+        goodput=report.goodput,
+        metrics=dict(report.metrics),
+        loss=number_or_name(report.metrics.get("loss")),
+        reported_at=job.reported_at,
+        running_s=running_s,
+        attained_slot_s=0.0 if record is None else record.attained_slot_s,
+        lost_s=lost_s,
+        lost_share=lost_s / running_s if running_s > 0 else None,
+        remaining_s=_remaining_s(job.report) if state is JobState.RUNNING else None,
+    )
+
+
+def job_row(summary: JobSummary) -> JobRow:
+    """Of a summary what does not change by itself as time goes on."""
+    return JobRow(**{name: getattr(summary, name) for name in _ROW_FIELDS})
+
+
+def number_or_name(value: object) -> float | NonFinite | None:
+    """A finite number, or the name of another one; None for all else."""
+    if isinstance(value, str):
+        return _NONFINITE.get(value)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    return value if math.isfinite(value) else _NONFINITE[str(value)]
+
+
+def _remaining_s(report: Report | None) -> float | None:
+    if report is None or report.remaining_examples is None or not report.goodput:
+        return None
+    return report.remaining_examples / report.goodput
+
+
+def spent_s(record: JobRecord, report: Report | None, now: float) -> tuple[float, float]:
+    """Seconds in which the job held slots, and in how many of those it stood still."""
+    running_s = record.attained_s
+    if record.allocation and not record.state.is_final:
+        running_s += max(now - record.accounted_at, 0.0)
+    return running_s, lost_time_s(list(record.history), report)
+
+
+def lost_time_s(history: Sequence[Transition], report: Report | None) -> float:
+    """Seconds in which the job held slots but stood still: resizes as it measured them, and starts after the first."""
+    lost_s = 0.0 if report is None else report.stalled_s
+    begun: float | None = None
+    num_starts = 0
+    for transition in history:
+        if transition.target is JobState.STARTING and transition.source is JobState.PENDING:
+            begun, num_starts = transition.at, num_starts + 1
+        elif transition.target is JobState.RUNNING and begun is not None:
+            if num_starts > 1 or history[0].at < begun:
+                lost_s += max(transition.at - begun, 0.0)
+            begun = None
+    return lost_s
+
+
+@dataclass(frozen=True, slots=True)
+class Capacity:
+    """How many slots a cluster has of each type, and how many of those are on nodes that are being drained."""
+
+    num_slots: Mapping[str, int]
+    num_drained: Mapping[str, int]
+
+    @classmethod
+    def of(cls, nodes: Iterable[Node], draining: Collection[str] = ()) -> Capacity:
+        slots: Counter[str] = Counter()
+        drained: Counter[str] = Counter()
+        for node in nodes:
+            slots[node.accelerator] += node.num_slots
+            drained[node.accelerator] += node.num_slots * (node.name in draining)
+        return cls(slots, drained)
+
+
+def waiting_reason(record: JobRecord, capacity: Capacity) -> str:
+    """Why a pending job does not run."""
+    spec, there = record.spec, capacity.num_slots
+    usable = [kind for kind in there if spec.accelerators is None or kind in spec.accelerators]
+    if there and not usable:
+        wanted = ", ".join(sorted(spec.accelerators or ()))
+        return f"needs a slot of type {wanted}; the cluster has {', '.join(sorted(there))}"
+    least = spec.requested_replicas or spec.min_replicas
+    # A job sits on one type at a time: that with the most slots is its best chance.
+    kind = max(usable, key=lambda kind: there[kind] - capacity.num_drained[kind], default="")
+    num_slots = max((there[kind] for kind in usable), default=0)
+    slots = f"{least} slot{'s at once' * (least > 1)}"
+    if least > num_slots:
+        if len(there) == 1:
+            return f"needs {slots}; the cluster has {num_slots}"
+        most = ", ".join(f"{there[kind]} of type {kind}" for kind in sorted(usable))
+        return f"needs {slots}, all of one type; of those it may use the cluster has {most or 'none'}"
+    num_slots, num_drained = there.get(kind, 0), capacity.num_drained.get(kind, 0)
+    if least > num_slots - num_drained:
+        return f"needs {slots}; {num_drained} of the cluster's {num_slots} are being drained"
+    return record.reason.partition("\n")[0] if record.history else "waiting for slots"
+
+
+def model_views(record: JobRecord) -> dict[str, FittedModel]:
+    """What was fitted to the job's measured speed, by accelerator."""
+    profile = record.knowledge.profile
+    return {
+        accelerator: FittedModel(
+            params=found.params._asdict(),
+            num_configurations=len(profile.timings(accelerator)),
+            max_replicas=profile.max_replicas,
+            rmsle=finite(found.rmsle_step),
+        )
+        for accelerator, found in list(record.knowledge.fits.items())
+    }
+
+
+def decision_view(decision: JobDecision, record: RoundRecord, id_: int) -> Decision:
+    """``id_``: of the round; its number begins again with the server."""
+    explanation = record.plan.explanation
+    return Decision(
+        round=id_,
+        at=record.at,
+        trigger=record.trigger,
+        before=decision.before.num_replicas,
+        after=decision.after.num_replicas,
+        speedup_before=finite(decision.speedup_before),
+        speedup_after=finite(decision.speedup_after),
+        move_factor=finite(decision.move_factor),
+        note=decision.note,
+        fitness=None if explanation is None else finite(explanation.fitness),
+        upper_bound=None if explanation is None else finite(explanation.upper_bound),
+    )
+
+
+def decision_with_options(decision: JobDecision, record: RoundRecord, id_: int) -> DecisionWithOptions:
+    view = decision_view(decision, record, id_)
+    return DecisionWithOptions(
+        **{one.name: getattr(view, one.name) for one in dataclasses.fields(view)},
+        option_replicas=tuple(int(count) for count in decision.option_replicas),
+        option_speedups=tuple(finite(speedup) for speedup in decision.option_speedups),
+    )
+
+
+def round_summary(round_: StoredRound) -> RoundSummary:
+    record = round_.record
+    explanation = record.plan.explanation
+    changes = changes_of(record)
+    return RoundSummary(
+        id=round_.id,
+        number=record.number,
+        at=record.at,
+        trigger=record.trigger,
+        decision_s=record.decision_s,
+        num_jobs=record.num_jobs,
+        num_slots=record.num_slots,
+        error=record.error,
+        fitness_before=None if explanation is None else finite(explanation.fitness_before),
+        fitness=None if explanation is None else finite(explanation.fitness),
+        upper_bound=None if explanation is None else finite(explanation.upper_bound),
+        gap=None if explanation is None else finite(explanation.gap),
+        words=tuple(explain(record, changes)),
+        changes=tuple(
+            Change(
+                job=change.job,
+                before=change.before.num_replicas,
+                after=change.after.num_replicas,
+                speedup_before=finite(change.speedup_before),
+                speedup_after=finite(change.speedup_after),
+                note=change.note,
+            )
+            for change in changes
+        ),
+    )
+
+
+def round_detail(round_: StoredRound) -> RoundDetail:
+    """A round with every decision that is kept of it, and the nodes it was about, where those are."""
+    summary, explanation = round_summary(round_), round_.record.plan.explanation
+    return RoundDetail(
+        **{one.name: getattr(summary, one.name) for one in dataclasses.fields(summary)},
+        method="" if explanation is None else explanation.method,
+        jobs=tuple(
+            JobInRound(
+                job=decision.job,
+                before=decision.before.shares,
+                after=decision.after.shares,
+                speedup_before=finite(decision.speedup_before),
+                speedup_after=finite(decision.speedup_after),
+                move_factor=finite(decision.move_factor),
+                note=decision.note,
+                option_replicas=tuple(int(count) for count in decision.option_replicas),
+                option_speedups=tuple(finite(speedup) for speedup in decision.option_speedups),
+            )
+            for decision in (() if explanation is None else explanation.jobs)
+        ),
+        nodes=None if round_.snapshot is None else round_nodes(round_.snapshot.nodes),
+    )
+
+
+def round_nodes(nodes: Iterable[Node]) -> tuple[RoundNode, ...]:
+    return tuple(RoundNode(name=one.name, num_slots=one.num_slots, accelerator=one.accelerator) for one in nodes)
+
+
+def state_change(transition: Transition) -> StateChange:
+    return StateChange(
+        at=transition.at,
+        source=transition.source.value,
+        target=transition.target.value,
+        reason=transition.reason.partition("\n")[0],
+    )
+
+
+def job_resize(resize: StoredResize) -> JobResize:
+    return JobResize(
+        generation=resize.generation,
+        at=resize.at,
+        before=resize.before.shares,
+        after=resize.after.shares,
+        runs_at=resize.runs_at,
+        took_s=None if resize.runs_at is None else resize.runs_at - resize.at,
+    )
+
+
+def node_summaries(
+    nodes: Iterable[Node], draining: Collection[str], leaving: Collection[str], allocations: Mapping[str, Allocation]
+) -> list[NodeSummary]:
+    jobs: dict[str, list[JobOnNode]] = {}
+    for name, allocation in allocations.items():
+        for node, count in allocation.shares:
+            jobs.setdefault(node, []).append(JobOnNode(name=name, num_replicas=count))
+    return [
+        NodeSummary(
+            name=node.name,
+            num_slots=node.num_slots,
+            accelerator=node.accelerator,
+            is_draining=node.name in draining,
+            is_leaving=node.name in leaving,
+            used=sum(job.num_replicas for job in jobs.get(node.name, ())),
+            jobs=tuple(jobs.get(node.name, ())),
+        )
+        for node in nodes
+    ]
+
+
+def finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def cluster_size(scheduler: Scheduler | None, config: AutoscaleConfig | None, node_price: float | None) -> ClusterSize:
+    """How large the cluster should be, why, and what its nodes have cost."""
+    node_hours = {} if scheduler is None else {kind: used_s / 3600.0 for kind, used_s in scheduler.node_s.items()}
+    size = None if scheduler is None else scheduler.last_size
+    return ClusterSize(
+        min_nodes=None if config is None else config.min_nodes,
+        max_nodes=None if config is None else config.max_nodes,
+        budget_slots=None if config is None else config.budget_slots,
+        num_wanted=None if size is None else size.num_nodes,
+        utility=None if size is None else size.utility,
+        reason="" if size is None else size.reason,
+        node_hours=node_hours,
+        node_price=node_price,
+        cost=None if node_price is None else node_price * sum(node_hours.values()),
+    )

@@ -1,0 +1,1 @@
+"""What the server keeps on disk: the database, published simulations, log files and small JSON files."""

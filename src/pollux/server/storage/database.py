@@ -1,0 +1,188 @@
+"""Opens a server's database and runs transactions on it. The base of :class:`pollux.server.storage.store.SqlStore`.
+
+A path means an SQLite file in WAL mode: readers never wait for the writer, and what a call wrote is there when it
+returns, even if the process is killed at once. Any other SQLAlchemy URL is taken as it is.
+
+Every call is one transaction on a connection of its own, so any thread may call; writers take turns.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Self
+
+import sqlalchemy as sa
+from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
+
+from pollux.errors import InvalidValueError, StoreError
+from pollux.server.storage.fair_lock import FairLock
+from pollux.server.storage.tables import meta as _meta
+from pollux.server.storage.tables import tables as _tables
+
+SCHEMA_VERSION = 1  # of the tables and of what is in them; one that differs is refused
+_BUSY_TIMEOUT_S = 10.0
+_MAX_WAL_PAGES = 16_384  # 64 MiB
+
+
+class Database:
+    """Opens the database, and makes its tables in a new one.
+
+    Raises:
+        StoreError: from every method: the database cannot be used, and what to do about it.
+    """
+
+    def __init__(self, place: str | Path) -> None:
+        self._url, self.place = _url_of(place)
+        self._is_closed = False
+        self._turn = FairLock()
+        is_sqlite = self._url.get_backend_name() == "sqlite"
+        if is_sqlite:
+            _make_private(self._url)
+        # Connections beyond the pool's size are closed after use; no caller waits for one.
+        try:
+            self._engine = sa.create_engine(self._url, pool_size=8, max_overflow=-1)
+        except (NoSuchModuleError, ImportError) as error:
+            raise StoreError(f"{self.place}: no driver for this database: {error}") from error
+        if is_sqlite:
+            sa.event.listen(self._engine, "connect", _set_up_sqlite)
+            sa.event.listen(self._engine, "begin", _begin_sqlite)
+        self._writer = self._engine.execution_options(writes=True)
+        try:
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """Let go of the file. Calling it twice does no harm; calling anything else afterwards does."""
+        self._is_closed = True
+        self._engine.dispose()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def tidy(self) -> None:
+        """Now and then: bring what SQLite has in its log to its file. Readers and writers go on meanwhile."""
+        if self._url.get_backend_name() == "sqlite" and not self._is_closed:
+            with self._engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+                connection.exec_driver_sql("PRAGMA wal_checkpoint(PASSIVE)")
+
+    def _open(self) -> None:
+        with self.writing() as connection:
+            tables = set(sa.inspect(connection).get_table_names())
+            if not tables:
+                _tables.create_all(connection)
+                connection.execute(_meta.insert().values(version=SCHEMA_VERSION, created=time.time()))
+                return
+            if _meta.name not in tables:
+                raise StoreError(
+                    f"{self.place}: this database is not Pollux's: it holds {', '.join(sorted(tables)[:5])}; "
+                    "name another place"
+                )
+            version: int = connection.execute(sa.select(_meta.c.version)).scalar_one()
+            if version != SCHEMA_VERSION:
+                raise StoreError(
+                    f"{self.place}: written by another Pollux (schema version {version}; this one reads "
+                    f"{SCHEMA_VERSION}); nothing was changed: use that Pollux, or name another place"
+                )
+
+    @contextmanager
+    def writing(self) -> Iterator[sa.Connection]:
+        with self._turn, self._transaction(self._writer) as connection:
+            yield connection
+
+    @contextmanager
+    def reading(self) -> Iterator[sa.Connection]:
+        with self._transaction(self._engine) as connection:
+            yield connection
+
+    @contextmanager
+    def _transaction(self, engine: sa.Engine) -> Iterator[sa.Connection]:
+        if self._is_closed:
+            raise StoreError(f"{self.place}: the store was closed; open it again")
+        try:
+            with engine.begin() as connection:
+                yield connection
+        except (DBAPIError, sqlite3.Error) as error:
+            raise StoreError(f"{self.place}: {_advice(error)}") from error
+
+    @contextmanager
+    def interpreting(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except (ValueError, KeyError) as error:
+            raise StoreError(
+                f"{self.place}: {what} cannot be read: {error}; restore a copy of the database, or move it away"
+            ) from error
+
+
+def _url_of(place: str | Path) -> tuple[sa.URL, str]:
+    """What to connect to, and how to call it in messages."""
+    if isinstance(place, Path) or "://" not in place:
+        return sa.URL.create("sqlite", database=str(place)), str(place)
+    try:
+        url = sa.make_url(place)
+    except ArgumentError as error:
+        raise InvalidValueError(
+            f"{place!r} is no place for a database: {error}; a path or an SQLAlchemy URL is"
+        ) from error
+    return url, url.render_as_string(hide_password=True)
+
+
+def _make_private(url: sa.URL) -> None:
+    """Make the file readable for its owner alone (it holds hashes of tokens); SQLite's other files follow it."""
+    path = url.database or ":memory:"
+    if path == ":memory:":
+        raise InvalidValueError(
+            "a database in memory is lost with the process, and threads do not share it; name a file"
+        )
+    if path.startswith("file:") or Path(path).exists():
+        return
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_WRONLY, 0o600))
+    except OSError as error:
+        raise StoreError(f"{path}: {error.strerror}; its folder must exist and be writable for this user") from error
+
+
+def _set_up_sqlite(connection: sqlite3.Connection, _: object) -> None:
+    connection.isolation_level = None  # we say BEGIN ourselves, see below
+    for pragma in (
+        f"busy_timeout = {int(_BUSY_TIMEOUT_S * 1000)}",
+        "journal_mode = WAL",
+        f"wal_autocheckpoint = {_MAX_WAL_PAGES}",  # in time it is done by tidy(), where no caller waits for the disk
+        "synchronous = NORMAL",
+        "foreign_keys = ON",
+    ):
+        connection.execute(f"PRAGMA {pragma}").close()
+
+
+def _begin_sqlite(connection: sa.Connection) -> None:
+    # A transaction that reads first and then writes could find that another one wrote in between; so lock at once.
+    writes = connection.get_execution_options().get("writes", False)
+    connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
+
+
+_ADVICE = {
+    sqlite3.SQLITE_BUSY: f"another process kept it busy for {_BUSY_TIMEOUT_S:g} s: end that process",
+    sqlite3.SQLITE_CANTOPEN: "it cannot be opened: its folder must exist, and both be writable for this user",
+    sqlite3.SQLITE_CORRUPT: "it is damaged: restore a copy of it, or move it away to begin anew",
+    sqlite3.SQLITE_FULL: "the disk is full: free some space and try again",
+    sqlite3.SQLITE_IOERR: "the disk cannot be read or written, or is full: free some space or check it, and try again",
+    sqlite3.SQLITE_NOTADB: "it is no database: move the file away, or name another place",
+    sqlite3.SQLITE_READONLY: "it is write-protected: make the file and its folder writable for this user",
+}
+
+
+def _advice(error: DBAPIError | sqlite3.Error) -> str:
+    cause = error.orig if isinstance(error, DBAPIError) else error
+    code = getattr(cause, "sqlite_errorcode", None)
+    advice = None if code is None else _ADVICE.get(code & 0xFF)  # the rest of the code tells details
+    return f"{cause}" if advice is None else f"{advice} ({cause})"

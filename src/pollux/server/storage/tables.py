@@ -1,0 +1,112 @@
+"""The tables of a server's database. :mod:`pollux.server.storage.store` fills and reads them.
+
+A change here needs a new ``SCHEMA_VERSION`` in :mod:`pollux.server.storage.database`.
+"""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+
+tables = sa.MetaData()
+
+
+def _of_job(is_key: bool = False) -> sa.Column[str]:
+    return sa.Column("job", sa.Text, sa.ForeignKey("jobs.name"), primary_key=is_key, nullable=False)
+
+
+meta = sa.Table(
+    "meta",
+    tables,
+    sa.Column("version", sa.Integer, nullable=False),
+    sa.Column("created", sa.Float, nullable=False),
+)
+jobs = sa.Table(
+    "jobs",
+    tables,
+    sa.Column("sequence", sa.Integer, primary_key=True),  # order of arrival
+    sa.Column("name", sa.Text, nullable=False, unique=True),
+    sa.Column("request", sa.Text),  # JSON; null: the scheduler was given the job by a program, not over HTTP
+    sa.Column("record", sa.Text),  # JSON without its knowledge; null: the scheduler has not taken it in yet
+    sa.Column("knowledge", sa.Text, sa.ForeignKey("knowledge.label")),
+    sa.Column("state", sa.Text, nullable=False, index=True),
+    sa.Column("submitted_at", sa.Float, nullable=False),
+    sa.Column("finished_at", sa.Float),
+    sa.Index("jobs_by_end", "finished_at"),
+    sqlite_autoincrement=True,
+)
+knowledge = sa.Table(  # shared by the jobs of an application, where profiles are remembered
+    "knowledge",
+    tables,
+    sa.Column("label", sa.Text, primary_key=True),
+    sa.Column("form", sa.Text, nullable=False),
+)
+transitions = sa.Table(
+    "transitions",
+    tables,
+    sa.Column("id", sa.Integer, primary_key=True),
+    _of_job(),
+    sa.Column("at", sa.Float, nullable=False),
+    *(sa.Column(name, sa.Text, nullable=False) for name in ("source", "target", "reason")),
+    sa.Index("transitions_by_job", "job", "id"),
+    sqlite_autoincrement=True,
+)
+rounds = sa.Table(
+    "rounds",
+    tables,
+    sa.Column("id", sa.Integer, primary_key=True),
+    sa.Column("number", sa.Integer, nullable=False),  # of the scheduler: may begin again with a restart
+    sa.Column("at", sa.Float, nullable=False),
+    *(sa.Column(name, sa.Text, nullable=False) for name in ("trigger", "plan", "error", "snapshot")),
+    sa.Column("decision_s", sa.Float, nullable=False),
+    *(sa.Column(name, sa.Integer, nullable=False) for name in ("num_jobs", "num_slots")),
+    sa.Column("changes", sa.Text, nullable=False),  # JSON: what changed, and which jobs had ended
+    sqlite_autoincrement=True,
+)
+reports = sa.Table(
+    "reports",
+    tables,
+    sa.Column("id", sa.Integer, primary_key=True),
+    _of_job(),
+    sa.Column("at", sa.Float, nullable=False),
+    sa.Column("report", sa.Text, nullable=False),
+    sa.Index("reports_by_job", "job", "id"),
+    sqlite_autoincrement=True,
+)
+training_notes = sa.Table(  # what runs told of their decisions: the last ones of each job
+    "training_notes",
+    tables,
+    sa.Column("id", sa.Integer, primary_key=True),
+    _of_job(),
+    sa.Column("at", sa.Float, nullable=False),
+    sa.Column("text", sa.Text, nullable=False),
+    sa.Index("training_notes_by_job", "job", "id"),
+    sqlite_autoincrement=True,
+)
+resizes = sa.Table(
+    "resizes",
+    tables,
+    _of_job(is_key=True),
+    sa.Column("generation", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("at", sa.Float, nullable=False),
+    sa.Column("before", sa.Text, nullable=False),
+    sa.Column("after", sa.Text, nullable=False),
+    sa.Column("runs_at", sa.Float),
+)
+secrets = sa.Table(
+    "secrets",
+    tables,
+    _of_job(is_key=True),
+    sa.Column("token_hash", sa.Text, nullable=False, unique=True),
+)
+samples = sa.Table(  # the cluster over time
+    "samples",
+    tables,
+    sa.Column("id", sa.Integer, primary_key=True),
+    sa.Column("at", sa.Float, nullable=False, index=True),
+    *(
+        sa.Column(name, sa.Integer, nullable=False)
+        for name in ("num_nodes", "num_slots", "num_used_slots", "num_running", "num_pending")
+    ),
+    *(sa.Column(name, sa.Float) for name in ("efficiency", "goodput", "node_hours", "cost")),
+    sqlite_autoincrement=True,
+)

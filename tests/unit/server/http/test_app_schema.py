@@ -1,0 +1,115 @@
+"""Schemathesis over the OpenAPI description: whatever is sent, answers are as described, and none is a 5xx.
+
+With the real cluster and its database; only the engine runs nothing, as what is submitted here are random commands.
+"""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+from pollux.server.http.app import ROUTERS, create_app
+from pollux.server.http.auth import Access
+from tests.unit.server.live.test_cluster import World
+
+TOKEN = "operator-token-0123456789"
+OPERATOR = {"Authorization": f"Bearer {TOKEN}"}
+OPERATIONS = [
+    (method, route.path)
+    for router in ROUTERS
+    for route in router.routes
+    for method in sorted(route.methods)
+    if route.include_in_schema
+]
+
+bounded = settings(
+    max_examples=30,
+    derandomize=True,
+    database=None,
+    phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)
+
+
+@pytest.fixture(scope="module")
+def api(tmp_path_factory):
+    import schemathesis  # takes a second, which those who only collect these tests need not wait for
+
+    world = World(tmp_path_factory.mktemp("data"))
+    world.cluster.start()
+    world.submit(name="known")
+    world.submit(name="over")
+    world.cluster.cancel("over", "")
+    world.until(lambda: world.cluster.queries.is_ended("over"))
+    app = create_app(world.cluster, Access(TOKEN, world.cluster.job_of_token), lambda keeps_jobs: None)
+    app.state.is_ending = True  # a stream of events ends after the first one
+    yield schemathesis.openapi.from_asgi("/api/v1/openapi.json", app)
+    world.cluster.stop(keeps_jobs=True)
+    world.store.close()
+
+
+def cases(api, method, path):
+    """What keeps to the description, and what does not."""
+    from schemathesis import GenerationMode
+
+    operation = api[path][method]
+    return st.one_of(*(operation.as_strategy(generation_mode=mode) for mode in GenerationMode))
+
+
+def validate(case, headers):
+    """All but that well-formed values are accepted: there are rules that no schema tells (a job's name, its array).
+
+    And a parameter that is an empty list does not show in an address, so there is nothing to refuse.
+    """
+    from schemathesis.specs.openapi.checks import negative_data_rejection, positive_data_acceptance
+
+    excluded = [positive_data_acceptance, *([negative_data_rejection] if case.method == "GET" else [])]
+    return case.call_and_validate(headers=headers, excluded_checks=excluded)
+
+
+def test_all_of_the_interface_is_looked_at(api):
+    api.validate()
+    described = {(result.ok().method.upper(), result.ok().path) for result in api.get_all_operations()}
+    assert described == set(OPERATIONS)
+
+
+@pytest.mark.parametrize(("method", "path"), OPERATIONS)
+def test_with_the_operators_token(api, method, path):
+    seen = set()
+
+    @bounded
+    @given(case=cases(api, method, path))
+    def check(case):
+        seen.add(validate(case, OPERATOR).status_code // 100)
+
+    check()
+    assert seen & {2, 4}
+    if (method, path) == ("POST", "/api/v1/jobs"):
+        assert seen == {2, 4}  # it does get through
+
+
+@pytest.mark.parametrize(("method", "path"), [(method, path) for method, path in OPERATIONS if "{name}" in path])
+def test_of_a_job_and_a_node_there_are(api, method, path):
+    # Logs may be followed until the job is over, so this one is.
+    name = "a" if "/nodes/" in path else "over" if path.endswith("/logs") else "known"
+
+    @bounded
+    @given(case=cases(api, method, path))
+    def check(case):
+        case.path_parameters["name"] = name
+        assert validate(case, OPERATOR).status_code != 404
+
+    check()
+
+
+@pytest.mark.parametrize(("method", "path"), OPERATIONS)
+def test_without_a_token(api, method, path):
+    @settings(bounded, max_examples=10)
+    @given(case=cases(api, method, path))
+    def check(case):
+        response = validate(case, {"Authorization": "Bearer wrong"})
+        if path.startswith("/api/"):
+            assert response.status_code == 401
+
+    check()
