@@ -338,10 +338,10 @@ def test_a_killed_server_and_a_killed_relay_change_nothing_for_the_jobs(cluster:
     assert until_seats(cluster, "calm", 4) == before
     assert cluster.server is not None
     server = psutil.Process(cluster.server.pid)
-    old = {process.pid for process in relays(server)}
+    old = {process.pid for process in proxies(server)}
     assert len(old) == 1
     os.kill(next(iter(old)), signal.SIGKILL)
-    cluster.until(lambda: {process.pid for process in relays(server)} - old, "another relay")
+    cluster.until(lambda: {process.pid for process in proxies(server)} - old, "another proxy")
     until_steps(cluster, "calm", before["a"])
     assert until_seats(cluster, "calm", 4) == before
     finish(cluster, "calm")
@@ -350,7 +350,7 @@ def test_a_killed_server_and_a_killed_relay_change_nothing_for_the_jobs(cluster:
 
 
 def errors_of_workers(nodes: RayCluster) -> str:
-    """What Ray's workers wrote, the steward among them; files come and go."""
+    """What Ray's workers wrote, the supervisor among them; files come and go."""
     texts = []
     for path in (nodes.temporary / "session_latest" / "logs").glob("worker-*.err"):
         with contextlib.suppress(FileNotFoundError):
@@ -358,18 +358,18 @@ def errors_of_workers(nodes: RayCluster) -> str:
     return "\n".join(texts)
 
 
-def relays(server: Any) -> list[Any]:
-    return [child for child in server.children() if "pollux.engines.ray.relay" in command_of(child)]
+def proxies(server: Any) -> list[Any]:
+    return [child for child in server.children() if "pollux.engines.ray.proxy" in command_of(child)]
 
 
-def test_a_killed_steward_is_replaced_and_jobs_go_on_from_their_checkpoints(
+def test_a_killed_supervisor_is_replaced_and_jobs_go_on_from_their_checkpoints(
     nodes: RayCluster, cluster: LiveCluster
 ) -> None:
     submit(cluster, "kept")
     before = set(until_seats(cluster, "kept", 4).values())
     saved = until_checkpoint(cluster, "kept")
-    (steward,) = (process for process in nodes.nodes["head"].tree() if "Steward" in " ".join(process.cmdline()))
-    steward.kill()
+    (supervisor,) = (process for process in nodes.nodes["head"].tree() if "Supervisor" in " ".join(process.cmdline()))
+    supervisor.kill()
     cluster.until(lambda: not any(is_alive(pid) for pid in before), "replicas that end with it")
     cluster.until(lambda: cluster.client.job("kept").view()["num_crashes"] == 1, "the loss seen")
     after = until_seats(cluster, "kept", 4)
@@ -388,7 +388,7 @@ def test_the_head_is_lost_and_comes_back(nodes: RayCluster, cluster: LiveCluster
     assert "paused: " in note and "no Ray answers at " in note and f":{nodes.port} (" in note, note
     assert "see that the head runs" in note
     nodes.start_head()
-    cluster.until(lambda: cluster.client.job("headless").view()["num_crashes"] == 1, "a new steward")
+    cluster.until(lambda: cluster.client.job("headless").view()["num_crashes"] == 1, "a new supervisor")
     after = until_seats(cluster, "headless", 4)
     assert all(nodes.nodes[name].process.poll() is None for name in NODES)  # nobody had to start them again
     assert not before & set(after.values())
@@ -424,7 +424,7 @@ def test_a_name_that_is_taken_and_another_that_is_not(nodes: RayCluster, cluster
     assert down.returncode == 0, down.stderr
     actors, groups = look_into(nodes)
     assert not [name for name in (*actors, *groups) if name.startswith("pollux:y:")]
-    assert "pollux:x:steward" in actors
+    assert "pollux:x:supervisor" in actors
     left = [process for process in psutil.process_iter() if str(tmp_path) in " ".join(command_of(process))]
     assert left == []
     assert seats(cluster, "mine") == before
