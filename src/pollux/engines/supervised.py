@@ -214,10 +214,9 @@ class SupervisedEngine:
             return () if known is None else known.replicas
 
     def note(self, job: str) -> str:
-        trouble = self.trouble
         with self._changed:
             known = self._jobs.get(job)
-            return "" if known is None else trouble or known.note
+            return "" if known is None else self._trouble or known.note
 
     @property
     def trouble(self) -> str:

@@ -1,6 +1,6 @@
 """Which nodes jobs may use, and what is left of what they hold when nodes go.
 
-Pure functions on snapshots' values, between :mod:`pollux.types` and the loop.
+Pure functions; the loop calls them.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def usable(
 
 
 def placeable(snapshot: Snapshot) -> Snapshot:
-    """Without the jobs that may run on none of the accelerators there are: they wait, and hold up nobody."""
+    """Without the jobs that may run on none of the accelerators there are: they wait, and delay no other job."""
     types = {node.accelerator for node in snapshot.nodes}
     jobs = tuple(
         job for job in snapshot.jobs if job.spec.accelerators is None or not types.isdisjoint(job.spec.accelerators)
@@ -49,8 +49,8 @@ def placeable(snapshot: Snapshot) -> Snapshot:
 def survivors(nodes: Sequence[Node], views: Iterable[JobView]) -> dict[str, Allocation]:
     """What jobs still hold after nodes went or shrank, by name: of those that have lost something and can go on.
 
-    A share counts as long as its node is there and has room for it; whoever must not be moved comes first, and keeps
-    its place on a node that shrank. A guest needs no room: it stays where its host does. A job of which nothing is
+    A share counts as long as its node is there and has room for it; jobs that must not be moved come first, and keep
+    their place on a node that shrank. A guest needs no room: it stays where its host does. A job of which nothing is
     left, or less than it can do with, is not named.
     """
     free = {node.name: node.num_slots for node in nodes}

@@ -1,8 +1,8 @@
 """The fence around a replica that its owner has given up: it saves nothing, reports nothing, and leaves.
 
 The session holds one. A machine that freezes is taken for lost, and the job goes on without its replicas. When it wakes
-up, they do not know that. They find out from the owner's store (:mod:`pollux.membership.replica`), when they ask
-whether a checkpoint may count, or from the server, which refuses their report. Then they leave at the next step boundary, with
+up, they do not know that. They find out from the owner's store (:mod:`pollux.membership.replica`) when they ask whether
+a checkpoint may count, or from the server, which refuses their report. Then they leave at the next step boundary, with
 code 143. Where they do not reach one, inside a collective whose other members have gone or in the script's own code,
 they are ended by force.
 """

@@ -189,7 +189,7 @@ class Sum:
 
 
 class _Watch:
-    """A collective among hosts. The wait also ends when the owner names a lost peer: one that is frozen ends nothing."""
+    """A collective among hosts. The wait also ends when the owner names a lost peer, which may be frozen."""
 
     def __init__(self, team: Team, work: dist.Work | RuntimeError | None) -> None:
         self._team, self._ended = team, threading.Event()

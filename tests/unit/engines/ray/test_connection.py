@@ -10,11 +10,11 @@ import pytest
 ray = pytest.importorskip("ray")
 pytest.importorskip("psutil")
 
-from pollux.engines.ray import engine, joining  # noqa: E402
+from pollux.engines.ray import connection, engine  # noqa: E402
 from pollux.engines.ray.engine import RayEngine, RaySettings, end_ray_supervisor  # noqa: E402
 from pollux.engines.ray.network import free_port  # noqa: E402
 from pollux.errors import EngineError  # noqa: E402
-from tests.unit.engines.ray.test_networking import silent_host  # noqa: E402
+from tests.unit.engines.ray.test_network import silent_host  # noqa: E402
 
 MISMATCH = """Version mismatch: The cluster was started with:
     Ray: 2.9.0
@@ -34,7 +34,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Any:
             raise error
 
         monkeypatch.setattr(ray, "init", init)
-        monkeypatch.setattr(joining, "can_connect", lambda *_: "")
+        monkeypatch.setattr(connection, "can_connect", lambda *_: "")
 
     return make
 
@@ -56,18 +56,18 @@ def test_a_port_at_which_nobody_listens(tmp_path):
 
 
 def test_a_host_that_does_not_answer(monkeypatch):
-    monkeypatch.setattr(joining, "REACH_S", 0.5)
+    monkeypatch.setattr(connection, "REACH_S", 0.5)
     with silent_host() as (host, port):
         began = time.monotonic()
-        with pytest.raises(joining.Refused, match=r"no Ray answers at 127.*\(timed out\): see that the head runs"):
-            joining.connect(f"{host}:{port}")
+        with pytest.raises(connection.Refused, match=r"no Ray answers at 127.*\(timed out\): see that the head runs"):
+            connection.connect(f"{host}:{port}")
         assert time.monotonic() - began < 5.0
 
 
 def test_other_versions(failing):
     failing(RuntimeError(MISMATCH))
-    with pytest.raises(joining.Refused) as error:
-        joining.connect("10.0.0.1:6379")
+    with pytest.raises(connection.Refused) as error:
+        connection.connect("10.0.0.1:6379")
     assert "the Ray cluster at 10.0.0.1:6379 and this machine have different versions" in str(error.value)
     assert "started with: Ray: 2.9.0 Python: 3.9.1" in str(error.value)
     assert f"this is Ray {ray.__version__}" in str(error.value) and "\n" not in str(error.value)
@@ -92,12 +92,12 @@ def test_rays_message_about_versions_is_still_known():
 )
 def test_a_machine_that_is_none_of_the_clusters(failing, error):
     failing(error)
-    with pytest.raises(joining.Refused, match="the server must run on a machine of the cluster") as refused:
-        joining.connect("10.0.0.1:6379")
+    with pytest.raises(connection.Refused, match="the server must run on a machine of the cluster") as refused:
+        connection.connect("10.0.0.1:6379")
     assert str(error).splitlines()[0] in str(refused.value) and "more" not in str(refused.value)
 
 
 def test_any_other_refusal(failing):
     failing(RuntimeError("\nthe moon is full\nand more"))
-    with pytest.raises(joining.Refused, match=r"Ray at 10\.0\.0\.1:6379 cannot be joined: the moon is full$"):
-        joining.connect("10.0.0.1:6379")
+    with pytest.raises(connection.Refused, match=r"Ray at 10\.0\.0\.1:6379 cannot be joined: the moon is full$"):
+        connection.connect("10.0.0.1:6379")

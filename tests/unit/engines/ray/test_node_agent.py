@@ -26,10 +26,10 @@ RUNAWAY = ("sh", "-c", "setsid sleep 600 & wait")  # its child leaves its group
 
 HOST = """
 import json, os, sys
-from pollux.engines.ray import agent as module
+from pollux.engines.ray import node_agent as module
 settings = json.loads(sys.argv[1])
 module.LEASE_S = settings.pop("lease_s")
-agent = module.Agent(**settings)
+agent = module.NodeAgent(**settings)
 print(json.dumps(str(agent._folder)), flush=True)
 for line in sys.stdin:
     name, *args = json.loads(line)
@@ -69,7 +69,7 @@ class Host:
             for message in self.told:
                 if message["event"] == event and message["key"] == key:
                     return message
-            for number, message in self.ask("news", self.heard, 0.5):
+            for number, message in self.ask("events", self.heard, 0.5):
                 self.heard = number
                 self.told.append(message)
         raise AssertionError(f"{event} of {key} was never told")
@@ -141,14 +141,14 @@ def test_what_happens_is_told_until_it_was_heard(open_host: OpenHost, tmp_path: 
     order = spawn(tmp_path, "1", "true")
     host.ask("obey", [order])
     host.ask("obey", [order])  # Ray does not say whether a call arrived: it may be made again
-    until(lambda: len(host.ask("news", 0, 1.0)) == 2, "two pieces of news")
-    told = host.ask("news", 0, 0.0)
+    until(lambda: len(host.ask("events", 0, 1.0)) == 2, "two events")
+    told = host.ask("events", 0, 0.0)
     assert [(number, message["event"]) for number, message in told] == [(1, "spawned"), (2, "exited")]
     assert told[1][1] == {"event": "exited", "key": "1", "code": 0, "is_orphan": False, "tail": ""}
-    assert host.ask("news", 1, 0.0) == told[1:] == host.ask("news", 0, 0.0)  # what was heard is forgotten
-    assert host.ask("news", 2, 0.0) == []
+    assert host.ask("events", 1, 0.0) == told[1:] == host.ask("events", 0, 0.0)  # what was heard is forgotten
+    assert host.ask("events", 2, 0.0) == []
     began = time.monotonic()
-    assert host.ask("news", 2, 0.3) == [] and time.monotonic() - began >= 0.3
+    assert host.ask("events", 2, 0.3) == [] and time.monotonic() - began >= 0.3
 
 
 def test_processes_are_signalled_and_say_why_they_ended(host: Host, tmp_path: Path) -> None:
