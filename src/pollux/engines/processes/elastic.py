@@ -293,8 +293,8 @@ class ElasticJob:
         if self._is_started and not self._is_closed and self._result is None:
             self._starter.poll()
             self._see_progress()
-            self._bury_newcomers()
-            self._bury_members(self._bury_leavers())
+            self._see_ended_newcomers()
+            self._see_ended_members(self._see_ended_leavers())
             if self._result is None and self._stop_by is not None:
                 self._finish_stop()
             elif self._result is None and self._held_since is None:
@@ -342,7 +342,7 @@ class ElasticJob:
             self._note("exited", f"code {process.exit_code}", process)
         return ended
 
-    def _bury_newcomers(self) -> None:
+    def _see_ended_newcomers(self) -> None:
         for process in self._ended(self._newcomers):
             if self._stop_by is not None:
                 continue
@@ -361,7 +361,7 @@ class ElasticJob:
         if self._early_finishers and not self._newcomers and not self._members and self._result is None:
             self._end(0)
 
-    def _bury_leavers(self) -> list[_ElasticReplica]:
+    def _see_ended_leavers(self) -> list[_ElasticReplica]:
         """Those that broke off while the members may still be in a collective with them."""
         ended = self._ended(self._leaving)
         broken = [process for process in ended if process.was_member and process.exit_code not in (0, STOPPED_CODE)]
@@ -372,7 +372,7 @@ class ElasticJob:
                 self._kill(process, "did not leave in time")
         return broken if self._formed < self._controller.generation else []
 
-    def _bury_members(self, broken_leavers: list[_ElasticReplica]) -> None:
+    def _see_ended_members(self, broken_leavers: list[_ElasticReplica]) -> None:
         survivors = [process for process in self._members if process.exit_code is None]
         crashed = [process for process in self._members if process.exit_code not in (None, 0)]
         for process in self._members:
@@ -549,7 +549,7 @@ class ElasticJob:
 
     def _fail(self, why: str, process: _ElasticReplica) -> None:
         path = str(self._log_dir / f"{process.member.replica_id}.err")
-        self.failure = describe_failure(f"{self._name}: {why}", path, self._starter.last_words(path))
+        self.failure = describe_failure(f"{self._name}: {why}", path, self._starter.stderr_tail(path))
         self._note("failed", self.failure, process)
         code = process.exit_code or 1
         self._end(code if code > 0 else 128 - code)

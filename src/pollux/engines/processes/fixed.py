@@ -196,7 +196,7 @@ class FixedJob:
             after = f", after {self._num_restarts} restarts" if self._num_restarts else ""
             what = f"{self._name}: rank {failed.rank} {how_it_ended(code)}{after}"
             path = str(self._log_dir / f"{failed.replica_id}.err")
-            self.failure = describe_failure(what, path, self._starter.last_words(path))
+            self.failure = describe_failure(what, path, self._starter.stderr_tail(path))
             self._end(code if code > 0 else 128 - code)
             return
         pause_s = min(FIRST_PAUSE_S * 2 ** max(self._num_restarts - 1, 0), LONGEST_PAUSE_S)

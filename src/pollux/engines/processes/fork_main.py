@@ -98,12 +98,12 @@ class ForkLoop:
         old_mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGCHLD})
         pid = os.fork()
         if pid == 0:
-            self._grow_up(request, owner, old_mask)
+            self._run_child(request, owner, old_mask)
         signal.pthread_sigmask(signal.SIG_SETMASK, old_mask)
         self._pids[request["id"]] = pid
         self._channel.queue({"event": "spawned", "id": request["id"], "pid": pid})
 
-    def _grow_up(self, request: Message, owner: int, mask: set[signal.Signals | int]) -> NoReturn:
+    def _run_child(self, request: Message, owner: int, mask: set[signal.Signals | int]) -> NoReturn:
         """The child's whole life. It never returns into the server's loop."""
         code = 1
         try:

@@ -35,7 +35,7 @@ from pollux.engines.transport import Channel, Message
 from pollux.errors import MembershipError
 
 TERM_GRACE_S = 5.0
-MAX_STILLBORN = 3  # fork servers in a row that ended while they started: it is no accident then
+MAX_FAILED_STARTS = 3  # fork servers in a row that ended while they started: it is no accident then
 
 
 class ForkServer(LocalStarter):
@@ -44,7 +44,7 @@ class ForkServer(LocalStarter):
     def __init__(self, environment: Mapping[str, str] = os.environ) -> None:
         self._environment = environment
         self._replicas: dict[str, ReplicaProcess] = {}
-        self._num_spawned = self._num_stillborn = 0
+        self._num_spawned = self._num_failed_starts = 0
         self._events: list[StarterEvent] = []
         self._start()
 
@@ -131,7 +131,7 @@ class ForkServer(LocalStarter):
     def _take(self, event: Message) -> None:
         kind: EventKind = event["event"]
         if kind == "ready":
-            self._is_ready, self._num_stillborn = True, 0
+            self._is_ready, self._num_failed_starts = True, 0
         replica = self._replicas.get(event.get("id", ""))
         if replica is not None and kind == "spawned":
             replica.pid = event["pid"]
@@ -147,10 +147,10 @@ class ForkServer(LocalStarter):
             self._process.wait(timeout=1.0 if self._is_ready else 0.0)
         self._process.kill()
         self._process.wait()
-        self._num_stillborn += not self._is_ready
+        self._num_failed_starts += not self._is_ready
         for replica in self._replicas.values():
             if replica.pid is not None:
                 kill_group(replica.pid)
-            replica.exit_code, replica.is_orphan = -signal.SIGKILL, self._num_stillborn < MAX_STILLBORN
+            replica.exit_code, replica.is_orphan = -signal.SIGKILL, self._num_failed_starts < MAX_FAILED_STARTS
             self._events.append(StarterEvent(kind="exited", replica=replica, message="its fork server died"))
         self._replicas.clear()

@@ -17,7 +17,15 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, Self
 
 from pollux.engines.processes.failure import read_end
-from pollux.engines.processes.trees import has_ended, has_group, kill_group, mortal, reap, signal_politely, signal_tree
+from pollux.engines.processes.trees import (
+    dying_with_parent,
+    has_ended,
+    has_group,
+    kill_group,
+    reap,
+    signal_politely,
+    signal_tree,
+)
 
 MISSING_CODE = 127  # what a shell says of a command that cannot be started
 
@@ -77,7 +85,7 @@ class Starter(Protocol):
     def make_folder(self, path: str) -> None:
         """Where replicas write their output."""
 
-    def last_words(self, stderr: str) -> str:
+    def stderr_tail(self, stderr: str) -> str:
         """The end of what a replica that has ended wrote to this file; "" if that cannot be known."""
 
 
@@ -96,7 +104,7 @@ class LocalStarter:
     def make_folder(self, path: str) -> None:
         os.makedirs(path, exist_ok=True)
 
-    def last_words(self, stderr: str) -> str:
+    def stderr_tail(self, stderr: str) -> str:
         return read_end(stderr)
 
 
@@ -119,7 +127,7 @@ class ColdStarter(LocalStarter):
         try:
             with open(command.stdout, "ab") as out, open(command.stderr, "ab") as err:
                 process = subprocess.Popen(
-                    mortal([*self._prefix, *command.argv]),
+                    dying_with_parent([*self._prefix, *command.argv]),
                     env=command.env,
                     cwd=command.cwd,
                     stdin=subprocess.DEVNULL,

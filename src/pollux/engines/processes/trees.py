@@ -129,6 +129,6 @@ except OSError as error:
 """
 
 
-def mortal(argv: list[str]) -> list[str]:
+def dying_with_parent(argv: list[str]) -> list[str]:
     """A command that becomes ``argv``, in the same process, and dies with the process that starts it."""
     return [sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid()), *argv]

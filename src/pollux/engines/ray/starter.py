@@ -92,7 +92,7 @@ class RayStarter:
     def make_folder(self, path: str) -> None:
         """Agents do, on their machines."""
 
-    def last_words(self, stderr: str) -> str:
+    def stderr_tail(self, stderr: str) -> str:
         return self._tails.get(stderr, "")
 
     def spawn(self, command: Command) -> ReplicaProcess:
