@@ -190,7 +190,7 @@ def loss(trial: Trial, cluster: RayCluster, losses: Losses, rank: int, *, freeze
 
 @contextmanager
 def heard() -> Iterator[Losses]:
-    losses, logger = Losses(), logging.getLogger("pollux.engines.commanding")
+    losses, logger = Losses(), logging.getLogger("pollux.engines.supervised")
     logger.addHandler(losses)
     logger.propagate = False
     try:

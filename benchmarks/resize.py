@@ -30,10 +30,11 @@ from torch import nn
 
 from pollux import train
 from pollux.client import Client, Job
+from pollux.engines.processes.elastic import ElasticJob
+from pollux.engines.processes.fork_server import ForkServer
+from pollux.engines.processes.starters import ColdStarter, Starter
 from pollux.server.config import ServiceConfig
 from pollux.server.service import Service
-from pollux.train.launcher import LocalJob
-from pollux.train.nursery import ColdStarter, Nursery, Starter
 
 STEPS_BETWEEN = 25
 TIMEOUT_S = 180.0
@@ -90,7 +91,7 @@ def read_steps(folder: Path) -> list[tuple[float, int, int, int]]:
 
 
 def wait_for_steps(
-    job: LocalJob, folder: Path, size: int, num_steps: int, since: float
+    job: ElasticJob, folder: Path, size: int, num_steps: int, since: float
 ) -> list[tuple[float, int, int, int]]:
     deadline = time.monotonic() + TIMEOUT_S
     while time.monotonic() < deadline:
@@ -117,9 +118,9 @@ def environment(folder: Path) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "POLLUX_CHECKPOINT_DIR": str(folder / "checkpoints")}
 
 
-def make_job(folder: Path, width: int, size: int, starter: Starter) -> LocalJob:
+def make_job(folder: Path, width: int, size: int, starter: Starter) -> ElasticJob:
     argv = [__file__, "--train", str(folder), "--width", str(width)]
-    return LocalJob(argv, num_replicas=size, starter=starter, log_dir=folder, env=environment(folder), name="resize")
+    return ElasticJob(argv, num_replicas=size, starter=starter, log_dir=folder, env=environment(folder), name="resize")
 
 
 def in_place(folder: Path, width: int, sizes: list[int], starter: Starter, how: str) -> list[Row]:
@@ -254,12 +255,12 @@ def main() -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
         train_and_note(options.train, options.width, options.pause_s)
         return
-    # Asking torch whether there is a GPU may touch it, and the nursery is our child; looking for the device does not.
+    # Asking torch whether there is a GPU may touch it, and the fork server is our child; a look at the device does not.
     is_gpu = Path("/dev/nvidia0").exists()
     sizes = [1] if is_gpu else options.sizes
     rows: list[Row] = []
-    with tempfile.TemporaryDirectory() as root, Nursery() as nursery:
-        nursery.wait_ready(TIMEOUT_S)
+    with tempfile.TemporaryDirectory() as root, ForkServer() as fork_server:
+        fork_server.wait_ready(TIMEOUT_S)
 
         def folder(name: str) -> Path:
             path = Path(root) / name
@@ -267,7 +268,7 @@ def main() -> None:
             return path
 
         if not is_gpu:
-            rows += in_place(folder("warm"), options.width, sizes, nursery, "in place, warm")
+            rows += in_place(folder("warm"), options.width, sizes, fork_server, "in place, warm")
             if not options.skip_cold:
                 with ColdStarter() as cold:
                     rows += in_place(folder("cold"), options.width, sizes, cold, "in place, cold")
@@ -276,8 +277,10 @@ def main() -> None:
         else:
             with ColdStarter() as cold:
                 for index in range(2):
-                    rows.append(re_form(folder(f"re-form-{index}"), options.width, nursery))
-                    rows.append(first_step(folder(f"forked-{index}"), options.width, nursery, "forked from the parent"))
+                    rows.append(re_form(folder(f"re-form-{index}"), options.width, fork_server))
+                    rows.append(
+                        first_step(folder(f"forked-{index}"), options.width, fork_server, "forked from the parent")
+                    )
                     rows.append(first_step(folder(f"started-{index}"), options.width, cold, "started cold"))
         if options.logs:
             for path in sorted(Path(root).rglob("*.err")):

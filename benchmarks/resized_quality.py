@@ -75,8 +75,8 @@ def train_as_replica(options: argparse.Namespace) -> None:
 
 def drive(options: argparse.Namespace, stages: tuple[int, ...], name: str) -> list[dict[str, Any]]:
     """Start the job, resize it after every stage, and return what rank 0 wrote."""
-    from pollux.train.launcher import LocalJob
-    from pollux.train.nursery import Nursery
+    from pollux.engines.processes.elastic import ElasticJob
+    from pollux.engines.processes.fork_server import ForkServer
 
     folder = options.out / name
     folder.mkdir(parents=True, exist_ok=True)
@@ -86,13 +86,13 @@ def drive(options: argparse.Namespace, stages: tuple[int, ...], name: str) -> li
     argv = [str(Path(__file__).resolve()), "--replica", "--out", str(options.out), "--lines", str(lines)]
     argv += ["--stop-file", str(stop), *(["--smoke"] if options.smoke else ["--data", str(options.data)])]
     with (
-        Nursery() as nursery,
-        LocalJob(
-            argv, num_replicas=stages[0], starter=nursery, log_dir=folder, name=name,
+        ForkServer() as fork_server,
+        ElasticJob(
+            argv, num_replicas=stages[0], starter=fork_server, log_dir=folder, name=name,
             slot_env=lambda slot: {"NCCL_HOSTID": f"{name}-{slot.index}", "NCCL_SOCKET_IFNAME": "lo"},
         ) as job,
     ):  # fmt: skip
-        nursery.wait_ready(120)
+        fork_server.wait_ready(120)
         job.start()
         until = time.monotonic() + 90
         while not lines.exists() and time.monotonic() < until and job.pump() is None:

@@ -94,6 +94,8 @@ class PretendedEngine:
     def note(self, job: str) -> str:
         return ""
 
+    trouble = ""
+
     def close(self, *, stops_jobs: bool, grace_s: float | None = None) -> None: ...
 
 

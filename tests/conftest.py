@@ -36,7 +36,7 @@ RAY = (
     "test_docs.py::test_pages_run_from_top_to_bottom[ray]",
 )
 # Files of a minute, whose tests share a server.
-LONG_FILES = ("browser/test_dashboard.py", "unit/cli/test_cluster_commands.py", "unit/engines/test_steward.py")
+LONG_FILES = ("browser/test_dashboard.py", "unit/cli/test_cluster_commands.py", "unit/engines/local/test_supervisor.py")
 MOST_WORKERS = 12  # with more, the longest test decides how long it takes
 
 

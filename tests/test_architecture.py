@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -22,8 +23,9 @@ MAY_IMPORT = {
     "simulator": {"scheduler", "policy", "model", "types", "errors", "version"},
     "reports": {"simulator", "policy", "errors", "version"},
     "evaluation": {"reports", "simulator", "scheduler", "policy", "types", "errors"},
-    "train": {"api", "model", "types", "errors"},
-    "engines": {"train", "api", "scheduler", "model", "types", "errors", "version"},
+    "membership": {"errors"},
+    "train": {"membership", "api", "model", "types", "errors"},
+    "engines": {"membership", "api", "scheduler", "model", "types", "errors", "version"},
     "server": {"reports", "engines", "api", "scheduler", "policy", "model", "types", "errors", "version"},
     "client": {"api", "errors", "version"},
     "cli": {
@@ -32,6 +34,8 @@ MAY_IMPORT = {
     },
 }
 STARTS_SERVERS = {"up", "run", "demo", "gather"}  # modules of cli that may import the server; others use HTTP
+# The code that replicas run in: the fork server's process imports what their scripts need.
+EXCEPTIONS = {"engines/processes/fork_main.py": {"train"}}
 PURE = (
     "types.py",
     "errors.py",
@@ -47,14 +51,14 @@ ONLY_IN = {
     "typer": ("cli",),
     "rich": ("cli",),
     "plotly": ("reports/look",),
-    "torch": ("train",),
+    "torch": ("train", "membership/store"),  # of which membership is free until a store is opened
     "sqlalchemy": ("server/storage",),
     "fastapi": ("server/http", "server/service"),
     "pydantic": ("server/http",),
     "uvicorn": ("server/service",),
     "prometheus_client": ("server",),
     "httpx": ("client",),
-    "pynvml": ("engines/devices",),
+    "pynvml": ("engines/processes/devices",),
     "ray": ("engines/ray",),
 }
 
@@ -64,13 +68,59 @@ def modules() -> list[Path]:
 
 
 def imports(path: Path) -> set[str]:
+    """Full names of all that a module imports, at the top or inside functions, in any form that names it."""
+    package = ["pollux", *path.relative_to(SOURCE).parent.parts] if path.is_relative_to(SOURCE) else []
+    return imported(path.read_text(), package)
+
+
+def imported(code: str, package: Sequence[str] = ()) -> set[str]:
+    """``from a import b`` names both a and a.b: b may be a module. ``package``: what relative imports start from."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(code)):
         if isinstance(node, ast.Import):
             names.update(alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
-            names.add(node.module)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *([node.module] if node.module else [])])
+            names.update([module, *(f"{module}.{alias.name}" for alias in node.names)])
+        elif isinstance(node, ast.Call) and node.args and _calls_import(node.func):
+            name = node.args[0]
+            if isinstance(name, ast.Constant) and isinstance(name.value, str):
+                level = len(name.value) - len(name.value.lstrip("."))
+                base = package[: len(package) - level + 1] if level else []
+                names.add(".".join([*base, name.value.lstrip(".")]))
     return names
+
+
+def _calls_import(function: ast.expr) -> bool:
+    """``import_module``, ``importlib.import_module``, ``__import__``."""
+    name = (
+        function.attr if isinstance(function, ast.Attribute) else function.id if isinstance(function, ast.Name) else ""
+    )
+    return name in ("import_module", "__import__")
+
+
+@pytest.mark.parametrize(
+    ("code", "name"),
+    [
+        ("import pollux.server", "pollux.server"),
+        ("import pollux.server as other", "pollux.server"),
+        ("from pollux import server", "pollux.server"),
+        ("from pollux import errors, server as other", "pollux.server"),
+        ("from pollux.server import views", "pollux.server.views"),
+        ("def f():\n    from pollux import server", "pollux.server"),
+        ("if TYPE_CHECKING:\n    from pollux import server", "pollux.server"),
+        ("from .. import server", "pollux.server"),
+        ("from ..server import views", "pollux.server"),
+        ("from . import loop", "pollux.scheduler.loop"),
+        ("import importlib\nimportlib.import_module('pollux.server')", "pollux.server"),
+        ("from importlib import import_module\nimport_module('pollux.server')", "pollux.server"),
+        ("import_module('..server', __package__)", "pollux.server"),
+        ("__import__('pollux.server')", "pollux.server"),
+    ],
+)
+def test_every_form_of_import_is_seen(code, name):
+    assert name in imported(code, ["pollux", "scheduler"])
 
 
 def package_of(path: Path) -> str:
@@ -83,10 +133,54 @@ def test_imports_point_left(path):
     if package == "__init__":
         return
     assert package in MAY_IMPORT, f"{package} has no place in the arrows yet: add it to MAY_IMPORT and to the README"
+    where = str(path.relative_to(SOURCE))
+    allowed = MAY_IMPORT[package] | EXCEPTIONS.get(where, set()) | {package}
     for name in imports(path):
         parts = name.split(".")
-        if parts[0] == "pollux" and len(parts) > 1 and parts[1] != package:
-            assert parts[1] in MAY_IMPORT[package], f"{path.name} may not import {name}"
+        if parts[0] == "pollux" and len(parts) > 1 and is_part(parts[1]):
+            assert parts[1] in allowed, f"{where} may not import {name}"
+
+
+def is_part(name: str) -> bool:
+    """Whether ``pollux.name`` is a module or a package, and not something that ``pollux/__init__.py`` defines."""
+    return (SOURCE / name).is_dir() or (SOURCE / f"{name}.py").is_file()
+
+
+def test_membership_is_free_of_torch_until_a_store_is_opened():
+    code = (
+        "import sys, pkgutil, importlib, pollux.membership as package;"
+        "names = [found.name for found in pkgutil.iter_modules(package.__path__)];"
+        "[importlib.import_module(f'pollux.membership.{name}') for name in names];"
+        "print(*sorted({name.split('.')[0] for name in sys.modules}))"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "torch" not in answer.split()
+
+
+def test_engines_load_torch_nowhere_but_in_stores_and_fork_servers():
+    """Fixed jobs must not wait for it, nor may the server."""
+    code = (
+        "import sys, pollux.engines.local.engine, pollux.engines.local.supervisor;"
+        "import pollux.engines.processes.job_factory, pollux.engines.ray.engine;"
+        "print(*sorted({name.split('.')[0] for name in sys.modules}))"
+    )
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert "torch" not in answer.split() and "ray" not in answer.split()
+
+
+def test_no_two_classes_of_the_engines_share_a_name():
+    """Nor does one of them share its name with a class elsewhere."""
+    homes: dict[str, list[str]] = {}
+    for path in modules():
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                homes.setdefault(node.name, []).append(str(path.relative_to(SOURCE)))
+    ours = {
+        name: found
+        for name, found in homes.items()
+        if any(where.startswith(("engines", "membership")) for where in found)
+    }
+    assert {name: found for name, found in ours.items() if len(found) > 1} == {}
 
 
 @pytest.mark.parametrize("name", ["look", "numbers"])

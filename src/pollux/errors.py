@@ -13,7 +13,7 @@
     ├── MembershipError (RuntimeError)     a replica cannot find its group, or asks it for what it cannot do
     ├── PeerLostError (RuntimeError)       other replicas are gone and nobody replaced them in time
     ├── FencedError (RuntimeError)         a replica that its owner has given up must neither report nor save
-    ├── EngineError (RuntimeError)         the processes of this machine cannot be looked after: no steward, another's
+    ├── EngineError (RuntimeError)         the jobs' processes cannot be reached: no supervisor, or another's
     ├── StoreError (RuntimeError)          the server's database cannot be used: damaged, of a newer version, disk full
     ├── DirectoryInUseError (RuntimeError)  another server has this data directory
     ├── ServerError (RuntimeError)         the server cannot be asked, or answers what nobody understands

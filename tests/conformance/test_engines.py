@@ -224,25 +224,25 @@ def launcher(folder: Path, url: str) -> Callable[[str], Any]:
 
 
 def open_engine(directory: Path, folder: Path, url: str = "") -> Any:
-    from pollux.engines.devices import detect_nodes
-    from pollux.engines.local import LocalEngine
+    from pollux.engines.local.engine import LocalEngine
+    from pollux.engines.processes.devices import detect_nodes
 
     nodes, devices = detect_nodes(nodes="2x2", slots=4)
     return LocalEngine(directory, nodes=nodes, devices=devices, launch_of=launcher(folder, url))
 
 
 @pytest.fixture(scope="module")
-def steward_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Of one steward for all tests: an engine leaves it running for the next one."""
+def supervisor_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Of one supervisor for all tests: an engine leaves it running for the next one."""
     pytest.importorskip("torch")
     pytest.importorskip("psutil")
-    directory = tmp_path_factory.mktemp("steward")
+    directory = tmp_path_factory.mktemp("supervisor")
     yield directory
     open_engine(directory, directory).close(stops_jobs=True)
 
 
 class LiveEngineConformance(EngineConformance):
-    """Of engines that start real processes, and leave a steward running for the next one."""
+    """Of engines that start real processes, and leave a supervisor running for the next one."""
 
     @pytest.fixture(autouse=True)
     def bench(self, tmp_path: Path) -> Iterator[None]:
@@ -273,8 +273,8 @@ class LiveEngineConformance(EngineConformance):
 @pytest.mark.skipif(sys.platform != "linux", reason="needs fork and /proc")
 class TestLocalEngine(LiveEngineConformance):
     @pytest.fixture(autouse=True)
-    def steward(self, steward_directory: Path) -> None:
-        self.directory = steward_directory
+    def supervisor(self, supervisor_directory: Path) -> None:
+        self.directory = supervisor_directory
 
     def open(self, url: str) -> Any:
         return open_engine(self.directory, self.folder, url)
@@ -288,8 +288,8 @@ def open_ray_engine(directory: Path, address: str, folder: Path, url: str = "") 
 
 
 @pytest.fixture(scope="module")
-def ray_steward(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
-    """The directory and the address of one steward for all tests."""
+def ray_supervisor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, str]]:
+    """The directory and the address of one supervisor for all tests."""
     pytest.importorskip("torch")
     pytest.importorskip("ray")
     from tests.ray_cluster import RayCluster
@@ -305,8 +305,8 @@ def ray_steward(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path
 @pytest.mark.skipif(sys.platform != "linux", reason="needs fork and /proc")
 class TestRayEngine(LiveEngineConformance):
     @pytest.fixture(autouse=True)
-    def steward(self, ray_steward: tuple[Path, str]) -> None:
-        self.directory, self.address = ray_steward
+    def supervisor(self, ray_supervisor: tuple[Path, str]) -> None:
+        self.directory, self.address = ray_supervisor
 
     def open(self, url: str) -> Any:
         return open_ray_engine(self.directory, self.address, self.folder, url)

@@ -3,7 +3,7 @@
     python -m tests.e2e.chaos [--faults 100] [--seed 0] [--jobs 5]
 
 A live cluster trains a handful of ledgers (see scripts/ledger.py: they know how often each example was consumed) while
-faults are drawn at random: the server, the steward, the parent of all replicas or a replica is killed, a replica is
+faults are drawn at random: the server, the supervisor, the parent of all replicas or a replica is killed, a replica is
 frozen for a moment, a node is drained and used again, all replicas of a job die at once. The seed fixes which faults
 and when; what they hit depends on the moment.
 """
@@ -40,8 +40,8 @@ class Chaos:
             "all replicas of a job killed": (0.05, self.kill_job),
             "a replica frozen": (0.10, self.freeze_replica),
             "the server killed": (0.20, self.kill_server),
-            "the nursery killed": (0.08, self.kill_nursery),
-            "the steward killed": (0.05, self.kill_steward),
+            "the fork server killed": (0.08, self.kill_fork_server),
+            "the supervisor killed": (0.05, self.kill_supervisor),
             "a node drained": (0.12, self.drain),
         }
 
@@ -92,12 +92,12 @@ class Chaos:
         self.cluster.start()
         return True
 
-    def kill_nursery(self) -> bool:
-        self.cluster.nursery.kill()
+    def kill_fork_server(self) -> bool:
+        self.cluster.fork_server.kill()
         return True
 
-    def kill_steward(self) -> bool:
-        self.cluster.steward.kill()
+    def kill_supervisor(self) -> bool:
+        self.cluster.supervisor.kill()
         return True
 
     def drain(self) -> bool:

@@ -89,7 +89,7 @@ class LiveCluster:
         assert not left, f"left behind: {left}\n{self.log()}"
 
     def processes(self) -> list[psutil.Process]:
-        """The steward and all it has started, known by the data directory."""
+        """The supervisor and all it has started, known by the data directory."""
         found = []
         for process in psutil.process_iter():
             try:
@@ -107,12 +107,16 @@ class LiveCluster:
         )
 
     @property
-    def steward(self) -> psutil.Process:
-        return psutil.Process(int((self.data / "steward.pid").read_text()))
+    def supervisor(self) -> psutil.Process:
+        return psutil.Process(int((self.data / "supervisor.pid").read_text()))
 
     @property
-    def nursery(self) -> psutil.Process:
-        return next(child for child in self.steward.children() if "pollux.train.nursery" in " ".join(child.cmdline()))
+    def fork_server(self) -> psutil.Process:
+        return next(
+            child
+            for child in self.supervisor.children()
+            if "pollux.engines.processes.fork_main" in " ".join(child.cmdline())
+        )
 
     # --- jobs -----------------------------------------------------------------------------------------------------
 
@@ -172,8 +176,8 @@ class LiveCluster:
 
     def log(self) -> str:
         text = (self.folder / "server.log").read_text()[-4000:]
-        steward = self.data / "steward.log"
-        return f"--- server\n{text}\n--- steward\n{steward.read_text()[-4000:] if steward.exists() else ''}"
+        supervisor = self.data / "supervisor.log"
+        return f"--- server\n{text}\n--- supervisor\n{supervisor.read_text()[-4000:] if supervisor.exists() else ''}"
 
     def story(self, name: str) -> str:
         lines = [json.dumps(encode(self.client.job(name).describe().transitions), indent=1)]

@@ -10,26 +10,26 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from pollux.train.nursery import Nursery
+    from pollux.engines.processes.fork_server import ForkServer
     from tests.e2e.jobs import Bench
 
 
 @pytest.fixture(scope="session")
-def nursery() -> Iterator[Nursery]:
+def fork_server() -> Iterator[ForkServer]:
     pytest.importorskip("torch")
     if not hasattr(os, "fork"):
         pytest.skip("needs fork")
-    from pollux.train.nursery import Nursery
+    from pollux.engines.processes.fork_server import ForkServer
 
-    with Nursery() as nursery:
-        nursery.wait_ready(60.0)
-        yield nursery
+    with ForkServer() as fork_server:
+        fork_server.wait_ready(60.0)
+        yield fork_server
 
 
 @pytest.fixture
-def bench(tmp_path: Path, nursery: Nursery) -> Iterator[Bench]:
+def bench(tmp_path: Path, fork_server: ForkServer) -> Iterator[Bench]:
     from tests.e2e.jobs import Bench
 
-    bench = Bench(tmp_path, nursery)
+    bench = Bench(tmp_path, fork_server)
     yield bench
     bench.close()

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pollux.train.launcher import JobEvent, LocalJob
-from pollux.train.nursery import Nursery
+from pollux.engines.processes.elastic import ElasticJob, JobEvent
+from pollux.engines.processes.fork_server import ForkServer
 from tests.leftovers import processes_in
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -35,20 +35,22 @@ class Trace:
 class Bench:
     """Makes jobs in one folder, and checks at the end that nothing of them is left."""
 
-    def __init__(self, folder: Path, nursery: Nursery) -> None:
-        self.folder, self.nursery = folder, nursery
+    def __init__(self, folder: Path, fork_server: ForkServer) -> None:
+        self.folder, self.fork_server = folder, fork_server
         self.out, self.hurry, self.checkpoints = folder / "out", folder / "hurry", folder / "checkpoints"
-        self.jobs: list[LocalJob] = []
+        self.jobs: list[ElasticJob] = []
 
     @property
     def env(self) -> dict[str, str]:
         env = {name: value for name, value in os.environ.items() if not name.startswith(("POLLUX_", "TORCH"))}
         return {**env, "OMP_NUM_THREADS": "1", "POLLUX_CHECKPOINT_DIR": str(self.checkpoints)}
 
-    def start(self, num_replicas: int | None, script: str = "ledger.py", *, args: Any = (), **options: Any) -> LocalJob:
+    def start(
+        self, num_replicas: int | None, script: str = "ledger.py", *, args: Any = (), **options: Any
+    ) -> ElasticJob:
         argv = [SCRIPTS / script, "--out", self.out, "--hurry", self.hurry, *args]
-        options.setdefault("starter", self.nursery)
-        job = LocalJob(
+        options.setdefault("starter", self.fork_server)
+        job = ElasticJob(
             [str(arg) for arg in argv],
             num_replicas=num_replicas,
             env=self.env,
@@ -61,7 +63,7 @@ class Bench:
         job.start()
         return job
 
-    def finish(self, job: LocalJob, timeout_s: float = 90.0) -> None:
+    def finish(self, job: ElasticJob, timeout_s: float = 90.0) -> None:
         """Let the job train to its end without waiting in its steps."""
         self.hurry.touch()
         assert job.wait(timeout_s) == 0, self.story(job)
@@ -86,7 +88,7 @@ class Bench:
         """The step that was begun last."""
         return max((rows[-1] for rows in self.traces().values()), key=lambda row: row.time, default=NO_STEP).step
 
-    def check_ledger(self, num_epochs: int, job: LocalJob | None = None) -> None:
+    def check_ledger(self, num_epochs: int, job: ElasticJob | None = None) -> None:
         """Every example was consumed once an epoch, as every replica knows that trained to the end."""
         results = [json.loads(path.read_text()) for path in self.folder.glob("out-*.json")]
         story = self.story(job)
@@ -109,7 +111,7 @@ class Bench:
         odd = {place: found for place, found in noises.items() if len(set(found.values())) > 1}
         assert not odd, f"noise scales differ between replicas: {odd}\n{story}"
 
-    def story(self, job: LocalJob | None = None) -> str:
+    def story(self, job: ElasticJob | None = None) -> str:
         """For a failure's message: the job's events and the ends of its replicas' logs."""
         events = [] if job is None else job.events
         lines = [f"{e.time:.3f} {e.generation} {e.kind} {e.replica_id} {e.detail}" for e in events]
@@ -121,7 +123,7 @@ class Bench:
 NO_STEP = Trace(0.0, -1, 0, 0, 0, "nan")
 
 
-def pump_until(bench: Bench, job: LocalJob, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+def pump_until(bench: Bench, job: ElasticJob, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
     deadline = time.monotonic() + timeout_s
     while not condition():
         job.pump()
@@ -129,22 +131,22 @@ def pump_until(bench: Bench, job: LocalJob, condition: Callable[[], object], tim
         time.sleep(0.005)
 
 
-def pump_for(job: LocalJob, duration_s: float) -> None:
+def pump_for(job: ElasticJob, duration_s: float) -> None:
     deadline = time.monotonic() + duration_s
     while job.pump() is None and time.monotonic() < deadline:
         time.sleep(0.002)
 
 
-def of_kind(job: LocalJob, kind: str) -> list[JobEvent]:
+def of_kind(job: ElasticJob, kind: str) -> list[JobEvent]:
     return [event for event in job.events if event.kind == kind]
 
 
-def is_formed(job: LocalJob, num_members: int) -> bool:
+def is_formed(job: ElasticJob, num_members: int) -> bool:
     generation = job.controller.generation
     return len(job.members) == num_members and any(event.generation == generation for event in of_kind(job, "formed"))
 
 
-def stalls(job: LocalJob) -> dict[int, float]:
+def stalls(job: ElasticJob) -> dict[int, float]:
     """Seconds from a generation's publication until its last member trained in it."""
     published = {event.generation: event.time for event in of_kind(job, "published")}
     return {e.generation: e.time - published[e.generation] for e in of_kind(job, "formed")}  # type: ignore[misc, index]

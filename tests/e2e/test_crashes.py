@@ -14,8 +14,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from pollux.train import launcher
-from pollux.train.launcher import LocalJob
+from pollux.engines.processes import elastic
+from pollux.engines.processes.elastic import ElasticJob
 from tests.e2e.jobs import SCRIPTS, Bench, is_formed, of_kind, pump_for, pump_until
 from tests.thorough import some_of
 
@@ -175,7 +175,7 @@ def test_who_cannot_recover_leaves_for_the_last_checkpoint(bench: Bench) -> None
 def test_pauses_before_restarts_grow_only_while_there_is_no_training(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launcher, "HEALTHY_S", 0.3)
+    monkeypatch.setattr(elastic, "HEALTHY_S", 0.3)
     job = bench.start(1, args=["--epochs", 12, "--save-s", 0.1], max_restarts=5)
     for trains_s in (0.5, 0.5, 0.5, 0.0):
         num_restarts = job.num_restarts
@@ -228,7 +228,7 @@ def test_a_job_that_loses_a_member_while_it_stops_leaves_a_checkpoint_all_the_sa
     assert checkpoint_steps(bench) == [last + 1]
 
 
-def stop(bench: Bench, job: LocalJob, step: int) -> int:
+def stop(bench: Bench, job: ElasticJob, step: int) -> int:
     """Preempt a job after this step; what its checkpoint is of."""
     pump_until(bench, job, lambda: bench.step() >= step)
     assert job.stop(10.0) == 143

@@ -120,7 +120,9 @@ def test_ctrl_c_while_it_starts_leaves_nothing_running(tmp_path: Path, temporary
     process = start(tmp_path, temporary)
     try:
         deadline = time.monotonic() + 60
-        while not list(temporary.glob("pollux-*/steward.*")):  # the server is not up yet, its steward is being started
+        while not list(
+            temporary.glob("pollux-*/supervisor.*")
+        ):  # the server is not up yet, its supervisor is being started
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.01)
         os.killpg(process.pid, signal.SIGINT)

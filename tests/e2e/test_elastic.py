@@ -12,8 +12,8 @@ pytest.importorskip("torch")
 
 import torch
 
+from pollux.engines.processes.slots import Slot
 from pollux.train.data import ElasticLoader
-from pollux.train.launcher import Slot
 from pollux.train.position import StepShape
 from tests.e2e.jobs import BATCH, Bench, is_formed, of_kind, pump_for, pump_until, stalls
 from tests.e2e.scripts import regression

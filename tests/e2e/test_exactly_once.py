@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 
-from pollux.train.nursery import Nursery
+from pollux.engines.processes.fork_server import ForkServer
 from tests.e2e.jobs import Bench, pump_for
 
 Event = tuple[str, int, float]  # what, a number for it, seconds before it
@@ -54,10 +54,10 @@ def train_through(bench: Bench, num_epochs: int, num_replicas: int, events: Iter
     suppress_health_check=list(HealthCheck),
 )
 def test_exactly_once(
-    tmp_path_factory: pytest.TempPathFactory, nursery: Nursery, num_replicas: int, events: list[Event]
+    tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer, num_replicas: int, events: list[Event]
 ) -> None:
     note(f"{num_replicas} replicas, {events}")
-    bench = Bench(tmp_path_factory.mktemp("once"), nursery)
+    bench = Bench(tmp_path_factory.mktemp("once"), fork_server)
     try:
         train_through(bench, 10, num_replicas, events)
     finally:
@@ -65,11 +65,11 @@ def test_exactly_once(
 
 
 @pytest.mark.parametrize("seed", [11])
-def test_exactly_once_through_many_events(tmp_path: Path, nursery: Nursery, seed: int) -> None:
+def test_exactly_once_through_many_events(tmp_path: Path, fork_server: ForkServer, seed: int) -> None:
     chance = random.Random(seed)
     kinds = chance.choices(["resize", "kill", "preempt"], [3, 3, 1], k=30)
     events = [(kind, chance.randint(1, 4), chance.expovariate(3.0)) for kind in kinds]
-    bench = Bench(tmp_path, nursery)
+    bench = Bench(tmp_path, fork_server)
     try:
         train_through(bench, 30, 3, events)
     finally:

@@ -1,4 +1,4 @@
-"""Jobs share a machine: real server, real steward, real replicas. Then every part of it is killed."""
+"""Jobs share a machine: real server, real supervisor, real replicas. Then every part of it is killed."""
 
 from __future__ import annotations
 
@@ -90,11 +90,11 @@ def test_a_killed_server_changes_nothing_for_the_jobs(cluster: LiveCluster) -> N
     assert after.started_at > before.finished_at - 1
 
 
-def test_killing_the_steward_is_survived(cluster: LiveCluster) -> None:
+def test_killing_the_supervisor_is_survived(cluster: LiveCluster) -> None:
     cluster.submit_ledger("one", epochs=EPOCHS, step_s=0.3, min_replicas=3)
     cluster.until_replicas("one", 3, 4)
     pids = set(cluster.pids("one").values())
-    cluster.steward.kill()
+    cluster.supervisor.kill()
     cluster.until(lambda: cluster.client.job("one").view().num_crashes == 1, "the loss seen")
     cluster.until(lambda: not any(psutil.pid_exists(pid) for pid in pids), "replicas that end with it")
     cluster.hurry("one")
@@ -211,7 +211,7 @@ class TestShared:
             cluster.submit_ledger(name, epochs=EPOCHS, step_s=0.3, min_replicas=2, max_restarts=0)
         for name in ("left", "right"):
             cluster.until_replicas(name, 2)
-        cluster.nursery.kill()
+        cluster.fork_server.kill()
         for name in ("left", "right"):
             cluster.hurry(name)
             assert cluster.until_over(name) == "succeeded", cluster.story(name)

@@ -109,17 +109,17 @@ def submit(cluster: LiveCluster, name: str, **options: Any) -> None:
     cluster.submit_ledger(name, epochs=EPOCHS, step_s=STEP_S, **options)
 
 
-def seats(cluster: LiveCluster, name: str) -> dict[str, int]:
+def placed(cluster: LiveCluster, name: str) -> dict[str, int]:
     """Node -> pid of the member there."""
     replicas = cluster.client.job(name).describe().replicas
     return {row.node: row.pid for row in replicas if row.state == "member" and row.pid}
 
 
-def until_seats(cluster: LiveCluster, name: str, *counts: int) -> dict[str, int]:
+def until_placed(cluster: LiveCluster, name: str, *counts: int) -> dict[str, int]:
     """Until the job runs on so many nodes, and has gone on with them."""
 
     def look() -> dict[str, int] | None:
-        found = seats(cluster, name)
+        found = placed(cluster, name)
         view = cluster.client.job(name).view()
         return found if view.state == "running" and len(found) in counts else None
 
@@ -194,14 +194,14 @@ def pollux(*words: object, timeout_s: float = 90.0) -> subprocess.CompletedProce
 
 def test_jobs_are_resized_across_nodes_in_place_and_their_output_comes_back(cluster: LiveCluster) -> None:
     submit(cluster, "grows")
-    alone = until_seats(cluster, "grows", 4)
+    alone = until_placed(cluster, "grows", 4)
     submit(cluster, "late")
-    shared = until_seats(cluster, "grows", 2)
-    other = until_seats(cluster, "late", 2)
+    shared = until_placed(cluster, "grows", 2)
+    other = until_placed(cluster, "late", 2)
     assert shared.items() < alone.items()  # the same processes at the same places
     assert not shared.keys() & other.keys()
     cluster.client.job("late").cancel()
-    grown = until_seats(cluster, "grows", 4)
+    grown = until_placed(cluster, "grows", 4)
     assert shared.items() < grown.items()
 
     told = cluster.until(lambda: [line for line in cluster.client.job("grows").logs() if "rank 3 of 4" in line], "logs")
@@ -233,16 +233,16 @@ def test_a_job_that_needs_more_than_there_is_says_so(cluster: LiveCluster) -> No
 
 def test_a_node_is_killed_and_comes_back(nodes: RayCluster, cluster: LiveCluster) -> None:
     submit(cluster, "wide")
-    before = until_seats(cluster, "wide", 4)
+    before = until_placed(cluster, "wide", 4)
     killed_at = time.monotonic()
     nodes.nodes["b"].kill()
     cluster.until(lambda: "b" not in names_of(cluster), "the loss seen", SEEN_S)
-    left = until_seats(cluster, "wide", 3)
+    left = until_placed(cluster, "wide", 3)
     assert time.monotonic() - killed_at < SEEN_S + 20.0
     assert left == {node: pid for node, pid in before.items() if node != "b"}
     until_steps(cluster, "wide", left["a"])
     nodes.add("b", 1)
-    again = until_seats(cluster, "wide", 4)
+    again = until_placed(cluster, "wide", 4)
     assert left.items() < again.items() and again["b"] != before["b"]
     finish(cluster, "wide")
     assert num_starts(cluster, "wide") == 1
@@ -252,11 +252,11 @@ def test_a_job_whose_every_replica_was_on_a_killed_node_starts_again_elsewhere(
     nodes: RayCluster, cluster: LiveCluster
 ) -> None:
     submit(cluster, "small", max_replicas=1)
-    ((place, pid),) = until_seats(cluster, "small", 1).items()
+    ((place, pid),) = until_placed(cluster, "small", 1).items()
     saved = until_checkpoint(cluster, "small")
     nodes.nodes[place].kill()
-    cluster.until(lambda: seats(cluster, "small") and place not in seats(cluster, "small"), "it runs elsewhere")
-    ((other, heir),) = until_seats(cluster, "small", 1).items()
+    cluster.until(lambda: placed(cluster, "small") and place not in placed(cluster, "small"), "it runs elsewhere")
+    ((other, heir),) = until_placed(cluster, "small", 1).items()
     assert other != place and heir != pid
     until_steps(cluster, "small", heir)
     assert steps(cluster, "small", heir)[0] >= saved
@@ -267,13 +267,13 @@ def test_a_job_whose_every_replica_was_on_a_killed_node_starts_again_elsewhere(
 
 def test_a_frozen_node_is_given_up_and_can_do_no_harm_when_it_wakes(nodes: RayCluster, cluster: LiveCluster) -> None:
     submit(cluster, "cold")
-    before = until_seats(cluster, "cold", 4)
+    before = until_placed(cluster, "cold", 4)
     until_checkpoint(cluster, "cold")
     first = next(row for row in cluster.client.job("cold").describe().replicas if row.rank == 0)
     frozen, pid = first.node, first.pid  # who writes the checkpoints
     nodes.nodes[frozen].freeze()
     cluster.until(lambda: frozen not in names_of(cluster), "the loss seen", SEEN_S)
-    left = until_seats(cluster, "cold", 3)
+    left = until_placed(cluster, "cold", 3)
     assert left == {node: pid for node, pid in before.items() if node != frozen}
     until_steps(cluster, "cold", next(iter(left.values())))
     old = {name for name in checkpoints(cluster, "cold") if name.endswith("-1")}
@@ -291,20 +291,20 @@ def test_a_frozen_node_is_given_up_and_can_do_no_harm_when_it_wakes(nodes: RayCl
 
 def test_a_drained_node_is_left_before_it_goes(nodes: RayCluster, cluster: LiveCluster) -> None:
     submit(cluster, "moves")
-    before = until_seats(cluster, "moves", 4)
+    before = until_placed(cluster, "moves", 4)
     cluster.client.drain("c")
-    left = until_seats(cluster, "moves", 3)
+    left = until_placed(cluster, "moves", 3)
     assert left == {node: pid for node, pid in before.items() if node != "c"}
     cluster.until(lambda: not is_alive(before["c"]), "nobody on it")
     nodes.nodes["c"].kill()
     cluster.until(lambda: "c" not in names_of(cluster), "it is gone", SEEN_S)
     until_steps(cluster, "moves", left["a"])
-    assert seats(cluster, "moves") == left
+    assert placed(cluster, "moves") == left
     assert cluster.client.job("moves").view().num_crashes == 0
     nodes.add("c", 1)
     cluster.until(lambda: "c" in names_of(cluster), "it is back")
     cluster.client.undrain("c")
-    assert left.items() < until_seats(cluster, "moves", 4).items()
+    assert left.items() < until_placed(cluster, "moves", 4).items()
     finish(cluster, "moves")
 
 
@@ -318,7 +318,7 @@ def test_a_node_without_the_storage_is_not_used(nodes: RayCluster, cluster: Live
     nodes.add("blind", 1, prefix=["unshare", "-m", "sh", "-c", hide, "sh"])
     try:
         submit(cluster, "seeing")
-        until_seats(cluster, "seeing", 4)
+        until_placed(cluster, "seeing", 4)
         cluster.until(lambda: "blind does not see the storage" in errors_of_workers(nodes), "it is said")
         assert names_of(cluster) == set(NODES)
         finish(cluster, "seeing")
@@ -329,28 +329,28 @@ def test_a_node_without_the_storage_is_not_used(nodes: RayCluster, cluster: Live
 # --- what carries it ----------------------------------------------------------------------------------------------
 
 
-def test_a_killed_server_and_a_killed_relay_change_nothing_for_the_jobs(cluster: LiveCluster) -> None:
+def test_a_killed_server_and_a_killed_proxy_change_nothing_for_the_jobs(cluster: LiveCluster) -> None:
     submit(cluster, "calm")
-    before = until_seats(cluster, "calm", 4)
+    before = until_placed(cluster, "calm", 4)
     cluster.kill_server()
     until_steps(cluster, "calm", before["a"])
     cluster.start()
-    assert until_seats(cluster, "calm", 4) == before
+    assert until_placed(cluster, "calm", 4) == before
     assert cluster.server is not None
     server = psutil.Process(cluster.server.pid)
-    old = {process.pid for process in relays(server)}
+    old = {process.pid for process in proxies(server)}
     assert len(old) == 1
     os.kill(next(iter(old)), signal.SIGKILL)
-    cluster.until(lambda: {process.pid for process in relays(server)} - old, "another relay")
+    cluster.until(lambda: {process.pid for process in proxies(server)} - old, "another proxy")
     until_steps(cluster, "calm", before["a"])
-    assert until_seats(cluster, "calm", 4) == before
+    assert until_placed(cluster, "calm", 4) == before
     finish(cluster, "calm")
     assert num_starts(cluster, "calm") == 1
     assert cluster.client.job("calm").view().num_crashes == 0
 
 
 def errors_of_workers(nodes: RayCluster) -> str:
-    """What Ray's workers wrote, the steward among them; files come and go."""
+    """What Ray's workers wrote, the supervisor among them; files come and go."""
     texts = []
     for path in (nodes.temporary / "session_latest" / "logs").glob("worker-*.err"):
         with contextlib.suppress(FileNotFoundError):
@@ -358,21 +358,21 @@ def errors_of_workers(nodes: RayCluster) -> str:
     return "\n".join(texts)
 
 
-def relays(server: Any) -> list[Any]:
-    return [child for child in server.children() if "pollux.engines.ray.relay" in command_of(child)]
+def proxies(server: Any) -> list[Any]:
+    return [child for child in server.children() if "pollux.engines.ray.proxy" in command_of(child)]
 
 
-def test_a_killed_steward_is_replaced_and_jobs_go_on_from_their_checkpoints(
+def test_a_killed_supervisor_is_replaced_and_jobs_go_on_from_their_checkpoints(
     nodes: RayCluster, cluster: LiveCluster
 ) -> None:
     submit(cluster, "kept")
-    before = set(until_seats(cluster, "kept", 4).values())
+    before = set(until_placed(cluster, "kept", 4).values())
     saved = until_checkpoint(cluster, "kept")
-    (steward,) = (process for process in nodes.nodes["head"].tree() if "Steward" in " ".join(process.cmdline()))
-    steward.kill()
+    (supervisor,) = (process for process in nodes.nodes["head"].tree() if "Supervisor" in " ".join(process.cmdline()))
+    supervisor.kill()
     cluster.until(lambda: not any(is_alive(pid) for pid in before), "replicas that end with it")
     cluster.until(lambda: cluster.client.job("kept").view().num_crashes == 1, "the loss seen")
-    after = until_seats(cluster, "kept", 4)
+    after = until_placed(cluster, "kept", 4)
     assert not before & set(after.values())
     until_steps(cluster, "kept", after["a"])
     assert steps(cluster, "kept", after["a"])[0] >= saved
@@ -381,16 +381,16 @@ def test_a_killed_steward_is_replaced_and_jobs_go_on_from_their_checkpoints(
 
 def test_the_head_is_lost_and_comes_back(nodes: RayCluster, cluster: LiveCluster) -> None:
     submit(cluster, "headless")
-    before = set(until_seats(cluster, "headless", 4).values())
+    before = set(until_placed(cluster, "headless", 4).values())
     saved = until_checkpoint(cluster, "headless")
     nodes.nodes["head"].kill()
     note = cluster.until(lambda: cluster.client.job("headless").view().note, "what is wrong, told", 60.0)
     assert "paused: " in note and "no Ray answers at " in note and f":{nodes.port} (" in note, note
     assert "see that the head runs" in note
     nodes.start_head()
-    cluster.until(lambda: cluster.client.job("headless").view().num_crashes == 1, "a new steward")
-    after = until_seats(cluster, "headless", 4)
-    assert all(nodes.nodes[name].process.poll() is None for name in NODES)  # nobody had to start them again
+    cluster.until(lambda: cluster.client.job("headless").view().num_crashes == 1, "a new supervisor")
+    after = until_placed(cluster, "headless", 4)
+    assert all(nodes.nodes[name].process.poll() is None for name in NODES)  # they were not started again
     assert not before & set(after.values())
     assert cluster.client.job("headless").view().note == ""
     until_steps(cluster, "headless", after["a"])
@@ -403,7 +403,7 @@ def test_the_head_is_lost_and_comes_back(nodes: RayCluster, cluster: LiveCluster
 
 def test_a_name_that_is_taken_and_another_that_is_not(nodes: RayCluster, cluster: LiveCluster, tmp_path: Path) -> None:
     submit(cluster, "mine", max_replicas=2)
-    before = until_seats(cluster, "mine", 2)
+    before = until_placed(cluster, "mine", 2)
     options = ("--engine", "ray", "--address", nodes.address, "--port", 0, "--data", tmp_path / "data")
     refused = pollux("up", *options, "--name", "x")
     assert refused.returncode == 2, refused.stderr
@@ -424,8 +424,8 @@ def test_a_name_that_is_taken_and_another_that_is_not(nodes: RayCluster, cluster
     assert down.returncode == 0, down.stderr
     actors, groups = look_into(nodes)
     assert not [name for name in (*actors, *groups) if name.startswith("pollux:y:")]
-    assert "pollux:x:steward" in actors
+    assert "pollux:x:supervisor" in actors
     left = [process for process in psutil.process_iter() if str(tmp_path) in " ".join(command_of(process))]
     assert left == []
-    assert seats(cluster, "mine") == before
+    assert placed(cluster, "mine") == before
     finish(cluster, "mine")

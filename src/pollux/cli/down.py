@@ -31,7 +31,7 @@ def down(
     try:
         found = Client(url=server, data_directory=data)
     except ServerNotFoundError:
-        from pollux.engines.ending import end_jobs
+        from pollux.engines.ownership import end_jobs
 
         # A server that was killed leaves its jobs training; "down" ends them, too.
         if server is None and not keep_jobs and end_jobs(find_data_directory(data), parse_duration(timeout)):

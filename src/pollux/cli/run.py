@@ -24,7 +24,7 @@ from pollux.cli.server_options import IntervalOption, NodesOption, SlotsOption
 from pollux.cli.up import require_server_libraries
 from pollux.client import Client, make_request
 from pollux.client.address import find_data_directory
-from pollux.engines.connecting import end_steward
+from pollux.engines.local.connection import end_supervisor
 from pollux.errors import InvalidValueError
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def embedded_service(config: ServiceConfig) -> Iterator[Service]:
             try:
                 service.stop()
             finally:
-                end_steward(config.data_directory, config.stop_timeout_s)  # of a start that did not get further
+                end_supervisor(config.data_directory, config.stop_timeout_s)  # of a start that did not get further
 
 
 def _check_that_it_fits(request: JobRequest, num_slots: int) -> None:

@@ -1,7 +1,7 @@
 """How a job is started on a machine: its command, its environment, its folder.
 
-Stands in ``engines``. The scheduler knows nothing of commands; whoever owns the jobs gives the engine a
-:class:`Launch` for each of them. The form is strict, as :mod:`pollux.api.codec` is.
+The scheduler knows nothing of commands; the server gives the engine a :class:`Launch` for each job, and the engine
+sends it to the supervisor. The form is strict, as :mod:`pollux.api.codec` is.
 """
 
 from __future__ import annotations

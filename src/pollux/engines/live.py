@@ -1,4 +1,4 @@
-"""What a live cluster needs of an engine beyond the scheduler's port. Stands in ``engines``; no implementation."""
+"""What the server needs of an engine beyond the scheduler's port. ``local`` and ``ray`` implement it."""
 
 from __future__ import annotations
 
@@ -31,17 +31,21 @@ class LiveEngine(Engine, Protocol):
         """Take over after a restart: compare what the records say with what really runs.
 
         The next polls hold an event for every record that holds slots: that it runs, has stopped, has ended or is lost.
-        Commands that never arrived are repeated. What nobody knows any more is stopped and forgotten.
+        Commands that never arrived are repeated. A job that no record names is stopped and forgotten.
         """
 
     def replicas(self, job: str) -> Sequence[ReplicaInfo]:
-        """The processes of a job, members in rank order first; none for a job that nobody knows."""
+        """The processes of a job, members in rank order first; none for an unknown job."""
 
     def note(self, job: str) -> str:
         """Why a job does not go on although it holds slots; "" when it does."""
 
+    @property
+    def trouble(self) -> str:
+        """Why no job can be started, resized or stopped now; "" when all is well. May be asked from any thread."""
+
     def close(self, *, stops_jobs: bool, grace_s: float | None = None) -> None:
         """``stops_jobs``: all jobs checkpoint and leave, and nothing is left. Otherwise they train on.
 
-        ``grace_s``: whoever has not left by then is killed, also if it was promised more time before.
+        ``grace_s``: replicas that have not left by then are killed, even if they were promised more time before.
         """

@@ -25,14 +25,14 @@ from pollux.errors import InvalidValueError
 from pollux.model.goodput import GoodputModel, GoodputTables
 from pollux.types import Plan, Snapshot
 
-DEFAULT_BAND = (0.55, 0.75)
-DEFAULT_WINDOW_S = 24 * 3600.0
+DEFAULT_BAND = (0.55, 0.75)  # of utility; the cluster aims at the middle; a setting
+DEFAULT_WINDOW_S = 24 * 3600.0  # budgets are mostly given per day; a setting
 
 _FEW_SIZES = 8  # of which all are looked at
 _NEIGHBOURS = 2  # on both sides of where bisection ends
 _BURST = 48  # savings are spent over this part of the window at the soonest: half an hour of a day,
 _LEAST_BURST_S = 900.0  # and long enough for nodes to come, be used and go
-_ROUNDING = 1e-9
+_ROUNDING = 1e-9  # sums of floats that should be equal differ by less
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,9 +158,9 @@ def decide_size(
         if num_nodes > fewest:
             size = min(num_nodes, _nearest(fewest, most, (low + high) / 2, at))
     elif could_shrink:
-        size, reason = max(fewest, num_nodes - current.num_idle), "nodes that nobody would use"
+        size, reason = max(fewest, num_nodes - current.num_idle), "nodes that no job would use"
     if size < num_nodes and reason not in ("over budget", "outside the nodes allowed"):
-        while at(size).num_waiting > current.num_waiting:  # nobody is to wait for what there was
+        while at(size).num_waiting > current.num_waiting:  # no job may wait for slots that were there
             size += (num_nodes - size + 1) // 2
     return SizeDecision(
         num_nodes=size,
@@ -206,7 +206,7 @@ def _nearest(fewest: int, most: int, middle: float, at: Callable[[int], Outcome]
 
 
 def _for_who_waits(num_nodes: int, most: int, at: Callable[[int], Outcome]) -> int:
-    """The fewest nodes with which somebody starts who waits with ``num_nodes``; ``num_nodes`` if nothing would help.
+    """The fewest nodes with which a job starts that waits with ``num_nodes``; ``num_nodes`` if none would help.
 
     For policies that give a job all that it asks for or nothing: it may ask for more than there is.
     """
@@ -227,7 +227,7 @@ class Spending:
     """Slot-seconds used over the budget's window, and what may be used next.
 
     In every window of ``window_s`` at most ``budget_slots`` x ``window_s`` are used. Time before the first account
-    counts as having spent the budget: nobody starts with savings, neither the first time nor after a restart.
+    counts as having spent the budget: no cluster starts with savings, neither at first nor after a restart.
     """
 
     def __init__(self, budget_slots: float, window_s: float, min_slots: int) -> None:

@@ -1,4 +1,4 @@
-"""What was learnt of a job's speed; shared by the jobs of one application if profiles are remembered.
+"""A job's performance model; shared by the jobs of one application if profiles are remembered.
 
 With profile memory on, all jobs that carry the same application name read and write one
 :class:`Knowledge`, so the next job of that name is understood from its first round.
@@ -19,7 +19,7 @@ from pollux.model.profile import Configuration, Profile, Timing
 from pollux.model.transfer import MAX_SHOWN, Ratios, TypeRatios, guess_params, type_ratios
 from pollux.types import ShapeFactors, ThroughputParams
 
-_PREFIX = "application "
+_PREFIX = "application "  # of names of shared models: a job name has no space in it
 
 MAX_DRIFT = 2.0  # a job that is faster or slower by more does something else: times of other sizes say nothing about it
 

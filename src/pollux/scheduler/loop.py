@@ -49,7 +49,7 @@ from pollux.types import NO_ALLOCATION, Allocation, JobSpec, JobView, Node, Plan
 logger = logging.getLogger(__name__)
 
 _MAY_STOP = frozenset({JobState.STOPPING, JobState.RUNNING, JobState.RESIZING})
-_GOES_ON = frozenset({JobState.RUNNING, JobState.RESIZING})  # with whoever is left when nodes are lost
+_GOES_ON = frozenset({JobState.RUNNING, JobState.RESIZING})  # with the replicas that are left when nodes are lost
 _MAX_SETTLING = 8  # passes of reconcile in one tick; real engines need one, trades a few
 
 
@@ -318,7 +318,7 @@ class Scheduler:
                 record.note(now, reason)
                 self._store.save_job(record)
             case JobLost(reason=reason) if record.state.holds_slots:
-                # Nobody knows since when: perhaps the machine was off. That time is not the job's.
+                # Since when is unknown: perhaps the machine was off. That time is not the job's.
                 record.num_crashes += 1
                 if record.stops_as.is_final:
                     self._end(record, record.stops_as, now, record.stop_reason)
@@ -382,7 +382,7 @@ class Scheduler:
             other.account(max(at, other.accounted_at))
             other.allocation = self._desired[name] = allocation
         self._store.save_job(record)
-        del self._active[record.name]  # after it is saved: whoever looks meanwhile finds it in one place or the other
+        del self._active[record.name]  # after it is saved: a reader meanwhile finds it in one place or the other
 
     def _take_report(self, record: JobRecord, report: JobReport) -> None:
         knowledge = record.knowledge
@@ -504,7 +504,7 @@ class Scheduler:
         return plan, ""
 
     def _ask(self, snapshot: Snapshot) -> Plan:
-        """What the policy says. Whatever goes wrong in it is an error that rounds know, and stops nobody else."""
+        """What the policy says. A failure in it is raised as a PolluxError; the round then changes nothing."""
         try:
             plan = self.policy.decide(snapshot)
         except PolluxError:

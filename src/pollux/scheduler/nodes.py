@@ -36,7 +36,7 @@ def usable(
 
 
 def placeable(snapshot: Snapshot) -> Snapshot:
-    """Without the jobs that may run on none of the accelerators there are: they wait, and hold up no other."""
+    """Without the jobs that may run on none of the accelerators there are: they wait, and delay no other job."""
     types = {node.accelerator for node in snapshot.nodes}
     jobs = tuple(
         job for job in snapshot.jobs if job.spec.accelerators is None or not types.isdisjoint(job.spec.accelerators)

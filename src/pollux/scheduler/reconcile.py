@@ -1,7 +1,7 @@
 """Desired minus actual gives commands; and the check that a plan may be desired at all.
 
-Level-triggered: called after every event with what is wanted and what is, it says what can be done now.
-What must wait for slots to be freed is said by a later call.
+Level-triggered: the loop calls it after every event with the wanted and the actual allocations, and gets the commands
+that are possible now. Commands that need slots to become free come from a later call.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def together(one: Allocation, other: Allocation) -> Allocation:
 
 
 def _held(is_now: Actual) -> dict[str, int]:
-    """Slots per node that nobody else may use: of what the job is coming to and of what it has yet to leave."""
+    """Slots per node that no other job may use: those the job moves to and those it has yet to leave."""
     if not is_now.leaving:
         return is_now.allocation.as_mapping()
     return together(is_now.allocation, is_now.leaving).as_mapping()

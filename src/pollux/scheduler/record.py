@@ -1,4 +1,4 @@
-"""What the scheduler remembers of a job, and of a round."""
+"""What the scheduler remembers of a job, and of a round. The loop writes it; the server reads copies of it."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pollux.scheduler.knowledge import Knowledge
 from pollux.scheduler.lifecycle import JobState, Transition, check_transition
 from pollux.types import NO_ALLOCATION, Allocation, JobSpec, JobView, Plan
 
-_HISTORY_LENGTH = 64
+_HISTORY_LENGTH = 64  # transitions kept for an error message; a job makes a few per resize
 
 
 @dataclass(slots=True, kw_only=True)
 class JobRecord:
-    """Mutable, owned by the scheduler loop; nobody else writes to it."""
+    """Mutable. Owned by the scheduler loop, which alone writes to it."""
 
     spec: JobSpec
     sequence: int  # order of submission

@@ -2,7 +2,7 @@
 
 :mod:`pollux.scheduler.autoscale` decides from numbers; this gets it the numbers, by asking the policy what it would do
 with fewer or more nodes, and remembers what was decided. Nodes to be given back are used no longer, so jobs leave them
-with the next plans; the pool takes them once nobody is on them. One that is needed again before that is kept.
+with the next plans; the pool takes them once no replica is on them. One that is needed again before that is kept.
 """
 
 from __future__ import annotations

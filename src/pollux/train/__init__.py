@@ -1,7 +1,7 @@
 """The PyTorch side of Pollux: elastic, adaptive training in a few changed lines. Needs torch (the ``train`` extra).
 
 :func:`init` begins a run; the rest is usable alone: the noise scale, learning-rate rules, elastic data, checkpoints.
-Names are loaded when first used: whoever starts training processes is in here too, and needs little of it.
+Names are loaded when first used, so that a script pays for what it uses.
 """
 
 from __future__ import annotations
@@ -10,6 +10,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pollux.membership.replica import Membership, StaticMembership, StoreMembership
+    from pollux.membership.store import Group
     from pollux.train.batching import (
         AdaptiveBatch,
         BatchChoice,
@@ -24,7 +26,6 @@ if TYPE_CHECKING:
     from pollux.train.data import ElasticLoader, Pass
     from pollux.train.leaving import Leave
     from pollux.train.loader import AdaptiveLoader
-    from pollux.train.membership import Group, Membership, StaticMembership, StoreMembership
     from pollux.train.moments import GradientMoments, NoiseStats
     from pollux.train.noise import NoiseScale, Preconditioner
     from pollux.train.position import Step, StepShape
@@ -88,18 +89,20 @@ __all__ = [
 ]
 
 _HOMES = {
-    "batching": "AdaptiveBatch BatchChoice BatchPolicy BatchSituation FixedBatch LinearBatch RampBatch SeesawBatch",
-    "checkpoint": "AsyncSaver Checkpoint CheckpointDirectory CheckpointInfo",
-    "data": "ElasticLoader Pass",
-    "leaving": "Leave",
-    "loader": "AdaptiveLoader",
-    "membership": "Group Membership StaticMembership StoreMembership",
-    "moments": "GradientMoments NoiseStats",
-    "noise": "NoiseScale Preconditioner",
-    "position": "Step StepShape",
-    "report": "FileReporter Report Reporter",
-    "run": "Run init",
-    "scaling": "LEGW AdaScale DampedRoot Linear NoScaling ScaledRate ScalingRule SquareRoot StepContext rule_for",
+    "membership.replica": "Membership StaticMembership StoreMembership",
+    "membership.store": "Group",
+    "train.batching": "AdaptiveBatch BatchChoice BatchPolicy BatchSituation"
+    " FixedBatch LinearBatch RampBatch SeesawBatch",
+    "train.checkpoint": "AsyncSaver Checkpoint CheckpointDirectory CheckpointInfo",
+    "train.data": "ElasticLoader Pass",
+    "train.leaving": "Leave",
+    "train.loader": "AdaptiveLoader",
+    "train.moments": "GradientMoments NoiseStats",
+    "train.noise": "NoiseScale Preconditioner",
+    "train.position": "Step StepShape",
+    "train.report": "FileReporter Report Reporter",
+    "train.run": "Run init",
+    "train.scaling": "LEGW AdaScale DampedRoot Linear NoScaling ScaledRate ScalingRule SquareRoot StepContext rule_for",
 }
 
 
@@ -107,7 +110,7 @@ def __getattr__(name: str) -> Any:
     home = next((module for module, names in _HOMES.items() if name in names.split()), None)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"{__name__}.{home}"), name)
+    value = globals()[name] = getattr(import_module(f"pollux.{home}"), name)
     return value
 
 

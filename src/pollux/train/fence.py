@@ -1,10 +1,10 @@
 """The fence around a replica that its owner has given up: it saves nothing, reports nothing, and leaves.
 
-Stands in ``train``, below :mod:`pollux.train.session`. A machine that freezes is taken for lost, and others go on
-without its replicas; then it wakes up, and they do not know. They find out from the owner's store (see
-:mod:`pollux.train.membership`), when they ask it whether a checkpoint may count, or from the server that refuses a
-report. They leave at the next step boundary then, with code 143, or by force where they do not come to one: inside a
-collective whose other members have gone, in the script's own code.
+The session holds one. A machine that freezes is taken for lost, and the job goes on without its replicas. When it wakes
+up, they do not know that. They find out from the owner's store (:mod:`pollux.membership.replica`) when they ask whether
+a checkpoint may count, or from the server, which refuses their report. Then they leave at the next step boundary, with
+code 143. Where they do not reach one, inside a collective whose other members have gone or in the script's own code,
+they are ended by force.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from pollux.errors import FencedError
+from pollux.membership.replica import Membership
 from pollux.train.leaving import EXIT_CODE, Leave
-from pollux.train.membership import Membership
 
 FENCED_S = 5.0  # for a fenced replica to leave by itself
 
@@ -47,7 +47,7 @@ class Fence:
     def on_refused(self, message: str) -> bool:
         """The server says that this replica is none of the job's. Whether that is so.
 
-        The server may be behind what the owner of the replicas knows, so that one is asked where there is one.
+        The server may know less than the owner of the replicas, so the owner is asked where there is one.
         """
         if self._membership.is_elastic and not self._membership.is_fenced():
             return False
@@ -61,17 +61,17 @@ class Fence:
 
     @contextmanager
     def respected(self) -> Iterator[None]:
-        """Around saving: who may not publish leaves."""
+        """Around saving: a replica that may not publish leaves."""
         try:
             yield
         except FencedError as error:
             raise Leave(f"fenced: {error}") from None
 
     def end(self) -> None:
-        """The run is closed: whatever the process does from now on is no business of ours."""
+        """The run is closed: the process may go on with work of its own."""
         self._is_over.set()
 
     def _force_out(self) -> None:
         if not self._is_over.wait(FENCED_S):
             logger.error("fenced: still here after %g s, in a collective or in the script: ending now", FENCED_S)
-            os._exit(EXIT_CODE)  # nothing of it is wanted any more, and a kill at any moment harms nothing
+            os._exit(EXIT_CODE)  # its work is not needed any more, and a kill at any moment does no harm

@@ -1,8 +1,8 @@
 """Makes ``optimizer.step()``, ``lr_scheduler.step()`` and a GradScaler wait for the last pass of a step.
 
-Stands in ``train``. A user's loop calls them after every pass, as in plain PyTorch; with accumulation only the last
-pass of a step may have an effect. The objects stay the users' own: their methods are wrapped on the instance, nothing
-is subclassed or proxied, and :meth:`Gate.open` undoes it.
+A user's loop calls them after every pass, as in plain PyTorch; with accumulation only the last pass of a step may have
+an effect. The objects stay the user's own: their methods are wrapped on the instance, nothing is subclassed or proxied,
+and :meth:`Gate.open` undoes it. ``trainee`` calls these functions.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 class Gate:
-    """Wraps methods of one object; what they do then is decided call by call."""
+    """Wraps methods of one object; each call is decided on when it comes."""
 
     def __init__(self, target: Any) -> None:
         self.target = target
@@ -99,7 +99,7 @@ def gate_scheduler(scheduler: Any, num_steps: Callable[[], int]) -> Gate:
 def gate_scaler(scaler: Any, is_last_pass: Callable[[], bool], is_good: Callable[[], bool]) -> Gate:
     """``unscale_``, ``step`` and ``update`` do nothing in passes that accumulate: the loss scale is a step's.
 
-    Nor where the gradients turned out worthless: replicas would come to different scales.
+    They also do nothing when the gradients cannot be used: replicas would come to different scales.
     """
 
     def wait(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,8 +1,8 @@
 """Leaving a run: by signal, or because the replica is not needed any more.
 
-Stands in ``train``. A signal only sets a flag; the run sees it at the next step boundary, where all ranks agree on it,
-rank 0 saves a checkpoint, and every rank raises :class:`Leave`. That is an exception like SystemExit: it passes through
-``except Exception``, and Python itself turns it into exit code 143 when nobody catches it.
+A signal only sets a flag; the session sees it at the next step boundary, where all ranks agree on it, rank 0 saves a
+checkpoint, and every rank raises :class:`Leave`. That is an exception like SystemExit: it passes through
+``except Exception``, and Python turns it into exit code 143 if it is not caught.
 """
 
 from __future__ import annotations

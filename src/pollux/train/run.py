@@ -22,13 +22,14 @@ from torch import nn
 from torch.utils.data import Dataset
 
 from pollux.errors import InvalidValueError
+from pollux.membership.replica import Membership, membership_from_environment
+from pollux.membership.store import Group
 from pollux.train.batching import BatchChoice, BatchPolicy, batch_policy, make_limits, shape_of
 from pollux.train.checkpoint import CheckpointDirectory
 from pollux.train.data import ElasticLoader
 from pollux.train.http_report import HttpReporter
 from pollux.train.leaving import LeaveSignals
 from pollux.train.loader import AdaptiveLoader
-from pollux.train.membership import Group, Membership, membership_from_environment
 from pollux.train.moments import GradientMoments
 from pollux.train.parts import Keeper, Parts, Stateful
 from pollux.train.progress import Progress

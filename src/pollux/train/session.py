@@ -28,12 +28,13 @@ import torch
 import torch.distributed as dist
 
 from pollux.errors import CheckpointError, InvalidValueError, PeerLostError, PolluxError
+from pollux.membership.replica import Membership
+from pollux.membership.store import Group
 from pollux.train.adaptation import Adaptation, Wish, plan_of
 from pollux.train.batching import BatchChoice
 from pollux.train.data import Pass
 from pollux.train.fence import Fence
 from pollux.train.leaving import EXIT_CODE, Leave, LeaveSignals
-from pollux.train.membership import Group, Membership
 from pollux.train.parts import Keeper, Parts
 from pollux.train.replicate import broadcast_buffers
 from pollux.train.report import Advice, Reporter

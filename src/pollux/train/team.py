@@ -1,8 +1,7 @@
-"""The torch process group of one generation: formed, used for small talk, left behind.
+"""The torch process group of one generation: formed, used for small messages between hosts, and left.
 
-Stands in ``train``, above :mod:`pollux.train.membership`, which says who is in it and where they meet. Both
-backends are there on a GPU: NCCL for gradients and state, gloo for what hosts tell each other, so that agreeing on
-something never waits for the device.
+The session holds one; :mod:`pollux.membership.replica` says who is in it and where they meet. On a GPU there are both
+backends: NCCL for gradients and state, gloo for messages between hosts, which so never wait for the device.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +22,7 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 
 from pollux.errors import MembershipError, PeerLostError
-from pollux.train.membership import Group
+from pollux.membership.store import Group
 
 FORM_TIMEOUT_S = 4.0  # members are known to be there when they connect; one that dies in between costs this
 END_TIMEOUT_S = 5.0
@@ -59,7 +58,7 @@ class Team:
     def process_group(self) -> dist.ProcessGroup:
         group = dist.group.WORLD
         if group is None:
-            raise MembershipError("there is no process group: it was destroyed by somebody else")
+            raise MembershipError("there is no process group: it was destroyed by other code")
         return group
 
     def form(self, group: Group) -> None:
@@ -76,7 +75,7 @@ class Team:
         with _broken("forming the group"):
             dist.init_process_group(
                 backend,
-                store=dist.HashStore() if is_alone else group.store,  # type: ignore[attr-defined]
+                store=dist.HashStore() if is_alone else cast("Any", group.store),  # type: ignore[attr-defined]
                 rank=group.rank,
                 world_size=group.world_size,
                 timeout=timedelta(seconds=FORM_TIMEOUT_S),
@@ -120,7 +119,7 @@ class Team:
             self._ending.join(END_TIMEOUT_S)
 
     def give_up(self, generation: int, attempt: int = 0) -> None:
-        """Let whoever waits for a lost peer go on with an error: groups before this one have lost a member.
+        """Groups before this one have lost a member: let all that wait for it go on with an error.
 
         May be called from another thread.
         """
@@ -130,10 +129,10 @@ class Team:
             with suppress(RuntimeError, AttributeError):
                 world._get_backend(self.device).abort()
 
-    # --- small talk ---------------------------------------------------------------------------------------------
+    # --- messages between hosts ---------------------------------------------------------------------------------
 
     def gather(self, value: Any) -> list[Any]:
-        """Everybody's value, by rank. Raises BrokenGroup."""
+        """The values of all ranks, by rank. Raises BrokenGroup."""
         return [self.share(value, source) for source in range(self.size)]
 
     def share(self, value: Any, source: int = 0) -> Any:
@@ -149,8 +148,8 @@ class Team:
         return value if self.rank == source else pickle.loads(data)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
-        """``source``'s values into everybody's tensor. Raises BrokenGroup."""
-        with _broken("talking to the others"):
+        """``source``'s values into the tensor of every rank. Raises BrokenGroup."""
+        with _broken("a message to the others"):
             work = dist.broadcast(tensor, src=source, async_op=True)
             assert work is not None
             if tensor.is_cuda:
@@ -190,7 +189,7 @@ class Sum:
 
 
 class _Watch:
-    """A collective among hosts, waited for with an ear for the owner: one with a frozen peer ends by no other word."""
+    """A collective among hosts. The wait also ends when the owner names a lost peer, which may be frozen."""
 
     def __init__(self, team: Team, work: dist.Work | RuntimeError | None) -> None:
         self._team, self._ended = team, threading.Event()

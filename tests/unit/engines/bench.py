@@ -11,10 +11,10 @@ from typing import Any
 
 import psutil
 
-from pollux.engines.devices import detect_nodes
 from pollux.engines.launch import Launch
 from pollux.engines.live import ReplicaInfo
-from pollux.engines.local import LocalEngine
+from pollux.engines.local.engine import LocalEngine
+from pollux.engines.processes.devices import detect_nodes
 from pollux.scheduler.knowledge import Knowledge
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.ports import Event, JobRuns, ResizeJob, StartJob, StopJob
@@ -40,7 +40,7 @@ def is_alive(pid: int) -> bool:
 
 
 class Bench:
-    """Jobs of one engine in one folder. ``directory`` is the steward's, which others may share."""
+    """Jobs of one engine in one folder. ``directory`` is the supervisor's, which others may share."""
 
     def __init__(self, folder: Path, directory: Path, **options: Any) -> None:
         self.folder, self.directory, self.options = folder, directory, options
@@ -129,7 +129,7 @@ class Bench:
         return "".join(path.read_text() for path in sorted((self.folder / "jobs" / job).glob(f"logs/*/*.{kind}")))
 
     def story(self) -> str:
-        return (self.directory / "steward.log").read_text()[-4000:]
+        return (self.directory / "supervisor.log").read_text()[-4000:]
 
     def close(self, stops_jobs: bool = True) -> None:
         """Also where a test has failed after it had closed the engine."""

@@ -1,4 +1,4 @@
-"""Fixtures of the engines' tests: one steward per module, or one of a test's own where it will not outlive it."""
+"""Fixtures of the engines' tests: one supervisor per module, or one of a test's own where it will not outlive it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def shared_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
         pytest.skip("needs fork and /proc")
     from tests.unit.engines.bench import Bench
 
-    directory = tmp_path_factory.mktemp("steward")
+    directory = tmp_path_factory.mktemp("supervisor")
     yield directory
     Bench(directory, directory).close()
     assert processes_in(directory) == []
@@ -31,7 +31,7 @@ def shared_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
 
 @pytest.fixture
 def bench(tmp_path: Path, shared_directory: Path) -> Iterator[Bench]:
-    """On a steward that other tests use too."""
+    """On a supervisor that other tests use too."""
     from tests.unit.engines.bench import Bench, until
 
     bench = Bench(tmp_path, shared_directory)
@@ -42,7 +42,7 @@ def bench(tmp_path: Path, shared_directory: Path) -> Iterator[Bench]:
 
 @pytest.fixture
 def own_bench(tmp_path: Path) -> Iterator[Bench]:
-    """On a steward of its own."""
+    """On a supervisor of its own."""
     pytest.importorskip("torch")
     pytest.importorskip("psutil")
     if sys.platform != "linux":

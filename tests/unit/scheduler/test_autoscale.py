@@ -87,7 +87,7 @@ def test_nodes_that_nobody_would_use_are_not_asked_for_and_given_back():
     config = AutoscaleConfig(min_nodes=1, max_nodes=16)
     assert size(1, curve, config).num_nodes == 2
     inside = size(4, curve, config)
-    assert (inside.num_nodes, inside.reason) == (2, "nodes that nobody would use")
+    assert (inside.num_nodes, inside.reason) == (2, "nodes that no job would use")
     assert size(4, curve, config, settled_s=0.0).num_nodes == 4
 
 

@@ -301,7 +301,7 @@ def test_a_job_runs_and_its_server_comes_and_goes(tmp_path, monkeypatch):
     assert left == []
     ends_at = time.monotonic() + 20
     while any(str(data) in (process.info["cmdline"] or ()) for process in psutil.process_iter(["cmdline"])):
-        assert time.monotonic() < ends_at, "the steward is still there"
+        assert time.monotonic() < ends_at, "the supervisor is still there"
         time.sleep(0.05)
 
 

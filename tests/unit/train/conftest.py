@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from pollux.train.nursery import Nursery
+    from pollux.engines.processes.fork_server import ForkServer
 
 
 @pytest.fixture(scope="module")
-def nursery() -> Iterator[Nursery]:
-    """A warm parent of replicas."""
-    from pollux.train.nursery import Nursery
+def fork_server() -> Iterator[ForkServer]:
+    """A fork server that is ready."""
+    from pollux.engines.processes.fork_server import ForkServer
 
-    with Nursery() as nursery:
-        nursery.wait_ready(60.0)
-        yield nursery
+    with ForkServer() as fork_server:
+        fork_server.wait_ready(60.0)
+        yield fork_server

@@ -28,7 +28,7 @@ from torch.utils.data import Dataset
 
 from pollux import train
 from pollux.errors import PolluxError
-from pollux.train.membership import StaticMembership
+from pollux.membership.replica import StaticMembership
 from pollux.train.run import Run
 
 TIMEOUT_S = 60.0  # a bound for a hang on a busy machine, not an expectation

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from pollux import train
 from pollux.errors import InvalidValueError
+from pollux.membership.replica import TORCHRUN
 from pollux.train import tuning
 from pollux.train.batching import AdaptiveBatch, FixedBatch, RampBatch
-from pollux.train.membership import TORCHRUN
 from tests.unit.train.processes import Rows, a_run, replicas, small_model
 
 

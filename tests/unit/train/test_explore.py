@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pollux import train
+from pollux.membership.replica import TORCHRUN
 from pollux.model.profile import Timing
 from pollux.train import explore
 from pollux.train.explore import MAX_PROBE_STEPS, MEMORY_SHARE, WORTH, Explorer, Ladder, MemoryWatch
-from pollux.train.membership import TORCHRUN
 from tests.unit.train.processes import Rows, a_run, replicas, small_model
 
 GIB = 2**30

@@ -14,11 +14,13 @@ torch = pytest.importorskip("torch")
 psutil = pytest.importorskip("psutil")
 
 from pollux import train  # noqa: E402
+from pollux.engines.processes.fork_server import ForkServer  # noqa: E402
+from pollux.engines.processes.starters import Command, ReplicaProcess  # noqa: E402
+from pollux.membership.controller import JobController  # noqa: E402
+from pollux.membership.roster import Member  # noqa: E402
 from pollux.train.checkpoint import CheckpointDirectory  # noqa: E402
-from pollux.train.controller import JobController, Member  # noqa: E402
 from pollux.train.http_report import HttpReporter  # noqa: E402
 from pollux.train.leaving import Leave  # noqa: E402
-from pollux.train.nursery import Command, Nursery, Replica  # noqa: E402
 from tests.leftovers import processes_in  # noqa: E402
 from tests.unit.train.processes import Rows, small_model  # noqa: E402
 from tests.unit.train.test_http_report import Listener, listener  # noqa: E402, F401
@@ -29,7 +31,8 @@ SCRIPT = """
 import os, sys, time
 import torch
 from pollux import train
-from pollux.train import fence, membership
+from pollux.membership import replica as membership
+from pollux.train import fence
 
 fence.FENCED_S, membership.ANSWER_S = float(sys.argv[1]), 2.0
 sticks_at = int(sys.argv[2])
@@ -50,10 +53,10 @@ for epoch in run.epochs(10**6):
 
 
 class Bench:
-    def __init__(self, folder: Path, nursery: Nursery) -> None:
-        self.folder, self.nursery = folder, nursery
+    def __init__(self, folder: Path, fork_server: ForkServer) -> None:
+        self.folder, self.fork_server = folder, fork_server
         self.controller = JobController("t")
-        self.started: dict[str, Replica] = {}
+        self.started: dict[str, ReplicaProcess] = {}
         (folder / "train.py").write_text(SCRIPT)
 
     def start(self, *names: str, fenced_s: float = 5.0, sticks_at: int = -1) -> list[Member]:
@@ -68,7 +71,7 @@ class Bench:
                 stdout=str(self.folder / f"{member.replica_id}.out"),
                 stderr=str(self.folder / f"{member.replica_id}.err"),
             )
-            self.started[member.replica_id] = self.nursery.spawn(command)
+            self.started[member.replica_id] = self.fork_server.spawn(command)
         self.until(lambda: all(self.controller.is_ready(name) for name in names), "ready")
         self.controller.publish(members)
         self.until(lambda: self.controller.is_formed(self.controller.generation), "formed")
@@ -77,7 +80,7 @@ class Bench:
     def until(self, condition: Callable[[], object], what: str, timeout_s: float = 30.0) -> None:
         deadline = time.monotonic() + timeout_s
         while not condition():
-            self.nursery.poll()
+            self.fork_server.poll()
             assert time.monotonic() < deadline, f"{what}: waited too long\n{self.story()}"
             time.sleep(0.01)
 
@@ -99,7 +102,7 @@ class Bench:
         return {name for name in names if name.partition(".")[0].split("-")[3] == str(generation)}
 
     def signal(self, name: str, signum: int) -> None:
-        self.nursery.signal(self.started[name], signum, group=True)
+        self.fork_server.signal(self.started[name], signum, group=True)
 
     def freeze(self, name: str) -> None:
         self.signal(name, signal.SIGSTOP)
@@ -108,8 +111,8 @@ class Bench:
 
 
 @pytest.fixture
-def bench(tmp_path: Path, nursery: Nursery) -> Iterator[Bench]:
-    bench = Bench(tmp_path, nursery)
+def bench(tmp_path: Path, fork_server: ForkServer) -> Iterator[Bench]:
+    bench = Bench(tmp_path, fork_server)
     yield bench
     for name in bench.started:
         bench.signal(name, signal.SIGKILL)

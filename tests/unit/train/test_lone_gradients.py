@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pollux import train
+from pollux.membership.replica import TORCHRUN
 from pollux.train import adaptation
 from pollux.train.batching import FixedBatch
-from pollux.train.membership import TORCHRUN
 from tests.unit.train.processes import Rows, small_model, twin
 
 NUM_ROWS, BATCH = 42, 7  # odd: the halves are unequal

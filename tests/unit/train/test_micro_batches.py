@@ -9,8 +9,8 @@ pytest.importorskip("torch")
 import torch
 
 from pollux import train
+from pollux.membership.replica import TORCHRUN
 from pollux.train.batching import BatchChoice, BatchSituation
-from pollux.train.membership import TORCHRUN
 from pollux.types import BatchConfig
 from tests.unit.train.processes import Rows, small_model
 

@@ -25,9 +25,9 @@ from torch.utils.data import Dataset, IterableDataset
 
 from pollux import train
 from pollux.errors import CheckpointError, InvalidValueError, PolluxError, UnknownNameError
+from pollux.membership.replica import TORCHRUN
 from pollux.train.batching import AdaptiveBatch, BatchChoice, BatchSituation, FixedBatch
 from pollux.train.leaving import EXIT_CODE, SIGNALS, Leave
-from pollux.train.membership import TORCHRUN
 from pollux.train.report import FileReporter, Report
 from pollux.train.run import Run
 from pollux.types import BatchConfig

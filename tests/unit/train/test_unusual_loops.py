@@ -22,11 +22,12 @@ from torch import Tensor, nn
 
 from pollux import train
 from pollux.errors import InvalidValueError, PeerLostError
+from pollux.membership.replica import TORCHRUN
+from pollux.membership.store import Group
 from pollux.model.profile import Configuration
 from pollux.train import profiling
 from pollux.train.batching import FixedBatch
 from pollux.train.leaving import Leave
-from pollux.train.membership import TORCHRUN, Group
 from pollux.train.parts import Keeper
 from pollux.train.profiling import StepTimer
 from pollux.train.report import FileReporter

@@ -1,11 +1,11 @@
-"""The engine of many machines: a steward in a Ray cluster, reached through a relay. Stands in ``engines/ray``; no Ray.
+"""The engine of many machines: a supervisor in a Ray cluster, reached through a proxy. The server makes one; no Ray
+here.
 
-See :mod:`pollux.engines.commanding` for what an engine does with a steward.
+See :mod:`pollux.engines.supervised` for what an engine does with a supervisor.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import logging
@@ -20,19 +20,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pollux.engines.commanding import GRACE_S, StewardEngine
-from pollux.engines.connecting import MAX_LOG_BYTES, Link
-from pollux.engines.ending import ENGINE_FILE, RAY, forget_engine, note_engine, require_free
 from pollux.engines.launch import Launch
-from pollux.engines.protocol import PROTOCOL_VERSION, Message
+from pollux.engines.logs import rotate
+from pollux.engines.messages import PROTOCOL_VERSION, ask
+from pollux.engines.ownership import ENGINE_FILE, RAY, forget_engine, note_engine, require_free
+from pollux.engines.processes.space import MIN_FREE_BYTES
+from pollux.engines.ray.connection import ANOTHER, LAST_S, NO_RAY, NO_SUPERVISOR
 from pollux.engines.ray.head import stop_head
-from pollux.engines.ray.joining import ANOTHER, LAST_S, NO_RAY, NO_STEWARD
-from pollux.engines.space import MIN_FREE_BYTES
+from pollux.engines.supervised import GRACE_S, SupervisedEngine
+from pollux.engines.transport import Channel, Message
 from pollux.errors import EngineError
 from pollux.types import Node
 
 START_TIMEOUT_S = 90.0
-LOG = "relay.log"
+LOG = "ray-proxy.log"
 
 logger = logging.getLogger(__name__)
 
@@ -47,11 +48,11 @@ class RaySettings:
     resource: str | None = None
     storage: str | None = None
     min_free_bytes: int = MIN_FREE_BYTES
-    makes_steward: bool = True  # if there is none
+    makes_supervisor: bool = True  # if there is none
     is_scaled: bool = False  # nodes come and go as the server says
 
-    def to_json(self, where: str) -> str:
-        steward = {
+    def to_json(self, where: str, *, takes_over: bool) -> str:
+        supervisor = {
             "cluster": self.name,
             "owner": self.owner,
             "where": where,
@@ -59,13 +60,14 @@ class RaySettings:
             "storage": self.storage,
             "min_free_bytes": self.min_free_bytes,
         }
-        return json.dumps({"address": self.address, "makes_steward": self.makes_steward, "steward": steward})
+        about = {"address": self.address, "makes_supervisor": self.makes_supervisor, "takes_over": takes_over}
+        return json.dumps({**about, "supervisor": supervisor})
 
 
 class RayConnector:
     def __init__(self, directory: Path, settings: RaySettings) -> None:
         self._directory, self._settings = directory, settings
-        self._relay: subprocess.Popen[bytes] | None = None
+        self._proxy: subprocess.Popen[bytes] | None = None
 
     @property
     def log(self) -> Path:
@@ -75,48 +77,47 @@ class RayConnector:
         about = {"devices": None, "is_scaled": self._settings.is_scaled}
         return {"op": "hello", "version": PROTOCOL_VERSION, **about}
 
-    def connect(self, giving_up: threading.Event) -> tuple[Link, Message]:
-        self._end_relay()
-        link = self._start()
+    def connect(self, giving_up: threading.Event, *, takes_over: bool = True) -> tuple[Channel, Message]:
+        self._end_proxy()
+        channel = self._start(takes_over)
         state = None
         try:
-            state = link.ask(self.hello(), time.monotonic() + START_TIMEOUT_S)
+            state = ask(channel, self.hello(), "state", time.monotonic() + START_TIMEOUT_S)
             if state is None:
-                raise EngineError(f"the relay to Ray ended while it started; see {self.log}")
-            return link, state
+                raise EngineError(f"the proxy to Ray ended while it started; see {self.log}")
+            return channel, state
         finally:
             if state is None:
-                link.close()
-                self._end_relay()
+                channel.close()
+                self._end_proxy()
 
     def wait_for_end(self, timeout_s: float) -> bool:
         is_over = True
-        if self._relay is not None:
+        if self._proxy is not None:
             try:
-                is_over = self._relay.wait(timeout_s) == 0
+                is_over = self._proxy.wait(timeout_s) == 0
             except subprocess.TimeoutExpired:
                 is_over = False
             if not is_over:
-                logger.error("the steward in Ray did not end its jobs in time; see %s", self.log)
+                logger.error("the supervisor in Ray did not end its jobs in time; see %s", self.log)
         stop_head(self._directory)
         if is_over:
             forget_engine(self._directory)
         return is_over
 
     def close(self) -> None:
-        self._end_relay()
+        self._end_proxy()
 
-    def _start(self) -> Link:
-        with contextlib.suppress(OSError):
-            if self.log.stat().st_size > MAX_LOG_BYTES:
-                self.log.replace(self.log.with_suffix(".log.1"))
+    def _start(self, takes_over: bool) -> Channel:
+        rotate(self.log)
         ours, theirs = socket.socketpair()
         where = f"{self._directory} on {socket.gethostname()}"
-        options = ["--directory", str(self._directory), "--settings", self._settings.to_json(where)]
+        settings = self._settings.to_json(where, takes_over=takes_over)
+        options = ["--directory", str(self._directory), "--settings", settings]
         descriptor = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
         with theirs, open(descriptor, "ab") as log:
-            argv = [sys.executable, "-P", "-m", "pollux.engines.ray.relay", "--fd", str(theirs.fileno()), *options]
-            self._relay = subprocess.Popen(
+            argv = [sys.executable, "-P", "-m", "pollux.engines.ray.proxy", "--fd", str(theirs.fileno()), *options]
+            self._proxy = subprocess.Popen(
                 argv,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -124,32 +125,32 @@ class RayConnector:
                 pass_fds=[theirs.fileno()],
                 start_new_session=True,
             )
-        return Link(ours)
+        return Channel(ours)
 
-    def _end_relay(self) -> None:
-        relay, self._relay = self._relay, None
-        if relay is not None:
-            relay.kill()  # it keeps nothing
-            relay.wait(10.0)
+    def _end_proxy(self) -> None:
+        proxy, self._proxy = self._proxy, None
+        if proxy is not None:
+            proxy.kill()  # it keeps nothing
+            proxy.wait(10.0)
 
 
-def end_ray_steward(directory: Path, settings: RaySettings, timeout_s: float) -> bool:
-    """Let the jobs of a server that is gone checkpoint and leave. Whether there was a steward.
+def end_ray_supervisor(directory: Path, settings: RaySettings, timeout_s: float) -> bool:
+    """Let the jobs of a server that is gone checkpoint and leave. Whether there was a supervisor.
 
     Raises:
         EngineError: Ray cannot be reached, or they have not left in time.
     """
-    connector = RayConnector(directory, dataclasses.replace(settings, makes_steward=False))
+    connector = RayConnector(directory, dataclasses.replace(settings, makes_supervisor=False))
     try:
-        link, _ = connector.connect(threading.Event())
+        channel, _ = connector.connect(threading.Event())
         try:
-            link.send({"op": "shutdown", "grace_s": max(timeout_s - LAST_S, 1.0)})
+            channel.send({"op": "shutdown", "grace_s": max(timeout_s - LAST_S, 1.0)})
             if not connector.wait_for_end(timeout_s + LAST_S):
                 raise EngineError(f"not all jobs had left Ray in {timeout_s:g} s; see {connector.log}")
         finally:
-            link.close()
+            channel.close()
     except EngineError as error:
-        if NO_STEWARD not in str(error):
+        if NO_SUPERVISOR not in str(error):
             raise
         stop_head(directory)
         return False
@@ -158,17 +159,17 @@ def end_ray_steward(directory: Path, settings: RaySettings, timeout_s: float) ->
     return True
 
 
-def has_ray_steward(directory: Path, settings: RaySettings) -> bool:
+def has_ray_supervisor(directory: Path, settings: RaySettings) -> bool:
     """Whether there is one that could have jobs; not where Ray itself is gone.
 
     Raises:
         EngineError: that cannot be told.
     """
-    connector = RayConnector(directory, dataclasses.replace(settings, makes_steward=False))
+    connector = RayConnector(directory, dataclasses.replace(settings, makes_supervisor=False))
     try:
         connector.connect(threading.Event())[0].close()
     except EngineError as error:
-        if any(known in str(error) for known in (NO_STEWARD, NO_RAY, ANOTHER)):
+        if any(known in str(error) for known in (NO_SUPERVISOR, NO_RAY, ANOTHER)):
             return False
         why = f"it cannot be told whether jobs still run as {settings.name!r} on Ray at {settings.address}: {error}"
         raise EngineError(f"{why}; if that cluster is gone for good, remove {directory / ENGINE_FILE}") from error
@@ -177,7 +178,7 @@ def has_ray_steward(directory: Path, settings: RaySettings) -> bool:
     return True
 
 
-class RayEngine(StewardEngine):
+class RayEngine(SupervisedEngine):
     """Also a :class:`~pollux.scheduler.ports.NodePool`, where Ray's auto-scaler runs."""
 
     def __init__(
@@ -211,7 +212,7 @@ class RayEngine(StewardEngine):
         return max(nodes, key=lambda node: node.num_slots)
 
     def scale_to(self, keeping: Sequence[str], num_more: int) -> None:
-        # One that joined while this was decided is not meant: whoever was there the last time is.
+        # A node that joined while this was decided is not refused; only nodes seen the last time can be.
         refused = sorted(self._seen.difference(keeping))
         message: dict[str, Any] = {"op": "scale", "keeping": list(keeping), "refused": refused, "num_more": num_more}
         with self._changed:

@@ -1,7 +1,7 @@
-"""Which Ray cluster to use: the one that is named, the one that runs here, or a head of our own.
+"""Which Ray cluster to use: the one that is named, the one that runs here, or a head of our own. The server calls it.
 
-Stands in ``engines/ray``; no Ray is imported. A head of our own outlives the server, as jobs do; it is known by a file
-in the data directory, ends with the jobs, and looks for lost nodes often: see HEALTH_CHECKS.
+A head of our own outlives the server, as jobs do. It is known by a file in the data directory, ends with the jobs, and
+looks for lost nodes often (HEALTH_CHECKS). Ray is not imported here.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from pollux.engines.ray.networking import can_connect, free_port
+from pollux.engines.ray.network import can_connect, free_port
 from pollux.errors import EngineError
 
 HEAD_FILE, HEAD_LOG = "ray-head.json", "ray-head.log"
@@ -70,7 +70,7 @@ def as_others_know_it(address: str) -> str:
 
 
 def own_address(towards: str | None) -> str:
-    """This machine's address as the host of a cluster sees it; the loopback for one that nobody else reaches."""
+    """This machine's address as the host of a cluster sees it; the loopback for one on this machine alone."""
     host = (towards or "").rpartition(":")[0].removeprefix("ray://").strip("[]")
     if host in ("", *LOOPBACK):
         return "127.0.0.1"
@@ -135,10 +135,10 @@ def stop_head(directory: Path) -> None:
     if found is None:
         return
     head = found[0]
-    everybody = [head, *head.children(recursive=True)]
+    processes = [head, *head.children(recursive=True)]
     with contextlib.suppress(psutil.Error):
         head.send_signal(signal.SIGTERM)
-    _, left = psutil.wait_procs(everybody, STOP_TIMEOUT_S)
+    _, left = psutil.wait_procs(processes, STOP_TIMEOUT_S)
     for process in left:
         with contextlib.suppress(psutil.Error):
             process.kill()

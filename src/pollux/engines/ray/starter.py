@@ -1,9 +1,9 @@
-"""Starting replicas on the nodes of a Ray cluster. Stands in ``engines/ray``, inside the steward.
+"""Starts replicas on the nodes of a Ray cluster. Jobs of the Ray supervisor call it.
 
-Each replica has a *seat*: an actor in a placement group of one bundle, pinned to the node that the plan names. It holds
-the slot in Ray's books, so that nobody else is given it, and knows which device it was given. The process itself is
-forked by the node's agent. The group goes when the process has ended, or before the process begins if it is not wanted
-any more. :class:`RayStarter` is a :class:`~pollux.train.nursery.Starter`.
+For each replica a :class:`SlotHolder`, an actor in a placement group of one bundle, is pinned to the node that the plan
+names. It holds the slot in Ray's books, so that no other user of Ray is given it, and knows which device it was given.
+The process itself is forked by the node's agent. The group is removed when the process has ended, or before the process
+begins if it is not wanted any more. :class:`RayStarter` is a :class:`~pollux.engines.processes.starters.Starter`.
 """
 
 from __future__ import annotations
@@ -22,40 +22,40 @@ import ray
 from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from pollux.engines.protocol import Message
-from pollux.engines.ray.fleet import Fleet
-from pollux.train.nursery import Command, Replica, StarterEvent
+from pollux.engines.processes.starters import Command, ReplicaProcess, StarterEvent
+from pollux.engines.ray.nodes import NodeAgents
+from pollux.engines.transport import Message
 
 NUM_THREADS = 8
 MAX_TAILS = 1000
 PATIENCE_S = 5.0  # with a slot that should be free
-SEAT_S = 1.0
+SLOT_S = 1.0
 RETURN_PAUSES_S = (1.0, 5.0, 20.0, 0.0)
 
 logger = logging.getLogger(__name__)
 
 
-class Seat:
-    """In Ray's eyes, the replica."""
+class SlotHolder:
+    """An actor that holds one slot for one replica: for Ray, it is the replica."""
 
     def __init__(self) -> None:
         self._leaving = threading.Event()
 
     def devices(self) -> str | None:
-        """As CUDA is told."""
+        """The devices, as CUDA is told them."""
         return os.environ.get("CUDA_VISIBLE_DEVICES")
 
     def hold(self) -> None:
-        """Until the end, so that whoever waits hears of it."""
+        """Until the end, so that a caller that waits for it hears of the end."""
         self._leaving.wait()
 
 
-SeatActor = ray.remote(max_concurrency=2, max_restarts=0)(Seat)
+SlotHolderActor = ray.remote(max_concurrency=2, max_restarts=0)(SlotHolder)
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Taken:
-    """A seat: what Ray gave for it."""
+class _HeldSlot:
+    """What Ray gave for a slot."""
 
     group: Any
     actor: Any
@@ -65,26 +65,26 @@ class _Taken:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class _Process:
-    replica: Replica
+class _RemoteReplica:
+    replica: ReplicaProcess
     command: Command
     node_id: str
-    taking: Future[_Taken]
+    taking: Future[_HeldSlot]
     asked_at: float
-    seat: _Taken | None = None
-    is_counted: bool = False  # among our seats of its node
+    held: _HeldSlot | None = None
+    is_counted: bool = False  # among our slots of its node
     is_asked_for: bool = False  # the agent was told to start it
     looking: Future[bool] | None = None  # whether it has its slot
 
 
 class RayStarter:
-    def __init__(self, fleet: Fleet, *, cluster: str) -> None:
-        self._fleet, self._cluster = fleet, cluster
-        self._processes: dict[str, _Process] = {}
+    def __init__(self, nodes: NodeAgents, *, cluster: str) -> None:
+        self._nodes, self._cluster = nodes, cluster
+        self._processes: dict[str, _RemoteReplica] = {}
         self._tails: dict[str, str] = {}  # by stderr file
         self._events: list[StarterEvent] = []
         self._num_spawned = 0
-        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="pollux-seats")
+        self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="pollux-slots")
 
     def wait_ready(self, timeout_s: float) -> None:
         """Agents become ready by themselves."""
@@ -92,37 +92,37 @@ class RayStarter:
     def make_folder(self, path: str) -> None:
         """Agents do, on their machines."""
 
-    def last_words(self, stderr: str) -> str:
+    def stderr_tail(self, stderr: str) -> str:
         return self._tails.get(stderr, "")
 
-    def spawn(self, command: Command) -> Replica:
+    def spawn(self, command: Command) -> ReplicaProcess:
         self._num_spawned += 1
-        replica = Replica(key=str(self._num_spawned))
-        node_id = self._fleet.id_of(command.node)
+        replica = ReplicaProcess(key=str(self._num_spawned))
+        node_id = self._nodes.id_of(command.node)
         if node_id is None:
             self._end(replica, -signal.SIGKILL, f"node {command.node} is gone")
             return replica
         name = f"pollux:{self._cluster}:{os.path.basename(command.stdout).removesuffix('.out')}:{self._num_spawned}"
-        process = self._processes[replica.key] = _Process(
+        process = self._processes[replica.key] = _RemoteReplica(
             replica=replica,
             command=command,
             node_id=node_id,
-            taking=self._threads.submit(_take_seat, node_id, self._fleet.resource, name),
+            taking=self._threads.submit(_take_slot, node_id, self._nodes.resource, name),
             asked_at=time.monotonic(),
         )
         self._count(process, is_ours=True)
         return replica
 
-    def signal(self, replica: Replica, signum: int, *, group: bool | None = None) -> None:
+    def signal(self, replica: ReplicaProcess, signum: int, *, group: bool | None = None) -> None:
         process = self._processes.get(replica.key)
         if process is None or replica.exit_code is not None:
             return
         if not process.is_asked_for:
             if signum in (signal.SIGKILL, signal.SIGTERM):
-                self._leave(process, -signum)  # nobody is there yet to hear it
+                self._leave(process, -signum)  # there is no process yet
             return
         order = {"op": "signal", "key": replica.key, "signum": int(signum)}
-        self._fleet.order(process.command.node, {**order, "group": group})
+        self._nodes.order(process.command.node, {**order, "group": group})
 
     def _take(self, node: str, message: Message) -> None:
         """What an agent told."""
@@ -139,22 +139,22 @@ class RayStarter:
             self._leave(process, message["code"], is_orphan=message["is_orphan"])
 
     def lose(self, nodes: Sequence[str]) -> None:
-        """All that is on these nodes has ended, or is given up."""
+        """All replicas on these nodes have ended, or are given up."""
         for process in list(self._processes.values()):
             if process.command.node in nodes:
                 self._leave(process, -signal.SIGKILL, is_orphan=True)
 
     def poll(self) -> list[StarterEvent]:
-        for node, message in self._fleet.take_news():
+        for node, message in self._nodes.take_events():
             self._take(node, message)
         for process in list(self._processes.values()):
             try:
                 self._advance(process)
             except Exception as error:  # Ray has many
-                logger.warning("%s: its seat is gone: %s", process.command.stdout, str(error).splitlines()[0])
+                logger.warning("%s: its slot is gone: %s", process.command.stdout, str(error).splitlines()[0])
                 if process.is_asked_for:
                     order = {"op": "signal", "key": process.replica.key, "signum": int(signal.SIGKILL), "group": True}
-                    self._fleet.order(process.command.node, order)
+                    self._nodes.order(process.command.node, order)
                 self._leave(process, -signal.SIGKILL, is_orphan=True)
         events, self._events = self._events, []
         return events
@@ -165,35 +165,35 @@ class RayStarter:
             self._leave(process, -signal.SIGKILL)
         self._threads.shutdown(wait=True)
 
-    def _advance(self, process: _Process) -> None:
-        if process.seat is None:
+    def _advance(self, process: _RemoteReplica) -> None:
+        if process.held is None:
             if not process.taking.done():
                 return
-            process.seat = process.taking.result()
-        seat = process.seat
+            process.held = process.taking.result()
+        held = process.held
         if not process.is_asked_for:
-            if not seat.is_known and not ray.wait([seat.devices], timeout=0)[0]:
-                self._look_for_slot(process, seat)
+            if not held.is_known and not ray.wait([held.devices], timeout=0)[0]:
+                self._look_for_slot(process, held)
                 return
-            devices = None if seat.is_known else ray.get(seat.devices, timeout=1.0)
+            devices = None if held.is_known else ray.get(held.devices, timeout=1.0)
             self._count(process, is_ours=True)
             process.is_asked_for = True
             command = process.command
             env = {**command.env, "CUDA_VISIBLE_DEVICES": devices or ""}
             plain = {"argv": list(command.argv), "env": env, "cwd": command.cwd}
             files = {"stdout": command.stdout, "stderr": command.stderr}
-            self._fleet.order(command.node, {"op": "spawn", "key": process.replica.key, **plain, **files})
-        elif ray.wait([seat.holding], timeout=0)[0]:
+            self._nodes.order(command.node, {"op": "spawn", "key": process.replica.key, **plain, **files})
+        elif ray.wait([held.holding], timeout=0)[0]:
             try:
-                ray.get(seat.holding, timeout=1.0)
+                ray.get(held.holding, timeout=1.0)
             except ray.exceptions.ActorUnavailableError:  # for a moment: if it is gone Ray will say so
-                seat.holding = seat.actor.hold.remote()
+                held.holding = held.actor.hold.remote()
 
-    def _look_for_slot(self, process: _Process, seat: _Taken) -> None:
-        """If somebody else has it, the node offers less. The seat's actor may also just start slowly."""
+    def _look_for_slot(self, process: _RemoteReplica, held: _HeldSlot) -> None:
+        """If another user of Ray has it, the node offers less. The actor that holds it may also just start slowly."""
         if process.looking is None:
             if time.monotonic() - process.asked_at > PATIENCE_S:
-                process.looking = self._threads.submit(_has_slot, seat.group)
+                process.looking = self._threads.submit(_has_slot, held.group)
         elif process.looking.done():
             has_slot = process.looking.result()
             if process.is_counted and not has_slot:
@@ -201,30 +201,30 @@ class RayStarter:
             self._count(process, is_ours=has_slot)
             process.looking, process.asked_at = None, time.monotonic()
 
-    def _leave(self, process: _Process, code: int, *, is_orphan: bool = False) -> None:
+    def _leave(self, process: _RemoteReplica, code: int, *, is_orphan: bool = False) -> None:
         del self._processes[process.replica.key]
         self._count(process, is_ours=False)
         self._end(process.replica, code, "", is_orphan)
         self._threads.submit(_give_back, process.taking)
 
-    def _count(self, process: _Process, *, is_ours: bool) -> None:
+    def _count(self, process: _RemoteReplica, *, is_ours: bool) -> None:
         if process.is_counted != is_ours:
             process.is_counted = is_ours
-            self._fleet.count_seat(process.node_id, +1 if is_ours else -1)
+            self._nodes.count_held(process.node_id, +1 if is_ours else -1)
 
-    def _end(self, replica: Replica, code: int, message: str, is_orphan: bool = True) -> None:
+    def _end(self, replica: ReplicaProcess, code: int, message: str, is_orphan: bool = True) -> None:
         replica.exit_code, replica.is_orphan = code, is_orphan
         self._events.append(StarterEvent(kind="exited", replica=replica, message=message))
 
 
-def _take_seat(node_id: str, resource: str, name: str) -> _Taken:
+def _take_slot(node_id: str, resource: str, name: str) -> _HeldSlot:
     """In a thread: the head may take its time."""
     group = placement_group([{resource: 1}], bundle_label_selector=[{"ray.io/node-id": node_id}], name=name)
     amount = {"num_gpus": 1, "num_cpus": 0} if resource == "GPU" else {"num_cpus": 1}
     place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
-    actor = SeatActor.options(name=name, scheduling_strategy=place, **amount).remote()
-    is_known = resource != "GPU" and bool(group.wait(SEAT_S))  # the process need not wait for the actor's
-    return _Taken(
+    actor = SlotHolderActor.options(name=name, scheduling_strategy=place, **amount).remote()
+    is_known = resource != "GPU" and bool(group.wait(SLOT_S))  # the process need not wait for the actor's
+    return _HeldSlot(
         group=group, actor=actor, devices=actor.devices.remote(), holding=actor.hold.remote(), is_known=is_known
     )
 
@@ -237,8 +237,8 @@ def _has_slot(group: Any) -> bool:
         return True
 
 
-def _give_back(taking: Future[_Taken]) -> None:
-    for pause_s in RETURN_PAUSES_S:  # the head may be away: a slot that is not given back is nobody's
+def _give_back(taking: Future[_HeldSlot]) -> None:
+    for pause_s in RETURN_PAUSES_S:  # the head may be away, and a slot that is not given back is lost
         try:
             remove_placement_group(taking.result().group)
             return

@@ -150,11 +150,11 @@ class Cluster:
 
     @property
     def is_ready(self) -> bool:
-        return not self._problem and self._thread is not None and self._thread.is_alive()
+        return not self.problem and self._thread is not None and self._thread.is_alive()
 
     @property
     def problem(self) -> str:
-        return self._problem
+        return self._problem or self._engine.trouble
 
     def measured(self) -> Measured:
         """What is there at this moment, for the metrics."""

@@ -54,8 +54,8 @@ def make_cluster(config: ServiceConfig, store: SqlStore, url: str) -> ServedClus
 
 def make_local_cluster(config: ServiceConfig, store: SqlStore, url: str) -> ServedCluster:
     """The one of this machine: processes in its GPUs or CPU slots."""
-    from pollux.engines.devices import detect_nodes
-    from pollux.engines.local import LocalEngine
+    from pollux.engines.local.engine import LocalEngine
+    from pollux.engines.processes.devices import detect_nodes
 
     nodes, devices = detect_nodes(config.slots, config.nodes)
 
@@ -67,7 +67,7 @@ def make_local_cluster(config: ServiceConfig, store: SqlStore, url: str) -> Serv
             launch_of=launch_of,
             on_event=on_event,
             grace_s=config.grace_s,
-            steward_options={"min-free-bytes": str(config.min_free_mib << 20)},
+            supervisor_options={"min-free-bytes": str(config.min_free_mib << 20)},
         )
 
     def no_pool(engine: LocalEngine) -> NodePool | None:

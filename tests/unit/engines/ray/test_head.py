@@ -13,7 +13,7 @@ import pytest
 psutil = pytest.importorskip("psutil")
 
 from pollux.engines.ray import head  # noqa: E402
-from pollux.engines.ray.networking import can_connect  # noqa: E402
+from pollux.engines.ray.network import can_connect  # noqa: E402
 from pollux.errors import EngineError  # noqa: E402
 
 

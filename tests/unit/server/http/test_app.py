@@ -324,7 +324,7 @@ def test_a_body_that_stops_half_way_harms_nobody(service, client):
     ("error", "status", "kind"),
     [
         (StoreError("the disk is full"), 503, "StoreError"),
-        (EngineError("no steward"), 503, "EngineError"),
+        (EngineError("no supervisor"), 503, "EngineError"),
         (TimeoutError("no answer in 10 s"), 503, "TimeoutError"),
         (InvalidValueError("no"), 422, "InvalidValueError"),
         (InputFileError("a.csv", "no"), 422, "InputFileError"),

@@ -98,6 +98,8 @@ class ObedientEngine:
     def note(self, job: str) -> str:
         return ""
 
+    trouble = ""
+
     def close(self, *, stops_jobs: bool, grace_s: float | None = None) -> None:
         self.is_closed = stops_jobs
 
@@ -747,3 +749,11 @@ def test_the_log_tells_what_becomes_of_jobs(world, caplog):
     expected = ["submitted", "starting: 1 replica", "running: generation 1 trains", "failed: rank 0 exited with 1"]
     assert [line for line in told if line.startswith("job ")] == [f"job bert: {what}" for what in expected]
     assert {"node a: drained: jobs leave it", "stopping: jobs checkpoint and leave"} <= set(told)
+
+
+def test_a_cluster_whose_engine_is_in_trouble_is_not_ready_and_says_why(world):
+    world.until(lambda: world.cluster.is_ready)
+    world.engine.trouble = "paused: another server commands its replicas"
+    assert not world.cluster.is_ready and world.cluster.problem == world.engine.trouble
+    world.engine.trouble = ""
+    assert world.cluster.is_ready and world.cluster.problem == ""

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("sqlalchemy")
 
-from pollux.engines.ending import RAY, end_jobs, forget_engine, note_engine, require_free
+from pollux.engines.ownership import RAY, end_jobs, forget_engine, note_engine, require_free
 from pollux.errors import EngineError, InvalidValueError
 from pollux.server.config import ServiceConfig
 from pollux.server.live.factory import keep_storage

@@ -1,0 +1,567 @@
+"""An elastic job: its replicas are started, resized in place, replaced when they crash, and stopped.
+
+:class:`ElasticJob` joins a :class:`~pollux.membership.controller.JobController`, which says who trains together, and a
+:class:`~pollux.engines.processes.starters.Starter`, which makes and ends processes. It is a state machine without
+threads: its owner calls :meth:`ElasticJob.pump` often. The job manager does, and tests and benchmarks by
+:meth:`ElasticJob.wait`.
+
+A replica is first a *newcomer* (started, in no roster), then a *member* (in the newest roster), and, when a smaller
+roster leaves it out, *leaving*. Rules:
+
+- Growing: newcomers start at once; the roster with them is published when all of them are ready. Until then the
+  members train on, also those that will leave: one roster makes the whole change. Where no member stays, a roster of
+  all comes first, so that the state can be handed over. Shrinking: newcomers go first, then the highest ranks.
+- A member that crashes is named as lost at once, in a roster of the survivors; its replacement joins later.
+- When no member survives, all start again from the checkpoint. The pause before that doubles from one time to the next,
+  and is short again when there was training for a while in between.
+- A script that raises is started again a limited number of times. Crashes before the others have formed a group without
+  the crashed replica count once, and the traceback of the first is shown.
+- Losses are told while the job stops, too: survivors could not agree on a last checkpoint otherwise.
+- When a member ends with 0 the job is finishing, and no replica is started any more.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Self
+
+from pollux.engines.processes.failure import describe_failure, how_it_ended
+from pollux.engines.processes.replica_job import FIRST_PAUSE_S, LONGEST_PAUSE_S, STOPPED_CODE
+from pollux.engines.processes.slots import ReplicaView, Slot
+from pollux.engines.processes.starters import Command, ReplicaProcess, Starter
+from pollux.errors import InvalidValueError, MembershipError
+from pollux.membership.controller import JobController
+from pollux.membership.roster import Member
+
+MAX_SPAWN_FAILURES = 3  # in a row: a script that never gets ready is broken
+HEALTHY_S = 5.0  # training for so long makes the next pause short again
+CRASH_WINDOW_S = 300.0  # crashes further apart than this have different causes
+PUMP_PERIOD_S = 0.01
+MAX_EVENTS = 10_000  # a job may be resized for months
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobEvent:
+    """``kind``: spawned, ready, published, formed, exited, killed, restarting, stopping, failed or finished.
+
+    ``time`` is in seconds since the epoch; that of "formed" was taken by the replica that came last.
+    """
+
+    time: float
+    kind: str
+    detail: str = ""
+    replica_id: str | None = None
+    generation: int | None = None
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _ElasticReplica:
+    member: Member
+    slot: Slot
+    handle: ReplicaProcess
+    is_ready: bool = False
+    first_generation: int | None = None  # with this one among its members
+    is_noted: bool = False  # its end is among the events
+    kill_at: float | None = None  # only while leaving
+
+    @property
+    def was_member(self) -> bool:
+        return self.first_generation is not None
+
+    @property
+    def exit_code(self) -> int | None:
+        return self.handle.exit_code
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Crash:
+    at: float
+    formed: int  # the newest generation that had formed
+    rank: int
+    process: _ElasticReplica
+
+
+_STATES: tuple[tuple[str, Literal["starting", "member", "leaving"]], ...] = (
+    ("_members", "member"),
+    ("_newcomers", "starting"),
+    ("_leaving", "leaving"),
+)
+
+
+class ElasticJob:
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        num_replicas: int | None = None,
+        slots: Sequence[Slot] | None = None,
+        starter: Starter,
+        log_dir: str | Path,
+        name: str = "job",
+        replica_name: str | None = None,
+        env: Mapping[str, str] | None = None,
+        cwd: str | Path | None = None,
+        node_of: Callable[[int], str] = lambda _index: "localhost",
+        slot_env: Callable[[Slot], Mapping[str, str]] = lambda _slot: {},
+        max_restarts: int = 3,
+        replace_lost: bool = True,
+        grace_s: float = 30.0,
+        finish_grace_s: float = 3600.0,
+        excuse: Callable[[], str] = lambda: "",
+        host: str = "127.0.0.1",
+    ) -> None:
+        """``argv`` is a script and its arguments, or -m, a module and its. The starter stays the caller's.
+
+        Where the replicas go is said by ``slots``, or by their number: slots then count from 0, ``node_of`` says which
+        node each pretends to be on, and a replacement takes the slot that became free. ``slot_env`` gives more
+        environment to the replica in a slot (its device). ``max_restarts`` bounds two things: starts of the whole job
+        after a loss of all, and crashes of the script itself; both without five good minutes in between. Not counted
+        are the end of its starter, and all that happens while ``excuse`` says why: they are not the script's fault.
+        ``host`` is this machine's address as the replicas know it. A job that starts again elsewhere needs another
+        ``replica_name``: replicas of before that were given up may still live.
+        """
+        self._argv, self._starter, self._name = tuple(argv), starter, name
+        self._replica_name = replica_name or name
+        self._env = dict(os.environ if env is None else env)
+        self._cwd, self._log_dir = str(cwd or Path.cwd()), Path(log_dir).absolute()
+        self._node_of, self._slot_env = node_of, slot_env
+        self._max_restarts, self._replace_lost = max_restarts, replace_lost
+        self._grace_s, self._finish_grace_s, self._excuse = grace_s, finish_grace_s, excuse
+        self._newcomers: list[_ElasticReplica] = []
+        self._members: list[_ElasticReplica] = []
+        self._leaving: list[_ElasticReplica] = []
+        self._requested = self._target = _checked(self._slots_for(num_replicas or 0) if slots is None else slots)
+        self._controller = JobController(name, host)
+        self._num_spawned = self._num_restarts = self._num_rounds = self._num_failures = self._formed = 0
+        self._is_started = self._is_closed = False
+        self._early_finishers = 0  # ended with 0 before there was any generation: a script that joins none
+        self._num_pauses = 0
+        self._trained_since: float | None = None
+        self._spawn_at = 0.0
+        self._finish_by: float | None = None
+        self._stop_by: float | None = None
+        self._stop_generation = 0  # the one that was told to stop
+        self._result: int | None = None
+        self._held_since: float | None = None
+        self.crashes: list[str] = []  # who crashed, and how, since the beginning
+        self._crashes: list[_Crash] = []  # of the last minutes, the first of each formed generation
+        self.events: list[JobEvent] = []
+        self.failure = ""
+
+    @property
+    def result(self) -> int | None:
+        """The job's exit code; None while it runs."""
+        return self._result
+
+    @property
+    def controller(self) -> JobController:
+        return self._controller
+
+    @property
+    def members(self) -> tuple[Member, ...]:
+        """Of the newest generation, in rank order."""
+        return tuple(process.member for process in self._members)
+
+    @property
+    def num_restarts(self) -> int:
+        return self._num_restarts
+
+    def start(self) -> None:
+        if not self._is_started:
+            self._starter.make_folder(str(self._log_dir))
+            self._is_started = True
+            self.pump()
+
+    @property
+    def slots(self) -> tuple[Slot, ...]:
+        """Those of the members, in rank order."""
+        return tuple(process.slot for process in self._members)
+
+    @property
+    def is_settled(self) -> bool:
+        """All members are in their slots and train together, and no newcomer is on its way."""
+        is_formed = 0 < self._formed == self._controller.generation
+        return is_formed and not self._newcomers and set(self.slots) == set(self._target) and self._result is None
+
+    @property
+    def replicas(self) -> tuple[ReplicaView, ...]:
+        """All that live, members in rank order first."""
+        views = []
+        for group, state in _STATES:
+            for rank, process in enumerate(getattr(self, group)):
+                if process.exit_code is None:
+                    shown = rank if state == "member" else None
+                    views.append(ReplicaView(process.member.replica_id, shown, process.slot, process.handle.pid, state))
+        return tuple(views)
+
+    def hold(self) -> None:
+        """Freeze every replica, and start none, until :meth:`release`."""
+        if self._held_since is None and self._stop_by is None:
+            self._held_since = time.monotonic()
+            for process in self._all():
+                self._starter.signal(process.handle, signal.SIGSTOP, group=True)
+            self._note("held")
+
+    def release(self) -> None:
+        """Go on. The time that passed meanwhile counts for no time-out."""
+        if self._held_since is None:
+            return
+        held_s, self._held_since = time.monotonic() - self._held_since, None
+        self._spawn_at += held_s
+        self._finish_by = None if self._finish_by is None else self._finish_by + held_s
+        for process in self._all():
+            process.kill_at = None if process.kill_at is None else process.kill_at + held_s
+            self._starter.signal(process.handle, signal.SIGCONT, group=True)
+        self._note("released", f"after {held_s:.1f} s")
+
+    def resize(self, num_replicas: int) -> None:
+        """So many replicas, wherever they are: :meth:`place` with as little change as possible."""
+        self.place(self._slots_for(num_replicas))
+
+    def place(self, slots: Sequence[Slot]) -> None:
+        """Replicas in exactly these slots; a replica in one of them stays.
+
+        The latest target wins; replicas that were started for an older one and are not needed any more end.
+        """
+        self._requested = self._target = _checked(slots)
+        if self._is_started:
+            self.pump()
+
+    def kill(self, rank: int, signum: int = signal.SIGKILL) -> None:
+        """For tests: send a signal to the member of this rank."""
+        if not 0 <= rank < len(self._members):
+            raise InvalidValueError(f"there is no rank {rank}; the newest generation has {len(self._members)} members")
+        self._starter.signal(self._members[rank].handle, signum)
+
+    def request_stop(self, grace_s: float = 30.0) -> None:
+        """SIGTERM to every replica now, SIGKILL to their trees after ``grace_s``. Again: no later than that."""
+        if self._stop_by is not None:
+            self._stop_by = min(self._stop_by, time.monotonic() + grace_s)
+        if self._result is None and self._stop_by is None:
+            self.release()
+            self._note("stopping")
+            self._stop_by, self._stop_generation = time.monotonic() + grace_s, self._controller.generation
+            for process in self._all():
+                # A replica that was never in a group has nothing to save, and may wait for a group for a long time.
+                self._starter.signal(process.handle, signal.SIGTERM if process.was_member else signal.SIGKILL)
+
+    def stop(self, grace_s: float = 30.0) -> int:
+        """:meth:`request_stop`, and wait for it. 143, unless the job had ended before."""
+        self.request_stop(grace_s)
+        result = self.wait(grace_s + 10.0)
+        if result is None:
+            raise MembershipError(f"{self._name}: replicas outlived SIGKILL by 10 s: see the kernel's log")
+        return result
+
+    def wait(self, timeout_s: float) -> int | None:
+        """Pump until the job ends; its exit code, or None when ``timeout_s`` is over."""
+        deadline = time.monotonic() + timeout_s
+        while self.pump() is None and time.monotonic() < deadline:
+            time.sleep(PUMP_PERIOD_S)
+        return self._result
+
+    def close(self) -> None:
+        """End every process that is left, by force."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        deadline = time.monotonic() + 10.0
+        for process in self._all():
+            self._starter.signal(process.handle, signal.SIGKILL)
+        while any(process.exit_code is None for process in self._all()) and time.monotonic() < deadline:
+            self._starter.poll()
+            time.sleep(PUMP_PERIOD_S)
+        self._controller.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def pump(self) -> int | None:
+        """One turn, without waiting. The job's exit code once it has one."""
+        if self._is_started and not self._is_closed and self._result is None:
+            self._starter.poll()
+            self._see_progress()
+            self._see_ended_newcomers()
+            self._see_ended_members(self._see_ended_leavers())
+            if self._result is None and self._stop_by is not None:
+                self._finish_stop()
+            elif self._result is None and self._held_since is None:
+                self._fit_to_target()
+        return self._result
+
+    def _all(self) -> list[_ElasticReplica]:
+        return [*self._members, *self._newcomers, *self._leaving]
+
+    def _slots_for(self, num_replicas: int) -> list[Slot]:
+        """Those of members first, then of newcomers, who hold no state, then the lowest free ones."""
+        newcomers = sorted(self._newcomers, key=lambda process: not process.is_ready)
+        slots = [process.slot for process in [*self._members, *newcomers]][:num_replicas]
+        taken = {slot.number for slot in slots}
+        free = (index for index in itertools.count() if index not in taken)
+        return slots + [
+            Slot(self._node_of(index), index) for index in itertools.islice(free, num_replicas - len(slots))
+        ]
+
+    def _note(
+        self, kind: str, detail: str = "", process: _ElasticReplica | None = None, at: float | None = None
+    ) -> None:
+        replica_id = None if process is None else process.member.replica_id
+        generation, at = self._controller.generation or None, time.time() if at is None else at
+        self.events.append(JobEvent(time=at, kind=kind, detail=detail, replica_id=replica_id, generation=generation))
+        del self.events[:-MAX_EVENTS]
+        logger.info("%s: generation %s: %s %s %s", self._name, generation, kind, replica_id or "", detail)
+
+    def _see_progress(self) -> None:
+        for process in self._newcomers:
+            if not process.is_ready and self._controller.is_ready(process.member.replica_id):
+                process.is_ready = True
+                self._note("ready", process=process)
+        generation = self._controller.generation
+        if self._formed < generation and (at := self._controller.formed_at(generation)) is not None:
+            self._formed, self._num_failures = generation, 0
+            self._trained_since = self._trained_since or time.monotonic()
+            self._note("formed", at=at)
+
+    def _ended(self, group: list[_ElasticReplica]) -> list[_ElasticReplica]:
+        """Take the ended ones out of a list. A list changes here only, so that each end is seen once."""
+        ended = [process for process in group if process.exit_code is not None]
+        for process in ended:
+            group.remove(process)
+            self._note("exited", f"code {process.exit_code}", process)
+        return ended
+
+    def _see_ended_newcomers(self) -> None:
+        for process in self._ended(self._newcomers):
+            if self._stop_by is not None:
+                continue
+            if process.exit_code == 0 and not self._controller.generation:
+                self._early_finishers += 1
+                continue
+            if self._is_excused(process):
+                self._pause(1)
+                continue
+            self._num_failures += 1
+            if self._num_failures >= MAX_SPAWN_FAILURES:
+                why = f"{self._num_failures} replicas in a row ended before they were ready"
+                self._fail(f"{why}, the last ({process.member.replica_id}) {self._how(process)}", process)
+                return
+            self._pause(self._num_failures)
+        if self._early_finishers and not self._newcomers and not self._members and self._result is None:
+            self._end(0)
+
+    def _see_ended_leavers(self) -> list[_ElasticReplica]:
+        """Those that broke off while the members may still be in a collective with them."""
+        ended = self._ended(self._leaving)
+        broken = [process for process in ended if process.was_member and process.exit_code not in (0, STOPPED_CODE)]
+        for process in self._leaving:
+            is_late = process.kill_at is not None and time.monotonic() > process.kill_at
+            if is_late and self._held_since is None:
+                process.kill_at = None
+                self._kill(process, "did not leave in time")
+        return broken if self._formed < self._controller.generation else []
+
+    def _see_ended_members(self, broken_leavers: list[_ElasticReplica]) -> None:
+        survivors = [process for process in self._members if process.exit_code is None]
+        crashed = [process for process in self._members if process.exit_code not in (None, 0)]
+        for process in self._members:
+            if process.exit_code is not None and not process.is_noted:
+                process.is_noted = True
+                self._note("exited", f"code {process.exit_code}", process)
+                if self._stop_by is None:
+                    self._remember_crash(process)
+                    if (
+                        process.exit_code and not process.handle.is_orphan
+                    ):  # an orphan was lost with its node or its parent
+                        self.crashes.append(f"{process.member.replica_id} {self._how(process)}")
+        if self._stop_by is not None and survivors:
+            gone = [process for process in self._members if process not in survivors]
+            has_broken = any(process.exit_code != STOPPED_CODE for process in crashed)
+            # A replica that left before the newest group had formed is waited for; in a formed one all leave together.
+            is_awaited = self._formed < self._controller.generation
+            if gone and (has_broken or is_awaited or self._controller.generation > self._stop_generation):
+                self._publish(survivors, lost=[process.member.replica_id for process in gone])
+        if self._stop_by is not None or not self._members:
+            return
+        # Newcomers whose first group never began wait in vain for members that have finished.
+        newest = self._controller.generation
+        late = [process for process in survivors if process.first_generation == newest and self._formed < newest]
+        if len(late) == len(survivors) < len(self._members) and not crashed:
+            self._end(0)
+            return
+        if len(survivors) + len(crashed) < len(self._members) and self._finish_by is None:
+            self._finish_by = time.monotonic() + self._finish_grace_s
+        if len(self._crashes) > self._max_restarts:
+            first = self._crashes[0].process
+            num_times = "" if self._max_restarts == 0 else f", the first of {len(self._crashes)} crashes in a row"
+            self._fail(f"{first.member.replica_id} (rank {self._crashes[0].rank}) {self._how(first)}{num_times}", first)
+        elif not survivors:
+            self._restart(crashed)
+        elif crashed or broken_leavers:
+            # A member that ended with 0 cannot take part in a collective either, so it is named with the lost.
+            gone = [*(process for process in self._members if process not in survivors), *broken_leavers]
+            if not self._replace_lost:
+                held = {process.slot for process in [*survivors, *self._newcomers]}
+                self._target = tuple(slot for slot in self._target if slot in held)
+            self._publish(survivors, lost=[process.member.replica_id for process in gone])
+        elif self._finish_by is not None and time.monotonic() > self._finish_by and self._held_since is None:
+            for process in survivors:
+                self._kill(process, f"still ran {self._finish_grace_s:g} s after another had finished")
+            self._finish_by = time.monotonic() + self._finish_grace_s
+
+    def _remember_crash(self, process: _ElasticReplica) -> None:
+        """An exception of the script, not a signal: starting it again may not help."""
+        code, now = process.exit_code or 0, time.monotonic()
+        self._crashes = [crash for crash in self._crashes if now - crash.at < CRASH_WINDOW_S]
+        is_known = any(crash.formed == self._formed for crash in self._crashes)
+        if code > 0 and code != STOPPED_CODE and not is_known and not self._is_excused(process):
+            rank = self._members.index(process)
+            self._crashes.append(_Crash(at=now, formed=self._formed, rank=rank, process=process))
+
+    def _is_excused(self, process: _ElasticReplica) -> bool:
+        excuse = "its starter ended" if process.handle.is_orphan else self._excuse()
+        if excuse:
+            self._note("excused", excuse, process)
+        return bool(excuse)
+
+    def _restart(self, crashed: list[_ElasticReplica]) -> None:
+        first = next((crash.process for crash in self._crashes if crash.process in crashed), crashed[0])
+        if self._trained_since is not None and time.monotonic() - self._trained_since > CRASH_WINDOW_S:
+            self._num_restarts = 0
+        self._num_restarts += not any(self._is_excused(process) for process in crashed)
+        self._num_rounds += 1
+        if self._num_restarts > self._max_restarts:
+            self._num_restarts = self._max_restarts
+            what = f"all replicas were lost, after {self._max_restarts} restarts"
+            self._fail(f"{what}; {first.member.replica_id} {self._how(first)}", first)
+            return
+        # One whose node was only cut off or frozen may still live somewhere.
+        self._controller.fence(process.member.replica_id for process in self._members)
+        self._note("restarting", f"{self._num_restarts} of {self._max_restarts}: {self._how(first)}", first)
+        self._members, self._finish_by, self._target, self._early_finishers = [], None, self._requested, 0
+        if self._trained_since is not None and time.monotonic() - self._trained_since > HEALTHY_S:
+            self._num_pauses = 0
+        self._num_pauses, self._trained_since = self._num_pauses + 1, None
+        self._pause(self._num_pauses)
+
+    def _pause(self, num_times: int) -> None:
+        self._spawn_at = time.monotonic() + min(FIRST_PAUSE_S * 2 ** (num_times - 1), LONGEST_PAUSE_S)
+
+    def _fit_to_target(self) -> None:
+        if self._finish_by is not None:
+            self._drop(list(self._newcomers), "the job is finishing")
+            return
+        wanted = set(self._target)
+        self._drop([process for process in self._newcomers if process.slot not in wanted], "not needed any more")
+        held = {process.slot for process in [*self._members, *self._newcomers]}
+        missing = [slot for slot in self._target if slot not in held][self._early_finishers :]
+        staying = [process for process in self._members if process.slot in wanted]
+        if missing:
+            if time.monotonic() >= self._spawn_at:
+                for slot in missing:
+                    self._spawn(slot)
+        elif self._newcomers:
+            if all(process.is_ready for process in self._newcomers):
+                joining, self._newcomers = self._newcomers, []
+                self._change([*(staying or self._members), *joining])
+        elif len(staying) < len(self._members) and self._holds_state(staying):
+            self._change(staying)
+
+    def _holds_state(self, staying: list[_ElasticReplica]) -> bool:
+        """Whether the others may go: one of these trains, or none does yet."""
+        return not self._formed or any((process.first_generation or 0) <= self._formed for process in staying)
+
+    def _change(self, members: list[_ElasticReplica]) -> None:
+        leaving = [process for process in self._members if process not in members]
+        for process in leaving:
+            process.kill_at = time.monotonic() + self._grace_s
+        self._leaving += leaving
+        self._publish(members)
+
+    def _drop(self, newcomers: list[_ElasticReplica], why: str) -> None:
+        for process in newcomers:
+            self._newcomers.remove(process)
+            self._leaving.append(process)
+            self._kill(process, why)
+
+    def _publish(self, members: list[_ElasticReplica], lost: Sequence[str] = ()) -> None:
+        self._members = members
+        generation = self._controller.publish([process.member for process in members], lost)
+        for process in members:
+            process.first_generation = process.first_generation or generation
+        names = " ".join(process.member.replica_id for process in members)
+        self._note("published", f"{names}; lost {' '.join(lost)}" if lost else names)
+
+    def _spawn(self, slot: Slot) -> None:
+        living = [*self._members, *self._newcomers]
+        nodes = [process.member.node for process in living]
+        member = Member(replica_id=f"{self._replica_name}-{self._num_spawned}", node=slot.node)
+        self._num_spawned += 1
+        known = list(dict.fromkeys([*nodes, member.node]))
+        environment = self._controller.environment(
+            member,
+            planned_rank=len(living),
+            planned_world=len(self._target),
+            local_rank=nodes.count(member.node),
+            local_world=[other.node for other in self._target].count(member.node),
+            group_rank=known.index(member.node),
+            num_restarts=self._num_rounds,  # with those that do not count: plain scripts find their group by it
+        )
+        log = str(self._log_dir / member.replica_id)
+        logs = {"stdout": f"{log}.out", "stderr": f"{log}.err"}
+        environment = {**self._env, **self._slot_env(slot), **environment}
+        command = Command(argv=self._argv, env=environment, cwd=self._cwd, node=slot.node, **logs)
+        process = _ElasticReplica(member=member, slot=slot, handle=self._starter.spawn(command))
+        self._newcomers.append(process)
+        self._note("spawned", f"slot {slot.number} on {slot.node}", process)
+
+    def _kill(self, process: _ElasticReplica, why: str) -> None:
+        self._starter.signal(process.handle, signal.SIGKILL)
+        self._note("killed", why, process)
+
+    def _finish_stop(self) -> None:
+        left = [process for process in self._all() if process.exit_code is None]
+        if not left:
+            has_finished = self._members and all(process.exit_code == 0 for process in self._members)
+            self._end(0 if has_finished else STOPPED_CODE)
+        elif self._stop_by is not None and time.monotonic() > self._stop_by:
+            for process in left:
+                self._kill(process, "did not stop in time")
+            self._stop_by = time.monotonic() + self._grace_s
+
+    def _end(self, code: int) -> None:
+        self._result = code
+        for process in self._all():
+            if process.exit_code is None:
+                self._kill(process, "the job has ended")
+        self._note("finished", f"code {code}")
+
+    def _fail(self, why: str, process: _ElasticReplica) -> None:
+        path = str(self._log_dir / f"{process.member.replica_id}.err")
+        self.failure = describe_failure(f"{self._name}: {why}", path, self._starter.stderr_tail(path))
+        self._note("failed", self.failure, process)
+        code = process.exit_code or 1
+        self._end(code if code > 0 else 128 - code)
+
+    @staticmethod
+    def _how(process: _ElasticReplica) -> str:
+        return how_it_ended(process.exit_code or 0)
+
+
+def _checked(slots: Sequence[Slot]) -> tuple[Slot, ...]:
+    if not slots:
+        raise InvalidValueError("a job has at least 1 replica, got 0; to end it use stop()")
+    if len(set(slots)) < len(slots):
+        raise InvalidValueError("a slot is named twice; it holds one replica")
+    return tuple(slots)

@@ -1,0 +1,55 @@
+"""Why a replica failed, from what it wrote to stderr. Elastic and fixed jobs, starters and node agents call it."""
+
+from __future__ import annotations
+
+import re
+import signal
+from pathlib import Path
+
+TAIL_BYTES = 4000
+MOST_BYTES = 64_000  # how far back a traceback is looked for
+HEADER = "Traceback (most recent call last)"
+_LONGEST_HEADLINE = 300
+_RANKS = re.compile(r"^(\[rank\d+\]: ?)+", re.MULTILINE)  # torch's, before every line, once per group it has seen
+
+
+def how_it_ended(exit_code: int) -> str:
+    if exit_code >= 0:
+        return f"exited with {exit_code}"
+    try:
+        return f"was killed by {signal.Signals(-exit_code).name}"
+    except ValueError:  # a real-time signal
+        return f"was killed by signal {-exit_code}"
+
+
+def read_end(path: str | Path) -> str:
+    """The end of a file of text; "" for one that cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(0, 2)
+            file.seek(max(file.tell() - MOST_BYTES, 0))
+            return file.read().decode(errors="replace")
+    except OSError:
+        return ""
+
+
+def read_failure(stderr: str) -> tuple[str, str]:
+    """The exception in a line ("" if there was none), and the end of the text with the whole of its traceback."""
+    text = _RANKS.sub("", stderr).strip()
+    began = text.rfind(HEADER)
+    if began < 0:
+        return "", text[-TAIL_BYTES:]
+    # Frames are indented; the first line that is not names the exception.
+    lines = text[began:].splitlines()[1:]
+    headline = next((line for line in lines if line.strip() and not line.startswith((" ", "\t"))), "")
+    tail = text[min(began, max(len(text) - TAIL_BYTES, 0)) :]
+    if len(tail) > 4 * TAIL_BYTES:  # much was written after it, or it is a deep recursion
+        tail = f"{tail[: 2 * TAIL_BYTES]}\n[...]\n{tail[-2 * TAIL_BYTES :]}"
+    return headline[:_LONGEST_HEADLINE], tail
+
+
+def describe_failure(what: str, path: str | Path, stderr: str) -> str:
+    """A line that says it all, and below it the end of stderr, which was read from ``path``."""
+    headline, tail = read_failure(stderr)
+    summary = f"{what}: {headline}" if headline else what
+    return f"{summary}\nIts stderr ({path}) ends with:\n{tail or '(nothing)'}"

@@ -1,0 +1,260 @@
+"""A fixed job: any command, a given number of processes, torchrun's variables. It is moved by starting it again.
+
+Like :class:`~pollux.engines.processes.elastic.ElasticJob` it is a state machine without threads that the job manager
+pumps. When one process fails the others are ended; then all are started again, as often as the job allows.
+"""
+
+from __future__ import annotations
+
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pollux.engines.processes.failure import describe_failure, how_it_ended
+from pollux.engines.processes.replica_job import FIRST_PAUSE_S, LONGEST_PAUSE_S, STOPPED_CODE
+from pollux.engines.processes.slots import ReplicaView, Slot
+from pollux.engines.processes.starters import Command, ReplicaProcess, Starter
+from pollux.errors import EngineError, InvalidValueError
+
+logger = logging.getLogger(__name__)
+
+HOST = "127.0.0.1"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _FixedReplica:
+    replica_id: str
+    rank: int
+    slot: Slot
+    handle: ReplicaProcess
+
+    @property
+    def exit_code(self) -> int | None:
+        return self.handle.exit_code
+
+
+class FixedJob:
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        slots: Sequence[Slot],
+        starter: Starter,
+        log_dir: str | Path,
+        name: str,
+        replica_name: str | None = None,
+        env: Mapping[str, str],
+        cwd: str | Path,
+        slot_env: Callable[[Slot], Mapping[str, str]] = lambda _slot: {},
+        max_restarts: int = 0,
+        grace_s: float = 30.0,
+        excuse: Callable[[], str] = lambda: "",
+        address_of: Callable[[str], tuple[str, int]] = lambda _node: (HOST, free_port()),
+    ) -> None:
+        """``starter`` takes whole commands.
+
+        ``address_of`` a node gives its address, and a port that is free there.
+        """
+        if not slots:
+            raise InvalidValueError("a job has at least 1 replica, got 0; to end it use request_stop()")
+        self._command, self._starter, self._name = tuple(command), starter, name
+        self._replica_name = replica_name or name
+        self._env, self._cwd, self._log_dir = dict(env), str(cwd), Path(log_dir).absolute()
+        self._slot_env, self._grace_s, self._excuse = slot_env, grace_s, excuse
+        self._address_of = address_of
+        self._max_restarts = max_restarts
+        self._target = tuple(slots)
+        self._processes: list[_FixedReplica] = []
+        self._is_started = self._is_stopping = False
+        self._first_failure: _FixedReplica | None = None
+        self._kill_at: float | None = None  # while they are asked to end
+        self._held_since: float | None = None
+        self._spawn_at = 0.0
+        self._num_spawned = self._num_starts = self._num_restarts = 0
+        self.crashes: list[str] = []  # who crashed, and how, since the beginning
+        self.result: int | None = None
+        self.failure = ""
+
+    @property
+    def is_settled(self) -> bool:
+        living = [process for process in self._processes if process.exit_code is None and process.handle.pid]
+        is_ending = self._kill_at is not None or self.result is not None
+        return not is_ending and len(living) == len(self._target) and self._placement == self._target
+
+    @property
+    def replicas(self) -> tuple[ReplicaView, ...]:
+        state: Literal["member", "leaving"] = "member" if self._kill_at is None else "leaving"
+        living = [process for process in self._processes if process.exit_code is None]
+        return tuple(ReplicaView(p.replica_id, p.rank, p.slot, p.handle.pid, state) for p in living)
+
+    @property
+    def num_restarts(self) -> int:
+        return self._num_restarts
+
+    @property
+    def _placement(self) -> tuple[Slot, ...]:
+        return tuple(process.slot for process in self._processes)
+
+    def start(self) -> None:
+        if not self._is_started:
+            self._starter.make_folder(str(self._log_dir))
+            self._is_started = True
+            self.pump()
+
+    def place(self, slots: Sequence[Slot]) -> None:
+        """Processes in exactly these slots, by ending all and starting them there."""
+        self.pump()  # a job whose processes have all ended has finished
+        if self.result is not None:
+            return
+        self._target = tuple(slots)
+        if self._processes and self._placement != self._target and self._kill_at is None:
+            self._ask_to_end(self._grace_s)
+        self.pump()
+
+    def request_stop(self, grace_s: float = 30.0) -> None:
+        """SIGTERM to every process now, SIGKILL to their trees after ``grace_s``. Again: no later than that."""
+        self.pump()  # a job whose processes have all ended has finished
+        if self.result is not None:
+            return
+        if self._is_stopping and self._kill_at is not None:
+            self._kill_at = min(self._kill_at, time.monotonic() + grace_s)
+        elif not self._is_stopping:
+            self.release()
+            self._is_stopping = True
+            self._ask_to_end(grace_s)
+
+    def hold(self) -> None:
+        if self._held_since is None and not self._is_stopping:
+            self._held_since = time.monotonic()
+            self._signal(signal.SIGSTOP, group=True)
+
+    def release(self) -> None:
+        if self._held_since is not None:
+            held_s, self._held_since = time.monotonic() - self._held_since, None
+            self._kill_at = None if self._kill_at is None else self._kill_at + held_s
+            self._signal(signal.SIGCONT, group=True)
+
+    def close(self) -> None:
+        """End every process that is left, by force."""
+        self._signal(signal.SIGKILL)
+        deadline = time.monotonic() + 10.0
+        while self.replicas and time.monotonic() < deadline:
+            self._starter.poll()
+            time.sleep(0.01)
+
+    def pump(self) -> int | None:
+        """One turn, without waiting. The job's exit code once it has one."""
+        if self._is_started and self.result is None:
+            self._starter.poll()
+            self._see_failures()
+            if self._kill_at is not None:
+                self._finish_ending()
+            elif not self._processes:
+                if self._held_since is None and time.monotonic() >= self._spawn_at:
+                    self._spawn_all()
+            elif all(process.exit_code == 0 for process in self._processes):
+                self._end(0)
+        return self.result
+
+    def _see_failures(self) -> None:
+        if self._kill_at is None:
+            failed = [process for process in self._processes if process.exit_code not in (None, 0)]
+            if failed:
+                self._first_failure = failed[0]
+                self._ask_to_end(self._grace_s)
+
+    def _ask_to_end(self, grace_s: float) -> None:
+        self._kill_at = time.monotonic() + grace_s
+        self._signal(signal.SIGTERM)
+
+    def _finish_ending(self) -> None:
+        if self.replicas:
+            if self._kill_at is not None and time.monotonic() > self._kill_at and self._held_since is None:
+                self._kill_at = time.monotonic() + self._grace_s
+                self._signal(signal.SIGKILL)
+            return
+        failed = self._first_failure
+        self._processes, self._kill_at, self._first_failure = [], None, None
+        if self._is_stopping:
+            self._end(STOPPED_CODE)
+        elif failed is not None:
+            self._restart_or_fail(failed)
+
+    def _restart_or_fail(self, failed: _FixedReplica) -> None:
+        code = failed.exit_code or 1
+        excuse = "its starter ended" if failed.handle.is_orphan else self._excuse()
+        if excuse:
+            logger.info("%s: rank %d %s, which is excused: %s", self._name, failed.rank, how_it_ended(code), excuse)
+        elif self._num_restarts < self._max_restarts:
+            self._num_restarts += 1
+        else:
+            after = f", after {self._num_restarts} restarts" if self._num_restarts else ""
+            what = f"{self._name}: rank {failed.rank} {how_it_ended(code)}{after}"
+            path = str(self._log_dir / f"{failed.replica_id}.err")
+            self.failure = describe_failure(what, path, self._starter.stderr_tail(path))
+            self._end(code if code > 0 else 128 - code)
+            return
+        pause_s = min(FIRST_PAUSE_S * 2 ** max(self._num_restarts - 1, 0), LONGEST_PAUSE_S)
+        logger.info("%s: rank %d %s; again in %.1f s", self._name, failed.rank, how_it_ended(code), pause_s)
+        self.crashes.append(f"{failed.replica_id} {how_it_ended(code)}; all start again")
+        self._spawn_at = time.monotonic() + pause_s
+
+    def _spawn_all(self) -> None:
+        nodes = [slot.node for slot in self._target]
+        known = list(dict.fromkeys(nodes))
+        try:
+            address, port = self._address_of(nodes[0])
+        except EngineError as error:
+            logger.warning("%s: %s; again in %.1f s", self._name, error, FIRST_PAUSE_S)
+            self._spawn_at = time.monotonic() + FIRST_PAUSE_S
+            return
+        self._num_starts += 1
+        common = {
+            "WORLD_SIZE": str(len(nodes)),
+            "MASTER_ADDR": address,
+            "MASTER_PORT": str(port),
+            "TORCHELASTIC_RUN_ID": self._name,
+            "TORCHELASTIC_RESTART_COUNT": str(self._num_restarts),
+            "POLLUX_GENERATION": str(self._num_starts),
+        }
+        for rank, slot in enumerate(self._target):
+            replica_id = f"{self._replica_name}-{self._num_spawned}"
+            self._num_spawned += 1
+            own = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(nodes[:rank].count(slot.node)),
+                "LOCAL_WORLD_SIZE": str(nodes.count(slot.node)),
+                "GROUP_RANK": str(known.index(slot.node)),
+                "POLLUX_REPLICA_ID": replica_id,
+            }
+            log = str(self._log_dir / replica_id)
+            command = Command(
+                argv=self._command,
+                env={**self._env, **self._slot_env(slot), **common, **own},
+                cwd=self._cwd,
+                stdout=f"{log}.out",
+                stderr=f"{log}.err",
+                node=slot.node,
+            )
+            handle = self._starter.spawn(command)
+            self._processes.append(_FixedReplica(replica_id=replica_id, rank=rank, slot=slot, handle=handle))
+        logger.info("%s: %d processes started", self._name, len(nodes))
+
+    def _signal(self, signum: int, *, group: bool | None = None) -> None:
+        for process in self._processes:
+            self._starter.signal(process.handle, signum, group=group)
+
+    def _end(self, code: int) -> None:
+        self.result = code
+        logger.info("%s: ended with %d", self._name, code)
+
+
+def free_port() -> int:
+    """A port that is free now."""
+    with socket.create_server((HOST, 0)) as listener:
+        return int(listener.getsockname()[1])

@@ -1,0 +1,65 @@
+"""Makes the jobs of one machine: forked where their interpreter is ours, started cold otherwise.
+
+The job manager calls it. Torch is loaded for the first elastic job, or before that by :meth:`LocalJobFactory.warm_up`:
+fixed jobs do not wait for it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pollux.engines.processes.commands import plan_start
+from pollux.engines.processes.elastic import ElasticJob
+from pollux.engines.processes.fixed import FixedJob
+from pollux.engines.processes.fork_server import ForkServer
+from pollux.engines.processes.replica_job import JobOrder, ReplicaJob
+from pollux.engines.processes.starters import ColdStarter
+from pollux.membership.store import load_torch
+
+
+def options_of(order: JobOrder) -> dict[str, Any]:
+    """What elastic and fixed jobs are made with alike, wherever they run."""
+    return {
+        "slots": order.slots,
+        "log_dir": order.log_dir,
+        "name": order.name,
+        "replica_name": order.replica_name,
+        "cwd": order.launch.cwd,
+        "slot_env": order.env_of,
+        "max_restarts": order.launch.max_restarts,
+        "excuse": order.excuse,
+    }
+
+
+class LocalJobFactory:
+    def __init__(self) -> None:
+        self._cold = ColdStarter(prefix=())
+        self._fork_server: ForkServer | None = None
+
+    def warm_up(self) -> None:
+        """Start the fork server, which imports torch, and import it here too: this process serves the jobs' stores."""
+        self._open_fork_server()
+        load_torch()
+
+    def _open_fork_server(self) -> ForkServer:
+        if self._fork_server is None:
+            self._fork_server = ForkServer()
+        return self._fork_server
+
+    def make(self, order: JobOrder) -> ReplicaJob:
+        launch, options = order.launch, options_of(order)
+        if launch.kind == "fixed":
+            return FixedJob(launch.command, starter=self._cold, env=launch.env, **options)
+        start = plan_start(launch.command, launch.env, launch.cwd)
+        starter = self._open_fork_server() if start.is_forked else self._cold
+        return ElasticJob(start.argv, starter=starter, env={**launch.env, **start.env}, **options)
+
+    def poll(self) -> None:
+        if self._fork_server is not None:
+            self._fork_server.poll()
+        self._cold.poll()
+
+    def close(self) -> None:
+        if self._fork_server is not None:
+            self._fork_server.close()
+        self._cold.close()

@@ -1,0 +1,91 @@
+"""What the job manager needs of a job's processes, elastic or fixed, and of the factory that makes them.
+
+:class:`~pollux.engines.processes.elastic.ElasticJob` and :class:`~pollux.engines.processes.fixed.FixedJob` implement
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from pollux.engines.launch import Launch
+from pollux.engines.processes.slots import ReplicaView, Slot
+
+STOPPED_CODE = 143  # as after SIGTERM: checkpointed and left
+GRACE_S = 30.0  # what a job that stops has for its checkpoint, unless it is told otherwise
+FIRST_PAUSE_S = 0.5  # before a start after a crash; it doubles from one to the next
+LONGEST_PAUSE_S = 30.0
+
+
+class ReplicaJob(Protocol):
+    """A state machine without threads: its owner calls :meth:`pump` often."""
+
+    @property
+    def result(self) -> int | None:
+        """The job's exit code; None while it runs."""
+
+    @property
+    def failure(self) -> str:
+        """Why it failed, for people."""
+
+    @property
+    def crashes(self) -> Sequence[str]:
+        """Which replicas crashed, and how, since the beginning."""
+
+    @property
+    def is_settled(self) -> bool:
+        """All replicas run where they should."""
+
+    @property
+    def replicas(self) -> tuple[ReplicaView, ...]:
+        """All that live, members in rank order first."""
+
+    def start(self) -> None: ...
+
+    def place(self, slots: Sequence[Slot]) -> None:
+        """Replicas in exactly these slots; those already in one of them stay, if the job is elastic."""
+
+    def pump(self) -> int | None:
+        """One turn, without waiting. The job's exit code once it has one."""
+
+    def request_stop(self, grace_s: float = GRACE_S) -> None:
+        """SIGTERM to every replica now, SIGKILL to their trees after ``grace_s``. Again: no later than that."""
+
+    def hold(self) -> None:
+        """Freeze every replica, and start none, until :meth:`release`."""
+
+    def release(self) -> None: ...
+
+    def close(self) -> None:
+        """End every process that is left, by force."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobOrder:
+    """What a factory makes a job from. ``env_of``: what a replica finds in its environment because of its slot."""
+
+    launch: Launch
+    name: str
+    replica_name: str
+    log_dir: Path
+    slots: Sequence[Slot]
+    env_of: Callable[[Slot], Mapping[str, str]]
+    excuse: Callable[[], str]
+
+
+class JobFactory(Protocol):
+    """Makes the processes of jobs. One for this machine, one for a Ray cluster."""
+
+    def make(self, order: JobOrder) -> ReplicaJob:
+        """A job that has not been started yet."""
+
+    def poll(self) -> None:
+        """Hear which processes have ended, also while no job asks."""
+
+    def close(self) -> None: ...
+
+    def warm_up(self) -> None:
+        """Do now what the first elastic job would wait for. May take seconds, once."""

@@ -1,0 +1,86 @@
+"""Does what a supervisor's client asks (:mod:`pollux.engines.messages`), however the messages travel.
+
+Both supervisors call it, that of one machine and that of a Ray cluster; ``job_manager`` does the work. One thread.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Mapping
+
+from pollux.engines.messages import PROTOCOL_VERSION
+from pollux.engines.processes.devices import Device
+from pollux.engines.processes.job_manager import JobManager
+from pollux.engines.processes.replica_job import GRACE_S
+from pollux.engines.transport import Message
+from pollux.errors import PolluxError
+
+logger = logging.getLogger(__name__)
+
+
+class RequestHandler:
+    def __init__(self, manager: JobManager, send: Callable[[Message], None], *, where: str) -> None:
+        """``where``: whose jobs these are, for people."""
+        self.manager, self._send, self._where = manager, send, where
+        self.is_introduced = self.is_closing = False
+        self._ops: Mapping[str, Callable[[Message], None]] = {
+            "start": manager.start,
+            "resize": manager.resize,
+            "stop": manager.stop,
+            "forget": manager.forget,
+            "shutdown": lambda message: self.shut_down(float(message["grace_s"])),
+        }
+
+    def shut_down(self, grace_s: float = GRACE_S) -> None:
+        """Let every job checkpoint and leave."""
+        self.is_closing = True
+        self.manager.shut_down(grace_s)
+
+    def tell(self, message: Message) -> None:
+        """To a client that has said hello; one that comes later asks for the state."""
+        if self.is_introduced:
+            self._send(message)
+
+    def obey(self, message: Message) -> None:
+        """Do what is asked. A request that fails does not disturb the replicas."""
+        try:
+            self._obey(message)
+        except Exception as error:
+            logger.exception("not understood: %s", str(message)[:500])
+            if message.get("op") in ("start", "resize"):
+                place = {"job": message.get("job"), "generation": message.get("generation")}
+                self.tell({"event": "lost", **place, "reason": f"it cannot be placed: {error}"})
+
+    def refusal_of(self, hello: Message) -> str:
+        """Why this hello cannot be accepted; "" if it can."""
+        version = hello.get("version")
+        if version == PROTOCOL_VERSION:
+            return ""
+        return (
+            f"the supervisor (pid {os.getpid()}) that looks after the jobs in {self._where} speaks version "
+            f"{PROTOCOL_VERSION} of its protocol, and was asked in version {version}: use the Pollux "
+            "that started it, or end it with SIGTERM (its jobs checkpoint, and start again later)"
+        )
+
+    def _obey(self, message: Message) -> None:
+        op = message["op"]
+        if op == "hello":
+            self._greet(message)
+        elif not self.is_introduced:
+            raise PolluxError(f"{op} before a hello")
+        elif op in self._ops:
+            self._ops[op](message)
+        else:
+            raise PolluxError(f"unknown op {op!r}; known are hello, {', '.join(self._ops)}")
+
+    def _greet(self, message: Message) -> None:
+        if reason := self.refusal_of(message):
+            self._send({"event": "refused", "version": PROTOCOL_VERSION, "reason": reason})
+            return
+        if message["devices"] is not None:
+            rows = [Device(node=row["node"], number=row["number"], gpu=row["gpu"]) for row in message["devices"]]
+            self.manager.use(rows)
+        self.is_introduced = True
+        told = {"jobs": self.manager.state(), "nodes": self.manager.nodes}
+        self.tell({"event": "state", "version": PROTOCOL_VERSION, "pid": os.getpid(), **told})

@@ -1,0 +1,237 @@
+"""Starts, signals and reaps the replicas of one node, and hands out what they print.
+
+It is a Ray actor without resources, pinned to its node. The Ray supervisor owns it, and it ends with the supervisor.
+One thread does everything with processes: those that it starts end with that thread. A request may come twice, and an
+event may be told twice: Ray does not say whether a call that failed was carried out.
+
+Output is written to files of this machine under the names that the server has for them. :meth:`NodeAgent.read_logs`
+gives what is new; the file of a replica that has ended is removed when all of it has been taken.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from pollux.engines.processes.commands import plan_start
+from pollux.engines.processes.devices import find_gpus
+from pollux.engines.processes.failure import read_end
+from pollux.engines.processes.fork_server import ForkServer
+from pollux.engines.processes.leftovers import MARK, REPLICA, kill_leftovers
+from pollux.engines.processes.starters import MISSING_CODE, ColdStarter, Command, ReplicaProcess, Starter
+from pollux.engines.ray.network import free_port, network_env
+from pollux.engines.ray.outbox import Numbered, Outbox
+from pollux.engines.transport import Message
+
+PERIOD_S = 0.02
+LEASE_S = 120.0  # after so long without a word the supervisor has given this node up
+CHUNK_BYTES = 1 << 20
+READ_PERIOD_S = 0.1
+RAYS_OWN = ("RAY_", "PYTHONBREAKPOINT", "CUDA_VISIBLE_DEVICES")
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _AgentProcess:
+    replica: ReplicaProcess
+    starter: Starter
+    command: Command
+    is_told: bool = False  # its pid
+
+
+class NodeAgent:
+    def __init__(self, *, cluster: str, address: str) -> None:
+        """``cluster`` names whose replicas these are: leftovers of earlier agents of it are ended."""
+        self._address = address
+        me = psutil.Process()
+        prefix = f"pollux-{cluster}-"
+        _remove_folders(prefix)
+        kill_orphans(f"{cluster}:")
+        self._mark = f"{cluster}:{me.pid}:{me.create_time()}"
+        self._folder = Path(tempfile.mkdtemp(prefix=f"{prefix}{me.pid}-"))
+        self._environment = {name: value for name, value in os.environ.items() if not name.startswith(RAYS_OWN)}
+        self._changed = threading.Condition()  # guards all below
+        self._orders: deque[Message] = deque()
+        self._events = Outbox(self._changed)
+        self._processes: dict[str, _AgentProcess] = {}
+        self._seen: set[str] = set()  # keys
+        self._logs: dict[str, float | None] = {}  # name -> when its replica ended
+        self._heard_at = time.monotonic()
+        threading.Thread(target=self._run, name="pollux-agent", daemon=True).start()
+
+    def describe(self, probe: str | None = None) -> Message:
+        """What this node is. ``probe``: a file of the storage, which all nodes should see."""
+        return {
+            "pid": os.getpid(),
+            "gpus": [gpu.name for gpu in find_gpus()],
+            "sees_storage": probe is None or os.path.exists(probe),
+        }
+
+    def port(self) -> int:
+        """One that is free now, for a job's rendezvous."""
+        return free_port(self._address)
+
+    def obey(self, orders: Sequence[Message]) -> None:
+        """Spawn and signal processes; soon."""
+        with self._changed:
+            self._heard_at = time.monotonic()
+            self._orders.extend(orders)
+
+    def events(self, after: int, wait_s: float) -> list[Numbered]:
+        """What happened after that number, as soon as there is something; what came before is forgotten."""
+        with self._changed:
+            self._heard_at = time.monotonic()
+        return self._events.after(after, wait_s)
+
+    def read_logs(self, known: Mapping[str, int], wait_s: float) -> dict[str, tuple[int, bytes]]:
+        """New output by file name: offset and bytes. A file that the caller does not name yet comes as (0, nothing)."""
+        deadline = time.monotonic() + wait_s
+        while not (found := self._new_output(known)) and time.monotonic() < deadline:
+            time.sleep(READ_PERIOD_S)
+        return found
+
+    # --- output ---------------------------------------------------------------------------------------------------
+
+    def _path_of(self, name: str) -> Path:
+        """Where a file of the server's is written here."""
+        return self._folder / name.lstrip("/")
+
+    def _new_output(self, known: Mapping[str, int]) -> dict[str, tuple[int, bytes]]:
+        with self._changed:
+            logs = dict(self._logs)
+        found: dict[str, tuple[int, bytes]] = {}
+        for name, ended_at in logs.items():
+            path = self._path_of(name)
+            try:
+                size = path.stat().st_size
+            except OSError:
+                size = 0
+            if name not in known:
+                if size:
+                    found[name] = 0, b""
+                continue
+            if size > known[name]:
+                with contextlib.suppress(OSError), path.open("rb") as file:
+                    file.seek(known[name])
+                    found[name] = known[name], file.read(CHUNK_BYTES)
+            elif ended_at is not None and time.monotonic() - ended_at > 2.0:
+                with contextlib.suppress(OSError):
+                    path.unlink()
+                with self._changed:
+                    self._logs.pop(name, None)
+        return found
+
+    # --- the thread -----------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        fork_server, cold = ForkServer(self._environment), ColdStarter(prefix=())
+        while time.monotonic() - self._heard_at < LEASE_S:
+            try:
+                self._turn(fork_server, cold)
+            except Exception:  # one replica's trouble must not end the others
+                logger.exception("a turn of the agent failed")
+                time.sleep(1.0)
+            time.sleep(PERIOD_S)
+        logger.error("nothing was heard from the supervisor for %.0f s: all replicas here are ended", LEASE_S)
+        fork_server.close()
+        cold.close()
+        kill_leftovers(self._mark)
+        shutil.rmtree(self._folder, ignore_errors=True)
+        os._exit(1)
+
+    def _turn(self, fork_server: ForkServer, cold: ColdStarter) -> None:
+        with self._changed:
+            orders = list(self._orders)
+            self._orders.clear()
+        for order in orders:
+            try:
+                self._obey(order, fork_server, cold)
+            except Exception as error:  # one replica's trouble must not keep the others' orders
+                logger.exception("%s: not done", order["op"])
+                if order["op"] == "spawn" and order["key"] not in self._processes:
+                    tail = f"cannot be started on this node: {error}"
+                    end = {"code": MISSING_CODE, "is_orphan": False, "tail": tail}
+                    self._events.put({"event": "exited", "key": order["key"], **end})
+        fork_server.poll()
+        cold.poll()
+        for key, process in list(self._processes.items()):
+            replica = process.replica
+            if replica.pid is not None and not process.is_told:
+                process.is_told = True
+                self._events.put({"event": "spawned", "key": key, "pid": replica.pid})
+            if replica.exit_code is not None:
+                del self._processes[key]
+                self._report_end(key, process)
+
+    def _obey(self, order: Message, fork_server: ForkServer, cold: ColdStarter) -> None:
+        if order["op"] == "spawn":
+            self._spawn(order, fork_server, cold)
+        elif (process := self._processes.get(order["key"])) is not None:
+            process.starter.signal(process.replica, order["signum"], group=order["group"])
+
+    def _report_end(self, key: str, process: _AgentProcess) -> None:
+        replica_id = process.command.env.get(REPLICA)
+        if replica_id:
+            kill_leftovers(self._mark, [replica_id])
+        tail = read_end(process.command.stderr) if process.replica.exit_code else ""
+        with self._changed:
+            for name in self._logs:
+                if str(self._path_of(name)) in (process.command.stdout, process.command.stderr):
+                    self._logs[name] = time.monotonic()
+        end = {"code": process.replica.exit_code, "is_orphan": process.replica.is_orphan, "tail": tail}
+        self._events.put({"event": "exited", "key": key, **end})
+
+    def _spawn(self, order: Message, fork_server: ForkServer, cold: ColdStarter) -> None:
+        if order["key"] in self._seen:
+            return  # asked twice
+        self._seen.add(order["key"])
+        env = {**network_env(self._address), **order["env"], MARK: self._mark}
+        start = plan_start(order["argv"], env, order["cwd"], parent_env=self._environment)
+        files = {}
+        for kind in ("stdout", "stderr"):
+            path = self._path_of(order[kind])
+            path.parent.mkdir(parents=True, exist_ok=True)
+            files[kind] = str(path)
+            with self._changed:
+                self._logs[order[kind]] = None
+        command = Command(argv=start.argv, env={**env, **start.env}, cwd=order["cwd"], **files)
+        starter: Starter = fork_server if start.is_forked else cold
+        replica = starter.spawn(command)
+        self._processes[order["key"]] = _AgentProcess(replica=replica, starter=starter, command=command)
+
+
+def kill_orphans(prefix: str) -> None:
+    """End the processes that agents of this cluster left on this machine, if those agents are gone."""
+    marks = set()
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            mark = process.environ().get(MARK, "")
+            if mark.startswith(prefix):
+                marks.add(mark)
+    for mark in marks:
+        _, pid, created = mark.split(":")
+        with contextlib.suppress(psutil.Error):
+            if psutil.Process(int(pid)).create_time() == float(created):
+                continue
+        logger.warning("killed what an earlier agent left behind: %s", kill_leftovers(mark))
+
+
+def _remove_folders(prefix: str) -> None:
+    """The folders of agents that are gone."""
+    for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
+        match = re.fullmatch(r"([0-9]+)-[^-]+", path.name.removeprefix(prefix))  # not of "exp-2" if we are "exp"
+        if match is not None and not psutil.pid_exists(int(match[1])):
+            shutil.rmtree(path, ignore_errors=True)

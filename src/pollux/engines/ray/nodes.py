@@ -1,0 +1,406 @@
+"""The nodes of a Ray cluster, each with an agent on it: which are there, which are lost, what their agents tell.
+
+The Ray supervisor holds one :class:`NodeAgents`. Two threads of its own ask Ray, which may take long when the head is
+in trouble; the supervisor takes what they have found, and never waits. A node is known by Ray's id for it. People and
+plans know it by a name, which it keeps while it is there. A node that comes back has another id, and its old name
+again.
+
+A node offers the slots that it has, less those that others on the Ray cluster use. That is seen with a delay, so slots
+disappear only when they have been missing for a while.
+
+With auto-scaling, nodes that are not wanted are let go: their agents end, so that Ray's auto-scaler, which keeps a node
+that has an actor on it, sees them idle and ends them. See :mod:`pollux.engines.ray.scale`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import ray
+from ray.autoscaler.sdk import request_resources
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from pollux.engines.processes.devices import CPU
+from pollux.engines.ray.node_agent import NodeAgent
+from pollux.engines.ray.scale import ScalableNode, ScaleRequest, requested, unwanted
+from pollux.engines.transport import Message
+from pollux.errors import EngineError
+
+WATCH_PERIOD_S = 0.25
+EVENTS_S = 1.0
+SHRINK_S = 3.0  # for so long slots must be missing
+TALK_S = 0.05
+DESCRIBE_TIMEOUT_S = 60.0
+LINGER_S = 3.0  # a node must have been unwanted for so long: its last output is fetched meanwhile
+_GPU = "GPU"
+
+logger = logging.getLogger(__name__)
+NodeAgentActor = ray.remote(num_cpus=0, max_concurrency=8, max_restarts=0)(NodeAgent)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayNode:
+    """A node that can be used."""
+
+    id: str  # Ray's
+    name: str
+    address: str
+    num_slots: int
+    accelerator: str
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class _NodeState:
+    """What is known of a living node."""
+
+    id: str
+    name: str
+    address: str
+    num_total: int  # slots
+    agent: Any = None
+    describing: Any = None
+    asked_at: float = 0.0
+    offer: RayNode | None = None  # when its agent has answered
+    is_useless: bool = False
+    is_released: bool = False  # it has no agent
+    unwanted_since: float | None = None
+    missing_since: float | None = None
+    orders: list[Message] = field(default_factory=list)
+    ordering: Any = None
+    sent: list[Message] = field(default_factory=list)
+    listening: Any = None
+    num_heard: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """Since they were taken last. ``lost`` are names, each with Ray's reason."""
+
+    nodes: tuple[RayNode, ...]
+    lost: Mapping[str, str]
+
+
+class NodeAgents:
+    def __init__(self, *, cluster: str, resource: str | None, probe: str | None) -> None:
+        """``resource``: what a slot is, "GPU" or "CPU"; None: GPUs where there is any. ``probe``: see the agent."""
+        self._cluster, self._resource, self._probe = cluster, resource, probe
+        self._turn = threading.Lock()  # guards all below
+        self._states: dict[str, _NodeState] = {}  # by Ray's id
+        self._names: dict[str, str] = {}  # name -> id, of the living
+        self._scale_request: ScaleRequest | None = None  # None: the server does not scale
+        self._bundles: list[dict[str, int]] | None = None  # what Ray's auto-scaler is to be asked for
+        self._bundles_asked: list[dict[str, int]] | None = None
+        self._leaving: list[Any] = []  # agents of nodes that are let go
+        self._held: Counter[str] = Counter()  # node ids -> slots that we hold
+        self._lost: dict[str, str] = {}
+        self._events: deque[tuple[str, Message]] = deque()
+        self._closing = threading.Event()
+        self.has_looked = threading.Event()  # every node that was there at first has been asked
+        self._threads = [
+            threading.Thread(target=self._loop, args=(step, period_s), name=f"pollux-{step.__name__}", daemon=True)
+            for step, period_s in ((self._watch, WATCH_PERIOD_S), (self._talk, 0.0))
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    # --- what the supervisor asks: never waits -----------------------------------------------------------------------
+
+    @property
+    def resource(self) -> str:
+        return self._resource or CPU.upper()
+
+    def take(self) -> Changes:
+        with self._turn:
+            offers = tuple(node.offer for node in self._states.values() if node.offer is not None)
+            lost, self._lost = self._lost, {}
+        return Changes(nodes=tuple(offer for offer in offers if offer.num_slots), lost=lost)
+
+    def take_events(self) -> Sequence[tuple[str, Message]]:
+        """What agents told since this was asked last, each with the node's name."""
+        with self._turn:
+            events, self._events = list(self._events), deque()
+        return events
+
+    def id_of(self, name: str) -> str | None:
+        with self._turn:
+            return self._names.get(name)
+
+    def address_of(self, name: str) -> tuple[str, int]:
+        """A node's address and a port that was free there. Asks the agent, for a moment.
+
+        Raises:
+            EngineError: the node is gone, or does not answer.
+        """
+        with self._turn:
+            node = self._states.get(self._names.get(name, ""))
+        if node is None:
+            raise EngineError(f"node {name} is gone")
+        try:
+            return node.address, int(ray.get(node.agent.port.remote(), timeout=5.0))
+        except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:
+            raise EngineError(f"node {name} does not answer: {str(error).splitlines()[0]}") from error
+
+    def order(self, name: str, message: Message) -> bool:
+        """Whether there is such a node."""
+        with self._turn:
+            node = self._states.get(self._names.get(name, ""))
+            if node is not None:
+                node.orders.append(message)
+            return node is not None
+
+    def count_held(self, node_id: str, change: int) -> None:
+        with self._turn:
+            self._held[node_id] += change
+            if not self._held[node_id]:
+                del self._held[node_id]
+
+    def scale(self, request: ScaleRequest | None, in_use: Collection[str]) -> None:
+        """Called often. Let nodes go that are neither requested nor in use, and take back those that are. None: all.
+
+        Raises nothing: new nodes come when Ray makes them, which may take minutes.
+        """
+        now = time.monotonic()
+        with self._turn:
+            gone = set() if request is None else unwanted(request, self._members(), in_use)
+            for node in list(self._states.values()):
+                if node.name not in gone:
+                    if node.is_released:
+                        logger.info("%s is taken back", node.name)
+                    node.unwanted_since, node.is_released = None, False
+                elif node.unwanted_since is None:
+                    node.unwanted_since = now
+                elif not node.is_released and now - node.unwanted_since > LINGER_S:
+                    logger.info("%s is let go", node.name)
+                    self._states[node.id] = _NodeState(
+                        id=node.id,
+                        name=node.name,
+                        address=node.address,
+                        num_total=node.num_total,
+                        is_released=True,
+                        unwanted_since=node.unwanted_since,
+                    )
+                    self._leaving.append(node.agent)
+            if request is not None:
+                self._bundles = requested(request, self._members(), self.resource)
+            elif self._scale_request is not None:
+                self._bundles = []
+            self._scale_request = request
+
+    def ask_for_nothing(self) -> None:
+        """At the end: what was asked of Ray's auto-scaler would stay."""
+        if self._bundles_asked:
+            with contextlib.suppress(Exception):
+                request_resources(bundles=[])
+
+    def _members(self) -> list[ScalableNode]:
+        return [
+            ScalableNode(name=node.name, num_slots=node.num_total, is_released=node.is_released)
+            for node in self._states.values()
+        ]
+
+    def agents(self) -> dict[str, Any]:
+        """Handles by node name."""
+        with self._turn:
+            return {node.name: node.agent for node in self._states.values() if node.offer is not None}
+
+    def close(self) -> None:
+        self._closing.set()
+        for thread in self._threads:
+            thread.join(5.0)
+
+    # --- the threads ----------------------------------------------------------------------------------------------
+
+    def _loop(self, step: Any, period_s: float) -> None:
+        while not self._closing.wait(period_s):
+            try:
+                step()
+            except Exception as error:  # the head is away, say: what is known stays
+                logger.warning("%s: %s", step.__name__, str(error).splitlines()[0] if str(error) else repr(error))
+                self._closing.wait(1.0)
+
+    def _watch(self) -> None:
+        seen = ray.nodes()
+        rows = {row["NodeID"]: row for row in seen if row["Alive"]}
+        reasons = {row["NodeID"]: row.get("DeathReasonMessage") or "" for row in seen if not row["Alive"]}
+        if self._resource is None and any(row["Resources"].get(_GPU) for row in rows.values()):
+            self._resource = _GPU
+        with self._turn:
+            for node_id in [id for id in self._states if id not in rows]:
+                self._lose(node_id, reasons.get(node_id) or "Ray does not see it any more")
+            for node_id, row in rows.items():
+                if node_id not in self._states and self._slots_of(row):
+                    self._add(row)
+            vacant = [s for s in self._states.values() if s.agent is None and not s.is_released]
+        for node in vacant:
+            self._join(node)
+        self._see_answers()
+        self._see_others(rows)
+        self._ask_for_nodes()
+        with self._turn:
+            is_asked = all(s.offer is not None or s.is_useless or s.is_released for s in self._states.values())
+        if is_asked:
+            self.has_looked.set()
+
+    def _slots_of(self, row: Mapping[str, Any]) -> int:
+        return int(row["Resources"].get(self.resource, 0))
+
+    def _lose(self, node_id: str, reason: str) -> None:
+        node = self._states.pop(node_id)
+        self._names.pop(node.name, None)
+        if not node.is_released:
+            self._lost[node.name] = f"node {node.name} is lost: {reason}"
+
+    def _add(self, row: Mapping[str, Any]) -> None:
+        node_id, address = row["NodeID"], row["NodeManagerAddress"]
+        name = row["NodeName"] if row["NodeName"] != address else row["NodeManagerHostname"] or address
+        if name in self._names:
+            name = f"{name}-{node_id[-6:]}"
+        self._states[node_id] = _NodeState(id=node_id, name=name, address=address, num_total=self._slots_of(row))
+        self._names[name] = node_id
+
+    def _join(self, node: _NodeState) -> None:
+        agent = NodeAgentActor.options(
+            name=f"pollux:{self._cluster}:agent:{node.id}",
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
+            get_if_exists=True,
+        ).remote(cluster=self._cluster, address=node.address)
+        describing = agent.describe.remote(self._probe)
+        with self._turn:
+            node.agent, node.describing, node.asked_at = agent, describing, time.monotonic()
+            is_wanted = self._states.get(node.id) is node
+        if not is_wanted:  # any more
+            _kill(agent)
+
+    def _see_answers(self) -> None:
+        for node in list(self._states.values()):
+            if node.describing is None or node.offer is not None or node.is_useless:
+                continue
+            try:
+                answer = ray.get(node.describing, timeout=0)
+            except ray.exceptions.GetTimeoutError:
+                if time.monotonic() - node.asked_at > DESCRIBE_TIMEOUT_S:
+                    logger.warning("%s: its agent does not answer; it is not used yet", node.name)
+                    node.asked_at = time.monotonic()
+                continue
+            except ray.exceptions.RayError as error:
+                self._dismiss(node, error)
+                continue
+            if not answer["sees_storage"]:
+                logger.warning("%s does not see the storage at %s: it is not used", node.name, self._probe)
+                node.is_useless = True
+                continue
+            accelerator = answer["gpus"][0] if answer["gpus"] and self.resource == _GPU else CPU
+            offer = RayNode(
+                id=node.id,
+                name=node.name,
+                address=node.address,
+                num_slots=node.num_total,
+                accelerator=accelerator,
+            )
+            with self._turn:
+                node.offer = offer
+            logger.info("%s joins: %d slots, %s", offer.name, offer.num_slots, offer.accelerator)
+
+    def _dismiss(self, node: _NodeState, error: Exception) -> None:
+        """An agent that has died is replaced, if its node lives."""
+        logger.warning("%s: its agent is gone: %s", node.name, str(error).splitlines()[0])
+        with self._turn:
+            if self._states.get(node.id) is node:
+                was_used = node.offer is not None
+                self._lose(node.id, "its agent ended")
+                if not was_used:
+                    self._lost.pop(node.name, None)
+
+    def _see_others(self, rows: Mapping[str, Any]) -> None:
+        """Slots of a node that others use are not offered."""
+        available = ray._private.state.available_resources_per_node()
+        now = time.monotonic()
+        with self._turn:
+            for node in self._states.values():
+                offer = node.offer
+                if offer is None or node.id not in available:
+                    continue
+                free = int(available[node.id].get(self.resource, 0))
+                num_slots = min(node.num_total, free + self._held[node.id])
+                if num_slots >= offer.num_slots:
+                    node.missing_since = None
+                    node.offer = dataclasses.replace(offer, num_slots=num_slots)
+                elif node.missing_since is None:
+                    node.missing_since = now
+                elif now - node.missing_since > SHRINK_S:
+                    logger.warning("%s: others use its slots; %d are left to us", node.name, num_slots)
+                    node.missing_since = None
+                    node.offer = dataclasses.replace(offer, num_slots=num_slots)
+
+    def _ask_for_nodes(self) -> None:
+        """And let others go."""
+        with self._turn:
+            bundles, leaving, self._leaving = self._bundles, self._leaving, []
+        for agent in leaving:
+            _kill(agent)
+        if bundles is not None and bundles != self._bundles_asked:
+            request_resources(bundles=bundles)
+            logger.info("Ray's auto-scaler is asked for %s", bundles or "nothing more")
+            self._bundles_asked = bundles
+
+    def _talk(self) -> None:
+        """Hear what agents tell, and pass on what they are asked, with one call of each kind under way."""
+        with self._turn:
+            nodes = [node for node in self._states.values() if node.offer is not None]
+        for node in nodes:
+            if node.listening is None:
+                node.listening = node.agent.events.remote(node.num_heard, EVENTS_S)
+            with self._turn:
+                if node.ordering is None and node.orders:
+                    node.sent, node.orders = node.orders, []
+                    node.ordering = node.agent.obey.remote(node.sent)
+        waiting = [ref for s in nodes for ref in (s.listening, s.ordering) if ref is not None]
+        if not waiting:
+            self._closing.wait(TALK_S)
+            return
+        ready = set(ray.wait(waiting, num_returns=1, timeout=TALK_S)[0])
+        for node in nodes:
+            if node.listening in ready:
+                self._hear(node)
+            if node.ordering in ready:
+                self._see_obeyed(node)
+
+    def _hear(self, node: _NodeState) -> None:
+        ref, node.listening = node.listening, None
+        try:
+            told = ray.get(ref, timeout=0)
+        except ray.exceptions.ActorUnavailableError:
+            self._closing.wait(TALK_S)  # it is asked again; if its node is dead Ray will say so
+            return
+        except ray.exceptions.RayError as error:
+            self._dismiss(node, error)
+            return
+        with self._turn:
+            for number, message in told:
+                if number > node.num_heard:
+                    node.num_heard = number
+                    self._events.append((node.name, message))
+
+    def _see_obeyed(self, node: _NodeState) -> None:
+        ref, node.ordering = node.ordering, None
+        try:
+            ray.get(ref, timeout=0)
+            node.sent = []
+        except ray.exceptions.ActorUnavailableError:
+            with self._turn:  # perhaps it was heard, perhaps not: agents do nothing twice
+                node.orders, node.sent = node.sent + node.orders, []
+        except ray.exceptions.RayError as error:
+            self._dismiss(node, error)
+
+
+def _kill(actor: Any) -> None:
+    with contextlib.suppress(Exception):
+        ray.kill(actor)

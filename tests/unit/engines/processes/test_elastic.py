@@ -1,0 +1,382 @@
+"""ElasticJob with real replicas: forked, joined by gloo, resized, killed, and gone at the end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+
+from pollux.engines.processes.elastic import ElasticJob, JobEvent
+from pollux.engines.processes.fork_server import ForkServer
+from pollux.engines.processes.slots import Slot
+from pollux.engines.processes.starters import ColdStarter
+from pollux.errors import InvalidValueError
+from tests.leftovers import processes_in
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+
+# A run object in small: form a group, step until the end, follow the rosters. Rank 0 has the state.
+SCRIPT = """
+import datetime, os, signal, sys, time
+import torch
+import torch.distributed as dist
+from pollux.membership.replica import membership_from_environment
+
+num_steps, folder = int(sys.argv[1]), sys.argv[2]
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+membership = membership_from_environment(os.environ)
+state = torch.zeros(1)
+if os.path.exists(folder + "/checkpoint"):
+    state[0] = int(open(folder + "/checkpoint").read())
+
+def form(group):
+    timeout = datetime.timedelta(seconds=5)
+    dist.distributed_c10d._world.group_count = 0  # a failed init leaves it raised, and it is part of the keys
+    dist.init_process_group("gloo", store=group.store, rank=group.rank, world_size=group.world_size, timeout=timeout)
+    dist.broadcast(state, 0)
+    membership.note_formed(group)
+    print("formed", group.generation, group.attempt, group.rank, group.world_size, int(state), flush=True)
+    return group
+
+group, is_formed = membership.join(60.0), False
+while state < num_steps:
+    try:
+        if not is_formed:
+            form(group)
+            is_formed = True
+        flags = torch.tensor([float(membership.has_newer()), 1.0])
+        dist.all_reduce(flags[:1], dist.ReduceOp.MAX)
+        dist.all_reduce(flags[1:])
+        assert flags[1] == group.world_size
+        state += 1
+        if group.rank == 0:
+            open(folder + "/new", "w").write(str(int(state)))
+            os.replace(folder + "/new", folder + "/checkpoint")
+        if flags[0]:
+            dist.destroy_process_group()
+            is_formed, group = False, membership.advance(30.0)
+        time.sleep(0.01)
+    except RuntimeError as error:
+        print("broken", str(error)[:60], flush=True)
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        is_formed, group = False, membership.recover(30.0)
+    if group is None:
+        print("left", flush=True)
+        sys.exit(0)
+if is_formed:
+    dist.barrier()
+membership.close()
+print("done", int(state), flush=True)
+"""
+FOREVER = 10**6
+
+
+class Bench:
+    """Makes jobs, and checks at the end that nothing of them is left."""
+
+    def __init__(self, folder: Path, fork_server: ForkServer) -> None:
+        self.folder, self.fork_server = folder, fork_server
+        self.jobs: list[ElasticJob] = []
+
+    def job(self, code: str = SCRIPT, num_steps: int = FOREVER, **options: Any) -> ElasticJob:
+        script = self.folder / "train.py"
+        script.write_text(code)
+        options.setdefault("starter", self.fork_server)
+        options.setdefault("num_replicas", 1)
+        env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+        argv = [str(script), str(num_steps), str(self.folder)]
+        job = ElasticJob(argv, env=env, cwd=self.folder, log_dir=self.folder / "logs", name="t", **options)
+        self.jobs.append(job)
+        job.start()
+        return job
+
+    def log(self, replica_id: str, kind: str = "out") -> str:
+        return (self.folder / "logs" / f"{replica_id}.{kind}").read_text()
+
+    def step(self) -> int:
+        path = self.folder / "checkpoint"
+        return int(path.read_text()) if path.exists() else 0
+
+
+@pytest.fixture
+def bench(tmp_path: Path, fork_server: ForkServer) -> Iterator[Bench]:
+    bench = Bench(tmp_path, fork_server)
+    yield bench
+    for job in bench.jobs:
+        job.close()
+    assert processes_in(tmp_path) == []
+
+
+def pump_until(job: ElasticJob, condition: Callable[[], object], timeout_s: float = 60.0) -> None:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        job.pump()
+        story = "\n".join(f"{event.time:.2f} {event.kind} {event.replica_id} {event.detail}" for event in job.events)
+        assert time.monotonic() < deadline, f"waited too long:\n{story}"
+        time.sleep(0.005)
+
+
+def of_kind(job: ElasticJob, kind: str) -> list[JobEvent]:
+    return [event for event in job.events if event.kind == kind]
+
+
+def formed(job: ElasticJob, num_members: int) -> Callable[[], bool]:
+    return lambda: (
+        len(job.members) == num_members
+        and any(event.generation == job.controller.generation for event in of_kind(job, "formed"))
+    )
+
+
+def ids(job: ElasticJob) -> list[str]:
+    return [member.replica_id for member in job.members]
+
+
+def test_grow_shrink_and_finish(bench):
+    job = bench.job(node_of=lambda slot: f"node{slot // 2}")
+    pump_until(job, formed(job, 1))
+    job.resize(2)
+    assert job.controller.generation == 1  # the newcomer is not ready: the first trains on
+    pump_until(job, formed(job, 2))
+    job.resize(4)
+    before = bench.step()
+    pump_until(job, formed(job, 4))
+    assert bench.step() >= before
+    assert [member.node for member in job.members] == ["node0", "node0", "node1", "node1"]
+    assert job.controller.generation == 3
+    job.resize(2)
+    assert ids(job) == ["t-0", "t-1"]  # published at once
+    pump_until(job, formed(job, 2))
+    pump_until(job, lambda: len(of_kind(job, "exited")) == 2)
+    assert {event.detail for event in of_kind(job, "exited")} == {"code 0"}
+    assert bench.log("t-3").splitlines()[-1] == "left"
+    lines = [line.split() for line in bench.log("t-0").splitlines()]
+    assert [(line[1], line[4]) for line in lines] == [("1", "1"), ("2", "2"), ("3", "4"), ("4", "2")]
+    assert job.result is None
+    (bench.folder / "checkpoint").unlink()
+    assert job.stop(10.0) == 143
+    assert "broken" not in bench.log("t-0")
+
+
+def test_a_job_ends_with_0_when_all_members_do(bench):
+    job = bench.job(num_steps=20, num_replicas=2)
+    assert job.wait(25.0) == 0, bench.log("t-0", "err")
+    assert [bench.log(name).splitlines()[-1] for name in ("t-0", "t-1")] == ["done 20", "done 20"]
+    assert [event.kind for event in job.events][-1] == "finished"
+    assert job.num_restarts == 0
+
+
+def test_the_latest_target_wins(bench):
+    job = bench.job(num_replicas=2)
+    job.resize(4)
+    job.resize(3)
+    job.resize(1)
+    pump_until(job, formed(job, 1))
+    job.resize(3)
+    job.resize(1)
+    job.resize(1)
+    pump_until(job, lambda: len(of_kind(job, "exited")) == len(of_kind(job, "spawned")) - 1)
+    assert ids(job) == ["t-0"]
+    assert job.controller.generation == 1
+    assert len(set(event.replica_id for event in of_kind(job, "spawned"))) == len(of_kind(job, "spawned"))
+
+
+def test_survivors_of_a_killed_member_go_on_and_a_replacement_joins(bench):
+    job = bench.job(num_replicas=3)
+    pump_until(job, formed(job, 3))
+    step = bench.step()
+    job.kill(0)
+    pump_until(job, lambda: len(job.members) == 2)
+    assert ids(job) == ["t-1", "t-2"]
+    assert job.controller.roster.lost == ("t-0",)
+    pump_until(job, formed(job, 3))
+    assert ids(job) == ["t-1", "t-2", "t-3"]
+    assert job.num_restarts == 0
+    assert bench.step() >= step
+    assert any(line.startswith("broken") for line in bench.log("t-1").splitlines())
+
+
+def test_without_replacement_the_survivors_stay_fewer(bench):
+    job = bench.job(num_replicas=2, replace_lost=False)
+    pump_until(job, formed(job, 2))
+    job.kill(1)
+    pump_until(job, formed(job, 1))
+    time.sleep(0.1)
+    job.pump()
+    assert len(of_kind(job, "spawned")) == 2
+
+
+def kill_all(job):
+    """All members, and the job sees none die before the others."""
+    pids = [process.handle.pid for process in job._members]
+    for rank in range(len(pids)):
+        job.kill(rank)
+    deadline = time.monotonic() + 20.0
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.2)  # for the fork_server to tell
+
+
+def test_when_all_are_lost_the_job_starts_again_up_to_a_bound(bench):
+    job = bench.job(num_replicas=2, max_restarts=1)
+    pump_until(job, formed(job, 2))
+    pump_until(job, lambda: bench.step() > 3)
+    kill_all(job)
+    pump_until(job, lambda: job.num_restarts == 1)
+    pump_until(job, formed(job, 2))
+    assert ids(job) == ["t-2", "t-3"]
+    assert int(bench.log("t-2").split()[5]) >= 3  # from the checkpoint
+    (restarting,) = of_kind(job, "restarting")
+    assert of_kind(job, "spawned")[2].time - restarting.time >= 0.45
+    kill_all(job)
+    assert job.wait(20.0) == 128 + signal.SIGKILL
+    assert "all replicas were lost, after 1 restarts; t-" in job.failure and "killed by SIGKILL" in job.failure
+
+
+def test_a_script_that_cannot_start_fails_the_job_with_its_stderr(bench):
+    job = bench.job("raise ImportError('no module named nonsense')")
+    assert job.wait(20.0) == 1
+    assert "3 replicas in a row ended before they were ready" in job.failure
+    assert job.failure.endswith("ImportError: no module named nonsense")
+    assert len(of_kind(job, "spawned")) == 3
+
+
+def test_a_script_that_joins_nothing_may_end_well(bench):
+    job = bench.job("print('hello')", num_replicas=2)
+    assert job.wait(20.0) == 0
+    assert bench.log("t-1") == "hello\n"
+
+
+DEAF = """
+import os, signal, sys, time, subprocess
+from pollux.membership.replica import membership_from_environment
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+subprocess.Popen(["sleep", "60"])
+membership = membership_from_environment(os.environ)
+membership.note_formed(membership.join(60.0))
+if membership.rank == 0 and "finish" in DEAF:
+    sys.exit(0)
+time.sleep(60)
+"""
+
+
+def test_who_does_not_leave_or_stop_is_killed_with_its_children(bench):
+    job = bench.job(DEAF.replace("DEAF", "''"), num_replicas=2, grace_s=0.3)
+    pump_until(job, formed(job, 2))
+    assert len(processes_in(bench.folder)) == 4
+    job.resize(1)
+    pump_until(job, lambda: of_kind(job, "exited"))
+    assert of_kind(job, "exited")[0].detail == "code -9"
+    pump_until(job, lambda: len(processes_in(bench.folder)) == 2)
+    assert job.stop(0.3) == 143
+    pump_until(job, lambda: processes_in(bench.folder) == [])
+
+
+def test_waiting_for_others_to_finish_is_bounded(bench):
+    job = bench.job(DEAF.replace("DEAF", "'finish'"), num_replicas=2, finish_grace_s=0.3, max_restarts=0)
+    assert job.wait(20.0) == 128 + signal.SIGKILL
+    assert of_kind(job, "killed")[0].detail == "still ran 0.3 s after another had finished"
+
+
+def test_cold_replicas_do_the_same(bench):
+    with ColdStarter() as cold:
+        job = bench.job("import sys; print(sys.argv[1]); sys.exit(7)", num_steps=5, starter=cold)
+        assert job.wait(20.0) == 7
+        job.close()
+    assert bench.log("t-0") == "5\n"
+
+
+def test_settled_is_who_sits_where_it_should_and_trains(bench):
+    job = bench.job(slots=[Slot("n0", 0)])
+    assert not job.is_settled
+    assert [(view.state, view.rank) for view in job.replicas] == [("starting", None)]
+    pump_until(job, lambda: job.is_settled)
+    job.place([Slot("n0", 0), Slot("n1", 1)])
+    assert not job.is_settled
+    pump_until(job, lambda: job.is_settled)
+    assert [(view.rank, view.slot.number, view.state) for view in job.replicas] == [(0, 0, "member"), (1, 1, "member")]
+    job.place([Slot("n1", 1)])
+    pump_until(job, lambda: job.is_settled and len(job.replicas) == 1)
+    assert job.replicas[0].pid is not None and job.replicas[0].rank == 0
+
+
+def state_of(pid):
+    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+
+
+def test_a_held_job_stands_still_and_goes_on(bench):
+    job = bench.job(grace_s=0.2)
+    pump_until(job, formed(job, 1))
+    (view,) = job.replicas
+    job.hold()
+    pump_until(job, lambda: state_of(view.pid) == "T")
+    job.place([Slot("elsewhere", 7)])
+    time.sleep(0.4)  # longer than the grace of a leaver
+    job.pump()
+    assert [(other.pid, other.state) for other in job.replicas] == [(view.pid, "member")]
+    job.release()
+    pump_until(job, lambda: job.is_settled)
+    assert job.slots == (Slot("elsewhere", 7),)
+    job.hold()
+    assert job.stop(10.0) == 143  # who stops is not held any more
+
+
+CRASHES = """
+import os, sys, time
+from pollux.membership.replica import membership_from_environment
+membership = membership_from_environment(os.environ)
+group = membership.join(60.0)
+membership.note_formed(group)
+while not os.path.exists(sys.argv[2] + "/crash"):
+    time.sleep(0.01)
+raise RuntimeError(f"crash of {os.environ['POLLUX_REPLICA_ID']}")
+"""
+
+
+def test_a_script_that_always_raises_fails_with_its_first_traceback(bench):
+    (bench.folder / "crash").touch()
+    job = bench.job(CRASHES, num_replicas=2, max_restarts=1)
+    assert job.wait(30.0) == 1
+    summary = job.failure.splitlines()[0]
+    assert "exited with 1, the first of 2 crashes in a row: RuntimeError: crash of t-" in summary
+    assert summary.split("crash of ")[1][:3] in ("t-0", "t-1")  # of the first start
+    # Both crash at once and are started again, or one does first and the other, left alone, is the second.
+    assert job.num_restarts <= 1 and 2 <= len(of_kind(job, "spawned")) <= 4
+
+
+def test_what_is_excused_is_not_counted(bench):
+    excuses = ["no space"] * 6
+    (bench.folder / "crash").touch()
+    job = bench.job(CRASHES, max_restarts=0, excuse=lambda: excuses.pop() if excuses else "")
+    assert job.wait(40.0) == 1
+    assert len(of_kind(job, "restarting")) >= 2
+    assert job.num_restarts == 0
+
+
+def test_who_finishes_while_it_is_stopped_has_finished(bench):
+    code = """
+import os, signal, sys, time
+from pollux.membership.replica import membership_from_environment
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+membership = membership_from_environment(os.environ)
+membership.note_formed(membership.join(60.0))
+time.sleep(60)
+"""
+    job = bench.job(code, num_replicas=2)
+    pump_until(job, formed(job, 2))
+    assert job.stop(10.0) == 0
+
+
+def test_targets_and_ranks_that_cannot_be(bench):
+    job = bench.job()
+    with pytest.raises(InvalidValueError, match=r"at least 1 replica, got 0; to end it use stop"):
+        job.resize(0)
+    with pytest.raises(InvalidValueError, match="no rank 3"):
+        job.kill(3)

@@ -1,0 +1,58 @@
+"""Why a replica failed, out of its stderr."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+pytest.importorskip("torch")
+
+from pollux.engines.processes.failure import describe_failure, how_it_ended, read_end, read_failure
+
+TRACE = """Traceback (most recent call last):
+  File "train.py", line 3, in <module>
+    main()
+ValueError: too bad
+"""
+
+
+def test_the_exception_and_its_traceback_are_found(tmp_path):
+    path = tmp_path / "err"
+    path.write_text("a warning\n" * 10_000 + TRACE + "shutting down\n" * 500)
+    headline, tail = read_failure(path.read_text())
+    assert headline == "ValueError: too bad"
+    assert tail.startswith("Traceback") and tail.endswith("shutting down")
+    assert describe_failure("a: rank 1 exited with 1", path, path.read_text()).splitlines()[0] == (
+        "a: rank 1 exited with 1: ValueError: too bad"
+    )
+
+
+def test_torchs_marks_of_ranks_are_taken_off(tmp_path):
+    path = tmp_path / "err"
+    path.write_text("".join(f"[rank1]: [rank0]: {line}\n" for line in TRACE.splitlines()))
+    assert read_failure(path.read_text()) == ("ValueError: too bad", TRACE.strip())
+
+
+def test_without_a_traceback_the_end_is_shown(tmp_path):
+    path = tmp_path / "err"
+    assert describe_failure("gone", path, read_end(path)).endswith("(nothing)")
+    path.write_text("x" * 10_000 + "Segmentation fault")
+    headline, tail = read_failure(path.read_text())
+    assert headline == ""
+    assert len(tail) == 4000 and tail.endswith("Segmentation fault")
+
+
+def test_a_deep_recursion_is_cut_in_the_middle(tmp_path):
+    path = tmp_path / "err"
+    frames = "".join(f'  File "train.py", line {number}, in f\n' for number in range(1500))
+    path.write_text(f"Traceback (most recent call last):\n{frames}RecursionError: deep\n")
+    headline, tail = read_failure(path.read_text())
+    assert headline == "RecursionError: deep"
+    assert len(tail) < 20_000 and "[...]" in tail and tail.endswith("RecursionError: deep")
+
+
+def test_ends_in_words():
+    assert how_it_ended(3) == "exited with 3"
+    assert how_it_ended(-signal.SIGSEGV) == "was killed by SIGSEGV"
+    assert how_it_ended(-40) == "was killed by signal 40"
