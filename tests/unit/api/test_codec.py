@@ -456,8 +456,8 @@ def test_a_field_named_twice_is_refused():
         ("batch", "maximum", 8, "batch: max batch size 8"),
         ("batch", "minimum", -1, "batch: min batch size -1"),
         ("node", "num_slots", 0, "node: node 'n0' has 0 slots"),
-        ("plan", "allocations", {"a": {"shares": [["n", 0]], "host": ""}}, r"plan\.allocations\.a: 0 replicas"),
-        ("plan", "allocations", {"a": {"shares": [["n", 1], ["n", 1]], "host": ""}}, "named twice"),
+        ("plan", "allocations", {"a": {"shares": [["n", 0]]}}, r"plan\.allocations\.a: 0 replicas"),
+        ("plan", "allocations", {"a": {"shares": [["n", 1], ["n", 1]]}}, "named twice"),
     ],
 )
 def test_other_forms_out_of_bounds_are_refused_with_what_is_allowed(kind, name, value, says):

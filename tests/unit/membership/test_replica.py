@@ -152,10 +152,10 @@ def test_an_agents_store_is_not_served_again():
     assert {group.generation for group in groups} == {2}
 
 
-def test_a_store_that_nobody_serves():
+def test_a_store_that_no_process_serves():
     replica = StaticMembership.from_environment(torchrun(1, free_port()))
     began = time.monotonic()
-    with pytest.raises(MembershipError, match=r"nobody serves the store at 127.0.0.1:\d+ after 0.2 s"):
+    with pytest.raises(MembershipError, match=r"no process serves the store at 127.0.0.1:\d+ after 0.2 s"):
         replica.join(0.2)
     assert time.monotonic() - began < 1.0
 

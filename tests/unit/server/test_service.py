@@ -160,7 +160,7 @@ def test_somebody_elses_folder_keeps_its_mode(tmp_path):
 def test_a_port_that_is_taken(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(InvalidValueError, match=f"port {port} of '127.0.0.1'; somebody else listens there"):
+        with pytest.raises(InvalidValueError, match=f"port {port} of '127.0.0.1'; another program listens there"):
             fake_service(tmp_path, port=port).start()
 
 
