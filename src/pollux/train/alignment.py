@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pollux.train.arrivals import Arrivals
+from pollux.train.pending_scalars import PendingScalars
 
 SAMPLES = 16  # that a verdict rests on, at most
 LEAST_SAMPLES = 6
@@ -46,7 +46,7 @@ class Alignment:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._arrivals = Arrivals()
+        self._pending = PendingScalars()
         self._recent: deque[float] = deque(maxlen=SAMPLES)
         self._last = 0  # the last verdict
         self._chosen: set[int] | None = None  # identities of the parameters that are looked at
@@ -75,7 +75,7 @@ class Alignment:
         # Lengths are taken as the optimizer sees them: it multiplies by P, and the direction is P times a moment.
         dot = _sum_of_products(directions, grads)
         size = (_sum_of_products(scaled, grads) * _sum_of_products(directions, moments)).sqrt()
-        self._arrivals.send(torch.where(size > 0, dot / size, torch.zeros_like(dot)))
+        self._pending.send(torch.where(size > 0, dot / size, torch.zeros_like(dot)))
 
     def clear(self) -> None:
         """The batch is another: what was seen says nothing about it."""
@@ -86,7 +86,7 @@ class Alignment:
         """``noise_to_batch``: the noise scale in batches."""
         if self._num_empty > 1:
             return 1
-        arrived = self._arrivals.take()
+        arrived = self._pending.take()
         if not arrived:
             return self._last
         self._recent.extend(value for value in arrived if math.isfinite(value))

@@ -32,10 +32,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from pollux.train.arrivals import MAX_UNREAD
 from pollux.train.moments import CONFIDENCE, GradientMoments, NoiseStats
 from pollux.train.noise import Preconditioner
-from pollux.train.pulse import MIN_SAMPLES
+from pollux.train.pending_scalars import MAX_UNREAD
+from pollux.train.step_exchange import MIN_SAMPLES
 
 MAX_ELEMENTS = 1 << 24  # of an input that are normalised at once: copies take 64 MB each, however large the batch
 TOLERANCE = 0.05  # of a gradient's norm, by which the examples' shares may miss it in half precision
@@ -223,7 +223,7 @@ class _Unread:
 
 
 class NormNoise:
-    """The smoothed noise scale of the normalisation layers' weights. ``add`` samples; ``take_in`` at later steps."""
+    """The smoothed noise scale of these weights. ``add`` samples; ``process_arrived`` at later steps."""
 
     def __init__(self) -> None:
         self.moments = GradientMoments(is_relative=True)
@@ -242,7 +242,7 @@ class NormNoise:
             values = host
         self._unread.append(_Unread(sample.num_examples, weight, values, event))
 
-    def take_in(self) -> bool:
+    def process_arrived(self) -> bool:
         """What has arrived since; whether there was anything."""
         has_arrived = False
         while self._unread and self._unread[0].is_there:

@@ -1,6 +1,6 @@
 """The run: what ``train.init()`` returns and a training script holds.
 
-Stands on top of ``train``; everything else there is one of its parts. What happens between two steps is in
+Stands on top of ``train``; everything else there is one of its state. What happens between two steps is in
 :mod:`pollux.train.session`.
 """
 
@@ -24,22 +24,23 @@ from torch.utils.data import Dataset
 from pollux.errors import InvalidValueError
 from pollux.train.batching import BatchChoice, BatchPolicy, batch_policy, make_limits, shape_of
 from pollux.train.checkpoint import CheckpointDirectory
+from pollux.train.checkpointer import Checkpointer
 from pollux.train.data import ElasticLoader
 from pollux.train.http_report import HttpReporter
 from pollux.train.leaving import LeaveSignals
 from pollux.train.loader import AdaptiveLoader
 from pollux.train.membership import Group, Membership, membership_from_environment
 from pollux.train.moments import GradientMoments
-from pollux.train.parts import Keeper, Parts, Stateful
 from pollux.train.progress import Progress
-from pollux.train.pulse import Pulse
 from pollux.train.report import FileReporter, Reporter
+from pollux.train.run_state import RunState, Stateful
 from pollux.train.scaling import ScalingRule
 from pollux.train.session import Session
 from pollux.train.sources import length_of
+from pollux.train.step_exchange import StepExchange
 from pollux.train.team import Team
 from pollux.train.trainee import Trainee
-from pollux.train.tuning import Tuner
+from pollux.train.tuner import Tuner
 
 logger = logging.getLogger(__name__)
 
@@ -72,11 +73,11 @@ def init(
         device = torch.device("cuda", membership.local_rank % torch.cuda.device_count())
     if checkpoint_every_s is not None and not checkpoint_every_s > 0:
         raise InvalidValueError(f"checkpoint_every_s is {checkpoint_every_s}; it must be a positive number of seconds")
-    keeper = None
+    checkpointer = None
     if checkpoint_dir is not None:
         directory = CheckpointDirectory(checkpoint_dir, may_publish=partial(_may_publish, membership))
-        keeper = Keeper(directory, checkpoint_every_s)
-    return Run(membership, device, keeper, reporter, timeout_s)
+        checkpointer = Checkpointer(directory, checkpoint_every_s)
+    return Run(membership, device, checkpointer, reporter, timeout_s)
 
 
 class Run:
@@ -86,7 +87,7 @@ class Run:
         self,
         membership: Membership,
         device: torch.device,
-        keeper: Keeper | None,
+        checkpointer: Checkpointer | None,
         reporter: Reporter | None,
         timeout_s: float,
     ) -> None:
@@ -112,10 +113,10 @@ class Run:
         else:
             self._team.form(membership.join(timeout_s))
         self._signals = LeaveSignals()
-        self._session = Session(membership, self._team, self._signals, keeper, reporter, timeout_s)
+        self._session = Session(membership, self._team, self._signals, checkpointer, reporter, timeout_s)
         if isinstance(reporter, HttpReporter):
             reporter.on_fenced = self._session.fence.on_refused
-        self._pulse = Pulse(self._team, GradientMoments(is_relative=True))
+        self._exchange = StepExchange(self._team, GradientMoments(is_relative=True))
         self._progress = Progress()
         self._tracked: dict[str, Stateful] = {}
         self._loader: AdaptiveLoader | None = None
@@ -143,29 +144,29 @@ class Run:
     @property
     def noise_scale(self) -> float:
         """φ in examples, smoothed; NaN before the first measurement."""
-        return float("nan") if self._pulse.noise is None else self._pulse.noise.noise_scale
+        return float("nan") if self._exchange.noise is None else self._exchange.noise.noise_scale
 
     @property
     def noise_scale_error(self) -> float:
         """The standard error of φ, in examples; NaN before the first measurement."""
-        return float("nan") if self._pulse.noise is None else self._pulse.noise.error
+        return float("nan") if self._exchange.noise is None else self._exchange.noise.error
 
     @property
     def norm_noise_scale(self) -> float:
         """φ of the normalisation layers' weights, on rank 0: a check on ``noise_scale``; NaN where there are none."""
-        noise = None if self._session.parts is None else self._session.parts.norm_noise.noise
+        noise = None if self._session.state is None else self._session.state.norm_noise.noise
         return float("nan") if noise is None else noise.noise_scale
 
     @property
     def norm_noise_scale_error(self) -> float:
         """The standard error of ``norm_noise_scale``, in examples; NaN where there is none."""
-        noise = None if self._session.parts is None else self._session.parts.norm_noise.noise
+        noise = None if self._session.state is None else self._session.state.norm_noise.noise
         return float("nan") if noise is None else noise.error
 
     @property
     def measured_every(self) -> int:
         """Steps from one measurement of the noise scale to the next, chosen by what measuring costs."""
-        return 1 if self._session.parts is None else self._session.parts.interval
+        return 1 if self._session.state is None else self._session.state.interval
 
     @property
     def num_steps(self) -> int:
@@ -179,7 +180,7 @@ class Run:
     @property
     def batch(self) -> BatchChoice | None:
         """The batch that the next step trains with; None before the loop."""
-        return None if self._session.parts is None else self._session.parts.choice
+        return None if self._session.state is None else self._session.state.choice
 
     @property
     def is_exploring(self) -> bool:
@@ -276,28 +277,28 @@ class Run:
             raise InvalidValueError(f"{num_epochs} epochs; 0 or more are needed")
         if by not in ("progress", "passes"):
             raise InvalidValueError(f"by={by!r}; 'progress' or 'passes' is needed")
-        parts, session = self._complete(), self._session
+        state, session = self._complete(), self._session
         asked = session.num_epochs = num_epochs, by == "passes"
         session.start()
         if self._signals.is_given_back:  # by the loop before this one
             self._signals.install()
         while not self._progress.is_done(*asked):
-            epoch = parts.loader.epoch
+            epoch = state.loader.epoch
             yield epoch
             session.end_pass()  # of a loop that was left by ``break``
-            if parts.loader.epoch == epoch:  # otherwise the state of replicas that were ahead has been taken over
+            if state.loader.epoch == epoch:  # otherwise the state of replicas that were ahead has been taken over
                 self._progress.end_pass()
-                parts.loader.set_epoch(epoch + 1)
-            parts.tuner.timer.disturb()
+                state.loader.set_epoch(epoch + 1)
+            state.tuner.timer.disturb()
         session.finish()
 
     def log(self, **metrics: Any) -> None:
         """Metrics of this moment: reported, and written to the log by rank 0."""
-        if self._session.parts is not None:
-            self._session.parts.metrics.update(metrics)
+        if self._session.state is not None:
+            self._session.state.metrics.update(metrics)
             loss = metrics.get("loss", metrics.get("train_loss"))
             if isinstance(loss, int | float):  # a tensor on a device would have to be waited for
-                self._session.parts.guard.add("loss", float(loss))
+                self._session.state.guard.add("loss", float(loss))
         if self.rank == 0:
             text = ", ".join(
                 f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}"
@@ -330,8 +331,8 @@ class Run:
         atexit.unregister(self.close)
         self._signals.restore()
         try:
-            if self._session.keeper is not None:
-                self._session.keeper.close()
+            if self._session.checkpointer is not None:
+                self._session.checkpointer.close()
         finally:
             if self._loader is not None:
                 self._loader.elastic.close()
@@ -350,25 +351,25 @@ class Run:
     ) -> None:
         self.close()
 
-    def _complete(self) -> Parts:
-        """All parts together, when the loop begins."""
-        if self._session.parts is None:
+    def _complete(self) -> RunState:
+        """All state together, when the loop begins."""
+        if self._session.state is None:
             if self._loader is None or self._tuner is None or self._trainee is None:
                 missing = "dataloader" if self._loader is None else "prepare"
                 raise InvalidValueError(f"call run.{missing}(...) before the loop")
             if (rule := getattr(self._tuner.policy, "scaling", None)) is not None:
                 self._trainee.follow(rule)
-            self._session.parts = Parts(
+            self._session.state = RunState(
                 device=self.device,
                 loader=self._loader.elastic,
                 trainee=self._trainee,
                 tuner=self._tuner,
-                pulse=self._pulse,
+                exchange=self._exchange,
                 progress=self._progress,
                 tracked=self._tracked,
                 choice=self._tuner.choose(None, 0, 0, None),
             )
-        return self._session.parts
+        return self._session.state
 
 
 def _may_publish(membership: Membership) -> bool:

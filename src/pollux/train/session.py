@@ -28,15 +28,16 @@ import torch
 import torch.distributed as dist
 
 from pollux.errors import CheckpointError, InvalidValueError, PeerLostError, PolluxError
-from pollux.train.adaptation import Adaptation, Wish, plan_of
+from pollux.train.adaptation import Adaptation, BatchChange, plan_of
 from pollux.train.batching import BatchChoice
+from pollux.train.checkpointer import Checkpointer
 from pollux.train.data import Pass
+from pollux.train.elastic_model import broadcast_buffers
 from pollux.train.fence import Fence
 from pollux.train.leaving import EXIT_CODE, Leave, LeaveSignals
 from pollux.train.membership import Group, Membership
-from pollux.train.parts import Keeper, Parts
-from pollux.train.replicate import broadcast_buffers
 from pollux.train.report import Advice, Reporter
+from pollux.train.run_state import RunState
 from pollux.train.scaling import StepContext
 from pollux.train.state import broadcast, random_state, set_random_state
 from pollux.train.team import BrokenGroup, Team, let_go
@@ -56,13 +57,13 @@ class Session:
         membership: Membership,
         team: Team,
         signals: LeaveSignals,
-        keeper: Keeper | None,
+        checkpointer: Checkpointer | None,
         reporter: Reporter | None,
         timeout_s: float,
     ) -> None:
         self.membership, self.team, self.signals = membership, team, signals
-        self.keeper, self.reporter, self._timeout_s = keeper, reporter, timeout_s
-        self.parts: Parts | None = None
+        self.checkpointer, self.reporter, self._timeout_s = checkpointer, reporter, timeout_s
+        self.state: RunState | None = None
         self._adapting: Adaptation | None = None
         self.num_epochs: tuple[int, bool] | None = None
         self.is_started = False
@@ -74,7 +75,7 @@ class Session:
         self._has_left = False  # the loop was left with the pass under way
         self._has_state = False
         self._is_damaged = False  # there was a state, and it cannot be trusted any more
-        self._wish: Wish | None = None  # of rank 0
+        self._wanted_change: BatchChange | None = None  # of rank 0
         self._reported_s = time.monotonic()
         self._last_generation = 0  # of the last group that this replica was in
         membership.on_lost(self._on_lost)
@@ -82,15 +83,15 @@ class Session:
         self.fence = Fence(membership, on_closed=lambda: self._on_lost(sys.maxsize))
 
     @property
-    def _parts(self) -> Parts:
-        if self.parts is None:
+    def _state(self) -> RunState:
+        if self.state is None:
             raise InvalidValueError("call run.dataloader(...) and run.prepare(...) before the loop")
-        return self.parts
+        return self.state
 
     @property
     def _adaptation(self) -> Adaptation:
         if self._adapting is None:
-            self._adapting = Adaptation(self._parts, self.team)
+            self._adapting = Adaptation(self._state, self.team)
         return self._adapting
 
     @property
@@ -114,15 +115,15 @@ class Session:
     def begin_pass(self, current: Pass) -> None:
         """The loader has a batch for the user."""
         self.current = current
-        parts, step = self._parts, current.step
-        hook, is_first = parts.trainee.hook, current.index == 0
+        state, step = self._state, current.step
+        hook, is_first = state.trainee.hook, current.index == 0
         if is_first:
             self._is_applied = False
             self._is_measured = self._adaptation.measures(step)
         hook.begin_pass(plan_of(current, self._is_measured))
         self._adaptation.watch_outputs(current)
-        timer = parts.tuner.timer
-        configuration = parts.tuner.configuration(parts.choice.config.device_batch)
+        timer = state.tuner.timer
+        configuration = state.tuner.configuration(state.choice.config.device_batch)
         timer.begin(configuration, is_only=step.num_passes == 1, is_last=current.is_last, is_split=step.is_split)
         if step.is_short:
             timer.disturb()
@@ -133,17 +134,17 @@ class Session:
         if current is None:
             return
         self.fence.check()
-        if self._parts.trainee.hook.misuse is not None:
-            raise InvalidValueError(self._parts.trainee.hook.misuse)
+        if self._state.trainee.hook.misuse is not None:
+            raise InvalidValueError(self._state.trainee.hook.misuse)
         reason = self.redo
         if reason is None and current.is_last and self.has_failed():
-            reason = str(self._parts.trainee.hook.failure)
+            reason = str(self._state.trainee.hook.failure)
         if not current.is_last:
             if reason is not None:
                 self._recover(reason)
             return
-        if reason is None and not self._parts.pulse.has_started:  # no backward pass: the others had none either
-            self._beat()
+        if reason is None and not self._state.exchange.has_started:  # no backward pass: the others had none either
+            self._start_exchange()
         # What befell the group after the optimizer's step is for the next one: this one counts.
         if reason is None or self._is_applied:
             if reason is None:
@@ -159,7 +160,7 @@ class Session:
 
     def _check_use(self) -> None:
         """A step that was made without our hook, or a gradient that nobody uses: mistakes that would stay silent."""
-        hook = self._parts.trainee.hook
+        hook = self._state.trainee.hook
         if self._is_applied and not hook.has_arrived:
             raise InvalidValueError(
                 "the optimizer has made a step, but no gradient came through the replicated model: use the model that "
@@ -174,16 +175,16 @@ class Session:
         current = self.current
         if current is None:
             return
-        if current.is_last and (self._is_applied or self._parts.pulse.has_started):
+        if current.is_last and (self._is_applied or self._state.exchange.has_started):
             self._has_left = True  # finished when the user comes back
         else:
             self.current = None
-            self._parts.loader.retry()
-            self._parts.trainee.hook.take_norms()  # forget the passes so far
+            self._state.loader.retry()
+            self._state.trainee.hook.take_norms()  # forget the passes so far
 
     def end_loop(self) -> None:
         """The loop came to the epoch's end. Epochs of one step each would not be timed otherwise."""
-        self._parts.tuner.timer.end()
+        self._state.tuner.timer.end()
 
     def recover(self, error: BrokenGroup) -> None:
         """A peer was lost outside a step, while the order of an epoch was shared."""
@@ -193,48 +194,48 @@ class Session:
 
     def _commit(self, current: Pass) -> None:
         """The step counts now, on this rank; whatever breaks from here on is for the next one."""
-        parts = self._parts
-        progress, tuner = parts.progress, parts.tuner
+        state = self._state
+        progress, tuner = state.progress, state.tuner
         index = progress.num_steps
-        parts.loader.commit()
-        progress.add_step(current.step_examples, parts.gain(current.step_examples), tuner.limits.initial)
-        norms = parts.trainee.hook.take_norms()
-        parts.num_measured += self._is_measured
+        state.loader.commit()
+        progress.add_step(current.step_examples, state.gain(current.step_examples), tuner.limits.initial)
+        norms = state.trainee.hook.take_norms()
+        state.num_measured += self._is_measured
         if norms is not None:
             self._adaptation.add_norms(norms, current, index)
 
     def _finish_step(self) -> None:
-        parts, adaptation = self._parts, self._adaptation
-        wants_attention, interval, parts.trainee.rate.direction = parts.pulse.read()
-        parts.interval = interval or parts.interval
-        adaptation.take_in()
+        state, adaptation = self._state, self._adaptation
+        wants_attention, interval, state.trainee.rate.direction = state.exchange.finish()
+        state.interval = interval or state.interval
+        adaptation.process_arrived()
         if wants_attention:
-            parts.tuner.timer.disturb()
+            state.tuner.timer.disturb()
             self._attend()
         if self.team.rank == 0:
             self._look_around()
-        if parts.loader.shape.split_every != adaptation.split_every():
+        if state.loader.shape.split_every != adaptation.split_every():
             adaptation.configure_loader()
 
     def _look_around(self) -> None:
         """Rank 0 between two steps: is another batch better, is a report or a checkpoint due?"""
-        parts = self._parts
-        if self._wish is None and parts.loader.unit != "batch":
-            self._wish = self._adaptation.wish(self._advice())
-            if self._wish is not None and self.team.size == 1:
-                self._rebatch(self._wish)
+        state = self._state
+        if self._wanted_change is None and state.loader.unit != "batch":
+            self._wanted_change = self._adaptation.wanted_change(self._advice())
+            if self._wanted_change is not None and self.team.size == 1:
+                self._rebatch(self._wanted_change)
         now = time.monotonic()
         if now - self._reported_s >= REPORT_INTERVAL_S:
             self._reported_s = now
             self.report()
-        if self.keeper is not None and self.keeper.is_due():
+        if self.checkpointer is not None and self.checkpointer.is_due():
             with self.fence.respected():
-                self.keeper.begin(parts, self._last_generation, self.team.size)
-            parts.tuner.timer.disturb()
+                self.checkpointer.begin(state, self._last_generation, self.team.size)
+            state.tuner.timer.disturb()
 
     def _attend(self) -> None:
         """Some replica wants attention: find out why, and do it, all together."""
-        mine = self.signals.received, self.membership.has_newer(), self._wish if self.team.rank == 0 else None
+        mine = self.signals.received, self.membership.has_newer(), self._wanted_change if self.team.rank == 0 else None
         wants = self.team.gather(mine)
         signals = [received for received, _, _ in wants if received is not None]
         if signals:
@@ -246,13 +247,13 @@ class Session:
 
     def _leave(self, name: str) -> None:
         """All leave, when rank 0 has saved."""
-        num_steps = self._parts.progress.num_steps
-        if self.keeper is None:
+        num_steps = self._state.progress.num_steps
+        if self.checkpointer is None:
             logger.warning("%s: leaving without a checkpoint, as there is no checkpoint_dir", name)
         elif self.team.rank == 0:
             try:
                 with self.fence.respected():
-                    self.keeper.save(self._parts, self._last_generation, self.team.size)
+                    self.checkpointer.save(self._state, self._last_generation, self.team.size)
                 logger.warning("%s: saved after step %d, leaving with code %d", name, num_steps, EXIT_CODE)
             except CheckpointError as error:
                 logger.error("%s: leaving without a new checkpoint: %s", name, error)
@@ -261,32 +262,32 @@ class Session:
 
     def _resize(self) -> None:
         begun = time.monotonic()
-        if self.keeper is not None and self.team.rank == 0:
+        if self.checkpointer is not None and self.team.rank == 0:
             with self.fence.respected():
-                self.keeper.wait()  # another replica may be rank 0 next, and write to the same place
+                self.checkpointer.wait()  # another replica may be rank 0 next, and write to the same place
         self._enter(self.membership.advance(self._timeout_s))
-        self._parts.stalled_s += time.monotonic() - begun
+        self._state.stalled_s += time.monotonic() - begun
 
     def _recover(self, reason: str) -> None:
         """The group is broken, or this replica breaks it: find each other again, and go on from the last step."""
         self.fence.check()
-        parts, begun = self._parts, time.monotonic()
-        logger.warning("rank %d, step %d: %s; re-forming", self.team.rank, parts.progress.num_steps, reason)
+        state, begun = self._state, time.monotonic()
+        logger.warning("rank %d, step %d: %s; re-forming", self.team.rank, state.progress.num_steps, reason)
         if self.team.is_adopted and self.team.size > 1:
             raise PeerLostError(
                 f"{reason}; the process group was made by the script, so it cannot be formed anew here: leave "
                 "torch.distributed.init_process_group to train.init(), or start the script again"
             )
         self.redo = None
-        parts.loader.retry()
-        if not parts.trainee.hook.is_reduced():
+        state.loader.retry()
+        if not state.trainee.hook.is_reduced():
             # Optimizer steps are queued behind sums that will never be right: breaking the group lets them run.
             self._has_state, self._is_damaged = False, True
-        parts.trainee.hook.abandon(PeerLostError(reason))
-        parts.trainee.begin_again()
+        state.trainee.hook.abandon(PeerLostError(reason))
+        state.trainee.begin_again()
         self._break_up()
         self._enter(self._find_again())
-        parts.stalled_s += time.monotonic() - begun
+        state.stalled_s += time.monotonic() - begun
 
     def _find_again(self) -> Group | None:
         """The next group. Under torchrun nobody may ever come, and a signal does not wait for it."""
@@ -297,26 +298,26 @@ class Session:
             with self.signals.raising():
                 return self.membership.recover(self._timeout_s)
         except Leave:
-            if self.keeper is not None and self._has_state:
-                self.keeper.save(self._parts, self._last_generation, 1)
+            if self.checkpointer is not None and self._has_state:
+                self.checkpointer.save(self._state, self._last_generation, 1)
             raise
 
     def _break_up(self) -> None:
         """So that peers who still wait for this replica see that it has left the group."""
-        let_go(self._parts.trainee.hook.failure)
-        self._parts.trainee.model.release()
+        let_go(self._state.trainee.hook.failure)
+        self._state.trainee.model.release()
         self.team.dissolve(is_broken=True)
         gc.collect()  # circles of frames and errors may hold the group open, for peers to wait on
 
     def _be_gone(self) -> None:
         self.team.dissolve()
-        raise Leave(f"not needed any more after step {self._parts.progress.num_steps}")
+        raise Leave(f"not needed any more after step {self._state.progress.num_steps}")
 
     # --- groups and state ---------------------------------------------------------------------------------------
 
     def _enter(self, group: Group | None, forms: bool = True) -> None:
         """Form ``group``, or whatever follows it until one holds, and agree on the state to go on from."""
-        parts = self._parts
+        state = self._state
         for attempt in itertools.count(1):
             self.fence.check()
             if group is None:
@@ -326,19 +327,19 @@ class Session:
             try:
                 begun = time.perf_counter()
                 if forms:
-                    parts.trainee.model.release()
+                    state.trainee.model.release()
                     self.team.form(group)
                 formed = time.perf_counter()
                 if forms:
-                    parts.trainee.move(self.team)
+                    state.trainee.move(self.team)
                 moved = time.perf_counter()
-                parts.pulse.reset()
-                parts.tuner.enter(group.num_nodes, group.world_size)
+                state.exchange.reset()
+                state.tuner.enter(group.num_nodes, group.world_size)
                 self._agree()
                 self.membership.note_formed(group)
                 logger.info(
                     "generation %d: rank %d of %d, step %d; group %.3f s, model %.3f s, state %.3f s",
-                    group.generation, group.rank, group.world_size, parts.progress.num_steps,
+                    group.generation, group.rank, group.world_size, state.progress.num_steps,
                     formed - begun, moved - formed, time.perf_counter() - moved,
                 )  # fmt: skip
                 return
@@ -356,15 +357,15 @@ class Session:
 
     def _agree(self) -> None:
         """Compare notes; hand state to those who are behind; settle on a batch."""
-        parts, team = self._parts, self.team
-        limits = parts.tuner.limits
+        state, team = self._state, self.team
+        limits = state.tuner.limits
         note = {
-            "steps": parts.progress.num_steps if self._has_state else -1,
+            "steps": state.progress.num_steps if self._has_state else -1,
             "device_max": limits.device_max,
-            "model": parts.trainee.signature,
-            "data": parts.loader.identity,
+            "model": state.trainee.signature,
+            "data": state.loader.identity,
             "batch": (limits.initial, limits.maximum, limits.device_min),
-            "tracked": sorted(parts.tracked),
+            "tracked": sorted(state.tracked),
             "is_damaged": self._is_damaged,
         }
         notes = team.gather(note)
@@ -381,7 +382,7 @@ class Session:
                     f"the {what} of rank {', '.join(map(str, odd))} is not that of rank 0 "
                     f"({notes[odd[0]][key]} instead of {notes[0][key]}): all replicas must run the same script"
                 )
-        parts.tuner.bound(min(note["device_max"] for note in notes))
+        state.tuner.bound(min(note["device_max"] for note in notes))
         steps = [note["steps"] for note in notes]
         if max(steps) < 0:
             self._begin_or_resume(must_resume=any(note["is_damaged"] for note in notes))
@@ -389,16 +390,16 @@ class Session:
         source = steps.index(max(steps))
         if team.size > 1:
             if min(steps) < max(steps):
-                state = broadcast(parts.capture() if team.rank == source else None, source, team.device, team)
+                flat = broadcast(state.capture() if team.rank == source else None, source, team.device, team)
                 if steps[team.rank] < max(steps):
                     self._has_state, self._is_damaged = False, True  # until all of it is there
-                    parts.restore(state)
+                    state.restore(flat)
                     if team.device.type == "cuda":
                         torch.cuda.synchronize(team.device)
             # Those with the same steps need not be equal either: the last sum may have reached some of them only.
-            mine = random_state(team.device), parts.agreed_state()
+            mine = random_state(team.device), state.agreed_state()
             randoms, agreed = team.share(mine, source)
-            parts.load_agreed_state(agreed)
+            state.load_agreed_state(agreed)
             set_random_state(randoms, team.device)
         self._has_state, self._is_damaged = True, False
         self._settle_batch()
@@ -406,12 +407,12 @@ class Session:
     def _begin_or_resume(self, must_resume: bool) -> None:
         """Nobody has a state to go on from: rank 0 looks for a checkpoint. An error there is everybody's."""
         error: PolluxError | None = None
-        if self.team.rank == 0 and self.keeper is not None:
+        if self.team.rank == 0 and self.checkpointer is not None:
             try:
-                if self.keeper.load(self._parts):
-                    logger.warning("resumed after step %d", self._parts.progress.num_steps)
+                if self.checkpointer.load(self._state):
+                    logger.warning("resumed after step %d", self._state.progress.num_steps)
                     must_resume = False
-                self._parts.lineage = self.keeper.next_lineage()
+                self._state.lineage = self.checkpointer.next_lineage()
             except PolluxError as caught:
                 error = caught
             except Exception as caught:  # of somebody's load_state_dict: the others must not wait for this rank
@@ -435,19 +436,19 @@ class Session:
         if isinstance(answer, PolluxError):
             raise answer
         assert answer is not None
-        self._rebatch(Wish(answer, "explore" if not self._parts.tuner.explorer.is_done else "settle"))
+        self._rebatch(BatchChange(answer, "explore" if not self._state.tuner.explorer.is_done else "settle"))
 
-    def _rebatch(self, wish: Wish) -> None:
-        self._wish = None
-        self._adaptation.apply(wish.choice, wish.kind)
+    def _rebatch(self, change: BatchChange) -> None:
+        self._wanted_change = None
+        self._adaptation.apply(change.choice, change.kind)
 
     def finish(self) -> None:
         """Training is over: keep the result. All wait for it, as the first to end may end the others."""
         self.end_pass()
-        if self.team.rank == 0 and self.keeper is not None:
+        if self.team.rank == 0 and self.checkpointer is not None:
             with self.fence.respected():
-                self.keeper.save(self._parts, self._last_generation, self.team.size)
-        self._parts.is_finished = True
+                self.checkpointer.save(self._state, self._last_generation, self.team.size)
+        self._state.is_finished = True
         self.report()
         try:
             self.team.share(None)
@@ -459,7 +460,7 @@ class Session:
         if self.reporter is None or self.team.rank != 0 or not self.is_started or self.fence.reason:
             return
         try:
-            self.reporter.send(self._parts.report(self.generation, self.team.size, self.num_epochs))
+            self.reporter.send(self._state.report(self.generation, self.team.size, self.num_epochs))
         except Exception as error:  # whatever it is, it is no reason to stop training
             logger.warning("a report could not be sent: %s", error)
 
@@ -488,8 +489,8 @@ class Session:
 
     def may_step(self) -> bool:
         """Whether the optimizer may make its step."""
-        if self.parts is not None and self.parts.trainee.hook.misuse is not None:
-            raise InvalidValueError(self.parts.trainee.hook.misuse)
+        if self.state is not None and self.state.trainee.hook.misuse is not None:
+            raise InvalidValueError(self.state.trainee.hook.misuse)
         return self.gradients_are_good()
 
     def on_stepped(self, is_whole: bool) -> None:
@@ -499,30 +500,30 @@ class Session:
             self._has_state, self._is_damaged = False, True
 
     def has_failed(self) -> bool:
-        return self.parts is not None and self.parts.trainee.hook.failure is not None
+        return self.state is not None and self.state.trainee.hook.failure is not None
 
     def on_ready(self) -> None:
-        if self.parts is not None:
-            self.parts.tuner.timer.ready()
+        if self.state is not None:
+            self.state.tuner.timer.ready()
 
     def on_gradient(self) -> None:
         """The optimizer is about to step: the step's gradient is complete. With DDP that was seen before."""
-        parts = self.parts
-        if parts is None:
+        state = self.state
+        if state is None:
             return
         if self.team.size == 1:
-            parts.tuner.timer.ready()
+            state.tuner.timer.ready()
         self._adaptation.on_gradient()
 
     def on_last(self) -> None:
         if self.current is not None:
-            self._beat()
+            self._start_exchange()
 
     def on_forward(self, error: BaseException | None) -> bool:
         """Before a forward pass: whether the group stands. Rank 0's buffers for everybody, once a step, as in DDP."""
-        if self.parts is None:
+        if self.state is None:
             return error is None
-        trainee, current = self.parts.trainee, self.current
+        trainee, current = self.state.trainee, self.current
         if error is not None:
             trainee.hook.abandon(error)
         if self.has_failed():
@@ -540,48 +541,48 @@ class Session:
 
     def is_at_m0(self) -> bool:
         current = self.current
-        return current is not None and current.step_examples == self._parts.tuner.limits.initial
+        return current is not None and current.step_examples == self._state.tuner.limits.initial
 
     def context(self) -> StepContext:
-        parts, current = self._parts, self.current
-        initial = parts.tuner.limits.initial
+        state, current = self._state, self.current
+        initial = state.tuner.limits.initial
         return StepContext(
             total_batch=initial if current is None else current.step_examples,
             initial_batch=initial,
-            noise=parts.pulse.noise,
-            num_examples=parts.progress.num_examples,
-            progress=parts.progress.iterations,
+            noise=state.exchange.noise,
+            num_examples=state.progress.num_examples,
+            progress=state.progress.iterations,
             is_short=current is not None and current.step.is_short,
         )
 
     def num_scheduler_steps(self) -> int:
         """How often an LR scheduler's ``step`` is to be carried out when the user calls it."""
         current = self.current
-        if self.parts is None:
+        if self.state is None:
             return 1
         if current is None or self._has_left:
-            return self.parts.progress.due_between_passes()
+            return self.state.progress.due_between_passes()
         if not current.is_last or not self.gradients_are_good():
             return 0
-        return self.parts.progress.due_in_loop(self.parts.gain(current.step_examples))
+        return self.state.progress.due_in_loop(self.state.gain(current.step_examples))
 
     def note_error(self, error: RuntimeError) -> bool:
         """Whether an error of the loop's body is one that a new attempt may mend; it is then made."""
-        parts = self._parts
+        state = self._state
         if isinstance(error, torch.OutOfMemoryError):
-            batch = parts.choice.config.device_batch
-            parts.tuner.halve(batch)
+            batch = state.choice.config.device_batch
+            state.tuner.halve(batch)
             self.redo = f"out of memory with {batch} examples on the device"
         elif isinstance(error, dist.DistBackendError | dist.DistNetworkError) or self.has_failed():
             self.redo = f"a peer was lost: {error}"
         return self.redo is not None
 
-    def _beat(self) -> None:
-        parts = self._parts
-        wants = self.signals.received is not None or self.membership.has_newer() or self._wish is not None
+    def _start_exchange(self) -> None:
+        state = self._state
+        wants = self.signals.received is not None or self.membership.has_newer() or self._wanted_change is not None
         adaptation = self._adaptation
-        parts.pulse.beat(
-            parts.progress.num_steps,
+        state.exchange.start(
+            state.progress.num_steps,
             wants_attention=wants,
             interval=adaptation.interval(),
             direction=adaptation.direction(),
@@ -590,5 +591,5 @@ class Session:
     def _on_lost(self, generation: int, attempt: int = 0) -> None:
         """From the membership's thread: collectives of groups before this one will never end."""
         self.team.give_up(generation, attempt)
-        if self.parts is not None and self.team.is_lost():
-            self.parts.trainee.hook.abandon(PeerLostError("a replica was lost"))
+        if self.state is not None and self.team.is_lost():
+            self.state.trainee.hook.abandon(PeerLostError("a replica was lost"))

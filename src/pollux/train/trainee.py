@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from pollux.errors import InvalidValueError
 from pollux.train.alignment import Alignment
+from pollux.train.elastic_model import ElasticModel
 from pollux.train.gates import Gate, gate_optimizer, gate_scaler, gate_scheduler
 from pollux.train.gradients import GradientHook
 from pollux.train.norm_layers import NormLayers
-from pollux.train.replicate import ElasticModel
 from pollux.train.scaling import AUTO, ScaledRate, ScalingRule, StepContext, rule_for
 from pollux.train.state import load_optimizer, signature_of
 from pollux.train.team import Team

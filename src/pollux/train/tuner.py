@@ -16,12 +16,12 @@ import torch
 from pollux.errors import FitError, InvalidValueError
 from pollux.model.fitting import Fit, fit
 from pollux.model.profile import Configuration, Profile, Timing
+from pollux.train.batch_changes import ChangeLimiter, ScheduleWatch
 from pollux.train.batching import BatchChoice, BatchPolicy, BatchSituation, spread
-from pollux.train.explore import LEAST_PER_EPOCH, Explorer, Ladder, MemoryWatch
+from pollux.train.exploration import LEAST_PER_EPOCH, Explorer, Ladder, MemoryWatch
 from pollux.train.moments import NoiseStats
-from pollux.train.pace import Pace, RateWatch
-from pollux.train.profiling import StepTimer
 from pollux.train.report import Advice
+from pollux.train.step_timer import StepTimer
 from pollux.types import BatchConfig, BatchLimits, ThroughputParams
 from pollux.wire import MAX_TIMINGS
 
@@ -39,7 +39,7 @@ class Tuner:
         self.accelerator = accelerator_name(device)
         self.timer = StepTimer(device)
         self.profile = Profile()
-        self.pace, self.rates, self.memory = Pace(), RateWatch(), MemoryWatch(device)
+        self.change_limiter, self.rates, self.memory = ChangeLimiter(), ScheduleWatch(), MemoryWatch(device)
         self.explorer = Explorer()
         if not getattr(policy, "explores", False):
             self.explorer.stop()
@@ -117,8 +117,8 @@ class Tuner:
             noise_low=None if noise is None else noise.noise_scale_low,
             noise_high=None if noise is None else noise.noise_scale_high,
             num_examples=num_examples,
-            may_grow=self.pace.may_grow(num_steps),
-            may_shrink=self.pace.may_shrink(num_steps),
+            may_grow=self.change_limiter.may_grow(num_steps),
+            may_shrink=self.change_limiter.may_shrink(num_steps),
             is_rate_rising=self.rates.is_rising,
             rate_share=self.rates.share_of_peak,
             earned=earned,
@@ -253,7 +253,7 @@ class Tuner:
             "profile": [(accelerator, tuple(c), tuple(t)) for accelerator, c, t in self.profile],
             "device_max": self.limits.device_max,
             "asked_device_max": self._asked.device_max,
-            "pace": self.pace.state_dict(),
+            "change_limiter": self.change_limiter.state_dict(),
             "rates": self.rates.state_dict(),
             "has_explored": self.explorer.is_done,
         }
@@ -263,7 +263,7 @@ class Tuner:
         for accelerator, configuration, timing in state["profile"]:
             self.profile.add(accelerator, Configuration(*configuration), Timing(*timing))
         self._is_stale = bool(len(self.profile))
-        self.pace.load_state_dict(state["pace"])
+        self.change_limiter.load_state_dict(state["change_limiter"])
         self.rates.load_state_dict(state["rates"])
         sizes = {c.device_batch for c in self.profile.timings(self.accelerator)}
         if state["has_explored"] or len(sizes) >= KNOWN_SIZES:

@@ -1,6 +1,6 @@
 """Single numbers on their way from the device to the host, read when they are there. Nothing waits for the device.
 
-Used by the signals that a run watches beside the noise scale: :mod:`~pollux.train.residual`,
+Used by the signals that a run watches beside the noise scale: :mod:`~pollux.train.output_error`,
 :mod:`~pollux.train.alignment`.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor
 MAX_UNREAD = 16
 
 
-class Arrivals:
+class PendingScalars:
     """``send`` a 0-d tensor; ``take`` the values that have arrived since, oldest first."""
 
     def __init__(self) -> None:

@@ -16,34 +16,34 @@ from typing import Any
 
 from torch import Tensor
 
-from pollux.train.arrivals import Arrivals
 from pollux.train.noise import squared_norm
+from pollux.train.pending_scalars import PendingScalars
 
 EVERY = 16  # steps: a norm of the output costs little, but not nothing
 
 
-class Residuals:
+class OutputError:
     """``watch`` a forward pass's outputs; ``take`` the values that have arrived since."""
 
     def __init__(self) -> None:
-        self._arrivals = Arrivals()
+        self._pending = PendingScalars()
 
     def watch(self, outputs: Any, num_examples: int, loss_scale: Tensor | float) -> None:
         """``num_examples``: in this pass. ``loss_scale``: what the loss is multiplied with before ``backward()``."""
         tensors = [tensor for tensor in _tensors(outputs) if tensor.requires_grad and tensor.is_floating_point()]
         losses = [tensor for tensor in tensors if tensor.numel() == 1]
         if losses:
-            self._arrivals.send(losses[0].float())
+            self._pending.send(losses[0].float())
         elif tensors:
             largest = max(tensors, key=Tensor.numel)
 
             def on_gradient(grad: Tensor) -> None:
-                self._arrivals.send(squared_norm([grad.detach()], loss_scale) * num_examples)
+                self._pending.send(squared_norm([grad.detach()], loss_scale) * num_examples)
 
             largest.register_hook(on_gradient)  # type: ignore[no-untyped-call]
 
     def take(self) -> list[float]:
-        return self._arrivals.take()
+        return self._pending.take()
 
 
 def _tensors(outputs: Any) -> Iterator[Tensor]:

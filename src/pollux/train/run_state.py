@@ -1,36 +1,27 @@
-"""What a run is made of, and all of its state in one place.
+"""The objects and counters of one run, and how they are saved, restored and reported.
 
-Stands in ``train``, below :mod:`pollux.train.session`, which moves the parts from step to step.
+The session changes this state from step to step; the checkpointer and resizes copy it.
 """
 
 from __future__ import annotations
 
-import logging
-import time
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 import torch
 
-from pollux.errors import CheckpointError, FencedError, InvalidValueError
+from pollux.errors import InvalidValueError
+from pollux.train.batch_changes import GrowthGuard
 from pollux.train.batching import BatchChoice
-from pollux.train.checkpoint import AsyncSaver, CheckpointDirectory, CheckpointInfo, checkpoint_interval_s
 from pollux.train.data import ElasticLoader
 from pollux.train.norm_layers import NormNoise
-from pollux.train.pace import Guard
+from pollux.train.output_error import OutputError
 from pollux.train.progress import Progress, earned_gain, gain_of
-from pollux.train.pulse import Pulse
 from pollux.train.report import Report
-from pollux.train.residual import Residuals
 from pollux.train.state import FlatState, flatten, random_state, set_random_state, unflatten
+from pollux.train.step_exchange import StepExchange
 from pollux.train.trainee import Trainee
-from pollux.train.tuning import Tuner
-
-logger = logging.getLogger(__name__)
-
-SAVE_TIMEOUT_S = 600.0
-FIRST_SAVE_S = 30.0
-MEAN_TIME_BETWEEN_FAILURES_S = 12 * 3600.0  # of one replica; public traces of GPU clusters say hours to days
+from pollux.train.tuner import Tuner
 
 
 class Stateful(Protocol):
@@ -39,37 +30,37 @@ class Stateful(Protocol):
 
 
 @dataclass(slots=True, kw_only=True)
-class Parts:
-    """Complete once ``run.dataloader`` and ``run.prepare`` have been called."""
+class RunState:
+    """Made when the loop begins, after ``run.dataloader`` and ``run.prepare``. Most of it is the same on all ranks."""
 
     device: torch.device
     loader: ElasticLoader
     trainee: Trainee
     tuner: Tuner
-    pulse: Pulse
+    exchange: StepExchange
     progress: Progress
     tracked: dict[str, Stateful]
     choice: BatchChoice
-    earned: float = 0.0  # share of the gain of a larger batch that the learning rate lets it have: see Adaptation
+    earned: float = 0.0  # share of its gain that a larger batch has at the present learning rate: see SAME_RATE
     interval: int = 1  # steps between measurements of the noise scale
     num_measured: int = 0
     last_measured: int = 0
     metrics: dict[str, Any] = field(default_factory=dict)
     stalled_s: float = 0.0  # in resizes and recoveries
-    lineage: int = 0  # of checkpoints: all since training began or resumed, until it has to resume again
-    guard: Guard = field(default_factory=Guard)
-    residuals: Residuals = field(default_factory=Residuals)
+    lineage: int = 0  # of checkpoints: a new number each time training begins or resumes
+    guard: GrowthGuard = field(default_factory=GrowthGuard)
+    output_error: OutputError = field(default_factory=OutputError)
     norm_noise: NormNoise = field(default_factory=NormNoise)  # of rank 0
-    before_growth: BatchChoice | None = None  # what a growth that hurts is taken back to
-    rate_before_growth: float = 1.0  # and the factor of the rate
-    is_finished: bool = False  # the learning asked for is done, as near as whole passes come to it
+    before_growth: BatchChoice | None = None  # the batch to return to if the last growth hurts
+    rate_before_growth: float = 1.0  # and its learning-rate factor
+    is_finished: bool = False  # ``run.epochs`` has ended
 
     @property
     def noise_scale(self) -> float | None:
-        return None if self.pulse.noise is None else self.pulse.noise.noise_scale
+        return None if self.exchange.noise is None else self.exchange.noise.noise_scale
 
     def gain(self, num_examples: float) -> float:
-        """How many steps at M0 one of so many examples is worth."""
+        """How many steps at M0 one step of ``num_examples`` is worth."""
         if getattr(self.tuner.policy, "counts_examples", False):
             return num_examples / self.tuner.limits.initial
         return earned_gain(gain_of(self.noise_scale, self.tuner.limits.initial, num_examples), self.earned)
@@ -80,7 +71,7 @@ class Parts:
                 "trainee": self.trainee.state_dict(),
                 "loader": self.loader.state_dict(),
                 "progress": self.progress.state_dict(),
-                "moments": self.pulse.moments.state_dict(),
+                "moments": self.exchange.moments.state_dict(),
                 "norm_noise": self.norm_noise.state_dict(),
                 "tuner": self.tuner.state_dict(),
                 "tracked": {name: stateful.state_dict() for name, stateful in self.tracked.items()},
@@ -94,7 +85,7 @@ class Parts:
         )
 
     def restore(self, flat: FlatState) -> None:
-        """Raises InvalidValueError, with nothing changed, for the state of another dataset or another set of parts."""
+        """Raises InvalidValueError, with nothing changed, for the state of another dataset or other tracked names."""
         state = unflatten(flat)
         different = set(state["tracked"]) ^ set(self.tracked)
         if different:
@@ -105,8 +96,8 @@ class Parts:
         self.loader.load_state_dict(state["loader"])
         self.trainee.load_state_dict(state["trainee"])
         self.progress.load_state_dict(state["progress"])
-        self.pulse.moments.load_state_dict(state["moments"])
-        self.pulse.reset()
+        self.exchange.moments.load_state_dict(state["moments"])
+        self.exchange.reset()
         self.norm_noise.load_state_dict(state["norm_noise"])
         self.tuner.load_state_dict(state["tuner"])
         self.interval, self.num_measured, self.last_measured = state["measured"]
@@ -119,9 +110,9 @@ class Parts:
         set_random_state(state["random"], self.device)
 
     def agreed_state(self) -> dict[str, Any]:
-        """What all replicas must have alike in the next step, beside what :meth:`capture` hands to newcomers."""
+        """The values that must be equal on all replicas, also on those with the same number of steps."""
         return {
-            "moments": self.pulse.moments.state_dict(),
+            "moments": self.exchange.moments.state_dict(),
             "measured": (self.interval, self.num_measured, self.last_measured),
             "earned": self.earned,
             "total_batch": self.choice.total,
@@ -130,8 +121,8 @@ class Parts:
         }
 
     def load_agreed_state(self, state: dict[str, Any]) -> None:
-        self.pulse.moments.load_state_dict(state["moments"])
-        self.pulse.reset()
+        self.exchange.moments.load_state_dict(state["moments"])
+        self.exchange.reset()
         self.interval, self.num_measured, self.last_measured = state["measured"]
         self.earned = state["earned"]
         self.choice = replace(self.choice, total=state["total_batch"])  # (m, s) follow from the replicas
@@ -164,7 +155,7 @@ class Parts:
             accum_steps=choice.config.accum_steps,
             total_batch=choice.total,
             noise_scale=phi,
-            noise_scale_error=None if self.pulse.noise is None else self.pulse.noise.error,
+            noise_scale_error=None if self.exchange.noise is None else self.exchange.noise.error,
             efficiency=efficiency,
             gain=gain,
             throughput=throughput,
@@ -173,74 +164,3 @@ class Parts:
             notes=tuner.take_notes(),
             metrics=dict(self.metrics),
         )
-
-
-class Keeper:
-    """Saves the parts now and then, and finds them again. Used by rank 0 alone."""
-
-    def __init__(self, directory: CheckpointDirectory, every_s: float | None = None) -> None:
-        self._directory, self._saver, self._every_s = directory, AsyncSaver(directory), every_s
-        self._saved_s, self._interval_s = time.monotonic(), FIRST_SAVE_S if every_s is None else every_s
-
-    def load(self, parts: Parts) -> bool:
-        """Whether there was something to go on from. Raises CheckpointError where there is, but nothing usable."""
-        checkpoint = self._directory.load(parts.trainee.signature, device="cpu")
-        if checkpoint is None:
-            return False
-        parts.restore(FlatState(dict(checkpoint.tensors), checkpoint.blob))
-        return True
-
-    def next_lineage(self) -> int:
-        return self._directory.next_lineage()
-
-    def is_due(self) -> bool:
-        return time.monotonic() - self._saved_s >= self._interval_s
-
-    def begin(self, parts: Parts, generation: int, num_replicas: int) -> None:
-        """Save in the background; the next one is due after an interval that follows from what this one costs.
-
-        Raises FencedError if the one before was not published for that.
-        """
-        self._saved_s = time.monotonic()
-        state = parts.capture()
-        try:
-            has_begun = self._saver.begin(state.tensors, state.blob, _info(parts, generation, num_replicas))
-        except CheckpointError as error:  # of the one before; the next may find room
-            logger.error("the last checkpoint could not be written, training goes on: %s", error)
-            return
-        if has_begun and self._every_s is None:
-            cost_s = max(self._saver.last_stall_s or 0.0, 1e-3)
-            self._interval_s = checkpoint_interval_s(cost_s, MEAN_TIME_BETWEEN_FAILURES_S / num_replicas)
-
-    def save(self, parts: Parts, generation: int, num_replicas: int) -> None:
-        """Save, and wait for it. Raises CheckpointError or FencedError."""
-        self.wait()
-        state = parts.capture()
-        self._directory.save(state.tensors, state.blob, _info(parts, generation, num_replicas))
-        self._saved_s = time.monotonic()
-
-    def wait(self) -> None:
-        """Until nothing is being written any more. Raises FencedError."""
-        try:
-            self._saver.wait(SAVE_TIMEOUT_S)
-        except CheckpointError as error:
-            logger.error("the last checkpoint could not be written: %s", error)
-
-    def close(self) -> None:
-        try:
-            self.wait()
-        except FencedError as error:  # the run leaves for the same reason, or has left
-            logger.error("the last checkpoint does not count: %s", error)
-        self._saver.close(SAVE_TIMEOUT_S)
-
-
-def _info(parts: Parts, generation: int, num_replicas: int) -> CheckpointInfo:
-    return CheckpointInfo(
-        step=parts.progress.num_steps,
-        epoch=parts.loader.epoch,
-        signature=parts.trainee.signature,
-        generation=max(generation, 0),
-        lineage=parts.lineage,
-        created_s=time.time(),
-        extra={"num_examples": parts.progress.num_examples, "num_replicas": num_replicas},
-    )

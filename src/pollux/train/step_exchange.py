@@ -24,7 +24,7 @@ LAG_STEPS = {"cpu": 1, "cuda": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class MeasuredStep:
     """A measured step: what its norms are worth. Known on every rank alike."""
 
     num_gradients: int  # replicas × passes
@@ -36,7 +36,7 @@ class Sample:
 @dataclass(slots=True)
 class _Unread:
     step: int
-    sample: Sample
+    sample: MeasuredStep
     values: Tensor  # (2,) on the host: sum_sqr, sqr_mean
     arrived: torch.cuda.Event | None
     host_s: float
@@ -47,7 +47,7 @@ class _Unread:
         return max(self.host_s, device_ms / 1000.0)
 
 
-class Pulse:
+class StepExchange:
     """``add`` a step's norms at its end; ``beat`` when the next gradients are there; ``read`` at the boundary."""
 
     def __init__(self, team: Team, moments: GradientMoments) -> None:
@@ -60,7 +60,7 @@ class Pulse:
         self.cost_s = 0.0  # what the last measurement took that was read
         self.last_sqr: float | None = None  # |G|² of the last sample alone, until it is taken
 
-    def add(self, step: int, norms: Norms, sample: Sample) -> None:
+    def add(self, step: int, norms: Norms, sample: MeasuredStep) -> None:
         """Norms of a step whose gradients were used; they are on their way from the device."""
         values = torch.stack((norms.sum_sqr, norms.sqr_mean))
         arrived = None
@@ -72,7 +72,7 @@ class Pulse:
             values = host
         self._unread.append(_Unread(step, sample, values, arrived, norms.host_s, norms.marks))
 
-    def beat(self, step: int, *, wants_attention: bool, interval: int, direction: int = 0) -> None:
+    def start(self, step: int, *, wants_attention: bool, interval: int, direction: int = 0) -> None:
         """Start the all-reduce of ``step``; ``interval`` and ``direction`` count on rank 0 alone."""
         if self._sum is not None:
             return
@@ -89,7 +89,7 @@ class Pulse:
             vector[:2] = sum_sqr, sqr_mean if is_first else 0.0
         self._sum = self._team.start_sum(vector)
 
-    def read(self) -> tuple[bool, int, int]:
+    def finish(self) -> tuple[bool, int, int]:
         """(some replica wants attention, steps between measurements, where the rate may go). Raises BrokenGroup."""
         assert self._sum is not None
         sums, self._sum = self._sum, None
