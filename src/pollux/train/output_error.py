@@ -1,25 +1,23 @@
-"""How wrong the model's outputs are, from the gradient that comes back to them. No loss has to be logged for it.
+"""Measures how wrong the model's outputs are, from the gradient of the loss by the outputs. No logged loss is needed.
 
-Called by the model's forward pass on some steps, and read by the session for its guard. With a mean loss over n
-examples, ∂L/∂output of one example is 1/n of that example's own error signal: for squared errors the residual itself,
-for cross entropy the predicted probabilities less the right answer. So n·|∂L/∂output|² is the mean squared error
-signal of an example: it falls as the model learns, whatever the batch size. Only its change matters. Where the model
-returns its loss (a single number), that is taken instead.
-
-Nothing here waits for the device.
+The model's forward pass calls it on some steps; the session gives the values to the growth guard. With a mean loss over
+n examples, ∂L/∂output of one example is 1/n of that example's error signal: the residual for squared errors, predicted
+probabilities minus the right answer for cross entropy. So n·|∂L/∂output|² is the mean squared error signal of an
+example. It falls as the model learns, at any batch size; only its change is used. If the model returns its loss (a
+single number), the loss is used instead. Nothing here waits for the device.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from dataclasses import fields, is_dataclass
 
 from torch import Tensor
 
 from pollux.train.noise import squared_norm
 from pollux.train.pending_scalars import PendingScalars
 
-EVERY = 16  # steps: a norm of the output costs little, but not nothing
+EVERY = 16  # steps between samples: fewer let the guard notice harm sooner, and cost one norm of the outputs each
 
 
 class OutputError:
@@ -28,8 +26,8 @@ class OutputError:
     def __init__(self) -> None:
         self._pending = PendingScalars()
 
-    def watch(self, outputs: Any, num_examples: int, loss_scale: Tensor | float) -> None:
-        """``num_examples``: in this pass. ``loss_scale``: what the loss is multiplied with before ``backward()``."""
+    def watch(self, outputs: object, num_examples: int, loss_scale: Tensor | float) -> None:
+        """``num_examples`` are those of this pass. ``loss_scale`` is the GradScaler's factor on the loss."""
         tensors = [tensor for tensor in _tensors(outputs) if tensor.requires_grad and tensor.is_floating_point()]
         losses = [tensor for tensor in tensors if tensor.numel() == 1]
         if losses:
@@ -46,7 +44,7 @@ class OutputError:
         return self._pending.take()
 
 
-def _tensors(outputs: Any) -> Iterator[Tensor]:
+def _tensors(outputs: object) -> Iterator[Tensor]:
     """All tensors in nested outputs: tuples, lists, mappings, and objects with fields (as transformers returns)."""
     if isinstance(outputs, Tensor):
         yield outputs
@@ -56,6 +54,6 @@ def _tensors(outputs: Any) -> Iterator[Tensor]:
     elif isinstance(outputs, list | tuple):
         for value in outputs:
             yield from _tensors(value)
-    elif hasattr(outputs, "__dataclass_fields__"):
-        for name in outputs.__dataclass_fields__:
-            yield from _tensors(getattr(outputs, name))
+    elif is_dataclass(outputs):
+        for field in fields(outputs):
+            yield from _tensors(getattr(outputs, field.name))
