@@ -1,6 +1,6 @@
-"""Where an elastic loader's batches come from: the order of an epoch, and reading by index or from a stream.
+"""Reads an elastic loader's batches: draws the order of an epoch, and reads by index or from a stream.
 
-Used by :mod:`pollux.train.data`, whose docstring has the rules; stands between it and :mod:`pollux.train.position`.
+:mod:`pollux.train.data` uses it; its docstring has the rules.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from pollux.types import IntArray
 logger = logging.getLogger(__name__)
 
 ShareOrder = Callable[[list[Any]], list[Any]]
-"""Given this rank's draw, returns that of rank 0; called on every rank once per epoch, before its first step."""
+"""Takes this rank's order and returns rank 0's. Called on every rank, once per epoch, before its first step."""
 
 
 # --- the order of an epoch ---------------------------------------------------------------------------------------
 
 
 class Order(Protocol):
-    unit: str  # what one entry is: an example or a batch
+    unit: str  # of one entry: "example" or "batch"
 
     @property
     def is_reproducible(self) -> bool:
-        """Whether (seed, epoch) suffice to draw it again."""
+        """Whether the same order can be drawn again from (seed, epoch)."""
 
     @property
     def length(self) -> int | None:
@@ -87,14 +87,18 @@ class SamplerOrder:
             elif not self.is_reproducible and num_replicas > 1:
                 raise InvalidValueError(
                     f"{type(self._sampler).__name__} has no generator to seed, so each of the {num_replicas} replicas "
-                    "would draw an order of its own: give it a 'generator' attribute, or pass share_order"
+                    "would draw another order: give it a 'generator' attribute, or pass share_order"
                 )
         if self.unit == "batch":
             order = [list(batch) for batch in order]
             if not all(order):
-                raise InvalidValueError(f"{type(self._sampler).__name__} gave an empty batch in epoch {epoch}")
+                raise InvalidValueError(
+                    f"{type(self._sampler).__name__} gave an empty batch in epoch {epoch}; it needs an example"
+                )
         if not order:
-            raise InvalidValueError(f"{type(self._sampler).__name__} gave nothing for epoch {epoch}")
+            raise InvalidValueError(
+                f"{type(self._sampler).__name__} gave nothing for epoch {epoch}; at least 1 example is needed"
+            )
         return order
 
 
@@ -129,7 +133,7 @@ class _Drawn:
 
 
 class _IndexStream:
-    """The DataLoader's batch_sampler: every ``iter`` starts the plan that was set last."""
+    """The DataLoader's batch_sampler: every ``iter`` starts the plan set last."""
 
     def __init__(self) -> None:
         self.plan: Iterator[list[Any]] = iter(())
@@ -139,7 +143,7 @@ class _IndexStream:
 
 
 class MapSource:
-    """Reads by index. ``begin`` goes on with what the workers read ahead if it is what is asked for."""
+    """Reads by index. ``begin`` uses the batches that workers have read ahead, if they are for this step."""
 
     def __init__(self, dataset: Dataset[Any], order: Order, drop_last: bool, options: dict[str, Any]) -> None:
         self._dataset, self._order, self._drop_last, self._options = dataset, order, drop_last, options
@@ -148,7 +152,7 @@ class MapSource:
         self._batches: Iterator[Any] = iter(())
         self._drawn: _Drawn | None = None
         self._checksum: tuple[_Drawn, int] | None = None
-        self._next: tuple[_Drawn, int, StepShape] | None = None  # what the batches that are coming were planned for
+        self._next: tuple[_Drawn, int, StepShape] | None = None  # of the batches being read ahead
 
     @property
     def unit(self) -> str:
@@ -170,7 +174,7 @@ class MapSource:
             return None
         if self._next is None or self._next[0] is not drawn or self._next[1:] != (step.start, shape):
             self._restart(drawn, step.start, shape)
-        self._next = None  # until the last pass is read: a step left half-way cannot be gone on with
+        self._next = None  # until the last pass is read: a step left half-way must be read again
         return step
 
     def fetch(self, step: Step, index: int) -> Any:
@@ -186,7 +190,7 @@ class MapSource:
     def order_state(self, epoch: int, seed: int) -> dict[str, Any]:
         drawn = self._drawn
         if drawn is None or (drawn.epoch, drawn.seed) != (epoch, seed):
-            return {"checksum": None, "order": None}  # no step of this epoch has begun: it can still be drawn
+            return {"checksum": None, "order": None}  # no step of this epoch has begun, so its order can still be drawn
         if self._checksum is None or self._checksum[0] is not drawn:
             self._checksum = drawn, drawn.checksum()
         return {"checksum": self._checksum[1], "order": None if self._order.is_reproducible else list(drawn.order)}
@@ -202,10 +206,13 @@ class MapSource:
         drawn = _Drawn(epoch=epoch, seed=seed, order=order, is_batched=self.unit == "batch")
         if drawn.checksum() != state["checksum"]:
             raise InvalidValueError(
-                f"the order of epoch {epoch} is not the one this data state was saved with: another dataset or sampler"
+                f"the order of epoch {epoch} differs from the saved one: this data state belongs to another dataset or "
+                "sampler"
             )
         if state["position"] > len(drawn):
-            raise InvalidValueError(f"position {state['position']} lies beyond the {len(drawn)} of epoch {epoch}")
+            raise InvalidValueError(
+                f"position {state['position']} lies beyond the {len(drawn)} of epoch {epoch}: another dataset"
+            )
         self._drawn = drawn
 
     def close(self) -> None:
@@ -227,9 +234,10 @@ class MapSource:
 
 
 def _plan(drawn: _Drawn, position: int, shape: StepShape, drop_last: bool) -> Iterator[list[Any]]:
-    """Index lists from ``position`` to the end of the epoch, if no shape changes: what the workers may read ahead.
+    """Index lists from ``position`` to the end of the epoch, for the workers to read ahead.
 
-    A function and not a method: the workers' iterator holds it, and a circle would keep them alive until a collection.
+    A function and not a method: the workers' iterator holds it, and a reference cycle would keep the workers alive
+    until a garbage collection.
     """
     while (step := divide(position, len(drawn), shape, drop_last=drop_last, epoch=drawn.epoch)) is not None:
         for positions in step.passes:
@@ -242,14 +250,14 @@ def _plan(drawn: _Drawn, position: int, shape: StepShape, drop_last: bool) -> It
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _End:
-    """The last thing every worker sends. As each reads the whole stream, each knows how long it was."""
+    """Every worker sends this last. Each reads the whole stream, so each knows its length."""
 
     total: int
-    last: Any  # the last example it saw: a filler for ranks that have none
+    last: object  # the last example: a filler for ranks that have none
 
 
 class _Shard(IterableDataset[Any]):
-    """One worker's part of a stream, starting anywhere. What to read is in shared memory, so that workers survive."""
+    """One worker's part of a stream. Where it starts is in shared memory, so workers live on when that changes."""
 
     def __init__(self, dataset: IterableDataset[Any]) -> None:
         self.dataset = dataset
@@ -278,10 +286,10 @@ class _Shard(IterableDataset[Any]):
 
 
 class StreamSource:
-    """Reads in order. Holds this rank's examples of the step under way, so that m, s or a retry cost no reading.
+    """Reads in order. Holds this rank's examples of the step under way: a new m or s, or a retry, reads nothing again.
 
     It reads one example beyond the step. If rank r has one at position start + M + r, the step is full; if not, the
-    worker that should have had it says how long the stream was. So all ranks agree where it ends without a word.
+    worker that should have had it knows the length of the stream. So all ranks agree on its end without communication.
     """
 
     unit = "stream"
@@ -300,7 +308,7 @@ class StreamSource:
         self._loader: DataLoader[Any] | None = None
         self._examples: Iterator[Any] = iter(())
         self._key: tuple[int, int, int] | None = None  # epoch, K, rank that the stream was started for
-        self._start = 0  # position of the buffer's begin, less the rank
+        self._start = 0  # position where the buffer begins, minus the rank
         self._buffer: list[Any] = []
         self._begun: Step | None = None
         self._end: _End | None = None
@@ -360,16 +368,16 @@ class StreamSource:
 
 
 def _end_workers(iterator: Iterator[Any]) -> None:
-    # Letting go of the iterator would do, but after an error the traceback may hold it for as long as it likes.
+    # Deleting the iterator would do it, but after an error a traceback may keep it alive.
     shutdown = getattr(iterator, "_shutdown_workers", None)
     if shutdown is None:
         return
     try:
         shutdown()
     except (RuntimeError, AssertionError, OSError):
-        # When a worker was killed, torch's SIGCHLD handler raises wherever the process happens to be, here too.
-        # Its shutdown terminates the workers that are left on the way out, so there is nothing more to do.
-        logger.debug("ending the data workers was disturbed", exc_info=True)
+        # When a worker was killed, torch's SIGCHLD handler raises at any point, here too. Its shutdown still ends the
+        # other workers, so there is nothing more to do.
+        logger.debug("an error while ending the data workers", exc_info=True)
 
 
 def _as_it_is(example: Any) -> Any:
@@ -379,12 +387,12 @@ def _as_it_is(example: Any) -> Any:
 def length_of(sized: object) -> int | None:
     try:
         return len(sized)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):  # torch's own base classes raise either where there is no length
+    except (TypeError, NotImplementedError):  # torch's base classes raise either
         return None
 
 
 def _generator_holder(sampler: object) -> Any:
-    """The sampler, or the one inside a batch_sampler, that draws from a ``generator`` of its own."""
+    """The sampler, or the one inside a batch_sampler, that has a ``generator`` to seed; None if there is none."""
     while sampler is not None:
         if isinstance(getattr(sampler, "generator", ()), torch.Generator | None):
             return sampler
@@ -393,7 +401,7 @@ def _generator_holder(sampler: object) -> Any:
 
 
 def _is_fixed(sampler: object) -> bool:
-    """Whether it gives the same order whenever and wherever it is asked."""
+    """Whether it gives the same order every time, on every rank."""
     if isinstance(sampler, BatchSampler):
         return _is_fixed(sampler.sampler)
     return isinstance(sampler, list | tuple | range | SequentialSampler)
