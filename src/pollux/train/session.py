@@ -1,19 +1,18 @@
-"""A run's step boundaries, and what happens at them.
+"""Handles the step boundaries of a run: commits steps, resizes, recovers from lost peers, starts checkpoints.
 
-Called by the loader and the model in the user's loop. A boundary is the moment when the loop asks for the next batch:
+The loader and the model in the user's loop call it. A boundary is the moment when the loop asks for the next batch:
 
-1. the step's gradients turned out worthless (a peer was lost, memory ran out): re-form the group, begin the step
-   again on the same examples;
-2. otherwise the step is committed: position, progress, statistics;
-3. if any replica asked for a word (the flag rides on the step's small all-reduce), all agree what to do: leave
-   with a checkpoint, move to another generation, train with another batch;
-4. now and then rank 0 saves a checkpoint, in the background.
+1. If the step's gradients are useless (a peer was lost, memory ran out), all form a new group and repeat the step with
+   the same examples.
+2. Otherwise the step is committed: position, progress, statistics.
+3. If any replica asked for a decision (by a flag in the step's small all-reduce), all agree on what to do: leave with a
+   checkpoint, move to another generation, or train with another batch.
+4. When one is due, rank 0 starts a checkpoint in the background.
 
-A replica that its owner has given up is fenced (:mod:`pollux.train.fence`): it saves nothing and leaves.
+A fenced replica (:mod:`pollux.train.fence`), whose owner has replaced it, saves nothing and leaves.
 
-State lives in replicas. When a group forms, the replica that has committed most steps hands its state to those that
-have fewer: to newcomers, and to survivors that missed the last step of a group that broke. If nobody has any, rank 0
-reads the last checkpoint.
+When a group forms, the replica with the most committed steps sends its state to those with fewer: to new replicas, and
+to survivors that missed the last step of a broken group. If no replica has a state, rank 0 loads the last checkpoint.
 """
 
 from __future__ import annotations
@@ -42,15 +41,15 @@ from pollux.train.scaling import StepContext
 from pollux.train.state import broadcast, random_state, set_random_state
 from pollux.train.team import BrokenGroup, Team, let_go
 
-REPORT_INTERVAL_S = 1.0
-UNUSED_STEPS = 20
-MAX_ATTEMPTS = 50  # at forming a group
+REPORT_INTERVAL_S = 1.0  # shorter shows changes sooner, and costs the server a request per job and interval
+UNUSED_STEPS = 20  # batches in a row without optimizer.step() before a warning; some loops skip a few on purpose
+MAX_ATTEMPTS = 50  # to form a group, then the run fails. Each takes seconds, so the network may be away for minutes
 
 logger = logging.getLogger(__name__)
 
 
 class Session:
-    """One replica's part in a run. Between :meth:`begin_pass` and :meth:`end_pass` the user's code runs."""
+    """One replica's side of a run. Between :meth:`begin_pass` and :meth:`end_pass` the user's code runs."""
 
     def __init__(
         self,
@@ -67,19 +66,19 @@ class Session:
         self._adapting: Adaptation | None = None
         self.num_epochs: tuple[int, bool] | None = None
         self.is_started = False
-        self.current: Pass | None = None  # the pass in the user's hands
-        self.redo: str | None = None  # why the step under way must be begun again
+        self.current: Pass | None = None  # the pass that the user's code works on
+        self.redo: str | None = None  # why the step under way must be repeated
         self._is_measured = False
         self._is_applied = False  # the optimizer has made the step under way
         self._num_unused = 0  # batches in a row without a step of the optimizer
-        self._has_left = False  # the loop was left with the pass under way
+        self._has_left = False  # ``break`` left the loop during this pass
         self._has_state = False
-        self._is_damaged = False  # there was a state, and it cannot be trusted any more
-        self._wanted_change: BatchChange | None = None  # of rank 0
+        self._is_damaged = False  # the state may be inconsistent, and must be replaced
+        self._wanted_change: BatchChange | None = None  # on rank 0
         self._reported_s = time.monotonic()
         self._last_generation = 0  # of the last group that this replica was in
         membership.on_lost(self._on_lost)
-        # Collectives with the others, who have gone on without this replica, would never end.
+        # A fenced replica's collectives would never end: the others have gone on without it.
         self.fence = Fence(membership, on_closed=lambda: self._on_lost(sys.maxsize))
 
     @property
@@ -101,7 +100,7 @@ class Session:
     # --- the step -----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Join the others and get the state."""
+        """Join the other replicas and get the state. Does nothing the second time."""
         if self.is_started:
             return
         group = self.team.group
@@ -113,7 +112,7 @@ class Session:
         self.is_started = True
 
     def begin_pass(self, current: Pass) -> None:
-        """The loader has a batch for the user."""
+        """The loader is about to give a batch to the user's loop."""
         self.current = current
         state, step = self._state, current.step
         hook, is_first = state.trainee.hook, current.index == 0
@@ -129,7 +128,7 @@ class Session:
             timer.disturb()
 
     def end_pass(self) -> None:
-        """The user asks for the next batch: the pass is over, and perhaps the step."""
+        """The loop asks for the next batch: the pass is over, and perhaps the step. Raises Leave to end the run."""
         current, self.current, self._has_left = self.current, None, False
         if current is None:
             return
@@ -143,9 +142,9 @@ class Session:
             if reason is not None:
                 self._recover(reason)
             return
-        if reason is None and not self._state.exchange.has_started:  # no backward pass: the others had none either
+        if reason is None and not self._state.exchange.has_started:  # no backward pass, on any rank
             self._start_exchange()
-        # What befell the group after the optimizer's step is for the next one: this one counts.
+        # If the group broke after the optimizer's step, this step still counts.
         if reason is None or self._is_applied:
             if reason is None:
                 self._check_use()
@@ -159,41 +158,41 @@ class Session:
             self._recover(str(error))
 
     def _check_use(self) -> None:
-        """A step that was made without our hook, or a gradient that nobody uses: mistakes that would stay silent."""
+        """Find silent mistakes: a step without the replicated model, or gradients that are never used."""
         hook = self._state.trainee.hook
         if self._is_applied and not hook.has_arrived:
             raise InvalidValueError(
-                "the optimizer has made a step, but no gradient came through the replicated model: use the model that "
-                "run.prepare returned (model, optimizer = run.prepare(model, optimizer)), not the one given to it"
+                "the optimizer made a step, but no gradient came through the replicated model: use the model that "
+                "run.prepare returned (model, optimizer = run.prepare(model, optimizer)), not the one passed to it"
             )
         self._num_unused = 0 if self._is_applied else self._num_unused + 1
         if self._num_unused == UNUSED_STEPS:
-            logger.warning("%d batches without optimizer.step(): is it called in the loop?", UNUSED_STEPS)
+            logger.warning("%d batches without optimizer.step(); call it in the loop", UNUSED_STEPS)
 
     def leave_loop(self) -> None:
-        """The loop was left: by ``break``, with the step made or not, or an iterator was only looked into."""
+        """The loop was left by ``break``, with or without an optimizer step, or its iterator was deleted."""
         current = self.current
         if current is None:
             return
         if current.is_last and (self._is_applied or self._state.exchange.has_started):
-            self._has_left = True  # finished when the user comes back
+            self._has_left = True  # the step is finished at the next call
         else:
             self.current = None
             self._state.loader.retry()
             self._state.trainee.hook.take_norms()  # forget the passes so far
 
     def end_loop(self) -> None:
-        """The loop came to the epoch's end. Epochs of one step each would not be timed otherwise."""
+        """The loop has reached the epoch's end. Without this, epochs of one step would never be timed."""
         self._state.tuner.timer.end()
 
     def recover(self, error: BrokenGroup) -> None:
-        """A peer was lost outside a step, while the order of an epoch was shared."""
+        """Recover from a peer lost outside a step, while the order of an epoch was shared."""
         self.current = None
         let_go(error)
         self._recover(str(error))
 
     def _commit(self, current: Pass) -> None:
-        """The step counts now, on this rank; whatever breaks from here on is for the next one."""
+        """Count the step, on this rank. Later failures concern the next step."""
         state = self._state
         progress, tuner = state.progress, state.tuner
         index = progress.num_steps
@@ -218,7 +217,7 @@ class Session:
             adaptation.configure_loader()
 
     def _look_around(self) -> None:
-        """Rank 0 between two steps: is another batch better, is a report or a checkpoint due?"""
+        """On rank 0 between two steps: consider another batch, send reports, start checkpoints."""
         state = self._state
         if self._wanted_change is None and state.loader.unit != "batch":
             self._wanted_change = self._adaptation.wanted_change(self._advice())
@@ -234,7 +233,7 @@ class Session:
             state.tuner.timer.disturb()
 
     def _attend(self) -> None:
-        """Some replica wants attention: find out why, and do it, all together."""
+        """A replica asked for a decision: all learn why, and act together."""
         mine = self.signals.received, self.membership.has_newer(), self._wanted_change if self.team.rank == 0 else None
         wants = self.team.gather(mine)
         signals = [received for received, _, _ in wants if received is not None]
@@ -246,10 +245,10 @@ class Session:
             self._rebatch(wants[0][2])
 
     def _leave(self, name: str) -> None:
-        """All leave, when rank 0 has saved."""
+        """Save on rank 0, then all replicas leave."""
         num_steps = self._state.progress.num_steps
         if self.checkpointer is None:
-            logger.warning("%s: leaving without a checkpoint, as there is no checkpoint_dir", name)
+            logger.warning("%s: leaving without a checkpoint; pass checkpoint_dir to train.init() to have one", name)
         elif self.team.rank == 0:
             try:
                 with self.fence.respected():
@@ -264,24 +263,24 @@ class Session:
         begun = time.monotonic()
         if self.checkpointer is not None and self.team.rank == 0:
             with self.fence.respected():
-                self.checkpointer.wait()  # another replica may be rank 0 next, and write to the same place
+                self.checkpointer.wait()  # another replica may become rank 0, and write to the same place
         self._enter(self.membership.advance(self._timeout_s))
         self._state.stalled_s += time.monotonic() - begun
 
     def _recover(self, reason: str) -> None:
-        """The group is broken, or this replica breaks it: find each other again, and go on from the last step."""
+        """Leave the broken group, form the next one, and go on from the last committed step."""
         self.fence.check()
         state, begun = self._state, time.monotonic()
         logger.warning("rank %d, step %d: %s; re-forming", self.team.rank, state.progress.num_steps, reason)
         if self.team.is_adopted and self.team.size > 1:
             raise PeerLostError(
-                f"{reason}; the process group was made by the script, so it cannot be formed anew here: leave "
-                "torch.distributed.init_process_group to train.init(), or start the script again"
+                f"{reason}; the script made the process group, so the run cannot form a new one: let train.init() call "
+                "torch.distributed.init_process_group, or start the script again"
             )
         self.redo = None
         state.loader.retry()
         if not state.trainee.hook.is_reduced():
-            # Optimizer steps are queued behind sums that will never be right: breaking the group lets them run.
+            # Optimizer steps wait on the device for sums that failed. They run when the group breaks, with wrong sums.
             self._has_state, self._is_damaged = False, True
         state.trainee.hook.abandon(PeerLostError(reason))
         state.trainee.begin_again()
@@ -290,7 +289,7 @@ class Session:
         state.stalled_s += time.monotonic() - begun
 
     def _find_again(self) -> Group | None:
-        """The next group. Under torchrun nobody may ever come, and a signal does not wait for it."""
+        """The next group. Under torchrun it may never form, so a signal interrupts the wait."""
         self.fence.check()
         if self.membership.is_elastic:
             return self.membership.recover(self._timeout_s)
@@ -303,20 +302,20 @@ class Session:
             raise
 
     def _break_up(self) -> None:
-        """So that peers who still wait for this replica see that it has left the group."""
+        """Close the group's connections, so that peers that wait for this replica notice."""
         let_go(self._state.trainee.hook.failure)
         self._state.trainee.model.release()
         self.team.dissolve(is_broken=True)
-        gc.collect()  # circles of frames and errors may hold the group open, for peers to wait on
+        gc.collect()  # reference cycles of frames and errors may keep the connections open
 
     def _be_gone(self) -> None:
         self.team.dissolve()
-        raise Leave(f"not needed any more after step {self._state.progress.num_steps}")
+        raise Leave(f"this replica is not needed any more after step {self._state.progress.num_steps}")
 
     # --- groups and state ---------------------------------------------------------------------------------------
 
     def _enter(self, group: Group | None, forms: bool = True) -> None:
-        """Form ``group``, or whatever follows it until one holds, and agree on the state to go on from."""
+        """Form ``group``, or the next one if that fails, and agree on the state to go on from."""
         state = self._state
         for attempt in itertools.count(1):
             self.fence.check()
@@ -350,13 +349,13 @@ class Session:
                 forms = True
                 if attempt >= MAX_ATTEMPTS:
                     raise PeerLostError(
-                        f"no group formed in {attempt} attempts: the replicas find each other, but cannot connect. "
+                        f"no group formed in {attempt} attempts: the replicas know of each other, but cannot connect. "
                         "Check the network between them"
                     ) from None
                 group = self._find_again()
 
     def _agree(self) -> None:
-        """Compare notes; hand state to those who are behind; settle on a batch."""
+        """Check that all run the same script, send the state to replicas that are behind, settle the batch."""
         state, team = self._state, self.team
         limits = state.tuner.limits
         note = {
@@ -392,11 +391,11 @@ class Session:
             if min(steps) < max(steps):
                 flat = broadcast(state.capture() if team.rank == source else None, source, team.device, team)
                 if steps[team.rank] < max(steps):
-                    self._has_state, self._is_damaged = False, True  # until all of it is there
+                    self._has_state, self._is_damaged = False, True  # until all of it has arrived
                     state.restore(flat)
                     if team.device.type == "cuda":
                         torch.cuda.synchronize(team.device)
-            # Those with the same steps need not be equal either: the last sum may have reached some of them only.
+            # Replicas with the same steps may differ too: the last all-reduce may have reached only some of them.
             mine = random_state(team.device), state.agreed_state()
             randoms, agreed = team.share(mine, source)
             state.load_agreed_state(agreed)
@@ -405,7 +404,7 @@ class Session:
         self._settle_batch()
 
     def _begin_or_resume(self, must_resume: bool) -> None:
-        """Nobody has a state to go on from: rank 0 looks for a checkpoint. An error there is everybody's."""
+        """No replica has a state: rank 0 looks for a checkpoint. If it fails, all ranks raise its error."""
         error: PolluxError | None = None
         if self.team.rank == 0 and self.checkpointer is not None:
             try:
@@ -415,17 +414,17 @@ class Session:
                 self._state.lineage = self.checkpointer.next_lineage()
             except PolluxError as caught:
                 error = caught
-            except Exception as caught:  # of somebody's load_state_dict: the others must not wait for this rank
+            except Exception as caught:  # from a user's load_state_dict: the others must not wait for this rank
                 logger.exception("the checkpoint could not be loaded")
                 error = CheckpointError(f"the checkpoint could not be loaded: {caught!r}")
         if error is None and must_resume and self.team.rank == 0:
-            error = PeerLostError("a step failed half-way on every replica, and there is no checkpoint to go on from")
+            error = PeerLostError("a step failed half-way on every replica, and there is no checkpoint to resume from")
         error = self.team.share(error)
         if error is not None:
             raise error
 
     def _settle_batch(self) -> None:
-        """The batch for this allocation, by rank 0. Where none fits, every rank raises."""
+        """Rank 0 chooses the batch for this allocation. If none fits, every rank raises."""
         answer: BatchChoice | PolluxError | None = None
         if self.team.rank == 0:
             try:
@@ -443,7 +442,7 @@ class Session:
         self._adaptation.apply(change.choice, change.kind)
 
     def finish(self) -> None:
-        """Training is over: keep the result. All wait for it, as the first to end may end the others."""
+        """Training is over: save the result. All wait for that, as the end of one may end the others."""
         self.end_pass()
         if self.team.rank == 0 and self.checkpointer is not None:
             with self.fence.respected():
@@ -461,7 +460,7 @@ class Session:
             return
         try:
             self.reporter.send(self._state.report(self.generation, self.team.size, self.num_epochs))
-        except Exception as error:  # whatever it is, it is no reason to stop training
+        except Exception as error:  # a failing reporter must not stop training
             logger.warning("a report could not be sent: %s", error)
 
     def end_reports(self) -> None:
@@ -475,7 +474,7 @@ class Session:
         try:
             return None if self.reporter is None else self.reporter.advice()
         except Exception as error:
-            logger.warning("there is no advice to be had: %s", error)
+            logger.warning("the reporter gave no advice: %s", error)
             return None
 
     # --- called from inside the step ----------------------------------------------------------------------------
@@ -484,7 +483,7 @@ class Session:
         return self.current is None or self.current.is_last
 
     def gradients_are_good(self) -> bool:
-        """Of the step under way; once the optimizer has used them, they were."""
+        """Whether the step's gradients are usable; True once the optimizer has used them."""
         return self._is_applied or (self.redo is None and not self.has_failed())
 
     def may_step(self) -> bool:
@@ -507,7 +506,7 @@ class Session:
             self.state.tuner.timer.ready()
 
     def on_gradient(self) -> None:
-        """The optimizer is about to step: the step's gradient is complete. With DDP that was seen before."""
+        """The optimizer is about to step, so the gradient is complete. DDP has reported that before."""
         state = self.state
         if state is None:
             return
@@ -520,7 +519,7 @@ class Session:
             self._start_exchange()
 
     def on_forward(self, error: BaseException | None) -> bool:
-        """Before a forward pass: whether the group stands. Rank 0's buffers for everybody, once a step, as in DDP."""
+        """Before a forward pass: whether the group works. Broadcasts rank 0's buffers once a step, as DDP does."""
         if self.state is None:
             return error is None
         trainee, current = self.state.trainee, self.current
@@ -536,7 +535,7 @@ class Session:
         return not self.has_failed()
 
     def on_rebuild(self) -> None:
-        """Meet the others. Raises BrokenGroup."""
+        """Wait for all replicas. Raises BrokenGroup."""
         self.team.start_sum([0.0]).wait()
 
     def is_at_m0(self) -> bool:
@@ -556,7 +555,7 @@ class Session:
         )
 
     def num_scheduler_steps(self) -> int:
-        """How often an LR scheduler's ``step`` is to be carried out when the user calls it."""
+        """How many steps an LR scheduler makes when the user calls its ``step`` now."""
         current = self.current
         if self.state is None:
             return 1
@@ -567,7 +566,7 @@ class Session:
         return self.state.progress.due_in_loop(self.state.gain(current.step_examples))
 
     def note_error(self, error: RuntimeError) -> bool:
-        """Whether an error of the loop's body is one that a new attempt may mend; it is then made."""
+        """Whether repeating the step may help against this error of the loop's body; the step is then repeated."""
         state = self._state
         if isinstance(error, torch.OutOfMemoryError):
             batch = state.choice.config.device_batch
@@ -589,7 +588,7 @@ class Session:
         )
 
     def _on_lost(self, generation: int, attempt: int = 0) -> None:
-        """From the membership's thread: collectives of groups before this one will never end."""
+        """A member was lost. Called by the membership's thread; ends the collectives of groups before this one."""
         self.team.give_up(generation, attempt)
         if self.state is not None and self.team.is_lost():
             self.state.trainee.hook.abandon(PeerLostError("a replica was lost"))
