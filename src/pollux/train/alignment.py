@@ -23,11 +23,11 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from pollux.train.noise import GroupOptions, ParameterState
 from pollux.train.pending_scalars import PendingScalars
 
 SAMPLES = 16  # at most, that a verdict rests on; more make it surer and slower to follow the training
@@ -138,7 +138,7 @@ def _choose(optimizer: torch.optim.Optimizer) -> set[int]:
 
 
 def _gather(
-    options: Mapping[str, Any], chosen: set[int], states: Mapping[Any, Any]
+    options: GroupOptions, chosen: set[int], states: Mapping[Tensor, ParameterState]
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
     """Gradients g of one parameter group, their first moments m, P·g and P·m; the optimizer's step multiplies by P."""
     grads: list[Tensor] = []

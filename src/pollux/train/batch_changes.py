@@ -15,7 +15,7 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TypedDict
 
 # All chosen by hand. Shorter waits let the batch follow the noise scale sooner, and let noise change it more often.
 STEPS_BETWEEN = 10  # between two changes, so that a new batch is timed first. The rate has its own limit (GLIDE)
@@ -67,10 +67,10 @@ class ChangeLimiter:
         wait = STEPS_TO_REVERSE if self.direction == -direction else STEPS_BETWEEN
         return step - self.changed_at >= wait
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, int]:
         return asdict(self)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
         for name, value in state.items():
             setattr(self, name, value)
 
@@ -143,6 +143,11 @@ class GrowthGuard:
         return None
 
 
+class ScheduleState(TypedDict):
+    recent: list[float]
+    peak: float
+
+
 class ScheduleWatch:
     """The learning rate of the user's schedule over the last steps, and its peak."""
 
@@ -165,10 +170,10 @@ class ScheduleWatch:
     def share_of_peak(self) -> float:
         return self._recent[-1] / self._peak if self._recent and self._peak > 0 else 1.0
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> ScheduleState:
         return {"recent": list(self._recent), "peak": self._peak}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: ScheduleState) -> None:
         self._recent = deque(state["recent"], maxlen=self.WINDOW)
         self._peak = state["peak"]
 

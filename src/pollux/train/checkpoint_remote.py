@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypedDict, TypeVar
 
 import fsspec  # type: ignore[import-untyped]
 from fsspec.registry import known_implementations  # type: ignore[import-untyped]
@@ -65,6 +65,14 @@ _SECRET_NAME = re.compile(r"SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|_KEY|SAS")
 _SHORTEST_SECRET = 6  # characters; shorter values also occur in ordinary words
 
 Answer = TypeVar("Answer")
+
+
+class _Entry(TypedDict, total=False):
+    """A file or folder in fsspec's listings; stores add more."""
+
+    name: str
+    size: int | None
+    type: str
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
@@ -167,7 +175,7 @@ class RemoteStorage:
                     self._upload(draft / file, self._at(name, file), size)
             there = self._files(name)
             for file, size in sizes.items():
-                found = there.get(file, {}).get("size")
+                found = there[file].get("size") if file in there else None
                 if found != size:
                     raise OSError(errno.EIO, f"{file} has {found} bytes there instead of {size} after its upload")
         except BaseException:
@@ -254,13 +262,13 @@ class RemoteStorage:
         names = (str(entry["name"]).rstrip("/").rpartition("/")[2] for entry in self._list(self._path or "/"))
         return [name for name in names if CHECKPOINT.fullmatch(name)]
 
-    def _files(self, name: str) -> dict[str, dict[str, Any]]:
+    def _files(self, name: str) -> dict[str, _Entry]:
         """The files under a name: the store's information by file name."""
         entries = self._list(self._at(name))
         return {str(entry["name"]).rpartition("/")[2]: entry for entry in entries if entry["type"] != "directory"}
 
-    def _list(self, path: str) -> list[dict[str, Any]]:
-        def listed() -> list[dict[str, Any]]:
+    def _list(self, path: str) -> list[_Entry]:
+        def listed() -> list[_Entry]:
             self._fs.invalidate_cache()  # other processes write here too
             return list(self._fs.ls(path, detail=True))
 

@@ -38,7 +38,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from multiprocessing.context import BaseContext
+from typing import Any, cast
 
 import torch
 from torch.utils.data import Dataset, IterableDataset, default_collate
@@ -48,6 +49,8 @@ from pollux.errors import InvalidValueError, PolluxError
 from pollux.train.position import Position, Step, StepShape, check_seed, count_passes
 from pollux.train.sources import (
     DatasetOrder,
+    LoaderOptions,
+    LoaderState,
     MapSource,
     Order,
     SamplerOrder,
@@ -95,21 +98,21 @@ class ElasticLoader:
 
     def __init__(
         self,
-        dataset: Dataset[Any],
+        dataset: Dataset[object],
         shape: StepShape,
         *,
         shuffle: bool = False,
         seed: int = 0,
-        sampler: Iterable[Any] | None = None,
-        batch_sampler: Iterable[Sequence[Any]] | None = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
+        sampler: Iterable[object] | None = None,
+        batch_sampler: Iterable[Sequence[object]] | None = None,
+        collate_fn: Callable[[list[Any]], object] | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
         prefetch_factor: int | None = None,
         drop_last: bool = False,
         timeout_s: float = 0.0,
         worker_init_fn: Callable[[int], None] | None = None,
-        multiprocessing_context: Any = None,
+        multiprocessing_context: str | BaseContext | None = None,
         share_order: ShareOrder | None = None,
         auto_commit: bool = False,
     ) -> None:
@@ -119,7 +122,7 @@ class ElasticLoader:
         self._shuffle, self._length = shuffle, length_of(dataset)
         # The workers' seeds come from a generator of our own, so that a resize does not change the global random state.
         generator = torch.Generator().manual_seed(torch_seed(seed, shape.rank))
-        workers: dict[str, Any] = {
+        workers: LoaderOptions = {
             "num_workers": num_workers,
             "persistent_workers": num_workers > 0,
             "timeout": timeout_s,
@@ -226,7 +229,7 @@ class ElasticLoader:
         self._open = None
         return self._passes(self._turn)
 
-    def _passes(self, turn: int) -> Iterator[Any]:
+    def _passes(self, turn: int) -> Iterator[object]:
         while True:
             with self._closing_on_error():
                 step = self._source.begin(self._position, self._seed, self._shape)
@@ -256,7 +259,7 @@ class ElasticLoader:
                 self.commit()
         self._current, self._is_exhausted = None, True
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> LoaderState:
         """The position after the committed steps. It holds nothing about ranks: any number of them can go on."""
         return {
             "version": STATE_VERSION,
@@ -269,12 +272,12 @@ class ElasticLoader:
             **self._source.order_state(self.epoch, self._seed),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Go on from a saved position, with the present shape and rank. A step under way is given up.
 
         Raises InvalidValueError, with nothing changed, for the state of another dataset, order or version.
         """
-        _check_state(state)
+        saved = _checked_state(state)
         expected = {"unit": self._source.unit, "shuffle": self._shuffle, "length": self._length}
         for key, own in expected.items():
             if state[key] != own:
@@ -282,9 +285,9 @@ class ElasticLoader:
                     f"this data state was saved with {key} = {state[key]!r}, but the loader has {own!r}: "
                     "it belongs to another dataset or loader"
                 )
-        self._source.adopt(state)
-        self._position = Position(epoch=state["epoch"], consumed=state["position"])
-        self._seed = state["seed"]
+        self._source.adopt(saved)
+        self._position = Position(epoch=saved["epoch"], consumed=saved["position"])
+        self._seed = saved["seed"]
         self._open, self._is_exhausted = None, False
 
     def close(self) -> None:
@@ -321,10 +324,10 @@ class ElasticLoader:
 
 
 def _check_options(
-    dataset: Dataset[Any],
+    dataset: Dataset[object],
     shuffle: bool,
-    sampler: Iterable[Any] | None,
-    batch_sampler: Iterable[Any] | None,
+    sampler: Iterable[object] | None,
+    batch_sampler: Iterable[object] | None,
     drop_last: bool,
     num_workers: int,
     prefetch_factor: int | None,
@@ -360,12 +363,12 @@ def _check_options(
 
 
 def _order_of(
-    dataset: Dataset[Any],
+    dataset: Dataset[object],
     length: int | None,
     shuffle: bool,
     seed: int,
-    sampler: Iterable[Any] | None,
-    batch_sampler: Iterable[Any] | None,
+    sampler: Iterable[object] | None,
+    batch_sampler: Iterable[object] | None,
     share: ShareOrder | None,
 ) -> Order:
     if length == 0:
@@ -389,7 +392,7 @@ def _order_of(
     return order
 
 
-def _check_state(state: Mapping[str, Any]) -> None:
+def _checked_state(state: Mapping[str, object]) -> LoaderState:
     missing = {"version", "unit", "epoch", "position", "seed", "shuffle", "length", "checksum", "order"} - set(state)
     if missing:
         raise InvalidValueError(
@@ -403,3 +406,4 @@ def _check_state(state: Mapping[str, Any]) -> None:
         value = state[key]
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise InvalidValueError(f"data state with {key} = {value!r}; a whole number, 0 or more, is needed")
+    return cast(LoaderState, state)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -21,8 +21,13 @@ from torch.nn.parallel import DistributedDataParallel
 from pollux.errors import InvalidValueError
 from pollux.train.state import Peers
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import GradBucket
+
+    Reduce = Callable[[dist.ProcessGroup, GradBucket], torch.futures.Future[Tensor]]
+
 OnForward = Callable[[BaseException | None], bool]
-Reduce = Callable[[dist.ProcessGroup, Any], torch.futures.Future[Tensor]]
+DDPOptions = dict[str, Any]  # of DistributedDataParallel, checked by name
 _OWN_OPTIONS = {"module", "process_group", "init_sync", "gradient_as_bucket_view"}
 
 
@@ -43,7 +48,7 @@ class ElasticModel(nn.Module):
         self.training = module.training
         self.on_forward: OnForward | None = None
         self.on_rebuild: Callable[[], None] | None = None
-        self.watch_outputs: Callable[[Any], None] | None = None  # set for the passes whose outputs are measured
+        self.watch_outputs: Callable[[object], None] | None = None  # set for the passes whose outputs are measured
         self._reduce, self._options, self._on_lone_forward = reduce, _checked(options), on_lone_forward
         self._ddp: list[DistributedDataParallel] = []  # in a list, so that it is no submodule: none or one
         self._has_reduced = threading.Event()
@@ -85,7 +90,7 @@ class ElasticModel(nn.Module):
         self._has_reduced, self._is_rebuilt = has_reduced, False
         self._ddp.append(ddp)
 
-    def forward(self, *inputs: Any, **kwargs: Any) -> Any:
+    def forward(self, *inputs: object, **kwargs: object) -> object:
         if not self._ddp:
             if torch.is_grad_enabled():
                 self._on_lone_forward()
@@ -127,7 +132,7 @@ def _buffers_option() -> str:
     return "forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"
 
 
-def _checked(options: dict[str, Any]) -> dict[str, Any]:
+def _checked(options: DDPOptions) -> DDPOptions:
     """Check DDP's options even if there is one replica, and so no DDP to refuse them."""
     known = set(inspect.signature(DistributedDataParallel.__init__).parameters) - {"self"} - _OWN_OPTIONS
     unknown = sorted(set(options) - known)

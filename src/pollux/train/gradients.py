@@ -25,24 +25,24 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from pollux.train.noise import WARM_UP_STEPS, Preconditioner, squared_norm, weighed
+from pollux.train.noise import WARM_UP_STEPS, GroupOptions, Preconditioner, squared_norm, weighed
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
 
 BucketKey = tuple[int, ...]  # identities of its parameters, in order
 Layout = tuple[torch.Size, tuple[int, ...], int]  # size, strides and offset of a gradient in its bucket
-Groups = list[tuple[Mapping[str, Any], list[Tensor]]]
+Groups = list[tuple[GroupOptions, list[Tensor]]]
 
 
 _FORWARD, _BACKWARD = -1, -2  # used as bucket numbers by a replica without DDP
@@ -127,7 +127,7 @@ class GradientHook:
         self._backward_hooks: list[RemovableHandle] = []  # of this pass
         self._is_ending = False  # a backward pass is under way
         self._measurement: _Measurement | None = None
-        self._groups: dict[BucketKey, list[tuple[Mapping[str, Any], list[tuple[Tensor, int]]]]] = {}
+        self._groups: dict[BucketKey, list[tuple[GroupOptions, list[tuple[Tensor, int]]]]] = {}
         self._layouts: dict[BucketKey, list[Layout]] = {}
         self._pending: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
         self._lock = threading.Lock()  # collectives end, and are given up, in other threads
@@ -419,7 +419,7 @@ class GradientHook:
             outcome.set_result(buffer)
             return outcome
 
-        def ended(reduced: torch.futures.Future[Any]) -> None:
+        def ended(reduced: torch.futures.Future[object]) -> None:
             try:
                 reduced.value()
                 if measurement is not None:
@@ -524,7 +524,7 @@ def _key(bucket: GradBucket) -> BucketKey:
 
 def _by_group(
     optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]
-) -> list[tuple[Mapping[str, Any], list[tuple[Tensor, int]]]]:
+) -> list[tuple[GroupOptions, list[tuple[Tensor, int]]]]:
     """A bucket's parameters by the optimizer's group, each with its place in the bucket."""
     places = {id(parameter): index for index, parameter in enumerate(parameters)}
     return [

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 from torch import Tensor
@@ -91,6 +91,18 @@ class _Ratio:
         return (max(c / (b + root), 0.0) if c > 0 and b + root > 0 else 0.0), MAX_NOISE_SCALE
 
 
+class AverageState(TypedDict):
+    sums: Tensor | None
+    num_samples: int
+
+
+class MomentsState(TypedDict):
+    unbiased: AverageState
+    biased: AverageState
+    is_biased: bool
+    in_a_row: int
+
+
 class _Average:
     """A debiased exponential average of |G|² and tr(Σ), with the sums for their variances.
 
@@ -141,10 +153,10 @@ class _Average:
         error = min(ratio.error(least), MAX_NOISE_SCALE) if least > 0 else 0.0
         return NoiseStats(sqr=least, var=max(var, 0.0), is_biased=is_biased, error=error, low=low, high=high)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> AverageState:
         return {"sums": None if self.sums is None else self.sums.clone(), "num_samples": self.num_samples}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         sums, num_samples = (entry(state, name) for name in ("sums", "num_samples"))
         if sums is not None and not (isinstance(sums, Tensor) and sums.shape == (self.NUM_SUMS,)):
             raise InvalidValueError(
@@ -256,7 +268,7 @@ class GradientMoments:
             average.clear()
         self._is_biased, self._in_a_row = True, 0
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> MomentsState:
         """The state, with tensors left on their device."""
         return {
             "unbiased": self._averages[False].state_dict(),
@@ -265,7 +277,7 @@ class GradientMoments:
             "in_a_row": self._in_a_row,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         """Restore a :meth:`state_dict` from any device; the next sample moves it to its own."""
         unbiased, biased, is_biased, in_a_row = (
             entry(state, name) for name in ("unbiased", "biased", "is_biased", "in_a_row")
@@ -281,7 +293,8 @@ def require_positive(name: str, value: float) -> None:
         raise InvalidValueError(f"{name} is {value}; it must be a positive number")
 
 
-def entry(state: Mapping[str, Any], name: str) -> Any:
+def entry(state: Mapping[str, object], name: str) -> Any:
+    """The value of that name, which may come from a file. Raises InvalidValueError if it is missing."""
     if name not in state:
         raise InvalidValueError(
             f"the noise scale's state lacks {name!r}; it has {', '.join(map(repr, state)) or 'nothing'}"

@@ -41,7 +41,9 @@ LEAST_ROOT = 0.1
 # Optimizer steps before the first sample. Until then v̂ is an average of few values, whose inverse is very noisy.
 WARM_UP_STEPS = 30
 
-ParameterGroups = Sequence[tuple[Mapping[str, Any], Sequence[Tensor]]]  # each group's options, some of its parameters
+GroupOptions = Mapping[str, Any]  # of one parameter group of a torch optimizer: "lr", "betas", ...
+ParameterState = Mapping[str, Any]  # what a torch optimizer keeps for one parameter: "exp_avg_sq", "step", ...
+ParameterGroups = Sequence[tuple[GroupOptions, Sequence[Tensor]]]  # each group's options, some of its parameters
 
 
 class Preconditioner:
@@ -105,12 +107,12 @@ class Preconditioner:
             for parameter in parameters
         )
 
-    def _second_moment_name(self, options: Mapping[str, Any]) -> str:
+    def _second_moment_name(self, options: GroupOptions) -> str:
         if self.kind == "rmsprop":
             return "square_avg"
         return "max_exp_avg_sq" if options.get("amsgrad") else "exp_avg_sq"
 
-    def _roots(self, options: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+    def _roots(self, options: GroupOptions, states: Sequence[ParameterState]) -> list[Tensor]:
         moments = [_widened(state[self._second_moment_name(options)]) for state in states]
         if self.kind == "rmsprop":
             if options.get("centered"):
@@ -176,7 +178,7 @@ class NoiseScale:
         initial_batch: int | None = None,
         warm_up_steps: int = WARM_UP_STEPS,
     ) -> None:
-        self._groups: Sequence[Mapping[str, Any]]
+        self._groups: Sequence[GroupOptions]
         self._preconditioner: Preconditioner | None = None
         if precondition not in ("auto", "none", *Preconditioner.KINDS):
             raise UnknownNameError("preconditioner", precondition, ("auto", "none", *Preconditioner.KINDS))
@@ -311,7 +313,7 @@ class NoiseScale:
         """Whether the numbers come from differences of successive steps."""
         return self._moments.is_biased
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, object]:
         """The averages and M0, without the gradients: the first pair after loading is skipped."""
         return {
             "moments": self._moments.state_dict(),
@@ -319,7 +321,7 @@ class NoiseScale:
             "num_steps": self._num_steps,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         moments, initial_batch, num_steps = (entry(state, name) for name in ("moments", "initial_batch", "num_steps"))
         if initial_batch is not None:
             require_positive("initial batch size", initial_batch)
@@ -359,7 +361,7 @@ class NoiseScale:
         """
         if isinstance(self._target, torch.optim.Optimizer):
             self._groups = self._target.param_groups
-        groups: list[tuple[Mapping[str, Any], list[Tensor]]] = []
+        groups: list[tuple[GroupOptions, list[Tensor]]] = []
         grads: list[Tensor] = []
         copies: list[Tensor] = []
         for options in self._groups:

@@ -21,19 +21,19 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TypedDict
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from pollux.train.moments import CONFIDENCE, GradientMoments, NoiseStats
-from pollux.train.noise import Preconditioner
+from pollux.train.moments import CONFIDENCE, GradientMoments, MomentsState, NoiseStats
+from pollux.train.noise import GroupOptions, Preconditioner
 from pollux.train.pending_scalars import MAX_UNREAD
 from pollux.train.step_exchange import MIN_SAMPLES
 
@@ -186,7 +186,7 @@ class NormLayers:
     def _preconditioned(self, known: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
         """The parameters that the optimizer has stepped before, and the inverse metric of each."""
         assert self._optimizer is not None and self._preconditioner is not None
-        groups: list[tuple[Mapping[str, Any], list[Tensor]]] = []
+        groups: list[tuple[GroupOptions, list[Tensor]]] = []
         wanted = set(map(id, known))
         for options in self._optimizer.param_groups:
             members = [one for one in options["params"] if id(one) in wanted]
@@ -222,6 +222,11 @@ class _Unread:
     @property
     def is_there(self) -> bool:
         return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
+
+
+class NormNoiseState(TypedDict):
+    moments: MomentsState
+    has_told: bool
 
 
 class NormNoise:
@@ -275,10 +280,10 @@ class NormNoise:
     def _read(self) -> None:
         self.noise = self.moments.read() if self.moments.num_samples >= MIN_SAMPLES else None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> NormNoiseState:
         return {"moments": self.moments.state_dict(), "has_told": self._has_told}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: NormNoiseState) -> None:
         self.moments.load_state_dict(state["moments"])
         self._has_told = bool(state["has_told"])
         self._read()

@@ -32,10 +32,11 @@ from pollux.train.membership import Group, Membership, membership_from_environme
 from pollux.train.moments import GradientMoments
 from pollux.train.progress import Progress
 from pollux.train.report import FileReporter, Reporter
-from pollux.train.run_state import RunState, Stateful
+from pollux.train.run_state import RunState
 from pollux.train.scaling import ScalingRule
 from pollux.train.session import Session
 from pollux.train.sources import length_of
+from pollux.train.state import Stateful
 from pollux.train.step_exchange import StepExchange
 from pollux.train.team import Team
 from pollux.train.trainee import Trainee
@@ -197,7 +198,7 @@ class Run:
 
     def dataloader(
         self,
-        dataset: Dataset[Any],
+        dataset: Dataset[object],
         batch_size: int = 1,
         *,
         max_batch_size: int | None = None,
@@ -234,10 +235,10 @@ class Run:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        lr_scheduler: Any = None,
+        lr_scheduler: Stateful | None = None,
         *,
         scaling: str | ScalingRule = "auto",
-        grad_scaler: Any = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
         **ddp_options: Any,
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Returns the replicated model and the optimizer.
@@ -246,7 +247,8 @@ class Run:
         one call may take several steps at once, or none. ``scaling`` is the learning-rate rule ("auto", "adascale",
         "sqrt", "linear", "none", or an object; see :mod:`pollux.train.scaling`). ``grad_scaler`` is a
         torch.amp.GradScaler, if the loop uses one. Other options go to
-        DistributedDataParallel (``find_unused_parameters``, ``static_graph``, ``bucket_cap_mb``). Compile the model before, not after.
+        DistributedDataParallel (``find_unused_parameters``, ``static_graph``, ``bucket_cap_mb``). Compile the model
+        before, not after.
         """
         if self._trainee is not None:
             raise InvalidValueError("run.prepare was called before: a run trains one model (put several into one)")

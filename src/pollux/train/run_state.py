@@ -6,7 +6,7 @@ The session changes this state from step to step; the checkpointer and resizes c
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import TypedDict
 
 import torch
 
@@ -14,19 +14,27 @@ from pollux.errors import InvalidValueError
 from pollux.train.batch_changes import GrowthGuard
 from pollux.train.batching import BatchChoice
 from pollux.train.data import ElasticLoader
+from pollux.train.moments import MomentsState
 from pollux.train.norm_layers import NormNoise
 from pollux.train.output_error import OutputError
 from pollux.train.progress import Progress, earned_gain, gain_of
 from pollux.train.report import Report
-from pollux.train.state import FlatState, flatten, random_state, set_random_state, unflatten
+from pollux.train.scaling import RateState
+from pollux.train.state import FlatState, Stateful, flatten, random_state, set_random_state, unflatten
 from pollux.train.step_exchange import StepExchange
 from pollux.train.trainee import Trainee
 from pollux.train.tuner import Tuner
 
 
-class Stateful(Protocol):
-    def state_dict(self) -> dict[str, Any]: ...
-    def load_state_dict(self, state: dict[str, Any]) -> Any: ...
+class AgreedState(TypedDict):
+    """The values that must be equal on all replicas."""
+
+    moments: MomentsState
+    measured: tuple[int, int, int]  # interval, num_measured, last_measured
+    earned: float
+    total_batch: int
+    rate: RateState
+    scaler: dict[str, object] | None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -45,7 +53,7 @@ class RunState:
     interval: int = 1  # steps between measurements of the noise scale
     num_measured: int = 0
     last_measured: int = 0
-    metrics: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, object] = field(default_factory=dict)
     stalled_s: float = 0.0  # in resizes and recoveries
     lineage: int = 0  # of checkpoints: a new number each time training begins or resumes
     guard: GrowthGuard = field(default_factory=GrowthGuard)
@@ -109,7 +117,7 @@ class RunState:
             stateful.load_state_dict(state["tracked"][name])
         set_random_state(state["random"], self.device)
 
-    def agreed_state(self) -> dict[str, Any]:
+    def agreed_state(self) -> AgreedState:
         """The values that must be equal on all replicas, also on those with the same number of steps."""
         return {
             "moments": self.exchange.moments.state_dict(),
@@ -120,7 +128,7 @@ class RunState:
             "scaler": self.trainee.scaler_state(),
         }
 
-    def load_agreed_state(self, state: dict[str, Any]) -> None:
+    def load_agreed_state(self, state: AgreedState) -> None:
         self.exchange.moments.load_state_dict(state["moments"])
         self.exchange.reset()
         self.interval, self.num_measured, self.last_measured = state["measured"]

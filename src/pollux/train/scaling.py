@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypedDict, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -216,13 +216,25 @@ def rule_for(rule: str | ScalingRule, optimizer: torch.optim.Optimizer) -> Scali
     return rule
 
 
+ParameterGroup = dict[str, Any]  # of a torch optimizer: "params", "lr", "betas", ...
+
+
+class RateState(TypedDict):
+    factor: float
+    cap: float
+    has_stepped: bool
+    exponent: float
+    direction: int
+    target: float
+
+
 @dataclass(slots=True)
 class _ScaledGroup:
     """One parameter group whose rate is scaled during the present step."""
 
-    group: dict[str, Any]
-    unscaled: Any  # for a tensor, a copy of it; None where another group restores it
-    scaled: Any  # for a tensor, the very tensor in the group
+    group: ParameterGroup
+    unscaled: float | Tensor | None  # for a tensor, a copy of it; None if another group restores it
+    scaled: float | Tensor | None  # for a tensor, the tensor in the group itself
     betas: tuple[float, float] | None = None
 
     def restore(self) -> None:
@@ -230,6 +242,7 @@ class _ScaledGroup:
             self.group["betas"] = self.betas
         current = self.group["lr"]
         if isinstance(self.scaled, Tensor):
+            assert isinstance(self.unscaled, Tensor)
             # In place: captured graphs and fused kernels refer to the tensor.
             self.scaled.copy_(self.unscaled)
         elif self.scaled is not None and not isinstance(current, Tensor) and current == self.scaled:
@@ -301,12 +314,18 @@ class ScaledRate:
         rate = self._optimizer.param_groups[0]["lr"]
         return float(rate) if not isinstance(rate, Tensor) or rate.device.type == "cpu" else 0.0
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> RateState:
         """The values that the next step's factor depends on, besides the rule."""
-        names = ("_factor", "cap", "_has_stepped", "_exponent", "direction", "target")
-        return {name.removeprefix("_"): getattr(self, name) for name in names}
+        return {
+            "factor": self._factor,
+            "cap": self.cap,
+            "has_stepped": self._has_stepped,
+            "exponent": self._exponent,
+            "direction": self.direction,
+            "target": self.target,
+        }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: RateState) -> None:
         """Restore a :meth:`state_dict` of another replica, or of before a restart."""
         self._factor, self.cap, self._has_stepped = state["factor"], state["cap"], state["has_stepped"]
         self._applied = self._factor
@@ -335,7 +354,7 @@ class ScaledRate:
             handle.remove()
         self._handles.clear()
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if self._pending:
             self.restore()
         is_plain = self._factor == 1.0 and self._exponent == 1.0 and isinstance(self.rule, _ONE_AT_M0)
@@ -384,11 +403,11 @@ class ScaledRate:
                     self._pending.append(_ScaledGroup(group, rate.clone(), rate, betas))
                     rate.mul_(factor)
 
-    def _after_step(self, *_: Any) -> None:
+    def _after_step(self, *_: object) -> None:
         if self._pending:
             self.restore()
 
-    def _after_loading(self, *_: Any) -> None:
+    def _after_loading(self, *_: object) -> None:
         self._exponent = 1.0
 
     @torch.no_grad()
@@ -422,7 +441,7 @@ def _exponent_for(optimizer: torch.optim.Optimizer, scale: float) -> float:
     return min(scale, max(largest, 1.0))
 
 
-def _scale_betas(group: dict[str, Any], exponent: float) -> tuple[float, float] | None:
+def _scale_betas(group: ParameterGroup, exponent: float) -> tuple[float, float] | None:
     """Set β^exponent in the group, and return the old β; None if nothing was changed."""
     betas = group.get("betas")
     if exponent == 1.0 or not (isinstance(betas, tuple) and all(isinstance(beta, float) for beta in betas)):

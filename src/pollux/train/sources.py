@@ -8,9 +8,9 @@ from __future__ import annotations
 import inspect
 import logging
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict, cast
 
 import numpy as np
 import torch
@@ -23,7 +23,32 @@ from pollux.types import IntArray
 
 logger = logging.getLogger(__name__)
 
-ShareOrder = Callable[[list[Any]], list[Any]]
+Unit = Any  # an example's index or key, or with a batch_sampler a list of them
+LoaderOptions = dict[str, Any]  # of torch's DataLoader
+
+
+class OrderState(TypedDict):
+    checksum: int | None
+    order: list[Unit] | None  # None if it can be drawn again
+
+
+class LoaderState(OrderState):
+    """See :meth:`pollux.train.data.ElasticLoader.state_dict`."""
+
+    version: int
+    unit: str
+    epoch: int
+    position: int
+    seed: int
+    shuffle: bool
+    length: int | None
+
+
+class _HasGenerator(Protocol):
+    generator: torch.Generator | None
+
+
+ShareOrder = Callable[[list[Unit]], list[Unit]]
 """Takes this rank's order and returns rank 0's. Called on every rank, once per epoch, before its first step."""
 
 
@@ -41,7 +66,7 @@ class Order(Protocol):
     def length(self) -> int | None:
         """Entries per epoch, if known before drawing."""
 
-    def draw(self, epoch: int, seed: int, num_replicas: int) -> IntArray | list[Any]: ...
+    def draw(self, epoch: int, seed: int, num_replicas: int) -> IntArray | list[Unit]: ...
 
 
 class DatasetOrder:
@@ -59,7 +84,7 @@ class DatasetOrder:
 
 
 class SamplerOrder:
-    def __init__(self, sampler: Iterable[Any], unit: str, share: ShareOrder | None) -> None:
+    def __init__(self, sampler: Iterable[object], unit: str, share: ShareOrder | None) -> None:
         self.unit = unit
         self._sampler, self._share = sampler, share
         self._holder = _generator_holder(sampler)
@@ -69,7 +94,8 @@ class SamplerOrder:
     def length(self) -> int | None:
         return length_of(self._sampler)
 
-    def draw(self, epoch: int, seed: int, num_replicas: int) -> list[Any]:
+    def draw(self, epoch: int, seed: int, num_replicas: int) -> list[Unit]:
+        order: list[Unit]
         set_epoch = getattr(self._sampler, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)
@@ -108,13 +134,13 @@ class _Drawn:
 
     epoch: int
     seed: int
-    order: IntArray | list[Any]
+    order: IntArray | list[Unit]
     is_batched: bool
 
     def __len__(self) -> int:
         return len(self.order)
 
-    def indices(self, positions: range) -> list[Any]:
+    def indices(self, positions: range) -> list[Unit]:
         units = self.order[positions.start : positions.stop : positions.step]
         if self.is_batched:
             return [index for unit in units for index in unit]
@@ -136,20 +162,20 @@ class _IndexStream:
     """The DataLoader's batch_sampler: every ``iter`` starts the plan set last."""
 
     def __init__(self) -> None:
-        self.plan: Iterator[list[Any]] = iter(())
+        self.plan: Iterator[list[Unit]] = iter(())
 
-    def __iter__(self) -> Iterator[list[Any]]:
+    def __iter__(self) -> Iterator[list[Unit]]:
         return self.plan
 
 
 class MapSource:
     """Reads by index. ``begin`` uses the batches that workers have read ahead, if they are for this step."""
 
-    def __init__(self, dataset: Dataset[Any], order: Order, drop_last: bool, options: dict[str, Any]) -> None:
+    def __init__(self, dataset: Dataset[object], order: Order, drop_last: bool, options: LoaderOptions) -> None:
         self._dataset, self._order, self._drop_last, self._options = dataset, order, drop_last, options
         self._stream = _IndexStream()
-        self._loader: DataLoader[Any] | None = None
-        self._batches: Iterator[Any] = iter(())
+        self._loader: DataLoader[object] | None = None
+        self._batches: Iterator[object] = iter(())
         self._drawn: _Drawn | None = None
         self._checksum: tuple[_Drawn, int] | None = None
         self._next: tuple[_Drawn, int, StepShape] | None = None  # of the batches being read ahead
@@ -177,7 +203,7 @@ class MapSource:
         self._next = None  # until the last pass is read: a step left half-way must be read again
         return step
 
-    def fetch(self, step: Step, index: int) -> Any:
+    def fetch(self, step: Step, index: int) -> object:
         batch = next(self._batches)
         if index == step.num_passes - 1 and self._drawn is not None:
             self._next = self._drawn, step.start + step.count, step.shape
@@ -187,7 +213,7 @@ class MapSource:
         assert self._drawn is not None
         return self._drawn.num_examples(positions)
 
-    def order_state(self, epoch: int, seed: int) -> dict[str, Any]:
+    def order_state(self, epoch: int, seed: int) -> OrderState:
         drawn = self._drawn
         if drawn is None or (drawn.epoch, drawn.seed) != (epoch, seed):
             return {"checksum": None, "order": None}  # no step of this epoch has begun, so its order can still be drawn
@@ -195,14 +221,14 @@ class MapSource:
             self._checksum = drawn, drawn.checksum()
         return {"checksum": self._checksum[1], "order": None if self._order.is_reproducible else list(drawn.order)}
 
-    def adopt(self, state: Mapping[str, Any]) -> None:
-        epoch, seed, order = state["epoch"], state["seed"], state["order"]
-        if order is None and (state["checksum"] is None or not self._order.is_reproducible):
+    def adopt(self, state: LoaderState) -> None:
+        epoch, seed, saved = state["epoch"], state["seed"], state["order"]
+        if saved is None and (state["checksum"] is None or not self._order.is_reproducible):
             if state["position"]:
                 raise InvalidValueError(f"this data state is in the middle of epoch {epoch}, but its order is missing")
             self._drawn = None
             return
-        order = self._order.draw(epoch, seed, 1) if order is None else list(order)
+        order = self._order.draw(epoch, seed, 1) if saved is None else list(saved)
         drawn = _Drawn(epoch=epoch, seed=seed, order=order, is_batched=self.unit == "batch")
         if drawn.checksum() != state["checksum"]:
             raise InvalidValueError(
@@ -233,7 +259,7 @@ class MapSource:
         self._batches = iter(self._loader)
 
 
-def _plan(drawn: _Drawn, position: int, shape: StepShape, drop_last: bool) -> Iterator[list[Any]]:
+def _plan(drawn: _Drawn, position: int, shape: StepShape, drop_last: bool) -> Iterator[list[Unit]]:
     """Index lists from ``position`` to the end of the epoch, for the workers to read ahead.
 
     A function and not a method: the workers' iterator holds it, and a reference cycle would keep the workers alive
@@ -256,15 +282,15 @@ class _End:
     last: object  # the last example: a filler for ranks that have none
 
 
-class _Shard(IterableDataset[Any]):
+class _Shard(IterableDataset[object]):
     """One worker's part of a stream. Where it starts is in shared memory, so workers live on when that changes."""
 
-    def __init__(self, dataset: IterableDataset[Any]) -> None:
+    def __init__(self, dataset: IterableDataset[object]) -> None:
         self.dataset = dataset
         self.takes_start = "start" in inspect.signature(type(dataset).__iter__).parameters
         self.control = torch.zeros(4, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]  # start, K, rank, epoch
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         start, num_replicas, rank, epoch = (int(value) for value in self.control.tolist())
         info = get_worker_info()
         num_workers, worker = (info.num_workers, info.id) if info is not None else (1, 0)
@@ -272,7 +298,7 @@ class _Shard(IterableDataset[Any]):
             self.dataset.set_epoch(epoch)
         return self._read(start, start + rank + num_replicas * worker, num_replicas * num_workers)
 
-    def _read(self, start: int, first: int, stride: int) -> Iterator[Any]:
+    def _read(self, start: int, first: int, stride: int) -> Iterator[object]:
         position, last = 0, None
         if self.takes_start:
             position, examples = start, type(self.dataset).__iter__(self.dataset, start=start)  # type: ignore[call-arg]
@@ -297,19 +323,19 @@ class StreamSource:
 
     def __init__(
         self,
-        dataset: IterableDataset[Any],
-        collate: Callable[[list[Any]], Any],
+        dataset: IterableDataset[object],
+        collate: Callable[[list[object]], object],
         pins: bool,
         drop_last: bool,
-        options: dict[str, Any],
+        options: LoaderOptions,
     ) -> None:
         self._shard = _Shard(dataset)
         self._collate, self._pins, self._drop_last, self._options = collate, pins, drop_last, options
-        self._loader: DataLoader[Any] | None = None
-        self._examples: Iterator[Any] = iter(())
+        self._loader: DataLoader[object] | None = None
+        self._examples: Iterator[object] = iter(())
         self._key: tuple[int, int, int] | None = None  # epoch, K, rank that the stream was started for
         self._start = 0  # position where the buffer begins, minus the rank
-        self._buffer: list[Any] = []
+        self._buffer: list[object] = []
         self._begun: Step | None = None
         self._end: _End | None = None
 
@@ -336,7 +362,7 @@ class StreamSource:
         self._begun = position.take(length, shape, drop_last=self._drop_last)
         return self._begun
 
-    def fetch(self, step: Step, index: int) -> Any:
+    def fetch(self, step: Step, index: int) -> object:
         low = sum(map(len, step.passes[:index]))
         examples = self._buffer[low : low + len(step.passes[index])]
         if not examples and self._end is not None:
@@ -347,10 +373,10 @@ class StreamSource:
     def num_examples(self, positions: range) -> int:
         return len(positions)
 
-    def order_state(self, epoch: int, seed: int) -> dict[str, Any]:
+    def order_state(self, epoch: int, seed: int) -> OrderState:
         return {"checksum": None, "order": None}
 
-    def adopt(self, state: Mapping[str, Any]) -> None:
+    def adopt(self, state: LoaderState) -> None:
         self._key = None
 
     def close(self) -> None:
@@ -367,7 +393,7 @@ class StreamSource:
         self._key, self._start, self._buffer, self._begun, self._end = key, start, [], None, None
 
 
-def _end_workers(iterator: Iterator[Any]) -> None:
+def _end_workers(iterator: Iterator[object]) -> None:
     # Deleting the iterator would do it, but after an error a traceback may keep it alive.
     shutdown = getattr(iterator, "_shutdown_workers", None)
     if shutdown is None:
@@ -380,7 +406,7 @@ def _end_workers(iterator: Iterator[Any]) -> None:
         logger.debug("an error while ending the data workers", exc_info=True)
 
 
-def _as_it_is(example: Any) -> Any:
+def _as_it_is(example: object) -> object:
     return example
 
 
@@ -391,11 +417,11 @@ def length_of(sized: object) -> int | None:
         return None
 
 
-def _generator_holder(sampler: object) -> Any:
+def _generator_holder(sampler: object) -> _HasGenerator | None:
     """The sampler, or the one inside a batch_sampler, that has a ``generator`` to seed; None if there is none."""
     while sampler is not None:
         if isinstance(getattr(sampler, "generator", ()), torch.Generator | None):
-            return sampler
+            return cast(_HasGenerator, sampler)
         sampler = getattr(sampler, "sampler", None)
     return None
 

@@ -13,13 +13,32 @@ import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 CHUNK_BYTES = 64 * 2**20  # of a broadcast message: smaller ones send more messages, larger ones need more memory
+
+
+Value = TypeVar("Value")
+TensorEntry = tuple[str, tuple[int, ...], torch.dtype, bool]  # name, shape, type, whether it is on a device
+
+
+class Stateful(Protocol):
+    """Any object with a state: what ``run.track`` keeps, and LR schedulers."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any], /) -> object: ...
+
+
+class RandomState(TypedDict):
+    python: tuple[int, tuple[int, ...], float | None]
+    numpy: dict[str, Any] | tuple[str, NDArray[np.uint32], int, int, float]
+    torch: Tensor
+    device: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +54,17 @@ class FlatState:
     blob: bytes
 
 
-def flatten(tree: Any) -> FlatState:
+def flatten(tree: object) -> FlatState:
     """The tensors by path, and everything else as bytes. Tensors are not copied."""
     tensors: dict[str, Tensor] = {}
 
-    def strip(node: Any, path: str) -> Any:
+    def strip(node: object, path: str) -> object:
         if isinstance(node, Tensor):
             while path in tensors:  # two keys may give the same path: 1 and "1", or one with a slash
                 path += "'"
             tensors[path] = node.detach()
             return TensorName(path)
-        if type(node) in (list, tuple):
+        if isinstance(node, list | tuple) and type(node) in (list, tuple):  # not a named tuple
             return type(node)(strip(child, f"{path}/{index}") for index, child in enumerate(node))
         if isinstance(node, Mapping):  # a state_dict is an OrderedDict with metadata: a plain dict loads as well
             return {key: strip(child, f"{path}/{key}") for key, child in node.items()}
@@ -57,10 +76,10 @@ def flatten(tree: Any) -> FlatState:
 
 
 def unflatten(state: FlatState) -> Any:
-    def fill(node: Any) -> Any:
+    def fill(node: object) -> object:
         if isinstance(node, TensorName):
             return state.tensors[node.name]
-        if type(node) in (list, tuple):
+        if isinstance(node, list | tuple) and type(node) in (list, tuple):
             return type(node)(fill(child) for child in node)
         if isinstance(node, dict):
             return {key: fill(child) for key, child in node.items()}
@@ -86,7 +105,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
     was sent (channels_last) would be paired with the wrong elements.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    entries: dict[Any, Any] = {}
+    entries: dict[object, dict[str, object]] = {}
     for index, entry in state["state"].items():
         parameter = parameters[index] if isinstance(index, int) and index < len(parameters) else None
         entries[index] = {
@@ -98,7 +117,7 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
     optimizer.load_state_dict({**state, "state": entries})
 
 
-def random_state(device: torch.device) -> dict[str, Any]:
+def random_state(device: torch.device) -> RandomState:
     """The states of Python's, numpy's, torch's and the device's generators."""
     return {
         "python": random.getstate(),
@@ -108,7 +127,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
     }
 
 
-def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+def set_random_state(state: RandomState, device: torch.device) -> None:
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     np.random.set_state(state["numpy"])
@@ -123,7 +142,7 @@ class Peers(Protocol):
     @property
     def rank(self) -> int: ...
 
-    def share(self, value: Any, source: int = 0) -> Any: ...
+    def share(self, value: Value, source: int = 0) -> Value: ...
     def broadcast(self, tensor: Tensor, source: int) -> None: ...
 
 
@@ -132,13 +151,15 @@ def broadcast(state: FlatState | None, source: int, device: torch.device, peers:
 
     ``state`` is read on the source only. Raises what ``peers`` raises when a rank is lost.
     """
-    header: tuple[bytes, list[Any]] | None = None
+    header: tuple[bytes, list[TensorEntry]] | None = None
     is_source = peers.rank == source
     if is_source:
         assert state is not None
         entries = [(name, tuple(t.shape), t.dtype, t.device.type != "cpu") for name, t in state.tensors.items()]
         header = state.blob, entries
-    blob, entries = peers.share(header, source)
+    shared = peers.share(header, source)
+    assert shared is not None  # the source's
+    blob, entries = shared
     received: dict[str, Tensor] = {}
     for chunk in _chunks(entries):
         _, _, dtype, on_device = chunk[0]
@@ -156,11 +177,11 @@ def broadcast(state: FlatState | None, source: int, device: torch.device, peers:
     return state if is_source and state is not None else FlatState(received, blob)
 
 
-def _chunks(entries: list[tuple[str, tuple[int, ...], torch.dtype, bool]]) -> Iterator[list[Any]]:
+def _chunks(entries: list[TensorEntry]) -> Iterator[list[TensorEntry]]:
     """Groups of entries of one type and device, about CHUNK_BYTES each."""
     order = sorted(entries, key=lambda entry: (entry[3], str(entry[2])))
     for _, group in groupby(order, key=lambda entry: (entry[3], entry[2])):
-        chunk: list[Any] = []
+        chunk: list[TensorEntry] = []
         total = 0
         for entry in group:
             size = int(np.prod(entry[1], dtype=np.int64)) * entry[2].itemsize

@@ -6,19 +6,19 @@ are attached to them, and :meth:`Trainee.detach` removes them.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 import torch
 from torch import Tensor, nn
 
 from pollux.errors import InvalidValueError
 from pollux.train.alignment import Alignment
-from pollux.train.elastic_model import ElasticModel
+from pollux.train.elastic_model import DDPOptions, ElasticModel
 from pollux.train.gates import Gate, gate_optimizer, gate_scaler, gate_scheduler
 from pollux.train.gradients import GradientHook
 from pollux.train.norm_layers import NormLayers
-from pollux.train.scaling import AUTO, ScaledRate, ScalingRule, StepContext, rule_for
-from pollux.train.state import load_optimizer, signature_of
+from pollux.train.scaling import AUTO, RateState, ScaledRate, ScalingRule, StepContext, rule_for
+from pollux.train.state import Stateful, load_optimizer, signature_of
 from pollux.train.team import Team
 
 
@@ -39,17 +39,25 @@ class Steps(Protocol):
     def on_rebuild(self) -> None: ...
 
 
+class TraineeState(TypedDict):
+    model: dict[str, Any]
+    optimizer: dict[str, Any]
+    rate: RateState
+    scheduler: dict[str, Any] | None
+    scaler: dict[str, object] | None
+
+
 class Trainee:
     def __init__(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        lr_scheduler: Any,
-        grad_scaler: Any,
+        lr_scheduler: Stateful | None,
+        grad_scaler: torch.amp.GradScaler | None,
         scaling: str | ScalingRule,
         team: Team,
         steps: Steps,
-        ddp_options: dict[str, Any],
+        ddp_options: DDPOptions,
     ) -> None:
         check_trainable(model, optimizer, lr_scheduler)
         self.module, self.optimizer = model, optimizer
@@ -128,14 +136,14 @@ class Trainee:
         if self._scaler is not None:
             self._scaler._per_optimizer_states.clear()  # otherwise the scaler would refuse a second unscale_
 
-    def scaler_state(self) -> dict[str, Any] | None:
+    def scaler_state(self) -> dict[str, object] | None:
         return None if self._scaler is None else dict(self._scaler.state_dict())
 
-    def load_scaler_state(self, state: dict[str, Any] | None) -> None:
+    def load_scaler_state(self, state: dict[str, object] | None) -> None:
         if self._scaler is not None and state:
             self._scaler.load_state_dict(state)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> TraineeState:
         self.rate.restore()
         return {
             "model": self.module.state_dict(),
@@ -145,7 +153,7 @@ class Trainee:
             "scaler": self.scaler_state(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: TraineeState) -> None:
         self.module.load_state_dict(state["model"])
         load_optimizer(self.optimizer, state["optimizer"])
         self.rate.load_state_dict(state["rate"])  # after the optimizer's, whose hook resets it
@@ -168,7 +176,7 @@ class Trainee:
         return scale
 
 
-def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, lr_scheduler: Any) -> None:
+def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, lr_scheduler: object) -> None:
     """Raises InvalidValueError if these objects cannot be trained together."""
     if not isinstance(model, nn.Module):
         raise InvalidValueError(f"the model is a {type(model).__name__}; a torch.nn.Module is needed")

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TypedDict
 
 import torch
 
 from pollux.errors import FitError, InvalidValueError
 from pollux.model.fitting import Fit, fit
 from pollux.model.profile import Configuration, Profile, Timing
-from pollux.train.batch_changes import ChangeLimiter, ScheduleWatch
+from pollux.train.batch_changes import ChangeLimiter, ScheduleState, ScheduleWatch
 from pollux.train.batching import BatchChoice, BatchPolicy, BatchSituation, spread
 from pollux.train.exploration import LEAST_PER_EPOCH, Explorer, Ladder, MemoryWatch
 from pollux.train.moments import NoiseStats
@@ -31,6 +30,15 @@ STEPS_TO_EXPLORE_AGAIN = 2000  # at least, as exploring costs some steps at larg
 MAX_NOTES = 20  # kept for the next report; older ones are dropped
 
 logger = logging.getLogger(__name__)
+
+
+class TunerState(TypedDict):
+    profile: list[tuple[str, tuple[int, int, int], tuple[float, float, int]]]  # accelerator, configuration, timing
+    device_max: int
+    asked_device_max: int
+    change_limiter: dict[str, int]
+    rates: ScheduleState
+    has_explored: bool
 
 
 class Tuner:
@@ -248,9 +256,9 @@ class Tuner:
             return None
         return choice.total / (choice.config.accum_steps * timing.grad_s + timing.step_s)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> TunerState:
         return {
-            "profile": [(accelerator, tuple(c), tuple(t)) for accelerator, c, t in self.profile],
+            "profile": [(accelerator, (*c,), (*t,)) for accelerator, c, t in self.profile],
             "device_max": self.limits.device_max,
             "asked_device_max": self._asked.device_max,
             "change_limiter": self.change_limiter.state_dict(),
@@ -258,7 +266,7 @@ class Tuner:
             "has_explored": self.explorer.is_done,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: TunerState) -> None:
         self.profile = Profile()
         for accelerator, configuration, timing in state["profile"]:
             self.profile.add(accelerator, Configuration(*configuration), Timing(*timing))
