@@ -4,12 +4,12 @@
 
 one: an ImageNet training from 1 to 16 nodes of 4 GPUs, scaled by goodput utility and by throughput utility (Or et al.,
 MLSys'20: every example counts the same, each replica keeps its batch, so the total grows with the replicas). The Pollux
-paper reports 25 % less cost for 6 % more time (OSDI'21, section 5.3.3). Needs ../shared/osdi21. The last rows are what
-the traces allow at all: for every epoch the best number of nodes and batch, known in advance, at no cost of moving.
+paper reports 25 % less cost for 6 % more time (OSDI'21, section 5.3.3). Needs ../shared/osdi21. The last rows are the
+best that the traces allow: for every epoch the best number of nodes and batch, known in advance, without resize costs.
 
 stream: auto-scaled clusters against a fixed one of the same average size, which is found from the auto-scaled run; and
 on a budget of so many GPUs in every window of a day, against a fixed cluster of that many. BOA Constrictor reports 1.6
-times lower average JCT at an equal budget. Nodes take 120 s to start, and are paid for from when they are asked for.
+times lower average JCT at an equal budget. Nodes take 120 s to start, and cost money from the request on.
 Without ../shared/osdi21 the applications are the built-in ones, and the published workloads are left out.
 """
 

@@ -1,11 +1,11 @@
-"""A large cluster on the dashboard: how long until it is seen, and what updates cost the browser.
+"""A large cluster on the dashboard: how long the page takes to appear, and what updates cost the browser.
 
     python benchmarks/dashboard.py [--jobs 500] [--nodes 1000] [--seconds 15] [--json]
 
-Server, feed and page are the shipped ones, the server in a process of its own; only the engine pretends. Jobs report
-all the time, and now and then one ends and another begins. Chromium measures itself: first contentful paint, when the
-page of the cluster stood there, the time of the main thread that each message took (reading it and changing the page),
-and the longest task while they came, figures and maps included. Needs playwright and chromium.
+Server, feed and page are the shipped ones, the server in its own process; only the engine is a fake. Jobs report all
+the time, and sometimes one ends and another begins. Chromium measures: first contentful paint, when the cluster's page
+is complete, the main thread's time per message (reading it and changing the page), and the longest task during the
+updates, figures and maps included. Needs playwright and chromium.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 Without arguments: every instance in ../shared/instances, or a generated one where that is missing. The
 fitness is the OSDI'21 artifact's: ((1/J) Σ_j (speedup_j/G + eps)^p)^(1/p) with G GPUs a node, recomputed
-here from the allocation alone. Where the genetic algorithm's own figure is known it stands beside ours.
+here from the allocation alone. Where the genetic algorithm's own figure is known, it is printed next to ours.
 """
 
 from __future__ import annotations
@@ -171,7 +171,7 @@ def to_snapshot(instance: dict[str, Any]) -> Snapshot:
 
 
 def _published_tables(instance: dict[str, Any], ours: list[SpeedupTable]) -> list[SpeedupTable]:
-    """Speedups from the goodputs that come with the instance, so that anybody can recompute the fitness."""
+    """Speedups from the goodputs that come with the instance, so that readers can recompute the fitness."""
     tables = []
     for job, own in zip(instance["jobs"], ours, strict=True):
         if job.get("goodput_1node") is None:

@@ -1,8 +1,8 @@
-"""What the runs of ``time_to_quality.py`` came to: tables, a summary in JSON, and one HTML page that needs no network.
+"""Shows the results of ``time_to_quality.py``: tables, a summary in JSON, and one HTML page that needs no network.
 
-Everything is computed from the curves. A target counts as reached where two evaluations in a row are as good; the time
-is interpolated between the first of them and the one before. Without a target of its own, a task's target is the
-quality that plain PyTorch at M0 has at 80 % of its budget (the median over seeds).
+Everything is computed from the curves. A target is reached at two evaluations in a row that are as good; the time is
+interpolated between the first of them and the one before. A task without a fixed target has as target the quality of
+plain PyTorch at M0 after 80 % of its budget (the median over seeds).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Tasks of ``time_to_quality.py``: seven models on real data, each with optimizer, initial batch M0 and quality.
 
-The data come from one file that ``scripts/make_benchmark_data.py`` makes, and lie on the device as a whole. A dataset
-returns finished batches by indexing there, so that reading costs little, and the same with and without Pollux.
+``scripts/make_benchmark_data.py`` makes the data, one file that is kept on the device as a whole. A dataset returns
+finished batches by indexing there, so reading costs little, and the same with and without Pollux.
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""How long a resize across machines takes, and how long the loss of one: a real Ray cluster of four nodes.
+"""How long a resize across machines takes, and the loss of a machine, on a real Ray cluster of four nodes.
 
     python benchmarks/ray_resize.py [--width N] [--losses 2] [--json]
 
-Each node is a process tree of its own on this machine, with one slot, so every resize crosses nodes. As all share its
-cores, a step waits a little, as it would for an accelerator: what one node does must not slow down the others. The
+Each node is a process tree on this machine, with one slot, so every resize crosses nodes. All share the machine's
+cores, so a step mostly sleeps, as it would wait for an accelerator: then one node does not slow down the others. The
 server is the shipped one. All in one run:
 
 *resize*: other jobs take slots and give them back; from the scheduler's decision to the first step of the new size.
-*restart*: what schedulers do that cannot resize, with the same job: all nodes are drained, so that it checkpoints and
-leaves, and given back; the time from one decision until it has left and from the other to its first step.
+*restart*: what schedulers without resizing do, with the same job: all nodes are drained, so that it checkpoints and
+leaves, and released again; the time from the first decision until it has left, and from the second to its first step.
 *kill*, *freeze*: a node of a job with three replicas is ended, or stopped as by SIGSTOP, while a fourth node is free.
-*Seen*: until the server knows. From then on: to the first step of the two survivors, and to the first of all three.
+*Seen*: until the server notices. From then on: to the first step of the two survivors, and to the first of all three.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How long a resize stops training: in place, with newcomers warm or cold, and by checkpoint and restart.
+"""How long a resize stops training: in place, with new replicas warm or cold, and by checkpoint and restart.
 
     python benchmarks/resize.py [--sizes 1 2 4 2 1] [--width N] [--json]
 

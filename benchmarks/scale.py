@@ -2,9 +2,9 @@
 
     python benchmarks/scale.py [--most GPUS] [--json]
 
-``pollux.evaluation.scale`` says how jobs are made up and what *cold* and *steady* mean. Sia's integer program, measured
-with its artifact on one thread, is the peer (medians at 64 to 2048 GPUs). ``pollux compare --suite scale`` shows the
-same with plots.
+``pollux.evaluation.scale`` documents how jobs are generated and what *cold* and *steady* mean. Sia's integer program is
+the peer, measured with its artifact on one thread (medians at 64 to 2048 GPUs). ``pollux compare --suite scale`` shows
+the same with plots.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
     python benchmarks/server.py [--jobs 2000] [--report-every 30] [--submissions 100] [--seconds 60] [--json]
 
-The server is the shipped one, in a process of its own: HTTP, database, scheduler. Only the engine pretends: jobs run at
+The server is the shipped one, in its own process: HTTP, database, scheduler. Only the engine is a fake: jobs run at
 once, and as many end as arrive. The load comes from this process over real connections, one per job. The same requests
-are timed first on the same server with nothing else to do; ratios are against that.
+are timed first on the same idle server; ratios are against that.
 """
 
 from __future__ import annotations

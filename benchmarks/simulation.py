@@ -2,9 +2,9 @@
 
     python benchmarks/simulation.py [--json] [--all]
 
-Uses ../shared/osdi21 where it is there (``--all``: every workload and load found), else the built-in
-workload. Variants of Pollux are called as in the suites of ``pollux compare``. The artifact's own simulation of
-Pollux on workload 6 took 62.6 CPU-minutes; its average JCTs stand beside ours where published.
+Uses ../shared/osdi21 if it exists (``--all``: every workload and load found), otherwise the built-in
+workload. Variants of Pollux have the names of the suites of ``pollux compare``. The artifact's own simulation of
+Pollux on workload 6 took 62.6 CPU-minutes; its average JCTs are printed next to ours where published.
 """
 
 from __future__ import annotations

@@ -7,16 +7,16 @@
 
 A run is (task, mode, seed); the same seed means the same initial weights. Modes:
 
-- fixed-S-same, fixed-S-scaled: plain PyTorch with a batch of S·M0, and the rate left alone or scaled by the usual
+- fixed-S-same, fixed-S-scaled: plain PyTorch with a batch of S·M0, and the rate unchanged or scaled by the usual
   rule (S with SGD, √S with Adam). Warm-up takes as many examples as at M0, but 50 steps at least.
 - adaptive: pollux.train from M0, up to 32·M0. pollux-fixed: pollux.train that stays at M0.
-- fixed-1-xF: as fixed-1-same with F times the rate. Is the rate that M0 starts from a good one?
+- fixed-1-xF: as fixed-1-same with F times the rate, to check that the rate at M0 is well tuned.
 - too-large: pollux.train from 8 times the batch that ``--best-batch`` names, with the rate scaled accordingly.
 
 Runs last for their whole budget of training time (``--stop-at-target`` ends them earlier). Evaluation is left out of
 that time. Kernels of the first batch are warmed up before the clock starts. Every run appends one line to
-OUT/runs.jsonl; a later call skips what is there. Runs that share the card slow each other down: while runs are left,
-``--workers`` of them are kept going, and repetitions that do not count fill the places of the last ones.
+OUT/runs.jsonl; a later call skips the runs found there. Runs that share the card slow each other down, so ``--workers``
+of them always run at once: at the end, repetitions that do not count fill the free places.
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
     python benchmarks/train_overhead.py [--models NAME ...] [--rounds N] [--replicas K] [--json]
 
-All train the same model on the same data, turn by turn, in short blocks, as a machine's speed drifts; a block's time is
-its wall time between two synchronisations. Overheads are ratios of all blocks' times together, measurements of the
+All train the same model on the same data, in short alternating blocks, because a machine's speed drifts. A block's time
+is its wall time between two synchronisations. Overheads are ratios of all blocks' times together, measurements of the
 noise scale included, with a standard error over the blocks. With one replica the baselines are *bare* PyTorch,
-which is what people use on one GPU, and DDP. With --replicas K the script starts K processes, on K GPUs or side by side
-on one (NCCL then needs a host id for each), and the baseline is DDP, with ``gradient_as_bucket_view`` on, which is the
-faster way. Data is read by index from a tensor on the device, as a loader does. On a machine without GPU, small models
-take the place of the large ones.
+the usual choice on one GPU, and DDP. With --replicas K the script starts K processes, on K GPUs or side by side
+on one (NCCL then needs a host id for each), and the baseline is DDP, with ``gradient_as_bucket_view`` on, which is
+faster. Data is read by index from a tensor on the device, as a loader does. Without a GPU, small models
+replace the large ones.
 """
 
 from __future__ import annotations

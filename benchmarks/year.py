@@ -1,10 +1,10 @@
-"""A simulated year of a 1,000-GPU cluster: CPU time, memory, what the cluster did.
+"""A simulated year of a 1,000-GPU cluster: CPU time, memory, and the results of the cluster.
 
     python benchmarks/year.py [--days N] [--jobs-per-day N] [--json]
 
-125 nodes of 8 GPUs under the ``pollux`` policy with profile memory, a decision every 10 minutes; jobs are made up from
-the condensed profiles of the four larger OSDI'21 applications, half of them ImageNet-sized. The peer is real time.
-Every tenth of the time a line on stderr says how far it is.
+125 nodes of 8 GPUs under the ``pollux`` policy with profile memory, a decision every 10 minutes; jobs are generated
+from the condensed profiles of the four larger OSDI'21 applications, half of them ImageNet-sized. The time is compared
+with real time. Every tenth of the run, a line on stderr shows the progress.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""The PyTorch side of Pollux: elastic, adaptive training in a few changed lines. Needs torch (the ``train`` extra).
+"""The PyTorch library of Pollux: elastic, adaptive training in a few changed lines. Needs the ``train`` extra (torch).
 
-:func:`init` begins a run; the rest is usable alone: the noise scale, learning-rate rules, elastic data, checkpoints.
-Names are loaded when first used, so that a script pays for what it uses.
+Training scripts call :func:`init`. The other names work alone too: noise scale, learning-rate rules, elastic data,
+checkpoints. Each name is imported when first used, so that programs that need one module do not load the others.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pollux.membership.replica import Membership, StaticMembership, StoreMembership
@@ -106,7 +106,7 @@ _HOMES = {
 }
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     home = next((module for module, names in _HOMES.items() if name in names.split()), None)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

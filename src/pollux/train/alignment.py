@@ -1,18 +1,21 @@
-"""Whether a higher learning rate may be tried: how far do the last updates overshoot?
+"""Measures how far the last updates overshoot, to decide whether a higher learning rate may be tried.
 
-Called by the session before some optimizer steps. The derivative of the loss by the last updates' length is minus the
-product of the new gradient and the direction of these updates (Baydin et al., 2018, "hypergradient"). Without curvature
-that product would be as large as the gradient is long; how much of it is left tells how far the updates went: all of it
-means that they were short, none that they ended at the lowest point on their way, minus one that they gained nothing.
+The session calls it before some optimizer steps. The derivative of the loss by the length of the last updates is minus
+the product of the new gradient and the direction of these updates (Baydin et al., 2018, "hypergradient"). Divided by
+its value without curvature, that product is
 
-Trained networks settle a little beyond the lowest point with any batch and any rate that works (the edge of stability,
-Cohen et al., 2021): on an H200 seven tasks had -0.1 to -0.3 at their users' own rates. So a product below zero is no
-reason to lower a rate; a rate is held back where clearly more than that overshoots.
+- 1 if the updates were short,
+- 0 if they ended at the lowest point along their direction,
+- -1 if they went so far beyond it that they gained nothing.
 
-The direction is the optimizer's own first moment (momentum, exp_avg), divided as its step is. It is made of earlier
-batches, so its noise is independent of the new gradient's, and the average is unbiased. An optimizer that keeps none
-gives no evidence: the learning-rate rule decides alone. Large models are looked at in part: the sign of an average over
-a few million elements is as good as that over all.
+Trained networks settle a little beyond the lowest point at any batch and rate that work (the edge of stability, Cohen
+et al., 2021): seven tasks on an H200 had -0.1 to -0.3 at their users' own rates. So a value below zero is no reason to
+lower a rate. The rate is held only where updates overshoot clearly more than that.
+
+The direction is the optimizer's first moment (momentum, exp_avg), divided as its step is. It comes from earlier
+batches, so its noise is independent of the new gradient's, and the average is unbiased. For an optimizer without a
+first moment there is no evidence, and the learning-rate rule decides alone. Of a large model only some parameters are
+measured: an average over a few million elements has the same sign as one over all.
 """
 
 from __future__ import annotations
@@ -20,24 +23,23 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from pollux.train.arrivals import Arrivals
+from pollux.train.noise import GroupOptions, ParameterState
+from pollux.train.pending_scalars import PendingScalars
 
-SAMPLES = 16  # that a verdict rests on, at most
-LEAST_SAMPLES = 6
-# Steps between samples: until there is a verdict, until it rests on all that it may, and from then on, when new samples
-# only replace old ones. One costs some passes over the gradients: little, but not nothing.
+SAMPLES = 16  # at most, that a verdict rests on; more make it surer and slower to follow the training
+LEAST_SAMPLES = 6  # that a verdict needs; until then the rate does not rise
+# Steps between samples: below LEAST_SAMPLES, below SAMPLES, and then, when new samples only replace old ones. A sample
+# costs some passes over the gradients, so shorter intervals slow training.
 FIRST_EVERY, EVERY, LATER_EVERY = 4, 8, 32
-MAX_ELEMENTS = 4_000_000  # of the gradient that are looked at
-HOLD, LOWER = (
-    -0.35,
-    -0.5,
-)  # of what would be left without curvature: the rate stays below the first, falls below the other
-SIGMAS = 1.0  # standard errors by which it must be below
+MAX_ELEMENTS = 4_000_000  # of the gradient that are measured; bounds a sample's cost for large models
+# The rate stays where the value is below HOLD, and falls where it is below LOWER. Healthy training had -0.1 to -0.3
+# (above), so values nearer to 0 would hold back rates that work.
+HOLD, LOWER = -0.35, -0.5
+SIGMAS = 1.0  # standard errors by which the value must be below
 _FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 
 
@@ -46,11 +48,11 @@ class Alignment:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
-        self._arrivals = Arrivals()
+        self._pending = PendingScalars()
         self._recent: deque[float] = deque(maxlen=SAMPLES)
         self._last = 0  # the last verdict
         self._chosen: set[int] | None = None  # identities of the parameters that are looked at
-        self._num_empty = 0  # times in a row that the optimizer had no first moment; before its first step it has none
+        self._num_empty = 0  # samples in a row without a first moment: normal before the first step, else there is none
 
     def is_due(self, step: int) -> bool:
         count = len(self._recent)
@@ -58,7 +60,7 @@ class Alignment:
 
     @torch.no_grad()
     def sample(self) -> None:
-        """The cosine between the gradient that is there and the direction of the last updates."""
+        """Measure the cosine between the present gradient and the direction of the last updates."""
         grads: list[Tensor] = []
         moments: list[Tensor] = []
         scaled: list[Tensor] = []  # the gradients times P
@@ -72,21 +74,21 @@ class Alignment:
         self._num_empty = 0 if grads else self._num_empty + 1
         if not grads:
             return
-        # Lengths are taken as the optimizer sees them: it multiplies by P, and the direction is P times a moment.
+        # Lengths in the optimizer's metric: its step multiplies by P, so the direction is P times a moment.
         dot = _sum_of_products(directions, grads)
         size = (_sum_of_products(scaled, grads) * _sum_of_products(directions, moments)).sqrt()
-        self._arrivals.send(torch.where(size > 0, dot / size, torch.zeros_like(dot)))
+        self._pending.send(torch.where(size > 0, dot / size, torch.zeros_like(dot)))
 
     def clear(self) -> None:
-        """The batch is another: what was seen says nothing about it."""
+        """Drop all samples: the batch has changed, and they were measured with another."""
         self._recent.clear()
         self._last = 0
 
     def verdict(self, noise_to_batch: float) -> int:
-        """``noise_to_batch``: the noise scale in batches."""
+        """``noise_to_batch`` is φ/M, the noise scale over the total batch."""
         if self._num_empty > 1:
             return 1
-        arrived = self._arrivals.take()
+        arrived = self._pending.take()
         if not arrived:
             return self._last
         self._recent.extend(value for value in arrived if math.isfinite(value))
@@ -104,9 +106,10 @@ class Alignment:
 
 
 def without_curvature(noise_to_batch: float, decay: float) -> float:
-    """The cosine between a gradient and the average of those before, if the true gradient were the same for all.
+    """The cosine between a gradient and the average of earlier ones, if the true gradient were constant.
 
-    Noise makes a gradient longer by √(1 + φ/M), and the average by less: it is made of (1 + β)/(1 - β) gradients.
+    Noise makes a gradient longer by √(1 + φ/M). It makes the average longer by less, as that is made of about
+    (1 + β)/(1 - β) gradients.
     """
     return 1 / math.sqrt((1 + noise_to_batch) * (1 + noise_to_batch * (1 - decay) / (1 + decay)))
 
@@ -116,12 +119,13 @@ def _decay(optimizer: torch.optim.Optimizer) -> float:
     return float(options.get("momentum", options.get("betas", (0.0,))[0]))
 
 
-def _moment_of(state: Mapping[str, Any]) -> Tensor | None:
-    return next((state[name] for name in _FIRST_MOMENTS if isinstance(state.get(name), Tensor)), None)
+def _moment_of(state: Mapping[str, object]) -> Tensor | None:
+    found = (state.get(name) for name in _FIRST_MOMENTS)
+    return next((moment for moment in found if isinstance(moment, Tensor)), None)
 
 
 def _choose(optimizer: torch.optim.Optimizer) -> set[int]:
-    """Parameters of MAX_ELEMENTS together: the smaller ones first, as they come from all layers; one at least."""
+    """Parameters with MAX_ELEMENTS in total, at least one. The smaller ones first, as they come from all layers."""
     chosen: set[int] = set()
     total = 0
     parameters = [parameter for options in optimizer.param_groups for parameter in options["params"]]
@@ -134,9 +138,9 @@ def _choose(optimizer: torch.optim.Optimizer) -> set[int]:
 
 
 def _gather(
-    options: Mapping[str, Any], chosen: set[int], states: Mapping[Any, Any]
+    options: GroupOptions, chosen: set[int], states: Mapping[Tensor, ParameterState]
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor], list[Tensor]]:
-    """Gradients g of one parameter group, their first moments m, P·g and P·m. A step multiplies by P."""
+    """Gradients g of one parameter group, their first moments m, P·g and P·m; the optimizer's step multiplies by P."""
     grads: list[Tensor] = []
     moments: list[Tensor] = []
     variances: list[Tensor] = []

@@ -1,15 +1,15 @@
-"""Which batch to train with: a policy is asked at step boundaries and answers with (m, s) and the total.
+"""Batch policies: choose the total batch, the device batch m and the accumulation steps s at a step boundary.
 
-Called by the tuner, on rank 0 alone; the other ranks are told. Policies:
+The tuner asks the policy, on rank 0 alone; the session tells the other ranks. Policies:
 
-- ``adaptive``: the batch of highest goodput by measured step times, the noise scale, and how far the learning rate
-  follows. It moves by one doubling at a time: up if that pays at the noise scale's lower bound, down if that pays at
-  its upper bound, by 5 % at least. It is never more than a sixteenth of what has been seen: a model that has seen
-  little may change in a few steps from all noise to none.
-- ``fixed``: the same total batch whatever the replicas, exactly: shares may differ by one example.
+- ``adaptive``: the batch of highest goodput, by measured step times, the noise scale, and how far the learning rate
+  has been raised. It moves by one doubling at a time: up if that gains at least 5 % at the noise scale's lower bound,
+  down if it gains as much at its upper bound. A step takes at most a sixteenth of the examples seen so far: early in
+  training the noise scale may fall from very high to very low within a few steps.
+- ``fixed``: exactly the same total batch for any number of replicas; shares may differ by one example.
 - ``linear``: M0 for every replica, the usual way of scaling out by hand.
-- ``ramp``: totals by examples seen, as the user gives them.
-- ``seesaw``: where the schedule lowers the rate by a factor, the rate is lowered by its root and the batch grows by the
+- ``ramp``: totals by the number of examples seen, as the user gives them.
+- ``seesaw``: where the schedule lowers the rate by a factor, the rate falls by its root and the batch grows by the
   factor (Seesaw, arXiv 2510.14717).
 """
 
@@ -30,11 +30,13 @@ from pollux.train.position import StepShape
 from pollux.train.progress import earned_gain, gain_of
 from pollux.types import BatchConfig, BatchLimits, ThroughputParams
 
-# What share of its gain a larger batch has while the rate stays at the user's. The theory of one quadratic says between
-# 2 - 1/gain (share 0: the rate was the best one for M0) and more than the gain itself (the rate was too high for M0).
+# The share of its gain that a larger batch has while the rate stays at the user's. On a quadratic the gain is then
+# 2 - 1/gain (share 0) if the rate was the best one for M0, and more than the full gain if the rate was too high for M0.
 # Measured at 4 times the batch and the same rate: ResNet-18 with SGD 2.9 of 3.5, a vision transformer with AdamW 3.3 of
-# 3.0, an LSTM with Adam 1.6 of 2.8.
+# 3.0, an LSTM with Adam 1.6 of 2.8. A higher share lets batches grow more, before the rate has followed.
 SAME_RATE = 0.5
+ROUNDING = 1e-6  # of a logarithm: 2.9999999 doublings count as 3
+LEAST_RATE_SHARE = 1e-9  # a schedule that ends at rate 0 must not ask for an infinite batch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,7 +49,7 @@ class BatchChoice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSituation:
-    """What a policy may know."""
+    """What a policy may base its choice on."""
 
     limits: BatchLimits
     num_nodes: int
@@ -55,7 +57,7 @@ class BatchSituation:
     total: int | None = None  # the present batch; None: just started
     params: ThroughputParams | None = None  # None: nothing measured yet
     noise_scale: float | None = None
-    noise_low: float | None = None  # bounds of the noise scale; None: as good as the noise scale itself
+    noise_low: float | None = None  # bounds of the noise scale; None: use the noise scale itself
     noise_high: float | None = None
     num_examples: float = math.inf  # in all steps so far
     epoch_length: int | None = None  # examples, where that is known
@@ -63,7 +65,7 @@ class BatchSituation:
     may_shrink: bool = True
     is_rate_rising: bool = False  # the user's schedule still warms up
     rate_share: float = 1.0  # of the schedule's highest rate so far
-    earned: float = 1.0  # share of a larger batch's gain that the learning rate lets it have
+    earned: float = 1.0  # share of its gain that a larger batch has at the present learning rate
     measured: Mapping[int, Timing] = field(default_factory=dict)  # in this allocation, by device batch
 
 
@@ -74,13 +76,13 @@ class BatchPolicy(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveBatch:
-    """Highest goodput, one doubling at a time; M0 (or the least that the replicas allow) until something is known."""
+    """Highest goodput, one doubling at a time. M0, or the least that the replicas allow, until it is measured."""
 
-    threshold: float = 0.05
-    threshold_while_rising: float = 0.5  # a growth during the user's warm-up needs overwhelming evidence
-    largest_share: float = 1 / 16  # of the examples seen, in one step: a batch doubles in some ten steps at most
-    explores: bool = True  # larger device batches are timed in the first steps
-    is_guarded: bool = True  # a growth that hurts is taken back
+    threshold: float = 0.05  # gain of goodput that a change needs; lower values change more often, for less
+    threshold_while_rising: float = 0.5  # for a growth during the user's warm-up, when the noise scale changes fast
+    largest_share: float = 1 / 16  # of the examples seen so far that one step may take: see the module docstring
+    explores: bool = True  # time larger device batches in the first steps
+    is_guarded: bool = True  # undo a growth that hurts
 
     def choose(self, situation: BatchSituation) -> BatchChoice:
         limits, replicas = situation.limits, situation.num_replicas
@@ -92,13 +94,13 @@ class AdaptiveBatch:
         low = phi if situation.noise_low is None else situation.noise_low
         high = phi if situation.noise_high is None else situation.noise_high
         most = min(max(situation.num_examples * self.largest_share, least), limits.maximum)
-        if situation.epoch_length:  # a step takes no more than an epoch has
+        if situation.epoch_length:  # a step fits into an epoch
             most = min(most, situation.epoch_length)
         larger, smaller = self._next(total, 2.0, situation), self._next(total, 0.5, situation)
         threshold = self.threshold_while_rising if situation.is_rate_rising else self.threshold
         if situation.may_grow and total < larger <= most and self._gain(larger, total, low, situation) > threshold:
             return spread(larger, situation)
-        # A rate that is still rising will be worth more than it is now: that is no reason to shrink.
+        # A rate that is still on its way up is no reason to shrink: at least SAME_RATE counts as earned.
         hopeful = replace(situation, earned=max(situation.earned, SAME_RATE))
         if situation.may_shrink and smaller < total and self._gain(smaller, total, high, hopeful) > self.threshold:
             return spread(smaller, situation)
@@ -110,13 +112,13 @@ class AdaptiveBatch:
         limits = situation.limits
         least = max(limits.minimum, limits.device_min * situation.num_replicas)
         place = math.log2(total / limits.initial)
-        place = math.floor(place + 1e-6) + 1 if factor > 1 else math.ceil(place - 1e-6) - 1
+        place = math.floor(place + ROUNDING) + 1 if factor > 1 else math.ceil(place - ROUNDING) - 1
         wanted = round(limits.initial * 2.0**place)
         return min(max(wanted, least), limits.maximum)
 
     @staticmethod
     def _gain(total: int, present: int, phi: float, situation: BatchSituation) -> float:
-        """By how much goodput is higher at ``total`` than at ``present``, as a share."""
+        """The relative gain of goodput at ``total`` over ``present``, as a share."""
         rates = throughputs([total, present], situation)
         initial, earned = situation.limits.initial, situation.earned
         taught = [earned_gain(gain_of(phi, initial, batch), earned) / batch for batch in (total, present)]
@@ -124,7 +126,7 @@ class AdaptiveBatch:
 
 
 def throughputs(totals: Sequence[int], situation: BatchSituation) -> list[float]:
-    """Examples per second at each total, by θ and what was measured in this allocation."""
+    """Examples per second at each total, from θ and the timings measured in this allocation."""
     assert situation.params is not None
     choices = [spread(total, situation) for total in totals]
     device = np.array([choice.config.device_batch for choice in choices])
@@ -136,7 +138,7 @@ def throughputs(totals: Sequence[int], situation: BatchSituation) -> list[float]
 
 @dataclass(frozen=True, slots=True)
 class FixedBatch:
-    """The same total always; M0 unless another is named."""
+    """Always the same total; M0 unless ``total`` is given."""
 
     total: int | None = None
 
@@ -161,8 +163,8 @@ class LinearBatch:
 class RampBatch:
     """Totals by examples seen: ((0, 64), (1_000_000, 128), ...) is 64, and 128 from a million examples on.
 
-    ``examples_per_unit`` is for people who count otherwise: with 1/1024 the first numbers are tokens of sequences of
-    1024. Learning is counted by examples: a ramp is the user's word that its batches are all worth their examples.
+    ``examples_per_unit`` converts the first numbers: with 1/1024 they are tokens, in sequences of 1024. Progress counts
+    every example in full, as the user has chosen these batches.
     """
 
     steps: tuple[tuple[float, int], ...]
@@ -171,7 +173,7 @@ class RampBatch:
 
     def __post_init__(self) -> None:
         starts = [start for start, _ in self.steps]
-        is_rising = all(later > start for start, later in itertools.pairwise(starts))  # NaN is not
+        is_rising = all(later > start for start, later in itertools.pairwise(starts))  # False for NaN
         if not starts or starts[0] != 0 or not is_rising or min(total for _, total in self.steps) < 1:
             raise InvalidValueError(
                 f"ramp {self.steps}; it needs ((0, batch), (examples, batch), ...) with rising numbers of examples"
@@ -181,9 +183,10 @@ class RampBatch:
 
     def choose(self, situation: BatchSituation) -> BatchChoice:
         largest = max(total for _, total in self.steps)
-        if largest > situation.limits.maximum:  # known before the first step, not when the ramp gets there
+        if largest > situation.limits.maximum:  # raised before the first step, not when the ramp gets there
             raise InvalidValueError(
-                f"the ramp asks for a batch of {largest}; max_batch_size is {situation.limits.maximum}"
+                f"the ramp asks for a batch of {largest}; max_batch_size is "
+                f"{situation.limits.maximum}: raise it, or lower the ramp"
             )
         seen = situation.num_examples / self.examples_per_unit
         return spread(next(total for start, total in reversed(self.steps) if seen >= start), situation)
@@ -193,7 +196,7 @@ class RampBatch:
 class SeesawBatch:
     """M0 up to the peak of the schedule; M0·α where the schedule has lowered the rate by α, in doublings.
 
-    The rate that the optimizer uses is the schedule's times √α, so it falls by √α alone.
+    The optimizer's rate is the schedule's times √α, so it falls by √α only.
     """
 
     counts_examples: bool = True
@@ -201,8 +204,8 @@ class SeesawBatch:
 
     def choose(self, situation: BatchSituation) -> BatchChoice:
         limits = situation.limits
-        alpha = 1.0 if situation.is_rate_rising else 1.0 / max(situation.rate_share, 1e-9)
-        wanted = limits.initial * 2.0 ** math.floor(math.log2(alpha) + 1e-6)
+        alpha = 1.0 if situation.is_rate_rising else 1.0 / max(situation.rate_share, LEAST_RATE_SHARE)
+        wanted = limits.initial * 2.0 ** math.floor(math.log2(alpha) + ROUNDING)
         total = max(min(wanted, limits.maximum), situation.total or limits.initial)
         return spread(round(total), situation)
 
@@ -216,14 +219,14 @@ POLICIES: dict[str, Callable[[], BatchPolicy]] = {
 
 
 def batch_policy(policy: str | BatchPolicy) -> BatchPolicy:
-    """A policy by name, or the given one."""
+    """The policy of that name, or the given policy after a check."""
     if isinstance(policy, str):
         if policy not in POLICIES:
             raise UnknownNameError("batch policy", policy, POLICIES)
         return POLICIES[policy]()
     if isinstance(policy, type) or not isinstance(policy, BatchPolicy):
         raise InvalidValueError(
-            f"{policy!r} is no batch policy; pass one of {', '.join(POLICIES)}, or an object with choose(situation)"
+            f"{policy!r} is not a batch policy; pass one of {', '.join(POLICIES)}, or an object with choose(situation)"
         )
     return policy
 
@@ -233,10 +236,10 @@ def make_limits(
     max_batch_size: int | None,
     device_batch_size: int | tuple[int, int] | None,
 ) -> BatchLimits:
-    """The limits a user asked for. Without device bounds a device takes what fits, which is tried from below.
+    """The user's limits. Without device bounds a device takes what fits; larger batches are tried one by one.
 
     Raises:
-        InvalidValueError: bounds that contradict each other.
+        InvalidValueError: the bounds contradict each other.
     """
     if isinstance(device_batch_size, int):
         device_batch_size = (1, device_batch_size)
@@ -256,7 +259,7 @@ def make_limits(
 
 
 def spread(total: int, situation: BatchSituation) -> BatchChoice:
-    """``total`` over the replicas in as few passes as fit, every replica having an example in each."""
+    """Divide ``total`` among the replicas, in as few passes as fit; every replica has an example in each pass."""
     limits, replicas = situation.limits, situation.num_replicas
     if total < replicas:
         raise InvalidValueError(
@@ -265,14 +268,14 @@ def spread(total: int, situation: BatchSituation) -> BatchChoice:
     config = fixed_batch(total, replicas, limits)
     passes = config.accum_steps + 1
     share = -(-total // replicas)
-    device_batch = -(-share // passes)  # fixed_batch may round down at the maximum; the total is what counts here
+    device_batch = -(-share // passes)  # fixed_batch may round down at the maximum; here the total must be met
     return BatchChoice(config=BatchConfig(device_batch, config.accum_steps), total=total)
 
 
 def shape_of(
     choice: BatchChoice, num_replicas: int, rank: int, epoch_length: int | None = None, split_every: int = 0
 ) -> StepShape:
-    """A step is never larger than an epoch: a batch that is takes the whole of it."""
+    """The shape of steps with this batch. A batch larger than an epoch takes the whole epoch in one step."""
     config = choice.config
     return StepShape(
         num_replicas=num_replicas,

@@ -1,11 +1,10 @@
-"""Checkpoints: training state on disk that a kill at any moment leaves whole, and how often to write one.
+"""Writes and reads checkpoints that stay whole if the process is killed at any moment.
 
-Stands in ``train``; imports torch, the errors and the storages, :mod:`pollux.train.checkpoint_files` for folders and
-:mod:`pollux.train.checkpoint_remote` for URLs. State is flat: tensors by name, and one opaque blob of bytes for
-everything small::
+The run's checkpointer calls it; users may call it alone. Folders are in :mod:`pollux.train.checkpoint_files`, URLs in
+:mod:`pollux.train.checkpoint_remote`. A state is flat: tensors by name, and one blob of bytes for everything small::
 
     directory = CheckpointDirectory("checkpoints/job-7")
-    found = directory.load(signature)                       # the newest good one, or None
+    found = directory.load(signature)                       # the newest usable one, or None
     saver = AsyncSaver(directory)
     for step in steps:
         ...
@@ -13,16 +12,16 @@ everything small::
             saver.begin(tensors, blob, CheckpointInfo(step=step, epoch=epoch, signature=signature))
     saver.close()
 
-A checkpoint is a folder ``step-<number>-<lineage>-<generation>`` with what torch.distributed.checkpoint writes and a
+A checkpoint is a folder ``step-<number>-<lineage>-<generation>`` with the files of torch.distributed.checkpoint and a
 ``manifest.json`` that gives every file's size and digest. It is written under a hidden name and renamed when it is on
-the disk, so a folder of that name is complete; only then are older ones removed. The disk must hold ``keep`` + 1 of
-them. In an object store it is complete when its manifest is there.
+the disk, so a folder of that name is complete. Older ones are removed after that, so the disk must hold ``keep`` + 1 of
+them. In an object store a checkpoint is complete when its manifest is there.
 
-The newest is the one of the newest lineage, in that of the newest generation, in that of the most steps. A writer that
-its owner has given up finds that out right before it publishes (``may_publish``). If it was frozen between the question
-and its last step, and publishes when it wakes up, its checkpoint is of an older generation than those of its successors
-and never wins over them, however many steps it counts. Where there is none of theirs yet it is taken, which is right:
-every checkpoint is one consistent state of model, data position and random numbers, so going on from it is exact.
+Checkpoints are ordered by lineage, then generation, then step. A writer asks right before it publishes whether it still
+may (``may_publish``). If it freezes between the answer and the publishing, and goes on later, its checkpoint has an
+older generation than those of its successors and is never preferred to theirs. If its successors have none yet, its
+checkpoint is used. That is correct: every checkpoint is one consistent state of model, data position and random
+numbers.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -48,20 +46,23 @@ from pollux.train.checkpoint_remote import RemoteStorage, is_url
 logger = logging.getLogger(__name__)
 
 BLOB = "pollux/blob"  # the name the blob has among the tensors
-_EXIT_GRACE_S = 10.0  # for the device to finish the copy once the program is over
+# Once the main thread has ended, the device has this long to finish the copy. Longer delays the exit of a process whose
+# device hangs; shorter may lose the last checkpoint of a large model.
+_EXIT_GRACE_S = 10.0
+_FIRST_POLL_S, _LONGEST_POLL_S = 0.0005, 0.01  # between two looks at a device event: short copies end in under 1 ms
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointInfo:
-    """What a checkpoint is of. ``extra`` is for people to read: anything JSON can hold, kept as JSON returns it."""
+    """Which state a checkpoint holds. ``extra`` is for people to read: any JSON value."""
 
     step: int  # committed optimizer steps
     epoch: int
     signature: str  # hash of the structure of model and optimizer
     generation: int = 0
-    lineage: int = 0  # which beginning or resumption its training goes back to; later ones are higher
+    lineage: int = 0  # a number that rises each time training begins or resumes
     created_s: float = field(default_factory=time.time)  # since 1970
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    extra: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         for name in ("step", "epoch", "generation", "lineage"):
@@ -71,7 +72,7 @@ class CheckpointInfo:
         try:
             extra = json.loads(json.dumps(dict(self.extra)))
         except (TypeError, ValueError) as error:
-            raise InvalidValueError(f"the extra information of a checkpoint must be JSON: {error}") from error
+            raise InvalidValueError(f"the extra information of a checkpoint must be JSON values: {error}") from error
         object.__setattr__(self, "extra", extra)
 
 
@@ -83,14 +84,14 @@ class Checkpoint:
 
 
 class CheckpointDirectory:
-    """The checkpoints of one job in one folder or under one URL, newest ``keep`` of them.
+    """The newest ``keep`` checkpoints of one job, in one folder or under one URL.
 
-    Saving the same step again gives ``step-<number>-....1``, which counts as newer, and removes its predecessor: a
-    folder cannot be replaced by another in one indivisible step, and nothing must be missing in between.
+    Saving the same step again gives ``step-<number>-....1``, which counts as newer, and removes the one before: a
+    folder cannot be replaced atomically, and there must be a checkpoint at every moment.
     Checkpoints of another model are neither counted nor removed. Damaged ones are not counted, and are removed when
-    ``keep`` newer good ones exist.
+    ``keep`` newer usable ones exist.
 
-    ``may_publish`` is asked right before a checkpoint begins to count; it may take a while.
+    ``may_publish`` is called right before a checkpoint is published; it may take a while.
     """
 
     def __init__(
@@ -107,12 +108,12 @@ class CheckpointDirectory:
     def save(self, tensors: Mapping[str, Tensor], blob: bytes, info: CheckpointInfo) -> None:
         """Write a checkpoint and wait until it is on the disk.
 
-        Raises :class:`CheckpointError` if the disk refuses, :class:`FencedError` if it may not be published; the
-        earlier checkpoints are untouched then.
+        Raises :class:`CheckpointError` if the write fails, :class:`FencedError` if ``may_publish`` says no. The earlier
+        checkpoints are then unchanged.
         """
         _require_plain(tensors)
         state = {name: tensor.detach().resolve_conj().resolve_neg() for name, tensor in tensors.items()}
-        # A copy: torch wants memory it may write to, which bytes are not.
+        # A copy: torch needs writable memory, and bytes are read-only.
         state[BLOB] = (
             torch.frombuffer(bytearray(blob), dtype=torch.uint8) if blob else torch.empty(0, dtype=torch.uint8)
         )
@@ -129,9 +130,9 @@ class CheckpointDirectory:
         logger.info("%s/%s: saved step %d", self.path, final, info.step)
 
     def load(self, signature: str, device: str | torch.device = "cpu") -> Checkpoint | None:
-        """The newest checkpoint that is whole and of this model, or None where there are none at all.
+        """The newest checkpoint that is complete and of this model, or None if there are no checkpoints.
 
-        Raises :class:`ForeignCheckpointError` or :class:`CheckpointError` if there are some and none can be used.
+        Raises :class:`ForeignCheckpointError` or :class:`CheckpointError` if there are some but none is usable.
         """
         refused: dict[str, CheckpointError] = {}
         # Listed anew each time: a writer elsewhere may have removed what was listed, and added a newer one.
@@ -158,11 +159,11 @@ class CheckpointDirectory:
         )
 
     def latest(self) -> CheckpointInfo | None:
-        """What the newest checkpoint is of, whichever model's, without reading its tensors."""
+        """The information of the newest checkpoint of any model, without reading its tensors."""
         return next(iter(self.list_all()), None)
 
     def list_all(self) -> tuple[CheckpointInfo, ...]:
-        """What there is, newest first, for people to see. Damage that only reading can show goes unseen."""
+        """All checkpoints, newest first, for people to read. Tensors are not read, so damage in them is not noticed."""
         found = []
         for name in self._names():
             try:
@@ -172,9 +173,9 @@ class CheckpointDirectory:
         return tuple(found)
 
     def next_lineage(self) -> int:
-        """For training that begins or resumes now: above all that is here.
+        """The lineage for training that begins or resumes now: higher than any here.
 
-        Seconds since 1970 where that is more, for a predecessor that has published nothing yet, but may when it wakes.
+        At least the seconds since 1970: a frozen predecessor with no checkpoint yet may still publish one later.
         """
         newest = max((_order(name)[0] for name in self._names()), default=0)
         return max(newest + 1, int(time.time()))
@@ -198,7 +199,7 @@ class CheckpointDirectory:
         info, manifest = self._read_info(name)
         if info.signature != signature:
             raise ForeignCheckpointError(
-                f"it is of another model or optimizer (signature {info.signature!r} instead of {signature!r})"
+                f"it belongs to another model or optimizer (signature {info.signature!r} instead of {signature!r})"
             )
         with self._storage.fetch(name, manifest) as folder:
             files.check_digests(folder, manifest)
@@ -221,29 +222,29 @@ class CheckpointDirectory:
                     brought = name
                     if not self._may_publish():
                         raise FencedError(
-                            f"{self.path}: the checkpoint of step {info.step} is not published: this replica was given "
-                            "up by its owner, and others train on"
+                            f"{self.path}: the checkpoint of step {info.step} is not published: this replica was "
+                            "replaced, and the job trains on without it"
                         )
                     if storage.publish(draft, name):
                         break
-                    brought = None  # it is another's
+                    brought = None  # another writer has taken the name
                 repetition += 1
         except BaseException:
             storage.discard(draft, brought)
             raise
-        storage.discard(draft, None)  # where publishing did not move it
+        storage.discard(draft, None)  # only a rename has moved it; an upload leaves it
         return name
 
     def _remove_older(self, saved: str, info: CheckpointInfo) -> None:
         num_kept = 1
         try:
             names = self._names()
-        except CheckpointError as error:  # what was to be saved is saved
+        except CheckpointError as error:  # the new checkpoint itself is saved
             logger.warning("%s: older checkpoints stay for now: %s", self.path, error)
             return
         for name in names:
             if _order(name) >= _order(saved):
-                continue  # a newer one is what an interrupted past left; it goes when training has overtaken it
+                continue  # left by an earlier run that had gone further; removed when training has passed it
             try:
                 other = self._read_info(name)[0]
             except ForeignCheckpointError:
@@ -261,15 +262,15 @@ class CheckpointDirectory:
 
 
 class AsyncSaver:
-    """Writes checkpoints behind the training loop's back. One thread calls it.
+    """Writes checkpoints in the background. One thread calls it.
 
-    Each write has a thread of its own that ends with it and is no daemon: a program that ends waits for the write under
-    way and for nothing else, without atexit. A daemon would be stopped in the middle, losing the last checkpoint,
-    and torch may abort a process whose threads are stopped inside it. If the device never finishes (a collective that
-    hangs), the write is given up 10 s after the main thread's end.
+    Each write has its own thread, which is not a daemon: a program that ends waits for the write under way, without
+    atexit. A daemon would be stopped in the middle, losing the last checkpoint, and torch may abort a process whose
+    threads are stopped inside it. If the device never finishes (a collective that hangs), the write is given up 10 s
+    after the main thread's end.
 
-    The copies stay allocated from save to save. The first :meth:`begin` therefore takes longer than the next, and waits
-    for the device, as CUDA does whenever it pins memory.
+    The host copies stay allocated between saves. The first :meth:`begin` takes longer than the next: it allocates them,
+    and CUDA waits for the device whenever it pins memory.
     """
 
     def __init__(self, directory: CheckpointDirectory) -> None:
@@ -287,10 +288,10 @@ class AsyncSaver:
         return self._thread is not None and self._thread.is_alive()
 
     def begin(self, tensors: Mapping[str, Tensor], blob: bytes, info: CheckpointInfo) -> bool:
-        """Copy the state and have it written. False, and nothing done, while the previous one is being written.
+        """Copy the state and write it in the background. False, with nothing done, while a write is under way.
 
-        The caller may change the tensors at once: device tensors are copied in the order of the current stream, and
-        nobody waits for that here. Raises the error of the previous write, if nobody has seen it.
+        The caller may change the tensors at once: device tensors are copied in the order of the current stream, without
+        waiting for it. Raises the error of the previous write, if it was not raised yet.
         """
         if self._is_closed:
             raise CheckpointError("this saver is closed; make another one to save more checkpoints")
@@ -311,21 +312,21 @@ class AsyncSaver:
         return True
 
     def wait(self, timeout_s: float | None = None) -> None:
-        """Until the write under way is over; its error is raised here.
+        """Wait for the write under way, and raise its error.
 
-        Raises :class:`CheckpointError` as well if it is not over after ``timeout_s``; the write goes on.
+        Raises :class:`CheckpointError` if it takes longer than ``timeout_s``; the write goes on.
         """
         if self._thread is not None:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
                 raise CheckpointError(
                     f"{self._directory.path}: a checkpoint is still being written after {timeout_s} s; wait longer, or "
-                    "look whether the disk or the device hangs"
+                    "check whether the disk or the device hangs"
                 )
         self._raise_error()
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Like :meth:`wait`, and nothing can be saved afterwards. May be called again."""
+        """:meth:`wait`, and refuse further saves. May be called again."""
         self._is_closed = True
         self._buffers = {}
         self.wait(timeout_s)
@@ -337,10 +338,10 @@ class AsyncSaver:
 
     @torch.no_grad()
     def _stage(self, tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], list[torch.cuda.Event]]:
-        """Copies on the host, and the events after which they hold what they should."""
+        """Host copies of the tensors, and the events after which the copies are complete."""
         staged: dict[str, Tensor] = {}
         buffers: dict[tuple[str, bool], Tensor] = {}
-        copies: dict[tuple[Any, ...], Tensor] = {}
+        copies: dict[tuple[object, ...], Tensor] = {}  # one copy of tensors that share memory
         for name, tensor in tensors.items():
             view = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
             identity = (*view, tensor.is_conj(), tensor.is_neg())
@@ -369,7 +370,7 @@ class AsyncSaver:
                 _wait_for(event)
             self._directory.save(staged, blob, info)
         except BaseException as error:
-            # Logged too: if the loop ends without another call, this is the only trace.
+            # Logged too: the loop may end without another call that would raise it.
             logger.error("%s: saving step %d failed: %s", self._directory.path, info.step, error)
             self._error = error
         finally:
@@ -379,11 +380,11 @@ class AsyncSaver:
 def checkpoint_interval_s(
     cost_s: float, mean_time_between_failures_s: float, *, shortest_s: float = 30.0, longest_s: float = 3600.0
 ) -> float:
-    """Seconds of training between two checkpoints that lose the least time to writing and to repeated work.
+    """Seconds between two checkpoints for which writing and repeated work cost the least time together.
 
     Young's √(2δM) with the higher-order terms of J. T. Daly (2006), "A higher order estimate of the optimum checkpoint
-    interval for restart dumps", equation 37. δ is what a checkpoint costs the training, M the mean time between
-    failures (infinity if there are none), both in seconds. The result lies within the bounds given.
+    interval for restart dumps", equation 37. δ is the training time that a checkpoint costs, M the mean time between
+    failures (may be infinity), both in seconds. The result is kept within ``shortest_s`` and ``longest_s``.
     """
     delta, mtbf = cost_s, mean_time_between_failures_s
     if not (delta >= 0 and math.isfinite(delta)):
@@ -417,7 +418,7 @@ def _order(name: str) -> tuple[int, ...]:
 
 
 def _require_plain(tensors: Mapping[str, Tensor]) -> None:
-    """Sharded, sparse and abstract tensors would be written in part or not come back: better to say so now."""
+    """Refuse sharded, sparse and meta tensors, which could not be written or restored in full."""
     for name, tensor in tensors.items():
         if name == BLOB:
             raise InvalidValueError(f"a tensor is called {BLOB!r}, which is the blob's own name; choose another")
@@ -431,15 +432,15 @@ def _require_plain(tensors: Mapping[str, Tensor]) -> None:
 
 
 def _wait_for(event: torch.cuda.Event) -> None:
-    """Until the device has passed an event. Asks instead of blocking, so that the end of the program is noticed."""
-    pause_s, give_up_s = 0.0005, math.inf
-    # A thread starts on device 0, where asking would set up a context that takes memory.
+    """Wait until the device has passed an event. Polls, so that it notices the end of the program."""
+    pause_s, give_up_s = _FIRST_POLL_S, math.inf
+    # A thread starts on device 0, where a query would create a context that takes memory.
     with torch.cuda.device(event.device):
         while not event.query():  # type: ignore[no-untyped-call]
             now = time.monotonic()
             if give_up_s == math.inf and not threading.main_thread().is_alive():
                 give_up_s = now + _EXIT_GRACE_S
             if now > give_up_s:
-                raise CheckpointError("the program ended, and the device has not finished copying the state")
+                raise CheckpointError("the program ended, and the device did not finish copying the state in time")
             time.sleep(pause_s)
-            pause_s = min(2 * pause_s, 0.01)
+            pause_s = min(2 * pause_s, _LONGEST_POLL_S)

@@ -1,9 +1,9 @@
-"""One checkpoint's folder: its tensors, its manifest, and every file operation under them.
+"""Reads and writes the files of one checkpoint: its tensors and its manifest.
 
-Stands in ``train`` under :mod:`pollux.train.checkpoint`, which says what is written and when; here is only how. Where
-checkpoints lie is a :class:`Storage`: a folder of this machine (:class:`LocalStorage`, here), or anything with a URL
-(:mod:`pollux.train.checkpoint_remote`). What the system refuses is an :class:`OSError` when writing; what cannot be
-read is a :class:`CheckpointError` that gives the reason, for a list of them.
+Called by :mod:`pollux.train.checkpoint`, which decides what is written and when. A :class:`Storage` is the place of a
+job's checkpoints: a local folder (:class:`LocalStorage`), or a URL (:mod:`pollux.train.checkpoint_remote`). Failed
+writes raise :class:`OSError`. A checkpoint that cannot be read raises :class:`CheckpointError` with the reason, worded
+to follow the checkpoint's name ("it has no manifest.json").
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from pollux.errors import CheckpointError, ForeignCheckpointError
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 2  # 2: the information has a lineage
+FORMAT_VERSION = 2  # higher ones are refused; raise it when older versions of Pollux could misread a checkpoint
 MANIFEST = "manifest.json"
-ALGORITHM = "sha256"  # the fastest strong one of hashlib where the processor knows SHA; sha256sum can check it
-# Step; then lineage and generation, which older ones do not have; then how often the same was saved before.
+ALGORITHM = "sha256"  # the fastest strong hash in hashlib on processors with SHA instructions; sha256sum checks it
+# Step; lineage and generation, where they are not 0; how often the same step was saved before.
 CHECKPOINT = re.compile(r"step-([0-9]+)(?:-([0-9]+)-([0-9]+))?(?:\.([0-9]+))?")
 TEMPORARY = re.compile(r"\.temporary\.(.+)\.(\d{1,9})\.(\d+)\.[0-9a-f]+")  # host, process, its start
-STALE_S = 24 * 3600.0  # no write takes a day, so an older temporary folder is nobody's
-_UNKNOWN = "0"
-_NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF}  # some shares cannot, and need not
+STALE_S = 24 * 3600.0  # no write takes a day, so the writer of an older temporary folder is gone
+_UNKNOWN = "0"  # start time of a process where /proc does not tell
+_NO_FOLDER_SYNC = {errno.EINVAL, errno.ENOTSUP, errno.EBADF}  # from network shares that cannot sync folders
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FileRecord:
-    """What a file must be to count as whole."""
+    """Size and digest that a file must have to count as complete."""
 
     size_bytes: int
     digest: str
@@ -57,47 +57,47 @@ class FileRecord:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    info: dict[str, Any]
+    info: dict[str, Any]  # of CheckpointInfo, as JSON gives it
     algorithm: str
     records: Mapping[str, FileRecord]
 
 
 class Storage(Protocol):
-    """Where the checkpoints of a job lie, by name.
+    """The place of a job's checkpoints, by name.
 
-    A checkpoint is written to a draft, a folder of this machine. It is then brought to where it belongs, where nobody
-    sees it yet, and published: one small step that makes it count. Every call is bounded in time.
+    A checkpoint is written to a draft, a local folder. ``bring`` copies it to its place, where readers ignore it;
+    ``publish`` makes it visible in one small step. Every call is bounded in time.
     """
 
-    root: Path | str  # for people to read: no secrets in it
+    root: Path | str  # to show people: without secrets
 
     def names(self) -> list[str]:
-        """What there is, other things too; nothing where there is no such place. Raises OSError."""
+        """All names there, not of checkpoints only; empty where the place does not exist. Raises OSError."""
 
     def read_manifest(self, name: str) -> Manifest:
-        """After a look at its own digest and at the files' sizes. Raises CheckpointError."""
+        """The manifest, after its digest and the files' sizes were checked. Raises CheckpointError."""
 
     def fetch(self, name: str, manifest: Manifest) -> AbstractContextManager[Path]:
-        """A folder of this machine with the files, for as long as it is needed. Raises CheckpointError."""
+        """A local folder with the files, until the context ends. Raises CheckpointError."""
 
     def make_draft(self) -> Path:
-        """A new empty folder of this machine. What dead writers left is removed before: its room may be needed."""
+        """A new empty local folder. First removes what dead writers left, to make room."""
 
     def bring(self, draft: Path, name: str) -> bool:
-        """Put the files of a sealed draft under ``name``, not counting yet. False if the name is taken."""
+        """Put the files of a sealed draft under ``name``, not visible yet. False if the name is taken."""
 
     def publish(self, draft: Path, name: str) -> bool:
-        """What was brought counts from now on. False if another had the name first: nothing has changed then."""
+        """Make the checkpoint visible. False, with nothing changed, if another writer has taken the name."""
 
     def discard(self, draft: Path, name: str | None) -> None:
-        """Forget a draft, and what was brought of it under ``name``, as far as possible."""
+        """Remove a draft, and what was brought under ``name``, as far as possible."""
 
     def remove(self, name: str) -> None:
-        """Take a checkpoint away: it stops to count at once. What cannot be removed is logged and left."""
+        """Remove a checkpoint; it is invisible at once. Files that cannot be removed are logged and left."""
 
 
 class LocalStorage:
-    """A folder of this machine, or one that looks like it (NFS, Lustre): publishing is a rename."""
+    """A local folder, or a mounted one (NFS, Lustre). Publishing is a rename."""
 
     def __init__(self, root: Path) -> None:
         self.root: Path | str = root
@@ -131,14 +131,14 @@ class LocalStorage:
 
 
 def write_tensors(state: Mapping[str, Tensor], folder: Path) -> None:
-    # seal() syncs. No copying ahead: that would wait for the device's current stream, in whichever thread this runs.
+    # seal() syncs. No copying ahead: it would make this thread wait for the device's current stream.
     writer = FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0)
     _expect_no_group()
     try:
         state_dict_saver.save(dict(state), storage_writer=writer, no_dist=True)
     except CheckpointException as error:
         cause = _cause(error)
-        # On a full disk torch fails again while it closes its file; the system's own words are further down.
+        # On a full disk torch fails again while it closes its file; the system's own error is its context.
         refusal: BaseException | None = cause
         while refusal is not None and not isinstance(refusal, OSError):
             refusal = refusal.__context__
@@ -146,7 +146,7 @@ def write_tensors(state: Mapping[str, Tensor], folder: Path) -> None:
 
 
 def read_tensors(folder: Path, device: torch.device) -> dict[str, Tensor]:
-    """The tensors of a folder whose digests are right."""
+    """The tensors of a folder. Check its digests first."""
     reader = FileSystemReader(folder)
     try:
         entries = reader.read_metadata().state_dict_metadata
@@ -156,7 +156,7 @@ def read_tensors(folder: Path, device: torch.device) -> dict[str, Tensor]:
     for name, entry in entries.items():
         if not isinstance(entry, TensorStorageMetadata):
             raise CheckpointError(f"its entry {name} is not a tensor")
-        # Outside any try: too little memory is no reason to take an older checkpoint.
+        # Not caught: with too little memory, an older checkpoint would not help.
         state[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
     _expect_no_group()
     try:
@@ -169,8 +169,8 @@ def read_tensors(folder: Path, device: torch.device) -> dict[str, Tensor]:
     return state
 
 
-def seal(folder: Path, info: Mapping[str, Any]) -> None:
-    """Put every file of ``folder`` on the disk, once each, with a manifest that says what they hold."""
+def seal(folder: Path, info: Mapping[str, object]) -> None:
+    """Sync every file of ``folder`` to the disk, and add the manifest with their sizes and digests."""
     records = {}
     for name in sorted(os.listdir(folder)):
         with open(folder / name, "rb") as file:
@@ -193,7 +193,7 @@ def seal(folder: Path, info: Mapping[str, Any]) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest, after a look at its own digest and at the files' sizes."""
+    """The manifest, after its digest and the files' sizes were checked."""
     try:
         text = (folder / MANIFEST).read_bytes()
     except FileNotFoundError as error:
@@ -204,32 +204,32 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def parse_manifest(text: bytes, size_of: Callable[[str], int]) -> Manifest:
-    """``size_of`` a file by its name, in bytes; an OSError where there is none."""
+    """``size_of`` gives a file's size in bytes by its name, or raises OSError."""
     try:
         content = json.loads(text.decode("utf-8"))
         version = content["version"]
         if isinstance(version, int) and version > FORMAT_VERSION:
             raise ForeignCheckpointError(
-                f"a newer Pollux wrote it, in format {version}; this one reads up to {FORMAT_VERSION}, so update Pollux"
+                f"a newer Pollux wrote it in format {version}; this Pollux reads up to {FORMAT_VERSION}: update Pollux"
             )
         if content.pop("digest") != _digest(content):
             raise CheckpointError(f"its {MANIFEST} has changed since it was written")
         records = {name: FileRecord(**record) for name, record in content["files"].items()}
         manifest = Manifest(info=content["info"], algorithm=content["algorithm"], records=records)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"its {MANIFEST} is torn or damaged: {error!r}") from error
+        raise CheckpointError(f"its {MANIFEST} is incomplete or damaged: {error!r}") from error
     for name, record in records.items():
         try:
             size = size_of(name)
         except OSError as error:
-            raise CheckpointError(f"its file {name} is missing or out of reach: {error}") from error
+            raise CheckpointError(f"its file {name} is missing or cannot be reached: {error}") from error
         if size != record.size_bytes:
             raise CheckpointError(f"its file {name} has {size} bytes instead of {record.size_bytes}")
     return manifest
 
 
 def check_digests(folder: Path, manifest: Manifest) -> None:
-    """Raise :class:`CheckpointError` unless every file holds what it held. Reads them all."""
+    """Read all files, and raise :class:`CheckpointError` unless each has its recorded digest."""
     for name, record in manifest.records.items():
         try:
             with open(folder / name, "rb") as file:
@@ -241,7 +241,7 @@ def check_digests(folder: Path, manifest: Manifest) -> None:
 
 
 def list_names(root: Path) -> list[str]:
-    """Names in a folder; none where there is no folder."""
+    """Names in a folder; empty if it does not exist."""
     try:
         return os.listdir(root)
     except FileNotFoundError:
@@ -255,14 +255,14 @@ def make_root(root: Path) -> None:
 
 
 def make_temporary(root: Path, mode: int = 0o777) -> Path:
-    """A new hidden folder in ``root`` whose name says which process it belongs to."""
+    """A new hidden folder in ``root``, named after this process."""
     path = _temporary_path(root)
     path.mkdir(mode=mode)
     return path
 
 
 def publish(temporary: Path, final: Path) -> bool:
-    """Give a finished folder its name in one indivisible step. False if the name is taken: nothing has changed then."""
+    """Give a finished folder its name atomically. False, with nothing changed, if the name is taken."""
     try:
         os.rename(temporary, final)
     except OSError:
@@ -274,9 +274,9 @@ def publish(temporary: Path, final: Path) -> bool:
 
 
 def remove(folder: Path) -> None:
-    """Take a checkpoint away: its name at once, its files after that. What cannot be removed is logged and left."""
+    """Remove a checkpoint: first its name, then its files. Files that cannot be removed are logged and left."""
     try:
-        hidden = _temporary_path(folder.parent)  # a kill in mid-removal must not leave half a checkpoint by its name
+        hidden = _temporary_path(folder.parent)  # a kill during removal must not leave half a checkpoint under its name
         os.rename(folder, hidden)
         shutil.rmtree(hidden)
     except FileNotFoundError:
@@ -286,12 +286,12 @@ def remove(folder: Path) -> None:
 
 
 def remove_temporary(folder: Path) -> None:
-    """Remove a temporary folder as far as possible; :func:`remove_stale` takes the rest another day."""
+    """Remove a temporary folder as far as possible; :func:`remove_stale` removes the rest later."""
     shutil.rmtree(folder, ignore_errors=True)
 
 
 def remove_stale(root: Path) -> None:
-    """Remove the temporary folders that dead writers left: of this machine's processes at once, others by age."""
+    """Remove the temporary folders of dead writers: of local processes at once, of others after STALE_S."""
     for name in list_names(root):
         writer = TEMPORARY.fullmatch(name)
         if writer is None:
@@ -299,7 +299,7 @@ def remove_stale(root: Path) -> None:
         is_dead = writer[1] == _host() and not _is_alive(int(writer[2]), writer[3])
         if is_dead or _age_s(root / name) > STALE_S:
             remove_temporary(root / name)
-            logger.info("%s: removed what a writer that is gone left behind", root / name)
+            logger.info("%s: removed the temporary folder of a writer that has ended", root / name)
 
 
 def _temporary_path(root: Path) -> Path:
@@ -308,7 +308,7 @@ def _temporary_path(root: Path) -> Path:
 
 
 def _age_s(folder: Path) -> float:
-    """Seconds since anything in a folder last changed; 0 if that cannot be told."""
+    """Seconds since anything in a folder last changed; 0 if unknown."""
     try:
         changed = [path.stat().st_mtime for path in (folder, *folder.iterdir())]
     except OSError:
@@ -317,7 +317,7 @@ def _age_s(folder: Path) -> float:
 
 
 def _host() -> str:
-    """Where a process number means something: a machine, and the container in it."""
+    """The machine and the container: where a process number is unique."""
     try:
         namespace = os.stat("/proc/self/ns/pid").st_ino  # containers on the host's network share its name
     except OSError:
@@ -326,28 +326,28 @@ def _host() -> str:
 
 
 def _is_alive(pid: int, started: str) -> bool:
-    """Whether the process of that number and start is there. In a container a number alone is soon another's."""
+    """Whether the process with that number and start time lives. Numbers alone are soon reused in containers."""
     try:
-        os.kill(pid, 0)  # signal 0 only asks
+        os.kill(pid, 0)  # signal 0 only checks
     except ProcessLookupError:
         return False
     except OSError:
-        pass  # another user's
+        pass  # a process of another user
     return started == _UNKNOWN or _start_time(pid) in (started, _UNKNOWN)
 
 
 def _start_time(pid: int) -> str:
-    """When a process started, in clock ticks since boot."""
+    """When a process started, in clock ticks since boot; "never" for one that has ended."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as file:
             fields = file.read().rpartition(")")[2].split()
-        return "never" if fields[0] in "ZX" else fields[19]  # a zombie writes no more
+        return "never" if fields[0] in "ZX" else fields[19]  # a zombie has ended
     except (OSError, IndexError):
         return _UNKNOWN
 
 
 def _sync_folder(path: Path) -> None:
-    """Put the names in a folder on the disk."""
+    """Sync a folder's list of names to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -358,19 +358,19 @@ def _sync_folder(path: Path) -> None:
         os.close(descriptor)
 
 
-def _digest(content: Mapping[str, Any]) -> str:
-    """Of values, not of text: spaces and the order of names do not count."""
+def _digest(content: Mapping[str, object]) -> str:
+    """The digest of the values: spaces and the order of names do not matter."""
     return hashlib.new(ALGORITHM, json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def _expect_no_group() -> None:
-    """Keep dcp from warning that it works without a process group, which is what we ask of it.
+    """Keep torch.distributed.checkpoint from warning that there is no process group, which is intended.
 
-    For good, not inside ``warnings.catch_warnings``: that one undoes other threads' settings, and we write in a thread.
+    Not inside ``warnings.catch_warnings``: that would undo other threads' settings, and writes happen in a thread.
     """
     warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 def _cause(error: CheckpointException) -> BaseException:
-    """dcp wraps whatever happens, interrupts too, in an exception that ``except Exception`` does not catch."""
+    """The error inside. torch wraps every error, also KeyboardInterrupt, in one that is no ``Exception``."""
     return next(iter(error.failures.values()))[0]

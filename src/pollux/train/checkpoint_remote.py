@@ -1,13 +1,13 @@
-"""Checkpoints behind a URL: s3://, gs://, file://, memory://, whatever fsspec opens.
+"""Keeps checkpoints under a URL that fsspec opens: s3://, gs://, file://, memory:// and others.
 
-Stands in ``train``, beside :mod:`pollux.train.checkpoint_files`, whose :class:`Storage` this is. An object store has no
-rename and no append, so a checkpoint is written to a folder of this machine, its files are uploaded to
-``<root>/<name>/``, and its manifest last: without a manifest there is no checkpoint. What is removed loses its manifest
-first. Reading downloads to a folder of this machine, in TMPDIR like the drafts.
+:class:`pollux.train.checkpoint.CheckpointDirectory` uses it for URLs, as a
+:class:`~pollux.train.checkpoint_files.Storage`. An object store has no rename and no append. So a checkpoint is written
+to a local folder, its files are uploaded to ``<root>/<name>/``, and its manifest last: without a manifest there is no
+checkpoint. Removal begins with the manifest. Reading downloads to a local folder, in TMPDIR like the drafts.
 
-A store may be slow, away or moody. Every operation is tried again for a while and given up after that; none hangs,
-as each runs in a thread that is not waited for any longer. fsspec comes with torch, the packages for the various
-stores do not. Users put secrets into URLs and environments, and libraries put them into errors: they are cut out here.
+A store may be slow or unreachable. Every operation is retried for a limited time. None can hang: each runs in its own
+thread, which is abandoned after the limit. fsspec comes with torch; the packages for the stores do not. URLs and
+environments hold secrets that libraries put into error messages: they are removed here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypedDict, TypeVar
 
 import fsspec  # type: ignore[import-untyped]
 from fsspec.registry import known_implementations  # type: ignore[import-untyped]
@@ -40,17 +40,17 @@ from pollux.train.checkpoint_files import (
     remove_temporary,
 )
 
-MAX_LOOKS = 20
-
 logger = logging.getLogger(__name__)
 
-OPERATION_S = 60.0  # for one operation with all its attempts, beside the time its bytes take
-SLOWEST_BYTES_PER_S = 2e6  # a store slower than this is taken for one that hangs
+# Limits chosen by hand. Longer ones survive longer outages of a store, and delay the error where it is really gone.
+OPERATION_S = 60.0  # for one operation with all its attempts, besides the time for its bytes
+SLOWEST_BYTES_PER_S = 2e6  # a slower store counts as hanging
 MAX_ATTEMPTS = 5
-MAX_LOOKS = 20  # at a store that changes while it is listed
-FIRST_PAUSE_S = 0.25  # before the second attempt; doubles from one to the next
-LARGE_BYTES = 1 << 28  # so much to move is worth a line in the log
-# Asking again does not help where the store has understood and said no.
+FIRST_PAUSE_S = 0.25  # before the second attempt; doubles each time, so five attempts pause 4 s in all
+MAX_LISTINGS = 20  # of a store that changes while it is listed
+LARGE_BYTES = 1 << 28  # transfers from 256 MB on are logged: they take seconds
+MAX_ERROR_CHARACTERS = 1000  # some libraries put whole responses into their errors
+# Errors that a retry does not change: the store has answered.
 _FINAL = (
     FileNotFoundError,
     PermissionError,
@@ -59,18 +59,26 @@ _FINAL = (
     FileExistsError,
 )
 _FINAL_CODES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS}
-# Folders are a way of speaking there; "making" one would make a bucket of a name that was mistyped.
+# Stores without real folders. Making one there would create a bucket under a mistyped name.
 _WITHOUT_FOLDERS = {"s3", "s3a", "gs", "gcs", "abfs", "abfss", "az", "oss", "oci", "tos", "tosfs", "memory"}
 _SECRET_NAME = re.compile(r"SECRET|TOKEN|PASSWORD|PASSWD|CREDENTIAL|_KEY|SAS")
-_SHORTEST_SECRET = 6  # a shorter one would be found in ordinary words
+_SHORTEST_SECRET = 6  # characters; shorter values also occur in ordinary words
 
 Answer = TypeVar("Answer")
+
+
+class _Entry(TypedDict, total=False):
+    """A file or folder in fsspec's listings; stores add more."""
+
+    name: str
+    size: int | None
+    type: str
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
     text = os.fspath(path)
     if isinstance(path, os.PathLike) and re.match(r"[a-z][a-z0-9]+:/", text) and text.partition(":")[0] in _schemes():
-        raise InvalidValueError(f"{text!r} was a URL before it became a Path, which joins slashes: pass it as text")
+        raise InvalidValueError(f"{text!r} is a URL in a Path, which drops one of its slashes: pass the URL as str")
     return bool(re.match(r"([A-Za-z][A-Za-z0-9+.-]*::)*[A-Za-z][A-Za-z0-9+.-]*://", text))
 
 
@@ -93,10 +101,10 @@ class RemoteStorage:
             raise CheckpointError(
                 f"{self.root}: a Python package for {scheme}:// is missing here ({error}): {hint}"
             ) from None
-        except Exception as error:  # whatever a library thinks of a URL
+        except Exception as error:  # libraries raise many kinds
             raise CheckpointError(
-                f"{self.root}: checkpoints cannot be kept there ({self._clean(error)}); a folder, or a URL that fsspec "
-                "opens, as s3://bucket/path, is needed"
+                f"{self.root}: fsspec cannot open it for checkpoints ({self._clean(error)}); use a folder, or a URL "
+                "such as s3://bucket/path"
             ) from None
         self._path = str(path).rstrip("/")
         schemes = re.findall(r"([A-Za-z][A-Za-z0-9+.-]*)(?:::|://)", url)
@@ -105,10 +113,10 @@ class RemoteStorage:
     # --- reading --------------------------------------------------------------------------------------------------
 
     def names(self) -> list[str]:
-        """A writer elsewhere may replace all that is there while it is looked through: then it is looked at again."""
+        """Lists again if another writer replaced all checkpoints during the listing."""
         found: list[str] = []
         candidates = self._candidates()
-        for _ in range(MAX_LOOKS):
+        for _ in range(MAX_LISTINGS):
             found = [name for name in candidates if MANIFEST in self._files(name)]
             before, candidates = candidates, self._candidates()
             if found or set(candidates) <= set(before):
@@ -136,7 +144,7 @@ class RemoteStorage:
         folder = _make_local()
         try:
             total = sum(record.size_bytes for record in manifest.records.values())
-            with self._told("downloading", name, total):
+            with self._logged("downloading", name, total):
                 for file, record in manifest.records.items():
                     self._download(name, file, folder, record.size_bytes)
             yield folder
@@ -145,7 +153,7 @@ class RemoteStorage:
 
     def _download(self, name: str, file: str, folder: Path, size: int) -> None:
         if file != os.path.basename(file):
-            raise CheckpointError(f"its {MANIFEST} names {file!r}, which is no plain file name")
+            raise CheckpointError(f"its {MANIFEST} names {file!r}, which is not a plain file name")
         try:
             self._ask("read", lambda: self._fs.get_file(self._at(name, file), str(folder / file)), size)
         except OSError as error:
@@ -162,12 +170,12 @@ class RemoteStorage:
             return False
         sizes = {path.name: path.stat().st_size for path in sorted(draft.iterdir()) if path.name != MANIFEST}
         try:
-            with self._told("uploading", name, sum(sizes.values())):
+            with self._logged("uploading", name, sum(sizes.values())):
                 for file, size in sizes.items():
                     self._upload(draft / file, self._at(name, file), size)
             there = self._files(name)
             for file, size in sizes.items():
-                found = there.get(file, {}).get("size")
+                found = there[file].get("size") if file in there else None
                 if found != size:
                     raise OSError(errno.EIO, f"{file} has {found} bytes there instead of {size} after its upload")
         except BaseException:
@@ -176,7 +184,7 @@ class RemoteStorage:
         return True
 
     def publish(self, draft: Path, name: str) -> bool:
-        """The store's own write of one small object, which is indivisible on object stores."""
+        """Writes one small object, which object stores do atomically."""
         self._upload(draft / MANIFEST, self._at(name, MANIFEST), 0)
         return True
 
@@ -195,10 +203,10 @@ class RemoteStorage:
         try:
             self._remove(name)
         except OSError as error:
-            logger.info("%s/%s: what was uploaded stays for a day: %s", self.root, name, error)
+            logger.info("%s/%s: this unfinished upload stays for a day: %s", self.root, name, error)
 
     def _remove(self, name: str) -> None:
-        """The manifest first: a kill in between must not leave half a checkpoint that counts."""
+        """The manifest first: a kill in between must not leave half a checkpoint that readers use."""
         for file in sorted(self._files(name), key=lambda file: file != MANIFEST):
             self._remove_path(self._at(name, file))
         if self._has_folders:
@@ -207,7 +215,7 @@ class RemoteStorage:
             except FileNotFoundError:
                 pass
             except OSError as error:
-                logger.info("%s/%s: this empty folder stays: %s", self.root, name, error)
+                logger.info("%s/%s: cannot remove this empty folder: %s", self.root, name, error)
 
     def _remove_path(self, path: str) -> None:
         try:
@@ -216,18 +224,18 @@ class RemoteStorage:
             return  # another process was faster
 
     def _remove_stale(self) -> None:
-        """Half-uploaded ones, by age alone: nobody can tell here whether a process elsewhere lives.
+        """Remove unfinished uploads older than STALE_S. Whether their writers live cannot be checked from here.
 
-        An empty folder goes at once: whoever has just made it makes it again.
+        Empty folders are removed at once: a writer that has just made one makes it again.
         """
         for name in self._candidates():
             files = self._files(name)
             if MANIFEST not in files and (not files or self._age_s(name, files) > STALE_S):
                 self._withdraw(name)
-                logger.info("%s/%s: removed what a writer that is gone left behind", self.root, name)
+                logger.info("%s/%s: removed an unfinished upload", self.root, name)
 
-    def _age_s(self, name: str, files: Mapping[str, Any]) -> float:
-        """Seconds since anything of it last changed; 0 if that cannot be told."""
+    def _age_s(self, name: str, files: Mapping[str, object]) -> float:
+        """Seconds since any of the files last changed; 0 if unknown."""
         try:
             paths = [self._at(name, file) for file in files]
             changed = [self._ask("look at", partial(self._fs.modified, path)) for path in paths]
@@ -250,17 +258,17 @@ class RemoteStorage:
         return "/".join((self._path, *names))
 
     def _candidates(self) -> list[str]:
-        """Names that a checkpoint may have, whole or not."""
+        """Names of checkpoints, complete or not."""
         names = (str(entry["name"]).rstrip("/").rpartition("/")[2] for entry in self._list(self._path or "/"))
         return [name for name in names if CHECKPOINT.fullmatch(name)]
 
-    def _files(self, name: str) -> dict[str, dict[str, Any]]:
-        """What lies under a name: file name to what the store says of it."""
+    def _files(self, name: str) -> dict[str, _Entry]:
+        """The files under a name: the store's information by file name."""
         entries = self._list(self._at(name))
         return {str(entry["name"]).rpartition("/")[2]: entry for entry in entries if entry["type"] != "directory"}
 
-    def _list(self, path: str) -> list[dict[str, Any]]:
-        def listed() -> list[dict[str, Any]]:
+    def _list(self, path: str) -> list[_Entry]:
+        def listed() -> list[_Entry]:
             self._fs.invalidate_cache()  # other processes write here too
             return list(self._fs.ls(path, detail=True))
 
@@ -270,7 +278,7 @@ class RemoteStorage:
             return []
 
     def _ask(self, what: str, call: Callable[[], Answer], size_bytes: int = 0) -> Answer:
-        """Bounded in time, and again after a pause where that may help. Raises OSError, without secrets."""
+        """Run ``call`` with a time limit, and retry where that may help. Raises OSError, without secrets."""
         limit_s = OPERATION_S + size_bytes / SLOWEST_BYTES_PER_S
         deadline = time.monotonic() + limit_s
         pause_s = FIRST_PAUSE_S
@@ -287,15 +295,15 @@ class RemoteStorage:
                 is_last = attempt == MAX_ATTEMPTS or time.monotonic() + pause_s >= deadline
                 if is_last:
                     raise OSError(
-                        errno.EIO, f"the store did not {what} it in {attempt} attempts: {self._clean(error)}"
+                        errno.EIO, f"could not {what} it in {attempt} attempts: {self._clean(error)}"
                     ) from None
-                logger.info("%s: cannot %s: %s; trying again", self.root, what, self._clean(error))
+                logger.info("%s: cannot %s: %s; retrying", self.root, what, self._clean(error))
             time.sleep(pause_s)
             pause_s *= 2
         raise AssertionError("the last attempt returns or raises")
 
     @contextmanager
-    def _told(self, what: str, name: str, size_bytes: int) -> Iterator[None]:
+    def _logged(self, what: str, name: str, size_bytes: int) -> Iterator[None]:
         is_large, begun = size_bytes >= LARGE_BYTES, time.monotonic()
         if is_large:
             logger.info("%s/%s: %s %.1f GB", self.root, name, what, size_bytes / 1e9)
@@ -305,7 +313,7 @@ class RemoteStorage:
             logger.info("%s/%s: %s took %.0f s, %.0f MB/s", self.root, name, what, taken_s, size_bytes / 1e6 / taken_s)
 
     def _clean(self, error: BaseException) -> str:
-        """An error's own words, without what nobody should read."""
+        """An error's text without secrets."""
         text = str(error.strerror or error) if isinstance(error, OSError) else str(error)
         text = text or type(error).__name__
         if not isinstance(error, OSError):
@@ -314,11 +322,11 @@ class RemoteStorage:
         for secret in sorted(secrets, key=len, reverse=True):
             if len(secret) >= _SHORTEST_SECRET or secret in self._secrets:
                 text = text.replace(secret, "***")
-        return text[:1000]
+        return text[:MAX_ERROR_CHARACTERS]
 
 
 def without_secrets(url: str) -> str:
-    """A URL for people to read: no user, password or query in it, also where several are chained."""
+    """The URL without user, password and query, for messages. Handles chained URLs (``a::b``)."""
     return "::".join(_plain(part) for part in url.split("::"))
 
 
@@ -336,7 +344,7 @@ def _secrets_of(url: str) -> set[str]:
 
 
 def _private(url: str) -> tuple[str, str]:
-    """User with password, and query. Keys of some stores hold slashes, which few people encode."""
+    """User with password, and query. Keys of some stores contain slashes, which users seldom encode."""
     place, _, query = url.partition("://")[2].partition("?")
     user = place.partition("/")[0].rpartition("@")[0]
     if ":" in place.rpartition("@")[0]:
@@ -345,16 +353,16 @@ def _private(url: str) -> tuple[str, str]:
 
 
 def _make_local() -> Path:
-    """A folder of this machine that nobody else may read."""
+    """A local folder that only this user may read."""
     root = Path(tempfile.gettempdir())
     remove_stale(root)
     return make_temporary(root, mode=0o700)
 
 
 def _bounded(call: Callable[[], Answer], timeout_s: float, limit_s: float) -> Answer:
-    """``call()`` in a thread of its own, which is left alone when it takes too long.
+    """Run ``call()`` in its own thread, and abandon the thread after ``timeout_s``.
 
-    A daemon: a program that ends does not wait for a store that hangs.
+    The thread is a daemon: a program that ends does not wait for a store that hangs.
     """
     answers: list[Answer] = []
     errors: list[BaseException] = []
@@ -371,5 +379,5 @@ def _bounded(call: Callable[[], Answer], timeout_s: float, limit_s: float) -> An
     if errors:
         raise errors[0]
     if not answers:
-        raise TimeoutError(f"no answer within {limit_s:.0f} s")
+        raise TimeoutError(f"no response within {limit_s:.0f} s")
     return answers[0]

@@ -1,7 +1,7 @@
 """A data loader whose replicas, device batch and accumulation may change at any step boundary.
 
-:mod:`pollux.train.position` says which positions of an epoch a rank reads next; here those become batches, through
-torch's own DataLoader. Later owned by ``run.dataloader(...)``; it works alone too:
+``run.dataloader(...)`` makes one; users may use it alone. :mod:`pollux.train.position` decides which positions of an
+epoch a rank reads next; torch's own DataLoader reads them:
 
     loader = ElasticLoader(dataset, StepShape(device_batch=32), shuffle=True, num_workers=2)
     for x, y in loader:                     # one pass; a step is loader.step.num_passes of them
@@ -13,24 +13,24 @@ torch's own DataLoader. Later owned by ``run.dataloader(...)``; it works alone t
 
 Rules:
 
-- Nothing is consumed before :meth:`ElasticLoader.commit`. A step that fails (out of memory, a lost peer) is begun again
-  on the same examples by :meth:`ElasticLoader.retry`, or by iterating anew.
-- Worker processes live as long as the loader. The DataLoader is fed by a stream of index lists that runs at most
-  ``prefetch_factor`` passes per worker ahead; on a change of shape, what was read ahead is discarded and the stream
-  starts again at the committed position. Skipping is by index. Only what was read ahead and discarded is read twice.
+- Examples are consumed by :meth:`ElasticLoader.commit` only. After a failed step (out of memory, a lost peer),
+  :meth:`ElasticLoader.retry` or a new iteration serves the same examples again.
+- Worker processes live as long as the loader. They read at most ``prefetch_factor`` passes per worker ahead. On a
+  change of shape, batches read ahead are discarded, and reading starts again at the committed position. Skipping is by
+  index, so only discarded batches are read twice.
 - A pass in which this rank has no example (only in the last step of an epoch) still yields a batch, of one example
   of the step, with ``weight`` 0: forward and backward must run, or the other ranks would wait in their collectives.
-  Models that cannot take a batch of one (batch normalisation over vectors) want ``drop_last``.
-- A ``sampler`` gives the order and length of an epoch. It is drawn once per epoch, on every rank, with its
-  ``generator`` set from (seed, epoch). One without a generator is drawn on every rank too, but the order of rank 0
-  counts, which ``share_order`` must fetch; that order is part of the state, as nobody could draw it again.
+  Models that cannot take a batch of one (batch normalisation over vectors) need ``drop_last``.
+- A ``sampler`` gives the order and length of an epoch. Every rank draws it once per epoch, with its ``generator``
+  seeded from (seed, epoch). For a sampler without a generator, ``share_order`` fetches the order of rank 0, and that
+  order is saved in the state, as it cannot be drawn again.
 - With a ``batch_sampler`` the user's batch is the unit: one per rank and pass, never split or joined. Position and
   ``Step.count`` then count batches, ``device_batch`` is ignored, and weights still count examples.
-- An IterableDataset is read by every worker *in full*: worker w of rank r keeps every (K·W)-th example. The dataset
-  must give every worker the same stream (no sharding of its own, no unseeded shuffling; ``set_epoch`` is called
-  if there is one). Its batches are collated in the training process, so that m may change without loss. Starting in
-  the middle (a restore, or a change of replicas) means reading and dropping what lies before, unless
-  its ``__iter__`` takes ``start``, the number of examples to leave out. Its ``state_dict`` is not used.
+- Every worker reads an IterableDataset *in full*: worker w of rank r keeps every (K·W)-th example. The dataset
+  must give every worker the same stream: no sharding of its own, no unseeded shuffling; ``set_epoch`` is called
+  if there is one. Batches are collated in the training process, so that m may change without loss. To start in the
+  middle (a restore, or a change of replicas), the loader reads and drops the examples before, unless the dataset's
+  ``__iter__`` takes ``start``, the number of examples to skip. Its ``state_dict`` is not used.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from multiprocessing.context import BaseContext
+from typing import Any, cast
 
 import torch
 from torch.utils.data import Dataset, IterableDataset, default_collate
@@ -48,6 +49,8 @@ from pollux.errors import InvalidValueError, PolluxError
 from pollux.train.position import Position, Step, StepShape, check_seed, count_passes
 from pollux.train.sources import (
     DatasetOrder,
+    LoaderOptions,
+    LoaderState,
     MapSource,
     Order,
     SamplerOrder,
@@ -57,8 +60,8 @@ from pollux.train.sources import (
     torch_seed,
 )
 
-STATE_VERSION = 1
-DEFAULT_PREFETCH_FACTOR = 2
+STATE_VERSION = 1  # of ``state_dict``; others are refused
+DEFAULT_PREFETCH_FACTOR = 2  # passes per worker, as in torch's DataLoader
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,40 +79,40 @@ class Pass:
 
     @property
     def is_filler(self) -> bool:
-        """This rank had nothing left to read; the batch is there for the collectives' sake and weighs 0."""
+        """This rank had no example left: the batch is only there for the collectives, with weight 0."""
         return self.num_examples == 0
 
     @property
     def weight(self) -> float:
-        """What to multiply a mean loss with: see :meth:`Step.weight`."""
+        """The factor for a mean loss: see :meth:`Step.weight`."""
         return self.num_examples * self.step.shape.num_replicas / self.step_examples
 
 
 class ElasticLoader:
     """Yields this rank's batches, pass by pass, to the end of the epoch. See the module's rules.
 
-    Iterating goes on at the committed position; after an epoch has been iterated to its end, the next ``iter`` starts
-    the next one. ``auto_commit`` takes asking for the next step as the commit of this one.
-    Raises InvalidValueError at once for options that contradict each other.
+    Iterating goes on at the committed position. After the end of an epoch, the next ``iter`` starts the next epoch.
+    With ``auto_commit``, asking for the next step commits this one.
+    Raises InvalidValueError for options that contradict each other.
     """
 
     def __init__(
         self,
-        dataset: Dataset[Any],
+        dataset: Dataset[object],
         shape: StepShape,
         *,
         shuffle: bool = False,
         seed: int = 0,
-        sampler: Iterable[Any] | None = None,
-        batch_sampler: Iterable[Sequence[Any]] | None = None,
-        collate_fn: Callable[[list[Any]], Any] | None = None,
+        sampler: Iterable[object] | None = None,
+        batch_sampler: Iterable[Sequence[object]] | None = None,
+        collate_fn: Callable[[list[Any]], object] | None = None,
         num_workers: int = 0,
         pin_memory: bool = False,
         prefetch_factor: int | None = None,
         drop_last: bool = False,
         timeout_s: float = 0.0,
         worker_init_fn: Callable[[int], None] | None = None,
-        multiprocessing_context: Any = None,
+        multiprocessing_context: str | BaseContext | None = None,
         share_order: ShareOrder | None = None,
         auto_commit: bool = False,
     ) -> None:
@@ -117,9 +120,9 @@ class ElasticLoader:
         _check_options(dataset, shuffle, sampler, batch_sampler, drop_last, num_workers, prefetch_factor)
         self._shape, self._seed, self._drop_last, self._auto_commit = shape, seed, drop_last, auto_commit
         self._shuffle, self._length = shuffle, length_of(dataset)
-        # The workers' random seeds come from a generator of our own: a resize must not move the global random state.
+        # The workers' seeds come from a generator of our own, so that a resize does not change the global random state.
         generator = torch.Generator().manual_seed(torch_seed(seed, shape.rank))
-        workers: dict[str, Any] = {
+        workers: LoaderOptions = {
             "num_workers": num_workers,
             "persistent_workers": num_workers > 0,
             "timeout": timeout_s,
@@ -128,10 +131,10 @@ class ElasticLoader:
             "generator": generator,
         }
         prefetch = (prefetch_factor or DEFAULT_PREFETCH_FACTOR) if num_workers else None
-        pins = pin_memory and torch.cuda.is_available()  # torch warns where there is nothing to pin for
+        pins = pin_memory and torch.cuda.is_available()  # torch warns about pinning without a GPU
         self._source: MapSource | StreamSource
         if isinstance(dataset, IterableDataset):
-            if prefetch:  # in single examples here, in passes elsewhere
+            if prefetch:  # counts single examples for a stream, passes otherwise
                 workers["prefetch_factor"] = prefetch * shape.device_batch
             self._source = StreamSource(dataset, collate_fn or default_collate, pins, drop_last, workers)
         else:
@@ -139,7 +142,7 @@ class ElasticLoader:
             workers |= {"prefetch_factor": prefetch, "collate_fn": collate_fn, "pin_memory": pins}
             self._source = MapSource(dataset, order, drop_last, workers)
         self._position = Position()
-        self._open: Step | None = None  # begun, neither committed nor given up
+        self._open: Step | None = None  # begun, neither committed nor retried
         self._current: Pass | None = None
         self._is_exhausted = False
         self._turn = 0
@@ -156,13 +159,13 @@ class ElasticLoader:
 
     @property
     def shape(self) -> StepShape:
-        """That of the next step to begin."""
+        """The shape of the next step to begin."""
         return self._shape
 
     @property
     def current(self) -> Pass:
         if self._current is None:
-            raise PolluxError("no pass is under way: ask for a batch first")
+            raise PolluxError("no pass is under way: take a batch from the loader first")
         return self._current
 
     @property
@@ -170,29 +173,29 @@ class ElasticLoader:
         return self.current.step
 
     @property
-    def identity(self) -> tuple[Any, ...]:
+    def identity(self) -> tuple[str | int | None, ...]:
         """Equal on replicas that read the same data in the same order."""
         return (self._source.unit, self._shuffle, self._length, self._source.epoch_length, self._drop_last)
 
     @property
     def epoch_length(self) -> int | None:
-        """Examples per epoch, where that is known beforehand and what is counted."""
+        """Examples per epoch; None if unknown in advance, or if batches are the unit."""
         return self._source.epoch_length if self._source.unit == "example" else None
 
     @property
     def unit(self) -> str:
-        """What is counted: an "example", the user's "batch", or an example of a "stream"."""
+        """The unit of positions: an "example", the user's "batch", or an example of a "stream"."""
         return self._source.unit
 
     def configure(self, shape: StepShape) -> None:
-        """The shape of the steps to come. A step that is under way is not touched, unless it is retried."""
+        """Set the shape of the next steps. A step under way keeps its shape, unless it is retried."""
         self._check_fit(shape)
         self._shape = shape
 
     def commit(self) -> None:
-        """The step under way is done on all ranks: its examples are consumed."""
+        """Consume the examples of the step under way. Call it when the step is done on all ranks."""
         if self._open is None:
-            raise PolluxError("no step to commit: it was committed or given up already, or none was begun")
+            raise PolluxError("no step to commit: it was committed or retried already, or none was begun")
         if not self.current.is_last:
             raise PolluxError(
                 f"commit after pass {self.current.index + 1} of {self._open.num_passes}: a step is committed after its "
@@ -202,17 +205,17 @@ class ElasticLoader:
         self._open = None
 
     def retry(self) -> None:
-        """Give up the step under way: the next batch is the first of a new attempt at the same examples."""
+        """Give up the step under way: the next batch begins a new attempt at the same examples."""
         self._open = None
 
     def set_epoch(self, epoch: int) -> None:
-        """To the start of another epoch; naming the current one keeps the position."""
+        """Go to the start of another epoch. The current epoch keeps its position."""
         if epoch != self.epoch:
             self._position.set_epoch(epoch)
             self._open, self._is_exhausted = None, False
 
     def __len__(self) -> int:
-        """Passes per epoch with the present shape; TypeError where the length is unknown, as ``len`` expects."""
+        """Passes per epoch with the present shape. TypeError if the length is unknown."""
         length = self._source.epoch_length
         if length is None:
             raise TypeError("the number of examples is not known in advance")
@@ -226,7 +229,7 @@ class ElasticLoader:
         self._open = None
         return self._passes(self._turn)
 
-    def _passes(self, turn: int) -> Iterator[Any]:
+    def _passes(self, turn: int) -> Iterator[object]:
         while True:
             with self._closing_on_error():
                 step = self._source.begin(self._position, self._seed, self._shape)
@@ -244,20 +247,20 @@ class ElasticLoader:
                     )
                 yield batch
                 if turn != self._turn:
-                    raise PolluxError("this loader is being iterated elsewhere: one iteration at a time")
-                if self._open is not step:  # committed, or given up
+                    raise PolluxError("this loader is being iterated elsewhere: use one iteration at a time")
+                if self._open is not step:  # committed, or retried
                     break
             else:
                 if not self._auto_commit:
                     raise PolluxError(
-                        "the next step was asked for, but this one was neither committed nor given up: "
+                        "the loop asks for the next step, but this one was neither committed nor retried: "
                         "call commit() or retry(), or use auto_commit=True"
                     )
                 self.commit()
         self._current, self._is_exhausted = None, True
 
-    def state_dict(self) -> dict[str, Any]:
-        """Where the committed steps end. Says nothing of ranks: any number of them can go on from it."""
+    def state_dict(self) -> LoaderState:
+        """The position after the committed steps. It holds nothing about ranks: any number of them can go on."""
         return {
             "version": STATE_VERSION,
             "unit": self._source.unit,
@@ -269,12 +272,12 @@ class ElasticLoader:
             **self._source.order_state(self.epoch, self._seed),
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from there, on this rank of the present shape. A step under way is given up.
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
+        """Go on from a saved position, with the present shape and rank. A step under way is given up.
 
-        Raises InvalidValueError, and changes nothing, when the state is of another dataset, order or version.
+        Raises InvalidValueError, with nothing changed, for the state of another dataset, order or version.
         """
-        _check_state(state)
+        saved = _checked_state(state)
         expected = {"unit": self._source.unit, "shuffle": self._shuffle, "length": self._length}
         for key, own in expected.items():
             if state[key] != own:
@@ -282,13 +285,13 @@ class ElasticLoader:
                     f"this data state was saved with {key} = {state[key]!r}, but the loader has {own!r}: "
                     "it belongs to another dataset or loader"
                 )
-        self._source.adopt(state)
-        self._position = Position(epoch=state["epoch"], consumed=state["position"])
-        self._seed = state["seed"]
+        self._source.adopt(saved)
+        self._position = Position(epoch=saved["epoch"], consumed=saved["position"])
+        self._seed = saved["seed"]
         self._open, self._is_exhausted = None, False
 
     def close(self) -> None:
-        """End the worker processes. Iterating again starts new ones: the way to go on after one was killed."""
+        """End the worker processes. Iterating again starts new ones, also after a worker was killed."""
         self._open = None
         self._source.close()
 
@@ -304,12 +307,12 @@ class ElasticLoader:
         if self._drop_last and length is not None and total > length:
             raise InvalidValueError(
                 f"a step of {total} examples never fits into an epoch of {length} with drop_last: "
-                "no step would ever be made; use a smaller batch or drop_last=False"
+                "use a smaller batch or drop_last=False"
             )
 
     @contextmanager
     def _closing_on_error(self) -> Iterator[None]:
-        # After a failed read the DataLoader may have lost a worker, and resetting it would wait for that one for ever.
+        # After a failed read the DataLoader may have lost a worker, and a reset would wait for that worker forever.
         try:
             yield
         except BaseException:
@@ -317,14 +320,14 @@ class ElasticLoader:
             raise
 
 
-# --- what is refused, and what a sampler is ----------------------------------------------------------------------
+# --- checks, and the order of a sampler --------------------------------------------------------------------------
 
 
 def _check_options(
-    dataset: Dataset[Any],
+    dataset: Dataset[object],
     shuffle: bool,
-    sampler: Iterable[Any] | None,
-    batch_sampler: Iterable[Any] | None,
+    sampler: Iterable[object] | None,
+    batch_sampler: Iterable[object] | None,
     drop_last: bool,
     num_workers: int,
     prefetch_factor: int | None,
@@ -337,9 +340,9 @@ def _check_options(
         )
     given = [name for name, one in (("sampler", sampler), ("batch_sampler", batch_sampler)) if one is not None]
     if len(given) == 2:
-        raise InvalidValueError("both sampler and batch_sampler were given; only one can say what comes next")
+        raise InvalidValueError("both sampler and batch_sampler were given; pass one of them")
     if given and shuffle:
-        raise InvalidValueError(f"shuffle=True with a {given[0]}: the {given[0]} already gives the order")
+        raise InvalidValueError(f"shuffle=True with a {given[0]}, which already gives the order: leave shuffle out")
     if batch_sampler is not None and drop_last:
         raise InvalidValueError("drop_last with a batch_sampler: let the batch_sampler drop its last batch")
     if isinstance(dataset, IterableDataset) and (given or shuffle):
@@ -350,22 +353,22 @@ def _check_options(
     for one in (sampler, batch_sampler):
         if isinstance(one, DistributedSampler) or isinstance(getattr(one, "sampler", None), DistributedSampler):
             raise InvalidValueError(
-                "a DistributedSampler gives one rank's share, but Pollux divides among ranks itself: use shuffle=True "
-                "or a sampler over the whole dataset"
+                "a DistributedSampler gives one rank's share, but Pollux divides the data among ranks: use "
+                "shuffle=True or a sampler over the whole dataset"
             )
         if isinstance(one, Iterator):
             raise InvalidValueError(
-                f"{type(one).__name__} can be iterated once only; a sampler is iterated every epoch"
+                f"{type(one).__name__} can be iterated only once; a sampler is iterated every epoch: pass an iterable"
             )
 
 
 def _order_of(
-    dataset: Dataset[Any],
+    dataset: Dataset[object],
     length: int | None,
     shuffle: bool,
     seed: int,
-    sampler: Iterable[Any] | None,
-    batch_sampler: Iterable[Any] | None,
+    sampler: Iterable[object] | None,
+    batch_sampler: Iterable[object] | None,
     share: ShareOrder | None,
 ) -> Order:
     if length == 0:
@@ -384,18 +387,23 @@ def _order_of(
         return DatasetOrder(length, shuffle, seed)
     if order.length == 0:
         raise InvalidValueError(
-            f"{type(batch_sampler if sampler is None else sampler).__name__} has length 0; an epoch needs an example"
+            f"{type(batch_sampler if sampler is None else sampler).__name__} has length 0; at least 1 is needed"
         )
     return order
 
 
-def _check_state(state: Mapping[str, Any]) -> None:
+def _checked_state(state: Mapping[str, object]) -> LoaderState:
     missing = {"version", "unit", "epoch", "position", "seed", "shuffle", "length", "checksum", "order"} - set(state)
     if missing:
-        raise InvalidValueError(f"not a data state: {', '.join(sorted(missing))} missing")
+        raise InvalidValueError(
+            f"not a data state: {', '.join(sorted(missing))} missing; pass what state_dict() returned"
+        )
     if state["version"] != STATE_VERSION:
-        raise InvalidValueError(f"data state of version {state['version']!r}; this Pollux reads {STATE_VERSION}")
+        raise InvalidValueError(
+            f"data state of version {state['version']!r}; this Pollux reads version {STATE_VERSION}"
+        )
     for key in ("epoch", "position", "seed"):
         value = state[key]
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
             raise InvalidValueError(f"data state with {key} = {value!r}; a whole number, 0 or more, is needed")
+    return cast(LoaderState, state)

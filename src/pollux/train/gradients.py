@@ -1,65 +1,66 @@
-"""Gradients of a step: accumulated over passes, averaged over replicas, measured on the way.
+"""Accumulates a step's gradients over passes, averages them over replicas, and measures their norms.
 
-Called by the session at each pass, and by autograd or DDP when gradients are there.
+The session calls it at each pass; autograd or DDP calls it when gradients are complete.
 
-- *Several replicas*: DDP hands every pass's gradient to :meth:`GradientHook.reduce`, bucket by bucket, as flat buffers.
-- *One replica*: no DDP. A step of one pass is plain PyTorch, untouched. In a step of several passes the end of each
+- *Several replicas*: DDP gives every pass's gradient to :meth:`GradientHook.reduce`, bucket by bucket, as flat buffers.
+- *One replica*: no DDP. A step of one pass is plain PyTorch. In a step of several passes, the end of each
   ``backward()`` calls :meth:`GradientHook.end_lone_pass`.
 
 In both cases:
 
-- *A pass that is not the step's last*: its gradient is added, weighed, to an accumulation buffer and ``.grad`` is
-  zeroed. So what users do to ``.grad`` in between (clipping, unscaling, zeroing) touches nothing that counts, and
-  each pass's own gradient is at hand without taking differences.
-- *The last pass*: the accumulated gradient joins in and the sum over replicas follows. Weights are n/N, the pass's
-  examples over the whole step's, so the sum is the mean gradient over all examples of the step, however unequal
-  the shares are.
-- *A measured step*: squared norms of each pass's gradient and of the final mean, for Adam and its like over √v̂+ε.
+- *A pass that is not the step's last*: its weighted gradient is added to an accumulation buffer, and ``.grad`` is
+  zeroed. So changes that users make to ``.grad`` in between (clipping, unscaling, zeroing) have no effect on the step,
+  and each pass's own gradient is available without taking differences.
+- *The last pass*: the accumulated gradient is added, then the sum over replicas is taken. The weights are n/N, the
+  pass's examples over the whole step's, so the sum is the mean gradient over all examples of the step, for any shares.
+- *A measured step*: squared norms of each pass's gradient and of the final mean; with Adam, RMSprop and the like,
+  of the gradient in the optimizer's metric (see :class:`~pollux.train.noise.Preconditioner`).
 
 Nothing here waits for the device. A collective that fails (a peer is gone) does not raise inside the user's
-``backward()``: the failure is noted, the backward pass ends with worthless gradients, and the session looks at
-:attr:`GradientHook.failure` before using them.
+``backward()``: the backward pass ends with useless gradients, and the session checks :attr:`GradientHook.failure`
+before it uses them.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from pollux.train.noise import WARM_UP_STEPS, Preconditioner, squared_norm, weighed
+from pollux.train.noise import WARM_UP_STEPS, GroupOptions, Preconditioner, squared_norm, weighed
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
 
 BucketKey = tuple[int, ...]  # identities of its parameters, in order
 Layout = tuple[torch.Size, tuple[int, ...], int]  # size, strides and offset of a gradient in its bucket
-Groups = list[tuple[Mapping[str, Any], list[Tensor]]]
+Groups = list[tuple[GroupOptions, list[Tensor]]]
 
 
-_FORWARD, _BACKWARD = -1, -2  # in place of a bucket's number, of a replica without DDP
+_FORWARD, _BACKWARD = -1, -2  # used as bucket numbers by a replica without DDP
 TWO_BACKWARDS = (
-    "backward() was called twice for one batch of a step that accumulates several: add the losses up and call it once"
+    "backward() was called twice for one batch of a step that accumulates several batches: add the losses and call it "
+    "once"
 )
 
 
 @dataclass(frozen=True, slots=True)
 class PassPlan:
-    """What to do with the gradient of the pass that begins."""
+    """How to treat the gradient of the next pass."""
 
     weight: float  # n/N: own examples of this pass over all examples of the step
     is_first: bool = True
     is_last: bool = True
     measures: bool = False
-    is_split: bool = False  # one batch in two halves: users who call backward() twice per batch may go on doing so
+    is_split: bool = False  # one batch in two halves; calling backward() twice is allowed then
 
 
 WHOLE_STEP = PassPlan(weight=1.0)  # one replica, one pass
@@ -67,20 +68,20 @@ WHOLE_STEP = PassPlan(weight=1.0)  # one replica, one pass
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """What a measured step leaves behind, as 0-d tensors on the device, still to be read."""
+    """The result of a measured step, as 0-d tensors on the device."""
 
     sum_sqr: Tensor  # Σ|g_i|² over this replica's passes
     sqr_mean: Tensor  # |ḡ|² of the mean over everything
-    host_s: float  # what measuring took here
-    marks: tuple[tuple[torch.cuda.Event, torch.cuda.Event], ...]  # and on the device, from and to
+    host_s: float  # host time that measuring took
+    marks: tuple[tuple[torch.cuda.Event, torch.cuda.Event], ...]  # device events before and after measuring
 
 
 @dataclass(slots=True)
 class _Measurement:
     own: list[Tensor] = field(default_factory=list)  # by pass and bucket
     mean: list[Tensor] = field(default_factory=list)  # by bucket
-    is_void: bool = False  # the optimizer has no state to divide by yet
-    inverse: list[Tensor] | None = None  # of a lone replica, for all passes: the optimizer's state stays meanwhile
+    is_void: bool = False  # no valid sample, for example because the optimizer has no state to divide by yet
+    inverse: list[Tensor] | None = None  # one replica only: the same for all passes of the step
     inverse_of: list[int] = field(default_factory=list)  # identities of the parameters
 
 
@@ -93,11 +94,11 @@ class _Views:
 
 
 class GradientHook:
-    """One per run. ``begin_pass`` before each forward pass; ``reduce`` is what DDP calls; ``take_norms`` after a step.
+    """One per run. Call ``begin_pass`` before each forward pass, ``take_norms`` after a step; DDP calls ``reduce``.
 
-    ``on_ready`` is called when a pass's own gradient is complete (the last bucket has arrived), ``on_last`` when that
-    of the step's last pass is: other collectives of the step belong there, so that all ranks have the same order.
-    ``parameters`` are the model's: what a lone replica's gradients are of.
+    ``on_ready`` is called when a pass's own gradient is complete (the last bucket has arrived). ``on_last`` is called
+    when that of the step's last pass is: start other collectives of the step there, so that all ranks have the same
+    order. ``parameters`` are the model's; they are used without DDP.
     """
 
     def __init__(
@@ -121,20 +122,20 @@ class GradientHook:
         self.views: dict[int, Tensor] = {}  # by parameter's identity, the step's gradient in its bucket
         self._plan: PassPlan | None = None
         self._accumulated: dict[BucketKey, Tensor] = {}
-        self._pieces: dict[int, Tensor] = {}  # the same by parameter, while buckets are being laid out anew
+        self._pieces: dict[int, Tensor] = {}  # the same by parameter, while DDP changes its bucket layout
         self._lone_accumulated: dict[int, Tensor] = {}  # by parameter's identity, of a replica without DDP
         self._backward_hooks: list[RemovableHandle] = []  # of this pass
         self._is_ending = False  # a backward pass is under way
         self._measurement: _Measurement | None = None
-        self._groups: dict[BucketKey, list[tuple[Mapping[str, Any], list[tuple[Tensor, int]]]]] = {}
+        self._groups: dict[BucketKey, list[tuple[GroupOptions, list[tuple[Tensor, int]]]]] = {}
         self._layouts: dict[BucketKey, list[Layout]] = {}
         self._pending: list[tuple[torch.futures.Future[Tensor], Tensor]] = []
         self._lock = threading.Lock()  # collectives end, and are given up, in other threads
         self._is_abandoned = False
         self.failure: BaseException | None = None
-        self.misuse: str | None = None  # what the user's loop does that cannot give the right gradient
+        self.misuse: str | None = None  # an error in the user's loop that makes the gradient wrong
         self._arrived: set[int] = set()  # buckets of the pass
-        self.reductions: list[torch.cuda.Event] = []  # of steps whose sums the device may not have made yet
+        self.reductions: list[torch.cuda.Event] = []  # of steps whose sums the device may not have finished
         self._host_s = 0.0
         self._marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
@@ -153,7 +154,7 @@ class GradientHook:
             self._measurement = _Measurement() if plan.measures else None
 
     def take_norms(self) -> Norms | None:
-        """The measurement of the step that has just ended; None if it was not measured, or says nothing."""
+        """The norms of the step that has just ended; None without a valid measurement."""
         measurement, self._measurement = self._measurement, None
         self._plan = None  # the step's weights end with it
         self._end_backward_hooks()
@@ -169,11 +170,11 @@ class GradientHook:
 
     @property
     def has_arrived(self) -> bool:
-        """Some gradient of the pass under way, or of the last one, has come here."""
+        """Whether a gradient of the pass under way, or of the last one, came through this hook."""
         return bool(self._arrived)
 
     def reset(self) -> None:
-        """Forget the step under way and everything tied to the present buckets; a new group follows."""
+        """Forget the step under way and the bucket layout. Called before a new group."""
         self._plan, self._measurement, self.failure = None, None, None
         self._end_backward_hooks()
         self._accumulated.clear()
@@ -186,7 +187,7 @@ class GradientHook:
             self._is_abandoned = False
 
     def abandon(self, reason: BaseException) -> None:
-        """Let every collective that is being waited for end now, as failed. May be called from another thread."""
+        """End all pending collectives now, as failed. May be called from another thread."""
         with self._lock:
             self._is_abandoned = True
             self.failure = self.failure or reason
@@ -197,7 +198,7 @@ class GradientHook:
     # --- one replica, without DDP ------------------------------------------------------------------------------
 
     def begin_lone_forward(self) -> None:
-        """The only replica begins a forward pass. A step of one pass needs nothing: ``.grad`` is its gradient."""
+        """The only replica begins a forward pass. In a step of one pass, ``.grad`` is already the gradient."""
         self._arrived.add(_FORWARD)
         plan = self._plan
         if plan is None or (plan.is_first and plan.is_last) or self._backward_hooks:
@@ -209,15 +210,15 @@ class GradientHook:
         ]
 
     def _end_backward_hooks(self) -> None:
-        """They stay for the whole pass: one forward pass may have several backward passes (``retain_graph``)."""
+        """Remove the hooks of the pass. One forward pass may have several backward passes (``retain_graph``)."""
         for handle in self._backward_hooks:
             handle.remove()
         self._backward_hooks, self._is_ending = [], False
 
     def _on_gradient(self, _: Tensor) -> None:
-        """A backward pass has reached a ``.grad``; what ``torch.autograd.grad`` computes for users does not come here.
+        """A backward pass has set a ``.grad``. ``torch.autograd.grad`` does not, so it is not seen here.
 
-        The callback runs at the backward pass's end, once however many parameters there are.
+        The queued callback runs once, at the end of the backward pass.
         """
         if not self._is_ending:
             self._is_ending = True
@@ -235,7 +236,7 @@ class GradientHook:
             self.misuse = TWO_BACKWARDS
         self._arrived.add(_BACKWARD)
         if is_again and measurement is not None:
-            measurement.is_void = True  # norms of parts say nothing about the norm of their sum
+            measurement.is_void = True  # the norm of a sum does not follow from the norms of its parts
         held = [(one, one.grad) for one in self._parameters if one.grad is not None]
         if measurement is not None and plan.weight > 0:
             self._measure_lone(measurement, measurement.own, held)
@@ -268,7 +269,7 @@ class GradientHook:
         torch._foreach_zero_(grads)
 
     def _combine_lone(self, held: list[tuple[nn.Parameter, Tensor]], weight: float, is_again: bool) -> None:
-        """The last pass: what earlier passes left joins in. What results is kept, in case of a second backward()."""
+        """The last pass: add the gradients of earlier passes. Keep the result, in case of a second backward()."""
         kept = self._lone_accumulated
         for parameter, grad in held:
             if grad.is_sparse:
@@ -304,14 +305,14 @@ class GradientHook:
                 self._prepare_inverse(measurement, held)
                 by_parameter = {id(one): grad for one, grad in held}
                 if not measurement.inverse or any(key not in by_parameter for key in measurement.inverse_of):
-                    measurement.is_void = True  # no state yet, or a pass that used other parameters than the first
+                    measurement.is_void = True  # no state yet, or the passes used different parameters
                     return
                 chosen = [by_parameter[key] for key in measurement.inverse_of]
                 tensors = list(torch._foreach_mul(measurement.inverse, chosen))
             norms.append(squared_norm(tensors, self._loss_scale()))
 
     def _prepare_inverse(self, measurement: _Measurement, held: list[tuple[nn.Parameter, Tensor]]) -> None:
-        """1/√v̂ of the parameters that have a gradient in the first pass and have been stepped before."""
+        """The inverse metric of the parameters with a gradient in the first pass that have been stepped before."""
         if measurement.inverse is not None:
             return
         assert self._preconditioner is not None
@@ -331,7 +332,7 @@ class GradientHook:
     def reduce(self, group: dist.ProcessGroup, bucket: GradBucket) -> torch.futures.Future[Tensor]:
         plan, buffer = self._plan, bucket.buffer()
         is_last_bucket = bucket.is_last()
-        if plan is None:  # a backward pass outside the loader's iteration: plain averaging
+        if plan is None:  # a backward pass outside the loop: plain averaging
             plan = PassPlan(weight=1.0 / group.size())
         if bucket.index() in self._arrived and plan.is_last and not plan.is_first:
             self.misuse = TWO_BACKWARDS
@@ -351,7 +352,7 @@ class GradientHook:
             buffer.zero_()
             return _completed(buffer)
         if plan.weight == 0.0:
-            buffer.zero_()  # not a product: what an empty share's filler gave may be infinite
+            buffer.zero_()  # not a product: the gradient of a filler may be infinite
         elif plan.weight != 1.0:
             buffer.mul_(plan.weight)
         if not plan.is_first:
@@ -363,14 +364,14 @@ class GradientHook:
     def _accumulate(self, bucket: GradBucket, buffer: Tensor, weight: float) -> None:
         accumulated = self._take_accumulated(bucket, buffer)
         key = _key(bucket)
-        self._layout(key, bucket)  # known before DDP replaces the bucket
+        self._layout(key, bucket)  # before DDP replaces the bucket
         self._accumulated[key] = buffer * weight if accumulated is None else accumulated.add_(buffer, alpha=weight)
 
     def _take_accumulated(self, bucket: GradBucket, buffer: Tensor) -> Tensor | None:
-        """What earlier passes left for this bucket; None if nothing.
+        """The gradient that earlier passes accumulated for this bucket; None if there is none.
 
-        DDP lays its buckets out anew after its very first backward pass, in the order in which gradients came. That may
-        be in the middle of a step: what was accumulated in the old buckets then moves to the new ones.
+        DDP changes its bucket layout after its first backward pass, to the order in which gradients came. That may be
+        in the middle of a step: accumulated gradients then move from the old buckets to the new ones.
         """
         key = _key(bucket)
         accumulated = self._accumulated.pop(key, None)
@@ -398,14 +399,14 @@ class GradientHook:
     ) -> torch.futures.Future[Tensor]:
         measurement = self._measurement
         if measurement is not None and measurement.is_void:
-            measurement = None  # the mean says nothing then
-        # The bucket is DDP's and gone when this returns; its parameters and views are needed after the sum.
+            measurement = None  # no sample to complete
+        # DDP frees the bucket when this returns, but its parameters and views are needed after the sum.
         views = self._views(bucket) if measurement is not None else None
         if group.size() == 1 or self.failure is not None:
             if measurement is not None:
                 with self._costs(buffer):
                     measurement.mean.append(self._squared_norm(buffer, views))
-            # Nothing more is sent into a group that failed: a peer that is only late would take it for something else.
+            # Send nothing more to a group that failed: a late peer would take it for another message.
             if is_last_bucket and self.failure is None:
                 self._on_last()
             return _completed(buffer)
@@ -418,7 +419,7 @@ class GradientHook:
             outcome.set_result(buffer)
             return outcome
 
-        def ended(reduced: torch.futures.Future[Any]) -> None:
+        def ended(reduced: torch.futures.Future[object]) -> None:
             try:
                 reduced.value()
                 if measurement is not None:
@@ -435,12 +436,12 @@ class GradientHook:
             work.get_future().then(ended)
             if is_last_bucket:
                 self._on_last()
-        except RuntimeError as error:  # a peer that is gone shows here too
+        except RuntimeError as error:  # a lost peer may raise here too
             self._end(outcome, buffer, error)
         return outcome
 
     def _end(self, outcome: torch.futures.Future[Tensor], buffer: Tensor, error: BaseException | None = None) -> None:
-        """A collective is over. One that had been given up may end much later, and is no business of this group's."""
+        """A collective is over. One that was abandoned may end much later, and is ignored."""
         with self._lock:
             before = len(self._pending)
             self._pending = [entry for entry in self._pending if entry[0] is not outcome]
@@ -451,14 +452,14 @@ class GradientHook:
             outcome.set_result(buffer)
 
     def _note_reduction(self) -> None:
-        """On the device a sum is only queued when its future ends; the event tells when it has been made."""
+        """Record an event behind the sum: when its future ends, the device has only queued it."""
         self.reductions = [event for event in self.reductions if not _has_passed(event)]
         event = torch.cuda.Event()  # type: ignore[no-untyped-call]
         event.record()
         self.reductions.append(event)
 
     def is_reduced(self) -> bool:
-        """Whether the device has made every sum whose result an optimizer step was queued behind."""
+        """Whether the device has finished every sum that an optimizer step waits for."""
         self.reductions = [event for event in self.reductions if not _has_passed(event)]
         return not self.reductions
 
@@ -481,7 +482,7 @@ class GradientHook:
         views = self._views(bucket)
         if self._preconditioner is not None and views is None:
             measurement.is_void = True
-        elif plan.weight > 0:  # a filler is no sample
+        elif plan.weight > 0:  # a filler gives no sample
             measurement.own.append(self._squared_norm(buffer, views))
 
     def _squared_norm(self, buffer: Tensor, views: _Views | None) -> Tensor:
@@ -494,11 +495,11 @@ class GradientHook:
         assert self._preconditioner is not None
         self._preconditioner.beta_exponent = self._beta_exponent()
         inverse = self._preconditioner.inverse(views.groups)
-        assert inverse is not None  # views are made only where it is there
+        assert inverse is not None  # views exist only if the parameters were stepped
         return inverse
 
     def _views(self, bucket: GradBucket) -> _Views | None:
-        """The bucket's gradients by parameter group; None where they need not be divided, or cannot be yet."""
+        """The bucket's gradients by parameter group; None without a metric, or before the first step."""
         if self._preconditioner is None:
             return None
         key = _key(bucket)
@@ -510,7 +511,7 @@ class GradientHook:
         groups: Groups = []
         chosen: list[Tensor] = []
         for options, members in self._groups[key]:
-            # A parameter that was never stepped has no scale to be measured in, and no part in the norm.
+            # A parameter that was never stepped has no v̂ yet, and is left out of the norm.
             stepped = [(one, place) for one, place in members if self._preconditioner.is_ready([(options, [one])])]
             groups.append((options, [one for one, _ in stepped]))
             chosen += [gradients[place] for _, place in stepped]
@@ -523,7 +524,7 @@ def _key(bucket: GradBucket) -> BucketKey:
 
 def _by_group(
     optimizer: torch.optim.Optimizer, parameters: Sequence[Tensor]
-) -> list[tuple[Mapping[str, Any], list[tuple[Tensor, int]]]]:
+) -> list[tuple[GroupOptions, list[tuple[Tensor, int]]]]:
     """A bucket's parameters by the optimizer's group, each with its place in the bucket."""
     places = {id(parameter): index for index, parameter in enumerate(parameters)}
     return [

@@ -1,7 +1,6 @@
-"""The loader in the user's hands: an elastic loader that tells the session where the loop stands.
+"""The loader that ``run.dataloader`` returns: an elastic loader that tells the session where the user's loop is.
 
-Stands in ``train``, between :mod:`pollux.train.data` and :mod:`pollux.train.session`. Asking for the next batch is the
-step boundary: by then the body of the user's loop is over, whatever was in it.
+The user's loop iterates it. Asking for the next batch is the step boundary: the body of the loop is then over.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from pollux.train.team import BrokenGroup
 
 
 class Loop(Protocol):
-    """What a loader tells the session."""
+    """The calls that a loader makes to the session."""
 
     def start(self) -> None: ...
     def begin_pass(self, current: Pass) -> None: ...
@@ -25,14 +24,14 @@ class Loop(Protocol):
 
 
 class AdaptiveLoader:
-    """Made by ``run.dataloader``. One item per pass; a step may have several."""
+    """Made by ``run.dataloader``. Yields one batch per pass; a step may have several passes."""
 
     def __init__(self, elastic: ElasticLoader, session: Loop, complete: Callable[[], object]) -> None:
         self.elastic = elastic
         self._session, self._complete = session, complete
 
     def __len__(self) -> int:
-        """Batches per epoch, as long as replicas and batch stay as they are."""
+        """Batches per epoch with the present replicas and batch."""
         return len(self.elastic)
 
     def __iter__(self) -> Iterator[Any]:
@@ -42,7 +41,7 @@ class AdaptiveLoader:
         session.end_pass()  # of a loop that was left by ``break``
         batches = iter(elastic)
         epoch = elastic.epoch
-        while elastic.epoch == epoch:  # a replica that fell behind may find itself in the next one
+        while elastic.epoch == epoch:  # taking over the state of others may move this replica to the next epoch
             try:
                 batch = next(batches)
             except StopIteration:
@@ -55,7 +54,7 @@ class AdaptiveLoader:
             session.begin_pass(elastic.current)
             try:
                 yield batch
-            except GeneratorExit:  # ``break``, or an iterator that was let go of: no place for collectives
+            except GeneratorExit:  # ``break``, or the iterator was deleted: no collectives here
                 session.leave_loop()
                 raise
             session.end_pass()

@@ -1,10 +1,10 @@
-"""The gradient noise scale φ = tr(Σ)/|G|², in examples: how large a batch is still worth its examples.
+"""Measures the gradient noise scale φ = tr(Σ)/|G|², in examples: up to about φ, a larger batch is worth its examples.
 
-Stands in ``train``: it imports torch, :mod:`pollux.model` and nothing else that runs. Three parts, each usable alone:
+The gradient hook uses :class:`Preconditioner`; :class:`NoiseScale` is for users' own loops. Each part works alone:
 
 - :class:`~pollux.train.moments.GradientMoments` turns two squared norms per step into smoothed |G|² and tr(Σ).
-- :class:`Preconditioner` knows what Adam, AdamW and RMSprop divide a gradient by: lengths are measured accordingly.
-- :class:`NoiseScale` does the measuring in anybody's loop::
+- :class:`Preconditioner` gives the metric of Adam, AdamW and RMSprop, in which gradients are measured.
+- :class:`NoiseScale` measures in any training loop::
 
       noise = NoiseScale(optimizer)
       for batches in steps:                       # one or more passes per optimizer step
@@ -16,7 +16,7 @@ Stands in ``train``: it imports torch, :mod:`pollux.model` and nothing else that
           optimizer.zero_grad()
       print(noise.noise_scale)
 
-Measuring queues work on the gradients' device and never waits for it; only reading a number does.
+Measuring queues work on the gradients' device without waiting; only reading a number waits.
 
 Letters: c micro-gradients g_i of m examples each, ḡ their mean, G the true gradient, Σ the covariance of one
 example's gradient.
@@ -35,10 +35,15 @@ from torch import Tensor
 from pollux.errors import InvalidValueError, UnknownNameError
 from pollux.train.moments import DEFAULT_SMOOTHING, GradientMoments, NoiseStats, entry, require_positive
 
-LEAST_ROOT = 0.1  # of the root mean square over a parameter's √v̂: smaller ones count as this
-WARM_UP_STEPS = 30  # steps until √v̂ can be divided by: the inverse of a variance of few samples has no mean to speak of
+# The least √v̂ of an element, as a share of the root mean square over its tensor. Smaller elements count as this; with
+# a lower share, a few elements that are hardly ever used would dominate the norm.
+LEAST_ROOT = 0.1
+# Optimizer steps before the first sample. Until then v̂ is an average of few values, whose inverse is very noisy.
+WARM_UP_STEPS = 30
 
-ParameterGroups = Sequence[tuple[Mapping[str, Any], Sequence[Tensor]]]  # each group's options, some of its parameters
+GroupOptions = Mapping[str, Any]  # of one parameter group of a torch optimizer: "lr", "betas", ...
+ParameterState = Mapping[str, Any]  # what a torch optimizer keeps for one parameter: "exp_avg_sq", "step", ...
+ParameterGroups = Sequence[tuple[GroupOptions, Sequence[Tensor]]]  # each group's options, some of its parameters
 
 
 class Preconditioner:
@@ -54,24 +59,24 @@ class Preconditioner:
             raise UnknownNameError("preconditioner", kind, self.KINDS)
         self.optimizer = optimizer
         self.kind = kind
-        self.beta_exponent = 1.0  # the optimizer steps with β to this power: see ``SquareRoot.scales_betas``
+        self.beta_exponent = 1.0  # the power of β in the optimizer's steps: see ``SquareRoot.scales_betas``
 
     @classmethod
     def for_optimizer(cls, optimizer: torch.optim.Optimizer) -> Preconditioner | None:
-        """The one that fits, or None for optimizers that take the gradient as it is."""
+        """The preconditioner of this optimizer; None if it does not divide gradients."""
         optim = torch.optim
         if isinstance(optimizer, (optim.Adam, optim.AdamW, optim.NAdam)):
             return cls(optimizer, "adam")
         return cls(optimizer, "rmsprop") if isinstance(optimizer, optim.RMSprop) else None
 
     def inverse(self, groups: ParameterGroups, is_known_ready: bool = False) -> list[Tensor] | None:
-        """1/√(√v̂ + ε) of each parameter (0 where v̂ is), as new tensors in float32 or wider; None while one has none.
+        """1/√(√v̂ + ε) of each parameter, 0 where v̂ is 0, as new tensors in float32 or wider; None if one has no v̂.
 
         An optimizer that multiplies gradients by P is plain gradient descent in the coordinates θ' = P^(-1/2)·θ, where
-        the gradient is P^(1/2)·g: so its loss falls by η·Gᵀ·P·G, and tr(P·Σ)/(Gᵀ·P·G) is the noise scale of its steps.
-        Dividing by √v̂ itself would count coordinates that hardly matter (rare rows of an embedding) like all others.
+        the gradient is P^(1/2)·g. So its loss falls by η·Gᵀ·P·G, and tr(P·Σ)/(Gᵀ·P·G) is the noise scale of its steps.
+        Dividing by √v̂ itself would give coordinates that hardly matter (rare rows of an embedding) full weight.
 
-        v̂ is that of the steps taken so far, so it is independent of the gradients about to be measured.
+        v̂ comes from earlier steps, so it is independent of the gradients to be measured.
         """
         if not is_known_ready and not self.is_ready(groups):
             return None
@@ -81,11 +86,10 @@ class Preconditioner:
             if not states:
                 continue
             roots = self._roots(options, states)
-            # 0 where v̂ is 0 (an embedding's row that no example has used): the coordinate has shown no scale yet, and
-            # 1/ε would let the first one to use it drown everything else.
+            # 0 where v̂ is 0 (an embedding's row that no example has used): with 1/ε, the first example to use such a
+            # coordinate would dominate the norm.
             is_known = torch._foreach_sign(roots)
-            # Nearly the same where v̂ is far below the tensor's others (a pixel that is hardly ever lit): the few
-            # examples that use it would make up the whole norm.
+            # Similar where v̂ is far below the tensor's others (a pixel that is hardly ever lit): see LEAST_ROOT.
             floors = list(torch._foreach_norm(roots, 2))
             torch._foreach_mul_(floors, [LEAST_ROOT / math.sqrt(max(root.numel(), 1)) for root in roots])
             torch._foreach_maximum_(roots, floors)
@@ -96,28 +100,28 @@ class Preconditioner:
         return inverses
 
     def is_ready(self, groups: ParameterGroups) -> bool:
-        """Every parameter has been stepped at least once."""
+        """Whether every parameter has been stepped at least once."""
         return all(
             self._second_moment_name(options) in self.optimizer.state.get(parameter, {})
             for options, parameters in groups
             for parameter in parameters
         )
 
-    def _second_moment_name(self, options: Mapping[str, Any]) -> str:
+    def _second_moment_name(self, options: GroupOptions) -> str:
         if self.kind == "rmsprop":
             return "square_avg"
         return "max_exp_avg_sq" if options.get("amsgrad") else "exp_avg_sq"
 
-    def _roots(self, options: Mapping[str, Any], states: Sequence[Mapping[str, Any]]) -> list[Tensor]:
+    def _roots(self, options: GroupOptions, states: Sequence[ParameterState]) -> list[Tensor]:
         moments = [_widened(state[self._second_moment_name(options)]) for state in states]
         if self.kind == "rmsprop":
             if options.get("centered"):
                 means = [_widened(state["grad_avg"]) for state in states]
                 moments = list(torch._foreach_addcmul(moments, means, means, value=-1.0))
-                torch._foreach_clamp_min_(moments, 0.0)  # rounding; the optimizer itself would make a NaN of it
+                torch._foreach_clamp_min_(moments, 0.0)  # rounding may make it negative
             return list(torch._foreach_sqrt(moments))
         roots = list(torch._foreach_sqrt(moments))
-        # The step counts may sit on the CPU or on the device: arithmetic on the tensors works for both without reading.
+        # Step counts may be on the CPU or on the device: tensor arithmetic works for both without waiting.
         beta2, steps = options["betas"][1], [state["step"] for state in states]
         if self.beta_exponent != 1.0:
             beta2 = beta2**self.beta_exponent
@@ -134,7 +138,7 @@ class Preconditioner:
 
 @dataclass(slots=True)
 class _Passes:
-    """What has been measured since the last optimizer step."""
+    """The passes measured since the last optimizer step."""
 
     sizes: list[int]
     sum_sqr: Tensor  # Σ|increment of .grad|², 0-d
@@ -144,11 +148,11 @@ class _Passes:
 
 
 class NoiseScale:
-    """The gradient noise scale in a training loop of one's own; see the module's docstring for the calls.
+    """The gradient noise scale in a user's own training loop; the module's docstring shows the calls.
 
-    With two or more passes per step the estimate is unbiased. With one, the gradient of the previous step stands in
-    for a second one: the parameters have moved in between, so this differenced estimate is biased. It is dropped,
-    and single passes are ignored, as soon as an unbiased sample has arrived (:meth:`reset` starts anew).
+    With two or more passes per step the estimate is unbiased. With one, the gradient of the previous step is used as
+    the second one: the parameters have moved in between, so this differenced estimate is biased. Biased and unbiased
+    samples are averaged apart: see :class:`~pollux.train.moments.GradientMoments`.
 
     ``target``: an optimizer (its parameter groups are read at every pass) or parameters. ``precondition``: "auto"
     (Adam, AdamW, NAdam, RMSprop), "adam" or "rmsprop" for optimizers that keep their state under these names, "none".
@@ -156,12 +160,12 @@ class NoiseScale:
     "sum" where it is not. ``initial_batch``: M0, the batch whose steps count once in the smoothing; the first step's
     if not given. ``warm_up_steps``: with preconditioning, the optimizer's steps before the first sample.
 
-    Memory: one copy of the gradients, in their type. Backward accumulates in place, so a pass's own gradient is
-    what ``.grad`` has gained, and that needs the value before. Setting the gradients aside instead would save one
-    operation per pass, but would break everything that holds on to ``.grad`` (DDP's bucket views, captured graphs,
-    clipping). The copy also serves as previous gradient, and makes ``step()`` indifferent to clipping and unscaling
-    in between. Preconditioning takes one temporary more (two for the differenced estimate), freed before the next
-    pass. Gradients in bf16 or fp16 are subtracted in that type; norms are accumulated in float32.
+    Memory: one copy of the gradients, in their type. Backward accumulates in place, so a pass's own gradient is the
+    difference of ``.grad`` before and after. Setting the gradients aside instead would save one operation per pass,
+    but would break everything that refers to ``.grad`` (DDP's bucket views, captured graphs, clipping). The copy also
+    serves as the previous gradient, and makes ``step()`` independent of clipping and unscaling in between.
+    Preconditioning takes one temporary more (two for the differenced estimate), freed before the next pass. Gradients
+    in bf16 or fp16 are subtracted in that type; norms are accumulated in float32.
     """
 
     def __init__(
@@ -174,7 +178,7 @@ class NoiseScale:
         initial_batch: int | None = None,
         warm_up_steps: int = WARM_UP_STEPS,
     ) -> None:
-        self._groups: Sequence[Mapping[str, Any]]
+        self._groups: Sequence[GroupOptions]
         self._preconditioner: Preconditioner | None = None
         if precondition not in ("auto", "none", *Preconditioner.KINDS):
             raise UnknownNameError("preconditioner", precondition, ("auto", "none", *Preconditioner.KINDS))
@@ -191,9 +195,9 @@ class NoiseScale:
         else:
             self._groups = [{"params": list(target)}]
             if precondition in Preconditioner.KINDS:
-                raise InvalidValueError(f"preconditioning as {precondition!r} needs the optimizer, not its parameters")
+                raise InvalidValueError(f"precondition={precondition!r} needs the optimizer, not its parameters")
             if not self._groups[0]["params"]:
-                raise InvalidValueError("no parameters to measure the noise scale of")
+                raise InvalidValueError("no parameters to measure the noise scale of; at least 1 is needed")
         self._target = target  # an optimizer replaces its list of groups when a checkpoint is loaded
         self._moments = GradientMoments(smoothing)
         self._accumulation = accumulation
@@ -207,7 +211,7 @@ class NoiseScale:
     def micro(self, batch_size: int, scale: Tensor | float | None = None) -> None:
         """Measure the pass whose ``backward()`` has just ended, over ``batch_size`` examples.
 
-        ``scale`` is the loss scale still in the gradients. Of a ``torch.amp.GradScaler`` it comes without waiting as
+        ``scale`` is the loss scale still in the gradients. For a ``torch.amp.GradScaler``, get it without waiting by
         ``scaler.scale(torch.ones((), device=device))``. Call this before clipping and before ``unscale_``.
         """
         require_positive("batch size", batch_size)
@@ -224,7 +228,7 @@ class NoiseScale:
         if is_void:
             sum_sqr = torch.zeros((), device=grads[0].device)
         elif passes is not None:
-            torch._foreach_sub_(held, grads)  # minus the increment: its norm is the same
+            torch._foreach_sub_(held, grads)  # the negative increment, which has the same norm
             sum_sqr = squared_norm(weighed(inverse, held), scale)
         elif self._previous is not None:
             sum_sqr, pair = self._compare_with_previous(grads, held, inverse, batch_size, scale)
@@ -241,7 +245,7 @@ class NoiseScale:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Take the passes since the last call as one sample. Call it just before ``optimizer.step()``."""
+        """Make one sample of the passes since the last call. Call it just before ``optimizer.step()``."""
         passes = self._passes
         if passes is None:
             raise InvalidValueError("step() without a measured pass; call micro(batch_size) after each backward()")
@@ -277,7 +281,7 @@ class NoiseScale:
     def discard(self) -> None:
         """Forget the passes since the last :meth:`step`: they failed, or will be repeated."""
         self._passes = None
-        self._previous = None  # its copy has been overwritten
+        self._previous = None  # the copy of its gradient has been overwritten
 
     def reset(self) -> None:
         """Forget everything measured so far, and free the copy of the gradients."""
@@ -306,18 +310,18 @@ class NoiseScale:
 
     @property
     def is_biased(self) -> bool:
-        """Only differences of successive steps have been seen so far."""
+        """Whether the numbers come from differences of successive steps."""
         return self._moments.is_biased
 
-    def state_dict(self) -> dict[str, Any]:
-        """The averages and M0; the held gradients are not in it, so the first pair after loading is skipped."""
+    def state_dict(self) -> dict[str, object]:
+        """The averages and M0, without the gradients: the first pair after loading is skipped."""
         return {
             "moments": self._moments.state_dict(),
             "initial_batch": self._initial_batch,
             "num_steps": self._num_steps,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, object]) -> None:
         moments, initial_batch, num_steps = (entry(state, name) for name in ("moments", "initial_batch", "num_steps"))
         if initial_batch is not None:
             require_positive("initial batch size", initial_batch)
@@ -341,7 +345,7 @@ class NoiseScale:
             if isinstance(ratio, Tensor):
                 ratio = ratio.to(held[0].device)
             torch._foreach_mul_(held, ratio)
-        # Both are divided by the newer √v̂: dividing each by its own would take the drift of v̂ for noise.
+        # Both in the newer metric: with one metric each, the drift of v̂ would count as noise.
         before = held if inverse is None else list(torch._foreach_mul(inverse, held))
         now = weighed(inverse, grads)
         sqr_before, sqr_now = squared_norm(before, scale), squared_norm(now, scale)
@@ -351,13 +355,13 @@ class NoiseScale:
         return sqr_now, (mean_sqr, sqr_mean, _harmonic_mean((previous_size, batch_size)))
 
     def _gather(self, needs_grads: bool = True) -> tuple[ParameterGroups, list[Tensor], list[Tensor]]:
-        """Parameters by group, their gradients, and the copies held of them, all in the same order.
+        """Parameters by group, their gradients, and the copies of their gradients, all in the same order.
 
-        A parameter without gradient that had one before counts as zero; one that never had any is left out.
+        The gradient of a parameter that had one before, but has none now, is zero. Others without one are left out.
         """
         if isinstance(self._target, torch.optim.Optimizer):
             self._groups = self._target.param_groups
-        groups: list[tuple[Mapping[str, Any], list[Tensor]]] = []
+        groups: list[tuple[GroupOptions, list[Tensor]]] = []
         grads: list[Tensor] = []
         copies: list[Tensor] = []
         for options in self._groups:
@@ -395,13 +399,13 @@ def _harmonic_mean(sizes: Sequence[int]) -> float:
 
 
 def _widened(moment: Tensor) -> Tensor:
-    """An optimizer's second moment as real float32 or float64: in half precision 1/ε would overflow."""
+    """An optimizer's second moment as real float32 or float64: 1/ε overflows in half precision."""
     moment = torch.view_as_real(moment) if moment.is_complex() else moment
     return moment.float() if moment.dtype in (torch.float16, torch.bfloat16) else moment
 
 
 def weighed(inverse: list[Tensor] | None, tensors: list[Tensor]) -> list[Tensor]:
-    """The product, which takes the place of ``inverse``; without one, ``tensors`` themselves."""
+    """``tensors`` times ``inverse``, written over ``inverse``; ``tensors`` themselves if it is None."""
     if inverse is None:
         return tensors
     torch._foreach_mul_(inverse, tensors)
@@ -411,11 +415,11 @@ def weighed(inverse: list[Tensor] | None, tensors: list[Tensor]) -> list[Tensor]
 def squared_norm(tensors: Sequence[Tensor], scale: Tensor | float) -> Tensor:
     """|x/scale|² over all tensors as one 0-d float32, on the device of the first."""
     device = tensors[0].device
-    # Half-precision norms overflow at 65504; float32 is enough for a sum whose terms are all positive.
+    # Half-precision norms overflow at 65504; float32 is precise enough for a sum of positive terms.
     narrow = [tensor for tensor in tensors if tensor.dtype != torch.float64]
     wide = [tensor for tensor in tensors if tensor.dtype == torch.float64]
     norms = list(torch._foreach_norm(narrow, 2, torch.float32)) if narrow else []
     norms += [norm.float() for norm in torch._foreach_norm(wide, 2)] if wide else []
     total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(device, non_blocking=True) for norm in norms]))
-    # Dividing before squaring: the squared norm of a scaled gradient may be beyond float32.
+    # Divide before squaring: the squared norm of a scaled gradient may overflow float32.
     return (total / scale).square()

@@ -1,17 +1,17 @@
-"""The noise scale of the normalisation layers' weights, as a check on the whole model's (Gray et al., 2024).
+"""Measures the noise scale of the normalisation layers' weights, to check the whole model's (Gray et al., 2024).
 
-Called by the session on measured steps, on rank 0. Per-example gradients of a whole model are expensive. Those of the
+The session calls it on measured steps, on rank 0. Per-example gradients of a whole model are expensive. Those of the
 weights and biases of LayerNorm, RMSNorm, GroupNorm and BatchNorm are cheap: example i's share of the batch's gradient
-is the sum of ∂L/∂output·x̂ over its positions, x̂ being the normalised input, and of ∂L/∂output for a bias. One pass
-over n examples so gives |G|² and tr(Σ) of these weights from n gradients of one example each. Their noise scale
+is the sum of ∂L/∂output·x̂ over its positions, x̂ being the normalised input, and of ∂L/∂output for a bias. So one pass
+over n examples gives |G|² and tr(Σ) of these weights, from n gradients of one example each. Their noise scale
 follows that of the whole model (arXiv 2411.00999).
 
-- :class:`NormLayers` measures one pass. It puts hooks on the layers for that pass alone.
-- :class:`NormNoise` averages the samples, and says when the two noise scales contradict each other.
+- :class:`NormLayers` measures one pass. It puts hooks on the layers for that pass only.
+- :class:`NormNoise` averages the samples, and reports when the two noise scales contradict each other.
 
-Dimension 0 of a layer's input must count examples; other layers are left out. Layers in a compiled module are left
-out too, as compiled code does not see hooks that come later. BatchNorm couples examples through its statistics: an
-example's share then is what its own positions add to the gradient.
+Layers whose input does not have the examples in dimension 0 are left out. So are layers in a compiled module, as
+compiled code does not call hooks added later. BatchNorm couples examples through its statistics: an example's share is
+then what its own positions add to the gradient.
 
 Nothing here waits for the device. Letters as in :mod:`pollux.train.noise`.
 """
@@ -21,26 +21,28 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import TypedDict
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from pollux.train.arrivals import MAX_UNREAD
-from pollux.train.moments import CONFIDENCE, GradientMoments, NoiseStats
-from pollux.train.noise import Preconditioner
-from pollux.train.pulse import MIN_SAMPLES
+from pollux.train.moments import CONFIDENCE, GradientMoments, MomentsState, NoiseStats
+from pollux.train.noise import GroupOptions, Preconditioner
+from pollux.train.pending_scalars import MAX_UNREAD
+from pollux.train.step_exchange import MIN_SAMPLES
 
-MAX_ELEMENTS = 1 << 24  # of an input that are normalised at once: copies take 64 MB each, however large the batch
-TOLERANCE = 0.05  # of a gradient's norm, by which the examples' shares may miss it in half precision
-CONTRADICTION = 10.0  # a factor between the two noise scales that no difference between layers explains
-TWO_SIDED = 1.96  # standard errors of a two-sided bound of 95 %
+MAX_ELEMENTS = 1 << 24  # of an input that are normalised at once, so that a float32 copy takes at most 64 MB
+TOLERANCE = 0.05  # relative error allowed between a gradient and the sum of its shares; half precision needs a few %
+# Factor between the bounds of the two noise scales that counts as a contradiction. Layers differ in their noise scales
+# by less; a lower factor would report such differences.
+CONTRADICTION = 10.0
+TWO_SIDED = 1.96  # standard errors of a two-sided 95 % bound
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)  # not SyncBatchNorm: its statistics are not local
 _KINDS = (nn.LayerNorm, nn.RMSNorm, nn.GroupNorm, *_BATCH_NORMS)
@@ -50,13 +52,13 @@ Marks = tuple[torch.cuda.Event, torch.cuda.Event]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NormSample:
-    """What one pass says about the normalisation layers' weights, as 0-d tensors on the device, still to be read."""
+    """One pass's sample for the normalisation layers' weights, as 0-d tensors on the device."""
 
-    num_examples: int  # n: as many gradients, of one example each
+    num_examples: int  # n, the number of gradients, of one example each
     mean_sqr: Tensor  # mean|g_i|²
     sqr_mean: Tensor  # |ḡ|²
-    host_s: float = 0.0  # what measuring took here
-    marks: tuple[Marks, ...] = ()  # and on the device, from and to
+    host_s: float = 0.0  # host time that measuring took
+    marks: tuple[Marks, ...] = ()  # device events before and after measuring
 
     @property
     def sqr(self) -> Tensor:
@@ -80,13 +82,13 @@ class _Measurement:
     wholes: dict[Tensor, Tensor] = field(default_factory=dict)  # by parameter: the pass's gradient, from autograd
     host_s: float = 0.0
     marks: list[Marks] = field(default_factory=list)
-    is_over: bool = False  # a graph may outlive its pass, and its hooks with it
+    is_over: bool = False  # hooks of a graph that outlives its pass do nothing then
 
 
 class NormLayers:
     """``begin`` before a forward pass, ``end_pass`` after its backward pass, ``take`` before the optimizer's step.
 
-    With an optimizer of Adam's kind, gradients are weighed by its √v̂+ε, as those of the whole model are.
+    With Adam, RMSprop and the like, gradients are measured in the optimizer's metric, as for the whole model.
     """
 
     def __init__(
@@ -109,7 +111,7 @@ class NormLayers:
         return self._measurement is not None
 
     def begin(self, num_examples: int) -> None:
-        """Measure the pass that begins, if its examples and layers say anything."""
+        """Measure the next pass, if it has two examples or more and the layers have trained weights."""
         self.clear()
         parameters = dict.fromkeys(one for layer in self.layers for one in _affine(layer))
         if num_examples < 2 or not parameters:
@@ -123,7 +125,7 @@ class NormLayers:
             self._handles.append(parameter.register_hook(on_whole))  # type: ignore[no-untyped-call]
 
     def end_pass(self) -> None:
-        """Take the hooks off. What the pass has left stays until it is taken."""
+        """Remove the hooks. The measurement stays until it is taken."""
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
@@ -137,7 +139,7 @@ class NormLayers:
 
     @torch.no_grad()
     def take(self) -> NormSample | None:
-        """The sample of the pass, once. Call it before the optimizer's step: v̂ must not know this gradient yet."""
+        """The sample of the pass, once. Call it before the optimizer's step: v̂ must not include this gradient yet."""
         measurement = self._measurement
         self.clear()
         if measurement is None:
@@ -147,7 +149,7 @@ class NormLayers:
         if sums is None:
             return None
         count, (sum_sqr, sqr_sum) = measurement.num_examples, sums
-        # With a mean loss an example's own gradient is n times its share, and the mean of those is the shares' sum.
+        # With a mean loss an example's own gradient is n times its share, so their mean is the sum of the shares.
         return NormSample(
             num_examples=count,
             mean_sqr=sum_sqr * count,
@@ -157,7 +159,7 @@ class NormLayers:
         )
 
     def _sums(self, measurement: _Measurement) -> tuple[Tensor, Tensor] | None:
-        """Σ|share|² and |Σ share|² over all parameters whose shares add up to their gradient; None without any."""
+        """Σ|share|² and |Σ share|² over the parameters whose shares add up to their gradient; None without any."""
         known = [parameter for parameter in measurement.shares if parameter in measurement.wholes]
         inverse: list[Tensor] | None = None
         if self._preconditioner is not None:
@@ -167,7 +169,7 @@ class NormLayers:
         shares = torch.cat([measurement.shares[parameter] for parameter in known], dim=1)  # (n, all sizes)
         whole = torch.cat([measurement.wholes[parameter] for parameter in known])
         scale = self._loss_scale()
-        shares, whole = shares / scale, whole / scale  # before squaring, which might leave float32
+        shares, whole = shares / scale, whole / scale  # before squaring, which might overflow float32
         total = shares.sum(0)
         missed, size = (total - whole).square(), whole.square()
         if inverse is not None:
@@ -176,15 +178,15 @@ class NormLayers:
         sums = torch.stack((shares.square().sum(0), total.square(), missed, size))  # (4, all sizes)
         parts = torch.split(sums, [parameter.numel() for parameter in known], dim=1)
         sum_sqr, sqr_sum, missed, size = torch.stack([part.sum(1) for part in parts], dim=1)  # by parameter
-        # Where the shares do not add up to the gradient, the weight is used in ways that are not seen here: a layer
-        # with a forward pass of its own, a penalty on the weights, a second backward pass.
+        # Where the shares do not add up to the gradient, the weight is also used outside the layer's forward pass: by a
+        # penalty on the weights, a second backward pass, or a subclass with its own forward.
         adds_up = missed <= TOLERANCE**2 * size
         return (sum_sqr * adds_up).sum().float(), (sqr_sum * adds_up).sum().float()
 
     def _preconditioned(self, known: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-        """The parameters that the optimizer has stepped before, and what it multiplies their gradients with."""
+        """The parameters that the optimizer has stepped before, and the inverse metric of each."""
         assert self._optimizer is not None and self._preconditioner is not None
-        groups: list[tuple[Mapping[str, Any], list[Tensor]]] = []
+        groups: list[tuple[GroupOptions, list[Tensor]]] = []
         wanted = set(map(id, known))
         for options in self._optimizer.param_groups:
             members = [one for one in options["params"] if id(one) in wanted]
@@ -194,7 +196,7 @@ class NormLayers:
         inverse = self._preconditioner.inverse(groups, is_known_ready=True) or []
         return [one for _, ready in groups for one in ready], inverse
 
-    def _on_forward(self, layer: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    def _on_forward(self, layer: nn.Module, inputs: tuple[object, ...], output: object) -> None:
         measurement = self._measurement
         if measurement is None or torch.compiler.is_compiling():
             return
@@ -204,7 +206,7 @@ class NormLayers:
         if output.shape != x.shape or not _has_examples_first(layer, x, measurement.num_examples):
             return
         x = x.detach()
-        kept = [(x, x._version)]  # emptied by the hook: a graph that is kept must not keep the input too
+        kept = [(x, x._version)]  # emptied by the hook, so that a graph that lives on does not keep the input in memory
         is_by_batch = layer.training or getattr(layer, "running_mean", None) is None
         on_gradient = partial(_on_gradient, measurement, layer, kept, is_by_batch)
         output.register_hook(on_gradient)  # type: ignore[no-untyped-call]
@@ -222,8 +224,13 @@ class _Unread:
         return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
 
 
+class NormNoiseState(TypedDict):
+    moments: MomentsState
+    has_told: bool
+
+
 class NormNoise:
-    """The smoothed noise scale of the normalisation layers' weights. ``add`` samples; ``take_in`` at later steps."""
+    """The smoothed noise scale of these weights. ``add`` samples; ``process_arrived`` at later steps."""
 
     def __init__(self) -> None:
         self.moments = GradientMoments(is_relative=True)
@@ -232,7 +239,7 @@ class NormNoise:
         self._has_told = False
 
     def add(self, sample: NormSample, weight: float) -> None:
-        """A sample on its way from the device. ``weight``: for how many steps at M0 it stands in the average."""
+        """Start copying a sample to the host. ``weight`` is the number of steps at M0 that it counts for."""
         values, event = torch.stack((sample.mean_sqr, sample.sqr_mean)), None
         if values.is_cuda:
             host = torch.empty(2, dtype=values.dtype, pin_memory=True)
@@ -242,22 +249,22 @@ class NormNoise:
             values = host
         self._unread.append(_Unread(sample.num_examples, weight, values, event))
 
-    def take_in(self) -> bool:
-        """What has arrived since; whether there was anything."""
+    def process_arrived(self) -> bool:
+        """Add the samples that have arrived to the average. Whether there were any."""
         has_arrived = False
         while self._unread and self._unread[0].is_there:
             one, has_arrived = self._unread.popleft(), True
             mean_sqr, sqr_mean = one.values
-            if bool(torch.isfinite(sqr_mean / mean_sqr)):  # else no weight had a gradient, or a loss scale was too high
+            if bool(torch.isfinite(sqr_mean / mean_sqr)):  # else there was no gradient, or the loss scale overflowed
                 self.moments.update(mean_sqr, sqr_mean, batch_size=1, count=one.num_examples, scale=one.weight)
         if has_arrived:
             self._read()
         return has_arrived
 
     def contradiction(self, noise: NoiseStats | None) -> str | None:
-        """How this noise scale contradicts the whole model's, in words; None where it does not, or was told before.
+        """A message if this noise scale contradicts the whole model's, once; None otherwise.
 
-        The 95 % bounds of the two must lie further apart than CONTRADICTION.
+        They contradict each other if their 95 % bounds lie further apart than a factor of CONTRADICTION.
         """
         if noise is None or self.noise is None or self._has_told:
             return None
@@ -267,23 +274,23 @@ class NormNoise:
         self._has_told = True
         return (
             f"the noise scale is {noise.noise_scale:.4g} ± {noise.error:.2g}, but {self.noise.noise_scale:.4g} "
-            f"± {self.noise.error:.2g} by the normalisation layers: they differ by more than {CONTRADICTION:g}"
+            f"± {self.noise.error:.2g} by the normalisation layers: they differ by more than a factor {CONTRADICTION:g}"
         )
 
     def _read(self) -> None:
         self.noise = self.moments.read() if self.moments.num_samples >= MIN_SAMPLES else None
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> NormNoiseState:
         return {"moments": self.moments.state_dict(), "has_told": self._has_told}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: NormNoiseState) -> None:
         self.moments.load_state_dict(state["moments"])
         self._has_told = bool(state["has_told"])
         self._read()
 
 
 def _bounds(noise: NoiseStats) -> tuple[float, float]:
-    """95 % bounds of φ: those of :class:`NoiseStats`, moved away from φ on a logarithmic scale."""
+    """95 % bounds of φ: those of :class:`NoiseStats`, widened on a logarithmic scale."""
     phi, power = noise.noise_scale, TWO_SIDED / CONFIDENCE
     if noise.low is None or noise.high is None or not 0 < noise.low <= phi <= noise.high:
         return 0.0, math.inf
@@ -291,7 +298,7 @@ def _bounds(noise: NoiseStats) -> tuple[float, float]:
 
 
 def _find(module: nn.Module) -> Iterator[nn.Module]:
-    """All normalisation layers with weights; those in compiled modules left out."""
+    """All normalisation layers with weights, except in compiled modules."""
     if "_orig_mod" in module._modules or getattr(module, "_compiled_call_impl", None) is not None:
         return
     if isinstance(module, _KINDS) and module._parameters.get("weight") is not None:
@@ -301,13 +308,13 @@ def _find(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _affine(layer: nn.Module) -> list[nn.Parameter]:
-    """The layer's weight and bias, as far as they are trained."""
+    """The layer's weight and bias, if they are trained."""
     both = (layer._parameters.get(name) for name in ("weight", "bias"))
     return [parameter for parameter in both if parameter is not None and parameter.requires_grad]
 
 
 def _num_inner(layer: nn.Module) -> int:
-    """How many trailing dimensions a weight has; 0 where its only dimension is that of channels, dimension 1."""
+    """How many trailing dimensions of the input a weight spans; 0 if it spans dimension 1, the channels."""
     return len(layer.normalized_shape) if isinstance(layer, nn.LayerNorm | nn.RMSNorm) else 0
 
 
@@ -331,9 +338,9 @@ def _on_whole(measurement: _Measurement, parameter: Tensor, grad: Tensor) -> Non
 def _on_gradient(
     measurement: _Measurement, layer: nn.Module, kept: list[tuple[Tensor, int]], is_by_batch: bool, grad: Tensor
 ) -> None:
-    """The gradient of a layer's output is there."""
+    """Hook on a layer's output: add the examples' shares when its gradient is computed."""
     if not kept:
-        return  # a second backward pass through one graph: the shares will not add up
+        return  # a second backward pass through the same graph: the shares will not add up
     x, version = kept.pop()
     if measurement.is_over or x._version != version:
         return
@@ -358,7 +365,7 @@ def _shares(layer: nn.Module, x: Tensor, grad: Tensor, is_by_batch: bool) -> dic
 
 
 def _normaliser(layer: nn.Module, x: Tensor, is_by_batch: bool) -> Callable[[Tensor], Tensor]:
-    """What makes x̂ of some examples of the layer's input ``x``."""
+    """A function that normalises some examples of the layer's input ``x``."""
     if isinstance(layer, nn.LayerNorm):
         return lambda part: F.layer_norm(part, layer.normalized_shape, None, None, layer.eps)
     if isinstance(layer, nn.RMSNorm):
@@ -374,7 +381,7 @@ def _normaliser(layer: nn.Module, x: Tensor, is_by_batch: bool) -> Callable[[Ten
 
 
 def _batch_statistics(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and variance of each channel, in single precision without a copy of all of ``x`` in it."""
+    """Mean and variance of each channel, in single precision, part by part to save memory."""
     dims = (0, *range(2, x.dim()))
     count = x.numel() // x.shape[1]
     parts = torch.split(x, _rows(x))
@@ -392,7 +399,7 @@ def _wide(tensor: Tensor) -> Tensor:
 
 
 def _add(sums: dict[Tensor, Tensor], parameter: Tensor, value: Tensor) -> None:
-    """A weight may be used more than once in a pass."""
+    """Add to the parameter's sum: a weight may be used more than once in a pass."""
     sums[parameter] = sums[parameter] + value if parameter in sums else value.clone()
 
 

@@ -1,11 +1,11 @@
-"""Where an epoch stands, counted in global examples, and how the next step is divided.
+"""The position in an epoch, counted in global examples, and the division of the next step among ranks.
 
-The pure core of the data part: no torch, no I/O, no communication. An epoch is a fixed order of its examples;
-its position is how many of them have been consumed *in committed steps*, all replicas together. The next step
-takes the next K·m·(s+1) of them. Ranks, device batch and accumulation appear only in the question
-("what does rank 2 of 4 read now?"), never in what is remembered, so that a resize is merely another question.
+The elastic loader's sources call it. No torch, no I/O, no communication. An epoch is a fixed order of its examples. Its
+position is the number of examples consumed *in committed steps*, over all replicas. The next step takes the next
+K·m·(s+1) of them. Ranks, device batch and accumulation are arguments of a query, never stored, so a resize only changes
+the next query.
 
-Division: example i of a step goes to rank i mod K. Every rank knows all the numbers, so all agree without a word.
+Division: example i of a step goes to rank i mod K. Every rank has the same numbers, so all agree without communication.
 
     order     7 2 9 4 0 5 1 8 3 6          K = 2, m = 2, s = 1: a step is 8 examples
     rank 0    7 . 9 . 0 . 1 .              passes (7, 9), (0, 1)
@@ -13,12 +13,12 @@ Division: example i of a step goes to rank i mod K. Every rank knows all the num
     last                      3 6          one pass each: (3) and (6)
 
 The last step of an epoch may be short. It uses as few passes as the device batch allows, the same number on every
-rank, because every pass may hold a collective; shares differ by at most one example, and may be empty. A mean over
-unequal shares is right only when they are weighed: see :meth:`Step.weight`.
+rank, because every pass may hold a collective. Shares differ by at most one example, and may be empty. A mean over
+unequal shares needs weights: see :meth:`Step.weight`.
 
-One replica with one pass has a single gradient per step, and noise shows only between two. With ``split_every`` every
-n-th of its steps is served as two passes of half the examples. Which steps these are follows from position and epoch
-alone, so that workers may read ahead; by the epoch too, as an epoch may have fewer than n steps.
+One replica with one pass has a single gradient per step, but the noise scale needs two. With ``split_every``, every
+n-th step has two passes of half the examples each. Position and epoch alone decide which steps these are, so that
+workers can read ahead; the epoch is included because an epoch may have fewer than n steps.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from pollux.types import IntArray
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepShape:
-    """How steps are made up: K replicas of which this is ``rank``, at most m examples a pass, s + 1 passes.
+    """The shape of steps: K replicas of which this is ``rank``, at most m examples a pass, s + 1 passes.
 
     ``limit`` bounds a step's examples where the batch does not divide evenly: shares then differ by at most one.
     ``split_every``: with one replica and one pass, every n-th step has two passes; 0 for none.
@@ -70,7 +70,7 @@ class StepShape:
         return self.num_replicas == 1 and self.accum_steps == 0
 
     def splits_at(self, position: int, epoch: int = 0) -> bool:
-        """Whether the step that starts there is served in two passes."""
+        """Whether the step that starts at ``position`` has two passes."""
         return self.is_single and self.split_every > 0 and (position // self.total + epoch) % self.split_every == 0
 
     @property
@@ -110,19 +110,19 @@ class Step:
 
     @property
     def is_short(self) -> bool:
-        """The last of an epoch, smaller than the others: its micro-batches are unequal, so it says little of noise."""
+        """Whether this is an epoch's smaller last step. Its micro-batches are unequal, so its noise is not measured."""
         return self.count < self.shape.total
 
     @property
     def is_split(self) -> bool:
-        """Served in more passes than its shape has, to be measured."""
+        """Whether it has more passes than its shape, so that its noise can be measured."""
         return self.num_passes > self.shape.num_passes
 
     def weight(self, index: int) -> float:
-        """What the loss of pass ``index`` (a mean over its examples) is multiplied with before ``backward``.
+        """The factor for the loss of pass ``index`` (a mean over its examples) before ``backward``.
 
         With gradients summed over passes and averaged over ranks (DDP), the result is then the mean gradient over
-        all ``count`` examples. It is 1/(s+1) in a full step, and 0 for an empty share.
+        all ``count`` examples. The factor is 1/(s+1) in a full step, and 0 for an empty share.
         """
         return len(self.passes[index]) * self.shape.num_replicas / self.count
 
@@ -130,7 +130,7 @@ class Step:
 def divide(position: int, length: int, shape: StepShape, *, drop_last: bool = False, epoch: int = 0) -> Step | None:
     """The step that starts at ``position`` of an epoch of ``length``; None when the epoch is over.
 
-    With ``drop_last`` an epoch is over as soon as a full step does not fit. Where that is depends on the shape.
+    With ``drop_last`` an epoch is over as soon as a full step of this shape does not fit.
     """
     count = min(shape.total, length - position)
     if count <= 0 or (drop_last and count < shape.total):
@@ -152,17 +152,16 @@ def count_passes(length: int, shape: StepShape, *, drop_last: bool = False, epoc
     full, rest = divmod(length, shape.total)
     last = divide(0, rest, replace(shape, split_every=0), drop_last=drop_last)
     splits = 0
-    if shape.is_single and shape.split_every and shape.total >= 2:  # numbers epoch to epoch + full that n divides
+    if shape.is_single and shape.split_every and shape.total >= 2:  # multiples of n from epoch to epoch + full - 1
         splits = (epoch + full - 1) // shape.split_every - (epoch - 1) // shape.split_every
     return full * shape.num_passes + splits + (last.num_passes if last else 0)
 
 
 class EpochOrder:
-    """The order of a dataset of ``length`` examples in each epoch: the same for everybody who knows the seed.
+    """The order of a dataset of ``length`` examples in each epoch: the same on all ranks, by the seed.
 
-    One permutation (8 bytes per example) is kept, that of the epoch asked for last, drawn when first needed: about
-    0.1 s and 80 MB at ten million examples. From about a billion examples on, shuffle shards instead (an
-    IterableDataset, or a sampler of one's own).
+    It keeps one permutation (8 bytes per example), that of the last epoch asked for: about 0.1 s and 80 MB for ten
+    million examples. From about a billion examples on, shuffle shards instead (with an IterableDataset or a sampler).
     """
 
     def __init__(self, length: int, *, seed: int = 0, shuffle: bool = True) -> None:
@@ -175,8 +174,8 @@ class EpochOrder:
     def indices(self, epoch: int) -> IntArray:  # (length,) dataset indices in the order of consumption
         if self._drawn is None or self._drawn[0] != epoch:
             if self.shuffle:
-                # RandomState and not default_rng: numpy promises never to change its stream (NEP 19), and a
-                # checkpoint must mean the same examples after an upgrade.
+                # RandomState and not default_rng: numpy promises never to change its stream (NEP 19), so a checkpoint
+                # means the same examples after an upgrade.
                 bits = np.random.MT19937(np.random.SeedSequence([self.seed, epoch]))
                 order = np.random.RandomState(bits).permutation(self.length).astype(np.int64, copy=False)
             else:
@@ -194,7 +193,7 @@ class Position:
         self.epoch, self.consumed = epoch, consumed
 
     def take(self, length: int, shape: StepShape, *, drop_last: bool = False) -> Step | None:
-        """What ``shape.rank`` reads in the next step; None when the epoch is over. Asking changes nothing."""
+        """The next step of ``shape.rank``; None when the epoch is over. Changes nothing."""
         if self.consumed > length:
             raise InvalidValueError(
                 f"position {self.consumed} lies beyond the {length} examples of epoch {self.epoch}: "
@@ -203,13 +202,13 @@ class Position:
         return divide(self.consumed, length, shape, drop_last=drop_last, epoch=self.epoch)
 
     def commit(self, count: int) -> None:
-        """``count`` more examples, over all ranks, took part in a step that everybody finished."""
+        """Consume ``count`` examples, over all ranks. Call it when all ranks have finished the step."""
         if count < 1:
             raise InvalidValueError(f"{count} examples committed; a step has at least 1")
         self.consumed += count
 
     def set_epoch(self, epoch: int) -> None:
-        """To the start of another epoch; naming the current one changes nothing."""
+        """Go to the start of another epoch. The current epoch keeps its position."""
         if epoch < 0:
             raise InvalidValueError(f"epoch {epoch}; it must be 0 or more")
         if epoch != self.epoch:

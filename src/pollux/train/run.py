@@ -1,7 +1,6 @@
-"""The run: what ``train.init()`` returns and a training script holds.
+"""The run that ``train.init()`` returns: the interface that a training script uses.
 
-Stands on top of ``train``; everything else there is one of its parts. What happens between two steps is in
-:mod:`pollux.train.session`.
+It makes the other objects of ``train``. :mod:`pollux.train.session` handles what happens between two steps.
 """
 
 from __future__ import annotations
@@ -26,21 +25,23 @@ from pollux.membership.replica import Membership, membership_from_environment
 from pollux.membership.store import Group
 from pollux.train.batching import BatchChoice, BatchPolicy, batch_policy, make_limits, shape_of
 from pollux.train.checkpoint import CheckpointDirectory
+from pollux.train.checkpointer import Checkpointer
 from pollux.train.data import ElasticLoader
 from pollux.train.http_report import HttpReporter
 from pollux.train.leaving import LeaveSignals
 from pollux.train.loader import AdaptiveLoader
 from pollux.train.moments import GradientMoments
-from pollux.train.parts import Keeper, Parts, Stateful
 from pollux.train.progress import Progress
-from pollux.train.pulse import Pulse
 from pollux.train.report import FileReporter, Reporter
+from pollux.train.run_state import RunState
 from pollux.train.scaling import ScalingRule
 from pollux.train.session import Session
 from pollux.train.sources import length_of
+from pollux.train.state import Stateful
+from pollux.train.step_exchange import StepExchange
 from pollux.train.team import Team
 from pollux.train.trainee import Trainee
-from pollux.train.tuning import Tuner
+from pollux.train.tuner import Tuner
 
 logger = logging.getLogger(__name__)
 
@@ -54,12 +55,12 @@ def init(
     reporter: Reporter | None = None,
     timeout_s: float = 600.0,
 ) -> Run:
-    """Begin a run: alone, under torchrun, or in a cluster, by what the environment says.
+    """Begin a run: alone, under torchrun, or in a cluster, depending on the environment.
 
-    ``checkpoint_dir`` (or POLLUX_CHECKPOINT_DIR) is where checkpoints go and where an interrupted run resumes; without
-    it there are none. It is a folder, or a URL that fsspec opens, as s3://bucket/path. ``checkpoint_every_s`` replaces
-    the interval that follows from what one costs. ``device`` is this replica's GPU if there is one. ``timeout_s``
-    bounds every wait for other replicas.
+    ``checkpoint_dir`` (or POLLUX_CHECKPOINT_DIR) is where checkpoints are saved and where an interrupted run resumes;
+    without it there are no checkpoints. It is a folder, or a URL that fsspec opens, such as s3://bucket/path.
+    ``checkpoint_every_s`` sets the interval between checkpoints, which otherwise follows from their cost. ``device`` is
+    this replica's GPU if there is one. ``timeout_s`` bounds every wait for other replicas.
     """
     environment = os.environ
     checkpoint_dir = checkpoint_dir or environment.get("POLLUX_CHECKPOINT_DIR") or None
@@ -73,11 +74,11 @@ def init(
         device = torch.device("cuda", membership.local_rank % torch.cuda.device_count())
     if checkpoint_every_s is not None and not checkpoint_every_s > 0:
         raise InvalidValueError(f"checkpoint_every_s is {checkpoint_every_s}; it must be a positive number of seconds")
-    keeper = None
+    checkpointer = None
     if checkpoint_dir is not None:
         directory = CheckpointDirectory(checkpoint_dir, may_publish=partial(_may_publish, membership))
-        keeper = Keeper(directory, checkpoint_every_s)
-    return Run(membership, device, keeper, reporter, timeout_s)
+        checkpointer = Checkpointer(directory, checkpoint_every_s)
+    return Run(membership, device, checkpointer, reporter, timeout_s)
 
 
 class Run:
@@ -87,7 +88,7 @@ class Run:
         self,
         membership: Membership,
         device: torch.device,
-        keeper: Keeper | None,
+        checkpointer: Checkpointer | None,
         reporter: Reporter | None,
         timeout_s: float,
     ) -> None:
@@ -97,26 +98,28 @@ class Run:
         self._team = Team(device, timeout_s)
         if dist.is_initialized():
             if membership.is_elastic:
-                raise InvalidValueError("torch.distributed is initialised already: in a cluster, leave that to Pollux")
+                raise InvalidValueError(
+                    "torch.distributed is initialised already: in a cluster, leave that to train.init()"
+                )
             group = membership.join(timeout_s)
             ranks = dist.get_rank(), dist.get_world_size()
             if (group.rank, group.world_size) != ranks:
                 raise InvalidValueError(
                     f"torch.distributed says rank {ranks[0]} of {ranks[1]}, the environment rank {group.rank} of "
-                    f"{group.world_size}: set RANK and WORLD_SIZE and the other variables of torchrun, or leave "
-                    "init_process_group to train.init()"
+                    f"{group.world_size}: set RANK and WORLD_SIZE and the other variables of torchrun, or let "
+                    "train.init() call init_process_group"
                 )
             self._team.adopt(group)
         elif membership.is_elastic:
-            # Others may be training already: this replica joins them once it is set up, and is on its own until then.
+            # Others may be training already. This replica joins them when it is set up, and is alone until then.
             self._team.form(_alone())
         else:
             self._team.form(membership.join(timeout_s))
         self._signals = LeaveSignals()
-        self._session = Session(membership, self._team, self._signals, keeper, reporter, timeout_s)
+        self._session = Session(membership, self._team, self._signals, checkpointer, reporter, timeout_s)
         if isinstance(reporter, HttpReporter):
             reporter.on_fenced = self._session.fence.on_refused
-        self._pulse = Pulse(self._team, GradientMoments(is_relative=True))
+        self._exchange = StepExchange(self._team, GradientMoments(is_relative=True))
         self._progress = Progress()
         self._tracked: dict[str, Stateful] = {}
         self._loader: AdaptiveLoader | None = None
@@ -126,7 +129,7 @@ class Run:
         self._signals.install()
         atexit.register(self.close)
 
-    # --- how it stands ------------------------------------------------------------------------------------------
+    # --- present values -----------------------------------------------------------------------------------------
 
     @property
     def rank(self) -> int:
@@ -138,35 +141,35 @@ class Run:
 
     @property
     def generation(self) -> int:
-        """Which membership of replicas this is; -1 before this replica is in one."""
+        """The number of the present membership of replicas; -1 before this replica has joined."""
         return self._session.generation
 
     @property
     def noise_scale(self) -> float:
         """φ in examples, smoothed; NaN before the first measurement."""
-        return float("nan") if self._pulse.noise is None else self._pulse.noise.noise_scale
+        return float("nan") if self._exchange.noise is None else self._exchange.noise.noise_scale
 
     @property
     def noise_scale_error(self) -> float:
         """The standard error of φ, in examples; NaN before the first measurement."""
-        return float("nan") if self._pulse.noise is None else self._pulse.noise.error
+        return float("nan") if self._exchange.noise is None else self._exchange.noise.error
 
     @property
     def norm_noise_scale(self) -> float:
-        """φ of the normalisation layers' weights, on rank 0: a check on ``noise_scale``; NaN where there are none."""
-        noise = None if self._session.parts is None else self._session.parts.norm_noise.noise
+        """φ of the normalisation layers' weights, on rank 0, to check ``noise_scale``; NaN if there are none."""
+        noise = None if self._session.state is None else self._session.state.norm_noise.noise
         return float("nan") if noise is None else noise.noise_scale
 
     @property
     def norm_noise_scale_error(self) -> float:
-        """The standard error of ``norm_noise_scale``, in examples; NaN where there is none."""
-        noise = None if self._session.parts is None else self._session.parts.norm_noise.noise
+        """The standard error of ``norm_noise_scale``, in examples; NaN if there is none."""
+        noise = None if self._session.state is None else self._session.state.norm_noise.noise
         return float("nan") if noise is None else noise.error
 
     @property
     def measured_every(self) -> int:
-        """Steps from one measurement of the noise scale to the next, chosen by what measuring costs."""
-        return 1 if self._session.parts is None else self._session.parts.interval
+        """Steps between measurements of the noise scale, chosen by their cost."""
+        return 1 if self._session.state is None else self._session.state.interval
 
     @property
     def num_steps(self) -> int:
@@ -179,24 +182,24 @@ class Run:
 
     @property
     def batch(self) -> BatchChoice | None:
-        """The batch that the next step trains with; None before the loop."""
-        return None if self._session.parts is None else self._session.parts.choice
+        """The batch of the next step; None before the loop."""
+        return None if self._session.state is None else self._session.state.choice
 
     @property
     def is_exploring(self) -> bool:
-        """Larger device batches are being timed: the batch returns to where it was when that is done."""
+        """Whether larger device batches are being timed. The batch goes back when that is done."""
         return self._tuner is not None and self.batch is not None and not self._tuner.explorer.is_done
 
     @property
     def learning_rate_factor(self) -> float:
-        """What the last step's learning rates were multiplied with."""
+        """The factor on the learning rates in the last step."""
         return 1.0 if self._trainee is None else self._trainee.rate.factor
 
     # --- setting up ---------------------------------------------------------------------------------------------
 
     def dataloader(
         self,
-        dataset: Dataset[Any],
+        dataset: Dataset[object],
         batch_size: int = 1,
         *,
         max_batch_size: int | None = None,
@@ -207,12 +210,12 @@ class Run:
         """The training data. ``batch_size`` is M0, for which the learning rate was tuned.
 
         With ``max_batch_size`` the batch adapts between the two; ``device_batch_size`` bounds what one device takes in
-        one pass. ``policy`` is "adaptive", "fixed" or "linear" (see :mod:`pollux.train.batching`) or one's own; it is
-        "fixed" where no ``max_batch_size`` gives room. Other options are those of
+        one pass. ``policy`` is "adaptive", "fixed" or "linear" (see :mod:`pollux.train.batching`) or your own object;
+        without ``max_batch_size`` it is "fixed". Other options are those of
         :class:`~pollux.train.data.ElasticLoader` (shuffle, seed, sampler, batch_sampler, collate_fn, num_workers,
         pin_memory, drop_last, ...).
 
-        One per run: evaluation data wants torch's own DataLoader.
+        One per run. Use torch's own DataLoader for evaluation data.
         """
         if self._loader is not None:
             raise InvalidValueError(
@@ -233,72 +236,73 @@ class Run:
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        lr_scheduler: Any = None,
+        lr_scheduler: Stateful | None = None,
         *,
         scaling: str | ScalingRule = "auto",
-        grad_scaler: Any = None,
+        grad_scaler: torch.amp.GradScaler | None = None,
         **ddp_options: Any,
     ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Returns the model, replicated, and the optimizer.
+        """Returns the replicated model and the optimizer.
 
-        ``lr_scheduler`` is stepped by the loop as before, after batches or between epochs; it counts learning, so
-        it may take several steps at once, or none. ``scaling`` is the learning-rate rule ("auto", "adascale", "sqrt",
-        "linear", "none", or an object; see :mod:`pollux.train.scaling`). ``grad_scaler``: a torch.amp.GradScaler, if
-        there is one. Other options go to DistributedDataParallel (``find_unused_parameters``, ``static_graph``,
-        ``bucket_cap_mb``). Compile the model before, not after.
+        The loop steps ``lr_scheduler`` as before, after batches or between epochs. The schedule follows progress, so
+        one call may take several steps at once, or none. ``scaling`` is the learning-rate rule ("auto", "adascale",
+        "sqrt", "linear", "none", or an object; see :mod:`pollux.train.scaling`). ``grad_scaler`` is a
+        torch.amp.GradScaler, if the loop uses one. Other options go to
+        DistributedDataParallel (``find_unused_parameters``, ``static_graph``, ``bucket_cap_mb``). Compile the model
+        before, not after.
         """
         if self._trainee is not None:
-            raise InvalidValueError("run.prepare was called before: a run trains one model")
+            raise InvalidValueError("run.prepare was called before: a run trains one model (put several into one)")
         session = self._session
         self._trainee = Trainee(model, optimizer, lr_scheduler, grad_scaler, scaling, self._team, session, ddp_options)
         return self._trainee.model, optimizer
 
     def track(self, name: str, stateful: Stateful) -> None:
-        """More state to keep through checkpoints and resizes: anything with state_dict and load_state_dict."""
+        """Keep more state in checkpoints and resizes: any object with state_dict and load_state_dict."""
         if name in self._tracked:
-            raise InvalidValueError(f"{name!r} is tracked already")
+            raise InvalidValueError(f"{name!r} is tracked already; choose another name")
         for method in ("state_dict", "load_state_dict"):
             if not callable(getattr(stateful, method, None)):
                 raise InvalidValueError(f"{type(stateful).__name__} has no {method}(): it cannot be tracked")
         if self._session.is_started:
-            raise InvalidValueError(f"{name!r} is tracked too late: call run.track before the loop")
+            raise InvalidValueError(f"run.track({name!r}, ...) was called after the loop began: call it before")
         self._tracked[name] = stateful
 
     # --- training -----------------------------------------------------------------------------------------------
 
     def epochs(self, num_epochs: int, *, by: str = "progress") -> Iterator[int]:
-        """Passes over the data, numbered from 0, beginning where an interrupted run stopped.
+        """Passes over the data, numbered from 0, starting where an interrupted run stopped.
 
-        ``by="progress"``: as much learning as ``num_epochs`` passes at M0 give. Larger batches teach less per example
-        and need more passes (rounded to whole ones; exactly ``num_epochs`` if the batch never exceeds M0).
-        ``by="passes"``: exactly ``num_epochs``, however much is learnt.
+        ``by="progress"``: as much progress as ``num_epochs`` passes at M0. Larger batches teach less per example and
+        need more passes (rounded to whole ones; exactly ``num_epochs`` if the batch never exceeds M0).
+        ``by="passes"``: exactly ``num_epochs`` passes.
         """
         if num_epochs < 0:
             raise InvalidValueError(f"{num_epochs} epochs; 0 or more are needed")
         if by not in ("progress", "passes"):
             raise InvalidValueError(f"by={by!r}; 'progress' or 'passes' is needed")
-        parts, session = self._complete(), self._session
+        state, session = self._complete(), self._session
         asked = session.num_epochs = num_epochs, by == "passes"
         session.start()
-        if self._signals.is_given_back:  # by the loop before this one
+        if self._signals.is_given_back:  # after an earlier ``run.epochs``
             self._signals.install()
         while not self._progress.is_done(*asked):
-            epoch = parts.loader.epoch
+            epoch = state.loader.epoch
             yield epoch
-            session.end_pass()  # of a loop that was left by ``break``
-            if parts.loader.epoch == epoch:  # otherwise the state of replicas that were ahead has been taken over
+            session.end_pass()  # if ``break`` left the loop
+            if state.loader.epoch == epoch:  # otherwise this replica took over the state of others in a later epoch
                 self._progress.end_pass()
-                parts.loader.set_epoch(epoch + 1)
-            parts.tuner.timer.disturb()
+                state.loader.set_epoch(epoch + 1)
+            state.tuner.timer.disturb()
         session.finish()
 
-    def log(self, **metrics: Any) -> None:
-        """Metrics of this moment: reported, and written to the log by rank 0."""
-        if self._session.parts is not None:
-            self._session.parts.metrics.update(metrics)
+    def log(self, **metrics: object) -> None:
+        """Report metrics, and write them to the log on rank 0."""
+        if self._session.state is not None:
+            self._session.state.metrics.update(metrics)
             loss = metrics.get("loss", metrics.get("train_loss"))
-            if isinstance(loss, int | float):  # a tensor on a device would have to be waited for
-                self._session.parts.guard.add("loss", float(loss))
+            if isinstance(loss, int | float):  # reading a tensor would wait for the device
+                self._session.state.guard.add("loss", float(loss))
         if self.rank == 0:
             text = ", ".join(
                 f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}"
@@ -309,9 +313,9 @@ class Run:
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Around the body of the loop, optional: what fails in it for want of memory or of a peer is tried again.
+        """Put this around the body of the loop to repeat steps that run out of memory or lose a peer. Optional.
 
-        Out of memory: all replicas halve what they put on a device, and begin the step again on the same examples.
+        Out of memory: all replicas halve the device batch, and repeat the step with the same examples.
         """
         try:
             yield
@@ -324,15 +328,15 @@ class Run:
                 torch.cuda.empty_cache()
 
     def close(self) -> None:
-        """Give back what the run holds. Called when the process ends; calling it earlier, or twice, is fine."""
+        """Release everything the run holds. Called when the process ends; may be called earlier, and twice."""
         if self._is_closed:
             return
         self._is_closed = True
         atexit.unregister(self.close)
         self._signals.restore()
         try:
-            if self._session.keeper is not None:
-                self._session.keeper.close()
+            if self._session.checkpointer is not None:
+                self._session.checkpointer.close()
         finally:
             if self._loader is not None:
                 self._loader.elastic.close()
@@ -351,25 +355,25 @@ class Run:
     ) -> None:
         self.close()
 
-    def _complete(self) -> Parts:
-        """All parts together, when the loop begins."""
-        if self._session.parts is None:
+    def _complete(self) -> RunState:
+        """The run's state, made when the loop begins."""
+        if self._session.state is None:
             if self._loader is None or self._tuner is None or self._trainee is None:
                 missing = "dataloader" if self._loader is None else "prepare"
                 raise InvalidValueError(f"call run.{missing}(...) before the loop")
             if (rule := getattr(self._tuner.policy, "scaling", None)) is not None:
                 self._trainee.follow(rule)
-            self._session.parts = Parts(
+            self._session.state = RunState(
                 device=self.device,
                 loader=self._loader.elastic,
                 trainee=self._trainee,
                 tuner=self._tuner,
-                pulse=self._pulse,
+                exchange=self._exchange,
                 progress=self._progress,
                 tracked=self._tracked,
                 choice=self._tuner.choose(None, 0, 0, None),
             )
-        return self._session.parts
+        return self._session.state
 
 
 def _may_publish(membership: Membership) -> bool:

@@ -1,23 +1,23 @@
-"""Learning-rate rules: by how much to multiply the tuned rate when the batch is S = M/M0 times the tuned one.
+"""Learning-rate rules: the factor on the tuned rate when the batch is S = M/M0 times the tuned one.
 
-A rule is anything with ``factor(step) -> float``; :func:`rule_for` finds one by name. A user's rate may be near the
-edge of what the model bears, so the default rules raise it only as far as the noise scale justifies, at its lower 90 %
-bound: all of S (or its root) while noise dominates, nothing once it does not.
-:class:`ScaledRate` applies a rule to an optimizer during ``optimizer.step()`` alone, through the optimizer's own
-step hooks: before and after, the parameter groups hold the rate that the user and the LR scheduler set, so schedulers
-and checkpoints never see the scaled one.
+``run.prepare`` attaches a :class:`ScaledRate` to the optimizer; users may do so in their own loops. A rule has a method
+``factor(step) -> float``; :func:`rule_for` finds one by name. A user's rate may be close to the highest that works, so
+the default rules raise it only as far as the lower 90 % bound of the noise scale justifies: by S (or its root) while
+noise dominates, not at all once it does not.
 
-The factor is computed on the host at every step, from what the step's context says. Rules that need the noise scale
-find it there; the caller decides how old it may be (reading it waits for the device).
+:class:`ScaledRate` applies a rule during ``optimizer.step()`` only, through the optimizer's own step hooks. Before and
+after a step the parameter groups hold the rate of the user and the LR scheduler, so schedulers and checkpoints never
+see the scaled one. The factor is computed on the host at every step from a :class:`StepContext`, which holds the noise
+scale too; the caller decides how old that may be, as reading it waits for the device.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, TypedDict, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -28,23 +28,24 @@ from pollux.train.progress import gain_of
 
 logger = logging.getLogger(__name__)
 
-GLIDE = 1.02  # by which a rate rises at most over the examples of a step at M0: a doubling takes 35 of these
-MAX_GLIDE = GLIDE**4  # and in one step of a larger batch
-FALL = 1.1  # downwards it may go faster: a rate that is too high hurts, one that is too low only costs time
+# The fastest changes of a rate, chosen by hand. Faster ones follow the batch sooner, and disturb the optimizer more.
+GLIDE = 1.02  # largest rise over the examples of a step at M0: a doubling takes 35 such steps
+MAX_GLIDE = GLIDE**4  # largest rise in one step of a larger batch
+FALL = 1.1  # largest fall in a step. Faster than a rise: too high a rate hurts, too low a rate only costs time
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepContext:
-    """What a rule may know about the step that is about to be taken.
+    """What a rule may use about the next step.
 
-    One value rather than a list of arguments, so that it can grow without breaking the rules that users wrote.
+    One object instead of several arguments, so that new fields do not break rules that users wrote.
     """
 
     total_batch: float  # M, examples in this step
     initial_batch: float  # M0, the batch for which the rate was tuned
     noise: NoiseStats | None = None  # None: not measured yet
     num_examples: float = 0.0  # examples in all steps before this one
-    progress: float = 0.0  # scale-invariant iterations before this one: the sum of their gains
+    progress: float = 0.0  # steps at M0 that all steps before were worth: the sum of their gains
     is_short: bool = False  # the last step of an epoch, smaller than the others
 
     def __post_init__(self) -> None:
@@ -62,8 +63,8 @@ class StepContext:
     def gain(self) -> float:
         """r = (v + q)/(v/S + q) with v = tr(Σ)/M0, q = |G|²: how many steps at M0 this one is worth, at least.
 
-        Between 1 (no noise: a larger batch teaches nothing more) and S (all noise); 1, the cautious end, while
-        nothing has been measured. It is taken at φ's lower bound: a rate is earned by evidence.
+        Between 1 (no noise: a larger batch teaches nothing more) and S (all noise); 1 before anything is measured. It
+        is taken at φ's lower bound, so that a rate rises only on evidence.
         """
         low = None if self.noise is None else self.noise.noise_scale_low
         return gain_of(low, self.initial_batch, self.total_batch)
@@ -71,7 +72,7 @@ class StepContext:
 
 @runtime_checkable
 class ScalingRule(Protocol):
-    """By how much to multiply the tuned learning rate in one step: a positive number."""
+    """Gives the factor on the tuned learning rate in one step: a positive number."""
 
     def factor(self, step: StepContext) -> float: ...
 
@@ -86,11 +87,11 @@ class AdaScale:
 
 @dataclass(frozen=True, slots=True)
 class DampedRoot:
-    """√S times the batch's efficiency, at least 1: the root while noise dominates, less and less of it later.
+    """√S times the batch's efficiency, at least 1: the root while noise dominates, less later.
 
-    For optimizers whose steps do not grow with the gradient (Adam and its like, Lion, Adafactor, Muon). Their best rate
+    For optimizers whose steps do not grow with the gradient (Adam and variants, Lion, Adafactor, Muon). Their best rate
     rises as √M up to M = φ and falls beyond (Li et al., 2024, arXiv 2405.14578: rate ∝ 1/(√(φ/M) + √(M/φ)), which is
-    √S·(φ + M0)/(φ + M) times that of M0). A rate below the tuned one is never asked for.
+    √S·(φ + M0)/(φ + M) times that of M0). It is never below the tuned rate.
     """
 
     scales_betas: bool = False
@@ -102,11 +103,11 @@ class DampedRoot:
 
 @dataclass(frozen=True, slots=True)
 class SquareRoot:
-    """√S: keeps the variance of the step constant (Krizhevsky, 2014). For Adam and its like.
+    """√S: keeps the variance of the step constant (Krizhevsky, 2014). For Adam and variants.
 
     With ``scales_betas`` Adam's β become β^S, so that its averages span the same number of examples at any batch
-    (to first order 1 − β grows by S, which Malladi et al., 2022, derive together with √S), as long as β2^S leaves an
-    average to speak of (0.9, some twenty steps).
+    (to first order 1 − β grows by S, which Malladi et al., 2022, derive together with √S). β2^S stays at least
+    LEAST_BETA2.
     """
 
     scales_betas: bool = True
@@ -117,7 +118,7 @@ class SquareRoot:
 
 @dataclass(frozen=True, slots=True)
 class Linear:
-    """S (Goyal et al., 2017). Right while noise dominates; too much later, and at the start without a warm-up."""
+    """S (Goyal et al., 2017). Right while noise dominates; too high later, and at the start without a warm-up."""
 
     def factor(self, step: StepContext) -> float:
         return step.scale
@@ -127,9 +128,9 @@ class Linear:
 class LEGW:
     """Linear-epoch gradual warm-up (You et al., 2019): √S, reached over S times the epochs that M0 warms up for.
 
-    ``warmup_steps`` is the warm-up's length at M0, in steps. S times the epochs are the same number of steps,
-    each of them S times as large; position is counted in examples, so it holds when the batch changes on the way.
-    The rule does the warm-up itself: do not put another one into the LR scheduler.
+    ``warmup_steps`` is the warm-up's length at M0, in steps. S times the epochs are the same number of steps of S times
+    the examples; examples are counted, so the batch may change during the warm-up.
+    The rule does the warm-up: do not put another one into the LR scheduler.
     """
 
     warmup_steps: float
@@ -139,7 +140,7 @@ class LEGW:
 
     def factor(self, step: StepContext) -> float:
         length = step.total_batch * self.warmup_steps  # examples: S times warmup_steps batches of M0
-        reached = step.num_examples + step.total_batch  # this step included, or the first would have rate 0
+        reached = step.num_examples + step.total_batch  # with this step, or the first would have rate 0
         return math.sqrt(step.scale) * (1.0 if reached >= length else reached / length)
 
 
@@ -151,7 +152,7 @@ class NoScaling:
         return 1.0
 
 
-_ONE_AT_M0 = (AdaScale, DampedRoot, SquareRoot, Linear, NoScaling)
+_ONE_AT_M0 = (AdaScale, DampedRoot, SquareRoot, Linear, NoScaling)  # rules with factor 1 at M0
 
 
 def _legw_by_name() -> ScalingRule:
@@ -186,20 +187,20 @@ def _rule_of_family(optimizer: torch.optim.Optimizer) -> ScalingRule:
         return DampedRoot()
     logger.warning(
         "no learning-rate rule is known for %s: its rate stays as you set it at any batch size; "
-        "pass scaling=... to prepare() for another rule",
+        "pass scaling=... to run.prepare() to choose a rule",
         type(optimizer).__name__,
     )
     return NoScaling()
 
 
 def rule_for(rule: str | ScalingRule, optimizer: torch.optim.Optimizer) -> ScalingRule:
-    """A rule by name, or the given one.
+    """The rule of that name, or the given rule after a check.
 
-    "auto": AdaScale for SGD, whose theory it is; the damped root for optimizers whose steps do not grow with the
-    gradient (by the names of their classes, as several are in packages of their own); for any other optimizer the rate
-    stays as the user set it, which is said once.
+    "auto": AdaScale for SGD, for which it was derived; the damped root for optimizers whose steps do not grow with the
+    gradient (found by class name, as several come from other packages); for others the rate stays as the user set it,
+    and a warning is logged.
 
-    Raises :class:`UnknownNameError` for an unknown name and :class:`InvalidValueError` for what is no rule.
+    Raises :class:`UnknownNameError` for an unknown name, :class:`InvalidValueError` for an object that is not a rule.
     """
     if isinstance(rule, str):
         if rule == AUTO:
@@ -209,19 +210,31 @@ def rule_for(rule: str | ScalingRule, optimizer: torch.optim.Optimizer) -> Scali
         return RULES[rule]()
     if isinstance(rule, type) or not isinstance(rule, ScalingRule):
         raise InvalidValueError(
-            f"{rule!r} is no learning-rate rule; pass one of {', '.join((AUTO, *RULES))}, or an object with "
+            f"{rule!r} is not a learning-rate rule; pass one of {', '.join((AUTO, *RULES))}, or an object with "
             "factor(step) -> float"
         )
     return rule
 
 
+ParameterGroup = dict[str, Any]  # of a torch optimizer: "params", "lr", "betas", ...
+
+
+class RateState(TypedDict):
+    factor: float
+    cap: float
+    has_stepped: bool
+    exponent: float
+    direction: int
+    target: float
+
+
 @dataclass(slots=True)
 class _ScaledGroup:
-    """One parameter group whose rate is multiplied at the moment."""
+    """One parameter group whose rate is scaled during the present step."""
 
-    group: dict[str, Any]
-    unscaled: Any  # for a tensor, a copy of it; None where another group restores it
-    scaled: Any  # for a tensor, the very tensor in the group
+    group: ParameterGroup
+    unscaled: float | Tensor | None  # for a tensor, a copy of it; None if another group restores it
+    scaled: float | Tensor | None  # for a tensor, the tensor in the group itself
     betas: tuple[float, float] | None = None
 
     def restore(self) -> None:
@@ -229,25 +242,26 @@ class _ScaledGroup:
             self.group["betas"] = self.betas
         current = self.group["lr"]
         if isinstance(self.scaled, Tensor):
-            # In place: captured graphs and fused kernels hold on to the tensor.
+            assert isinstance(self.unscaled, Tensor)
+            # In place: captured graphs and fused kernels refer to the tensor.
             self.scaled.copy_(self.unscaled)
         elif self.scaled is not None and not isinstance(current, Tensor) and current == self.scaled:
-            # Anything else was set by somebody since, and is theirs.
+            # Any other value was set by the user during the step, and stays.
             self.group["lr"] = self.unscaled
 
 
 class ScaledRate:
     """Multiplies an optimizer's learning rates by a rule's factor while it steps, and only then.
 
-    ``context`` is called once before every step and must not wait for the device if training should not.
-    With ``glides`` neither rate nor β jump when the batch changes: they rise by GLIDE at most over as many examples as
-    M0 has (and fall by FALL a step), so that the optimizer's averages stay valid. ``cap`` bounds the factor from above,
-    where a larger one has hurt.
-    ``is_at_m0`` tells that a step has M0 examples: a rule that says 1 there, as most do, need not be asked.
-    ``direction`` is the evidence on the rate (see :mod:`pollux.train.alignment`): only with +1 may the factor rise,
-    with -1 it falls back towards 1.
-    A step that raises cannot be noticed by a hook: the rate is then put back at the next step, when the optimizer's
-    state is saved, or by :meth:`restore`, whichever comes first. (Loading a state replaces the groups, and wins.)
+    ``context`` is called once before every step; it should not wait for the device.
+    With ``glides`` the rate and β change slowly when the batch changes, so that the optimizer's averages stay valid:
+    they rise at most by GLIDE per M0 examples, and fall at most by FALL a step. ``cap`` bounds the factor from above,
+    where a higher one has hurt.
+    ``is_at_m0`` tells whether a step has M0 examples: most rules give 1 there, and are not called.
+    ``direction`` is the evidence on the rate (see :mod:`pollux.train.alignment`): the factor rises only with +1, and
+    falls towards 1 with -1.
+    A hook does not notice a step that raises. The rate is then put back at the next step, when the optimizer's state is
+    saved, or by :meth:`restore`, whichever comes first. (Loading a state replaces the groups, and so the rates.)
     """
 
     def __init__(
@@ -260,7 +274,7 @@ class ScaledRate:
         is_at_m0: Callable[[], bool] = lambda: False,
     ) -> None:
         if not all("lr" in group for group in optimizer.param_groups):
-            raise InvalidValueError(f"{type(optimizer).__name__} has a parameter group without 'lr' to scale")
+            raise InvalidValueError(f"{type(optimizer).__name__} has a parameter group without 'lr'; all need one")
         self.rule = rule_for(rule, optimizer)
         self._context = context
         self._factor = self._applied = 1.0
@@ -271,7 +285,7 @@ class ScaledRate:
         self.target = 1.0  # what the rule asked for in the last step
         self._optimizer = optimizer
         self._pending: list[_ScaledGroup] = []
-        self._exponent = 1.0  # the unit in which the optimizer's state counts steps: see _count_steps_in
+        self._exponent = 1.0  # the unit of the step counts in the optimizer's state: see _count_steps_in
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
@@ -281,60 +295,66 @@ class ScaledRate:
 
     @property
     def factor(self) -> float:
-        """What the last step's rates were multiplied by; 1 before the first."""
+        """The factor on the rates in the last step; 1 before the first."""
         return self._applied
 
     @property
     def reached(self) -> float:
-        """How far the factor has come; that of an epoch's short last step is its own."""
+        """The factor reached so far, without that of an epoch's short last step."""
         return self._factor
 
     @property
     def may_rise(self) -> bool:
-        """Whether the rule ever asks for more than the user's rate."""
+        """Whether the rule may give more than the user's rate."""
         return not isinstance(self.rule, NoScaling)
 
     @property
     def tuned(self) -> float:
-        """The rate that the user's schedule asks for now, of the first parameter group."""
+        """The present rate of the user's schedule, of the first parameter group; 0 if it is on a device."""
         rate = self._optimizer.param_groups[0]["lr"]
         return float(rate) if not isinstance(rate, Tensor) or rate.device.type == "cpu" else 0.0
 
-    def state_dict(self) -> dict[str, Any]:
-        """What the next step's factor depends on, besides the rule."""
-        names = ("_factor", "cap", "_has_stepped", "_exponent", "direction", "target")
-        return {name.removeprefix("_"): getattr(self, name) for name in names}
+    def state_dict(self) -> RateState:
+        """The values that the next step's factor depends on, besides the rule."""
+        return {
+            "factor": self._factor,
+            "cap": self.cap,
+            "has_stepped": self._has_stepped,
+            "exponent": self._exponent,
+            "direction": self.direction,
+            "target": self.target,
+        }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from steps made elsewhere: by another replica, or before a restart."""
+    def load_state_dict(self, state: RateState) -> None:
+        """Restore a :meth:`state_dict` of another replica, or of before a restart."""
         self._factor, self.cap, self._has_stepped = state["factor"], state["cap"], state["has_stepped"]
         self._applied = self._factor
         self._exponent, self.direction, self.target = state["exponent"], state["direction"], state["target"]
 
     @property
     def beta_exponent(self) -> float:
-        """The power to which Adam's β were raised in the last step, and the unit in which its state counts steps.
+        """The power of Adam's β in the last step, and the unit of the step counts in its state.
 
-        Whoever keeps the optimizer's state for later keeps this beside it. Converting the steps instead would not come
-        back to the same number, and replicas that saved would differ from those that did not.
+        Save it together with the optimizer's state. Converting the counts when saving would round them, and replicas
+        that saved would then differ from those that did not.
         """
         return self._exponent
 
     def restore(self) -> None:
-        """Put back the unscaled rates if a step raised; nothing to do otherwise."""
+        """Put back the unscaled rates if a step raised; otherwise does nothing."""
         pending, self._pending = self._pending, []
         with torch.no_grad():
             for entry in pending:
                 entry.restore()
 
     def detach(self) -> None:
-        """Leave the optimizer as it was found. May be called twice."""
+        """Remove all hooks and scaled values from the optimizer. May be called twice."""
         self.restore()
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    def _before_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if self._pending:
             self.restore()
         is_plain = self._factor == 1.0 and self._exponent == 1.0 and isinstance(self.rule, _ONE_AT_M0)
@@ -345,10 +365,10 @@ class ScaledRate:
         factor = float(self.rule.factor(context))
         if not 0 < factor < math.inf:
             raise InvalidValueError(
-                f"{self.rule!r} gave the learning-rate factor {factor}; it must be a positive number"
+                f"{self.rule!r} gave the learning-rate factor {factor}; it must be a positive, finite number"
             )
         if context.is_short and self._glides and self._has_stepped:
-            # One step with fewer examples has at most the rate of the others, and says nothing about theirs.
+            # A short step gets at most the rate of the others, and does not change theirs.
             self._apply(optimizer, min(factor, self._factor), self._exponent)
             return
         self.target = factor
@@ -366,7 +386,7 @@ class ScaledRate:
         self._apply(optimizer, factor, exponent)
 
     def _apply(self, optimizer: torch.optim.Optimizer, factor: float, exponent: float) -> None:
-        """Until the step is over: rates times ``factor``, β to the power ``exponent``."""
+        """Multiply rates by ``factor`` and raise β to the power ``exponent``, until the step is over."""
         self._applied = factor
         seen: set[int] = set()
         with torch.no_grad():
@@ -383,17 +403,20 @@ class ScaledRate:
                     self._pending.append(_ScaledGroup(group, rate.clone(), rate, betas))
                     rate.mul_(factor)
 
-    def _after_step(self, *_: Any) -> None:
+    def _after_step(self, *_: object) -> None:
         if self._pending:
             self.restore()
 
-    def _after_loading(self, *_: Any) -> None:
+    def _after_loading(self, *_: object) -> None:
         self._exponent = 1.0
 
     @torch.no_grad()
     def _count_steps_in(self, exponent: float) -> None:
-        """Adam corrects its averages' bias by 1 − β^step. With β^S in place of β that is right if steps are counted in
-        units of S: t steps at β and u at β^S have the weight of t/S + u steps at β^S."""
+        """Convert the optimizer's step counts to another power of β.
+
+        Adam corrects the bias of its averages by 1 − β^step. With β^S that is right if steps are counted in units of
+        S: t steps at β and u steps at β^S weigh as much as t/S + u steps at β^S.
+        """
         if exponent == self._exponent:
             return
         steps = [state["step"] for state in self._optimizer.state.values() if isinstance(state.get("step"), Tensor)]
@@ -402,11 +425,11 @@ class ScaledRate:
         self._exponent = exponent
 
 
-LEAST_BETA2 = 0.9
+LEAST_BETA2 = 0.9  # for β2^S: an average over about twenty steps. A lower one would make v̂ very noisy
 
 
 def _exponent_for(optimizer: torch.optim.Optimizer, scale: float) -> float:
-    """S, or less where β2^S would forget too fast; 1 for optimizers without β."""
+    """S, or less if β2^S would be below LEAST_BETA2; 1 for optimizers without β."""
     largest = math.inf
     for group in optimizer.param_groups:
         betas = group.get("betas")
@@ -418,8 +441,8 @@ def _exponent_for(optimizer: torch.optim.Optimizer, scale: float) -> float:
     return min(scale, max(largest, 1.0))
 
 
-def _scale_betas(group: dict[str, Any], exponent: float) -> tuple[float, float] | None:
-    """β^exponent in the group, and what was there before; None where nothing was changed."""
+def _scale_betas(group: ParameterGroup, exponent: float) -> tuple[float, float] | None:
+    """Set β^exponent in the group, and return the old β; None if nothing was changed."""
     betas = group.get("betas")
     if exponent == 1.0 or not (isinstance(betas, tuple) and all(isinstance(beta, float) for beta in betas)):
         return None

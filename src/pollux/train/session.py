@@ -1,19 +1,18 @@
-"""A run's step boundaries, and what happens at them.
+"""Handles the step boundaries of a run: commits steps, resizes, recovers from lost peers, starts checkpoints.
 
-Called by the loader and the model in the user's loop. A boundary is the moment when the loop asks for the next batch:
+The loader and the model in the user's loop call it. A boundary is the moment when the loop asks for the next batch:
 
-1. the step's gradients turned out worthless (a peer was lost, memory ran out): re-form the group, begin the step
-   again on the same examples;
-2. otherwise the step is committed: position, progress, statistics;
-3. if any replica asked for a word (the flag rides on the step's small all-reduce), all agree what to do: leave
-   with a checkpoint, move to another generation, train with another batch;
-4. now and then rank 0 saves a checkpoint, in the background.
+1. If the step's gradients are useless (a peer was lost, memory ran out), all form a new group and repeat the step with
+   the same examples.
+2. Otherwise the step is committed: position, progress, statistics.
+3. If any replica asked for a decision (by a flag in the step's small all-reduce), all agree on what to do: leave with a
+   checkpoint, move to another generation, or train with another batch.
+4. When one is due, rank 0 starts a checkpoint in the background.
 
-A replica that its owner has given up is fenced (:mod:`pollux.train.fence`): it saves nothing and leaves.
+A fenced replica (:mod:`pollux.train.fence`), whose owner has replaced it, saves nothing and leaves.
 
-State lives in replicas. When a group forms, the replica that has committed most steps hands its state to those that
-have fewer: to newcomers, and to survivors that missed the last step of a group that broke. If nobody has any, rank 0
-reads the last checkpoint.
+When a group forms, the replica with the most committed steps sends its state to those with fewer: to new replicas, and
+to survivors that missed the last step of a broken group. If no replica has a state, rank 0 loads the last checkpoint.
 """
 
 from __future__ import annotations
@@ -30,68 +29,69 @@ import torch.distributed as dist
 from pollux.errors import CheckpointError, InvalidValueError, PeerLostError, PolluxError
 from pollux.membership.replica import Membership
 from pollux.membership.store import Group
-from pollux.train.adaptation import Adaptation, Wish, plan_of
+from pollux.train.adaptation import Adaptation, BatchChange, plan_of
 from pollux.train.batching import BatchChoice
+from pollux.train.checkpointer import Checkpointer
 from pollux.train.data import Pass
+from pollux.train.elastic_model import broadcast_buffers
 from pollux.train.fence import Fence
 from pollux.train.leaving import EXIT_CODE, Leave, LeaveSignals
-from pollux.train.parts import Keeper, Parts
-from pollux.train.replicate import broadcast_buffers
 from pollux.train.report import Advice, Reporter
+from pollux.train.run_state import RunState
 from pollux.train.scaling import StepContext
 from pollux.train.state import broadcast, random_state, set_random_state
 from pollux.train.team import BrokenGroup, Team, let_go
 
-REPORT_INTERVAL_S = 1.0
-UNUSED_STEPS = 20
-MAX_ATTEMPTS = 50  # at forming a group
+REPORT_INTERVAL_S = 1.0  # shorter shows changes sooner, and costs the server a request per job and interval
+UNUSED_STEPS = 20  # batches in a row without optimizer.step() before a warning; some loops skip a few on purpose
+MAX_ATTEMPTS = 50  # to form a group, then the run fails. Each takes seconds, so the network may be away for minutes
 
 logger = logging.getLogger(__name__)
 
 
 class Session:
-    """One replica's part in a run. Between :meth:`begin_pass` and :meth:`end_pass` the user's code runs."""
+    """One replica's side of a run. Between :meth:`begin_pass` and :meth:`end_pass` the user's code runs."""
 
     def __init__(
         self,
         membership: Membership,
         team: Team,
         signals: LeaveSignals,
-        keeper: Keeper | None,
+        checkpointer: Checkpointer | None,
         reporter: Reporter | None,
         timeout_s: float,
     ) -> None:
         self.membership, self.team, self.signals = membership, team, signals
-        self.keeper, self.reporter, self._timeout_s = keeper, reporter, timeout_s
-        self.parts: Parts | None = None
+        self.checkpointer, self.reporter, self._timeout_s = checkpointer, reporter, timeout_s
+        self.state: RunState | None = None
         self._adapting: Adaptation | None = None
         self.num_epochs: tuple[int, bool] | None = None
         self.is_started = False
-        self.current: Pass | None = None  # the pass in the user's hands
-        self.redo: str | None = None  # why the step under way must be begun again
+        self.current: Pass | None = None  # the pass that the user's code works on
+        self.redo: str | None = None  # why the step under way must be repeated
         self._is_measured = False
         self._is_applied = False  # the optimizer has made the step under way
         self._num_unused = 0  # batches in a row without a step of the optimizer
-        self._has_left = False  # the loop was left with the pass under way
+        self._has_left = False  # ``break`` left the loop during this pass
         self._has_state = False
-        self._is_damaged = False  # there was a state, and it cannot be trusted any more
-        self._wish: Wish | None = None  # of rank 0
+        self._is_damaged = False  # the state may be inconsistent, and must be replaced
+        self._wanted_change: BatchChange | None = None  # on rank 0
         self._reported_s = time.monotonic()
         self._last_generation = 0  # of the last group that this replica was in
         membership.on_lost(self._on_lost)
-        # Collectives with the others, who have gone on without this replica, would never end.
+        # A fenced replica's collectives would never end: the others have gone on without it.
         self.fence = Fence(membership, on_closed=lambda: self._on_lost(sys.maxsize))
 
     @property
-    def _parts(self) -> Parts:
-        if self.parts is None:
+    def _state(self) -> RunState:
+        if self.state is None:
             raise InvalidValueError("call run.dataloader(...) and run.prepare(...) before the loop")
-        return self.parts
+        return self.state
 
     @property
     def _adaptation(self) -> Adaptation:
         if self._adapting is None:
-            self._adapting = Adaptation(self._parts, self.team)
+            self._adapting = Adaptation(self._state, self.team)
         return self._adapting
 
     @property
@@ -101,7 +101,7 @@ class Session:
     # --- the step -----------------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Join the others and get the state."""
+        """Join the other replicas and get the state. Does nothing the second time."""
         if self.is_started:
             return
         group = self.team.group
@@ -113,39 +113,39 @@ class Session:
         self.is_started = True
 
     def begin_pass(self, current: Pass) -> None:
-        """The loader has a batch for the user."""
+        """The loader is about to give a batch to the user's loop."""
         self.current = current
-        parts, step = self._parts, current.step
-        hook, is_first = parts.trainee.hook, current.index == 0
+        state, step = self._state, current.step
+        hook, is_first = state.trainee.hook, current.index == 0
         if is_first:
             self._is_applied = False
             self._is_measured = self._adaptation.measures(step)
         hook.begin_pass(plan_of(current, self._is_measured))
         self._adaptation.watch_outputs(current)
-        timer = parts.tuner.timer
-        configuration = parts.tuner.configuration(parts.choice.config.device_batch)
+        timer = state.tuner.timer
+        configuration = state.tuner.configuration(state.choice.config.device_batch)
         timer.begin(configuration, is_only=step.num_passes == 1, is_last=current.is_last, is_split=step.is_split)
         if step.is_short:
             timer.disturb()
 
     def end_pass(self) -> None:
-        """The user asks for the next batch: the pass is over, and perhaps the step."""
+        """The loop asks for the next batch: the pass is over, and perhaps the step. Raises Leave to end the run."""
         current, self.current, self._has_left = self.current, None, False
         if current is None:
             return
         self.fence.check()
-        if self._parts.trainee.hook.misuse is not None:
-            raise InvalidValueError(self._parts.trainee.hook.misuse)
+        if self._state.trainee.hook.misuse is not None:
+            raise InvalidValueError(self._state.trainee.hook.misuse)
         reason = self.redo
         if reason is None and current.is_last and self.has_failed():
-            reason = str(self._parts.trainee.hook.failure)
+            reason = str(self._state.trainee.hook.failure)
         if not current.is_last:
             if reason is not None:
                 self._recover(reason)
             return
-        if reason is None and not self._parts.pulse.has_started:  # no backward pass: the others had none either
-            self._beat()
-        # What befell the group after the optimizer's step is for the next one: this one counts.
+        if reason is None and not self._state.exchange.has_started:  # no backward pass, on any rank
+            self._start_exchange()
+        # If the group broke after the optimizer's step, this step still counts.
         if reason is None or self._is_applied:
             if reason is None:
                 self._check_use()
@@ -159,83 +159,83 @@ class Session:
             self._recover(str(error))
 
     def _check_use(self) -> None:
-        """A step that was made without our hook, or a gradient that nobody uses: mistakes that would stay silent."""
-        hook = self._parts.trainee.hook
+        """Find silent mistakes: a step without the replicated model, or gradients that are never used."""
+        hook = self._state.trainee.hook
         if self._is_applied and not hook.has_arrived:
             raise InvalidValueError(
-                "the optimizer has made a step, but no gradient came through the replicated model: use the model that "
-                "run.prepare returned (model, optimizer = run.prepare(model, optimizer)), not the one given to it"
+                "the optimizer made a step, but no gradient came through the replicated model: use the model that "
+                "run.prepare returned (model, optimizer = run.prepare(model, optimizer)), not the one passed to it"
             )
         self._num_unused = 0 if self._is_applied else self._num_unused + 1
         if self._num_unused == UNUSED_STEPS:
-            logger.warning("%d batches without optimizer.step(): is it called in the loop?", UNUSED_STEPS)
+            logger.warning("%d batches without optimizer.step(); call it in the loop", UNUSED_STEPS)
 
     def leave_loop(self) -> None:
-        """The loop was left: by ``break``, with the step made or not, or an iterator was only looked into."""
+        """The loop was left by ``break``, with or without an optimizer step, or its iterator was deleted."""
         current = self.current
         if current is None:
             return
-        if current.is_last and (self._is_applied or self._parts.pulse.has_started):
-            self._has_left = True  # finished when the user comes back
+        if current.is_last and (self._is_applied or self._state.exchange.has_started):
+            self._has_left = True  # the step is finished at the next call
         else:
             self.current = None
-            self._parts.loader.retry()
-            self._parts.trainee.hook.take_norms()  # forget the passes so far
+            self._state.loader.retry()
+            self._state.trainee.hook.take_norms()  # forget the passes so far
 
     def end_loop(self) -> None:
-        """The loop came to the epoch's end. Epochs of one step each would not be timed otherwise."""
-        self._parts.tuner.timer.end()
+        """The loop has reached the epoch's end. Without this, epochs of one step would never be timed."""
+        self._state.tuner.timer.end()
 
     def recover(self, error: BrokenGroup) -> None:
-        """A peer was lost outside a step, while the order of an epoch was shared."""
+        """Recover from a peer lost outside a step, while the order of an epoch was shared."""
         self.current = None
         let_go(error)
         self._recover(str(error))
 
     def _commit(self, current: Pass) -> None:
-        """The step counts now, on this rank; whatever breaks from here on is for the next one."""
-        parts = self._parts
-        progress, tuner = parts.progress, parts.tuner
+        """Count the step, on this rank. Later failures concern the next step."""
+        state = self._state
+        progress, tuner = state.progress, state.tuner
         index = progress.num_steps
-        parts.loader.commit()
-        progress.add_step(current.step_examples, parts.gain(current.step_examples), tuner.limits.initial)
-        norms = parts.trainee.hook.take_norms()
-        parts.num_measured += self._is_measured
+        state.loader.commit()
+        progress.add_step(current.step_examples, state.gain(current.step_examples), tuner.limits.initial)
+        norms = state.trainee.hook.take_norms()
+        state.num_measured += self._is_measured
         if norms is not None:
             self._adaptation.add_norms(norms, current, index)
 
     def _finish_step(self) -> None:
-        parts, adaptation = self._parts, self._adaptation
-        wants_attention, interval, parts.trainee.rate.direction = parts.pulse.read()
-        parts.interval = interval or parts.interval
-        adaptation.take_in()
+        state, adaptation = self._state, self._adaptation
+        wants_attention, interval, state.trainee.rate.direction = state.exchange.finish()
+        state.interval = interval or state.interval
+        adaptation.process_arrived()
         if wants_attention:
-            parts.tuner.timer.disturb()
+            state.tuner.timer.disturb()
             self._attend()
         if self.team.rank == 0:
             self._look_around()
-        if parts.loader.shape.split_every != adaptation.split_every():
+        if state.loader.shape.split_every != adaptation.split_every():
             adaptation.configure_loader()
 
     def _look_around(self) -> None:
-        """Rank 0 between two steps: is another batch better, is a report or a checkpoint due?"""
-        parts = self._parts
-        if self._wish is None and parts.loader.unit != "batch":
-            self._wish = self._adaptation.wish(self._advice())
-            if self._wish is not None and self.team.size == 1:
-                self._rebatch(self._wish)
+        """On rank 0 between two steps: consider another batch, send reports, start checkpoints."""
+        state = self._state
+        if self._wanted_change is None and state.loader.unit != "batch":
+            self._wanted_change = self._adaptation.wanted_change(self._advice())
+            if self._wanted_change is not None and self.team.size == 1:
+                self._rebatch(self._wanted_change)
         now = time.monotonic()
         if now - self._reported_s >= REPORT_INTERVAL_S:
             self._reported_s = now
             self.report()
-        if self.keeper is not None and self.keeper.is_due():
+        if self.checkpointer is not None and self.checkpointer.is_due():
             with self.fence.respected():
-                self.keeper.begin(parts, self._last_generation, self.team.size)
-            parts.tuner.timer.disturb()
+                self.checkpointer.begin(state, self._last_generation, self.team.size)
+            state.tuner.timer.disturb()
 
     def _attend(self) -> None:
-        """Some replica wants attention: find out why, and do it, all together."""
-        mine = self.signals.received, self.membership.has_newer(), self._wish if self.team.rank == 0 else None
+        """A replica asked for a decision: all learn why, and act together."""
+        mine = self.signals.received, self.membership.has_newer(), self._wanted_change if self.team.rank == 0 else None
         wants = self.team.gather(mine)
         signals = [received for received, _, _ in wants if received is not None]
         if signals:
@@ -246,14 +246,14 @@ class Session:
             self._rebatch(wants[0][2])
 
     def _leave(self, name: str) -> None:
-        """All leave, when rank 0 has saved."""
-        num_steps = self._parts.progress.num_steps
-        if self.keeper is None:
-            logger.warning("%s: leaving without a checkpoint, as there is no checkpoint_dir", name)
+        """Save on rank 0, then all replicas leave."""
+        num_steps = self._state.progress.num_steps
+        if self.checkpointer is None:
+            logger.warning("%s: leaving without a checkpoint; pass checkpoint_dir to train.init() to have one", name)
         elif self.team.rank == 0:
             try:
                 with self.fence.respected():
-                    self.keeper.save(self._parts, self._last_generation, self.team.size)
+                    self.checkpointer.save(self._state, self._last_generation, self.team.size)
                 logger.warning("%s: saved after step %d, leaving with code %d", name, num_steps, EXIT_CODE)
             except CheckpointError as error:
                 logger.error("%s: leaving without a new checkpoint: %s", name, error)
@@ -262,35 +262,35 @@ class Session:
 
     def _resize(self) -> None:
         begun = time.monotonic()
-        if self.keeper is not None and self.team.rank == 0:
+        if self.checkpointer is not None and self.team.rank == 0:
             with self.fence.respected():
-                self.keeper.wait()  # another replica may be rank 0 next, and write to the same place
+                self.checkpointer.wait()  # another replica may become rank 0, and write to the same place
         self._enter(self.membership.advance(self._timeout_s))
-        self._parts.stalled_s += time.monotonic() - begun
+        self._state.stalled_s += time.monotonic() - begun
 
     def _recover(self, reason: str) -> None:
-        """The group is broken, or this replica breaks it: find each other again, and go on from the last step."""
+        """Leave the broken group, form the next one, and go on from the last committed step."""
         self.fence.check()
-        parts, begun = self._parts, time.monotonic()
-        logger.warning("rank %d, step %d: %s; re-forming", self.team.rank, parts.progress.num_steps, reason)
+        state, begun = self._state, time.monotonic()
+        logger.warning("rank %d, step %d: %s; re-forming", self.team.rank, state.progress.num_steps, reason)
         if self.team.is_adopted and self.team.size > 1:
             raise PeerLostError(
-                f"{reason}; the process group was made by the script, so it cannot be formed anew here: leave "
-                "torch.distributed.init_process_group to train.init(), or start the script again"
+                f"{reason}; the script made the process group, so the run cannot form a new one: let train.init() call "
+                "torch.distributed.init_process_group, or start the script again"
             )
         self.redo = None
-        parts.loader.retry()
-        if not parts.trainee.hook.is_reduced():
-            # Optimizer steps are queued behind sums that will never be right: breaking the group lets them run.
+        state.loader.retry()
+        if not state.trainee.hook.is_reduced():
+            # Optimizer steps wait on the device for sums that failed. They run when the group breaks, with wrong sums.
             self._has_state, self._is_damaged = False, True
-        parts.trainee.hook.abandon(PeerLostError(reason))
-        parts.trainee.begin_again()
+        state.trainee.hook.abandon(PeerLostError(reason))
+        state.trainee.begin_again()
         self._break_up()
         self._enter(self._find_again())
-        parts.stalled_s += time.monotonic() - begun
+        state.stalled_s += time.monotonic() - begun
 
     def _find_again(self) -> Group | None:
-        """The next group. Under torchrun nobody may ever come, and a signal does not wait for it."""
+        """The next group. Under torchrun it may never form, so a signal interrupts the wait."""
         self.fence.check()
         if self.membership.is_elastic:
             return self.membership.recover(self._timeout_s)
@@ -298,26 +298,26 @@ class Session:
             with self.signals.raising():
                 return self.membership.recover(self._timeout_s)
         except Leave:
-            if self.keeper is not None and self._has_state:
-                self.keeper.save(self._parts, self._last_generation, 1)
+            if self.checkpointer is not None and self._has_state:
+                self.checkpointer.save(self._state, self._last_generation, 1)
             raise
 
     def _break_up(self) -> None:
-        """So that peers who still wait for this replica see that it has left the group."""
-        let_go(self._parts.trainee.hook.failure)
-        self._parts.trainee.model.release()
+        """Close the group's connections, so that peers that wait for this replica notice."""
+        let_go(self._state.trainee.hook.failure)
+        self._state.trainee.model.release()
         self.team.dissolve(is_broken=True)
-        gc.collect()  # circles of frames and errors may hold the group open, for peers to wait on
+        gc.collect()  # reference cycles of frames and errors may keep the connections open
 
     def _be_gone(self) -> None:
         self.team.dissolve()
-        raise Leave(f"not needed any more after step {self._parts.progress.num_steps}")
+        raise Leave(f"this replica is not needed any more after step {self._state.progress.num_steps}")
 
     # --- groups and state ---------------------------------------------------------------------------------------
 
     def _enter(self, group: Group | None, forms: bool = True) -> None:
-        """Form ``group``, or whatever follows it until one holds, and agree on the state to go on from."""
-        parts = self._parts
+        """Form ``group``, or the next one if that fails, and agree on the state to go on from."""
+        state = self._state
         for attempt in itertools.count(1):
             self.fence.check()
             if group is None:
@@ -327,19 +327,19 @@ class Session:
             try:
                 begun = time.perf_counter()
                 if forms:
-                    parts.trainee.model.release()
+                    state.trainee.model.release()
                     self.team.form(group)
                 formed = time.perf_counter()
                 if forms:
-                    parts.trainee.move(self.team)
+                    state.trainee.move(self.team)
                 moved = time.perf_counter()
-                parts.pulse.reset()
-                parts.tuner.enter(group.num_nodes, group.world_size)
+                state.exchange.reset()
+                state.tuner.enter(group.num_nodes, group.world_size)
                 self._agree()
                 self.membership.note_formed(group)
                 logger.info(
                     "generation %d: rank %d of %d, step %d; group %.3f s, model %.3f s, state %.3f s",
-                    group.generation, group.rank, group.world_size, parts.progress.num_steps,
+                    group.generation, group.rank, group.world_size, state.progress.num_steps,
                     formed - begun, moved - formed, time.perf_counter() - moved,
                 )  # fmt: skip
                 return
@@ -350,22 +350,22 @@ class Session:
                 forms = True
                 if attempt >= MAX_ATTEMPTS:
                     raise PeerLostError(
-                        f"no group formed in {attempt} attempts: the replicas find each other, but cannot connect. "
+                        f"no group formed in {attempt} attempts: the replicas know of each other, but cannot connect. "
                         "Check the network between them"
                     ) from None
                 group = self._find_again()
 
     def _agree(self) -> None:
-        """Compare notes; hand state to those who are behind; settle on a batch."""
-        parts, team = self._parts, self.team
-        limits = parts.tuner.limits
+        """Check that all run the same script, send the state to replicas that are behind, settle the batch."""
+        state, team = self._state, self.team
+        limits = state.tuner.limits
         note = {
-            "steps": parts.progress.num_steps if self._has_state else -1,
+            "steps": state.progress.num_steps if self._has_state else -1,
             "device_max": limits.device_max,
-            "model": parts.trainee.signature,
-            "data": parts.loader.identity,
+            "model": state.trainee.signature,
+            "data": state.loader.identity,
             "batch": (limits.initial, limits.maximum, limits.device_min),
-            "tracked": sorted(parts.tracked),
+            "tracked": sorted(state.tracked),
             "is_damaged": self._is_damaged,
         }
         notes = team.gather(note)
@@ -382,7 +382,7 @@ class Session:
                     f"the {what} of rank {', '.join(map(str, odd))} is not that of rank 0 "
                     f"({notes[odd[0]][key]} instead of {notes[0][key]}): all replicas must run the same script"
                 )
-        parts.tuner.bound(min(note["device_max"] for note in notes))
+        state.tuner.bound(min(note["device_max"] for note in notes))
         steps = [note["steps"] for note in notes]
         if max(steps) < 0:
             self._begin_or_resume(must_resume=any(note["is_damaged"] for note in notes))
@@ -390,42 +390,42 @@ class Session:
         source = steps.index(max(steps))
         if team.size > 1:
             if min(steps) < max(steps):
-                state = broadcast(parts.capture() if team.rank == source else None, source, team.device, team)
+                flat = broadcast(state.capture() if team.rank == source else None, source, team.device, team)
                 if steps[team.rank] < max(steps):
-                    self._has_state, self._is_damaged = False, True  # until all of it is there
-                    parts.restore(state)
+                    self._has_state, self._is_damaged = False, True  # until all of it has arrived
+                    state.restore(flat)
                     if team.device.type == "cuda":
                         torch.cuda.synchronize(team.device)
-            # Those with the same steps need not be equal either: the last sum may have reached some of them only.
-            mine = random_state(team.device), parts.agreed_state()
+            # Replicas with the same steps may differ too: the last all-reduce may have reached only some of them.
+            mine = random_state(team.device), state.agreed_state()
             randoms, agreed = team.share(mine, source)
-            parts.load_agreed_state(agreed)
+            state.load_agreed_state(agreed)
             set_random_state(randoms, team.device)
         self._has_state, self._is_damaged = True, False
         self._settle_batch()
 
     def _begin_or_resume(self, must_resume: bool) -> None:
-        """Nobody has a state to go on from: rank 0 looks for a checkpoint. An error there is everybody's."""
+        """No replica has a state: rank 0 looks for a checkpoint. If it fails, all ranks raise its error."""
         error: PolluxError | None = None
-        if self.team.rank == 0 and self.keeper is not None:
+        if self.team.rank == 0 and self.checkpointer is not None:
             try:
-                if self.keeper.load(self._parts):
-                    logger.warning("resumed after step %d", self._parts.progress.num_steps)
+                if self.checkpointer.load(self._state):
+                    logger.warning("resumed after step %d", self._state.progress.num_steps)
                     must_resume = False
-                self._parts.lineage = self.keeper.next_lineage()
+                self._state.lineage = self.checkpointer.next_lineage()
             except PolluxError as caught:
                 error = caught
-            except Exception as caught:  # of somebody's load_state_dict: the others must not wait for this rank
+            except Exception as caught:  # from a user's load_state_dict: the others must not wait for this rank
                 logger.exception("the checkpoint could not be loaded")
                 error = CheckpointError(f"the checkpoint could not be loaded: {caught!r}")
         if error is None and must_resume and self.team.rank == 0:
-            error = PeerLostError("a step failed half-way on every replica, and there is no checkpoint to go on from")
+            error = PeerLostError("a step failed half-way on every replica, and there is no checkpoint to resume from")
         error = self.team.share(error)
         if error is not None:
             raise error
 
     def _settle_batch(self) -> None:
-        """The batch for this allocation, by rank 0. Where none fits, every rank raises."""
+        """Rank 0 chooses the batch for this allocation. If none fits, every rank raises."""
         answer: BatchChoice | PolluxError | None = None
         if self.team.rank == 0:
             try:
@@ -436,19 +436,19 @@ class Session:
         if isinstance(answer, PolluxError):
             raise answer
         assert answer is not None
-        self._rebatch(Wish(answer, "explore" if not self._parts.tuner.explorer.is_done else "settle"))
+        self._rebatch(BatchChange(answer, "explore" if not self._state.tuner.explorer.is_done else "settle"))
 
-    def _rebatch(self, wish: Wish) -> None:
-        self._wish = None
-        self._adaptation.apply(wish.choice, wish.kind)
+    def _rebatch(self, change: BatchChange) -> None:
+        self._wanted_change = None
+        self._adaptation.apply(change.choice, change.kind)
 
     def finish(self) -> None:
-        """Training is over: keep the result. All wait for it, as the first to end may end the others."""
+        """Training is over: save the result. All wait for that, as the end of one may end the others."""
         self.end_pass()
-        if self.team.rank == 0 and self.keeper is not None:
+        if self.team.rank == 0 and self.checkpointer is not None:
             with self.fence.respected():
-                self.keeper.save(self._parts, self._last_generation, self.team.size)
-        self._parts.is_finished = True
+                self.checkpointer.save(self._state, self._last_generation, self.team.size)
+        self._state.is_finished = True
         self.report()
         try:
             self.team.share(None)
@@ -460,8 +460,8 @@ class Session:
         if self.reporter is None or self.team.rank != 0 or not self.is_started or self.fence.reason:
             return
         try:
-            self.reporter.send(self._parts.report(self.generation, self.team.size, self.num_epochs))
-        except Exception as error:  # whatever it is, it is no reason to stop training
+            self.reporter.send(self._state.report(self.generation, self.team.size, self.num_epochs))
+        except Exception as error:  # a failing reporter must not stop training
             logger.warning("a report could not be sent: %s", error)
 
     def end_reports(self) -> None:
@@ -475,7 +475,7 @@ class Session:
         try:
             return None if self.reporter is None else self.reporter.advice()
         except Exception as error:
-            logger.warning("there is no advice to be had: %s", error)
+            logger.warning("the reporter gave no advice: %s", error)
             return None
 
     # --- called from inside the step ----------------------------------------------------------------------------
@@ -484,13 +484,13 @@ class Session:
         return self.current is None or self.current.is_last
 
     def gradients_are_good(self) -> bool:
-        """Of the step under way; once the optimizer has used them, they were."""
+        """Whether the step's gradients are usable; True once the optimizer has used them."""
         return self._is_applied or (self.redo is None and not self.has_failed())
 
     def may_step(self) -> bool:
         """Whether the optimizer may make its step."""
-        if self.parts is not None and self.parts.trainee.hook.misuse is not None:
-            raise InvalidValueError(self.parts.trainee.hook.misuse)
+        if self.state is not None and self.state.trainee.hook.misuse is not None:
+            raise InvalidValueError(self.state.trainee.hook.misuse)
         return self.gradients_are_good()
 
     def on_stepped(self, is_whole: bool) -> None:
@@ -500,30 +500,30 @@ class Session:
             self._has_state, self._is_damaged = False, True
 
     def has_failed(self) -> bool:
-        return self.parts is not None and self.parts.trainee.hook.failure is not None
+        return self.state is not None and self.state.trainee.hook.failure is not None
 
     def on_ready(self) -> None:
-        if self.parts is not None:
-            self.parts.tuner.timer.ready()
+        if self.state is not None:
+            self.state.tuner.timer.ready()
 
     def on_gradient(self) -> None:
-        """The optimizer is about to step: the step's gradient is complete. With DDP that was seen before."""
-        parts = self.parts
-        if parts is None:
+        """The optimizer is about to step, so the gradient is complete. DDP has reported that before."""
+        state = self.state
+        if state is None:
             return
         if self.team.size == 1:
-            parts.tuner.timer.ready()
+            state.tuner.timer.ready()
         self._adaptation.on_gradient()
 
     def on_last(self) -> None:
         if self.current is not None:
-            self._beat()
+            self._start_exchange()
 
     def on_forward(self, error: BaseException | None) -> bool:
-        """Before a forward pass: whether the group stands. Rank 0's buffers for everybody, once a step, as in DDP."""
-        if self.parts is None:
+        """Before a forward pass: whether the group works. Broadcasts rank 0's buffers once a step, as DDP does."""
+        if self.state is None:
             return error is None
-        trainee, current = self.parts.trainee, self.current
+        trainee, current = self.state.trainee, self.current
         if error is not None:
             trainee.hook.abandon(error)
         if self.has_failed():
@@ -536,60 +536,60 @@ class Session:
         return not self.has_failed()
 
     def on_rebuild(self) -> None:
-        """Meet the others. Raises BrokenGroup."""
+        """Wait for all replicas. Raises BrokenGroup."""
         self.team.start_sum([0.0]).wait()
 
     def is_at_m0(self) -> bool:
         current = self.current
-        return current is not None and current.step_examples == self._parts.tuner.limits.initial
+        return current is not None and current.step_examples == self._state.tuner.limits.initial
 
     def context(self) -> StepContext:
-        parts, current = self._parts, self.current
-        initial = parts.tuner.limits.initial
+        state, current = self._state, self.current
+        initial = state.tuner.limits.initial
         return StepContext(
             total_batch=initial if current is None else current.step_examples,
             initial_batch=initial,
-            noise=parts.pulse.noise,
-            num_examples=parts.progress.num_examples,
-            progress=parts.progress.iterations,
+            noise=state.exchange.noise,
+            num_examples=state.progress.num_examples,
+            progress=state.progress.iterations,
             is_short=current is not None and current.step.is_short,
         )
 
     def num_scheduler_steps(self) -> int:
-        """How often an LR scheduler's ``step`` is to be carried out when the user calls it."""
+        """How many steps an LR scheduler makes when the user calls its ``step`` now."""
         current = self.current
-        if self.parts is None:
+        if self.state is None:
             return 1
         if current is None or self._has_left:
-            return self.parts.progress.due_between_passes()
+            return self.state.progress.due_between_passes()
         if not current.is_last or not self.gradients_are_good():
             return 0
-        return self.parts.progress.due_in_loop(self.parts.gain(current.step_examples))
+        return self.state.progress.due_in_loop(self.state.gain(current.step_examples))
 
     def note_error(self, error: RuntimeError) -> bool:
-        """Whether an error of the loop's body is one that a new attempt may mend; it is then made."""
-        parts = self._parts
+        """Whether repeating the step may help against this error of the loop's body; the step is then repeated."""
+        state = self._state
         if isinstance(error, torch.OutOfMemoryError):
-            batch = parts.choice.config.device_batch
-            parts.tuner.halve(batch)
+            batch = state.choice.config.device_batch
+            state.tuner.halve(batch)
             self.redo = f"out of memory with {batch} examples on the device"
         elif isinstance(error, dist.DistBackendError | dist.DistNetworkError) or self.has_failed():
             self.redo = f"a peer was lost: {error}"
         return self.redo is not None
 
-    def _beat(self) -> None:
-        parts = self._parts
-        wants = self.signals.received is not None or self.membership.has_newer() or self._wish is not None
+    def _start_exchange(self) -> None:
+        state = self._state
+        wants = self.signals.received is not None or self.membership.has_newer() or self._wanted_change is not None
         adaptation = self._adaptation
-        parts.pulse.beat(
-            parts.progress.num_steps,
+        state.exchange.start(
+            state.progress.num_steps,
             wants_attention=wants,
             interval=adaptation.interval(),
             direction=adaptation.direction(),
         )
 
     def _on_lost(self, generation: int, attempt: int = 0) -> None:
-        """From the membership's thread: collectives of groups before this one will never end."""
+        """A member was lost. Called by the membership's thread; ends the collectives of groups before this one."""
         self.team.give_up(generation, attempt)
-        if self.parts is not None and self.team.is_lost():
-            self.parts.trainee.hook.abandon(PeerLostError("a replica was lost"))
+        if self.state is not None and self.team.is_lost():
+            self.state.trainee.hook.abandon(PeerLostError("a replica was lost"))

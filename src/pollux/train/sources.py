@@ -1,6 +1,6 @@
-"""Where an elastic loader's batches come from: the order of an epoch, and reading by index or from a stream.
+"""Reads an elastic loader's batches: draws the order of an epoch, and reads by index or from a stream.
 
-Used by :mod:`pollux.train.data`, whose docstring has the rules; stands between it and :mod:`pollux.train.position`.
+:mod:`pollux.train.data` uses it; its docstring has the rules.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 import inspect
 import logging
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict, cast
 
 import numpy as np
 import torch
@@ -23,25 +23,50 @@ from pollux.types import IntArray
 
 logger = logging.getLogger(__name__)
 
-ShareOrder = Callable[[list[Any]], list[Any]]
-"""Given this rank's draw, returns that of rank 0; called on every rank once per epoch, before its first step."""
+Unit = Any  # an example's index or key, or with a batch_sampler a list of them
+LoaderOptions = dict[str, Any]  # of torch's DataLoader
+
+
+class OrderState(TypedDict):
+    checksum: int | None
+    order: list[Unit] | None  # None if it can be drawn again
+
+
+class LoaderState(OrderState):
+    """See :meth:`pollux.train.data.ElasticLoader.state_dict`."""
+
+    version: int
+    unit: str
+    epoch: int
+    position: int
+    seed: int
+    shuffle: bool
+    length: int | None
+
+
+class _HasGenerator(Protocol):
+    generator: torch.Generator | None
+
+
+ShareOrder = Callable[[list[Unit]], list[Unit]]
+"""Takes this rank's order and returns rank 0's. Called on every rank, once per epoch, before its first step."""
 
 
 # --- the order of an epoch ---------------------------------------------------------------------------------------
 
 
 class Order(Protocol):
-    unit: str  # what one entry is: an example or a batch
+    unit: str  # of one entry: "example" or "batch"
 
     @property
     def is_reproducible(self) -> bool:
-        """Whether (seed, epoch) suffice to draw it again."""
+        """Whether the same order can be drawn again from (seed, epoch)."""
 
     @property
     def length(self) -> int | None:
         """Entries per epoch, if known before drawing."""
 
-    def draw(self, epoch: int, seed: int, num_replicas: int) -> IntArray | list[Any]: ...
+    def draw(self, epoch: int, seed: int, num_replicas: int) -> IntArray | list[Unit]: ...
 
 
 class DatasetOrder:
@@ -59,7 +84,7 @@ class DatasetOrder:
 
 
 class SamplerOrder:
-    def __init__(self, sampler: Iterable[Any], unit: str, share: ShareOrder | None) -> None:
+    def __init__(self, sampler: Iterable[object], unit: str, share: ShareOrder | None) -> None:
         self.unit = unit
         self._sampler, self._share = sampler, share
         self._holder = _generator_holder(sampler)
@@ -69,7 +94,8 @@ class SamplerOrder:
     def length(self) -> int | None:
         return length_of(self._sampler)
 
-    def draw(self, epoch: int, seed: int, num_replicas: int) -> list[Any]:
+    def draw(self, epoch: int, seed: int, num_replicas: int) -> list[Unit]:
+        order: list[Unit]
         set_epoch = getattr(self._sampler, "set_epoch", None)
         if callable(set_epoch):
             set_epoch(epoch)
@@ -87,14 +113,18 @@ class SamplerOrder:
             elif not self.is_reproducible and num_replicas > 1:
                 raise InvalidValueError(
                     f"{type(self._sampler).__name__} has no generator to seed, so each of the {num_replicas} replicas "
-                    "would draw an order of its own: give it a 'generator' attribute, or pass share_order"
+                    "would draw another order: give it a 'generator' attribute, or pass share_order"
                 )
         if self.unit == "batch":
             order = [list(batch) for batch in order]
             if not all(order):
-                raise InvalidValueError(f"{type(self._sampler).__name__} gave an empty batch in epoch {epoch}")
+                raise InvalidValueError(
+                    f"{type(self._sampler).__name__} gave an empty batch in epoch {epoch}; it needs an example"
+                )
         if not order:
-            raise InvalidValueError(f"{type(self._sampler).__name__} gave nothing for epoch {epoch}")
+            raise InvalidValueError(
+                f"{type(self._sampler).__name__} gave nothing for epoch {epoch}; at least 1 example is needed"
+            )
         return order
 
 
@@ -104,13 +134,13 @@ class _Drawn:
 
     epoch: int
     seed: int
-    order: IntArray | list[Any]
+    order: IntArray | list[Unit]
     is_batched: bool
 
     def __len__(self) -> int:
         return len(self.order)
 
-    def indices(self, positions: range) -> list[Any]:
+    def indices(self, positions: range) -> list[Unit]:
         units = self.order[positions.start : positions.stop : positions.step]
         if self.is_batched:
             return [index for unit in units for index in unit]
@@ -129,26 +159,26 @@ class _Drawn:
 
 
 class _IndexStream:
-    """The DataLoader's batch_sampler: every ``iter`` starts the plan that was set last."""
+    """The DataLoader's batch_sampler: every ``iter`` starts the plan set last."""
 
     def __init__(self) -> None:
-        self.plan: Iterator[list[Any]] = iter(())
+        self.plan: Iterator[list[Unit]] = iter(())
 
-    def __iter__(self) -> Iterator[list[Any]]:
+    def __iter__(self) -> Iterator[list[Unit]]:
         return self.plan
 
 
 class MapSource:
-    """Reads by index. ``begin`` goes on with what the workers read ahead if it is what is asked for."""
+    """Reads by index. ``begin`` uses the batches that workers have read ahead, if they are for this step."""
 
-    def __init__(self, dataset: Dataset[Any], order: Order, drop_last: bool, options: dict[str, Any]) -> None:
+    def __init__(self, dataset: Dataset[object], order: Order, drop_last: bool, options: LoaderOptions) -> None:
         self._dataset, self._order, self._drop_last, self._options = dataset, order, drop_last, options
         self._stream = _IndexStream()
-        self._loader: DataLoader[Any] | None = None
-        self._batches: Iterator[Any] = iter(())
+        self._loader: DataLoader[object] | None = None
+        self._batches: Iterator[object] = iter(())
         self._drawn: _Drawn | None = None
         self._checksum: tuple[_Drawn, int] | None = None
-        self._next: tuple[_Drawn, int, StepShape] | None = None  # what the batches that are coming were planned for
+        self._next: tuple[_Drawn, int, StepShape] | None = None  # of the batches being read ahead
 
     @property
     def unit(self) -> str:
@@ -170,10 +200,10 @@ class MapSource:
             return None
         if self._next is None or self._next[0] is not drawn or self._next[1:] != (step.start, shape):
             self._restart(drawn, step.start, shape)
-        self._next = None  # until the last pass is read: a step left half-way cannot be gone on with
+        self._next = None  # until the last pass is read: a step left half-way must be read again
         return step
 
-    def fetch(self, step: Step, index: int) -> Any:
+    def fetch(self, step: Step, index: int) -> object:
         batch = next(self._batches)
         if index == step.num_passes - 1 and self._drawn is not None:
             self._next = self._drawn, step.start + step.count, step.shape
@@ -183,29 +213,32 @@ class MapSource:
         assert self._drawn is not None
         return self._drawn.num_examples(positions)
 
-    def order_state(self, epoch: int, seed: int) -> dict[str, Any]:
+    def order_state(self, epoch: int, seed: int) -> OrderState:
         drawn = self._drawn
         if drawn is None or (drawn.epoch, drawn.seed) != (epoch, seed):
-            return {"checksum": None, "order": None}  # no step of this epoch has begun: it can still be drawn
+            return {"checksum": None, "order": None}  # no step of this epoch has begun, so its order can still be drawn
         if self._checksum is None or self._checksum[0] is not drawn:
             self._checksum = drawn, drawn.checksum()
         return {"checksum": self._checksum[1], "order": None if self._order.is_reproducible else list(drawn.order)}
 
-    def adopt(self, state: Mapping[str, Any]) -> None:
-        epoch, seed, order = state["epoch"], state["seed"], state["order"]
-        if order is None and (state["checksum"] is None or not self._order.is_reproducible):
+    def adopt(self, state: LoaderState) -> None:
+        epoch, seed, saved = state["epoch"], state["seed"], state["order"]
+        if saved is None and (state["checksum"] is None or not self._order.is_reproducible):
             if state["position"]:
                 raise InvalidValueError(f"this data state is in the middle of epoch {epoch}, but its order is missing")
             self._drawn = None
             return
-        order = self._order.draw(epoch, seed, 1) if order is None else list(order)
+        order = self._order.draw(epoch, seed, 1) if saved is None else list(saved)
         drawn = _Drawn(epoch=epoch, seed=seed, order=order, is_batched=self.unit == "batch")
         if drawn.checksum() != state["checksum"]:
             raise InvalidValueError(
-                f"the order of epoch {epoch} is not the one this data state was saved with: another dataset or sampler"
+                f"the order of epoch {epoch} differs from the saved one: this data state belongs to another dataset or "
+                "sampler"
             )
         if state["position"] > len(drawn):
-            raise InvalidValueError(f"position {state['position']} lies beyond the {len(drawn)} of epoch {epoch}")
+            raise InvalidValueError(
+                f"position {state['position']} lies beyond the {len(drawn)} of epoch {epoch}: another dataset"
+            )
         self._drawn = drawn
 
     def close(self) -> None:
@@ -226,10 +259,11 @@ class MapSource:
         self._batches = iter(self._loader)
 
 
-def _plan(drawn: _Drawn, position: int, shape: StepShape, drop_last: bool) -> Iterator[list[Any]]:
-    """Index lists from ``position`` to the end of the epoch, if no shape changes: what the workers may read ahead.
+def _plan(drawn: _Drawn, position: int, shape: StepShape, drop_last: bool) -> Iterator[list[Unit]]:
+    """Index lists from ``position`` to the end of the epoch, for the workers to read ahead.
 
-    A function and not a method: the workers' iterator holds it, and a circle would keep them alive until a collection.
+    A function and not a method: the workers' iterator holds it, and a reference cycle would keep the workers alive
+    until a garbage collection.
     """
     while (step := divide(position, len(drawn), shape, drop_last=drop_last, epoch=drawn.epoch)) is not None:
         for positions in step.passes:
@@ -242,21 +276,21 @@ def _plan(drawn: _Drawn, position: int, shape: StepShape, drop_last: bool) -> It
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _End:
-    """The last thing every worker sends. As each reads the whole stream, each knows how long it was."""
+    """Every worker sends this last. Each reads the whole stream, so each knows its length."""
 
     total: int
-    last: Any  # the last example it saw: a filler for ranks that have none
+    last: object  # the last example: a filler for ranks that have none
 
 
-class _Shard(IterableDataset[Any]):
-    """One worker's part of a stream, starting anywhere. What to read is in shared memory, so that workers survive."""
+class _Shard(IterableDataset[object]):
+    """One worker's part of a stream. Where it starts is in shared memory, so workers live on when that changes."""
 
-    def __init__(self, dataset: IterableDataset[Any]) -> None:
+    def __init__(self, dataset: IterableDataset[object]) -> None:
         self.dataset = dataset
         self.takes_start = "start" in inspect.signature(type(dataset).__iter__).parameters
         self.control = torch.zeros(4, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]  # start, K, rank, epoch
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         start, num_replicas, rank, epoch = (int(value) for value in self.control.tolist())
         info = get_worker_info()
         num_workers, worker = (info.num_workers, info.id) if info is not None else (1, 0)
@@ -264,7 +298,7 @@ class _Shard(IterableDataset[Any]):
             self.dataset.set_epoch(epoch)
         return self._read(start, start + rank + num_replicas * worker, num_replicas * num_workers)
 
-    def _read(self, start: int, first: int, stride: int) -> Iterator[Any]:
+    def _read(self, start: int, first: int, stride: int) -> Iterator[object]:
         position, last = 0, None
         if self.takes_start:
             position, examples = start, type(self.dataset).__iter__(self.dataset, start=start)  # type: ignore[call-arg]
@@ -278,10 +312,10 @@ class _Shard(IterableDataset[Any]):
 
 
 class StreamSource:
-    """Reads in order. Holds this rank's examples of the step under way, so that m, s or a retry cost no reading.
+    """Reads in order. Holds this rank's examples of the step under way: a new m or s, or a retry, reads nothing again.
 
     It reads one example beyond the step. If rank r has one at position start + M + r, the step is full; if not, the
-    worker that should have had it says how long the stream was. So all ranks agree where it ends without a word.
+    worker that should have had it knows the length of the stream. So all ranks agree on its end without communication.
     """
 
     unit = "stream"
@@ -289,19 +323,19 @@ class StreamSource:
 
     def __init__(
         self,
-        dataset: IterableDataset[Any],
-        collate: Callable[[list[Any]], Any],
+        dataset: IterableDataset[object],
+        collate: Callable[[list[object]], object],
         pins: bool,
         drop_last: bool,
-        options: dict[str, Any],
+        options: LoaderOptions,
     ) -> None:
         self._shard = _Shard(dataset)
         self._collate, self._pins, self._drop_last, self._options = collate, pins, drop_last, options
-        self._loader: DataLoader[Any] | None = None
-        self._examples: Iterator[Any] = iter(())
+        self._loader: DataLoader[object] | None = None
+        self._examples: Iterator[object] = iter(())
         self._key: tuple[int, int, int] | None = None  # epoch, K, rank that the stream was started for
-        self._start = 0  # position of the buffer's begin, less the rank
-        self._buffer: list[Any] = []
+        self._start = 0  # position where the buffer begins, minus the rank
+        self._buffer: list[object] = []
         self._begun: Step | None = None
         self._end: _End | None = None
 
@@ -328,7 +362,7 @@ class StreamSource:
         self._begun = position.take(length, shape, drop_last=self._drop_last)
         return self._begun
 
-    def fetch(self, step: Step, index: int) -> Any:
+    def fetch(self, step: Step, index: int) -> object:
         low = sum(map(len, step.passes[:index]))
         examples = self._buffer[low : low + len(step.passes[index])]
         if not examples and self._end is not None:
@@ -339,10 +373,10 @@ class StreamSource:
     def num_examples(self, positions: range) -> int:
         return len(positions)
 
-    def order_state(self, epoch: int, seed: int) -> dict[str, Any]:
+    def order_state(self, epoch: int, seed: int) -> OrderState:
         return {"checksum": None, "order": None}
 
-    def adopt(self, state: Mapping[str, Any]) -> None:
+    def adopt(self, state: LoaderState) -> None:
         self._key = None
 
     def close(self) -> None:
@@ -359,41 +393,41 @@ class StreamSource:
         self._key, self._start, self._buffer, self._begun, self._end = key, start, [], None, None
 
 
-def _end_workers(iterator: Iterator[Any]) -> None:
-    # Letting go of the iterator would do, but after an error the traceback may hold it for as long as it likes.
+def _end_workers(iterator: Iterator[object]) -> None:
+    # Deleting the iterator would do it, but after an error a traceback may keep it alive.
     shutdown = getattr(iterator, "_shutdown_workers", None)
     if shutdown is None:
         return
     try:
         shutdown()
     except (RuntimeError, AssertionError, OSError):
-        # When a worker was killed, torch's SIGCHLD handler raises wherever the process happens to be, here too.
-        # Its shutdown terminates the workers that are left on the way out, so there is nothing more to do.
-        logger.debug("ending the data workers was disturbed", exc_info=True)
+        # When a worker was killed, torch's SIGCHLD handler raises at any point, here too. Its shutdown still ends the
+        # other workers, so there is nothing more to do.
+        logger.debug("an error while ending the data workers", exc_info=True)
 
 
-def _as_it_is(example: Any) -> Any:
+def _as_it_is(example: object) -> object:
     return example
 
 
 def length_of(sized: object) -> int | None:
     try:
         return len(sized)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):  # torch's own base classes raise either where there is no length
+    except (TypeError, NotImplementedError):  # torch's base classes raise either
         return None
 
 
-def _generator_holder(sampler: object) -> Any:
-    """The sampler, or the one inside a batch_sampler, that draws from a ``generator`` of its own."""
+def _generator_holder(sampler: object) -> _HasGenerator | None:
+    """The sampler, or the one inside a batch_sampler, that has a ``generator`` to seed; None if there is none."""
     while sampler is not None:
         if isinstance(getattr(sampler, "generator", ()), torch.Generator | None):
-            return sampler
+            return cast(_HasGenerator, sampler)
         sampler = getattr(sampler, "sampler", None)
     return None
 
 
 def _is_fixed(sampler: object) -> bool:
-    """Whether it gives the same order whenever and wherever it is asked."""
+    """Whether it gives the same order every time, on every rank."""
     if isinstance(sampler, BatchSampler):
         return _is_fixed(sampler.sampler)
     return isinstance(sampler, list | tuple | range | SequentialSampler)

@@ -1,8 +1,8 @@
-"""All state of a training run in one flat form, for checkpoints and for newcomers alike.
+"""Converts a training run's state to a flat form, for checkpoints and for new replicas.
 
-Stands in ``train``, above torch alone. A state is a tree of dictionaries and lists; :func:`flatten` takes the tensors
-out of it, by name, so that a checkpoint writes them and a process group broadcasts them without pickling; what is
-left is small and travels as bytes. One form for both means that whatever survives a restart survives a resize.
+The run state and the session call it. A state is a tree of dictionaries and lists. :func:`flatten` takes its tensors
+out, by name, so that a checkpoint can write them and a process group can broadcast them without pickling. The rest is
+small and becomes bytes. Restarts and resizes use the same form, so they keep the same state.
 """
 
 from __future__ import annotations
@@ -13,18 +13,37 @@ import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict, TypeVar
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-CHUNK_BYTES = 64 * 2**20  # tensors travel in flat pieces of about this size: few messages, little extra memory
+CHUNK_BYTES = 64 * 2**20  # of a broadcast message: smaller ones send more messages, larger ones need more memory
+
+
+Value = TypeVar("Value")
+TensorEntry = tuple[str, tuple[int, ...], torch.dtype, bool]  # name, shape, type, whether it is on a device
+
+
+class Stateful(Protocol):
+    """Any object with a state: what ``run.track`` keeps, and LR schedulers."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state: dict[str, Any], /) -> object: ...
+
+
+class RandomState(TypedDict):
+    python: tuple[int, tuple[int, ...], float | None]
+    numpy: dict[str, Any] | tuple[str, NDArray[np.uint32], int, int, float]
+    torch: Tensor
+    device: Tensor | None
 
 
 @dataclass(frozen=True, slots=True)
 class TensorName:
-    """Stands in a tree where a tensor was."""
+    """Replaces a tensor in the tree."""
 
     name: str
 
@@ -35,17 +54,17 @@ class FlatState:
     blob: bytes
 
 
-def flatten(tree: Any) -> FlatState:
+def flatten(tree: object) -> FlatState:
     """The tensors by path, and everything else as bytes. Tensors are not copied."""
     tensors: dict[str, Tensor] = {}
 
-    def strip(node: Any, path: str) -> Any:
+    def strip(node: object, path: str) -> object:
         if isinstance(node, Tensor):
-            while path in tensors:  # keys may read alike: 1 and "1", or with a stroke inside
+            while path in tensors:  # two keys may give the same path: 1 and "1", or one with a slash
                 path += "'"
             tensors[path] = node.detach()
             return TensorName(path)
-        if type(node) in (list, tuple):
+        if isinstance(node, list | tuple) and type(node) in (list, tuple):  # not a named tuple
             return type(node)(strip(child, f"{path}/{index}") for index, child in enumerate(node))
         if isinstance(node, Mapping):  # a state_dict is an OrderedDict with metadata: a plain dict loads as well
             return {key: strip(child, f"{path}/{key}") for key, child in node.items()}
@@ -57,21 +76,21 @@ def flatten(tree: Any) -> FlatState:
 
 
 def unflatten(state: FlatState) -> Any:
-    def fill(node: Any) -> Any:
+    def fill(node: object) -> object:
         if isinstance(node, TensorName):
             return state.tensors[node.name]
-        if type(node) in (list, tuple):
+        if isinstance(node, list | tuple) and type(node) in (list, tuple):
             return type(node)(fill(child) for child in node)
         if isinstance(node, dict):
             return {key: fill(child) for key, child in node.items()}
         return node
 
-    # What users track may be of any type; the bytes come from our own group or from a checkpoint of our own.
+    # Users may track any type. The bytes come from our own group or checkpoint, so they are trusted.
     return fill(torch.load(io.BytesIO(state.blob), weights_only=False))
 
 
 def signature_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """The same for the same architecture and kind of optimizer, whatever the values."""
+    """A hash of the model's architecture and the kind of optimizer, not of values."""
     shapes = [(name, tuple(value.shape), str(value.dtype)) for name, value in model.state_dict().items()
               if isinstance(value, Tensor)]  # fmt: skip
     groups = [len(group["params"]) for group in optimizer.param_groups]
@@ -80,13 +99,13 @@ def signature_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -> None:
-    """``optimizer.load_state_dict``, with each moment laid out in memory as its parameter is.
+    """``optimizer.load_state_dict``, with the strides of each moment equal to its parameter's.
 
-    Fused kernels walk parameter and moments side by side; a moment that lost the parameter's strides on the
-    way (channels_last) would be paired with the wrong elements.
+    Fused kernels go through parameter and moments in memory order. A moment that lost the parameter's strides when it
+    was sent (channels_last) would be paired with the wrong elements.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    entries: dict[Any, Any] = {}
+    entries: dict[object, dict[str, object]] = {}
     for index, entry in state["state"].items():
         parameter = parameters[index] if isinstance(index, int) and index < len(parameters) else None
         entries[index] = {
@@ -98,8 +117,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, state: Mapping[str, Any]) -
     optimizer.load_state_dict({**state, "state": entries})
 
 
-def random_state(device: torch.device) -> dict[str, Any]:
-    """Python's, numpy's, torch's and the device's generators."""
+def random_state(device: torch.device) -> RandomState:
+    """The states of Python's, numpy's, torch's and the device's generators."""
     return {
         "python": random.getstate(),
         "numpy": np.random.get_state(),
@@ -108,7 +127,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
     }
 
 
-def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+def set_random_state(state: RandomState, device: torch.device) -> None:
     version, internal, gauss = state["python"]
     random.setstate((version, tuple(internal), gauss))
     np.random.set_state(state["numpy"])
@@ -118,27 +137,29 @@ def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
 
 
 class Peers(Protocol):
-    """Who the state is handed to: see :class:`~pollux.train.team.Team`."""
+    """The replicas that the state is sent to: see :class:`~pollux.train.team.Team`."""
 
     @property
     def rank(self) -> int: ...
 
-    def share(self, value: Any, source: int = 0) -> Any: ...
+    def share(self, value: Value, source: int = 0) -> Value: ...
     def broadcast(self, tensor: Tensor, source: int) -> None: ...
 
 
 def broadcast(state: FlatState | None, source: int, device: torch.device, peers: Peers) -> FlatState:
-    """Hand ``source``'s state to all ranks. Tensors of a device arrive on ``device``.
+    """Send ``source``'s state to all ranks. Tensors on a device arrive on ``device``.
 
-    ``state`` is read on the source alone. Raises what ``peers`` raises when a rank is lost on the way.
+    ``state`` is read on the source only. Raises what ``peers`` raises when a rank is lost.
     """
-    header: tuple[bytes, list[Any]] | None = None
+    header: tuple[bytes, list[TensorEntry]] | None = None
     is_source = peers.rank == source
     if is_source:
         assert state is not None
         entries = [(name, tuple(t.shape), t.dtype, t.device.type != "cpu") for name, t in state.tensors.items()]
         header = state.blob, entries
-    blob, entries = peers.share(header, source)
+    shared = peers.share(header, source)
+    assert shared is not None  # the source's
+    blob, entries = shared
     received: dict[str, Tensor] = {}
     for chunk in _chunks(entries):
         _, _, dtype, on_device = chunk[0]
@@ -149,18 +170,18 @@ def broadcast(state: FlatState | None, source: int, device: torch.device, peers:
             flat = torch.cat([state.tensors[name].reshape(-1) for name, *_ in chunk])
         else:
             flat = torch.empty(sum(sizes), dtype=dtype, device=where)
-        peers.broadcast(flat.view(torch.uint8), source)  # gloo knows few types: no bool, no int16, no complex
+        peers.broadcast(flat.view(torch.uint8), source)  # gloo supports few types: no bool, int16 or complex
         if not is_source:
             for (name, shape, _, _), part in zip(chunk, torch.split(flat, sizes), strict=True):
                 received[name] = part.view(shape)
     return state if is_source and state is not None else FlatState(received, blob)
 
 
-def _chunks(entries: list[tuple[str, tuple[int, ...], torch.dtype, bool]]) -> Iterator[list[Any]]:
-    """Entries of one type and place, together about CHUNK_BYTES; empty tensors ride along."""
+def _chunks(entries: list[TensorEntry]) -> Iterator[list[TensorEntry]]:
+    """Groups of entries of one type and device, about CHUNK_BYTES each."""
     order = sorted(entries, key=lambda entry: (entry[3], str(entry[2])))
     for _, group in groupby(order, key=lambda entry: (entry[3], entry[2])):
-        chunk: list[Any] = []
+        chunk: list[TensorEntry] = []
         total = 0
         for entry in group:
             size = int(np.prod(entry[1], dtype=np.int64)) * entry[2].itemsize

@@ -1,29 +1,29 @@
-"""What is being trained: model, optimizer, LR scheduler, GradScaler, and how the run is woven into them.
+"""The user's model, optimizer, LR scheduler and GradScaler, with the hooks that the run attaches to them.
 
-Stands in ``train``. Users keep their own objects; what a step needs is attached to them (a communication hook, step
-hooks, gates) and comes off again with :meth:`Trainee.detach`.
+``run.prepare`` makes it; the session uses it. Users keep their own objects. A communication hook, step hooks and gates
+are attached to them, and :meth:`Trainee.detach` removes them.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any, Protocol, TypedDict
 
 import torch
 from torch import Tensor, nn
 
 from pollux.errors import InvalidValueError
 from pollux.train.alignment import Alignment
+from pollux.train.elastic_model import DDPOptions, ElasticModel
 from pollux.train.gates import Gate, gate_optimizer, gate_scaler, gate_scheduler
 from pollux.train.gradients import GradientHook
 from pollux.train.norm_layers import NormLayers
-from pollux.train.replicate import ElasticModel
-from pollux.train.scaling import AUTO, ScaledRate, ScalingRule, StepContext, rule_for
-from pollux.train.state import load_optimizer, signature_of
+from pollux.train.scaling import AUTO, RateState, ScaledRate, ScalingRule, StepContext, rule_for
+from pollux.train.state import Stateful, load_optimizer, signature_of
 from pollux.train.team import Team
 
 
 class Steps(Protocol):
-    """What the user's objects ask and tell while they are being used."""
+    """The session's methods that the hooks on the user's objects call."""
 
     def is_last_pass(self) -> bool: ...
     def gradients_are_good(self) -> bool: ...
@@ -39,17 +39,25 @@ class Steps(Protocol):
     def on_rebuild(self) -> None: ...
 
 
+class TraineeState(TypedDict):
+    model: dict[str, Any]
+    optimizer: dict[str, Any]
+    rate: RateState
+    scheduler: dict[str, Any] | None
+    scaler: dict[str, object] | None
+
+
 class Trainee:
     def __init__(
         self,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        lr_scheduler: Any,
-        grad_scaler: Any,
+        lr_scheduler: Stateful | None,
+        grad_scaler: torch.amp.GradScaler | None,
         scaling: str | ScalingRule,
         team: Team,
         steps: Steps,
-        ddp_options: dict[str, Any],
+        ddp_options: DDPOptions,
     ) -> None:
         check_trainable(model, optimizer, lr_scheduler)
         self.module, self.optimizer = model, optimizer
@@ -59,7 +67,7 @@ class Trainee:
         self._used: set[int] = set()  # identities of parameters that earlier passes of the step have used
         self.rate = ScaledRate(optimizer, scaling, steps.context, glides=True, is_at_m0=steps.is_at_m0)
         self.alignment = Alignment(optimizer)
-        self.must_earn_rate = scaling == AUTO  # a rule that the user names is the user's word
+        self.must_earn_rate = scaling == AUTO  # a rule that the user names is followed without evidence
         self.norm_layers = NormLayers(
             model, optimizer, loss_scale=self.loss_scale, beta_exponent=lambda: self.rate.beta_exponent
         )
@@ -81,7 +89,7 @@ class Trainee:
                 **ddp_options,
             )
         except BaseException:
-            self.rate.detach()  # a second attempt would scale twice
+            self.rate.detach()  # a second call of run.prepare would scale twice
             raise
         self.has_buffers = any(True for _ in model.buffers())
         self.model.on_forward, self.model.on_rebuild = steps.on_forward, steps.on_rebuild
@@ -94,14 +102,15 @@ class Trainee:
             self._gates.append(gate_scaler(grad_scaler, steps.is_last_pass, steps.gradients_are_good))
 
     def follow(self, rule: str) -> None:
-        """Use the learning-rate rule that a batch policy brings along, unless the user named one."""
+        """Use the learning-rate rule of a batch policy, unless the user named one."""
         if self.must_earn_rate:
             self.rate.rule, self.must_earn_rate = rule_for(rule, self.optimizer), False
 
     def _may_step(self) -> bool:
-        """Gives back the gradients of parameters that were used in earlier passes of the step, but not in its last.
+        """Whether the optimizer may step. First restores gradients that DDP has dropped.
 
-        DDP takes a parameter that a backward pass has not used for unused, and leaves it without a gradient.
+        DDP leaves a parameter without a gradient if the last backward pass did not use it, even if earlier passes of
+        the step did.
         """
         self._steps.on_gradient()
         for parameter in self.module.parameters() if self._used else ():
@@ -115,26 +124,26 @@ class Trainee:
             self._used |= {id(parameter) for parameter in self.module.parameters() if parameter.grad is not None}
 
     def move(self, team: Team) -> None:
-        """To the team's new process group."""
+        """Move to the team's new process group."""
         self.hook.reset()
         self.model.move(team.process_group)
 
     def begin_again(self) -> None:
-        """The step under way is given up: what it has left in the user's objects goes."""
+        """Remove what a failed step has left in the user's objects, before the step is repeated."""
         self.optimizer.zero_grad()
         self.norm_layers.clear()
         self._used.clear()
         if self._scaler is not None:
-            self._scaler._per_optimizer_states.clear()  # or a second unscale_ would be refused
+            self._scaler._per_optimizer_states.clear()  # otherwise the scaler would refuse a second unscale_
 
-    def scaler_state(self) -> dict[str, Any] | None:
+    def scaler_state(self) -> dict[str, object] | None:
         return None if self._scaler is None else dict(self._scaler.state_dict())
 
-    def load_scaler_state(self, state: dict[str, Any] | None) -> None:
+    def load_scaler_state(self, state: dict[str, object] | None) -> None:
         if self._scaler is not None and state:
             self._scaler.load_state_dict(state)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> TraineeState:
         self.rate.restore()
         return {
             "model": self.module.state_dict(),
@@ -144,7 +153,7 @@ class Trainee:
             "scaler": self.scaler_state(),
         }
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
+    def load_state_dict(self, state: TraineeState) -> None:
         self.module.load_state_dict(state["model"])
         load_optimizer(self.optimizer, state["optimizer"])
         self.rate.load_state_dict(state["rate"])  # after the optimizer's, whose hook resets it
@@ -167,13 +176,13 @@ class Trainee:
         return scale
 
 
-def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, lr_scheduler: Any) -> None:
-    """Raises InvalidValueError for what could not train, in words."""
+def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, lr_scheduler: object) -> None:
+    """Raises InvalidValueError if these objects cannot be trained together."""
     if not isinstance(model, nn.Module):
         raise InvalidValueError(f"the model is a {type(model).__name__}; a torch.nn.Module is needed")
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise InvalidValueError(
-            f"the model is wrapped in {type(model).__name__} already: pass the plain model, replicating is done here"
+            f"the model is wrapped in {type(model).__name__} already: pass the plain model; run.prepare replicates it"
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidValueError(f"the optimizer is a {type(optimizer).__name__}; a torch.optim.Optimizer is needed")
@@ -186,12 +195,12 @@ def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, lr_sched
             "make the optimizer from model.parameters() after the model has its final form and device"
         )
     if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise InvalidValueError("no parameter of the model requires a gradient: there is nothing to train")
+        raise InvalidValueError("no parameter of the model requires a gradient; at least 1 is needed to train")
     devices = {parameter.device.type for parameter in model.parameters()}
     if len(devices) > 1:
         raise InvalidValueError(
-            f"the model lies on several kinds of device ({', '.join(sorted(devices))}); one is needed"
+            f"the model is on several kinds of device ({', '.join(sorted(devices))}); move it to one"
         )
     held = getattr(lr_scheduler, "optimizer", optimizer)
     if held is not optimizer:
-        raise InvalidValueError("the LR scheduler belongs to another optimizer than the one given")
+        raise InvalidValueError("the LR scheduler belongs to another optimizer; make it from the one that you pass")

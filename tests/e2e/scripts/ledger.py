@@ -47,7 +47,7 @@ class Ledger(torch.nn.Module):
 
 def noise_of(run):
     """What the noise scale comes from, as one word."""
-    state = run._session.parts.pulse.moments.state_dict()
+    state = run._session.state.exchange.moments.state_dict()
     return json.dumps(state, default=torch.Tensor.tolist, separators=(",", ":"))
 
 
@@ -109,8 +109,8 @@ def main():
                 loss.backward()
                 optimizer.step()
                 if args.deaf_at == run.num_steps and run.rank == 1:
-                    pulse = run._session.parts.pulse
-                    pulse._sum = Deaf(pulse._sum)
+                    exchange = run._session.state.exchange
+                    exchange._sum = Deaf(exchange._sum)
                 pause(args.after_s)
                 optimizer.zero_grad()
     result = {

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from pollux import train
 from pollux.errors import InvalidValueError
 from pollux.membership.replica import TORCHRUN
-from pollux.train import tuning
+from pollux.train import tuner
 from pollux.train.batching import AdaptiveBatch, FixedBatch, RampBatch
 from tests.unit.train.processes import Rows, a_run, replicas, small_model
 
@@ -51,7 +51,7 @@ def train_with(
     **options: Any,
 ) -> dict[str, Any]:
     """A loop that adapts, with a loss of the test's own; ``None`` for a batch without ``backward()``."""
-    tuning.ADAPT_INTERVAL_S = 0.0
+    tuner.ADAPT_INTERVAL_S = 0.0
     module = small_model()
     optimizer = getattr(torch.optim, kind)(module.parameters(), lr=0.01)
     options = {"max_batch_size": 8 * batch, **options}

@@ -343,7 +343,7 @@ def test_only_foreign_and_damaged_ones_are_listed_with_their_reasons(tmp_path, a
     with pytest.raises(ForeignCheckpointError) as raised:
         directory.load("theirs")
     message = str(raised.value)
-    assert "step-000000000001: it is of another model" in message
+    assert "step-000000000001: it belongs to another model" in message
     assert "step-000000000002: its file __0_0.distcp has" in message
     assert "remove them to start from the beginning" in message
 
@@ -353,7 +353,7 @@ def test_a_newer_format_is_foreign(tmp_path, at):
     save(directory, 1)
     manifest = tmp_path / "step-000000000001" / "manifest.json"
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "version": 99}))
-    with pytest.raises(ForeignCheckpointError, match="newer Pollux wrote it, in format 99"):
+    with pytest.raises(ForeignCheckpointError, match="newer Pollux wrote it in format 99"):
         directory.load("ours")
     for step in (2, 3, 4):
         save(directory, step)

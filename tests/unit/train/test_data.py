@@ -440,7 +440,7 @@ def test_steps_must_be_committed_unless_told_otherwise():
     with pytest.raises(PolluxError, match="pass 1 of 2"):
         loader.commit()
     next(batches)
-    with pytest.raises(PolluxError, match="neither committed nor given up"):
+    with pytest.raises(PolluxError, match="neither committed nor retried"):
         next(batches)
     automatic = ElasticLoader(Numbers(6), StepShape(device_batch=2), auto_commit=True)
     assert torch.cat(list(automatic)).tolist() == list(range(6)) and automatic.position == 6
@@ -509,8 +509,8 @@ class NoLength(Dataset):
         ({"sampler": [1], "batch_sampler": [[1]]}, "both sampler and batch_sampler"),
         ({"sampler": [1], "shuffle": True}, "already gives the order"),
         ({"sampler": []}, "list has length 0"),
-        ({"sampler": iter([1, 2])}, "once only"),
-        ({"sampler": DistributedSampler(Numbers(4), num_replicas=2, rank=0)}, "divides among ranks itself"),
+        ({"sampler": iter([1, 2])}, "only once"),
+        ({"sampler": DistributedSampler(Numbers(4), num_replicas=2, rank=0)}, "divides the data among ranks"),
         ({"batch_sampler": [[1]], "drop_last": True}, "drop_last"),
         ({"dataset": Stream(4), "shuffle": True}, "IterableDataset"),
         ({"dataset": Stream(4), "sampler": [1]}, "IterableDataset"),

@@ -335,15 +335,15 @@ def measure(kind: str, num_replicas: int, accum_steps: int) -> dict[str, float]:
             for (x,) in loader:
                 optimizer.zero_grad()
                 model(x).mean().backward()
-        parts = run._session.parts
-        assert parts is not None and parts.pulse.noise is not None
-        noise = parts.pulse.noise
+        state = run._session.state
+        assert state is not None and state.exchange.noise is not None
+        noise = state.exchange.noise
         return {
             "phi": run.noise_scale,
             "sqr": noise.sqr,
             "var": noise.var,
             "is_biased": noise.is_biased,
-            "num_samples": parts.num_measured,
+            "num_samples": state.num_measured,
             "interval": run.measured_every,
         }
 

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 
 from pollux import train
-from pollux.train import profiling, tuning
+from pollux.train import step_timer, tuner
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 PASS_S, EXAMPLE_S = 0.1, 1e-5
@@ -51,7 +51,7 @@ class Clock:
 def fit(monkeypatch, gpt, policy, *, initial, examples, rate):
     """Trains on so many examples; returns the validation loss, the batches on the way, and the progress counted."""
     clock = Clock()
-    for module in (profiling, tuning):
+    for module in (step_timer, tuner):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=clock, monotonic=clock))
     torch.manual_seed(0)
     data, validation = gpt.load_data(8192)

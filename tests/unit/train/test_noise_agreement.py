@@ -141,17 +141,17 @@ def measured(task: str, states: tuple[State, State], device_batch: int, seed: in
                 optimizer.zero_grad()
                 loss_of(replicated, x, y).backward()
                 optimizer.step()
-        parts = run._session.parts
-        assert parts is not None and parts.pulse.noise is not None
+        state = run._session.state
+        assert state is not None and state.exchange.noise is not None
         after = torch.cat([parameter.detach().reshape(-1) for parameter in model.parameters()])
         assert torch.equal(before, after)
-        noise = parts.pulse.noise
+        noise = state.exchange.noise
         return {
             "phi": noise.noise_scale,
             "error": noise.error,
             "low": noise.noise_scale_low,
             "high": noise.noise_scale_high,
-            "num_samples": parts.num_measured,
+            "num_samples": state.num_measured,
         }
 
 

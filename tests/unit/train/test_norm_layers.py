@@ -367,7 +367,7 @@ def test_no_gradient_and_gradients_that_are_not_finite():
     sample = layers.take()
     assert sample is not None
     noise.add(sample, 1.0)
-    assert noise.take_in() and noise.moments.num_samples == 0
+    assert noise.process_arrived() and noise.moments.num_samples == 0
 
 
 # --- averaged, and beside the whole model's -------------------------------------------------------------------------
@@ -380,10 +380,10 @@ def a_sample(sqr: float, var: float, n: int = 8) -> NormSample:
 
 def test_samples_are_averaged_and_travel_with_the_state():
     noise = NormNoise()
-    assert noise.noise is None and not noise.take_in()
+    assert noise.noise is None and not noise.process_arrived()
     for i in range(20):
         noise.add(a_sample(1.0, 50.0 + i % 3), 1.0)
-        noise.take_in()
+        noise.process_arrived()
     assert noise.noise is not None
     assert noise.noise.noise_scale == pytest.approx(51, rel=0.02)
     again = NormNoise()
@@ -463,14 +463,14 @@ def measured_gpt() -> dict[str, Any]:
                 optimizer.zero_grad()
                 loss_of(replicated, x, y).backward()
                 optimizer.step()
-        parts = run._session.parts
-        assert parts is not None and hooks_of(model) == 0
-        num_layers = len(parts.trainee.norm_layers.layers)
+        state = run._session.state
+        assert state is not None and hooks_of(model) == 0
+        num_layers = len(state.trainee.norm_layers.layers)
         return {
             "phi": run.noise_scale, "error": run.noise_scale_error,
             "norm_phi": run.norm_noise_scale, "norm_error": run.norm_noise_scale_error,
-            "seen": seen, "num_layers": num_layers, "notes": parts.tuner.take_notes(),
-            "num_samples": parts.norm_noise.moments.num_samples, "num_measured": parts.num_measured,
+            "seen": seen, "num_layers": num_layers, "notes": state.tuner.take_notes(),
+            "num_samples": state.norm_noise.moments.num_samples, "num_measured": state.num_measured,
         }  # fmt: skip
 
 

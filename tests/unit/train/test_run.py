@@ -604,16 +604,16 @@ def test_replicas_go_on_alike_whatever_reached_them_last():
     """The last sum of a broken group may have reached some of them only: what follows from it is taken from one."""
     with train.init() as run:
         script = Script(run, max_batch_size=64, scaling="auto").train(1)
-        parts = run._session.parts
-        assert parts is not None
-        parts.earned, parts.interval = 0.25, 4
-        parts.trainee.rate.direction, parts.trainee.rate.cap = -1, 1.5
-        agreed = parts.agreed_state()
-        parts.earned, parts.interval = 0.75, 8
-        parts.trainee.rate.direction, parts.trainee.rate.cap = 1, 2.5
-        parts.load_agreed_state(agreed)
-        assert (parts.earned, parts.interval) == (0.25, 4)
-        assert (parts.trainee.rate.direction, parts.trainee.rate.cap) == (-1, 1.5)
+        state = run._session.state
+        assert state is not None
+        state.earned, state.interval = 0.25, 4
+        state.trainee.rate.direction, state.trainee.rate.cap = -1, 1.5
+        agreed = state.agreed_state()
+        state.earned, state.interval = 0.75, 8
+        state.trainee.rate.direction, state.trainee.rate.cap = 1, 2.5
+        state.load_agreed_state(agreed)
+        assert (state.earned, state.interval) == (0.25, 4)
+        assert (state.trainee.rate.direction, state.trainee.rate.cap) == (-1, 1.5)
     assert each_once(script)
 
 
@@ -630,5 +630,5 @@ def test_seesaw_brings_its_own_rule_unless_another_is_named():
 def test_a_batch_whose_rate_cannot_rise_is_never_worth_all_of_its_gain():
     with train.init() as run:
         Script(run, max_batch_size=64, policy=FixedBatch(32), scaling="none").train(3)
-        parts = run._session.parts
-        assert parts is not None and parts.earned == 0.0 and parts.gain(64) < 2.0
+        state = run._session.state
+        assert state is not None and state.earned == 0.0 and state.gain(64) < 2.0

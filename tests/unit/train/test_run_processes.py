@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from pollux.errors import PeerLostError
-from pollux.train import tuning
+from pollux.train import tuner
 from pollux.train.adaptation import Adaptation
 from pollux.train.batching import BatchChoice, FixedBatch
 from pollux.train.leaving import Leave
@@ -188,7 +188,7 @@ def test_another_batch_at_a_step_boundary_loses_and_repeats_nothing():
 
 
 def train_adaptively() -> tuple[dict[tuple[int, int], list[int]], list[int], Tensor]:
-    tuning.ADAPT_INTERVAL_S = 0.0
+    tuner.ADAPT_INTERVAL_S = 0.0
     module = small_model()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     consumed: dict[tuple[int, int], list[int]] = {}

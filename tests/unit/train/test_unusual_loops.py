@@ -25,14 +25,14 @@ from pollux.errors import InvalidValueError, PeerLostError
 from pollux.membership.replica import TORCHRUN
 from pollux.membership.store import Group
 from pollux.model.profile import Configuration
-from pollux.train import profiling
+from pollux.train import step_timer
 from pollux.train.batching import FixedBatch
+from pollux.train.checkpointer import Checkpointer
 from pollux.train.leaving import Leave
-from pollux.train.parts import Keeper
-from pollux.train.profiling import StepTimer
 from pollux.train.report import FileReporter
 from pollux.train.run import Run
 from pollux.train.scaling import SquareRoot
+from pollux.train.step_timer import StepTimer
 from pollux.train.team import Team
 from tests.unit.train.processes import FOLDER, ReplicaFailed, Rows, a_run, flat, refusal, replicas, small_model
 
@@ -54,16 +54,16 @@ def make_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: 
 
 
 def save_at_next_step(run: Run) -> None:
-    keeper = run._session.keeper
-    assert keeper is not None
-    keeper._saved_s = -math.inf
+    checkpointer = run._session.checkpointer
+    assert checkpointer is not None
+    checkpointer._saved_s = -math.inf
 
 
 def wait_for_save(run: Run) -> None:
     """Until the background save is over; how it went is still to be told."""
-    keeper = run._session.keeper
-    assert keeper is not None and keeper._saver._thread is not None
-    keeper._saver._thread.join()
+    checkpointer = run._session.checkpointer
+    assert checkpointer is not None and checkpointer._saver._thread is not None
+    checkpointer._saver._thread.join()
 
 
 def fail_half_way(run: Run, module: nn.Module, optimizer: torch.optim.Optimizer, at: int) -> list[int]:
@@ -223,16 +223,16 @@ def train_by_scaled_betas(scale: int, folder: str) -> dict[str, Any]:
         if run.rank == 1:
             fail_half_way(run, module, optimizer, at=17)
         first = next(module.parameters())
-        keeper = run._session.keeper
-        assert keeper is not None
-        begin = keeper.begin
+        checkpointer = run._session.checkpointer
+        assert checkpointer is not None
+        begin = checkpointer.begin
 
         def watched(*args: Any) -> None:
             before = optimizer.state[first]["step"].clone()
             begin(*args)
             saved.append((before, optimizer.state[first]["step"].clone()))
 
-        keeper.begin = watched  # type: ignore[method-assign]
+        checkpointer.begin = watched  # type: ignore[method-assign]
         for _ in run.epochs(1, by="passes"):
             for _, x, y in loader:
                 with run.attempt():
@@ -606,15 +606,15 @@ def step_to_go_on_from(folder: Path) -> int:
 def leave_when_saved(folder: str) -> tuple[float, float]:
     """When the last checkpoint was there, and when the loop was left."""
     saved_s = 0.0
-    save = Keeper.save
+    save = Checkpointer.save
 
-    def slow(self: Keeper, *args: Any) -> None:
+    def slow(self: Checkpointer, *args: Any) -> None:
         nonlocal saved_s
         time.sleep(0.7)
         save(self, *args)
         saved_s = time.monotonic()
 
-    Keeper.save = slow  # type: ignore[method-assign]
+    Checkpointer.save = slow  # type: ignore[method-assign]
     module = small_model()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     with a_run(checkpoint_dir=folder) as run:
@@ -735,7 +735,7 @@ def test_a_disturbed_pass_leaves_the_time_of_the_one_before_alone(monkeypatch):
     counted = []
     count = timer._count
     monkeypatch.setattr(
-        timer, "_count", lambda entry: (counted.append(profiling._between(entry.start, entry.end)), count(entry))
+        timer, "_count", lambda entry: (counted.append(step_timer._between(entry.start, entry.end)), count(entry))
     )
 
     def step(is_short: bool = False) -> None:

@@ -1,7 +1,6 @@
-"""Single numbers on their way from the device to the host, read when they are there. Nothing waits for the device.
+"""Copies single numbers from the device to the host without waiting for the device.
 
-Used by the signals that a run watches beside the noise scale: :mod:`~pollux.train.residual`,
-:mod:`~pollux.train.alignment`.
+:mod:`~pollux.train.output_error` and :mod:`~pollux.train.alignment` send values and read them some steps later.
 """
 
 from __future__ import annotations
@@ -11,11 +10,11 @@ from collections import deque
 import torch
 from torch import Tensor
 
-MAX_UNREAD = 16
+MAX_UNREAD = 16  # values on their way; older ones are dropped. They are read every step, so few are ever unread
 
 
-class Arrivals:
-    """``send`` a 0-d tensor; ``take`` the values that have arrived since, oldest first."""
+class PendingScalars:
+    """``send`` a 0-d tensor; ``take`` the values that have arrived, oldest first."""
 
     def __init__(self) -> None:
         self._unread: deque[tuple[Tensor, torch.cuda.Event | None]] = deque(maxlen=MAX_UNREAD)

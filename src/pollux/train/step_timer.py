@@ -1,17 +1,16 @@
-"""How long a pass and a step take, without ever waiting for the device.
+"""Measures how long a pass and a step take, without waiting for the device. The session calls it at each pass.
 
-Called by the session at each pass. Marks are put where passes begin and where a pass's own gradient is complete: clock
-readings on a CPU, events in the device's stream on a GPU, which are looked at when the device has long passed them.
-The loop is measured from one batch to the next, so that data loading, the optimizer and everything users do in between
-count: this is the time that a goodput model has to predict.
+It marks where passes begin and where a pass's own gradient is complete: clock readings on a CPU, events in the device's
+stream on a GPU, which are read when the device has passed them. The loop is timed from one batch to the next,
+so data loading, the optimizer and the user's own code are included: the goodput model has to predict this time.
 
-- T_step, an un-accumulated step: a step's last pass, up to the next pass's beginning.
-- T_grad, a pass without synchronisation: an accumulating pass, up to the next one's beginning; where steps have one
-  pass only, from its beginning to its gradient.
+- T_step, a step without accumulation: from the beginning of a step's last pass to the next pass.
+- T_grad, a pass without synchronisation: from the beginning of an accumulating pass to the next pass; if steps have
+  only one pass, from its beginning to its gradient.
 
-Left out are steps that did more than a step (``disturb``: a resize, a checkpoint, the pause between epochs), those that
-were split to measure the noise scale (timed apart, as ``split_s``), the first ones of every configuration (allocators,
-autotuners and caches warm up), and, by taking medians, what the machine did on the side.
+Some steps are left out: those with other work in them (``disturb``: a resize, a checkpoint, the pause between epochs),
+those split to measure the noise scale (timed apart, as ``split_s``), and the first ones of every configuration, while
+allocators, autotuners and caches warm up. Medians remove other disturbances.
 """
 
 from __future__ import annotations
@@ -25,11 +24,14 @@ import torch
 
 from pollux.model.profile import Configuration, Timing
 
+# More warm-up steps or larger windows give steadier times, later.
 FIRST_WARM_UP_STEPS = 5  # of a process: libraries load, kernels are chosen, memory is allocated
 WARM_UP_STEPS = 1  # of a configuration
-FIRST_WINDOW, WINDOW = 3, 10  # steps per value; the first one of a configuration comes early
-MAX_UNREAD = 64  # passes whose events have not been reached yet
-TIMED_EVERY = 4  # steps, once a configuration is known: marks cost host time, which is what small steps are short of
+FIRST_WINDOW, WINDOW = 3, 10  # steps per value: the first value of a configuration comes early
+MAX_UNREAD = 64  # passes whose events the device has not reached; older ones are dropped
+TIMED_EVERY = 4  # steps, once a configuration is known: marks cost host time, which limits small steps
+AVERAGING = 0.1  # share of a new value in the running mean, which so follows within about ten steps
+OUTLIER = 3.0  # a value counts as at most this many times the mean, so that a pause hardly moves it
 
 
 @dataclass(slots=True)
@@ -56,7 +58,7 @@ class _Window:
 
 
 class StepTimer:
-    """``begin`` at each batch, ``ready`` when its gradient is there; ``take`` what has become known since."""
+    """``begin`` at each batch, ``ready`` when its gradient is complete; ``take`` the new timings."""
 
     def __init__(self, device: torch.device) -> None:
         self._is_cuda = device.type == "cuda"
@@ -66,14 +68,14 @@ class StepTimer:
         self._windows: dict[Configuration, _Window] = {}
         self._warm_up, self._has_begun = FIRST_WARM_UP_STEPS, False
         self._configuration: Configuration | None = None
-        self.step_s: float | None = None  # of late, whatever the configuration
-        self.split_s: float | None = None  # of late, a step that is split to be measured
+        self.step_s: float | None = None  # running mean over all configurations
+        self.split_s: float | None = None  # running mean of steps that are split to be measured
         self._first_half_s = 0.0
         self._num_untimed = 0
-        self._spare: float | torch.cuda.Event | None = None  # the last end that begins nothing
+        self._spare: float | torch.cuda.Event | None = None  # the last end mark that is not also a beginning
 
     def begin(self, configuration: Configuration, *, is_only: bool, is_last: bool, is_split: bool = False) -> None:
-        """A pass begins, and so the one before has ended."""
+        """A pass begins; this ends the one before."""
         if configuration != self._configuration:
             self._configuration, self._warm_up = configuration, self._warm_up if not self._has_begun else WARM_UP_STEPS
             self._has_begun = True
@@ -94,7 +96,7 @@ class StepTimer:
         self._read()
 
     def _is_timed(self, configuration: Configuration, is_single: bool) -> bool:
-        """Every step while there is news to be had, and every step of several passes; some of the others."""
+        """Every step of a new configuration, every step of several passes; of the others, one in TIMED_EVERY."""
         window = self._windows.get(configuration)
         if not is_single or self._warm_up or window is None or not window.has_reported:
             return True
@@ -102,38 +104,38 @@ class StepTimer:
         return self._num_untimed == 0
 
     def ready(self) -> None:
-        """The pass's own gradient is complete; replicas may still have to exchange theirs."""
+        """The pass's own gradient is complete, before the sum over replicas."""
         if self._current is not None and self._current.is_only and self._current.ready is None:
             self._current.ready = self._mark()
 
     def end(self) -> None:
-        """The pass under way is over, and no other follows at once: an epoch's last."""
+        """End the last pass of an epoch, which no other follows at once."""
         if self._current is not None:
             self._current.end = self._mark()
             self._unread.append(self._current)
         self._current = None
 
     def disturb(self) -> None:
-        """What happens now is no part of a step: the pass under way does not count."""
+        """Leave out the pass under way: something else happens in it."""
         if self._current is not None:
-            self._recycle(self._current.ready)  # its start is the end of the pass before, and may be unread
+            self._recycle(self._current.ready)  # not its start, which is the end of the pass before and may be unread
         self._current = None
 
     def reset(self) -> None:
-        """Another group, another device load: warm up again."""
+        """Warm up again, for another group."""
         self.disturb()
         self._configuration = None
 
     def forget(self) -> None:
-        """What was measured is stale: every configuration is new again."""
+        """Forget all timings: every configuration is new again."""
         self._windows.clear()
 
     def take(self) -> list[tuple[Configuration, Timing]]:
-        """Medians over the windows that are full; they start anew."""
+        """Medians of the full windows, which are then emptied."""
         timings = []
         for configuration, window in self._windows.items():
             if window.is_full:
-                # Of few steps the fastest is the one that nothing disturbed; of more, the one in the middle.
+                # Of few steps take the fastest, the least disturbed; of more, the median.
                 typical = median if window.has_reported else min
                 grad_s, step_s = typical(window.grad_s), typical(window.step_s)
                 timings.append((configuration, Timing(min(grad_s, step_s), step_s, len(window.step_s))))
@@ -190,8 +192,8 @@ class StepTimer:
 
 
 def _followed(mean: float | None, value: float) -> float:
-    """A running mean that follows within some ten steps; a pause (an evaluation, a page fault) hardly moves it."""
-    return value if mean is None else 0.9 * mean + 0.1 * min(value, 3 * mean)
+    """A running mean that a pause (an evaluation, a page fault) hardly moves."""
+    return value if mean is None else (1 - AVERAGING) * mean + AVERAGING * min(value, OUTLIER * mean)
 
 
 def _between(start: float | torch.cuda.Event, end: float | torch.cuda.Event) -> float:

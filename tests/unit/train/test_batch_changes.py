@@ -9,26 +9,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pollux.train.pace import STEPS_BETWEEN, STEPS_TO_REVERSE, Pace, RateWatch
+from pollux.train.batch_changes import STEPS_BETWEEN, STEPS_TO_REVERSE, ChangeLimiter, ScheduleWatch
 
 WISHES = st.lists(st.tuples(st.integers(1, 700), st.sampled_from(["grow", "shrink", "back"])), max_size=80)
 
 
-def follow(pace: Pace, wishes: list[tuple[int, str]], start: int = 0) -> list[tuple[int, int, bool]]:
-    """(step, direction, was taken back) of the changes that the pace allows."""
+def follow(limiter: ChangeLimiter, wishes: list[tuple[int, str]], start: int = 0) -> list[tuple[int, int, bool]]:
+    """(step, direction, was taken back) of the changes that the limiter allows."""
     step, total, before, changes = start, 2**20, None, []
     for wait, wish in wishes:
         step += wait
-        if wish == "grow" and pace.may_grow(step):
-            pace.note(step, total, 2 * total)
+        if wish == "grow" and limiter.may_grow(step):
+            limiter.note(step, total, 2 * total)
             before, total = total, 2 * total
             changes.append((step, 1, False))
-        elif wish == "shrink" and pace.may_shrink(step):
-            pace.note(step, total, total // 2)
+        elif wish == "shrink" and limiter.may_shrink(step):
+            limiter.note(step, total, total // 2)
             before, total = None, total // 2
             changes.append((step, -1, False))
         elif wish == "back" and before is not None:
-            pace.take_back(step, total, before)
+            limiter.take_back(step, total, before)
             before, total = None, before
             changes.append((step, -1, True))
     return changes
@@ -41,10 +41,10 @@ def is_reversal(earlier: tuple[int, int, bool], later: tuple[int, int, bool]) ->
 @given(WISHES)
 def test_changes_are_apart_and_reversals_of_the_policy_far_apart(wishes):
     """Only what hurts is undone sooner than that."""
-    pace = Pace()
-    changes = follow(pace, wishes)
+    limiter = ChangeLimiter()
+    changes = follow(limiter, wishes)
     pairs = list(itertools.pairwise(changes))
-    assert pace.num_reversals == sum(is_reversal(*pair) for pair in pairs)
+    assert limiter.num_reversals == sum(is_reversal(*pair) for pair in pairs)
     for earlier, later in pairs:
         if not later[2]:
             least = STEPS_TO_REVERSE if is_reversal(earlier, later) else STEPS_BETWEEN
@@ -54,51 +54,51 @@ def test_changes_are_apart_and_reversals_of_the_policy_far_apart(wishes):
 @given(WISHES)
 def test_at_most_one_reversal_in_a_thousand_steps_but_for_what_hurts(wishes):
     """A growth that hurts is undone at once, which is one reversal more; those growths become ever rarer."""
-    pace = Pace()
-    changes = follow(pace, wishes)
+    limiter = ChangeLimiter()
+    changes = follow(limiter, wishes)
     num_taken_back = sum(change[2] for change in changes)
     length = changes[-1][0] - changes[0][0] if changes else 0
-    assert pace.num_taken_back == num_taken_back
-    assert pace.num_reversals <= 1 + length / STEPS_TO_REVERSE + num_taken_back
+    assert limiter.num_taken_back == num_taken_back
+    assert limiter.num_reversals <= 1 + length / STEPS_TO_REVERSE + num_taken_back
     if num_taken_back > 1:
         assert length >= STEPS_TO_REVERSE * (2 ** (num_taken_back - 1) - 1)
 
 
 @given(st.integers(0, 10**6), st.integers(1, 8))
 def test_a_growth_that_hurt_waits_twice_as_long_each_time(start, num_times):
-    pace, step, waits = Pace(), start, []
+    limiter, step, waits = ChangeLimiter(), start, []
     for _ in range(num_times):
-        pace.note(step, 64, 128)
-        pace.take_back(step + 5, 128, 64)
+        limiter.note(step, 64, 128)
+        limiter.take_back(step + 5, 128, 64)
         low, high = step + 5, step + 10**7
         while low < high:  # the first step at which it may grow again
             middle = (low + high) // 2
-            low, high = (low, middle) if pace.may_grow(middle) else (middle + 1, high)
+            low, high = (low, middle) if limiter.may_grow(middle) else (middle + 1, high)
         waits.append(low - step - 5)
         step = low
     assert waits == [STEPS_TO_REVERSE * 2 ** (index + 1) for index in range(num_times)]
 
 
 def test_a_new_run_may_change_at_once():
-    assert Pace().may_grow(0) and Pace().may_shrink(0)
+    assert ChangeLimiter().may_grow(0) and ChangeLimiter().may_shrink(0)
 
 
 @given(WISHES, WISHES)
 def test_a_pace_goes_on_after_a_checkpoint(before, after):
-    pace = Pace()
-    follow(pace, before)
-    restored = Pace()
-    restored.load_state_dict(pace.state_dict())
-    assert restored == pace
+    limiter = ChangeLimiter()
+    follow(limiter, before)
+    restored = ChangeLimiter()
+    restored.load_state_dict(limiter.state_dict())
+    assert restored == limiter
     start = sum(wait for wait, _ in before)
-    assert follow(restored, after, start) == follow(pace, after, start)
+    assert follow(restored, after, start) == follow(limiter, after, start)
 
 
 # --- the user's schedule -------------------------------------------------------------------------------------------
 
 
-def watched(rates: list[float]) -> RateWatch:
-    watch = RateWatch()
+def watched(rates: list[float]) -> ScheduleWatch:
+    watch = ScheduleWatch()
     for rate in rates:
         watch.add(rate)
     return watch
@@ -107,7 +107,7 @@ def watched(rates: list[float]) -> RateWatch:
 def test_a_schedule_that_warms_up_is_seen():
     warm_up = [0.01 * step for step in range(1, 101)]
     assert watched(warm_up).is_rising
-    assert not watched([*warm_up, *[1.0] * RateWatch.WINDOW]).is_rising
+    assert not watched([*warm_up, *[1.0] * ScheduleWatch.WINDOW]).is_rising
     cosine = [math.cos(math.pi / 2 * step / 100) for step in range(51)]
     watch = watched([*warm_up, *cosine])
     assert not watch.is_rising and watch.share_of_peak == pytest.approx(math.cos(math.pi / 4))
@@ -122,7 +122,7 @@ def test_a_constant_rate_is_at_its_peak(rates):
 @given(st.lists(st.floats(0, 10), max_size=50), st.lists(st.floats(0, 10), max_size=50))
 def test_a_schedule_goes_on_after_a_checkpoint(before, after):
     watch = watched(before)
-    restored = RateWatch()
+    restored = ScheduleWatch()
     restored.load_state_dict(watch.state_dict())
     for rate in after:
         watch.add(rate)

@@ -13,12 +13,12 @@ import torch
 
 from pollux.errors import InvalidValueError
 from pollux.model.profile import Configuration, Timing
-from pollux.train import tuning
+from pollux.train import tuner as tuner_module
+from pollux.train.batch_changes import STEPS_BETWEEN, STEPS_TO_REVERSE
 from pollux.train.batching import AdaptiveBatch, BatchChoice, FixedBatch, make_limits
-from pollux.train.explore import MAX_PROBE_STEPS
+from pollux.train.exploration import MAX_PROBE_STEPS
 from pollux.train.moments import NoiseStats
-from pollux.train.pace import STEPS_BETWEEN, STEPS_TO_REVERSE
-from pollux.train.tuning import KNOWN_SIZES, STEPS_TO_EXPLORE_AGAIN, Tuner
+from pollux.train.tuner import KNOWN_SIZES, STEPS_TO_EXPLORE_AGAIN, Tuner
 from pollux.types import BatchConfig, ThroughputParams
 
 SEEN = 1e6  # examples: no bound on the batch any more
@@ -35,7 +35,7 @@ MUCH = noise(1e6)
 
 @pytest.fixture
 def exploring(monkeypatch: pytest.MonkeyPatch) -> Tuner:
-    monkeypatch.setattr(tuning, "ADAPT_INTERVAL_S", 0.0)
+    monkeypatch.setattr(tuner_module, "ADAPT_INTERVAL_S", 0.0)
     tuner = Tuner(make_limits(64, 1024, (8, 256)), AdaptiveBatch(), CPU)
     tuner.enter(1, 2)
     return tuner
@@ -85,16 +85,16 @@ def test_a_larger_batch_by_one_doubling_once_it_is_seen_to_pay(tuner):
 def test_changes_are_kept_apart(tuner):
     first = tuner.choose(None, SEEN, STEP, None)
     feed(tuner, m32=(0.10, 0.11), m64=(0.101, 0.111))
-    tuner.pace.note(STEP, 32, 64)
+    tuner.change_limiter.note(STEP, 32, 64)
     assert reconsider(tuner, MUCH, first, step=STEP + STEPS_BETWEEN - 1) is None
     assert reconsider(tuner, MUCH, first, step=STEP + STEPS_BETWEEN) is not None
-    tuner.pace.note(STEP, 128, 64)
+    tuner.change_limiter.note(STEP, 128, 64)
     assert reconsider(tuner, MUCH, first, step=STEP + STEPS_TO_REVERSE - 1) is None
     assert reconsider(tuner, MUCH, first, step=STEP + STEPS_TO_REVERSE) is not None
 
 
 def test_a_batch_is_reconsidered_now_and_then_only(tuner, monkeypatch):
-    monkeypatch.setattr(tuning, "ADAPT_INTERVAL_S", 1000.0)
+    monkeypatch.setattr(tuner_module, "ADAPT_INTERVAL_S", 1000.0)
     first = tuner.choose(None, SEEN, STEP, None)
     assert reconsider(tuner, MUCH, first) is None
     feed(tuner, m32=(0.10, 0.11), m64=(0.101, 0.111))
@@ -290,7 +290,7 @@ def test_notes_are_told_once_and_do_not_pile_up(tuner):
     for index in range(100):
         tuner.note(f"note {index}")
     notes = tuner.take_notes()
-    assert len(notes) == tuning.MAX_NOTES and notes[-1] == "note 99"
+    assert len(notes) == tuner_module.MAX_NOTES and notes[-1] == "note 99"
     assert tuner.take_notes() == ()
 
 
@@ -329,9 +329,9 @@ def test_a_probe_that_ran_out_of_memory_is_told_and_ends_exploring(exploring):
 
 def test_a_curve_that_has_become_stale_is_really_timed_anew(monkeypatch):
     """Explorer, timer and profile together: what was reported before does not slow the second look down."""
-    monkeypatch.setattr(tuning, "ADAPT_INTERVAL_S", 1e9)
+    monkeypatch.setattr(tuner_module, "ADAPT_INTERVAL_S", 1e9)
     clock = [0.0]
-    monkeypatch.setattr("pollux.train.profiling.time.perf_counter", lambda: clock[0])
+    monkeypatch.setattr("pollux.train.step_timer.time.perf_counter", lambda: clock[0])
     tuner = Tuner(make_limits(16, 128, (1, 128)), AdaptiveBatch(), CPU)
     current, tried, speed = tuner.choose(None, 0, 0, None), [], 1.0
     for step in range(2500):

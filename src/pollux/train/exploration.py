@@ -1,12 +1,12 @@
-"""Time larger device batches on real steps, so that the step-time curve is measured and not assumed.
+"""Times larger device batches on real steps, so that the step-time curve is measured and not assumed.
 
-Called by the tuner in a run's first steps, and again when a known configuration has become slower or faster. The device
-batch is doubled for some steps at a time, from the one that M0 gives, as long as a doubling makes training clearly
-faster. Gradients of these steps count like any other, but larger batches teach less per example: a step that is tried
-takes a quarter of an epoch at most.
+The tuner calls it in a run's first steps, and again when a known configuration has become slower or faster. It starts
+at the device batch of M0 and doubles it for some steps at a time, as long as a doubling makes training clearly faster.
+These steps train the model like any other. But larger batches teach less per example, so a step takes at most a quarter
+of an epoch.
 
-Larger batches may not fit. :class:`MemoryWatch` predicts the next peak from those before and stops ahead of the limit;
-a prediction that was too low ends in ``run.attempt()``, as any lack of memory does.
+Larger batches may not fit into memory. :class:`MemoryWatch` predicts the next peak from earlier ones and stops below
+the limit. If a prediction is too low, ``run.attempt()`` handles it like any lack of memory.
 """
 
 from __future__ import annotations
@@ -17,10 +17,11 @@ import torch
 
 from pollux.model.profile import Timing
 
-WORTH = 1.2  # a doubling that speeds training up by less is the last one that is tried
-MAX_PROBE_STEPS = 16  # steps that one device batch may take until it is timed; short epochs may never show it
-LEAST_PER_EPOCH = 4  # steps that an epoch must have at a batch that is tried
-MEMORY_SHARE = 0.8  # of the device that a predicted peak may take: allocators fragment, sequences differ in length
+# Chosen by hand. A lower WORTH or more steps measure more of the curve, and spend more steps at large batches.
+WORTH = 1.2  # the least speed-up of a doubling for the next one to be tried: near 1 the device is fully used
+MAX_PROBE_STEPS = 16  # after which a device batch without a timing is skipped: short epochs may never time one
+LEAST_PER_EPOCH = 4  # steps in an epoch at the largest batch
+MEMORY_SHARE = 0.8  # of memory for a predicted peak. The rest is for fragmentation and for longer sequences
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +39,7 @@ class Ladder:
 
 
 class Explorer:
-    """Which device batch to train with next, for the sake of its timing."""
+    """Chooses the device batch to time next."""
 
     def __init__(self) -> None:
         self._timings: dict[int, Timing] = {}
@@ -47,19 +48,19 @@ class Explorer:
         self.is_done = False
 
     def restart(self) -> None:
-        """What is known is stale."""
+        """Forget all timings: they are out of date."""
         self._timings.clear()
         self._probe, self.is_done = None, False
 
     def stop(self) -> None:
-        """The curve is known from elsewhere, or the last batch did not fit."""
+        """End: the curve is known from other jobs, or the last batch did not fit."""
         self.is_done = True
 
     def note(self, device_batch: int, timing: Timing) -> None:
         self._timings.setdefault(device_batch, timing)
 
     def next(self, ladder: Ladder, num_steps: int) -> int | None:
-        """The device batch to train with now; None when there is nothing left to explore."""
+        """The device batch to train with now; None when all are timed."""
         rates: list[float] = []
         for device_batch in ladder.steps() if not self.is_done else ():
             timing = self._timings.get(device_batch)
@@ -85,20 +86,20 @@ class MemoryWatch:
 
     def note(self, device_batch: int) -> None:
         """``device_batch`` has been trained with for some steps."""
-        # torch tells the highest peak so far: it is that of the largest batch, and no smaller one's.
+        # torch reports the highest peak so far, which belongs to the largest batch.
         if self._device.type == "cuda" and device_batch > max(self._peaks, default=0):
             self._peaks[device_batch] = int(torch.cuda.max_memory_allocated(self._device))
 
     def fits(self, device_batch: int) -> bool:
-        """Whether a batch that was never tried should fit. What was tried has fitted."""
+        """Whether a batch should fit, by prediction. Batches up to the largest one tried do."""
         if self._device.type != "cuda" or not self._peaks or device_batch <= max(self._peaks):
             return True
         free, _ = torch.cuda.mem_get_info(self._device)
-        room = free + torch.cuda.memory_reserved(self._device)  # what the allocator holds is ours already
+        room = free + torch.cuda.memory_reserved(self._device)  # the allocator's reserve is usable too
         return self.predicted(device_batch) <= MEMORY_SHARE * room
 
     def predicted(self, device_batch: int) -> float:
-        """The peak by a line through the two largest batches; through 0 if there is but one, which is never too low."""
+        """The peak by a line through the two largest batches. With only one, through 0, which is never too low."""
         known = sorted(self._peaks)
         largest = known[-1]
         if len(known) == 1:

@@ -1,10 +1,9 @@
-"""One small all-reduce per step, among hosts: squared norms of gradients, and whether a replica wants attention.
+"""One small all-reduce per step between hosts: squared gradient norms, and whether a replica needs a decision.
 
-Stands in ``train``, above :mod:`pollux.train.team` and :mod:`pollux.train.noise`. It starts when a step's gradients are
-complete and ends long before anybody waits for it. Norms are read off the device a fixed number of steps late, when
-they have long been there, so that nothing waits for the device; a fixed number and not "when ready", as all ranks
-must use the same statistics in the same step: learning rates depend on them. For the same reason the mean's norm,
-which every rank could compute, is taken from rank 0.
+The session starts it when a step's gradients are complete, and reads it at the step boundary, when it has long ended.
+Norms are read from the device a fixed number of steps late, when they have arrived, so nothing waits for the device.
+The number is fixed because learning rates depend on the norms: all ranks must use the same statistics in the same step.
+For the same reason all ranks use rank 0's norm of the mean gradient.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from pollux.train.gradients import Norms
 from pollux.train.moments import GradientMoments, NoiseStats
 from pollux.train.team import Sum, Team
 
-MIN_SAMPLES = 5
-LAG_STEPS = {"cpu": 1, "cuda": 2}
+MIN_SAMPLES = 5  # before a noise scale is used: the error of fewer is mostly unknown
+LAG_STEPS = {"cpu": 1, "cuda": 2}  # steps; a GPU runs about one step behind the host, so two are always there
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """A measured step: what its norms are worth. Known on every rank alike."""
+class MeasuredStep:
+    """What the norms of a measured step were taken over. Equal on every rank."""
 
     num_gradients: int  # replicas × passes
     batch_size: float  # h, examples in each; where they differ, the harmonic mean
@@ -36,7 +35,7 @@ class Sample:
 @dataclass(slots=True)
 class _Unread:
     step: int
-    sample: Sample
+    sample: MeasuredStep
     values: Tensor  # (2,) on the host: sum_sqr, sqr_mean
     arrived: torch.cuda.Event | None
     host_s: float
@@ -47,8 +46,8 @@ class _Unread:
         return max(self.host_s, device_ms / 1000.0)
 
 
-class Pulse:
-    """``add`` a step's norms at its end; ``beat`` when the next gradients are there; ``read`` at the boundary."""
+class StepExchange:
+    """``add`` a step's norms at its end; ``start`` when the next gradients are there; ``finish`` at the boundary."""
 
     def __init__(self, team: Team, moments: GradientMoments) -> None:
         self._team, self.moments = team, moments
@@ -57,11 +56,11 @@ class Pulse:
         self._sum: Sum | None = None
         self._sent: _Unread | None = None
         self.noise = self._read()
-        self.cost_s = 0.0  # what the last measurement took that was read
-        self.last_sqr: float | None = None  # |G|² of the last sample alone, until it is taken
+        self.cost_s = 0.0  # time that the last measurement took
+        self.last_sqr: float | None = None  # |G|² of the last sample alone; the reader resets it
 
-    def add(self, step: int, norms: Norms, sample: Sample) -> None:
-        """Norms of a step whose gradients were used; they are on their way from the device."""
+    def add(self, step: int, norms: Norms, sample: MeasuredStep) -> None:
+        """Start copying the norms of a committed step to the host."""
         values = torch.stack((norms.sum_sqr, norms.sqr_mean))
         arrived = None
         if values.is_cuda:
@@ -72,8 +71,8 @@ class Pulse:
             values = host
         self._unread.append(_Unread(step, sample, values, arrived, norms.host_s, norms.marks))
 
-    def beat(self, step: int, *, wants_attention: bool, interval: int, direction: int = 0) -> None:
-        """Start the all-reduce of ``step``; ``interval`` and ``direction`` count on rank 0 alone."""
+    def start(self, step: int, *, wants_attention: bool, interval: int, direction: int = 0) -> None:
+        """Start the all-reduce of ``step``. ``interval`` and ``direction`` are rank 0's; others' are ignored."""
         if self._sum is not None:
             return
         is_first = self._team.rank == 0
@@ -83,14 +82,14 @@ class Pulse:
         if self._unread and self._unread[0].step + self._lag <= step:
             self._sent = self._unread.popleft()
             if self._sent.arrived is not None:
-                self._sent.arrived.synchronize()  # the device passed it two steps ago
+                self._sent.arrived.synchronize()  # returns at once: the device passed it about LAG_STEPS ago
             self.cost_s = self._sent.cost_s()
             sum_sqr, sqr_mean = self._sent.values.tolist()
             vector[:2] = sum_sqr, sqr_mean if is_first else 0.0
         self._sum = self._team.start_sum(vector)
 
-    def read(self) -> tuple[bool, int, int]:
-        """(some replica wants attention, steps between measurements, where the rate may go). Raises BrokenGroup."""
+    def finish(self) -> tuple[bool, int, int]:
+        """(a replica wants attention, steps between measurements, direction of the rate). Raises BrokenGroup."""
         assert self._sum is not None
         sums, self._sum = self._sum, None
         sum_sqr, sqr_mean, interval, direction, attention = sums.wait()
@@ -109,7 +108,7 @@ class Pulse:
         return attention > 0, int(interval), int(direction)
 
     def _read(self) -> NoiseStats | None:
-        """None while there are too few samples to base a learning rate or a batch on."""
+        """The noise scale; None while there are too few samples to decide by."""
         return self.moments.read() if self.moments.num_samples >= MIN_SAMPLES else None
 
     @property
@@ -117,7 +116,7 @@ class Pulse:
         return self._sum is not None
 
     def reset(self) -> None:
-        """Drop what is under way: the group is another one now. What has been averaged stays."""
+        """Drop the exchange under way, for a new group. The averages stay."""
         self._unread.clear()
         self._sum = self._sent = None
         self.noise = self._read()

@@ -1,15 +1,14 @@
-"""A run's own idea of its goodput: measured step times, the fitted model, and the batch that follows from them.
+"""Keeps a run's step times, fits the throughput model to them, and asks the batch policy for a batch.
 
-Called by the session. Every rank keeps the profile, so that any of them can become rank 0, which decides.
+The session calls it. Every rank keeps the profile, so that any of them can become rank 0, which decides.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import TypedDict
 
 import torch
 
@@ -17,20 +16,29 @@ from pollux.api.report import MAX_TIMINGS
 from pollux.errors import FitError, InvalidValueError
 from pollux.model.fitting import Fit, fit
 from pollux.model.profile import Configuration, Profile, Timing
+from pollux.train.batch_changes import ChangeLimiter, ScheduleState, ScheduleWatch
 from pollux.train.batching import BatchChoice, BatchPolicy, BatchSituation, spread
-from pollux.train.explore import LEAST_PER_EPOCH, Explorer, Ladder, MemoryWatch
+from pollux.train.exploration import LEAST_PER_EPOCH, Explorer, Ladder, MemoryWatch
 from pollux.train.moments import NoiseStats
-from pollux.train.pace import Pace, RateWatch
-from pollux.train.profiling import StepTimer
 from pollux.train.report import Advice
+from pollux.train.step_timer import StepTimer
 from pollux.types import BatchConfig, BatchLimits, ThroughputParams
 
-ADAPT_INTERVAL_S = 0.2  # a batch is reconsidered this often at most: it takes some 0.1 ms
-KNOWN_SIZES = 3  # device batches that a profile must have for its curve to count as known
-STEPS_TO_EXPLORE_AGAIN = 2000
-MAX_NOTES = 20  # kept for the next report
+ADAPT_INTERVAL_S = 0.2  # least time between two choices of a batch: one takes about 0.1 ms, so 0.05 % of the time
+KNOWN_SIZES = 3  # device batches in a restored profile from which the curve counts as known; fewer explore again
+STEPS_TO_EXPLORE_AGAIN = 2000  # at least, as exploring costs some steps at large batches and step times vary
+MAX_NOTES = 20  # kept for the next report; older ones are dropped
 
 logger = logging.getLogger(__name__)
+
+
+class TunerState(TypedDict):
+    profile: list[tuple[str, tuple[int, int, int], tuple[float, float, int]]]  # accelerator, configuration, timing
+    device_max: int
+    asked_device_max: int
+    change_limiter: dict[str, int]
+    rates: ScheduleState
+    has_explored: bool
 
 
 class Tuner:
@@ -39,36 +47,36 @@ class Tuner:
         self.accelerator = accelerator_name(device)
         self.timer = StepTimer(device)
         self.profile = Profile()
-        self.pace, self.rates, self.memory = Pace(), RateWatch(), MemoryWatch(device)
+        self.change_limiter, self.rates, self.memory = ChangeLimiter(), ScheduleWatch(), MemoryWatch(device)
         self.explorer = Explorer()
         if not getattr(policy, "explores", False):
             self.explorer.stop()
         self.fit: Fit | None = None
-        self._advised: ThroughputParams | None = None  # fitted to all that other jobs like this one measured, too
+        self._advised: ThroughputParams | None = None  # fitted to the timings of similar jobs too
         self.num_nodes, self.num_replicas = 1, 1
         self._asked = limits  # as the user gave them; ``limits`` may have become tighter
         self._new: list[tuple[Configuration, Timing]] = []
         self.epoch_length: int | None = None  # examples, where that is known
-        self._has_told = False  # some timings have gone to the scheduler: its advice may rest on them alone
+        self._has_told = False  # timings were sent to the scheduler, so its advice may rest on them alone
         self._notes: list[str] = []
         self._is_stale = False
         self._has_drifted = False  # a known configuration has become slower or faster
         self._explored_at = 0  # the step at which exploring began last
-        self._base_total: int | None = None  # what exploring starts from, and returns to; None: M0
+        self._base_total: int | None = None  # the batch before and after exploring; None: M0
         self._considered_s = -ADAPT_INTERVAL_S
 
     def configuration(self, device_batch: int) -> Configuration:
         return Configuration(self.num_nodes, self.num_replicas, device_batch)
 
     def enter(self, num_nodes: int, num_replicas: int) -> None:
-        """Another allocation: times are others now."""
+        """Begin with a new allocation, which has its own step times."""
         self.num_nodes, self.num_replicas = num_nodes, num_replicas
         self.timer.reset()
         if not self.explorer.is_done:
             self.explorer.restart()
 
     def observe(self) -> None:
-        """Take in what the timer has learnt since."""
+        """Add the timer's new timings to the profile."""
         for configuration, timing in self.timer.take():
             is_known = configuration in self.profile.timings(self.accelerator)
             is_news = self.profile.add(self.accelerator, configuration, timing)
@@ -77,7 +85,7 @@ class Tuner:
             self.explorer.note(configuration.device_batch, timing)
             self.memory.note(configuration.device_batch)
             self._new.append((configuration, timing))
-        del self._new[:-MAX_TIMINGS]  # of a replica that does not report, but may have to one day
+        del self._new[:-MAX_TIMINGS]  # on replicas that do not report: they may become rank 0
 
     def take_timings(self) -> tuple[tuple[Configuration, Timing], ...]:
         """New since the last call, for a report."""
@@ -86,7 +94,7 @@ class Tuner:
         return tuple(new)
 
     def note(self, text: str) -> None:
-        """Something for the job's history."""
+        """Log a sentence, and send it with the next report for the job's history."""
         logger.info("%s", text)
         self._notes.append(text)
         del self._notes[:-MAX_NOTES]
@@ -99,7 +107,7 @@ class Tuner:
     def situation(
         self, noise: NoiseStats | None, num_examples: float, num_steps: int, total: int | None, earned: float = 1.0
     ) -> BatchSituation:  # fmt: skip
-        """What the policy may know of the present allocation, after so many examples and steps."""
+        """The policy's input for the present allocation, after so many examples and steps."""
         self._refit()
         measured = {
             configuration.device_batch: timing
@@ -117,8 +125,8 @@ class Tuner:
             noise_low=None if noise is None else noise.noise_scale_low,
             noise_high=None if noise is None else noise.noise_scale_high,
             num_examples=num_examples,
-            may_grow=self.pace.may_grow(num_steps),
-            may_shrink=self.pace.may_shrink(num_steps),
+            may_grow=self.change_limiter.may_grow(num_steps),
+            may_shrink=self.change_limiter.may_shrink(num_steps),
             is_rate_rising=self.rates.is_rising,
             rate_share=self.rates.share_of_peak,
             earned=earned,
@@ -135,12 +143,12 @@ class Tuner:
         *,
         stays: bool = False,
     ) -> BatchChoice:
-        """The policy's answer for the present allocation. Raises InvalidValueError where no batch fits.
+        """The policy's choice for the present allocation. Raises InvalidValueError if no batch fits.
 
-        With ``stays`` the total is kept, as far as these replicas can make it up.
+        With ``stays`` the total is kept, as near as these replicas allow.
         """
         if total is not None and not self.explorer.is_done:
-            total = self._base().total  # the policy never chose the one that is being timed
+            total = self._base().total  # the present batch is only being timed; the policy did not choose it
         situation = self.situation(noise, num_examples, num_steps, total, earned)
         if stays:
             situation = replace(situation, may_grow=False, may_shrink=False)
@@ -162,17 +170,17 @@ class Tuner:
         epoch_length: int | None = None,
         earned: float = 1.0,
     ) -> BatchChoice | None:
-        """Another batch, if it is time to think about it and one is better; ``advice`` of a scheduler goes first."""
+        """A better batch, if one is due and there is one. The scheduler's ``advice`` comes first."""
         if isinstance(advice, ThroughputParams):
             self._advised = advice
             if not self._has_told and not self.explorer.is_done:
-                self.explorer.stop()  # other jobs like this one have measured the curve
+                self.explorer.stop()  # similar jobs have measured the curve
                 return self._base() if self._base() != current else None
         elif advice is not None:
             choice = BatchChoice(config=advice, total=advice.total(self.num_replicas))
             return choice if choice != current and self._allows(advice) else None
         if self._is_curve_stale(num_steps):
-            self.note(f"step {num_steps}: step times have changed, so larger device batches are timed anew")
+            self.note(f"step {num_steps}: step times have changed, so larger device batches are timed again")
             self.explorer.restart()
             self.timer.forget()
             self.profile.forget(self.accelerator, self.num_nodes, self.num_replicas)
@@ -180,7 +188,7 @@ class Tuner:
         if not self.explorer.is_done:
             return self._explore(num_steps, current, epoch_length)
         now = time.monotonic()
-        is_exact = getattr(self.policy, "counts_examples", False)  # by examples or by the schedule: at the very step
+        is_exact = getattr(self.policy, "counts_examples", False)  # such policies change at an exact step
         if not is_exact and now - self._considered_s < ADAPT_INTERVAL_S:
             return None
         self._considered_s = now
@@ -188,7 +196,7 @@ class Tuner:
         return choice if choice != current else None
 
     def _is_curve_stale(self, num_steps: int) -> bool:
-        """Whether it is worth exploring again: not often, as a noisy machine changes all the time."""
+        """Whether to explore again. Not often, as step times vary on a busy machine."""
         is_due = self._has_drifted and num_steps - self._explored_at >= STEPS_TO_EXPLORE_AGAIN
         if not is_due or not self.explorer.is_done or not getattr(self.policy, "explores", False):
             return False
@@ -196,7 +204,7 @@ class Tuner:
         return True
 
     def _explore(self, num_steps: int, current: BatchChoice, epoch_length: int | None) -> BatchChoice | None:
-        """The next device batch to be timed, if it is another than the present one; in the end back to the first."""
+        """The batch to change to for timing; at the end, the batch from before. None to stay."""
         replicas, limits = self.num_replicas, self.limits
         base = self._base()
         most = min(limits.device_max, limits.maximum // replicas)
@@ -215,18 +223,18 @@ class Tuner:
         return choice if choice != current else None
 
     def resting_total(self, current: BatchChoice) -> int:
-        """The total batch that training goes on with: not one that is only being timed."""
+        """The total batch to save: the one before exploring, if the present one is only being timed."""
         return current.total if self.explorer.is_done else self._base().total
 
     def _base(self) -> BatchChoice:
-        """The batch that exploring began at: M0, or the least that these replicas allow, if training has just begun."""
+        """The batch that exploring starts from: at first M0, or the least that these replicas allow."""
         limits = self.limits
         situation = BatchSituation(limits=limits, num_nodes=self.num_nodes, num_replicas=self.num_replicas)
         least = max(limits.minimum, limits.device_min * self.num_replicas)
         return spread(min(max(self._base_total or least, least), limits.maximum), situation)
 
     def halve(self, device_batch: int) -> None:
-        """``device_batch`` did not fit into memory. Raises InvalidValueError when there is nothing to halve."""
+        """``device_batch`` did not fit into memory: halve the limit. Raises InvalidValueError below ``device_min``."""
         bound = device_batch // 2
         if bound < self.limits.device_min:
             raise InvalidValueError(
@@ -234,41 +242,41 @@ class Tuner:
                 f"{self.limits.device_min}: lower it, or use a smaller model or a larger device"
             )
         self.note(f"{device_batch} examples on a device did not fit into memory: {bound} is the limit from now on")
-        self.bound(bound)  # exploring, if under way, ends there
+        self.bound(bound)  # exploring ends at this limit too
 
     def bound(self, device_max: int) -> None:
-        """At most so many examples on a device from now on; remembered in the state."""
+        """Limit the examples on a device from now on. The limit is saved in checkpoints."""
         if device_max < self.limits.device_max:
             self.limits = replace(self.limits, device_max=max(device_max, self.limits.device_min))
 
     def throughput(self, choice: BatchChoice) -> float | None:
-        """Examples per second as measured in the present configuration; None before it was."""
+        """Measured examples per second in the present configuration; None if not measured."""
         timing = self.profile.timings(self.accelerator).get(self.configuration(choice.config.device_batch))
         if timing is None:
             return None
         return choice.total / (choice.config.accum_steps * timing.grad_s + timing.step_s)
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> TunerState:
         return {
-            "profile": [(accelerator, tuple(c), tuple(t)) for accelerator, c, t in self.profile],
+            "profile": [(accelerator, (*c,), (*t,)) for accelerator, c, t in self.profile],
             "device_max": self.limits.device_max,
             "asked_device_max": self._asked.device_max,
-            "pace": self.pace.state_dict(),
+            "change_limiter": self.change_limiter.state_dict(),
             "rates": self.rates.state_dict(),
             "has_explored": self.explorer.is_done,
         }
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: TunerState) -> None:
         self.profile = Profile()
         for accelerator, configuration, timing in state["profile"]:
             self.profile.add(accelerator, Configuration(*configuration), Timing(*timing))
         self._is_stale = bool(len(self.profile))
-        self.pace.load_state_dict(state["pace"])
+        self.change_limiter.load_state_dict(state["change_limiter"])
         self.rates.load_state_dict(state["rates"])
         sizes = {c.device_batch for c in self.profile.timings(self.accelerator)}
         if state["has_explored"] or len(sizes) >= KNOWN_SIZES:
             self.explorer.stop()
-        # A bound learnt the hard way holds while the user asks for the same; who asks for another wants to try it.
+        # A learnt limit holds while the user's limit is unchanged; a new one is tried.
         if state["asked_device_max"] == self._asked.device_max:
             self.bound(state["device_max"])
 

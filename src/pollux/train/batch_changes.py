@@ -1,13 +1,12 @@
-"""How fast a batch may change, and what takes a change back.
+"""Limits how often the batch changes, and undoes a growth that hurts. The tuner and the session call it.
 
-Called by the tuner and the session. Pure: steps and numbers in, decisions out.
+No I/O and no clock: step numbers and measurements in, decisions out.
 
-- :class:`Pace` keeps changes apart: some steps between any two, many between a change and its reversal.
-- :class:`Guard` compares what was measured after a growth with what was measured before: how wrong the model's outputs
-  are (see :mod:`pollux.train.residual`), and the loss where the user logs it. A rise that the spread of the samples
-  cannot explain means that the growth hurt. |G|² is watched for being finite alone: a healthy model in its youth moves
-  it by ten times within a few hundred steps.
-- :class:`RateWatch` knows whether the user's schedule still warms up, and how far it has come down from its peak.
+- :class:`ChangeLimiter` sets the least number of steps between two changes, and between a change and its reversal.
+- :class:`GrowthGuard` compares measurements before and after a growth: the output error
+  (:mod:`pollux.train.output_error`), and the loss where the user logs it. A rise beyond the spread of the samples means
+  that the growth hurt. |G|² only has to be finite: early in training it changes tenfold within a few hundred steps.
+- :class:`ScheduleWatch` tells whether the user's LR schedule still warms up, and how far it is below its peak.
 """
 
 from __future__ import annotations
@@ -16,22 +15,25 @@ import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TypedDict
 
-STEPS_BETWEEN = 10  # some steps at the new batch; the rate moves by itself, slowly, and only where that has been earned
-STEPS_TO_REVERSE = 1000  # no flapping: a growth is not followed by a shrink, nor a shrink by a growth, before that
-SAMPLES = 8  # at least, on each side of a growth
-RISES = {  # by which a mean must be higher than before the growth to count as harm
-    "residual": 1.03,
+# All chosen by hand. Shorter waits let the batch follow the noise scale sooner, and let noise change it more often.
+STEPS_BETWEEN = 10  # between two changes, so that a new batch is timed first. The rate has its own limit (GLIDE)
+STEPS_TO_REVERSE = 1000  # between a growth and a shrink, in either order: without it a batch could alternate
+SAMPLES = 8  # at least, before and after a growth. More take longer to see harm: a sample comes every 16 steps
+RISES = {  # factors by which a mean must rise after a growth to count as harm. Lower ones undo harmless growths
+    "output_error": 1.03,
     "loss": 1.02,
 }
-SIGMAS = 3.0
-WATCH_STEPS = 2000  # after a growth; later rises have other causes
+SIGMAS = 3.0  # standard errors by which it must rise too; this many, as the check is repeated at every step
+MAX_BAD_SAMPLES = 3  # samples in a row that are not finite; a GradScaler lets one or two happen in normal training
+WATCH_STEPS = 2000  # after a growth, in which a rise counts as caused by it
+RISING = 1 + 1e-9  # factor between the ends of a window at which a rate counts as rising: above rounding errors
 
 
 @dataclass(slots=True)
-class Pace:
-    """When the batch last changed, in which direction, and until when it may not grow. Part of the state."""
+class ChangeLimiter:
+    """When the batch last changed, in which direction, and until which step it may not grow. Saved in checkpoints."""
 
     changed_at: int = -STEPS_TO_REVERSE
     direction: int = 0  # +1 grown, -1 shrunk
@@ -53,9 +55,9 @@ class Pace:
         self.changed_at, self.direction = step, direction
 
     def take_back(self, step: int, before: int, after: int) -> None:
-        """A growth hurt and was undone: the next one waits, twice as long each time.
+        """A growth hurt and was undone. The next growth waits, twice as long each time.
 
-        A growth and its take-back are two reversals at once, so the first wait is for two.
+        A growth and its undoing are two reversals at once, so the first wait is twice STEPS_TO_REVERSE.
         """
         self.note(step, before, after)
         self.num_taken_back += 1
@@ -65,18 +67,18 @@ class Pace:
         wait = STEPS_TO_REVERSE if self.direction == -direction else STEPS_BETWEEN
         return step - self.changed_at >= wait
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, int]:
         return asdict(self)
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
         for name, value in state.items():
             setattr(self, name, value)
 
 
-class Guard:
-    """``add`` what is measured, ``begin`` at a growth; ``verdict`` says whether it hurt, and why."""
+class GrowthGuard:
+    """``add`` measurements, ``begin`` at a growth; ``verdict`` says whether the growth hurt, and why."""
 
-    KEPT = 32  # samples of each kind
+    KEPT = 32  # samples of each kind; more make the comparison surer, and slower to notice harm
 
     def __init__(self) -> None:
         self._recent: dict[str, deque[float]] = {name: deque(maxlen=self.KEPT) for name in RISES}
@@ -97,22 +99,22 @@ class Guard:
 
     @property
     def is_undecided(self) -> bool:
-        """A growth is being watched, and too little was measured since to judge it."""
+        """A growth is being watched, and there are too few samples to judge it."""
         return self._until >= 0 and all(len(values) < SAMPLES for values in self._after.values())
 
     def extend(self, step: int) -> None:
-        """The batch has grown again before the last growth could be judged: both are judged together."""
+        """The batch has grown again before the last growth could be judged: judge both together."""
         self._after = {name: [] for name in RISES}
         self._until = step + WATCH_STEPS
 
     def end(self) -> None:
-        """The growth was taken back: what was measured of it says nothing about the time after."""
+        """Stop watching, and drop the samples: they belong to a batch that is no longer used."""
         self._until = -1
         for values in self._recent.values():
             values.clear()
 
     def add(self, name: str, value: float) -> None:
-        """A sample of one of the kinds in RISES, or of something that only has to be finite."""
+        """Add a sample of a kind in RISES, or of a quantity that only has to be finite."""
         if not math.isfinite(value):
             self._num_bad += 1
             return
@@ -125,15 +127,15 @@ class Guard:
             del self._after[name][: -self.KEPT]
 
     def verdict(self, step: int) -> str | None:
-        """Why the last growth should be taken back; None while nothing speaks against it."""
+        """Why the last growth should be undone; None if there is no reason."""
         if self._until < 0:
             return None
-        if self._num_bad >= 3:
+        if self._num_bad >= MAX_BAD_SAMPLES:
             return f"{self._num_bad} measurements in a row were not finite after it grew"
         if step > self._until:
             self._until = -1
             return None
-        words = {"residual": "the outputs' error", "loss": "the loss"}
+        words = {"output_error": "the output error", "loss": "the loss"}
         for name, rise in RISES.items():
             before, after = self._before[name], self._after[name]
             if _has_risen(before, after, rise):
@@ -141,10 +143,15 @@ class Guard:
         return None
 
 
-class RateWatch:
-    """The rate that the user's schedule asks for, over steps."""
+class ScheduleState(TypedDict):
+    recent: list[float]
+    peak: float
 
-    WINDOW = 20  # steps over which a rate that is higher than before counts as rising
+
+class ScheduleWatch:
+    """The learning rate of the user's schedule over the last steps, and its peak."""
+
+    WINDOW = 20  # steps; a rate is rising if it is higher at the end of them than at the beginning
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=self.WINDOW)
@@ -157,22 +164,22 @@ class RateWatch:
     @property
     def is_rising(self) -> bool:
         """The schedule still warms up."""
-        return len(self._recent) > 1 and self._recent[-1] > self._recent[0] * (1 + 1e-9)
+        return len(self._recent) > 1 and self._recent[-1] > self._recent[0] * RISING
 
     @property
     def share_of_peak(self) -> float:
         return self._recent[-1] / self._peak if self._recent and self._peak > 0 else 1.0
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> ScheduleState:
         return {"recent": list(self._recent), "peak": self._peak}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: ScheduleState) -> None:
         self._recent = deque(state["recent"], maxlen=self.WINDOW)
         self._peak = state["peak"]
 
 
 def _has_risen(before: Sequence[float], after: Sequence[float], factor: float) -> bool:
-    """Whether the mean is higher by ``factor``, and by more than SIGMAS standard errors of the difference."""
+    """Whether the mean rose by more than ``factor``, and by more than SIGMAS standard errors of the difference."""
     if len(before) < SAMPLES or len(after) < SAMPLES:
         return False
     low, high = _mean(before), _mean(after)

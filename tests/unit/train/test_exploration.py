@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from pollux import train
 from pollux.membership.replica import TORCHRUN
 from pollux.model.profile import Timing
-from pollux.train import explore
-from pollux.train.explore import MAX_PROBE_STEPS, MEMORY_SHARE, WORTH, Explorer, Ladder, MemoryWatch
+from pollux.train import exploration
+from pollux.train.exploration import MAX_PROBE_STEPS, MEMORY_SHARE, WORTH, Explorer, Ladder, MemoryWatch
 from tests.unit.train.processes import Rows, a_run, replicas, small_model
 
 GIB = 2**30
@@ -137,7 +137,7 @@ def test_a_cpu_is_not_watched():
 # --- in a run ------------------------------------------------------------------------------------------------------
 
 
-@mock.patch.object(explore, "WORTH", 0.0)  # a busy machine's times must not end it early
+@mock.patch.object(exploration, "WORTH", 0.0)  # a busy machine's times must not end it early
 def train_while_exploring(
     num_rows: int, fits: int = 10**9, num_epochs: int = 1, failing_rank: int = 0, **options: Any
 ) -> dict[str, Any]:

@@ -1,0 +1,174 @@
+"""The objects and counters of one run, and how they are saved, restored and reported.
+
+The session changes this state from step to step; the checkpointer and resizes copy it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import TypedDict
+
+import torch
+
+from pollux.api.report import Report
+from pollux.errors import InvalidValueError
+from pollux.train.batch_changes import GrowthGuard
+from pollux.train.batching import BatchChoice
+from pollux.train.data import ElasticLoader
+from pollux.train.moments import MomentsState
+from pollux.train.norm_layers import NormNoise
+from pollux.train.output_error import OutputError
+from pollux.train.progress import Progress, earned_gain, gain_of
+from pollux.train.scaling import RateState
+from pollux.train.state import FlatState, Stateful, flatten, random_state, set_random_state, unflatten
+from pollux.train.step_exchange import StepExchange
+from pollux.train.trainee import Trainee
+from pollux.train.tuner import Tuner
+
+
+class AgreedState(TypedDict):
+    """The values that must be equal on all replicas."""
+
+    moments: MomentsState
+    measured: tuple[int, int, int]  # interval, num_measured, last_measured
+    earned: float
+    total_batch: int
+    rate: RateState
+    scaler: dict[str, object] | None
+
+
+@dataclass(slots=True, kw_only=True)
+class RunState:
+    """Made when the loop begins, after ``run.dataloader`` and ``run.prepare``. Most of it is the same on all ranks."""
+
+    device: torch.device
+    loader: ElasticLoader
+    trainee: Trainee
+    tuner: Tuner
+    exchange: StepExchange
+    progress: Progress
+    tracked: dict[str, Stateful]
+    choice: BatchChoice
+    earned: float = 0.0  # share of its gain that a larger batch has at the present learning rate: see SAME_RATE
+    interval: int = 1  # steps between measurements of the noise scale
+    num_measured: int = 0
+    last_measured: int = 0
+    metrics: dict[str, object] = field(default_factory=dict)
+    stalled_s: float = 0.0  # in resizes and recoveries
+    lineage: int = 0  # of checkpoints: a new number each time training begins or resumes
+    guard: GrowthGuard = field(default_factory=GrowthGuard)
+    output_error: OutputError = field(default_factory=OutputError)
+    norm_noise: NormNoise = field(default_factory=NormNoise)  # of rank 0
+    before_growth: BatchChoice | None = None  # the batch to return to if the last growth hurts
+    rate_before_growth: float = 1.0  # and its learning-rate factor
+    is_finished: bool = False  # ``run.epochs`` has ended
+
+    @property
+    def noise_scale(self) -> float | None:
+        return None if self.exchange.noise is None else self.exchange.noise.noise_scale
+
+    def gain(self, num_examples: float) -> float:
+        """How many steps at M0 one step of ``num_examples`` is worth."""
+        if getattr(self.tuner.policy, "counts_examples", False):
+            return num_examples / self.tuner.limits.initial
+        return earned_gain(gain_of(self.noise_scale, self.tuner.limits.initial, num_examples), self.earned)
+
+    def capture(self) -> FlatState:
+        return flatten(
+            {
+                "trainee": self.trainee.state_dict(),
+                "loader": self.loader.state_dict(),
+                "progress": self.progress.state_dict(),
+                "moments": self.exchange.moments.state_dict(),
+                "norm_noise": self.norm_noise.state_dict(),
+                "tuner": self.tuner.state_dict(),
+                "tracked": {name: stateful.state_dict() for name, stateful in self.tracked.items()},
+                "measured": (self.interval, self.num_measured, self.last_measured),
+                "earned": self.earned,
+                "total_batch": self.tuner.resting_total(self.choice),
+                "stalled_s": self.stalled_s,
+                "lineage": self.lineage,
+                "random": random_state(self.device),
+            }
+        )
+
+    def restore(self, flat: FlatState) -> None:
+        """Raises InvalidValueError, with nothing changed, for the state of another dataset or other tracked names."""
+        state = unflatten(flat)
+        different = set(state["tracked"]) ^ set(self.tracked)
+        if different:
+            raise InvalidValueError(
+                f"tracked state differs from the saved one: {', '.join(sorted(different))}; "
+                "call run.track with the same names as before"
+            )
+        self.loader.load_state_dict(state["loader"])
+        self.trainee.load_state_dict(state["trainee"])
+        self.progress.load_state_dict(state["progress"])
+        self.exchange.moments.load_state_dict(state["moments"])
+        self.exchange.reset()
+        self.norm_noise.load_state_dict(state["norm_noise"])
+        self.tuner.load_state_dict(state["tuner"])
+        self.interval, self.num_measured, self.last_measured = state["measured"]
+        self.earned = state["earned"]
+        self.choice = replace(self.choice, total=state["total_batch"])
+        self.stalled_s = state["stalled_s"]
+        self.lineage = state["lineage"]
+        for name, stateful in self.tracked.items():
+            stateful.load_state_dict(state["tracked"][name])
+        set_random_state(state["random"], self.device)
+
+    def agreed_state(self) -> AgreedState:
+        """The values that must be equal on all replicas, also on those with the same number of steps."""
+        return {
+            "moments": self.exchange.moments.state_dict(),
+            "measured": (self.interval, self.num_measured, self.last_measured),
+            "earned": self.earned,
+            "total_batch": self.choice.total,
+            "rate": self.trainee.rate.state_dict(),
+            "scaler": self.trainee.scaler_state(),
+        }
+
+    def load_agreed_state(self, state: AgreedState) -> None:
+        self.exchange.moments.load_state_dict(state["moments"])
+        self.exchange.reset()
+        self.interval, self.num_measured, self.last_measured = state["measured"]
+        self.earned = state["earned"]
+        self.choice = replace(self.choice, total=state["total_batch"])  # (m, s) follow from the replicas
+        self.trainee.rate.load_state_dict(state["rate"])
+        self.trainee.load_scaler_state(state["scaler"])
+
+    def report(self, generation: int, num_replicas: int, num_epochs: tuple[int, bool] | None) -> Report:
+        tuner, choice, phi = self.tuner, self.choice, self.noise_scale
+        gain = self.gain(choice.total)
+        efficiency = None if phi is None else min(1.0, gain * tuner.limits.initial / choice.total)
+        throughput = tuner.throughput(choice)
+        progress = remaining = None
+        if num_epochs is not None and num_epochs[0] > 0:
+            progress = self.progress.share_done(*num_epochs, self.loader.epoch_length)
+            remaining = self.progress.remaining_useful(*num_epochs, self.loader.epoch_length)
+        if self.is_finished:
+            progress, remaining = 1.0, 0.0
+        return Report(
+            generation=generation,
+            num_replicas=num_replicas,
+            num_nodes=tuner.num_nodes,
+            accelerator=tuner.accelerator,
+            epoch=self.loader.epoch,
+            num_steps=self.progress.num_steps,
+            progress=progress,
+            remaining_examples=remaining,
+            stalled_s=self.stalled_s,
+            batch=tuner.limits,
+            device_batch=choice.config.device_batch,
+            accum_steps=choice.config.accum_steps,
+            total_batch=choice.total,
+            noise_scale=phi,
+            noise_scale_error=None if self.exchange.noise is None else self.exchange.noise.error,
+            efficiency=efficiency,
+            gain=gain,
+            throughput=throughput,
+            goodput=None if throughput is None or efficiency is None else throughput * efficiency,
+            timings=tuner.take_timings(),
+            notes=tuner.take_notes(),
+            metrics=dict(self.metrics),
+        )
