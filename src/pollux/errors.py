@@ -1,23 +1,23 @@
 """Every exception Pollux raises on purpose.
 
     PolluxError
-    ├── InvalidValueError (ValueError)     a value that cannot be: a batch bound, a weight, a time
+    ├── InvalidValueError (ValueError)     an invalid value: a batch bound, a weight, a time
     ├── InputFileError (ValueError)        a file that cannot be used; names file, row and what is allowed
-    ├── UnknownNameError (LookupError)     a policy, workload or application nobody knows
-    ├── ProfileError (ValueError)          measured times that cannot be: NaN, zero, negative
+    ├── UnknownNameError (LookupError)     an unknown policy, workload, application or job
+    ├── ProfileError (ValueError)          invalid measured times: NaN, zero, negative
     ├── FitError (RuntimeError)            the throughput model could not be fitted and there is no older fit
     ├── PolicyError (RuntimeError)         a policy failed, or answered with something that is no plan
     ├── InvalidPlanError (ValueError)      a policy's plan breaks a rule of the cluster
     ├── InvalidTransitionError (RuntimeError)  a job was asked to change state against the lifecycle table
     ├── SimulationError (RuntimeError)     a simulation cannot go on
     ├── MembershipError (RuntimeError)     a replica cannot find its group, or asks it for what it cannot do
-    ├── PeerLostError (RuntimeError)       other replicas are gone and nobody replaced them in time
+    ├── PeerLostError (RuntimeError)       other replicas are gone and were not replaced in time
     ├── FencedError (RuntimeError)         a replica that its owner has given up must neither report nor save
     ├── EngineError (RuntimeError)         the jobs' processes cannot be reached: no supervisor, or another's
-    ├── StoreError (RuntimeError)          the server's database cannot be used: damaged, of a newer version, disk full
+    ├── StoreError (RuntimeError)          the server's database cannot be used: damaged, of another version, disk full
     ├── DirectoryInUseError (RuntimeError)  another server has this data directory
-    ├── ServerError (RuntimeError)         the server cannot be asked, or answers what nobody understands
-    │   ├── ServerNotFoundError            nobody answers where it was looked for
+    ├── ServerError (RuntimeError)         the server cannot be reached, or its answer is not understood
+    │   ├── ServerNotFoundError            no server answers at the address
     │   └── ServerUnavailableError         it is there, but cannot answer now: starting, too busy, cut off
     ├── AccessDeniedError (PermissionError)  no token, a wrong one, or one that is not good for this
     ├── JobFailedError (RuntimeError)      the job whose result was asked for has failed; carries its failure

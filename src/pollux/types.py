@@ -271,7 +271,7 @@ class JobView:
 
     @property
     def is_fixed(self) -> bool:
-        """Nobody may change what this job holds: pinned, or running and not preemptible."""
+        """No policy may change its allocation: it is pinned, or runs and is not preemptible."""
         return self.is_pinned or (bool(self.allocation) and not self.spec.is_preemptible)
 
 

@@ -1,4 +1,4 @@
-"""``pollux api``: any question of the HTTP interface, asked with the right address and token."""
+"""``pollux api``: sends any request to the HTTP interface, with the server's address and token."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The ``pollux`` command line: its sub-commands, and how they fail.
 
-A command's module is loaded when it is asked for, as most need little and some need the whole simulator. What
-``pollux --help`` says of it therefore stands here, too.
+A command's module is loaded when the command is used: most need little, some the whole simulator. Its text for
+``pollux --help`` is therefore here, too.
 
 Errors raised on purpose become one line on stderr and exit code 2, as bad usage does; Ctrl-C is 130. Anything else is
 a bug and keeps its traceback.

@@ -1,4 +1,4 @@
-"""``pollux dashboard``: where a browser sees the cluster, with the token in the address."""
+"""``pollux dashboard``: opens the server's web page in a browser, with the token in the address."""
 
 from __future__ import annotations
 

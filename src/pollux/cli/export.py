@@ -1,4 +1,4 @@
-"""``pollux export``: what is known of a job, for other tools. :mod:`pollux.client.tensorboard` does it."""
+"""``pollux export``: writes a job's curves and decisions for other tools, by :mod:`pollux.client.tensorboard`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``pollux logs``, ``cancel`` and ``wait``: what is done with jobs by name."""
+"""``pollux logs``, ``cancel`` and ``wait``: commands on jobs by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``pollux ls``, ``nodes``, ``drain`` and ``status``: what there is, in tables."""
+"""``pollux ls``, ``nodes``, ``drain`` and ``status``: tables of jobs and nodes, and a summary of the server."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """How far a long command is: bars on a terminal, a line on stderr now and then elsewhere, and a last word on Ctrl-C.
 
-Used by every command that simulates. What is data goes to stdout; nothing here does.
+Used by every command that simulates. Writes to stderr only.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class _TimeLeft(ProgressColumn):
 
 
 def progress_bar() -> Progress:
-    """On stderr, and only where somebody can see it move. A task with a field ``tally`` shows its time left."""
+    """On stderr, and only if that is a terminal. A task with a field ``tally`` shows its time left."""
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),

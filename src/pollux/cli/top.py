@@ -1,6 +1,6 @@
 """``pollux top``: the cluster and its jobs, live. Goes on when the server is restarted; ``q`` or Ctrl-C leaves.
 
-What is drawn is in :mod:`pollux.cli.board`; here is who asks the server, and what keys do (:class:`Screen`).
+:mod:`pollux.cli.board` draws; this module asks the server and handles keys (:class:`Screen`).
 """
 
 from __future__ import annotations

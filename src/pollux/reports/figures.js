@@ -33,7 +33,7 @@ window.Look = (() => {
     return Plotly.react(idOrElement, data, layout, {responsive: true, displaylogo: false, displayModeBar: false, ...config});
   }
 
-  /* Colours are read when a figure is drawn; whoever drew some draws them again. */
+  /* Colours are read when a figure is drawn, so figures are drawn again when they change. */
   function whenThemeChanges(draw) {
     window.matchMedia("(prefers-color-scheme: dark)").addEventListener("change", draw);
     new MutationObserver(draw).observe(document.documentElement, {attributes: true, attributeFilter: ["data-theme"]});

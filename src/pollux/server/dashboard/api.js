@@ -105,7 +105,7 @@ export async function api(path, options = {}) {
 export const post = (path, body = {}) => api(path, {method: "POST", body});
 
 /* The text of an answer that goes on, piece by piece, to `take`. Returns when it has ended. Aborts if nothing comes
-   for `silenceMs`: a connection may be dead without anybody having said so. */
+   for `silenceMs`: a connection may be dead without either side having said so. */
 export async function stream(path, take, {signal, silenceMs = 0, onOpen = () => {}} = {}) {
   const silence = new AbortController();
   let timer = null;

@@ -84,7 +84,7 @@ const decisionTable = () =>
         title: "Of the whole cluster, after the decision",
         cell: one => number(one.fitness),
       },
-      {key: "trigger", label: "Why then", class: "left words", cell: one => one.trigger},
+      {key: "trigger", label: "Trigger", class: "left words", cell: one => one.trigger},
       {key: "note", label: "Note", class: "left words", cell: one => one.note},
     ],
     keyOf: one => `${one.round}/${one.at}`,

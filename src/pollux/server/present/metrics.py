@@ -193,7 +193,7 @@ class Metrics:
         if isinstance(error, StoreError):
             self._store_errors.inc()
 
-    # Told, by anybody -------------------------------------------------------------------------
+    # Any thread may call ----------------------------------------------------------------------
 
     def took_report(self) -> None:
         self._reports.inc()
@@ -203,7 +203,7 @@ class Metrics:
         self._late.inc()
 
     def answered(self, method: str, route: str, status: int, took_s: float) -> None:
-        key = (method if method in _METHODS else "other", route, status)  # anybody may make up methods
+        key = (method if method in _METHODS else "other", route, status)  # a client may send any method
         known = self._answered.get(key)
         if known is None:
             known = self._answered[key] = self._children(*key)

@@ -320,7 +320,7 @@ class SqlStore(Database):
         return found
 
     def job_of_token(self, token_hash: str) -> str | None:
-        """Whose token this is the hash of, if anybody's."""
+        """The job whose token has this hash; None: there is none."""
         with self.reading() as connection:
             name: str | None = connection.scalar(sa.select(_secrets.c.job).where(_secrets.c.token_hash == token_hash))
         return name
