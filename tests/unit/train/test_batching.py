@@ -350,9 +350,7 @@ def test_an_unknown_policy_is_told_the_known_ones():
     with pytest.raises(UnknownNameError, match="Did you mean 'adaptive'"):
         batch_policy("adaptiv")
     for wrong in (FixedBatch, 7, object()):
-        with pytest.raises(
-            InvalidValueError, match="is not a batch policy; pass one of adaptive, fixed, linear,"
-        ):
+        with pytest.raises(InvalidValueError, match="is not a batch policy; pass one of adaptive, fixed, linear,"):
             batch_policy(wrong)  # type: ignore[arg-type]
 
 
