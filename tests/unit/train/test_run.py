@@ -136,7 +136,7 @@ def test_the_same_signal_twice_leaves_at_once():
 def test_leaving_without_a_checkpoint_dir_is_said(caplog):
     with train.init() as run, pytest.raises(Leave):
         Script(run).train(1, at_step(1, interrupt()))
-    assert "leaving without a checkpoint, as there is no checkpoint_dir" in caplog.text
+    assert "leaving without a checkpoint; pass checkpoint_dir to train.init() to have one" in caplog.text
 
 
 def test_a_finished_run_has_nothing_left_to_do_unless_asked_for_more(tmp_path):
@@ -208,7 +208,7 @@ def test_what_cannot_be_tracked_is_refused():
         with pytest.raises(InvalidValueError, match=r"int has no state_dict\(\): it cannot be tracked"):
             run.track("two", 2)
         Script(run).train(1)
-        with pytest.raises(InvalidValueError, match=r"'late' is tracked too late: call run.track before the loop"):
+        with pytest.raises(InvalidValueError, match=r"'late', ...\) was called after the loop began: call it before"):
             run.track("late", Box(1))
 
 
@@ -460,7 +460,7 @@ class Stream(IterableDataset[Any]):
         ({"batch_size": 8, "device_batch_size": (4, 2)}, r"device_batch_size \(4, 2\); it needs 1 <= smallest"),
         ({"batch_size": 8, "device_batch_size": (9, 16)}, "at least 9 exceeds max_batch_size 8"),
         ({"batch_size": 8, "policy": FixedBatch(9)}, r"fixed batch size 9; it must lie in 1\.\.8, the max batch"),
-        ({"batch_size": 8, "policy": 3}, "3 is no batch policy"),
+        ({"batch_size": 8, "policy": 3}, "3 is not a batch policy"),
         ({"batch_size": 64, "drop_last": True}, "a step of 64 examples never fits into an epoch of 37"),
         ({"batch_size": 8, "seed": -1}, "seed -1; it must be 0 or more"),
         ({"dataset": Endless()}, "Endless has no length: add __len__, pass a sampler"),
@@ -507,8 +507,11 @@ def bad_models() -> dict[str, tuple[Callable[[], tuple[Any, ...]], str]]:
 
     return {
         "optimizer of another model": (of_another, "4 of the optimizer's 4 parameters are not the model's: make the"),
-        "frozen": (frozen, "no parameter of the model requires a gradient: there is nothing to train"),
-        "scheduler of another optimizer": (scheduled, "the LR scheduler belongs to another optimizer than the one"),
+        "frozen": (frozen, "no parameter of the model requires a gradient; at least 1 is needed to train"),
+        "scheduler of another optimizer": (
+            scheduled,
+            "the LR scheduler belongs to another optimizer; make it from",
+        ),
         "parallel already": (parallel, "the model is wrapped in DataParallel already: pass the plain model"),
         "swapped": (swapped, "the model is a SGD; a torch.nn.Module is needed"),
         "no optimizer": (lambda: (small_model(), None), "the optimizer is a NoneType; a torch.optim.Optimizer is"),

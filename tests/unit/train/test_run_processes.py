@@ -66,7 +66,7 @@ def train_by_adascale() -> list[dict[str, Any]]:
             for _, x, y in loader:
                 optimizer.zero_grad()
                 loss_of(model, x, y).backward()
-                before, noise = optimizer.param_groups[0]["lr"], run._pulse.noise
+                before, noise = optimizer.param_groups[0]["lr"], run._exchange.noise
                 optimizer.step()
                 if loader.elastic.current.is_last:
                     phi = None if noise is None else noise.noise_scale_low

@@ -232,7 +232,7 @@ def test_rules_by_name_and_by_value():
     with pytest.raises(UnknownNameError, match="Did you mean 'linear'"):
         rule_for("liner", optimizer)
     for wrong in (Linear, 3.0, None):
-        with pytest.raises(InvalidValueError, match="no learning-rate rule"):
+        with pytest.raises(InvalidValueError, match="not a learning-rate rule"):
             rule_for(wrong, optimizer)
     assert list(RULES) == sorted(RULES)
 

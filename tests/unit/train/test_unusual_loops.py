@@ -145,7 +145,7 @@ def test_alone_without_a_checkpoint_a_step_that_failed_half_way_is_an_error_that
         loader = run.dataloader(Rows(80), 8, device_batch_size=8)
         model, _ = run.prepare(module, optimizer)
         fail_half_way(run, module, optimizer, at=3)
-        with pytest.raises(PeerLostError, match=r"a step failed half-way.*no checkpoint to go on from"):
+        with pytest.raises(PeerLostError, match=r"a step failed half-way.*no checkpoint to resume from"):
             for _ in run.epochs(1):
                 for _, x, y in loader:
                     with run.attempt():
@@ -376,7 +376,7 @@ def test_two_backward_passes_for_one_batch_add_up_where_nothing_is_accumulated()
 
 @pytest.mark.parametrize("device_batch", [4, 2])
 def test_two_backward_passes_for_one_batch_of_several_are_refused(device_batch):
-    with pytest.raises(InvalidValueError, match=r"backward\(\) was called twice.*add the losses up") as refused:
+    with pytest.raises(InvalidValueError, match=r"backward\(\) was called twice.*add the losses") as refused:
         two_losses(device_batch)
     assert any(entry.name == "step" for entry in refused.traceback)  # where the user's line is
 
@@ -510,8 +510,8 @@ def lose_memory_in_a_group_of_ones_own() -> tuple[str, float]:
 
 def test_trouble_in_a_process_group_of_ones_own_is_told_at_once():
     for message, waited_s in replicas(2, lose_memory_in_a_group_of_ones_own):
-        assert "the process group was made by the script" in message
-        assert "leave torch.distributed.init_process_group to train.init()" in message
+        assert "the script made the process group" in message
+        assert "let train.init() call torch.distributed.init_process_group" in message
         assert waited_s < 20.0  # and not the 50 s that a peer is waited for
 
 
@@ -781,7 +781,7 @@ def test_a_loop_without_optimizer_step_is_warned_of_once(caplog):
             for _, x, y in loader:
                 loss_of(model, x, y).backward()
     assert [record.getMessage() for record in caplog.records] == [
-        "20 batches without optimizer.step(): is it called in the loop?"
+        "20 batches without optimizer.step(); call it in the loop"
     ]
 
 
