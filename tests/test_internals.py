@@ -104,8 +104,7 @@ def test_pages_say_who_is_meant(page: Path) -> None:
     assert not [match[0] for match in VAGUE.finditer(text)]
 
 
-# The modules of ``train`` are left out: their prose is being written anew.
-MODULES = [path for path in sorted(SOURCE.rglob("*.py")) if "train" not in path.relative_to(SOURCE).parts]
+MODULES = sorted(SOURCE.rglob("*.py"))
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(SOURCE)))

@@ -14,6 +14,7 @@ import torch
 from pollux.train import output_error
 from pollux.train.batching import SAME_RATE, BatchChoice, shape_of
 from pollux.train.data import Pass
+from pollux.train.encoding import sendable
 from pollux.train.gradients import WHOLE_STEP, Norms, PassPlan
 from pollux.train.norm_layers import NormSample
 from pollux.train.position import Step
@@ -40,6 +41,7 @@ CAUGHT_UP = 0.9  # share of the rule's rate at which a larger batch counts as fu
 EARNING_STEPS = 50.0  # steps over which the earned share is averaged; fewer let one step's rate move the batch
 
 
+@sendable
 @dataclass(frozen=True, slots=True)
 class BatchChange:
     """A batch that rank 0 asks all ranks to change to.

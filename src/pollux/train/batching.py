@@ -26,6 +26,7 @@ import numpy as np
 from pollux.errors import InvalidValueError, UnknownNameError
 from pollux.model.goodput import corrected_times, fixed_batch
 from pollux.model.profile import Timing
+from pollux.train.encoding import sendable
 from pollux.train.position import StepShape
 from pollux.train.progress import earned_gain, gain_of
 from pollux.types import BatchConfig, BatchLimits, ThroughputParams
@@ -39,6 +40,10 @@ ROUNDING = 1e-6  # of a logarithm: 2.9999999 doublings count as 3
 LEAST_RATE_SHARE = 1e-9  # a schedule that ends at rate 0 must not ask for an infinite batch
 
 
+sendable(BatchConfig)
+
+
+@sendable
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchChoice:
     """m, s, and the total batch M <= K·m·(s+1)."""

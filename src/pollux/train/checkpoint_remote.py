@@ -67,7 +67,7 @@ _SHORTEST_SECRET = 6  # characters; shorter values also occur in ordinary words
 Answer = TypeVar("Answer")
 
 
-class _Entry(TypedDict, total=False):
+class _Listed(TypedDict, total=False):
     """A file or folder in fsspec's listings; stores add more."""
 
     name: str
@@ -262,13 +262,13 @@ class RemoteStorage:
         names = (str(entry["name"]).rstrip("/").rpartition("/")[2] for entry in self._list(self._path or "/"))
         return [name for name in names if CHECKPOINT.fullmatch(name)]
 
-    def _files(self, name: str) -> dict[str, _Entry]:
+    def _files(self, name: str) -> dict[str, _Listed]:
         """The files under a name: the store's information by file name."""
         entries = self._list(self._at(name))
         return {str(entry["name"]).rpartition("/")[2]: entry for entry in entries if entry["type"] != "directory"}
 
-    def _list(self, path: str) -> list[_Entry]:
-        def listed() -> list[_Entry]:
+    def _list(self, path: str) -> list[_Listed]:
+        def listed() -> list[_Listed]:
             self._fs.invalidate_cache()  # other processes write here too
             return list(self._fs.ls(path, detail=True))
 

@@ -37,7 +37,7 @@ from pollux.train.run_state import RunState
 from pollux.train.scaling import ScalingRule
 from pollux.train.session import Session
 from pollux.train.sources import length_of
-from pollux.train.state import Stateful
+from pollux.train.state import Stateful, flatten
 from pollux.train.step_exchange import StepExchange
 from pollux.train.team import Team
 from pollux.train.trainee import Trainee
@@ -266,6 +266,7 @@ class Run:
                 raise InvalidValueError(f"{type(stateful).__name__} has no {method}(): it cannot be tracked")
         if self._session.is_started:
             raise InvalidValueError(f"run.track({name!r}, ...) was called after the loop began: call it before")
+        flatten({name: stateful.state_dict()})  # what cannot be saved is told now, not at the first checkpoint
         self._tracked[name] = stateful
 
     # --- training -----------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ small and becomes bytes. Restarts and resizes use the same form, so they keep th
 from __future__ import annotations
 
 import hashlib
-import io
 import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +18,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+
+from pollux.train.encoding import decode, encode, sendable
 
 CHUNK_BYTES = 64 * 2**20  # of a broadcast message: smaller ones send more messages, larger ones need more memory
 
@@ -41,6 +42,7 @@ class RandomState(TypedDict):
     device: Tensor | None
 
 
+@sendable
 @dataclass(frozen=True, slots=True)
 class TensorName:
     """Replaces a tensor in the tree."""
@@ -70,9 +72,7 @@ def flatten(tree: object) -> FlatState:
             return {key: strip(child, f"{path}/{key}") for key, child in node.items()}
         return node
 
-    buffer = io.BytesIO()
-    torch.save(strip(tree, "state"), buffer)
-    return FlatState(tensors, buffer.getvalue())
+    return FlatState(tensors, encode(strip(tree, "state"), "state"))
 
 
 def unflatten(state: FlatState) -> Any:
@@ -85,8 +85,7 @@ def unflatten(state: FlatState) -> Any:
             return {key: fill(child) for key, child in node.items()}
         return node
 
-    # Users may track any type. The bytes come from our own group or checkpoint, so they are trusted.
-    return fill(torch.load(io.BytesIO(state.blob), weights_only=False))
+    return fill(decode(state.blob))
 
 
 def signature_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import pickle
 import threading
 import traceback
 from collections.abc import Iterator
@@ -23,10 +22,12 @@ from torch.distributed import distributed_c10d
 
 from pollux.errors import MembershipError, PeerLostError
 from pollux.membership.store import Group
+from pollux.train.encoding import decode, encode
 
 FORM_TIMEOUT_S = 4.0  # members are known to be there when they connect; one that dies in between costs this
 END_TIMEOUT_S = 5.0
 POLL_S = 0.2
+MAX_MESSAGE_BYTES = 1 << 30  # of what replicas tell each other beside tensors: more than any order of a dataset takes
 
 logger = logging.getLogger(__name__)
 
@@ -139,13 +140,15 @@ class Team:
         """``source``'s value, on every rank. Raises BrokenGroup."""
         if self.size == 1:
             return value
-        data = bytearray(pickle.dumps(value)) if self.rank == source else bytearray()
+        data = bytearray(encode(value, "a message to the other replicas")) if self.rank == source else bytearray()
         size = torch.tensor([len(data)])
         self.broadcast(size, source)
         if self.rank != source:
+            if not 0 < int(size) <= MAX_MESSAGE_BYTES:
+                raise BrokenGroup(f"rank {source} announces a message of {int(size)} bytes")
             data = bytearray(int(size))
         self.broadcast(torch.frombuffer(data, dtype=torch.uint8), source)
-        return value if self.rank == source else pickle.loads(data)
+        return value if self.rank == source else decode(data)
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """``source``'s values into the tensor of every rank. Raises BrokenGroup."""
