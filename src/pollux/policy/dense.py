@@ -42,7 +42,7 @@ class Budget:
             self.left[accelerator] -= allocation.num_slots
 
     def admit(self, job: JobView, demand: int) -> str | None:
-        """Promise ``demand`` slots of one type: that which the job sits on, else the one with the most left."""
+        """Promise ``demand`` slots of one type: the type that the job is on, else the one with most left."""
         fitting = [name for name, left in self.left.items() if may_use(job, name) and demand <= left]
         if not fitting:
             return None
@@ -54,7 +54,7 @@ class Budget:
 
 
 def settle(snapshot: Snapshot, keeps: Callable[[JobView], bool] = lambda job: False) -> tuple[dict[str, int], Budget]:
-    """What jobs have that must not be changed or that ``keeps`` says stay as they are, and what they leave."""
+    """Replica counts of fixed jobs and of jobs for which ``keeps(job)`` is true, and the slots that are left."""
     budget = Budget(snapshot)
     staying = [job for job in snapshot.jobs if job.is_fixed or keeps(job)]
     for job in staying:
@@ -162,7 +162,7 @@ class FreeSlots:
 def place_counts(
     nodes: Sequence[Node], jobs: Sequence[JobView], counts: Mapping[str, int], types: Mapping[str, str] | None = None
 ) -> dict[str, Allocation]:
-    """Keep jobs whose count (and type, where ``types`` names one) is what they hold; place the others on what is free.
+    """Keep jobs that hold their count already (and of the type in ``types``); place the others on free slots.
 
     In the order of ``jobs``; a job without a type goes where most is free. A job that does not fit gets nothing.
     """

@@ -1,6 +1,6 @@
 """What baselines need to know of a job at its requested batch size: step time, load and steps left.
 
-The oracle answers in a simulation, the fitted model elsewhere. All baselines that estimate call it.
+The oracle answers in a simulation, the fitted model on a live cluster. All baselines that estimate use this module.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """All the replicas that a job asked for, or none: turns an order of jobs into a plan.
 
-Used by the policies that queue jobs (fifo, srtf, tiresias, las, gittins).
+Used by the policies that queue jobs.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pollux.types import JobView, Plan, Snapshot
 
 
 def demand(job: JobView) -> int:
-    """The replicas that the user asked for, within the job's bounds; where nothing was said, the least of these."""
+    """The replicas that the user asked for, within the job's bounds; otherwise ``min_replicas``."""
     spec = job.spec
     return min(max(spec.requested_replicas or spec.min_replicas, spec.min_replicas), spec.max_replicas)
 
@@ -26,9 +26,9 @@ def gang_plan(
 ) -> Plan:
     """In this order, every job that still fits gets what it asked for, all on one accelerator type.
 
-    Jobs that must not be changed and those that ``keeps`` says have what they hold before that. Without
-    ``lets_overtake`` a job that has to wait closes the types it waits for to all behind it; one that asks for more
-    than any type has holds up no other job.
+    Fixed jobs, and jobs for which ``keeps(job)`` is true, keep their allocation and are counted first. Without
+    ``lets_overtake`` no job behind one that waits gets slots of a type that the waiting job could use. A job that asks
+    for more than any type has holds up no other job.
     """
     counts, budget = settle(snapshot, keeps)
     types: dict[str, str] = {}

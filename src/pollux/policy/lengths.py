@@ -1,10 +1,10 @@
 """Estimates how long jobs are that have not declared it, from ended jobs of the same application.
 
 The Pollux policy uses it with ``weights="learnt"`` and ``"remaining"``. Training runs come again and again, and the
-same application tends to take about as much service (slots held times seconds held). For a job that has had service a,
-the rest is what ended jobs that took more had left at a, on average: the mean residual life, akin to Gittins' index
-(:mod:`pollux.policy.gittins`). A job that has outlasted all known ones counts as half done. For an application
-without an ended job there is no estimate.
+same application tends to take about as much service (slots held times seconds held). A job that has had some service
+is expected to need what longer ended jobs still needed at that point, on average: the mean residual life, akin to
+Gittins' index (:mod:`pollux.policy.gittins`). A job that has outlasted all known ones counts as half done, and needs at
+least one slot-second; so does every job of an application without an ended job.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Lengths:
         self._present = now
 
     def left(self, jobs: Sequence[JobView]) -> FloatArray:
-        """(num_jobs,) slot-seconds that each is likely to need yet; nan where nothing is known."""
+        """(num_jobs,) slot-seconds that each is likely to need yet."""
         return np.array([self._left(job) for job in jobs], dtype=float)
 
     def _left(self, job: JobView) -> float:

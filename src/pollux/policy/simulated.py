@@ -1,6 +1,7 @@
 """What only simulated jobs have: an oracle that knows the truth, and slots shared with another job.
 
-Policies that need either say so (``needs_oracle``, ``shares_slots``) and cannot run on a live cluster. The simulator
+A policy that cannot do without one of them declares ``needs_oracle`` or ``shares_slots``, and cannot run on a live
+cluster. The simulator
 makes the views and carries out the allocations (:mod:`pollux.simulator.slot_sharing`).
 """
 

@@ -408,7 +408,11 @@ class JobManager:
     def _note_of(self, entry: _Entry) -> str:
         if entry.end is not None or entry.is_stopping:
             return ""
-        return entry.shortage or ("" if entry.is_placed else "waits for slots that others have not left yet")
+        return entry.shortage or (
+            ""
+            if entry.is_placed
+            else "waits for slots: other replicas have not left them yet, or its node has fewer slots now"
+        )
 
     # --- ends that no engine has acknowledged yet ------------------------------------------------------------------
 

@@ -146,7 +146,10 @@ def test_slots_of_leavers_are_waited_for(cluster):
     cluster.resize("a", 2, ("node-0", 1))
     cluster.start("b", 1, ("node-0", 2))
     assert cluster.drain() == [("runs", "a", 1), ("runs", "a", 2)]
-    assert cluster.manager.state()[1]["note"] == "waits for slots that others have not left yet"
+    assert (
+        cluster.manager.state()[1]["note"]
+        == "waits for slots: other replicas have not left them yet, or its node has fewer slots now"
+    )
     cluster.leave("a")
     assert cluster.numbers("b") == [1, 2]
     assert cluster.drain() == [("runs", "b", 1)]
