@@ -343,6 +343,19 @@ def test_where_the_server_is_looked_for(service: Service, here: Path, monkeypatc
     assert "secret" not in repr(found)
 
 
+def test_a_local_token_is_not_sent_to_another_server(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A URL in a message or a script must not collect the operator's token."""
+    directory = service.config.data_directory
+    own = find_address(None, None, directory).token
+    monkeypatch.setenv("POLLUX_DATA", str(directory))
+    assert find_address(service.url, None, None).token == own  # the server of that directory
+    assert find_address(f"{service.url}/", None, None).token == own
+    for url in ("http://192.0.2.7:7077", "https://evil.example", service.url.replace("http", "https")):
+        with pytest.raises(AccessDeniedError, match=r"no token for .*; set POLLUX_TOKEN"):
+            find_address(url, None, None)
+        assert find_address(url, None, directory).token == own  # as the caller says
+
+
 def test_nobody_listens_there() -> None:
     with (
         Client(url="http://127.0.0.1:9", token="x") as client,

@@ -66,13 +66,16 @@ def find_address(url: str | None, token: str | None, data_directory: str | Path 
     if url is not None:
         if not _is_url(url):
             raise InvalidValueError(f"server {url!r}; a URL is needed, as in http://127.0.0.1:7077")
-        token = token or os.environ.get(TOKEN_VARIABLE) or _read_token(directory)
+        url = url.rstrip("/")
+        # A token found by chance goes only to the server that it is of: any other could be a thief's.
+        is_of_it = data_directory is not None or url == str((read_server_file(directory) or {}).get("url")).rstrip("/")
+        token = token or os.environ.get(TOKEN_VARIABLE) or (_read_token(directory) if is_of_it else "")
         if not token:
             raise AccessDeniedError(
                 f"no token for {url}; set {TOKEN_VARIABLE} to the operator's (the server's data directory has it in "
                 f"the file {TOKEN_FILE!r}), or name the data directory"
             )
-        return Address(url=url.rstrip("/"), token=token)
+        return Address(url=url, token=token)
     told = read_server_file(directory)
     if not (told and isinstance(told.get("url"), str) and is_alive(told.get("pid"))):
         raise ServerNotFoundError(no_server_in(directory))

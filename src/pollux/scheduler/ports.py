@@ -85,7 +85,7 @@ class JobStopped:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobEnded:
-    """A job is over, or one of its processes crashed beyond what survivors could mend."""
+    """A job is over: it succeeded, was cancelled, or failed more often than it may."""
 
     job: str
     state: JobState

@@ -15,7 +15,10 @@ _HISTORY_LENGTH = 64  # transitions kept for an error message; a job makes a few
 
 @dataclass(slots=True, kw_only=True)
 class JobRecord:
-    """Mutable. Owned by the scheduler loop, which alone writes to it."""
+    """What the scheduler knows of a job. Mutable; only the scheduler loop writes to it.
+
+    Stored field by field: a new field needs a new SCHEMA_VERSION (``server/storage/database.py``).
+    """
 
     spec: JobSpec
     sequence: int  # order of submission

@@ -153,7 +153,7 @@ class ElasticJob:
         self._result: int | None = None
         self._held_since: float | None = None
         self.crashes: list[str] = []  # who crashed, and how, since the beginning
-        self._crashes: list[_Crash] = []  # of the last minutes, the first of each formed generation
+        self._recent_crashes: list[_Crash] = []  # of the last minutes, the first of each formed generation
         self.events: list[JobEvent] = []
         self.failure = ""
 
@@ -402,10 +402,14 @@ class ElasticJob:
             return
         if len(survivors) + len(crashed) < len(self._members) and self._finish_by is None:
             self._finish_by = time.monotonic() + self._finish_grace_s
-        if len(self._crashes) > self._max_restarts:
-            first = self._crashes[0].process
-            num_times = "" if self._max_restarts == 0 else f", the first of {len(self._crashes)} crashes in a row"
-            self._fail(f"{first.member.replica_id} (rank {self._crashes[0].rank}) {self._how(first)}{num_times}", first)
+        if len(self._recent_crashes) > self._max_restarts:
+            first = self._recent_crashes[0].process
+            num_times = (
+                "" if self._max_restarts == 0 else f", the first of {len(self._recent_crashes)} crashes in a row"
+            )
+            self._fail(
+                f"{first.member.replica_id} (rank {self._recent_crashes[0].rank}) {self._how(first)}{num_times}", first
+            )
         elif not survivors:
             self._restart(crashed)
         elif crashed or broken_leavers:
@@ -423,11 +427,11 @@ class ElasticJob:
     def _remember_crash(self, process: _ElasticReplica) -> None:
         """An exception of the script, not a signal: starting it again may not help."""
         code, now = process.exit_code or 0, time.monotonic()
-        self._crashes = [crash for crash in self._crashes if now - crash.at < CRASH_WINDOW_S]
-        is_known = any(crash.formed == self._formed for crash in self._crashes)
+        self._recent_crashes = [crash for crash in self._recent_crashes if now - crash.at < CRASH_WINDOW_S]
+        is_known = any(crash.formed == self._formed for crash in self._recent_crashes)
         if code > 0 and code != STOPPED_CODE and not is_known and not self._is_excused(process):
             rank = self._members.index(process)
-            self._crashes.append(_Crash(at=now, formed=self._formed, rank=rank, process=process))
+            self._recent_crashes.append(_Crash(at=now, formed=self._formed, rank=rank, process=process))
 
     def _is_excused(self, process: _ElasticReplica) -> bool:
         excuse = "its starter ended" if process.handle.is_orphan else self._excuse()
@@ -436,7 +440,7 @@ class ElasticJob:
         return bool(excuse)
 
     def _restart(self, crashed: list[_ElasticReplica]) -> None:
-        first = next((crash.process for crash in self._crashes if crash.process in crashed), crashed[0])
+        first = next((crash.process for crash in self._recent_crashes if crash.process in crashed), crashed[0])
         if self._trained_since is not None and time.monotonic() - self._trained_since > CRASH_WINDOW_S:
             self._num_restarts = 0
         self._num_restarts += not any(self._is_excused(process) for process in crashed)

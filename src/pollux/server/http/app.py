@@ -42,8 +42,8 @@ def create_app(
         version=__version__,
         description=DESCRIPTION,
         openapi_url="/api/v1/openapi.json",
+        docs_url=None,  # FastAPI's pages run scripts of another host, beside the token that this origin keeps
         redoc_url=None,
-        swagger_ui_oauth2_redirect_url=None,
         redirect_slashes=False,
     )
     app.state.cluster, app.state.access, app.state.shutdown = cluster, access, shutdown

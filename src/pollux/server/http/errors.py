@@ -96,7 +96,7 @@ async def _on_http_error(request: Request, error: Exception) -> Response:
     path, headers = request.scope["path"], dict(error.headers or {})
     if "Allow" in headers:  # it names the methods of one route, and a path may have several
         headers["Allow"] = ", ".join(_methods(request.app.openapi()["paths"], path)) or headers["Allow"]
-    message = f"{request.method} {path}: {error.detail}; see /docs for what there is"
+    message = f"{request.method} {path}: {error.detail}; see /api/v1/openapi.json for what there is"
     return refuse(error.status_code, kind, message, headers)
 
 

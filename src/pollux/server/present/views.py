@@ -71,7 +71,7 @@ class KnownJob:
 
 
 def job_summary(job: KnownJob, now: float, *, reason: str = "", note: str = "") -> JobSummary:
-    """``reason`` replaces what the record says."""
+    """A job as it is at ``now``. ``reason`` and ``note`` say why it waits; a reason replaces that of the record."""
     record, request, report = job.record, job.request, job.report or _BLANK
     has_report = job.report is not None
     spec = (

@@ -328,7 +328,7 @@ class SqlStore(Database):
     # Inside -----------------------------------------------------------------------------------
 
     def _append_transitions(self, connection: sa.Connection, record: JobRecord) -> None:
-        """Those of the record's history that are not stored yet; it holds the last ones only, and so do we look."""
+        """Store the transitions of the record's history that are not stored yet. It holds the last ones only."""
         if not record.history:
             return
         history = [(t.at, t.source.value, t.target.value, _storable(t.reason)) for t in record.history]

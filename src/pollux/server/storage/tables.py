@@ -1,6 +1,6 @@
 """The tables of a server's database. :mod:`pollux.server.storage.store` fills and reads them.
 
-A change here needs a new ``SCHEMA_VERSION`` in :mod:`pollux.server.storage.database`.
+A change here, or of a record that is stored, needs a new ``SCHEMA_VERSION`` in :mod:`pollux.server.storage.database`.
 """
 
 from __future__ import annotations
