@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "engines": {"membership", "api", "scheduler", "model", "types", "errors", "version"},
     "server": {"reports", "engines", "api", "scheduler", "policy", "model", "types", "errors", "version"},
     "client": {"api", "errors", "version"},
+    "testing": {"scheduler", "policy", "types"},
     "cli": {
         *("client", "server", "engines", "api", "simulator", "reports", "evaluation"),
         *("scheduler", "policy", "model", "types", "errors", "version"),
@@ -60,6 +61,8 @@ ONLY_IN = {
     "httpx": ("client",),
     "pynvml": ("engines/processes/devices",),
     "ray": ("engines/ray",),
+    "pytest": ("testing",),
+    "hypothesis": ("testing",),
 }
 
 

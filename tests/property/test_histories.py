@@ -18,9 +18,9 @@ from pollux.policy import Policy, make_policy, policy_names
 from pollux.policy.simulated import SimulatedJobView
 from pollux.scheduler.nodes import placeable
 from pollux.scheduler.reconcile import verify_plan
+from pollux.testing.snapshots import LIMITS, PARAMS, TYPES
 from pollux.types import NO_ALLOCATION, UNBOUNDED_REPLICAS, Allocation, BatchLimits, JobSpec, JobView, Node
 from tests.oracles import SLOTS, Perfect
-from tests.snapshots import LIMITS, PARAMS, TYPES
 
 NUM_ROUNDS = 4
 BATCHES = (

@@ -18,9 +18,9 @@ from pollux.policy.placement import PlacementProblem
 from pollux.policy.pollux import PolluxPolicy
 from pollux.policy.round import RoundProblem
 from pollux.policy.speedups import speedup_tables
+from pollux.testing.snapshots import PARAMS, make_job, make_mixed, snapshots
 from pollux.types import NO_ALLOCATION, Allocation, Snapshot
 from tests.property.brute_force import least_cost
-from tests.snapshots import PARAMS, make_job, make_mixed, snapshots
 
 
 def problems_of(snapshot: Snapshot) -> RoundProblem:

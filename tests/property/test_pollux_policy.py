@@ -15,9 +15,9 @@ from pollux.policy.pollux import PolluxPolicy
 from pollux.policy.round import RoundProblem, move_factor
 from pollux.policy.solver import solve
 from pollux.policy.speedups import max_replicas, speedup_tables
+from pollux.testing.snapshots import LIMITS, PARAMS, make_job, make_mixed, make_nodes, snapshots
 from pollux.types import Allocation, Plan, Snapshot
 from tests.property.brute_force import least_cost
-from tests.snapshots import LIMITS, PARAMS, make_job, make_mixed, make_nodes, snapshots
 
 settings_of_interest = st.builds(
     PolicySettings,

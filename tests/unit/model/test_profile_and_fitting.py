@@ -15,8 +15,8 @@ from pollux.model import fitting
 from pollux.model.fitting import LOWER_BOUND, fit
 from pollux.model.profile import Configuration, Observations, Profile, Timing
 from pollux.model.throughput import grad_s, iteration_s
+from pollux.testing.snapshots import params
 from pollux.types import ThroughputParams
-from tests.snapshots import params
 
 SHAPES = [(1, 1), (1, 2), (1, 4), (2, 2), (2, 4), (2, 8), (4, 16)]
 

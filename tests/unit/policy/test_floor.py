@@ -12,9 +12,9 @@ from pollux.policy import make_policy
 from pollux.policy.floor import Floor
 from pollux.policy.simulated import GuestAllocation, host_of
 from pollux.scheduler.reconcile import verify_plan
+from pollux.testing.snapshots import make_job, make_nodes
 from pollux.types import Allocation, JobView, Node, Plan, Snapshot
 from tests.oracles import SLOTS, Perfect
-from tests.snapshots import make_job, make_nodes
 
 TWO = Allocation.of(("n0", 2))
 

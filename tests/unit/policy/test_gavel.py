@@ -7,8 +7,8 @@ import pytest
 
 from pollux.policy import make_policy
 from pollux.policy.gavel import max_min_shares
+from pollux.testing.snapshots import make_job, make_mixed, make_nodes
 from pollux.types import Allocation, JobView, Node, Plan, Snapshot
-from tests.snapshots import make_job, make_mixed, make_nodes
 
 
 @dataclasses.dataclass

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from pollux.policy import PolicySettings, make_policy
 from pollux.policy.configurations import Layout, Placer
 from pollux.policy.sia import allowed_counts, move_factor
+from pollux.testing.snapshots import PARAMS, make_job, make_mixed, make_nodes
 from pollux.types import NO_ALLOCATION, Allocation, JobView, Node, Plan, Snapshot
-from tests.snapshots import PARAMS, make_job, make_mixed, make_nodes
 
 
 def layout(*num_slots: int, fixed: tuple[Allocation, ...] = ()) -> Layout:

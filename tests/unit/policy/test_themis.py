@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from pollux.policy import make_policy
 from pollux.policy import themis as module
 from pollux.policy.themis import LEASE_S, Bid
+from pollux.testing.snapshots import make_job, make_nodes
 from pollux.types import Allocation, JobView, Plan, Snapshot
 from tests.oracles import Perfect
-from tests.snapshots import make_job, make_nodes
 
 
 def job(name: str, *, left: float, age_s: float = 0.0, replicas: int = 4, **fields: object) -> JobView:

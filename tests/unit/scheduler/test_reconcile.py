@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from pollux.errors import InvalidPlanError
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.reconcile import Actual, Resize, Start, Stop, reconcile, verify_plan
+from pollux.testing.snapshots import make_job, make_nodes, snapshots
 from pollux.types import NO_ALLOCATION, Allocation, JobSpec, Node, Plan, Snapshot
-from tests.snapshots import make_job, make_nodes, snapshots
 
 NODES = make_nodes(2)
 ONE, TWO = Allocation.of(("n0", 4)), Allocation.of(("n1", 4))
