@@ -7,12 +7,13 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, note, settings
+from hypothesis import HealthCheck, Phase, given, note
 from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 
 from pollux.engines.processes.fork_server import ForkServer
+from pollux.testing.examples import examples
 from tests.e2e.jobs import Bench, pump_for
 
 Event = tuple[str, int, float]  # what, a number for it, seconds before it
@@ -45,8 +46,8 @@ def train_through(bench: Bench, num_epochs: int, num_replicas: int, events: Iter
 
 
 @given(num_replicas=st.integers(1, 4), events=st.lists(EVENTS, min_size=3, max_size=7))
-@settings(
-    max_examples=8,
+@examples(
+    8,
     derandomize=True,
     database=None,
     deadline=None,

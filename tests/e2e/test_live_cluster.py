@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.e2e.cluster import LiveCluster
-from tests.thorough import some_of
+from tests.long import long
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 EPOCHS = 10  # of 20 steps: with 0.3 s each a minute, unless it is told to hurry
@@ -117,8 +117,9 @@ def test_what_a_killed_server_leaves_can_be_ended_and_goes_on_later(cluster: Liv
     cluster.check_ledger("one", EPOCHS)
 
 
-def test_a_server_killed_at_any_moment_loses_nothing(cluster: LiveCluster) -> None:
-    for delay_s in some_of([0.15, 1.5, 0.0, 0.6], 2):  # before they start, while they grow, ...
+@pytest.mark.parametrize("delays_s", [(0.15, 1.5), pytest.param((0.0, 0.6), marks=long)])
+def test_a_server_killed_at_any_moment_loses_nothing(cluster: LiveCluster, delays_s: tuple[float, ...]) -> None:
+    for delay_s in delays_s:  # before they start, while they grow, ...
         names = [f"{name}-after-{delay_s:g}-s" for name in ("one", "two")]
         for name in names:
             cluster.submit_ledger(name)

@@ -5,30 +5,19 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 
-from hypothesis import HealthCheck, currently_in_test_context, given, note, settings
+from hypothesis import HealthCheck, currently_in_test_context, given, note
 from hypothesis import strategies as st
 
 from pollux.policy import Policy
 from pollux.scheduler.nodes import SlotRules
 from pollux.scheduler.reconcile import verify_plan
+from pollux.testing.examples import examples
 from pollux.testing.snapshots import make_job, make_mixed, make_nodes, snapshots
 from pollux.types import Plan, Snapshot
 
 CASES = st.one_of(snapshots(), snapshots(mixed=True))
-
-
-PLAIN_EXAMPLES = 100  # of hypothesis, where no profile says otherwise
-
-
-def examples(number: int) -> settings:
-    """So many, or fewer (more) where the loaded profile asks for fewer (more) than hypothesis does by itself."""
-    loaded = settings()
-    return settings(
-        max_examples=max(1, number * loaded.max_examples // PLAIN_EXAMPLES),
-        deadline=None,
-        # Differing executors: several classes inherit one test, each with policies of its own.
-        suppress_health_check=[*loaded.suppress_health_check, HealthCheck.too_slow, HealthCheck.differing_executors],
-    )
+# Differing executors: several classes inherit one test, each with policies of its own.
+ALLOWED = [HealthCheck.too_slow, HealthCheck.differing_executors]
 
 
 def apply_plan(snapshot: Snapshot, plan: Plan) -> Snapshot:
@@ -67,14 +56,14 @@ class PolicyConformance:
             policy.reset()
             yield policy
 
-    @examples(150)
+    @examples(150, deadline=None, suppress_health_check=ALLOWED)
     @given(CASES)
     def test_plans_can_be_carried_out(self, snapshot: Snapshot) -> None:
         """No node over capacity, bounds and types kept, nodes known, pinned and non-preemptible jobs untouched."""
         for policy in self.fresh_policies():
             verify_plan(snapshot, policy.decide(snapshot), self.slot_rules)
 
-    @examples(100)
+    @examples(100, deadline=None, suppress_health_check=ALLOWED)
     @given(CASES)
     def test_deciding_again_on_an_applied_plan_moves_nothing(self, snapshot: Snapshot) -> None:
         for policy in self.fresh_policies():
@@ -84,14 +73,14 @@ class PolicyConformance:
                 job.name: job.allocation for job in applied.jobs
             }, policy.name
 
-    @examples(40)
+    @examples(40, deadline=None, suppress_health_check=ALLOWED)
     @given(CASES)
     def test_same_snapshot_same_plan(self, snapshot: Snapshot) -> None:
         """Two instances, so that nothing outside of them is used: no clock, no global random state."""
         for first, second in zip(self.fresh_policies(0), self.fresh_policies(1), strict=True):
             assert first.decide(snapshot).allocations == second.decide(snapshot).allocations, first.name
 
-    @examples(40)
+    @examples(40, deadline=None, suppress_health_check=ALLOWED)
     @given(CASES, CASES)
     def test_other_snapshots_before_do_no_harm_and_are_forgotten(self, before: Snapshot, snapshot: Snapshot) -> None:
         """A policy may remember jobs and nodes that are gone: its plans stay valid, and reset clears its memory."""

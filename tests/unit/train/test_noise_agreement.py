@@ -13,7 +13,6 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -45,7 +44,7 @@ SHAPES = {  # by name: K, m
 State = dict[str, Any]
 
 
-def example(name: str) -> ModuleType:
+def example(name: str) -> Any:
     path = Path(__file__).resolve().parents[3] / "examples" / f"{name}.py"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
