@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 from pathlib import Path
@@ -50,7 +51,29 @@ RAY = (
 )
 # Files of a minute, whose tests share a server.
 SLOW_FILES = ("browser/test_dashboard.py", "unit/cli/test_cluster_commands.py", "unit/engines/local/test_supervisor.py")
+# What the tests of a folder or file import at once, by the extra that brings it. The others skip themselves.
+NEEDS = {
+    "browser": "fastapi",
+    "e2e": "psutil",
+    "unit/cli": "typer",
+    "unit/engines": "psutil",
+    "unit/server": "fastapi",
+    "unit/test_client.py": "fastapi",
+    "unit/test_tensorboard.py": "fastapi",
+    "unit/train": "torch",
+}
+MISSING = {place: name for place, name in NEEDS.items() if importlib.util.find_spec(name) is None}
 MOST_WORKERS = 12  # with more, the longest test decides how long it takes
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """With the core alone, or with some extras: what needs more is left out."""
+    return True if collection_path.relative_to(TESTS).as_posix() in MISSING else None
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for place, name in MISSING.items():
+        terminalreporter.write_line(f"left out: tests/{place}, as {name} is not installed")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -162,6 +162,7 @@ def test_membership_is_free_of_torch_until_a_store_is_opened():
 
 def test_engines_load_torch_nowhere_but_in_stores_and_fork_servers():
     """Fixed jobs must not wait for it, nor may the server."""
+    pytest.importorskip("psutil")
     code = (
         "import sys, pollux.engines.local.engine, pollux.engines.local.supervisor;"
         "import pollux.engines.processes.job_factory, pollux.engines.ray.engine;"
