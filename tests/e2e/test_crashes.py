@@ -18,7 +18,7 @@ pytest.importorskip("torch")
 from pollux.engines.processes import elastic
 from pollux.engines.processes.elastic import ElasticJob
 from tests.e2e.jobs import SCRIPTS, Bench, is_formed, of_kind, pump_for, pump_until
-from tests.long import first_of
+from tests.long import first_of, long
 
 NUM_KILLS = 10  # in each run
 
@@ -101,7 +101,7 @@ def test_a_sum_that_not_all_replicas_got(bench: Bench) -> None:
     bench.check_ledger(2, job)
 
 
-@pytest.mark.parametrize("rank", [0, 2])
+@pytest.mark.parametrize("rank", first_of([0, 2]))
 def test_a_frozen_member_is_left_behind(bench: Bench, rank: int) -> None:
     """Its connections stay open and its collectives never end: only the owner can tell, by naming it as lost."""
     job = bench.start(3, args=["--epochs", 12, "--step-s", 0.005], replace_lost=False)
@@ -127,6 +127,7 @@ def test_a_frozen_member_is_left_behind(bench: Bench, rank: int) -> None:
     bench.check_ledger(12, job)
 
 
+@long
 def test_a_member_that_is_frozen_while_a_group_forms_is_left_behind(bench: Bench) -> None:
     job = bench.start(2, args=["--epochs", 20, "--step-s", 0.005])
     pump_until(bench, job, lambda: bench.step() >= 5)
@@ -159,6 +160,7 @@ def test_the_last_survivor_of_a_group_that_was_re_forming_goes_on_alone(bench: B
     assert job.num_restarts == 0 and min(row.step for row in rows if row.generation > 1) >= step
 
 
+@long
 def test_who_cannot_recover_leaves_for_the_last_checkpoint(bench: Bench) -> None:
     """One member freezes, nobody says so: the others give up in bounded time, and all start again."""
     args = ["--epochs", 20, "--step-s", 0.01, "--save-s", 0.2, "--timeout-s", 4.0]

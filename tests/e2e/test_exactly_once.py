@@ -15,6 +15,7 @@ pytest.importorskip("torch")
 from pollux.engines.processes.fork_server import ForkServer
 from pollux.testing.examples import examples
 from tests.e2e.jobs import Bench, pump_for
+from tests.long import long
 
 Event = tuple[str, int, float]  # what, a number for it, seconds before it
 
@@ -66,6 +67,7 @@ def test_exactly_once(
 
 
 @pytest.mark.parametrize("seed", [11])
+@long
 def test_exactly_once_through_many_events(tmp_path: Path, fork_server: ForkServer, seed: int) -> None:
     chance = random.Random(seed)
     kinds = chance.choices(["resize", "kill", "preempt"], [3, 3, 1], k=30)

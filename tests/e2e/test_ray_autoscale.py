@@ -27,7 +27,7 @@ from pollux.api.job import StateChange
 from pollux.engines.ray.engine import RayEngine, RaySettings
 from pollux.types import Node
 from tests.e2e.cluster import LiveCluster
-from tests.long import first_of, long
+from tests.long import long
 from tests.ray_cluster import RayCluster
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs fork and /proc")
@@ -109,13 +109,14 @@ class ScaledRay(RayCluster):
         assert not self.processes()
 
 
-@pytest.fixture(params=first_of(["v2", "v1"]))
+@pytest.fixture(params=["v2", "v1"])
 def scaled(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[ScaledRay]:
     """Ray has two auto-scalers: KubeRay and ``ray up`` take the second today, all else the first."""
     with ScaledRay(tmp_path, is_v2=request.param == "v2") as cluster:
         yield cluster
 
 
+@long
 def test_the_cluster_grows_with_its_jobs_and_shrinks_when_they_end(scaled: ScaledRay, tmp_path: Path) -> None:
     sizing = {"autoscale": AUTOSCALE, "node_slots": SLOTS, "node_price": PRICE}
     live = LiveCluster(

@@ -33,7 +33,7 @@ def average_jct(run: SimulationRun) -> float:
         pytest.param("workloads-1.5/workload-6", "equal", SimulationConfig(), 3380, marks=long),
         pytest.param("workloads-2.0/workload-6", "equal", SimulationConfig(), 4950, marks=long),
         pytest.param("workloads/workload-6", "remaining", SimulationConfig(), 2140, marks=long),
-        ("workloads/workload-6", "remaining", ON_OUR_PHYSICS, 1780),
+        pytest.param("workloads/workload-6", "remaining", ON_OUR_PHYSICS, 1780, marks=long),
     ],
 )
 def test_average_jct_on_published_workloads(osdi21, workload, weights, config, most):

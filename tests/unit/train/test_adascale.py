@@ -9,7 +9,7 @@ import torch
 
 from pollux.train import adaptation, scaling
 from pollux.train.adaptation import Adaptation
-from tests.long import first_of
+from tests.long import long
 
 if importlib.util.find_spec("sklearn") is None:  # found only: importing it takes a second, in every process
     pytest.skip("needs scikit-learn", allow_module_level=True)
@@ -25,7 +25,8 @@ def rules():
     return module
 
 
-@pytest.mark.parametrize("num_seeds", first_of([1, 2]))
+@pytest.mark.parametrize("num_seeds", [1, 2])
+@long
 def test_adascale_learns_at_eight_times_the_batch_what_m0_learns(rules, monkeypatch, num_seeds):
     # The rule itself, from the first step on. A run would get there by doublings, with the rate gliding after them.
     monkeypatch.setattr(scaling, "GLIDE", 1e9)
