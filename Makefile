@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check style chromium chaos bench clean
+.PHONY: demo test test-long test-all test-core check style chromium chaos bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -14,13 +14,37 @@ $(STAMP): pyproject.toml constraints.txt
 demo: $(STAMP)
 	$(BIN)/pollux demo
 
-# As check, and the tests beside mypy, as they wait a lot; what it finds is shown last. Hundreds of interpreters are
-# started: they must not compile everything again, whatever the user likes elsewhere.
-test: export PYTHONDONTWRITEBYTECODE =
+# Tests start hundreds of interpreters: these must not compile everything again, whatever the user likes elsewhere.
+test test-long test-all: export PYTHONDONTWRITEBYTECODE =
+PYTEST := $(BIN)/python -m pytest -n auto
+
+# What to run before every commit: style and types, and one of every kind of test. mypy runs beside the tests, as they
+# wait a lot; what it finds is shown last. PROFILE=thorough: as many examples of properties as test-all tries.
+PROFILE ?= quick
 test: style chromium
+	$(call beside_mypy,$(PROFILE),-m "not long")
+
+# Repetitions, soak runs and further variants: with PROFILE=thorough before it, test-all in two parts.
+test-long: $(STAMP) chromium
+	POLLUX_TEST_PROFILE=thorough $(PYTEST) -m long
+
+test-all: style chromium
+	$(call beside_mypy,thorough,)
+
+define beside_mypy
 	@log=$$(mktemp) && { $(BIN)/mypy >$$log 2>&1 & } && mypy=$$! && trap "kill $$mypy; rm -f $$log; exit 130" INT TERM; \
-	echo "$(BIN)/python -m pytest -n auto"; $(BIN)/python -m pytest -n auto; tests=$$?; \
+	export POLLUX_TEST_PROFILE=$(1); echo '$(PYTEST) $(2)'; $(PYTEST) $(2); tests=$$?; \
 	echo "$(BIN)/mypy"; wait $$mypy; types=$$?; cat $$log; rm -f $$log; test $$tests -eq 0 -a $$types -eq 0
+endef
+
+# The core alone, as "pip install" without extras gives it, in an environment of its own: imports, and the unit tests
+# that need no more. The others skip themselves.
+CORE := .venv-core
+CORE_TESTS := tests/test_architecture.py tests/conformance tests/property tests/unit
+test-core:
+	@test -x $(CORE)/bin/python || $(PYTHON) -m venv $(CORE)
+	$(CORE)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[testing]"
+	POLLUX_TEST_PROFILE=quick $(CORE)/bin/python -m pytest -m "not long" $(CORE_TESTS)
 
 check: style
 	$(BIN)/mypy
@@ -56,4 +80,4 @@ bench: $(STAMP)
 	$(BIN)/python benchmarks/dashboard.py
 
 clean:
-	rm -rf $(VENV) out build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info
+	rm -rf $(VENV) $(CORE) out build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info

@@ -1,7 +1,8 @@
-"""Where test data lives, how tests are spread over processes, and a hypothesis profile that minds no slow machine."""
+"""Where test data lives, how tests are spread over processes, hypothesis profiles, and independence of the shell."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import signal
 from pathlib import Path
@@ -10,23 +11,36 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 
+# "quick" is what ``make test`` takes; without a word it is the thorough one.
+PROFILE = os.environ.get("POLLUX_TEST_PROFILE", "thorough")
+
 # Before numpy and torch are loaded, here and in all that tests start. Threads are worth nothing for what tests
 # compute, and those that wait for their next share of it spin on cores that other tests need.
 for _library in ("OMP", "OPENBLAS", "MKL"):
     os.environ.setdefault(f"{_library}_NUM_THREADS", "1")
 
-# A shell that runs this in the background ignores SIGINT, and so would all that tests start and interrupt.
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+# What a user has set for clusters, colours and widths of their own must not reach the processes that tests start.
+for _name in [name for name in os.environ if name.startswith(("POLLUX_", "RAY_", "TORCHELASTIC_", "SLURM_"))]:
+    del os.environ[_name]
+for _name in ("CLICOLOR_FORCE", "COLUMNS", "FORCE_COLOR", "LINES", "NO_COLOR", "PY_COLORS", "RANK", "WORLD_SIZE"):
+    os.environ.pop(_name, None)
 
-settings.register_profile("ci", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.load_profile("ci")
+# A shell that runs this in the background ignores SIGINT, ``nohup`` ignores SIGHUP, and a parent may have blocked
+# signals: processes that tests start and interrupt would inherit it.
+for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
+signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+settings.register_profile("thorough", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("quick", settings.get_profile("thorough"), max_examples=25)
+settings.load_profile(PROFILE)
 
 TESTS = Path(__file__).resolve().parent
 SHARED = TESTS.parents[1] / "shared"
 
 # Their tests take ten seconds and more each, and share nothing.
-LONG = ("test_docs.py", "e2e", "test_readme.py", "sim")
+SLOW = ("test_docs.py", "e2e", "test_readme.py", "sim")
 # What starts a Ray cluster, all on one worker: two of them at a time are more than a small machine can take.
 RAY = (
     "/test_ray_",
@@ -36,8 +50,30 @@ RAY = (
     "test_docs.py::test_pages_run_from_top_to_bottom[ray]",
 )
 # Files of a minute, whose tests share a server.
-LONG_FILES = ("browser/test_dashboard.py", "unit/cli/test_cluster_commands.py", "unit/engines/local/test_supervisor.py")
+SLOW_FILES = ("browser/test_dashboard.py", "unit/cli/test_cluster_commands.py", "unit/engines/local/test_supervisor.py")
+# What the tests of a folder or file import at once, by the extra that brings it. The others skip themselves.
+NEEDS = {
+    "browser": "fastapi",
+    "e2e": "psutil",
+    "unit/cli": "typer",
+    "unit/engines": "psutil",
+    "unit/server": "fastapi",
+    "unit/test_client.py": "fastapi",
+    "unit/test_tensorboard.py": "fastapi",
+    "unit/train": "torch",
+}
+MISSING = {place: name for place, name in NEEDS.items() if importlib.util.find_spec(name) is None}
 MOST_WORKERS = 12  # with more, the longest test decides how long it takes
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """With the core alone, or with some extras: what needs more is left out."""
+    return True if collection_path.relative_to(TESTS).as_posix() in MISSING else None
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    for place, name in MISSING.items():
+        terminalreporter.write_line(f"left out: tests/{place}, as {name} is not installed")
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -50,15 +86,15 @@ def pytest_xdist_auto_num_workers() -> int | None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Long tests first: begun last, all would wait for them."""
+    """Slow tests first: begun last, all would wait for them."""
 
     def turn(item: pytest.Item) -> int:
         place = item.path.relative_to(TESTS)
         if _needs_ray(item.nodeid):
             return -1
-        if place.parts[0] in LONG:
-            return LONG.index(place.parts[0])
-        return len(LONG) + (place.as_posix() not in LONG_FILES)
+        if place.parts[0] in SLOW:
+            return SLOW.index(place.parts[0])
+        return len(SLOW) + (place.as_posix() not in SLOW_FILES)
 
     items.sort(key=turn)
 
@@ -69,9 +105,9 @@ def _needs_ray(nodeid: str) -> bool:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Long tests go to whoever is free, the others file by file: what the tests of a file share is made once.
+    """Slow tests go to the next free worker, the others file by file: what the tests of a file share is made once.
 
-    Long ones that share something are in a class, and go together.
+    Slow ones that share something are in a class, and go together.
     """
     from xdist.scheduler import LoadScopeScheduling
 
@@ -80,7 +116,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
             if _needs_ray(nodeid):
                 return "ray"
             file, *within = nodeid.split("::")
-            if file.removeprefix("tests/").split("/", 1)[0] not in LONG:
+            if file.removeprefix("tests/").split("/", 1)[0] not in SLOW:
                 return file
             return nodeid if len(within) == 1 else f"{file}::{within[0]}"
 

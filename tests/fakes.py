@@ -66,8 +66,8 @@ class SlowEngine:
             for node in {node for allocation in allocations for node, _ in allocation.shares}:
                 most = max(slots_in_use([allocation]).get(node, 0) for allocation in allocations)
                 occupied[node] = occupied.get(node, 0) + most
-        for node in self.node_list:
-            assert occupied.get(node.name, 0) <= node.num_slots, f"{node.name} is over-committed: {occupied}"
+        for known in self.node_list:
+            assert occupied.get(known.name, 0) <= known.num_slots, f"{known.name} is over-committed: {occupied}"
 
     def finish(self) -> None:
         """Everything under way gets done."""

@@ -28,6 +28,7 @@ MAY_IMPORT = {
     "engines": {"membership", "api", "scheduler", "model", "types", "errors", "version"},
     "server": {"reports", "engines", "api", "scheduler", "policy", "model", "types", "errors", "version"},
     "client": {"api", "errors", "version"},
+    "testing": {"scheduler", "policy", "types"},
     "cli": {
         *("client", "server", "engines", "api", "simulator", "reports", "evaluation"),
         *("scheduler", "policy", "model", "types", "errors", "version"),
@@ -60,6 +61,8 @@ ONLY_IN = {
     "httpx": ("client",),
     "pynvml": ("engines/processes/devices",),
     "ray": ("engines/ray",),
+    "pytest": ("testing",),
+    "hypothesis": ("testing",),
 }
 
 
@@ -159,6 +162,7 @@ def test_membership_is_free_of_torch_until_a_store_is_opened():
 
 def test_engines_load_torch_nowhere_but_in_stores_and_fork_servers():
     """Fixed jobs must not wait for it, nor may the server."""
+    pytest.importorskip("psutil")
     code = (
         "import sys, pollux.engines.local.engine, pollux.engines.local.supervisor;"
         "import pollux.engines.processes.job_factory, pollux.engines.ray.engine;"

@@ -30,9 +30,9 @@ from pollux.simulator.builtin import load_builtin
 from pollux.simulator.config import SimulationConfig
 from pollux.simulator.engine import SimulatedEngine
 from pollux.simulator.workload import job_spec
+from pollux.testing import EngineConformance
+from pollux.testing.snapshots import make_nodes
 from pollux.types import Allocation, JobSpec, Node
-from tests.conformance.engine_suite import EngineConformance
-from tests.snapshots import make_nodes
 
 
 class TestSimulatedEngine(EngineConformance):

@@ -32,6 +32,11 @@ class Trace:
     noise: str  # the averages behind the noise scale, to the last digit
 
 
+def trace_of(words: list[str]) -> Trace:
+    step, generation, rank, size = (int(word) for word in words[1:5])
+    return Trace(float(words[0]), step, generation, rank, size, words[5])
+
+
 class Bench:
     """Makes jobs in one folder, and checks at the end that nothing of them is left."""
 
@@ -81,7 +86,7 @@ class Bench:
         for path in self.out.with_name(f"{self.out.name}-trace").glob("*"):
             rows = [line.split() for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
             if rows:
-                found[int(path.name)] = [Trace(float(row[0]), *map(int, row[1:5]), row[5]) for row in rows]
+                found[int(path.name)] = [trace_of(row) for row in rows]
         return dict(sorted(found.items(), key=lambda item: item[1][0].time))
 
     def step(self) -> int:

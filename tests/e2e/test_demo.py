@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.long import long
+
 for _needed in ("torch", "sklearn", "fastapi", "uvicorn", "sqlalchemy", "plotly"):
     if importlib.util.find_spec(_needed) is None:  # found only: importing them takes seconds, in every process
         pytest.skip(f"needs {_needed}", allow_module_level=True)
@@ -98,6 +100,7 @@ def test_jobs_train_share_and_leave_a_report(tmp_path: Path, temporary: Path) ->
         end(process, temporary)
 
 
+@long
 def test_ctrl_c_leaves_nothing_running(tmp_path: Path, temporary: Path) -> None:
     process = start(tmp_path, temporary)
     try:

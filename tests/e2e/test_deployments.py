@@ -25,6 +25,7 @@ psutil = pytest.importorskip("psutil")
 yaml = pytest.importorskip("yaml")
 
 from pollux.client import Client  # noqa: E402
+from tests.long import long  # noqa: E402
 from tests.pages import ROOT  # noqa: E402
 
 BIN = Path(sys.executable).parent
@@ -88,6 +89,7 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+@long
 def test_slurm_runs_a_list_of_jobs_and_goes_on_when_it_is_queued_again(tmp_path: Path, temporary: Path) -> None:
     for name, text in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tmp_path / name).write_text(text)

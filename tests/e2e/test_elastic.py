@@ -17,6 +17,7 @@ from pollux.train.data import ElasticLoader
 from pollux.train.position import StepShape
 from tests.e2e.jobs import BATCH, Bench, is_formed, of_kind, pump_for, pump_until, stalls
 from tests.e2e.scripts import regression
+from tests.long import first_of
 
 SIZES = (2, 4, 3, 1)
 STEPS_BETWEEN = 8
@@ -36,7 +37,7 @@ def last_step(bench: Bench) -> int:
     return max((lines[-1]["step"] for lines in lines_of(bench).values() if lines), default=-1)
 
 
-@pytest.mark.parametrize("kind", ["sgd", "adamw"])
+@pytest.mark.parametrize("kind", first_of(["sgd", "adamw"]))
 def test_1_to_2_to_4_to_3_to_1_in_place(bench: Bench, kind: str, record_property: Any) -> None:
     num_epochs = 12
     job = bench.start(1, "regression.py", args=["--optimizer", kind, "--epochs", num_epochs, "--step-s", 0.02])

@@ -7,13 +7,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, note, settings
+from hypothesis import HealthCheck, Phase, given, note
 from hypothesis import strategies as st
 
 pytest.importorskip("torch")
 
 from pollux.engines.processes.fork_server import ForkServer
+from pollux.testing.examples import examples
 from tests.e2e.jobs import Bench, pump_for
+from tests.long import long
 
 Event = tuple[str, int, float]  # what, a number for it, seconds before it
 
@@ -45,8 +47,8 @@ def train_through(bench: Bench, num_epochs: int, num_replicas: int, events: Iter
 
 
 @given(num_replicas=st.integers(1, 4), events=st.lists(EVENTS, min_size=3, max_size=7))
-@settings(
-    max_examples=8,
+@examples(
+    8,
     derandomize=True,
     database=None,
     deadline=None,
@@ -65,6 +67,7 @@ def test_exactly_once(
 
 
 @pytest.mark.parametrize("seed", [11])
+@long
 def test_exactly_once_through_many_events(tmp_path: Path, fork_server: ForkServer, seed: int) -> None:
     chance = random.Random(seed)
     kinds = chance.choices(["resize", "kill", "preempt"], [3, 3, 1], k=30)

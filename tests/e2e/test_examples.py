@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.long import long
+
 for _needed in ("torch", "sklearn"):  # found only: importing them takes seconds, in every process
     if importlib.util.find_spec(_needed) is None:
         pytest.skip(f"needs {_needed}", allow_module_level=True)
@@ -34,15 +36,18 @@ def run(script: str, *args: str, **variables: str) -> str:
     return done.stdout
 
 
+@long
 def test_digits_are_read():
     assert float(re.findall(r"test accuracy ([\d.]+)%", run("digits.py"))[-1]) > 97
 
 
+@long
 def test_recommendations_beat_popularity():
     (found, popular) = re.findall(r"recall@20 ([\d.]+)% \(popularity alone: ([\d.]+)%\)", run("recommender.py"))[-1]
     assert float(found) > float(popular) + 12
 
 
+@long
 def test_the_gpt_learns_something_and_writes():
     output = run("char_gpt.py", "--epochs", "1", "--steps-scale", "0.15")
     assert float(re.findall(r"validation loss ([\d.]+)", output)[0]) < 3.6  # 4.6 is a guess

@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from tests.e2e.cluster import LiveCluster
-from tests.thorough import some_of
+from tests.long import long
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 EPOCHS = 10  # of 20 steps: with 0.3 s each a minute, unless it is told to hurry
@@ -90,6 +90,7 @@ def test_a_killed_server_changes_nothing_for_the_jobs(cluster: LiveCluster) -> N
     assert after.started_at > before.finished_at - 1
 
 
+@long
 def test_killing_the_supervisor_is_survived(cluster: LiveCluster) -> None:
     cluster.submit_ledger("one", epochs=EPOCHS, step_s=0.3, min_replicas=3)
     cluster.until_replicas("one", 3, 4)
@@ -102,6 +103,7 @@ def test_killing_the_supervisor_is_survived(cluster: LiveCluster) -> None:
     cluster.check_ledger("one", EPOCHS)
 
 
+@long
 def test_what_a_killed_server_leaves_can_be_ended_and_goes_on_later(cluster: LiveCluster) -> None:
     cluster.submit_ledger("one", epochs=EPOCHS, step_s=0.3, min_replicas=2)
     cluster.until_replicas("one", 2)
@@ -117,8 +119,10 @@ def test_what_a_killed_server_leaves_can_be_ended_and_goes_on_later(cluster: Liv
     cluster.check_ledger("one", EPOCHS)
 
 
-def test_a_server_killed_at_any_moment_loses_nothing(cluster: LiveCluster) -> None:
-    for delay_s in some_of([0.15, 1.5, 0.0, 0.6], 2):  # before they start, while they grow, ...
+@pytest.mark.parametrize("delays_s", [(0.15, 1.5), (0.0, 0.6)])
+@long
+def test_a_server_killed_at_any_moment_loses_nothing(cluster: LiveCluster, delays_s: tuple[float, ...]) -> None:
+    for delay_s in delays_s:  # before they start, while they grow, ...
         names = [f"{name}-after-{delay_s:g}-s" for name in ("one", "two")]
         for name in names:
             cluster.submit_ledger(name)
@@ -237,6 +241,7 @@ class TestStrict:
         assert "time limit of 2 s" in job.view().reason
 
     @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
+    @long
     def test_a_full_disk_pauses_the_job_and_nothing_is_lost(self, strict_cluster: LiveCluster) -> None:
         cluster = strict_cluster
         disk = cluster.data / "jobs"

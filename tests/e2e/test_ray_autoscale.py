@@ -19,13 +19,16 @@ import pytest
 
 pytest.importorskip("ray")
 pytest.importorskip("torch")
-psutil = pytest.importorskip("psutil")
+pytest.importorskip("psutil")
 
-from pollux.engines.ray.engine import RayEngine, RaySettings  # noqa: E402
-from pollux.types import Node  # noqa: E402
-from tests.e2e.cluster import LiveCluster  # noqa: E402
-from tests.ray_cluster import RayCluster  # noqa: E402
-from tests.thorough import only_thorough, some_of  # noqa: E402
+import psutil
+
+from pollux.api.job import StateChange
+from pollux.engines.ray.engine import RayEngine, RaySettings
+from pollux.types import Node
+from tests.e2e.cluster import LiveCluster
+from tests.long import long
+from tests.ray_cluster import RayCluster
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs fork and /proc")
 
@@ -106,13 +109,14 @@ class ScaledRay(RayCluster):
         assert not self.processes()
 
 
-@pytest.fixture(params=some_of(["v2", "v1"], 1))
+@pytest.fixture(params=["v2", "v1"])
 def scaled(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[ScaledRay]:
     """Ray has two auto-scalers: KubeRay and ``ray up`` take the second today, all else the first."""
     with ScaledRay(tmp_path, is_v2=request.param == "v2") as cluster:
         yield cluster
 
 
+@long
 def test_the_cluster_grows_with_its_jobs_and_shrinks_when_they_end(scaled: ScaledRay, tmp_path: Path) -> None:
     sizing = {"autoscale": AUTOSCALE, "node_slots": SLOTS, "node_price": PRICE}
     live = LiveCluster(
@@ -128,7 +132,7 @@ def test_the_cluster_grows_with_its_jobs_and_shrinks_when_they_end(scaled: Scale
             replicas = live.client.job(name).describe().replicas
             return {replica.node for replica in replicas if replica.state == "member"}
 
-        def transitions(name: str) -> list[dict[str, Any]]:
+        def transitions(name: str) -> list[StateChange]:
             return list(live.client.job(name).describe().transitions)
 
         live.until(lambda: len(nodes()) == MIN_NODES, "the fewest nodes, which nobody needs yet")
@@ -167,16 +171,17 @@ def test_the_cluster_grows_with_its_jobs_and_shrinks_when_they_end(scaled: Scale
             assert scaled.num_workers() == MIN_NODES
             time.sleep(0.5)
 
-        sizing = live.client.status().sizing
-        assert (sizing.min_nodes, sizing.max_nodes, sizing.num_wanted) == (MIN_NODES, MAX_NODES, MIN_NODES)
-        assert sizing.cost == pytest.approx(PRICE * sum(sizing.node_hours.values()))
-        assert sizing.cost > 0
+        size = live.client.status().sizing
+        assert size is not None
+        assert (size.min_nodes, size.max_nodes, size.num_wanted) == (MIN_NODES, MAX_NODES, MIN_NODES)
+        assert size.cost == pytest.approx(PRICE * sum(size.node_hours.values()))
+        assert size.cost > 0
     finally:
         live.stop()
     live.until(lambda: scaled.num_workers() == 0, "nothing that is held any more")
 
 
-@only_thorough
+@long
 def test_a_node_that_is_wanted_again_before_it_is_gone_is_taken_back(tmp_path: Path) -> None:
     """By the engine alone, and where no auto-scaler runs: the nodes stay, and their agents come and go."""
     with RayCluster(tmp_path) as cluster:

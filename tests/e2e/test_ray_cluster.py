@@ -25,6 +25,7 @@ pytest.importorskip("torch")
 psutil = pytest.importorskip("psutil")
 
 from tests.e2e.cluster import LiveCluster  # noqa: E402
+from tests.long import long  # noqa: E402
 from tests.ray_cluster import RayCluster  # noqa: E402
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs fork and /proc")
@@ -265,6 +266,7 @@ def test_a_job_whose_every_replica_was_on_a_killed_node_starts_again_elsewhere(
     finish(cluster, "small")
 
 
+@long
 def test_a_frozen_node_is_given_up_and_can_do_no_harm_when_it_wakes(nodes: RayCluster, cluster: LiveCluster) -> None:
     submit(cluster, "cold")
     before = until_placed(cluster, "cold", 4)
@@ -289,6 +291,7 @@ def test_a_frozen_node_is_given_up_and_can_do_no_harm_when_it_wakes(nodes: RayCl
     finish(cluster, "cold")
 
 
+@long
 def test_a_drained_node_is_left_before_it_goes(nodes: RayCluster, cluster: LiveCluster) -> None:
     submit(cluster, "moves")
     before = until_placed(cluster, "moves", 4)
@@ -308,6 +311,7 @@ def test_a_drained_node_is_left_before_it_goes(nodes: RayCluster, cluster: LiveC
     finish(cluster, "moves")
 
 
+@long
 def test_a_node_without_the_storage_is_not_used(nodes: RayCluster, cluster: LiveCluster) -> None:
     """It sees an empty folder in the place of the one that the others share."""
     if os.geteuid() != 0 or shutil.which("unshare") is None:
@@ -362,6 +366,7 @@ def proxies(server: Any) -> list[Any]:
     return [child for child in server.children() if "pollux.engines.ray.proxy" in command_of(child)]
 
 
+@long
 def test_a_killed_supervisor_is_replaced_and_jobs_go_on_from_their_checkpoints(
     nodes: RayCluster, cluster: LiveCluster
 ) -> None:
@@ -379,6 +384,7 @@ def test_a_killed_supervisor_is_replaced_and_jobs_go_on_from_their_checkpoints(
     finish(cluster, "kept")
 
 
+@long
 def test_the_head_is_lost_and_comes_back(nodes: RayCluster, cluster: LiveCluster) -> None:
     submit(cluster, "headless")
     before = set(until_placed(cluster, "headless", 4).values())
@@ -401,6 +407,7 @@ def test_the_head_is_lost_and_comes_back(nodes: RayCluster, cluster: LiveCluster
 # --- not alone ----------------------------------------------------------------------------------------------------
 
 
+@long
 def test_a_name_that_is_taken_and_another_that_is_not(nodes: RayCluster, cluster: LiveCluster, tmp_path: Path) -> None:
     submit(cluster, "mine", max_replicas=2)
     before = until_placed(cluster, "mine", 2)

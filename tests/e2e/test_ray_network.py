@@ -26,6 +26,7 @@ pytest.importorskip("torch")
 psutil = pytest.importorskip("psutil")
 
 from tests.e2e.cluster import LiveCluster  # noqa: E402
+from tests.long import long  # noqa: E402
 from tests.ray_cluster import START_S, TUNED, RayNode  # noqa: E402
 
 IP = shutil.which("ip") or "/usr/sbin/ip"
@@ -240,6 +241,7 @@ def stale_checkpoints(live: LiveCluster, name: str, generation: int, since: floa
     return found
 
 
+@long
 def test_hosts_talk_by_their_addresses_and_a_cut_one_is_lost(hosts: Hosts, tmp_path: Path) -> None:
     network = hosts.network
     with network.inside("north"):

@@ -11,16 +11,17 @@ import dataclasses
 import functools
 import random
 
-from hypothesis import given, note, settings
+from hypothesis import given, note
 from hypothesis import strategies as st
 
 from pollux.policy import Policy, make_policy, policy_names
 from pollux.policy.simulated import SimulatedJobView
 from pollux.scheduler.nodes import placeable
 from pollux.scheduler.reconcile import verify_plan
+from pollux.testing.examples import examples
+from pollux.testing.snapshots import LIMITS, PARAMS, TYPES
 from pollux.types import NO_ALLOCATION, UNBOUNDED_REPLICAS, Allocation, BatchLimits, JobSpec, JobView, Node
 from tests.oracles import SLOTS, Perfect
-from tests.snapshots import LIMITS, PARAMS, TYPES
 
 NUM_ROUNDS = 4
 BATCHES = (
@@ -131,7 +132,7 @@ def live_through(policy: Policy, steps: list[Step]) -> None:
         started |= {name for name, allocation in held.items() if allocation}
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(st.integers(0, 2**32))
 def test_every_round_of_a_history_can_be_carried_out(seed: int):
     steps = history(random.Random(seed))

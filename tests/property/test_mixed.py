@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from pollux.policy.base import PolicySettings
 from pollux.policy.market import Market
@@ -18,9 +18,10 @@ from pollux.policy.placement import PlacementProblem
 from pollux.policy.pollux import PolluxPolicy
 from pollux.policy.round import RoundProblem
 from pollux.policy.speedups import speedup_tables
+from pollux.testing.examples import examples
+from pollux.testing.snapshots import PARAMS, make_job, make_mixed, snapshots
 from pollux.types import NO_ALLOCATION, Allocation, Snapshot
 from tests.property.brute_force import least_cost
-from tests.snapshots import PARAMS, make_job, make_mixed, snapshots
 
 
 def problems_of(snapshot: Snapshot) -> RoundProblem:
@@ -44,7 +45,7 @@ def least_mixed_cost(problems: Sequence[PlacementProblem]) -> float:
     return best
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(snapshots(mixed=True, max_nodes=3, max_slots=2, max_jobs=3))
 def test_the_bound_holds_and_what_is_found_is_no_better_than_the_best(snapshot):
     if not snapshot.jobs or len({node.accelerator for node in snapshot.nodes}) < 2:
@@ -189,7 +190,7 @@ class TestBehaviour:
         assert len(second.allocations) == 4
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(snapshots(mixed=True))
 def test_explanations_of_mixed_clusters_add_up(snapshot):
     explanation = PolluxPolicy(PolicySettings()).decide(snapshot).explanation

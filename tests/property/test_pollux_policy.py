@@ -5,7 +5,7 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pollux.policy import PolicySettings, make_policy
@@ -15,9 +15,10 @@ from pollux.policy.pollux import PolluxPolicy
 from pollux.policy.round import RoundProblem, move_factor
 from pollux.policy.solver import solve
 from pollux.policy.speedups import max_replicas, speedup_tables
+from pollux.testing.examples import examples
+from pollux.testing.snapshots import LIMITS, PARAMS, make_job, make_mixed, make_nodes, snapshots
 from pollux.types import Allocation, Plan, Snapshot
 from tests.property.brute_force import least_cost
-from tests.snapshots import LIMITS, PARAMS, make_job, make_mixed, make_nodes, snapshots
 
 settings_of_interest = st.builds(
     PolicySettings,
@@ -42,7 +43,7 @@ def obvious_fitness(snapshot: Snapshot, plan: Plan, rules: PolicySettings) -> fl
     return len(snapshot.jobs) / total - EPSILON
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(snapshots(), settings_of_interest)
 def test_fitness_never_exceeds_its_bound_nor_falls_below_staying(snapshot, rules):
     explanation = PolluxPolicy(rules).decide(snapshot).explanation
@@ -53,7 +54,7 @@ def test_fitness_never_exceeds_its_bound_nor_falls_below_staying(snapshot, rules
     assert 0 <= explanation.gap <= 1 + 1e-9
 
 
-@settings(max_examples=100)
+@examples(100)
 @given(snapshots())
 def test_the_reported_fitness_is_the_formula(snapshot):
     if not snapshot.jobs:
@@ -64,7 +65,7 @@ def test_the_reported_fitness_is_the_formula(snapshot):
     assert plan.explanation.fitness == pytest.approx(obvious_fitness(snapshot, plan, rules), rel=1e-6, abs=1e-9)
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(snapshots())
 def test_at_most_one_spanning_job_per_node(snapshot):
     plan = PolluxPolicy(PolicySettings()).decide(snapshot)
@@ -76,7 +77,7 @@ def test_at_most_one_spanning_job_per_node(snapshot):
     assert all(count == 1 for count in spans.values())
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(snapshots())
 def test_nobody_is_given_more_than_four_times_what_was_profiled(snapshot):
     plan = PolluxPolicy(PolicySettings()).decide(snapshot)
@@ -85,7 +86,7 @@ def test_nobody_is_given_more_than_four_times_what_was_profiled(snapshot):
         assert given_now <= max(max_replicas(job, snapshot.num_slots), job.allocation.num_replicas)
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(snapshots(max_nodes=3, max_slots=3, max_jobs=3), settings_of_interest)
 def test_against_brute_force(snapshot, rules):
     """The bound holds, and what is found is the best there is, or very near it."""

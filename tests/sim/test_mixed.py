@@ -16,7 +16,7 @@ from pollux.simulator.run import SimulationRun, simulate
 from pollux.simulator.source import load_source
 from pollux.simulator.workload import Workload
 from tests.conftest import SHARED
-from tests.thorough import only_thorough
+from tests.long import long
 
 TYPES = {"aws": 4, "azure": 8, "dgx-ext": 8, "quad": 4, "rtx": 8}  # slots of a node
 ARTIFACT_JCT_S = 1949.8
@@ -84,7 +84,7 @@ class TestSia:
         """The artifact's own code takes 1949.8 s on average."""
         assert _simulated(source, "pollux", sia_config()).avg_jct_s < 0.9 * ARTIFACT_JCT_S
 
-    @only_thorough
+    @long
     def test_sia_comes_near_the_artifacts(self, source: Source) -> None:
         """With what the artifact's jobs know: nothing measured in advance, nothing carried over from others."""
         config = dataclasses.replace(sia_config(), profiles_types=False, guesses_types=False)

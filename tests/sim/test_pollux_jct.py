@@ -13,7 +13,7 @@ from pollux.simulator.result import summarise
 from pollux.simulator.run import SimulationRun, simulate
 from pollux.simulator.source import load_source
 from pollux.simulator.workload import Workload, job_spec
-from tests.thorough import only_thorough
+from tests.long import long
 
 ON_OUR_PHYSICS = SimulationConfig(resize_s=5.0, decides_on_events=True, remembers_profiles=True)
 
@@ -26,14 +26,14 @@ def average_jct(run: SimulationRun) -> float:
 @pytest.mark.parametrize(
     ("workload", "weights", "config", "most"),
     [
-        pytest.param("workloads/workload-1", "equal", SimulationConfig(), 1990, marks=only_thorough),
-        pytest.param("workloads/workload-3", "equal", SimulationConfig(), 2140, marks=only_thorough),
+        pytest.param("workloads/workload-1", "equal", SimulationConfig(), 1990, marks=long),
+        pytest.param("workloads/workload-3", "equal", SimulationConfig(), 2140, marks=long),
         ("workloads/workload-6", "equal", SimulationConfig(), 2350),
         ("workloads-0.5/workload-6", "equal", SimulationConfig(), 1210),
-        pytest.param("workloads-1.5/workload-6", "equal", SimulationConfig(), 3380, marks=only_thorough),
-        pytest.param("workloads-2.0/workload-6", "equal", SimulationConfig(), 4950, marks=only_thorough),
-        pytest.param("workloads/workload-6", "remaining", SimulationConfig(), 2140, marks=only_thorough),
-        ("workloads/workload-6", "remaining", ON_OUR_PHYSICS, 1780),
+        pytest.param("workloads-1.5/workload-6", "equal", SimulationConfig(), 3380, marks=long),
+        pytest.param("workloads-2.0/workload-6", "equal", SimulationConfig(), 4950, marks=long),
+        pytest.param("workloads/workload-6", "remaining", SimulationConfig(), 2140, marks=long),
+        pytest.param("workloads/workload-6", "remaining", ON_OUR_PHYSICS, 1780, marks=long),
     ],
 )
 def test_average_jct_on_published_workloads(osdi21, workload, weights, config, most):

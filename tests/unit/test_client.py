@@ -12,7 +12,6 @@ import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -253,7 +252,7 @@ def test_simulations_are_published(client: Client) -> None:
 
 def test_changes_are_told_as_they_happen_and_after_a_restart(here: Path) -> None:
     directory = here / "data"
-    messages: list[dict[str, Any]] = []
+    messages: list[ClusterChanges] = []
 
     def told(name: str) -> bool:
         return any(row.name == name for message in list(messages) for row in message.jobs)
@@ -447,7 +446,7 @@ def test_a_request_has_the_headers_directory_and_environment_of_its_script(
     monkeypatch.delenv("CONDA_PREFIX", raising=False)
     script = here / "train.py"
     script.write_text("#POLLUX --max-replicas 2 --env PATH=/mine --name header\nfrom pollux import train\n")
-    request = make_request([sys.executable, script], {"name": "typed", "env": {"A": "1"}})
+    request = make_request([sys.executable, str(script)], {"name": "typed", "env": {"A": "1"}})
     assert (request.kind, request.name, request.max_replicas) == ("elastic", "typed", 2)
     assert request.cwd == str(here)
     assert request.env["PATH"] == "/mine"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 import typer
@@ -23,7 +24,7 @@ def test_help_is_the_first_paragraph_of_the_commands_own(name: str) -> None:
 
 
 def test_a_command_is_loaded_to_be_called_and_completed() -> None:
-    group = typer.main.get_command(app)
+    group: Any = typer.main.get_command(app)
     context = typer.Context(group)
     assert group.list_commands(context) == list(LISTED)
     name, command, rest = group.resolve_command(context, ["logs", "a-job", "--tail", "3"])

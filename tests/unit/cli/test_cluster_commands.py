@@ -405,7 +405,7 @@ def test_a_run_that_is_interrupted_while_it_starts_leaves_nothing(alone: Path) -
     env = {**os.environ, "TMPDIR": str(temporary)}
     with run("--slots", "1", "--", "sleep", "600", env=env) as process:
         try:
-            eventually(lambda: list(temporary.glob("pollux-run-*/supervisor.pid")), "the supervisor is started")
+            eventually(lambda: any(temporary.glob("pollux-run-*/supervisor.pid")), "the supervisor is started")
             process.send_signal(signal.SIGINT)
             _, err = process.communicate(timeout=60)
         finally:

@@ -22,8 +22,8 @@ from pollux.model.goodput import (
     total_of,
 )
 from pollux.model.profile import Timing
+from pollux.testing.snapshots import LIMITS, PARAMS, params
 from pollux.types import BatchConfig, BatchLimits, ThroughputParams
-from tests.snapshots import LIMITS, PARAMS, params
 
 AS_THE_ARTIFACT = dataclasses.replace(LIMITS, accumulates_alone=True)
 

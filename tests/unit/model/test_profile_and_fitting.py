@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from scipy.optimize import approx_fprime, minimize
 
@@ -15,8 +15,9 @@ from pollux.model import fitting
 from pollux.model.fitting import LOWER_BOUND, fit
 from pollux.model.profile import Configuration, Observations, Profile, Timing
 from pollux.model.throughput import grad_s, iteration_s
+from pollux.testing.examples import examples
+from pollux.testing.snapshots import params
 from pollux.types import ThroughputParams
-from tests.snapshots import params
 
 SHAPES = [(1, 1), (1, 2), (1, 4), (2, 2), (2, 4), (2, 8), (4, 16)]
 
@@ -79,7 +80,7 @@ def test_reaches_what_lbfgs_reaches_on_published_traces(osdi21, application, num
     assert ours <= by_lbfgs(problem) * 1.02 + 2e-4
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(params)
 def test_gradient_is_the_numerical_one(theta):
     problem = fitting._Problem(observe(ThroughputParams(0.02, 0.001, 0.3, 0.01, 0.05, 0.002, 2.0), noise=0.1))
@@ -90,7 +91,7 @@ def test_gradient_is_the_numerical_one(theta):
     assert slope == pytest.approx(numerical, abs=2e-4, rel=1e-3)
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(params)
 def test_explains_noise_free_data(theta):
     # The priors hold that a further replica costs little beside the first; data must not contradict them.

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from pollux.model.efficiency import efficiency, gain, noise_scale
 from pollux.model.throughput import grad_s, iteration_s, overlap, sync_s, throughput
+from pollux.testing.snapshots import params
 from pollux.types import ThroughputParams
-from tests.snapshots import params
 
 THETA = ThroughputParams(0.02, 0.001, 0.3, 0.01, 0.05, 0.002, 2.0)
 

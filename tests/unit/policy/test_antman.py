@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pollux.policy import make_policy
 from pollux.policy.simulated import GuestAllocation
+from pollux.testing.snapshots import make_job, make_nodes
 from pollux.types import Allocation, JobView, Node, Snapshot
 from tests.oracles import Perfect
-from tests.snapshots import make_job, make_nodes
 
 NODES = make_nodes(2, 2)
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from pollux.policy import PolicySettings, make_policy
 from pollux.policy.dense import FreeSlots
 from pollux.policy.gangs import demand
+from pollux.testing.snapshots import PARAMS, make_job, make_mixed, make_nodes
 from pollux.types import Allocation, JobView, Node, Plan, Snapshot
 from tests.oracles import Perfect
-from tests.snapshots import PARAMS, make_job, make_mixed, make_nodes
 
 
 def decide(name: str, *jobs: JobView, nodes: tuple[Node, ...] | None = None) -> Plan:

@@ -5,16 +5,17 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pollux.policy import make_policy
 from pollux.policy.floor import Floor
 from pollux.policy.simulated import GuestAllocation, host_of
 from pollux.scheduler.reconcile import verify_plan
+from pollux.testing.examples import examples
+from pollux.testing.snapshots import make_job, make_nodes
 from pollux.types import Allocation, JobView, Node, Plan, Snapshot
 from tests.oracles import SLOTS, Perfect
-from tests.snapshots import make_job, make_nodes
 
 TWO = Allocation.of(("n0", 2))
 
@@ -102,7 +103,7 @@ def test_a_guest_that_must_not_be_moved_keeps_its_host_where_it_is():
 
 
 @pytest.mark.parametrize("name", ["antman", "gandiva", "lucid"])
-@settings(max_examples=30, deadline=None)
+@examples(30, deadline=None)
 @given(data=st.data())
 def test_rounds_with_guests_can_be_carried_out_and_settle(name: str, data: st.DataObject):
     """Jobs of two types come and go; every plan is sound, and deciding again at once moves nothing."""

@@ -10,9 +10,9 @@ from pollux.policy.base import PolicySettings
 from pollux.policy.gandiva import QUANTUM_S, GandivaPolicy
 from pollux.policy.simulated import GuestAllocation, host_of
 from pollux.scheduler.reconcile import verify_plan
+from pollux.testing.snapshots import make_job, make_nodes
 from pollux.types import Allocation, BatchLimits, JobView, Node, Plan, Snapshot
 from tests.oracles import Perfect
-from tests.snapshots import make_job, make_nodes
 
 ROUND_S = 60.0
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from pollux.policy import make_policy
-from pollux.policy.gavel import max_min_shares
+from pollux.policy.gavel import GavelPolicy, max_min_shares
+from pollux.testing.snapshots import make_job, make_mixed, make_nodes
 from pollux.types import Allocation, JobView, Node, Plan, Snapshot
-from tests.snapshots import make_job, make_mixed, make_nodes
 
 
 @dataclasses.dataclass
@@ -111,7 +111,7 @@ def test_programs_are_solved_again_only_for_something_new(monkeypatch):
 
 
 def test_who_comes_to_weigh_more_or_to_ask_for_less_is_noticed():
-    def shares_of(policy: object, **changed: object) -> list[float]:
+    def shares_of(policy: GavelPolicy, **changed: object) -> list[float]:
         jobs = (make_job("a", requested_replicas=4, **changed), make_job("b", requested_replicas=4))
         policy.decide(Snapshot(now=0.0, nodes=make_nodes(1), jobs=jobs))
         return policy._shares[:, 0].tolist()

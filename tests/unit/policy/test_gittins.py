@@ -5,8 +5,8 @@ import pytest
 
 from pollux.policy import PolicySettings
 from pollux.policy.gittins import FIRST_STEP, MIN_KNOWN, GittinsPolicy, gittins_index
+from pollux.testing.snapshots import make_job, make_nodes
 from pollux.types import JobView, Plan, Snapshot
-from tests.snapshots import make_job, make_nodes
 
 
 def slow_index(known: list[float], service: float) -> float:

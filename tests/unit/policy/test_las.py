@@ -2,8 +2,8 @@ from __future__ import annotations
 
 from pollux.policy import make_policy
 from pollux.policy.las import QUANTUM
+from pollux.testing.snapshots import make_job, make_nodes
 from pollux.types import Allocation, JobView, Snapshot
-from tests.snapshots import make_job, make_nodes
 
 HELD = Allocation.of(("n0", 4))
 

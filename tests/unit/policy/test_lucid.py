@@ -7,9 +7,9 @@ import pytest
 from pollux.policy.base import PolicySettings
 from pollux.policy.lucid import SHORT_QUEUE, LucidPolicy, score
 from pollux.policy.simulated import GuestAllocation
+from pollux.testing.snapshots import make_job, make_nodes
 from pollux.types import Allocation, JobView, Node, Snapshot
 from tests.oracles import Perfect
-from tests.snapshots import make_job, make_nodes
 
 ONE_GPU = make_nodes(1, 1)
 

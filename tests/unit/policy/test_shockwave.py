@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from pollux.policy import PolicySettings, make_policy
 from pollux.policy.shockwave import Line, NodeTypes, ShockwavePolicy, deal, share_done
+from pollux.testing.snapshots import make_job, make_mixed, make_nodes
 from pollux.types import Allocation, JobView, Node, Plan, Snapshot
-from tests.snapshots import make_job, make_mixed, make_nodes
 
 
 def snapshot(*jobs: JobView, now: float = 0.0, nodes: tuple[Node, ...] | None = None) -> Snapshot:

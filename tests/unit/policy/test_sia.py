@@ -4,14 +4,15 @@ import dataclasses
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pollux.policy import PolicySettings, make_policy
 from pollux.policy.configurations import Layout, Placer
 from pollux.policy.sia import allowed_counts, move_factor
+from pollux.testing.examples import examples
+from pollux.testing.snapshots import PARAMS, make_job, make_mixed, make_nodes
 from pollux.types import NO_ALLOCATION, Allocation, JobView, Node, Plan, Snapshot
-from tests.snapshots import PARAMS, make_job, make_mixed, make_nodes
 
 
 def layout(*num_slots: int, fixed: tuple[Allocation, ...] = ()) -> Layout:
@@ -37,7 +38,7 @@ class TestConfigurations:
         assert layout(8, 8).units == (1,)
         assert layout(8, 8, fixed=(Allocation.of(("n0", 1)),)).units == (1, 2, 4, 8)
 
-    @settings(max_examples=60)
+    @examples(60)
     @given(st.lists(st.integers(1, 8), min_size=1, max_size=4), st.data())
     def test_whatever_the_blocks_allow_can_be_placed(self, sizes, data):
         """And nobody is on a node with more than it has, on two nodes, or on parts of several."""

@@ -6,9 +6,9 @@ import pytest
 
 from pollux.policy import make_policy
 from pollux.policy.slaq import EPOCH_S, FINAL_LOSS, _Curve
+from pollux.testing.snapshots import make_job, make_nodes
 from pollux.types import Plan, Snapshot
 from tests.oracles import Perfect
-from tests.snapshots import make_job, make_nodes
 
 
 def job(name: str, *, done: float, left: float, **fields: object):

@@ -3,15 +3,16 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pollux.policy import make_policy
 from pollux.policy import themis as module
 from pollux.policy.themis import LEASE_S, Bid
+from pollux.testing.examples import examples
+from pollux.testing.snapshots import make_job, make_nodes
 from pollux.types import Allocation, JobView, Plan, Snapshot
 from tests.oracles import Perfect
-from tests.snapshots import make_job, make_nodes
 
 
 def job(name: str, *, left: float, age_s: float = 0.0, replicas: int = 4, **fields: object) -> JobView:
@@ -110,7 +111,7 @@ def test_reset_forgets_leases():
 bidders = st.lists(st.tuples(st.floats(1, 1e5), st.floats(0, 1e5), st.integers(1, 9)), min_size=1, max_size=12)
 
 
-@settings(max_examples=50)
+@examples(50)
 @given(bidders, st.integers(1, 6))
 def test_payments_are_those_of_sharing_everything_out_again(found, num_nodes):
     """Slots of a bidder that is not there go to those next in turn, which need not be found out from the beginning."""

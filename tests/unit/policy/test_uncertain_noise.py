@@ -10,8 +10,8 @@ from pollux.model.goodput import GoodputTables
 from pollux.policy import PolicySettings, make_policy
 from pollux.policy.speedups import Speedups, SpeedupTable, speedup_tables
 from pollux.scheduler.autoscale import utility
+from pollux.testing.snapshots import make_job, make_nodes
 from pollux.types import Allocation, JobView, Plan, Snapshot, ThroughputParams
-from tests.snapshots import make_job, make_nodes
 
 PARAMS = ThroughputParams(0.02, 0.0006, 0.1, 0.001, 0.05, 0.01, 1.5)  # more replicas pay with larger batches alone
 NODES = make_nodes(4)

@@ -14,8 +14,8 @@ from pollux.policy import PolicySettings
 from pollux.policy.lengths import Lengths
 from pollux.policy.pollux import PolluxPolicy
 from pollux.policy.weights import job_weights, remaining_seconds
+from pollux.testing.snapshots import PARAMS, make_job, make_nodes
 from pollux.types import FloatArray, JobSpec, JobView, Snapshot
-from tests.snapshots import PARAMS, make_job, make_nodes
 
 REMAINING = PolicySettings(weights="remaining")
 

@@ -10,8 +10,8 @@ from pollux.errors import InvalidValueError
 from pollux.model.goodput import GoodputTables
 from pollux.policy import make_policy
 from pollux.scheduler.autoscale import AutoscaleConfig, Outcome, SizeDecision, Spending, band, decide_size, utility
+from pollux.testing.snapshots import make_job, make_nodes
 from pollux.types import Allocation, Snapshot
-from tests.snapshots import make_job, make_nodes
 
 BAND = AutoscaleConfig(min_nodes=1, max_nodes=16)
 WIDE = AutoscaleConfig(min_nodes=1, max_nodes=1000)

@@ -15,9 +15,9 @@ from pollux.simulator.builtin import ProfiledApplication
 from pollux.simulator.config import SimulationConfig
 from pollux.simulator.run import simulate
 from pollux.simulator.workload import Workload, job_spec
+from pollux.testing.snapshots import LIMITS, PARAMS, make_nodes
 from pollux.types import Allocation, JobSpec, Node, Plan, Snapshot
 from tests.fakes import HandClock, SlowEngine
-from tests.snapshots import LIMITS, PARAMS, make_nodes
 
 
 def wrong() -> Plan:

@@ -15,9 +15,9 @@ from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.loop import Scheduler, SchedulerConfig
 from pollux.scheduler.ports import JobReport, MemoryStore, TuneJob
 from pollux.scheduler.record import JobRecord
+from pollux.testing.snapshots import LIMITS
 from pollux.types import Allocation, JobSpec, Node, ThroughputParams
 from tests.fakes import HandClock, SlowEngine
-from tests.snapshots import LIMITS
 
 SLOW = ThroughputParams(0.02, 0.001, 0.2, 0.01, 0.05, 0.004, 1.6)
 TYPES = ("slow", "fast")

@@ -24,9 +24,9 @@ from pollux.scheduler.ports import (
     StopJob,
     TuneJob,
 )
+from pollux.testing.snapshots import LIMITS, make_nodes
 from pollux.types import Allocation, JobSpec, Node, Plan, Snapshot
 from tests.fakes import HandClock, SlowEngine
-from tests.snapshots import LIMITS, make_nodes
 
 
 class World:

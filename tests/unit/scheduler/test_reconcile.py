@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
 from pollux.errors import InvalidPlanError
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.reconcile import Actual, Resize, Start, Stop, reconcile, verify_plan
+from pollux.testing.examples import examples
+from pollux.testing.snapshots import make_job, make_nodes, snapshots
 from pollux.types import NO_ALLOCATION, Allocation, JobSpec, Node, Plan, Snapshot
-from tests.snapshots import make_job, make_nodes, snapshots
 
 NODES = make_nodes(2)
 ONE, TWO = Allocation.of(("n0", 4)), Allocation.of(("n1", 4))
@@ -92,7 +93,7 @@ def test_what_was_requested_is_allowed_even_beyond_the_bounds():
     verify_plan(Snapshot(now=0, nodes=NODES, jobs=(job,)), Plan(allocations={"a": ONE}))
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(snapshots(spans_exclusively=False), snapshots(spans_exclusively=False))
 def test_any_plan_is_reached_without_ever_overcommitting(now, then):
     """Whatever the two allocations are, repeated reconciling gets from one to the other in finitely many steps."""

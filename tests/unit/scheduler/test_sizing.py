@@ -12,9 +12,9 @@ from pollux.scheduler.autoscale import AutoscaleConfig
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.loop import Scheduler, SchedulerConfig
 from pollux.scheduler.ports import MemoryStore, NodesChanged, StartJob
+from pollux.testing.snapshots import LIMITS, make_nodes
 from pollux.types import Allocation, JobSpec, Node, Plan, Snapshot, slots_in_use
 from tests.fakes import HandClock, SlowEngine
-from tests.snapshots import LIMITS, make_nodes
 
 TEMPLATE = Node(name="any", num_slots=4)
 

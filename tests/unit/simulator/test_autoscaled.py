@@ -8,7 +8,7 @@ from unittest.mock import patch
 
 import numpy as np
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, given
 from hypothesis import strategies as st
 
 from pollux.errors import InvalidValueError
@@ -20,6 +20,7 @@ from pollux.simulator.generate import generate_workload
 from pollux.simulator.result import summarise
 from pollux.simulator.run import SimulationRun, simulate
 from pollux.simulator.workload import Workload, job_spec
+from pollux.testing.examples import examples
 
 APPLICATIONS = load_builtin()
 MIX = {"cifar10": 0.6, "ncf": 0.4}
@@ -52,7 +53,7 @@ def most_spent_in_a_window(pieces: list[tuple[float, float, float]], window_s: f
     return float(np.max(np.interp(ends, times, spent) - np.interp(ends - window_s, times, spent)))
 
 
-@settings(max_examples=6, deadline=None, phases=[Phase.explicit, Phase.generate])
+@examples(6, deadline=None, phases=[Phase.explicit, Phase.generate])
 @given(
     seed=st.integers(0, 1000),
     budget_nodes=st.integers(1, 4),

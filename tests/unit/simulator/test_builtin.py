@@ -21,8 +21,8 @@ from pollux.simulator.config import SimulationConfig
 from pollux.simulator.osdi21 import load_traces
 from pollux.simulator.run import simulate
 from pollux.simulator.workload import load_workload
+from pollux.testing.snapshots import params
 from pollux.types import BatchLimits, ThroughputParams
-from tests.snapshots import params
 
 LIMITS = BatchLimits(initial=100, maximum=800, device_min=10, device_max=200)
 THETA = ThroughputParams(0.1, 0.001, 0.3, 0.01, 0.05, 0.002, 1.5)

@@ -19,10 +19,10 @@ from pollux.simulator.config import SimulationConfig
 from pollux.simulator.result import summarise
 from pollux.simulator.run import SimulationRun, simulate
 from pollux.simulator.workload import Workload, job_spec
+from pollux.testing.snapshots import make_job, make_nodes
 from pollux.types import Allocation, BatchConfig, BatchLimits, NodeShare, Plan, Snapshot, ThroughputParams
 from tests.fakes import HandClock, SlowEngine
 from tests.oracles import SLOTS
-from tests.snapshots import make_job, make_nodes
 
 LIMITS = BatchLimits(initial=100, maximum=1600, device_min=10, device_max=100)
 

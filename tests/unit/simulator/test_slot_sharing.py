@@ -7,10 +7,10 @@ import pytest
 from pollux.policy.simulated import GuestAllocation, host_of
 from pollux.scheduler.loop import Scheduler, SchedulerConfig
 from pollux.scheduler.ports import MemoryStore, NodesChanged
+from pollux.testing.snapshots import LIMITS, make_job, make_nodes
 from pollux.types import Allocation, JobSpec, JobView, Node, Plan, Snapshot
 from tests.fakes import HandClock, SlowEngine
 from tests.oracles import SLOTS
-from tests.snapshots import LIMITS, make_job, make_nodes
 
 
 def host(*shares: tuple[str, int], **spec: object) -> JobView:

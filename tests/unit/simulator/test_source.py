@@ -9,8 +9,8 @@ import pytest
 from pollux.errors import InputFileError, UnknownNameError
 from pollux.simulator.builtin import load_builtin
 from pollux.simulator.generate import builtin_workload
-from pollux.simulator.osdi21 import TraceApplication
 from pollux.simulator.source import load_source
+from pollux.simulator.traces import TraceApplication
 
 ROWS = "name,time,application,num_replicas,batch_size\ncifar10-0,53,cifar10,6,2048\n"
 

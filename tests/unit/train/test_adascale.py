@@ -9,7 +9,7 @@ import torch
 
 from pollux.train import adaptation, scaling
 from pollux.train.adaptation import Adaptation
-from tests.thorough import IS_THOROUGH
+from tests.long import long
 
 if importlib.util.find_spec("sklearn") is None:  # found only: importing it takes a second, in every process
     pytest.skip("needs scikit-learn", allow_module_level=True)
@@ -25,13 +25,15 @@ def rules():
     return module
 
 
-def test_adascale_learns_at_eight_times_the_batch_what_m0_learns(rules, monkeypatch):
+@pytest.mark.parametrize("num_seeds", [1, 2])
+@long
+def test_adascale_learns_at_eight_times_the_batch_what_m0_learns(rules, monkeypatch, num_seeds):
     # The rule itself, from the first step on. A run would get there by doublings, with the rate gliding after them.
     monkeypatch.setattr(scaling, "GLIDE", 1e9)
     monkeypatch.setattr(scaling, "MAX_GLIDE", 1e9)
     monkeypatch.setattr(Adaptation, "direction", lambda self: 1)
     monkeypatch.setattr(adaptation, "MEASURING_BUDGET", 1e9)  # every step is measured, however busy the machine is
-    num_epochs, num_seeds = 10, 2 if IS_THOROUGH else 1
+    num_epochs = 10
     grid = np.arange(6.0, num_epochs - 0.5, 0.25)  # before, both sit on the same plateau
     tuned = rules.mean_curve("none", 1, num_epochs, num_seeds, grid)
     adaptive = rules.mean_curve("adascale", 8, num_epochs, num_seeds, grid)

@@ -22,10 +22,11 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hypothesis import given, settings  # noqa: E402
+from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 
 from pollux.errors import CheckpointError, ForeignCheckpointError, InvalidValueError  # noqa: E402
+from pollux.testing.examples import examples  # noqa: E402
 from pollux.train import checkpoint_files as files  # noqa: E402
 from pollux.train.checkpoint import (  # noqa: E402
     AsyncSaver,
@@ -150,7 +151,7 @@ def small_tensors(draw):
     return tensor.mT if tensor.ndim >= 2 and draw(st.booleans()) else tensor
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25, deadline=None)
 @given(tensors=st.dictionaries(st.text(max_size=8), small_tensors(), max_size=4), blob=st.binary(max_size=64))
 def test_load_gives_what_was_saved(tensors, blob):
     with tempfile.TemporaryDirectory() as path:

@@ -16,7 +16,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from hypothesis import given, settings  # noqa: E402
+from hypothesis import given  # noqa: E402
 from hypothesis import strategies as st  # noqa: E402
 from torch.utils.data import (  # noqa: E402
     BatchSampler,
@@ -30,6 +30,7 @@ from torch.utils.data import (  # noqa: E402
 )
 
 from pollux.errors import InvalidValueError, PolluxError  # noqa: E402
+from pollux.testing.examples import examples  # noqa: E402
 from pollux.train.data import ElasticLoader  # noqa: E402
 from pollux.train.position import StepShape  # noqa: E402
 
@@ -159,7 +160,7 @@ def run_chaos(data, make, num_epochs):
     return epochs
 
 
-@settings(max_examples=40, deadline=None)
+@examples(40, deadline=None)
 @given(st.data(), st.integers(1, 40), st.booleans())
 def test_each_example_is_committed_once_whatever_happens(data, length, shuffle):
     def make(shape):
@@ -171,14 +172,14 @@ def test_each_example_is_committed_once_whatever_happens(data, length, shuffle):
         assert seen == run_epoch([expected]), "the order depends on the replicas"
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25, deadline=None)
 @given(st.data(), st.integers(1, 40))
 def test_each_example_of_a_stream_is_committed_once_whatever_happens(data, length):
     epochs = run_chaos(data, lambda shape: ElasticLoader(Stream(length), shape), 2)
     assert epochs == [list(range(length)), list(range(1000, 1000 + length))]
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25, deadline=None)
 @given(st.data(), st.integers(1, 30))
 def test_the_order_of_a_sampler_is_the_same_on_all_ranks(data, length):
     def make(shape):
@@ -355,7 +356,7 @@ def test_an_order_that_cannot_be_drawn_again_travels_with_the_state():
     assert sorted(seen) == list(range(20))
 
 
-@settings(max_examples=25, deadline=None)
+@examples(25, deadline=None)
 @given(st.integers(1, 30), st.integers(1, 4), SHAPES)
 def test_a_batch_of_a_batch_sampler_is_the_unit(length, batch_size, shape):
     sampler = BatchSampler(RandomSampler(Numbers(length)), batch_size, drop_last=False)

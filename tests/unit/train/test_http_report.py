@@ -30,7 +30,8 @@ class Listener:
     def __init__(self) -> None:
         self.received: list[tuple[str, str | None, Report]] = []
         self.num_refused = 0
-        self.status, self.answer = 200, {"params": None, "report_every_s": 0.05}
+        self.status = 200
+        self.answer: dict[str, Any] = {"params": None, "report_every_s": 0.05}
         outer = self
 
         class Handler(BaseHTTPRequestHandler):

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 
 import pytest
 
-torch = pytest.importorskip("torch")
+pytest.importorskip("torch")
 
-from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from pollux.errors import InvalidValueError, UnknownNameError  # noqa: E402
-from pollux.train import GradientMoments, NoiseScale, NoiseStats, Preconditioner  # noqa: E402
+from pollux.errors import InvalidValueError, UnknownNameError
+from pollux.train import GradientMoments, NoiseScale, NoiseStats, Preconditioner
 
 SIZES = (30, 20)  # two parameters, so that sums over tensors matter
 DIMENSION = sum(SIZES)

@@ -13,7 +13,6 @@ pytest.importorskip("torch")
 import torch
 
 from pollux.model.profile import Configuration, Timing
-from pollux.train import step_timer
 from pollux.train.step_timer import FIRST_WARM_UP_STEPS, FIRST_WINDOW, TIMED_EVERY, WARM_UP_STEPS, WINDOW, StepTimer
 
 HERE = Configuration(1, 2, 32)
@@ -25,7 +24,7 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now_s = 100.0
-        monkeypatch.setattr(step_timer.time, "perf_counter", lambda: self.now_s)
+        monkeypatch.setattr("pollux.train.step_timer.time.perf_counter", lambda: self.now_s)
 
     def sleep(self, seconds: float) -> None:
         self.now_s += seconds

@@ -6,11 +6,13 @@ With the real cluster and its database; only the engine runs nothing, as what is
 from __future__ import annotations
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, settings
+from fastapi.routing import APIRoute
+from hypothesis import HealthCheck, Phase, given
 from hypothesis import strategies as st
 
 from pollux.server.http.app import ROUTERS, create_app
 from pollux.server.http.auth import Access
+from pollux.testing.examples import examples
 from tests.unit.server.live.test_cluster import World
 
 TOKEN = "operator-token-0123456789"
@@ -19,12 +21,12 @@ OPERATIONS = [
     (method, route.path)
     for router in ROUTERS
     for route in router.routes
+    if isinstance(route, APIRoute) and route.include_in_schema
     for method in sorted(route.methods)
-    if route.include_in_schema
 ]
 
-bounded = settings(
-    max_examples=30,
+bounded = examples(
+    30,
     derandomize=True,
     database=None,
     phases=[Phase.generate],
@@ -105,7 +107,7 @@ def test_of_a_job_and_a_node_there_are(api, method, path):
 
 @pytest.mark.parametrize(("method", "path"), OPERATIONS)
 def test_without_a_token(api, method, path):
-    @settings(bounded, max_examples=10)
+    @examples(10, bounded)
     @given(case=cases(api, method, path))
     def check(case):
         response = validate(case, {"Authorization": "Bearer wrong"})

@@ -7,12 +7,13 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.record import Departure, Reallocation, RoundRecord
 from pollux.server.present.explanations import Changed, changes_of, explain
+from pollux.testing.examples import examples
 from pollux.types import Allocation, Explanation, JobDecision, Plan
 
 on = Allocation.of
@@ -247,7 +248,7 @@ def rounds(draw):
     return changes, ended, round_of(before=numbers[0], after=numbers[1], bound=numbers[2], departures=ended)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300, deadline=None)
 @given(rounds())
 def test_everybody_is_named_or_counted(drawn):
     changes, ended, record = drawn
@@ -261,7 +262,7 @@ def test_everybody_is_named_or_counted(drawn):
     assert "nan" not in " ".join(sentences)
 
 
-@settings(max_examples=300, deadline=None)
+@examples(300, deadline=None)
 @given(rounds())
 def test_slots_given_are_slots_lost(drawn):
     """What the sentences say was given and taken, adds up to no more than the round's numbers."""

@@ -23,8 +23,8 @@ from pollux.scheduler.autoscale import AutoscaleConfig
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.ports import JobHurt, JobLost, NodesChanged
 from pollux.scheduler.record import RoundRecord
-from pollux.server.config import ServiceConfig
-from pollux.server.live.cluster import Cluster, ClusterConfig
+from pollux.server.config import ClusterConfig, ServiceConfig
+from pollux.server.live.cluster import Cluster
 from pollux.server.live.job_table import job_token
 from pollux.server.present.gauges import JOB_GAUGES
 from pollux.server.present.metrics import REFUSALS, CountedLog, Metrics, counted_log

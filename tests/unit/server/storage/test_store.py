@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from pollux.api.codec import dumps, loads
@@ -33,6 +33,7 @@ from pollux.scheduler.record import Departure, JobRecord, Reallocation, RoundRec
 from pollux.server.storage import database
 from pollux.server.storage import records as kept
 from pollux.server.storage.store import SqlStore
+from pollux.testing.examples import examples
 from pollux.types import Allocation, JobSpec, JobView, Node, Plan, ShapeFactor, Snapshot, ThroughputParams
 from tests.fakes import HandClock, SlowEngine
 from tests.unit.api.test_codec import (
@@ -304,7 +305,7 @@ def test_missing_or_extra_fields_are_refused_by_name(kind):
 # Jobs -----------------------------------------------------------------------------------------
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(found=st.lists(records(), max_size=4, unique_by=lambda record: record.name))
 def test_records_come_back_from_the_file_as_they_were(found):
     with tempfile.TemporaryDirectory() as folder:
@@ -562,7 +563,7 @@ def test_rounds_are_kept_though_their_numbers_begin_again(path):
         assert sql.rounds(since=ids[-1]) == []
 
 
-@settings(max_examples=30)
+@examples(30)
 @given(record=rounds, snapshot=snapshots())
 def test_any_round_comes_back_from_the_file(record, snapshot):
     printable = dataclasses.replace(record, trigger="submit", error=record.error.encode("utf-8", "replace").decode())

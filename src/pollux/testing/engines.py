@@ -1,4 +1,4 @@
-"""What every engine must do. Inherit, provide the three hooks, and pytest runs the rest."""
+"""What every engine must do. A test class inherits :class:`EngineConformance` and provides its three hooks."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from pollux.scheduler.ports import (
     JobReport,
     JobRuns,
     JobStopped,
+    NodesChanged,
     ResizeJob,
     StartJob,
     StopJob,
@@ -21,9 +22,10 @@ from pollux.types import Allocation, JobSpec, ThroughputParams
 
 
 class EngineConformance:
-    """Two nodes of at least two slots; jobs that last much longer than a start or a resize."""
+    """Needs two nodes of at least two slots, and jobs that last much longer than a start or a resize."""
 
     def make_engine(self) -> Engine:
+        """Its nodes may come later, if :meth:`pass_time` lets them come."""
         raise NotImplementedError
 
     def make_spec(self, name: str) -> JobSpec:
@@ -34,6 +36,19 @@ class EngineConformance:
         raise NotImplementedError
 
     # ------------------------------------------------------------------------------------------
+
+    def ready_engine(self, most: int = 300) -> Engine:
+        """An engine with its nodes. The events that told of them have been taken."""
+        engine = self.make_engine()
+        if len(engine.nodes()) >= 2:
+            return engine
+        for _ in range(most):
+            self.pass_time(engine)
+            if len(engine.nodes()) >= 2:
+                unasked = [event for event in engine.poll() if event != NodesChanged()]
+                assert unasked == []
+                return engine
+        raise AssertionError(f"fewer than two nodes came: {engine.nodes()}")
 
     def wait_for(self, engine: Engine, is_found: Callable[[Event], bool], most: int = 200) -> list[Event]:
         """All events up to the first that is wanted."""
@@ -57,18 +72,18 @@ class EngineConformance:
         return first, second
 
     def test_has_nodes_with_slots_and_a_type(self) -> None:
-        nodes = self.make_engine().nodes()
+        nodes = self.ready_engine().nodes()
         assert len(nodes) >= 2
         assert len({node.name for node in nodes}) == len(nodes)
         assert all(node.num_slots >= 2 and node.accelerator for node in nodes)
 
     def test_nothing_happens_unasked(self) -> None:
-        engine = self.make_engine()
+        engine = self.ready_engine()
         self.pass_time(engine)
         assert list(engine.poll()) == []
 
     def test_a_started_job_runs_and_reports(self) -> None:
-        engine = self.make_engine()
+        engine = self.ready_engine()
         allocation = Allocation.of((self.names(engine)[0], 2))
         engine.apply([StartJob(job="a", spec=self.make_spec("a"), allocation=allocation, generation=1)])
         events = self.wait_for(engine, lambda event: isinstance(event, JobReport) and bool(event.timings))
@@ -81,7 +96,7 @@ class EngineConformance:
         assert report.noise_scale is not None and report.noise_scale >= 0
 
     def test_a_resize_is_a_new_generation(self) -> None:
-        engine = self.make_engine()
+        engine = self.ready_engine()
         first, second = self.names(engine)
         self.start(engine, "a", (first, 1))
         for generation, shares in ((2, [(first, 1), (second, 1)]), (3, [(second, 2)]), (4, [(second, 1)])):
@@ -89,7 +104,7 @@ class EngineConformance:
             self.wait_for(engine, lambda event, g=generation: event == JobRuns(job="a", generation=g))  # type: ignore[misc]
 
     def test_a_stopped_job_says_so_and_can_start_again(self) -> None:
-        engine = self.make_engine()
+        engine = self.ready_engine()
         first, second = self.names(engine)
         spec = self.start(engine, "a", (first, 1))
         engine.apply([StopJob(job="a", reason="test")])
@@ -99,7 +114,7 @@ class EngineConformance:
         self.wait_for(engine, lambda event: event == JobRuns(job="a", generation=2))
 
     def test_work_done_survives_a_stop(self) -> None:
-        engine = self.make_engine()
+        engine = self.ready_engine()
         first, _ = self.names(engine)
         spec = self.start(engine, "a", (first, 2))
         before = self._progress(engine, at_least=0.0)
@@ -116,7 +131,7 @@ class EngineConformance:
         return max(e.progress for e in events if isinstance(e, JobReport) and e.progress is not None)
 
     def test_jobs_end_by_themselves(self) -> None:
-        engine = self.make_engine()
+        engine = self.ready_engine()
         self.start(engine, "a", (self.names(engine)[0], 2))
         events = self.wait_for(engine, lambda event: isinstance(event, JobEnded), most=100_000)
         (end,) = (event for event in events if isinstance(event, JobEnded))
@@ -126,7 +141,7 @@ class EngineConformance:
         assert not any(isinstance(event, JobReport) for event in engine.poll())
 
     def test_two_jobs_do_not_disturb_each_other(self) -> None:
-        engine = self.make_engine()
+        engine = self.ready_engine()
         first, second = self.names(engine)
         self.start(engine, "a", (first, 1))
         self.start(engine, "b", (second, 1))
@@ -135,7 +150,7 @@ class EngineConformance:
         self.wait_for(engine, lambda event: isinstance(event, JobReport) and event.job == "b")
 
     def test_advice_about_throughput_is_taken(self) -> None:
-        engine = self.make_engine()
+        engine = self.ready_engine()
         self.start(engine, "a", (self.names(engine)[0], 2))
         params = ThroughputParams(0.02, 0.001, 0.1, 0.01, 0.05, 0.002, 1.5)
         engine.apply([TuneJob(job="a", params={engine.nodes()[0].accelerator: params})])

@@ -1,4 +1,4 @@
-"""Hypothesis strategies for snapshots, and small hand-made ones."""
+"""Snapshots of clusters to test policies with: hypothesis strategies, and makers of small hand-made ones."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def snapshots(
         measured = bool(shares) and draw(st.booleans())
         held = allocation.num_replicas
         sits_on = wanted[0].accelerator if shares else None
-        known = {sits_on} if measured else set()
+        known = {sits_on} if measured and sits_on is not None else set()
         if mixed and (measured or not shares):
             known |= set(draw(st.lists(st.sampled_from(TYPES), max_size=3)))
         low = draw(st.integers(1, 3))
