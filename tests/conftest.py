@@ -33,7 +33,7 @@ for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, si
 signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 settings.register_profile("thorough", deadline=None, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("quick", settings.get_profile("thorough"), max_examples=25)
+settings.register_profile("quick", settings.get_profile("thorough"), max_examples=20)
 settings.load_profile(PROFILE)
 
 TESTS = Path(__file__).resolve().parent

@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 
 from pollux.api.request import OPTIONS
+from tests.long import long
 from tests.pages import ROOT, Block, read_blocks, session
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 SESSIONS = [page for page in PAGES if read_blocks(page, "console")]
+EVERY_TIME = {"http"}  # the README's blocks are run as well; other pages are long
 BLOCKS = [
     pytest.param(block, id=f"{page.stem}-{index}")
     for page in PAGES
@@ -32,7 +34,10 @@ def test_python_blocks_run(block: Block, tmp_path: Path) -> None:
         assert user.run(block)
 
 
-@pytest.mark.parametrize("page", SESSIONS, ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, id=page.stem, marks=() if page.stem in EVERY_TIME else long) for page in SESSIONS],
+)
 def test_pages_run_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
     blocks = read_blocks(page, "console", "python")
     if any("curl " in block.text for block in blocks) and shutil.which("curl") is None:

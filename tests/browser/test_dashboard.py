@@ -29,6 +29,7 @@ from tests.browser.browsing import (
     two_frames,
 )
 from tests.leftovers import processes_in
+from tests.long import long
 
 DESKTOP = {"width": 1280, "height": 900}
 PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True, "device_scale_factor": 1.5}
@@ -460,6 +461,7 @@ def enter(visitor: Visitor) -> None:
 # --- what it survives ------------------------------------------------------------------------------------------------
 
 
+@long
 def test_a_restart_of_the_server(visitor: Visitor) -> None:
     lost = ("CONNECTION_REFUSED", "INCOMPLETE_CHUNKED_ENCODING", "CONNECTION_RESET", "EMPTY_RESPONSE")
     visitor.expects += [f"ERR_{what}" for what in lost]
@@ -495,6 +497,7 @@ def test_every_page_fits_a_phone(chrome: Any, server: Watched) -> None:
         take_pictures(visitor.open(), "phone")
 
 
+@long
 def test_every_page_in_light_and_dark(visitor: Visitor) -> None:
     take_pictures(visitor.open(), "light", "dark")
 

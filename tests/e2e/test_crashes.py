@@ -144,6 +144,7 @@ def test_a_member_that_is_frozen_while_a_group_forms_is_left_behind(bench: Bench
     bench.check_ledger(20, job)
 
 
+@long
 def test_the_last_survivor_of_a_group_that_was_re_forming_goes_on_alone(bench: Bench) -> None:
     job = bench.start(4, args=["--epochs", 12, "--step-s", 0.01], replace_lost=False)
     pump_until(bench, job, lambda: bench.step() >= 10)
@@ -187,6 +188,7 @@ def test_who_cannot_recover_leaves_for_the_last_checkpoint(bench: Bench) -> None
     bench.check_ledger(20, job)
 
 
+@long
 def test_pauses_before_restarts_grow_only_while_there_is_no_training(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,6 +267,7 @@ def test_a_torn_checkpoint_is_passed_over(bench: Bench) -> None:
     assert f"resumed after step {first}" in bench.story() and "Trying the one before" in bench.story()
 
 
+@long
 def test_under_torchrun_and_then_alone(bench: Bench) -> None:
     args = ["--epochs", "30", "--step-s", "0.02", "--out", str(bench.out), "--hurry", str(bench.hurry)]
     piped = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}

@@ -76,6 +76,7 @@ def end(process: subprocess.Popen[str], temporary: Path) -> None:
         os.kill(pid, signal.SIGKILL)
 
 
+@long
 def test_jobs_train_share_and_leave_a_report(tmp_path: Path, temporary: Path) -> None:
     process = start(tmp_path, temporary)
     try:

@@ -121,6 +121,7 @@ def test_slurm_runs_a_list_of_jobs_and_goes_on_when_it_is_queued_again(tmp_path:
     assert printed == {"first": "goes on\n", "sh": "second of two\n"}
 
 
+@long
 def test_a_server_beside_the_head_in_one_pod(tmp_path: Path, temporary: Path) -> None:
     """Own /dev/shm each; processes, network and /tmp/ray shared, as the manifest says."""
     manifests = yaml.safe_load_all((ROOT / "deploy" / "kuberay" / "pollux.yaml").read_text())

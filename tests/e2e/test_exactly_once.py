@@ -55,6 +55,7 @@ def train_through(bench: Bench, num_epochs: int, num_replicas: int, events: Iter
     phases=(Phase.explicit, Phase.generate),  # shrinking would take minutes
     suppress_health_check=list(HealthCheck),
 )
+@long
 def test_exactly_once(
     tmp_path_factory: pytest.TempPathFactory, fork_server: ForkServer, num_replicas: int, events: list[Event]
 ) -> None:

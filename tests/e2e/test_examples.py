@@ -53,6 +53,7 @@ def test_the_gpt_learns_something_and_writes():
     assert float(re.findall(r"validation loss ([\d.]+)", output)[0]) < 3.6  # 4.6 is a guess
 
 
+@long
 def test_an_emulated_device_is_said_and_counts_as_computing(tmp_path):
     file = tmp_path / "reports"
     output = run("digits.py", "--epochs", "1", "--emulate-device", "2", POLLUX_REPORT_FILE=str(file))

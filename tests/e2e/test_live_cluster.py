@@ -27,6 +27,7 @@ def cluster(tmp_path: Path) -> Iterator[LiveCluster]:
     made.stop()
 
 
+@long
 def test_jobs_grow_and_shrink_in_place_and_all_learn(cluster: LiveCluster) -> None:
     digits = [EXAMPLES / "digits.py", "--emulate-device", 3, "--epochs"]
     long = cluster.submit(*digits, 16, name="long")
@@ -59,35 +60,6 @@ def test_jobs_grow_and_shrink_in_place_and_all_learn(cluster: LiveCluster) -> No
     assert by_replicas[1] and by_replicas[2] and (by_replicas[3] or by_replicas[4])
     for job in (short, late, long):
         assert job.describe().lost_share < 0.2
-
-
-def test_a_killed_server_changes_nothing_for_the_jobs(cluster: LiveCluster) -> None:
-    for name in ("one", "two"):
-        cluster.submit_ledger(name, epochs=EPOCHS, step_s=0.3, min_replicas=2)
-    cluster.submit_ledger("three", epochs=1, after=("one",))
-    for name in ("one", "two"):
-        cluster.until_replicas(name, 2)
-    pids = {name: set(cluster.pids(name).values()) for name in ("one", "two")}
-    cluster.kill_server()
-    trace = cluster.folder / "one-trace"
-    seen = sum(len(path.read_text().splitlines()) for path in trace.iterdir())
-    cluster.until(
-        lambda: sum(len(path.read_text().splitlines()) for path in trace.iterdir()) > seen + 20,
-        "steps without a server",
-    )
-    cluster.start()
-    for name in ("one", "two"):
-        cluster.until_replicas(name, 2)
-        assert set(cluster.pids(name).values()) == pids[name]
-        cluster.hurry(name)
-    cluster.hurry("three")
-    for name in ("one", "two", "three"):
-        assert cluster.until_over(name) == "succeeded", cluster.story(name)
-        cluster.check_ledger(name, 1 if name == "three" else EPOCHS)
-        starts = [t for t in cluster.client.job(name).describe().transitions if t.source == "pending"]
-        assert len(starts) == 1
-    before, after = (cluster.client.job(name).view() for name in ("one", "three"))
-    assert after.started_at > before.finished_at - 1
 
 
 @long
@@ -209,6 +181,7 @@ class TestShared:
         assert cluster.until_over("killed") == "succeeded", cluster.story("killed")
         cluster.check_ledger("killed", EPOCHS)
 
+    @long
     def test_killing_the_parent_of_all_replicas_is_survived(self, shared_cluster: LiveCluster) -> None:
         cluster = shared_cluster
         for name in ("left", "right"):
@@ -221,6 +194,35 @@ class TestShared:
             assert cluster.until_over(name) == "succeeded", cluster.story(name)
             cluster.check_ledger(name, EPOCHS)
 
+    def test_a_killed_server_changes_nothing_for_the_jobs(self, shared_cluster: LiveCluster) -> None:
+        cluster = shared_cluster
+        for name in ("one", "two"):
+            cluster.submit_ledger(name, epochs=EPOCHS, step_s=0.3, min_replicas=2)
+        cluster.submit_ledger("three", epochs=1, after=("one",))
+        for name in ("one", "two"):
+            cluster.until_replicas(name, 2)
+        pids = {name: set(cluster.pids(name).values()) for name in ("one", "two")}
+        cluster.kill_server()
+        trace = cluster.folder / "one-trace"
+        seen = sum(len(path.read_text().splitlines()) for path in trace.iterdir())
+        cluster.until(
+            lambda: sum(len(path.read_text().splitlines()) for path in trace.iterdir()) > seen + 20,
+            "steps without a server",
+        )
+        cluster.start()
+        for name in ("one", "two"):
+            cluster.until_replicas(name, 2)
+            assert set(cluster.pids(name).values()) == pids[name]
+            cluster.hurry(name)
+        cluster.hurry("three")
+        for name in ("one", "two", "three"):
+            assert cluster.until_over(name) == "succeeded", cluster.story(name)
+            cluster.check_ledger(name, 1 if name == "three" else EPOCHS)
+            starts = [t for t in cluster.client.job(name).describe().transitions if t.source == "pending"]
+            assert len(starts) == 1
+        before, after = (cluster.client.job(name).view() for name in ("one", "three"))
+        assert after.started_at > before.finished_at - 1
+
 
 @pytest.fixture(scope="class")
 def strict_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
@@ -229,6 +231,7 @@ def strict_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveClu
     made.stop()
 
 
+@long
 class TestStrict:
     def test_a_script_that_hangs_is_stopped_by_its_time_limit(self, strict_cluster: LiveCluster) -> None:
         cluster = strict_cluster
@@ -241,7 +244,6 @@ class TestStrict:
         assert "time limit of 2 s" in job.view().reason
 
     @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small disk needs root")
-    @long
     def test_a_full_disk_pauses_the_job_and_nothing_is_lost(self, strict_cluster: LiveCluster) -> None:
         cluster = strict_cluster
         disk = cluster.data / "jobs"

@@ -28,7 +28,8 @@ from tests.e2e.cluster import LiveCluster  # noqa: E402
 from tests.long import long  # noqa: E402
 from tests.ray_cluster import RayCluster  # noqa: E402
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs fork and /proc")
+# Long: a cluster of five Ray nodes. The conformance suite runs on Ray every time.
+pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="needs fork and /proc"), long]
 
 NODES = ("a", "b", "c", "d")  # with a slot each
 EPOCHS, STEP_S = 16, 0.5  # of 20 steps: more than two minutes, unless a job is told to hurry
@@ -266,7 +267,6 @@ def test_a_job_whose_every_replica_was_on_a_killed_node_starts_again_elsewhere(
     finish(cluster, "small")
 
 
-@long
 def test_a_frozen_node_is_given_up_and_can_do_no_harm_when_it_wakes(nodes: RayCluster, cluster: LiveCluster) -> None:
     submit(cluster, "cold")
     before = until_placed(cluster, "cold", 4)
@@ -291,7 +291,6 @@ def test_a_frozen_node_is_given_up_and_can_do_no_harm_when_it_wakes(nodes: RayCl
     finish(cluster, "cold")
 
 
-@long
 def test_a_drained_node_is_left_before_it_goes(nodes: RayCluster, cluster: LiveCluster) -> None:
     submit(cluster, "moves")
     before = until_placed(cluster, "moves", 4)
@@ -311,7 +310,6 @@ def test_a_drained_node_is_left_before_it_goes(nodes: RayCluster, cluster: LiveC
     finish(cluster, "moves")
 
 
-@long
 def test_a_node_without_the_storage_is_not_used(nodes: RayCluster, cluster: LiveCluster) -> None:
     """It sees an empty folder in the place of the one that the others share."""
     if os.geteuid() != 0 or shutil.which("unshare") is None:
@@ -366,7 +364,6 @@ def proxies(server: Any) -> list[Any]:
     return [child for child in server.children() if "pollux.engines.ray.proxy" in command_of(child)]
 
 
-@long
 def test_a_killed_supervisor_is_replaced_and_jobs_go_on_from_their_checkpoints(
     nodes: RayCluster, cluster: LiveCluster
 ) -> None:
@@ -384,7 +381,6 @@ def test_a_killed_supervisor_is_replaced_and_jobs_go_on_from_their_checkpoints(
     finish(cluster, "kept")
 
 
-@long
 def test_the_head_is_lost_and_comes_back(nodes: RayCluster, cluster: LiveCluster) -> None:
     submit(cluster, "headless")
     before = set(until_placed(cluster, "headless", 4).values())
@@ -407,7 +403,6 @@ def test_the_head_is_lost_and_comes_back(nodes: RayCluster, cluster: LiveCluster
 # --- not alone ----------------------------------------------------------------------------------------------------
 
 
-@long
 def test_a_name_that_is_taken_and_another_that_is_not(nodes: RayCluster, cluster: LiveCluster, tmp_path: Path) -> None:
     submit(cluster, "mine", max_replicas=2)
     before = until_placed(cluster, "mine", 2)

@@ -15,6 +15,7 @@ from pollux.simulator.osdi21 import load_traces
 from pollux.simulator.result import SimulationResult, summarise
 from pollux.simulator.run import simulate
 from pollux.simulator.workload import load_workload
+from tests.long import long
 
 pytestmark = pytest.mark.golden
 
@@ -49,6 +50,7 @@ def test_workload_6_job_by_job(
         ("optimus", 3, 3944.00625),
     ],
 )
+@long
 def test_averages_of_other_workloads(
     osdi21: Path, applications: Mapping[str, Application], policy: str, number: int, average_s: float
 ) -> None:

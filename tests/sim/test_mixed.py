@@ -80,6 +80,7 @@ class TestSia:
         }
         assert averages["srtf"] < 0.6 * averages["fifo"]
 
+    @long
     def test_pollux_is_below_the_artifacts_sia(self, source: Source) -> None:
         """The artifact's own code takes 1949.8 s on average."""
         assert _simulated(source, "pollux", sia_config()).avg_jct_s < 0.9 * ARTIFACT_JCT_S

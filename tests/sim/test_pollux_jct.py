@@ -69,6 +69,7 @@ def test_simulations_repeat_exactly(small):
     }
 
 
+@long
 def test_what_makes_moves_cheap_or_knowledge_early_helps(small):
     plain = average_jct(run(small))
     assert average_jct(run(small, resize_s=5.0)) < plain

@@ -26,6 +26,7 @@ from pollux.cli.app import app
 from pollux.client import Client
 from pollux.client.address import is_alive, read_server_file
 from pollux.server.service import Service
+from tests.long import long
 from tests.unit.live_server import ELASTIC, WAIT_S, eventually, live_server, nobody_works_in
 
 runner = CliRunner()
@@ -381,7 +382,7 @@ def test_a_job_that_a_signal_ended_is_told_by_the_exit_code(alone: Path) -> None
     assert process.returncode == 137, err
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=long)])
 def test_an_interrupted_run_leaves_nothing(alone: Path, number: signal.Signals, code: int) -> None:
     temporary = alone / "tmp"
     temporary.mkdir()

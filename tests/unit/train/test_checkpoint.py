@@ -35,11 +35,12 @@ from pollux.train.checkpoint import (  # noqa: E402
     CheckpointInfo,
     checkpoint_interval_s,
 )
+from tests.long import first_of  # noqa: E402
 
 DTYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.uint8, torch.bool)
 
 
-@pytest.fixture(params=["folder", "URL"])
+@pytest.fixture(params=first_of(["folder", "URL"]))
 def at(request):
     """Makes the CheckpointDirectory of a folder, by its path or by its URL."""
 

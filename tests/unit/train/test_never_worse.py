@@ -21,6 +21,7 @@ import torch.nn.functional as F
 
 from pollux import train
 from pollux.train import step_timer, tuner
+from tests.long import long
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 PASS_S, EXAMPLE_S = 0.1, 1e-5
@@ -86,6 +87,7 @@ def fit(monkeypatch, gpt, policy, *, initial, examples, rate):
 
 
 @pytest.mark.parametrize(("initial", "examples", "rate"), [(32, 24_000, 4e-3)])
+@long
 def test_adaptive_training_is_never_worse_than_the_batch_that_the_user_tuned(monkeypatch, initial, examples, rate):
     gpt = small_gpt()
     settings = {"initial": initial, "rate": rate}

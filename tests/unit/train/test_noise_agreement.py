@@ -28,7 +28,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from pollux.train import adaptation
 from pollux.train.batching import FixedBatch
-from tests.long import first_of
+from tests.long import long
 from tests.unit.train.processes import a_run, replicas
 
 TRAIN_STEPS, TRAIN_BATCH = 150, 16
@@ -162,7 +162,8 @@ def _second_moments(optimizer: torch.optim.Optimizer) -> Iterator[tuple[int, Ten
             yield 2 * index + 1, state["step"]
 
 
-@pytest.mark.parametrize("task", first_of(list(TASKS)))
+@pytest.mark.parametrize("task", TASKS)
+@long
 def test_phi_of_a_real_model_does_not_depend_on_how_its_batch_is_divided(task):
     torch.set_num_threads(1)
     states = trained(task)

@@ -30,6 +30,7 @@ from pollux.errors import EngineError
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.ports import JobEnded, JobLost, JobRuns, JobStopped
 from tests.leftovers import processes_in
+from tests.long import long
 from tests.unit.engines.bench import Bench, is_alive, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs fork and /proc")
@@ -190,6 +191,7 @@ def test_nonsense_is_refused_and_harms_nobody(own_bench):
     own_bench.wait_runs("a", 1)
 
 
+@long
 def test_jobs_pause_while_the_disk_is_full(tmp_path):
     data = tmp_path / "data"
     data.mkdir()

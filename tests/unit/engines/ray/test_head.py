@@ -15,6 +15,7 @@ psutil = pytest.importorskip("psutil")
 from pollux.engines.ray import head  # noqa: E402
 from pollux.engines.ray.network import can_connect  # noqa: E402
 from pollux.errors import EngineError  # noqa: E402
+from tests.long import long  # noqa: E402
 
 
 @pytest.fixture
@@ -68,6 +69,7 @@ def test_our_own_address_towards_a_cluster():
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+@long
 def test_a_head_is_started_found_and_stopped(tmp_path, last_cluster):
     pytest.importorskip("ray")
     address = head.start_head(tmp_path, "127.0.0.1")
