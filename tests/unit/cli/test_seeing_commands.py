@@ -83,7 +83,7 @@ def test_api_sends_a_body(data: Path) -> None:
     ("arguments", "words"),
     [
         (["jobs/nobody"], ["unknown job 'nobody'", "done"]),
-        (["nothing"], ["Not Found", "/docs"]),
+        (["nothing"], ["Not Found", "/api/v1/openapi.json"]),
         (["jobs", "--body", "{half"], ["no JSON"]),
         (["jobs", "--method", "BREW"], ["'BREW'", "GET, POST, DELETE"]),
         (["https://elsewhere"], ["one of this server"]),
