@@ -225,8 +225,8 @@ def test_a_fixed_job_meets_across_nodes(cluster: LiveCluster) -> None:
 
 def test_a_job_that_needs_more_than_there_is_says_so(cluster: LiveCluster) -> None:
     submit(cluster, "giant", min_replicas=9)
-    reason = cluster.until(lambda: cluster.client.job("giant").view().reason, "why it waits")
-    assert reason == "needs 9 slots at once; the cluster has 4"
+    wanted = "needs 9 slots at once; the cluster has 4"  # before the first decision it only waits for slots
+    cluster.until(lambda: cluster.client.job("giant").view().reason == wanted, wanted)
     assert cluster.client.job("giant").describe().state == "pending"
 
 
