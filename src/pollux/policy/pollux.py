@@ -87,7 +87,7 @@ class PolluxPolicy(Policy):
 
     def _left(self, jobs: tuple[JobView, ...]) -> list[float | None]:
         """The work left of each job: in examples as declared, or in slot-seconds as ended jobs have shown."""
-        learnt = [None if math.isnan(left) else left for left in self._lengths.left(jobs).tolist()]
+        learnt: list[float | None] = self._lengths.left(jobs).tolist()
         if self._settings.weights == "learnt":
             return learnt
         declared = [job.remaining_examples for job in jobs]

@@ -87,10 +87,6 @@ class GrowthGuard:
         self._num_bad = 0  # samples in a row that were not finite
         self._until = -1
 
-    @property
-    def is_watching(self) -> bool:
-        return self._until >= 0
-
     def begin(self, step: int) -> None:
         """The batch has just grown."""
         self._before = {name: list(values) for name, values in self._recent.items()}

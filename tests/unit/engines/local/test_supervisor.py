@@ -252,7 +252,7 @@ def test_an_end_in_a_hurry_gives_less_time_than_was_promised(own_bench):
 
 
 def test_a_start_that_was_lost_with_a_supervisor_that_had_ended_the_job_before(own_bench):
-    """The next supervisor knows of the earlier end alone; the job must not wait for a start that nobody heard of."""
+    """The next supervisor knows of the earlier end alone; the job must not wait for a start that was never told."""
     bench = own_bench
     bench.prepare("a", ("sleep", "300"), kind="fixed")
     ends = [{"event": "stopped", "job": "a", "generation": 1}]

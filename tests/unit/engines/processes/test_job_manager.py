@@ -257,7 +257,7 @@ def test_trouble_with_one_job_is_its_own(cluster):
 
 
 def lose(cluster: Cluster, *nodes: str) -> None:
-    """As a supervisor of many machines does: the starter knows first, so that nobody is waited for there."""
+    """As a supervisor of many machines does: the starter knows first, so that no replica is waited for there."""
     for entry in cluster.manager._entries.values():
         processes = cluster.processes(entry.job)
         if processes is not None:
