@@ -29,7 +29,7 @@ from pollux.scheduler.record import JobRecord
 from pollux.simulator.builtin import ProfiledApplication, profiles_json
 from pollux.simulator.recording import Record, RecordedJob, Recording
 from pollux.simulator.result import DecisionSeries, SimulationResult, Spread, summarise, write_text
-from pollux.simulator.run import ClusterSample, SimulationRun, simulate
+from pollux.simulator.run import SimulatedSample, SimulationRun, simulate
 from pollux.simulator.source import PROFILES_FILE
 from pollux.simulator.workload import Workload, workload_csv
 
@@ -166,7 +166,7 @@ def write_workload(recording: Recording, directory: Path, source: str) -> Path:
 # What happened --------------------------------------------------------------------------------
 
 
-def _samples(recording: Recording) -> list[ClusterSample]:
+def _samples(recording: Recording) -> list[SimulatedSample]:
     """The cluster at every change of an allocation, and in between often enough to see efficiencies change."""
     changes: list[tuple[float, int, str, int | None]] = []  # (at, order, job, slots; None: it comes or goes)
     for job in recording.jobs:
@@ -189,7 +189,7 @@ def _samples(recording: Recording) -> list[ClusterSample]:
             held.pop(name, None)
         if following is None or following[0] > at:
             samples.append(
-                ClusterSample(
+                SimulatedSample(
                     at=at,
                     num_slots=recording.num_slots,
                     num_waiting=len(present) - len(held),

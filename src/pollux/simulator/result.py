@@ -25,7 +25,7 @@ from pollux.policy.base import PolicySettings
 from pollux.scheduler.record import JobRecord, RoundRecord
 from pollux.simulator.application import application_key
 from pollux.simulator.fairness import SoloTimes, finish_time_fairness
-from pollux.simulator.run import ClusterSample, SimulationRun
+from pollux.simulator.run import SimulatedSample, SimulationRun
 from pollux.types import FloatArray
 from pollux.version import __version__
 
@@ -338,7 +338,7 @@ def _life(record: JobRecord) -> tuple[float, float]:
     return record.spec.submitted_at, record.finished_at
 
 
-def _num_slots(samples: Sequence[ClusterSample]) -> FloatArray:
+def _num_slots(samples: Sequence[SimulatedSample]) -> FloatArray:
     return np.array([sample.num_slots for sample in samples], dtype=float)
 
 
@@ -371,7 +371,7 @@ class _Pieces:
     types: Sequence[str]
 
     @classmethod
-    def of(cls, samples: Sequence[ClusterSample], finished_at: Mapping[str, float]) -> _Pieces:
+    def of(cls, samples: Sequence[SimulatedSample], finished_at: Mapping[str, float]) -> _Pieces:
         names: list[str] = []
         types: list[str] = []
         rows: list[tuple[float, float, int, float, int]] = []

@@ -52,7 +52,7 @@ def restricted(workload: Workload, applications: Mapping[str, Application], conf
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterSample:
+class SimulatedSample:
     """The cluster right after a decision."""
 
     at: float
@@ -97,7 +97,7 @@ class SimulationRun:
     policy: Policy
     config: SimulationConfig
     store: MemoryStore  # .jobs: every JobRecord by name; .rounds: every RoundRecord, without the options weighed
-    samples: Sequence[ClusterSample]
+    samples: Sequence[SimulatedSample]
     node_s: float  # node-seconds to be paid for, those of nodes that were starting included
     wall_s: float
     ended_at: float
@@ -145,7 +145,7 @@ def simulate(
     )
     policy.reset()
 
-    samples: list[ClusterSample] = []
+    samples: list[SimulatedSample] = []
     alive_at = 0.0
 
     def is_done() -> bool:
@@ -202,9 +202,9 @@ def _why_stalled(config: SimulationConfig) -> str:
     return f"{most} may be too small for them"
 
 
-def _sample(engine: SimulatedEngine, now: float, num_active: int, *, has_types: bool) -> ClusterSample:
+def _sample(engine: SimulatedEngine, now: float, num_active: int, *, has_types: bool) -> SimulatedSample:
     running = [job for job in engine.jobs.values() if job.placement]
-    return ClusterSample(
+    return SimulatedSample(
         at=now,
         num_slots=sum(node.num_slots for node in engine.nodes()),
         num_waiting=num_active - len(running),

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedJob(JobSummary):
+class ExportedJob(JobSummary):
     """A job with what happened to it."""
 
     transitions: tuple[StateChange, ...]
@@ -49,7 +49,7 @@ class History:
     ``settings`` is what the server was started with, as far as that is kept; ``unread`` are jobs that cannot be read.
     """
 
-    jobs: tuple[RecordedJob, ...]
+    jobs: tuple[ExportedJob, ...]
     reports: Mapping[str, Sequence[StoredReport]]
     nodes: tuple[RoundNode, ...]
     rounds: tuple[RoundSummary, ...]
@@ -154,7 +154,7 @@ def _reports(store: SqlStore, name: str) -> Iterator[StoredReport]:
         since = page[-1].id
 
 
-def _detail(store: SqlStore, stored: StoredJob, now: float) -> RecordedJob:
+def _detail(store: SqlStore, stored: StoredJob, now: float) -> ExportedJob:
     last = store.reports(stored.name, limit=1)
     known = KnownJob(
         name=stored.name,
@@ -166,7 +166,7 @@ def _detail(store: SqlStore, stored: StoredJob, now: float) -> RecordedJob:
         reported_at=last[-1].at if last else None,
     )
     summary = job_summary(known, now)
-    return RecordedJob(
+    return ExportedJob(
         **{one.name: getattr(summary, one.name) for one in dataclasses.fields(summary)},
         transitions=tuple(map(state_change, store.transitions(stored.name))),
         training_notes=tuple(store.training_notes(stored.name)),
