@@ -200,7 +200,7 @@ class Adaptation:
         if not self.adapts or not trainee.must_earn_rate:
             return 1
         noise = state.exchange.noise
-        return trainee.alignment.verdict(noise.noise_scale / state.choice.total if noise is not None else 0.0)
+        return trainee.alignment.verdict(noise.noise_scale_low / state.choice.total if noise is not None else 0.0)
 
     # --- the batch ----------------------------------------------------------------------------------------------
 

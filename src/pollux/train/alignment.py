@@ -39,7 +39,8 @@ MAX_ELEMENTS = 4_000_000  # of the gradient that are measured; bounds a sample's
 # The rate stays where the value is below HOLD, and falls where it is below LOWER. Healthy training had -0.1 to -0.3
 # (above), so values nearer to 0 would hold back rates that work.
 HOLD, LOWER = -0.35, -0.5
-SIGMAS = 1.0  # standard errors by which the value must be below
+SIGMAS = 2.0  # standard errors by which the value must be below: verdicts are many, so few may be chance
+UNRESOLVED = 0.5  # a standard error of the value above which it tells nothing: noise dominates, and the rule decides
 _FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 
 
@@ -85,7 +86,10 @@ class Alignment:
         self._last = 0
 
     def verdict(self, noise_to_batch: float) -> int:
-        """``noise_to_batch`` is φ/M, the noise scale over the total batch."""
+        """``noise_to_batch`` is φ/M, the noise scale over the total batch, at the lower bound of φ.
+
+        A φ that is too high would take a chance value for a large overshoot.
+        """
         if self._num_empty > 1:
             return 1
         arrived = self._pending.take()
@@ -101,7 +105,10 @@ class Alignment:
             return 0
         mean = sum(self._recent) / count
         error = math.sqrt(sum((value - mean) ** 2 for value in self._recent) / (count - 1) / count)
-        most = (mean + SIGMAS * error) / without_curvature(noise_to_batch, _decay(self._optimizer))
+        unit = without_curvature(noise_to_batch, _decay(self._optimizer))
+        if error > UNRESOLVED * unit:
+            return 1
+        most = (mean + SIGMAS * error) / unit
         return -1 if most < LOWER else 0 if most < HOLD else 1
 
 

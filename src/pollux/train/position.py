@@ -18,12 +18,15 @@ unequal shares needs weights: see :meth:`Step.weight`.
 
 One replica with one pass has a single gradient per step, but the noise scale needs two. With ``split_every``, every
 n-th step has two passes of half the examples each. Position and epoch alone decide which steps these are, so that
-workers can read ahead; the epoch is included because an epoch may have fewer than n steps.
+workers can read ahead; the epoch is included because an epoch may have fewer than n steps, and the next one must then
+be split at another place.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
+import math
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -71,7 +74,9 @@ class StepShape:
 
     def splits_at(self, position: int, epoch: int = 0) -> bool:
         """Whether the step that starts at ``position`` has two passes."""
-        return self.is_single and self.split_every > 0 and (position // self.total + epoch) % self.split_every == 0
+        if not self.is_single or self.split_every == 0:
+            return False
+        return (position // self.total + epoch * _epoch_stride(self.split_every)) % self.split_every == 0
 
     @property
     def num_passes(self) -> int:
@@ -152,9 +157,23 @@ def count_passes(length: int, shape: StepShape, *, drop_last: bool = False, epoc
     full, rest = divmod(length, shape.total)
     last = divide(0, rest, replace(shape, split_every=0), drop_last=drop_last)
     splits = 0
-    if shape.is_single and shape.split_every and shape.total >= 2:  # multiples of n from epoch to epoch + full - 1
-        splits = (epoch + full - 1) // shape.split_every - (epoch - 1) // shape.split_every
+    if shape.is_single and shape.split_every and shape.total >= 2:  # multiples of n from first to first + full - 1
+        first = epoch * _epoch_stride(shape.split_every)
+        splits = (first + full - 1) // shape.split_every - (first - 1) // shape.split_every
     return full * shape.num_passes + splits + (last.num_passes if last else 0)
+
+
+@functools.cache
+def _epoch_stride(split_every: int) -> int:
+    """How far counting to the next split step moves on with each epoch.
+
+    Coprime with ``split_every``, so that in that many epochs each offset comes once. Near the golden section, so that
+    a few epochs in a row have offsets far apart: with a stride of 1, epochs of 50 steps would be split every 128 steps
+    on average, but not for 78 epochs at first.
+    """
+    near = round(split_every * (math.sqrt(5) - 1) / 2)
+    candidates = sorted(range(1, split_every + 1), key=lambda stride: abs(stride - near))
+    return next(stride for stride in candidates if math.gcd(stride, split_every) == 1)
 
 
 class EpochOrder:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import numpy as np
@@ -174,6 +175,17 @@ def test_every_nth_step_is_split_however_short_an_epoch_is(shape, length):
     num_split = sum(step.is_split for step in steps)
     expected = len(steps) / shape.split_every if shape.total >= 2 else 0
     assert num_split == expected
+
+
+@given(st.sampled_from([2, 8, 32, 128]), st.integers(1, 200))
+def test_no_run_of_short_epochs_is_without_a_split_step(split_every, num_steps):
+    """The noise scale of a job with 48 steps an epoch would otherwise not be measured for its first 80 epochs."""
+    shape = StepShape(device_batch=2, split_every=split_every)
+    num_epochs = 8 * split_every // num_steps + 8
+    steps = [step for epoch in range(num_epochs) for step in walk(2 * num_steps, shape, epoch=epoch)]
+    places = [index for index, step in enumerate(steps) if step.is_split]
+    gaps = [later - earlier for earlier, later in itertools.pairwise([-1, *places])]
+    assert max(gaps) <= 4 * split_every
 
 
 @given(SPLIT_SHAPES, st.integers(1, 40), st.data())
