@@ -195,7 +195,7 @@ class Adaptation:
         return SAME_RATE + (1 - SAME_RATE) * min(max((rate.reached - 1) / most, 0.0), 1.0)
 
     def direction(self) -> int:
-        """Whether the rate may rise (+1), stays (0) or falls (-1). +1 where there is no evidence."""
+        """The evidence on the rate, as :class:`Alignment` gives it; +1 where there is none."""
         state, trainee = self._state, self._state.trainee
         if not self.adapts or not trainee.must_earn_rate:
             return 1

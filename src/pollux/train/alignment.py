@@ -10,7 +10,8 @@ its value without curvature, that product is
 
 Trained networks settle a little beyond the lowest point at any batch and rate that work (the edge of stability, Cohen
 et al., 2021): seven tasks on an H200 had -0.1 to -0.3 at their users' own rates. So a value below zero is no reason to
-lower a rate. The rate is held only where updates overshoot clearly more than that.
+lower a rate. The rate is held only where updates overshoot clearly more than that. Where the value is clearly above
+zero, not even the lowest point along their direction is reached: the rate is too low for this batch.
 
 The direction is the optimizer's first moment (momentum, exp_avg), divided as its step is. It comes from earlier
 batches, so its noise is independent of the new gradient's, and the average is unbiased. For an optimizer without a
@@ -20,6 +21,7 @@ measured: an average over a few million elements has the same sign as one over a
 
 from __future__ import annotations
 
+import logging
 import math
 from collections import deque
 from collections.abc import Mapping
@@ -29,6 +31,8 @@ from torch import Tensor
 
 from pollux.train.noise import GroupOptions, ParameterState
 from pollux.train.pending_scalars import PendingScalars
+
+logger = logging.getLogger(__name__)
 
 SAMPLES = 16  # at most, that a verdict rests on; more make it surer and slower to follow the training
 LEAST_SAMPLES = 6  # that a verdict needs; until then the rate does not rise
@@ -45,7 +49,13 @@ _FIRST_MOMENTS = ("exp_avg", "momentum_buffer")
 
 
 class Alignment:
-    """``sample`` before a step; ``verdict`` is +1 (a higher rate may be tried), -1 (lower it again) or 0 (stay)."""
+    """``sample`` before a step. ``verdict`` on the rate is
+
+    - +2: the updates are clearly too short. It may rise beyond the learning-rate rule, to the rule's own limit.
+    - +1: it may rise as far as the rule wants.
+    -  0: it stays.
+    - -1: it falls.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self._optimizer = optimizer
@@ -108,8 +118,9 @@ class Alignment:
         unit = without_curvature(noise_to_batch, _decay(self._optimizer))
         if error > UNRESOLVED * unit:
             return 1
-        most = (mean + SIGMAS * error) / unit
-        return -1 if most < LOWER else 0 if most < HOLD else 1
+        most, least = (mean + SIGMAS * error) / unit, (mean - SIGMAS * error) / unit
+        logger.debug("overshoot of the last updates: %.2f to %.2f", least, most)
+        return 2 if least > 0 and count == SAMPLES else -1 if most < LOWER else 0 if most < HOLD else 1
 
 
 def without_curvature(noise_to_batch: float, decay: float) -> float:

@@ -84,6 +84,10 @@ class AdaScale:
     def factor(self, step: StepContext) -> float:
         return step.gain
 
+    def most(self, step: StepContext) -> float:
+        """The highest factor, for updates that are measurably too short: the linear rule's."""
+        return max(step.scale, 1.0)
+
 
 @dataclass(frozen=True, slots=True)
 class DampedRoot:
@@ -99,6 +103,10 @@ class DampedRoot:
     def factor(self, step: StepContext) -> float:
         root = math.sqrt(step.scale)
         return max(step.gain / root, 1.0) if root > 1 else root
+
+    def most(self, step: StepContext) -> float:
+        """The highest factor, for updates that are measurably too short: √S."""
+        return max(math.sqrt(step.scale), 1.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,8 +266,9 @@ class ScaledRate:
     they rise at most by GLIDE per M0 examples, and fall at most by FALL a step. ``cap`` bounds the factor from above,
     where a higher one has hurt.
     ``is_at_m0`` tells whether a step has M0 examples: most rules give 1 there, and are not called.
-    ``direction`` is the evidence on the rate (see :mod:`pollux.train.alignment`): the factor rises only with +1, and
-    falls towards 1 with -1.
+    ``direction`` is the evidence on the rate (see :mod:`pollux.train.alignment`): the factor rises only above 0, and
+    falls towards 1 with -1. With +2 it may rise beyond the rule's factor, up to the rule's ``most``; there it stays
+    while nothing speaks against it.
     A hook does not notice a step that raises. The rate is then put back at the next step, when the optimizer's state is
     saved, or by :meth:`restore`, whichever comes first. (Loading a state replaces the groups, and so the rates.)
     """
@@ -372,7 +381,7 @@ class ScaledRate:
             self._apply(optimizer, min(factor, self._factor), self._exponent)
             return
         self.target = factor
-        factor = min(factor, max(self.cap, 1.0))
+        factor = min(self._with_evidence(factor, context), max(self.cap, 1.0))
         exponent = _exponent_for(optimizer, context.scale) if getattr(self.rule, "scales_betas", False) else 1.0
         if self._glides and self._has_stepped:
             rise = min(GLIDE ** max(context.scale, 1.0), MAX_GLIDE)
@@ -384,6 +393,13 @@ class ScaledRate:
         self._factor, self._has_stepped = factor, True
         self._count_steps_in(exponent)
         self._apply(optimizer, factor, exponent)
+
+    def _with_evidence(self, factor: float, context: StepContext) -> float:
+        """The rule's factor, or more where the last updates were clearly too short."""
+        if self.direction < 0 or not isinstance(self.rule, AdaScale | DampedRoot) or context.noise is None:
+            return factor
+        most = self.rule.most(context)
+        return max(factor, most if self.direction > 1 else min(self._factor, most))
 
     def _apply(self, optimizer: torch.optim.Optimizer, factor: float, exponent: float) -> None:
         """Multiply rates by ``factor`` and raise β to the power ``exponent``, until the step is over."""

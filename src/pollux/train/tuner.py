@@ -6,6 +6,7 @@ The session calls it. Every rank keeps the profile, so that any of them can beco
 from __future__ import annotations
 
 import logging
+import math
 import time
 from dataclasses import replace
 from typing import TypedDict
@@ -26,6 +27,9 @@ from pollux.types import BatchConfig, BatchLimits, ThroughputParams
 
 ADAPT_INTERVAL_S = 0.2  # least time between two choices of a batch: one takes about 0.1 ms, so 0.05 % of the time
 KNOWN_SIZES = 3  # device batches in a restored profile from which the curve counts as known; fewer explore again
+# The first timing of a configuration is that of the fastest of a few steps, later ones are medians. On a busy machine
+# they differ by up to so much, which is no reason to explore again.
+FIRST_CORRECTION = 1.5
 STEPS_TO_EXPLORE_AGAIN = 2000  # at least, as exploring costs some steps at large batches and step times vary
 MAX_NOTES = 20  # kept for the next report; older ones are dropped
 
@@ -61,6 +65,7 @@ class Tuner:
         self._notes: list[str] = []
         self._is_stale = False
         self._has_drifted = False  # a known configuration has become slower or faster
+        self._first_s: dict[Configuration, float] = {}  # first timings that later ones have not corrected yet
         self._explored_at = 0  # the step at which exploring began last
         self._base_total: int | None = None  # the batch before and after exploring; None: M0
         self._considered_s = -ADAPT_INTERVAL_S
@@ -81,7 +86,11 @@ class Tuner:
             is_known = configuration in self.profile.timings(self.accelerator)
             is_news = self.profile.add(self.accelerator, configuration, timing)
             self._is_stale |= is_news
-            self._has_drifted |= is_known and is_news
+            if not is_known:
+                self._first_s[configuration] = timing.step_s
+            elif is_news:
+                first_s = self._first_s.pop(configuration, math.inf)
+                self._has_drifted |= not first_s / FIRST_CORRECTION < timing.step_s < first_s * FIRST_CORRECTION
             self.explorer.note(configuration.device_batch, timing)
             self.memory.note(configuration.device_batch)
             self._new.append((configuration, timing))
@@ -180,10 +189,11 @@ class Tuner:
             choice = BatchChoice(config=advice, total=advice.total(self.num_replicas))
             return choice if choice != current and self._allows(advice) else None
         if self._is_curve_stale(num_steps):
-            self.note(f"step {num_steps}: step times have changed, so larger device batches are timed again")
+            self.note(f"step {num_steps}: step times have changed, so device batches are timed again")
             self.explorer.restart()
             self.timer.forget()
             self.profile.forget(self.accelerator, self.num_nodes, self.num_replicas)
+            self._first_s.clear()
             self._base_total = current.total
         if not self.explorer.is_done:
             return self._explore(num_steps, current, epoch_length)
@@ -210,7 +220,10 @@ class Tuner:
         most = min(limits.device_max, limits.maximum // replicas)
         if epoch_length:
             most = min(most, epoch_length // (LEAST_PER_EPOCH * replicas))
-        device_batch = self.explorer.next(Ladder(first=base.config.device_batch, last=most), num_steps)
+        first = base.config.device_batch
+        if self._explored_at > 0:  # a later exploration times the next smaller batch too: a shrink needs a measurement
+            first = max(first // 2, limits.device_min, -(-limits.minimum // replicas))
+        device_batch = self.explorer.next(Ladder(first=first, last=most), num_steps)
         if device_batch is not None and not self.memory.fits(device_batch):
             self.bound(device_batch - 1)
             self.note(f"step {num_steps}: a device batch of {device_batch} would not fit into memory")

@@ -39,7 +39,11 @@ def test_nothing_is_said_before_there_are_samples():
 
 
 def test_short_updates_may_become_longer():
-    assert Quadratic(rate=1e-4).verdicts(200, 0.0)[-1] == 1
+    assert Quadratic(rate=1e-4).verdicts(200, 0.0)[-1] == 2
+
+
+def test_a_rate_beyond_the_rule_needs_all_samples():
+    assert set(Quadratic(rate=1e-4).verdicts(4 * LEAST_SAMPLES + 8, 0.0)) == {0, 1}
 
 
 @pytest.mark.parametrize("rate", [3.5, 3.7])

@@ -270,6 +270,15 @@ def test_a_curve_that_has_changed_is_explored_again_but_not_soon(exploring):
     assert "step times have changed" in exploring.take_notes()[-1]
 
 
+def test_a_median_that_is_a_little_above_the_fastest_step_is_no_reason_to_explore_again(exploring):
+    explore(exploring, lambda batch: 0.01 + 1e-6 * batch)
+    current = exploring.choose(None, SEEN, STEP, 64)
+    for _ in range(20):
+        feed(exploring, m32=(0.006, 0.012))
+    assert reconsider(exploring, None, current, step=STEPS_TO_EXPLORE_AGAIN) is None
+    assert exploring.explorer.is_done
+
+
 def test_a_probe_that_would_not_fit_is_not_tried(exploring, monkeypatch):
     monkeypatch.setattr(exploring.memory, "fits", lambda device_batch: device_batch <= 64)
     totals = explore(exploring, lambda batch: 0.01)
@@ -308,9 +317,13 @@ def test_a_resize_while_exploring_again_keeps_the_batch_that_was_chosen(explorin
     current = BatchChoice(config=BatchConfig(128, 0), total=256)
     for _ in range(20):
         feed(exploring, m32=(0.05, 0.1), m128=(0.05, 0.1))
-    assert reconsider(exploring, None, current, step=STEPS_TO_EXPLORE_AGAIN) is None  # the present one is timed first
+    smaller = reconsider(exploring, None, current, step=STEPS_TO_EXPLORE_AGAIN)
+    assert smaller is not None and smaller.total == 128  # a shrink must not rest on what was forgotten
+    feed(exploring, m64=(0.04, 0.08))
+    again = reconsider(exploring, None, smaller, step=STEPS_TO_EXPLORE_AGAIN + 5)
+    assert again is not None and again.total == 256
     feed(exploring, m128=(0.05, 0.1))
-    probe = reconsider(exploring, None, current, step=STEPS_TO_EXPLORE_AGAIN + 5)
+    probe = reconsider(exploring, None, current, step=STEPS_TO_EXPLORE_AGAIN + 10)
     assert probe is not None and probe.total == 512
     exploring.enter(1, 4)
     assert exploring.choose(None, SEEN, STEP, probe.total).total == 256
