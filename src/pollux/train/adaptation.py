@@ -22,6 +22,7 @@ from pollux.train.report import Advice
 from pollux.train.run_state import RunState
 from pollux.train.step_exchange import MeasuredStep
 from pollux.train.team import Team
+from pollux.train.trainee import Trainee
 
 # How often the noise scale is measured. A larger budget gives samples more often, and slows training by as much.
 MEASURING_BUDGET = 0.007  # average share of a step's time
@@ -77,7 +78,7 @@ class Adaptation:
         num_steps = state.progress.num_steps
         if step.shape.num_replicas * step.num_passes < 2 or step.is_short:
             return False
-        return num_steps % state.interval == 0 and num_steps >= state.trainee.hook.warm_up_steps
+        return num_steps % state.interval == 0 and num_steps >= state.trainees.warm_up_steps
 
     def split_every(self) -> int:
         """With one replica and one pass: every how many steps to serve one as two halves; 0 for never."""
@@ -105,6 +106,8 @@ class Adaptation:
 
     def watch_outputs(self, current: Pass) -> None:
         """On rank 0, every few steps: measure this pass's output error. Its examples are a sample of all ranks'."""
+        if len(self._state.trainees) > 1:
+            return  # the models train against each other: an output's error says little
         self._watch_norm_layers(current)
         state, model = self._state, self._state.trainee.model
         is_due = self.adapts and current.index == 0 and state.progress.num_steps % output_error.EVERY == 0
@@ -132,16 +135,17 @@ class Adaptation:
         elif layers.is_measuring:  # a step that was given up left its hooks
             layers.clear()
 
-    def on_gradient(self) -> None:
+    def on_gradient(self, trainee: Trainee) -> None:
         """Take the samples that need the step's gradient. Called right before the optimizer's step."""
         state = self._state
         if state.trainee.norm_layers.is_measuring:
             self._norm_sample = state.trainee.norm_layers.take()
-        is_of_use = self.adapts and state.trainee.must_earn_rate
-        if is_of_use and self._team.rank == 0 and state.trainee.alignment.is_due(state.progress.num_steps):
-            state.trainee.alignment.sample()
+        if not self.adapts or self._team.rank != 0:
+            return
+        if trainee.must_earn_rate and trainee.alignment.is_due(state.progress.num_steps):
+            trainee.alignment.sample()
 
-    def add_norms(self, norms: Norms, current: Pass, step: int) -> None:
+    def add_norms(self, norms: list[Norms | None], current: Pass, step: int) -> None:
         """Add the norms of a measured step that has been committed."""
         state = self._state
         sizes = current.step.sizes
@@ -151,8 +155,10 @@ class Adaptation:
         count = max(current.step_examples / mean, float(len(sizes)))
         weight = self._sample_weight(current.step_examples, step - state.last_measured)
         sample, self._norm_sample = self._norm_sample, None
-        if sample is not None:
-            norms = replace(norms, host_s=norms.host_s + sample.host_s, marks=norms.marks + sample.marks)
+        lead = norms[state.exchange.lead]
+        if sample is not None and lead is not None:
+            marks = lead.marks + sample.marks
+            norms[state.exchange.lead] = replace(lead, host_s=lead.host_s + sample.host_s, marks=marks)
             state.norm_noise.add(sample, weight)
         state.exchange.add(
             step, norms, MeasuredStep(num_gradients=len(sizes), count=count, batch_size=mean, scale=weight)
@@ -182,9 +188,9 @@ class Adaptation:
         state.tuner.rates.add(state.trainee.rate.tuned)
         for value in state.output_error.take():
             state.guard.add("output_error", value)
-        if state.exchange.last_sqr is not None:
-            state.guard.add("sqr", state.exchange.last_sqr)
-            state.exchange.last_sqr = None
+        sqr = state.exchange.take_last_sqr()
+        if sqr is not None and len(state.trainees) == 1:
+            state.guard.add("sqr", sqr)
 
     def _earned_share(self) -> float:
         """The share of its gain that a larger batch has at the present rate: 1 once the rate is the rule's."""
@@ -194,12 +200,16 @@ class Adaptation:
             return SAME_RATE
         return SAME_RATE + (1 - SAME_RATE) * min(max((rate.reached - 1) / most, 0.0), 1.0)
 
-    def direction(self) -> int:
+    def directions(self) -> list[int]:
+        """The evidence on each model's rate."""
+        return [self.direction(trainee) for trainee in self._state.trainees.members]
+
+    def direction(self, trainee: Trainee) -> int:
         """The evidence on the rate, as :class:`Alignment` gives it; +1 where there is none."""
-        state, trainee = self._state, self._state.trainee
+        state = self._state
         if not self.adapts or not trainee.must_earn_rate:
             return 1
-        noise = state.exchange.noise
+        noise = state.exchange.channels[trainee.index].noise
         return trainee.alignment.verdict(noise.noise_scale_low / state.choice.total if noise is not None else 0.0)
 
     # --- the batch ----------------------------------------------------------------------------------------------
@@ -275,14 +285,16 @@ class Adaptation:
                 state.trainee.rate.cap = math.inf  # try the full rate again
                 state.guard.begin(step)
         if choice.total != before.total:
-            state.trainee.alignment.clear()
+            for trainee in state.trainees.members:
+                trainee.alignment.clear()
         state.choice = choice
         self.configure_loader()
 
     def configure_loader(self) -> None:
         state, team = self._state, self._team
         length, split_every = state.loader.epoch_length, self.split_every()
-        state.loader.configure(shape_of(state.choice, team.size, team.rank, length, split_every))
+        shape = shape_of(state.choice, team.size, team.rank, length, split_every)
+        state.loader.configure(replace(shape, least=2) if state.trainees.has_batch_norm else shape)
 
 
 def plan_of(current: Pass, is_measured: bool) -> PassPlan:

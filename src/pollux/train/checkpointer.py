@@ -33,7 +33,7 @@ class Checkpointer:
 
     def load(self, state: RunState) -> bool:
         """Restore the newest checkpoint. False if there is none; CheckpointError if none of those there is usable."""
-        checkpoint = self._directory.load(state.trainee.signature, device="cpu")
+        checkpoint = self._directory.load(state.trainees.signature, device="cpu")
         if checkpoint is None:
             return False
         state.restore(FlatState(dict(checkpoint.tensors), checkpoint.blob))
@@ -87,7 +87,7 @@ def _info(state: RunState, generation: int, num_replicas: int) -> CheckpointInfo
     return CheckpointInfo(
         step=state.progress.num_steps,
         epoch=state.loader.epoch,
-        signature=state.trainee.signature,
+        signature=state.trainees.signature,
         generation=max(generation, 0),
         lineage=state.lineage,
         created_s=time.time(),

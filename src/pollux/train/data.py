@@ -20,7 +20,8 @@ Rules:
   index, so only discarded batches are read twice.
 - A pass in which this rank has no example (only in the last step of an epoch) still yields a batch, of one example
   of the step, with ``weight`` 0: forward and backward must run, or the other ranks would wait in their collectives.
-  Models that cannot take a batch of one (batch normalisation over vectors) need ``drop_last``.
+  With ``StepShape(least=2)``, for batch normalisation, examples are divided into pairs, and a batch of one example
+  holds it twice.
 - A ``sampler`` gives the order and length of an epoch. Every rank draws it once per epoch, with its ``generator``
   seeded from (seed, epoch). For a sampler without a generator, ``share_order`` fetches the order of rank 0, and that
   order is saved in the state, as it cannot be drawn again.
@@ -46,19 +47,9 @@ from torch.utils.data import Dataset, IterableDataset, default_collate
 from torch.utils.data.distributed import DistributedSampler
 
 from pollux.errors import InvalidValueError, PolluxError
+from pollux.train.order import DatasetOrder, Order, SamplerOrder, ShareOrder, length_of, torch_seed
 from pollux.train.position import Position, Step, StepShape, check_seed, count_passes
-from pollux.train.sources import (
-    DatasetOrder,
-    LoaderOptions,
-    LoaderState,
-    MapSource,
-    Order,
-    SamplerOrder,
-    ShareOrder,
-    StreamSource,
-    length_of,
-    torch_seed,
-)
+from pollux.train.sources import LoaderOptions, LoaderState, MapSource, OwnBatches, StreamSource
 
 STATE_VERSION = 1  # of ``state_dict``; others are refused
 DEFAULT_PREFETCH_FACTOR = 2  # passes per worker, as in torch's DataLoader
@@ -98,7 +89,7 @@ class ElasticLoader:
 
     def __init__(
         self,
-        dataset: Dataset[object],
+        dataset: Dataset[object] | None,
         shape: StepShape,
         *,
         shuffle: bool = False,
@@ -119,21 +110,23 @@ class ElasticLoader:
         check_seed(seed)
         _check_options(dataset, shuffle, sampler, batch_sampler, drop_last, num_workers, prefetch_factor)
         self._shape, self._seed, self._drop_last, self._auto_commit = shape, seed, drop_last, auto_commit
-        self._shuffle, self._length = shuffle, length_of(dataset)
+        self._shuffle, self._length = shuffle, None if dataset is None else length_of(dataset)
         # The workers' seeds come from a generator of our own, so that a resize does not change the global random state.
-        generator = torch.Generator().manual_seed(torch_seed(seed, shape.rank))
+        self._generator = torch.Generator().manual_seed(torch_seed(seed, shape.rank))
         workers: LoaderOptions = {
             "num_workers": num_workers,
             "persistent_workers": num_workers > 0,
             "timeout": timeout_s,
             "worker_init_fn": worker_init_fn,
             "multiprocessing_context": multiprocessing_context,
-            "generator": generator,
+            "generator": self._generator,
         }
         prefetch = (prefetch_factor or DEFAULT_PREFETCH_FACTOR) if num_workers else None
         pins = pin_memory and torch.cuda.is_available()  # torch warns about pinning without a GPU
-        self._source: MapSource | StreamSource
-        if isinstance(dataset, IterableDataset):
+        self._source: MapSource | StreamSource | OwnBatches
+        if dataset is None:
+            self._source = OwnBatches()
+        elif isinstance(dataset, IterableDataset):
             if prefetch:  # counts single examples for a stream, passes otherwise
                 workers["prefetch_factor"] = prefetch * shape.device_batch
             self._source = StreamSource(dataset, collate_fn or default_collate, pins, drop_last, workers)
@@ -184,12 +177,14 @@ class ElasticLoader:
 
     @property
     def unit(self) -> str:
-        """The unit of positions: an "example", the user's "batch", or an example of a "stream"."""
+        """The unit of positions: an "example", the user's "batch", an example of a "stream", or of the loop's "own"."""
         return self._source.unit
 
     def configure(self, shape: StepShape) -> None:
         """Set the shape of the next steps. A step under way keeps its shape, unless it is retried."""
         self._check_fit(shape)
+        if shape.rank != self._shape.rank:  # for workers that are still to start
+            self._generator.manual_seed(torch_seed(self._seed, shape.rank))
         self._shape = shape
 
     def commit(self) -> None:
@@ -207,6 +202,11 @@ class ElasticLoader:
     def retry(self) -> None:
         """Give up the step under way: the next batch begins a new attempt at the same examples."""
         self._open = None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no step of this epoch is left."""
+        return self._is_exhausted or self._source.is_over(self._position, self._shape)
 
     def set_epoch(self, epoch: int) -> None:
         """Go to the start of another epoch. The current epoch keeps its position."""
@@ -324,7 +324,7 @@ class ElasticLoader:
 
 
 def _check_options(
-    dataset: Dataset[object],
+    dataset: Dataset[object] | None,
     shuffle: bool,
     sampler: Iterable[object] | None,
     batch_sampler: Iterable[object] | None,

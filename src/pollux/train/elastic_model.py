@@ -1,5 +1,8 @@
 """The model that ``run.prepare`` returns: the plain module with one replica, DDP with several.
 
+To the user's code it looks like the user's module: its attributes and methods, the plain names of parameters, a plain
+``state_dict``. A copy of it is a copy of the module.
+
 The user's loop calls it. Moving to another process group makes a new DDP around the same module: parameters, compiled
 code, forward hooks and the object itself stay. All replicas then have the same bucket layout, which they need because
 they add up buckets. (DDP's own ``_update_process_group`` keeps the layout of a surviving replica, which follows the
@@ -8,9 +11,10 @@ order of its past gradients; a new replica cannot know it.)
 
 from __future__ import annotations
 
+import copy
 import inspect
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,7 +48,6 @@ class ElasticModel(nn.Module):
         **options: Any,
     ) -> None:
         super().__init__()
-        self.module = module
         self.training = module.training
         self.on_forward: OnForward | None = None
         self.on_rebuild: Callable[[], None] | None = None
@@ -53,7 +56,60 @@ class ElasticModel(nn.Module):
         self._ddp: list[DistributedDataParallel] = []  # in a list, so that it is no submodule: none or one
         self._has_reduced = threading.Event()
         self._is_rebuilt = False
+        self.module = module  # last: from here on, attributes that the module has are set there
         self.move(process_group)
+
+    # --- the user's module ----------------------------------------------------------------------------------------
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_modules", {}).get("module")
+            if module is None:
+                raise
+        return getattr(module, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """An attribute that the user's module has, and this object has not, is set there."""
+        module = self.__dict__.get("_modules", {}).get("module")
+        is_own = name in self.__dict__ or hasattr(type(self), name)
+        if module is not None and not is_own and name != "module" and hasattr(module, name):
+            setattr(module, name, value)
+        else:
+            super().__setattr__(name, value)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], *args: Any, **kwargs: Any) -> Any:
+        return self.module.load_state_dict(state_dict, *args, **kwargs)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return self.module.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        return self.module.named_buffers(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
+        return copy.deepcopy(self.module, memo)
+
+    def __reduce__(self) -> tuple[Callable[[nn.Module], nn.Module], tuple[nn.Module]]:
+        return _as_it_is, (self.module,)
+
+    def __len__(self) -> int:
+        return len(self.module)  # type: ignore[arg-type]
+
+    def __getitem__(self, key: Any) -> Any:
+        return self.module[key]  # type: ignore[index]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.module)  # type: ignore[call-overload,no-any-return]
+
+    def __bool__(self) -> bool:
+        return True
+
+    # --- groups ---------------------------------------------------------------------------------------------------
 
     def release(self) -> None:
         """Drop all references to the process group, so that its connections close and peers notice."""
@@ -124,6 +180,10 @@ class ElasticModel(nn.Module):
         except RuntimeError as error:
             return self.on_forward(error)
         return self.on_forward(None)
+
+
+def _as_it_is(module: nn.Module) -> nn.Module:
+    return module
 
 
 def _buffers_option() -> str:

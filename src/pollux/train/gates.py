@@ -8,9 +8,11 @@ and :meth:`Gate.open` undoes it. ``trainee`` calls these functions.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
+
+from pollux.errors import InvalidValueError
 
 
 class Gate:
@@ -41,32 +43,53 @@ class Gate:
         self._wrapped.clear()
 
 
-def gate_optimizer(
-    optimizer: torch.optim.Optimizer,
-    is_last_pass: Callable[[], bool],
-    may_step: Callable[[], bool],
-    on_stepped: Callable[[bool], None] = lambda _is_whole: None,
-    on_pass: Callable[[], None] = lambda: None,
-) -> Gate:
+class Turns(Protocol):
+    """What the optimizer's gate asks and tells: see :class:`~pollux.train.trainee.Trainee`."""
+
+    def is_last_pass(self) -> bool: ...
+
+    def is_whole_step(self) -> bool:
+        """One replica, one pass: the step is plain PyTorch."""
+
+    def may_step(self) -> bool:
+        """Whether the gradients are good."""
+
+    def on_stepped(self, is_whole: bool) -> None:
+        """The step was made; in part only if it raised."""
+
+    def on_pass(self) -> None:
+        """Called in the other passes, while their gradients are there."""
+
+
+def gate_optimizer(optimizer: torch.optim.Optimizer, turns: Turns) -> Gate:
     """``step`` does nothing but in a step's last pass, and there only if ``may_step()`` says that gradients are good.
 
-    ``on_stepped`` is told afterwards whether the step was made in full; one that raised may be made in part.
-    ``on_pass()`` is called in the other passes, while their gradients are there.
+    A closure is called first, in every pass: its backward pass is the pass's gradient.
     """
 
     def step(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not is_last_pass():
-            on_pass()
-        elif may_step():
-            optimizer._opt_called = True  # type: ignore[attr-defined]
-            is_whole = False
-            try:
-                result = original(*args, **kwargs)
-                is_whole = True
-            finally:
-                on_stepped(is_whole)
-            return result
-        return None
+        closure = args[0] if args else kwargs.get("closure")
+        loss = None
+        if closure is not None:
+            if not _calls_closure_once(optimizer):
+                _check_closure(optimizer, turns)
+            else:
+                with torch.enable_grad():
+                    loss = closure()
+                args, kwargs = (lambda: loss,), {}
+        if not turns.is_last_pass():
+            turns.on_pass()
+            return loss
+        if not turns.may_step():
+            return loss
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        is_whole = False
+        try:
+            result = original(*args, **kwargs)
+            is_whole = True
+        finally:
+            turns.on_stepped(is_whole)
+        return result
 
     gate = Gate(optimizer)
     gate.guard("step", step)
@@ -74,6 +97,20 @@ def gate_optimizer(
     # after this would wrap a plain function as if it were a method. They leave alone what bears this mark.
     optimizer.step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
     return gate
+
+
+def _calls_closure_once(optimizer: torch.optim.Optimizer) -> bool:
+    """torch's optimizers do, before anything else, but for LBFGS. Others (SAM) may move the parameters before it."""
+    return type(optimizer).__module__.startswith("torch.optim") and not isinstance(optimizer, torch.optim.LBFGS)
+
+
+def _check_closure(optimizer: torch.optim.Optimizer, turns: Turns) -> None:
+    if not turns.is_whole_step():
+        raise InvalidValueError(
+            f"{type(optimizer).__name__}.step(closure) calls its closure when and as often as it likes, which works "
+            "with one replica and one pass per step only: use an optimizer that needs no closure, or submit the job "
+            "with one replica, without max_batch_size and device_batch_size"
+        )
 
 
 def gate_scheduler(scheduler: Any, num_steps: Callable[[], int]) -> Gate:

@@ -47,8 +47,8 @@ Groups = list[tuple[GroupOptions, list[Tensor]]]
 
 _FORWARD, _BACKWARD = -1, -2  # used as bucket numbers by a replica without DDP
 TWO_BACKWARDS = (
-    "backward() was called twice for one batch of a step that accumulates several batches: add the losses and call it "
-    "once"
+    "backward() was called twice for the last batch of a step that accumulates several batches, but once for the "
+    "others: add the losses and call it once"
 )
 
 
@@ -126,6 +126,9 @@ class GradientHook:
         self._lone_accumulated: dict[int, Tensor] = {}  # by parameter's identity, of a replica without DDP
         self._backward_hooks: list[RemovableHandle] = []  # of this pass
         self._is_ending = False  # a backward pass is under way
+        self._is_closed = False  # the optimizer has had its turn in this pass
+        self._backs_twice = False  # seen: several backward passes in one pass
+        self._kept: dict[BucketKey, Tensor] = {}  # of the step's last pass, in case of a second backward()
         self._measurement: _Measurement | None = None
         self._groups: dict[BucketKey, list[tuple[GroupOptions, list[tuple[Tensor, int]]]]] = {}
         self._layouts: dict[BucketKey, list[Layout]] = {}
@@ -142,9 +145,10 @@ class GradientHook:
     # --- the step, pass by pass --------------------------------------------------------------------------------
 
     def begin_pass(self, plan: PassPlan) -> None:
-        self._plan = plan
+        self._plan, self._is_closed = plan, False
         self._end_backward_hooks()
         self._arrived.clear()
+        self._kept.clear()
         if plan.is_first:
             self._accumulated.clear()
             self._pieces.clear()
@@ -168,6 +172,10 @@ class GradientHook:
             tuple(self._marks),
         )
 
+    def close(self) -> None:
+        """Later gradients of this pass are not for this optimizer: a GAN's generator loss goes through the critic."""
+        self._is_closed = True
+
     @property
     def has_arrived(self) -> bool:
         """Whether a gradient of the pass under way, or of the last one, came through this hook."""
@@ -178,6 +186,7 @@ class GradientHook:
         self._plan, self._measurement, self.failure = None, None, None
         self._end_backward_hooks()
         self._accumulated.clear()
+        self._kept.clear()
         self._pieces.clear()
         self._lone_accumulated.clear()
         self._groups.clear()
@@ -231,9 +240,10 @@ class GradientHook:
         plan, measurement = self._plan, self._measurement
         if plan is None:
             return
+        if self._is_closed:
+            torch._foreach_zero_([one.grad for one in self._parameters if one.grad is not None])
+            return
         is_again = _BACKWARD in self._arrived
-        if is_again and plan.is_last and not plan.is_split:
-            self.misuse = TWO_BACKWARDS
         self._arrived.add(_BACKWARD)
         if is_again and measurement is not None:
             measurement.is_void = True  # the norm of a sum does not follow from the norms of its parts
@@ -334,9 +344,14 @@ class GradientHook:
         is_last_bucket = bucket.is_last()
         if plan is None:  # a backward pass outside the loop: plain averaging
             plan = PassPlan(weight=1.0 / group.size())
-        if bucket.index() in self._arrived and plan.is_last and not plan.is_first:
-            self.misuse = TWO_BACKWARDS
+        if self._is_closed:
+            buffer.zero_()
+            return _completed(buffer)
+        is_again = bucket.index() in self._arrived
+        self._backs_twice |= is_again
         self._arrived.add(bucket.index())
+        if is_again and self._measurement is not None:
+            self._measurement.is_void = True  # the norm of a sum does not follow from the norms of its parts
         if is_last_bucket:
             self._on_ready()
         if self._measurement is not None:
@@ -351,15 +366,31 @@ class GradientHook:
                 self._accumulate(bucket, buffer, plan.weight)
             buffer.zero_()
             return _completed(buffer)
+        earlier = None
+        if not plan.is_first:
+            earlier = (
+                self._reduced_before(bucket, buffer, group) if is_again else self._take_accumulated(bucket, buffer)
+            )
         if plan.weight == 0.0:
             buffer.zero_()  # not a product: the gradient of a filler may be infinite
         elif plan.weight != 1.0:
             buffer.mul_(plan.weight)
-        if not plan.is_first:
-            earlier = self._take_accumulated(bucket, buffer)
-            if earlier is not None:
-                buffer.add_(earlier)
+        if earlier is not None:
+            buffer.add_(earlier)
         return self._sum(group, bucket, buffer, is_last_bucket)
+
+    def _reduced_before(self, bucket: GradBucket, buffer: Tensor, group: dist.ProcessGroup) -> Tensor | None:
+        """A second backward() in a step's last pass: take out what the first one's sum has left in the buffer.
+
+        It is returned on rank 0, so that it is in the new sum once. With one pass, weights add up to 1 over the
+        replicas, and the sum keeps it anyway.
+        """
+        reduced = self._kept.pop(_key(bucket), None)
+        if reduced is None:
+            self.misuse = TWO_BACKWARDS
+            return None
+        buffer.sub_(reduced)
+        return reduced if group.rank() == 0 else None
 
     def _accumulate(self, bucket: GradBucket, buffer: Tensor, weight: float) -> None:
         accumulated = self._take_accumulated(bucket, buffer)
@@ -410,6 +441,7 @@ class GradientHook:
             if is_last_bucket and self.failure is None:
                 self._on_last()
             return _completed(buffer)
+        key = _key(bucket) if self._backs_twice and self._plan is not None and not self._plan.is_first else None
         outcome: torch.futures.Future[Tensor] = torch.futures.Future(devices=_devices(buffer))
         with self._lock:
             is_abandoned = self._is_abandoned
@@ -422,6 +454,8 @@ class GradientHook:
         def ended(reduced: torch.futures.Future[object]) -> None:
             try:
                 reduced.value()
+                if key is not None:
+                    self._kept[key] = buffer.clone()
                 if measurement is not None:
                     measurement.mean.append(self._squared_norm(buffer, views))
                 if buffer.is_cuda and is_last_bucket:

@@ -16,6 +16,9 @@ The last step of an epoch may be short. It uses as few passes as the device batc
 rank, because every pass may hold a collective. Shares differ by at most one example, and may be empty. A mean over
 unequal shares needs weights: see :meth:`Step.weight`.
 
+BatchNorm cannot take a single example. With ``least=2``, a step that would leave one example to a pass is divided into
+pairs instead, and some ranks have none: 5 examples among 4 ranks become 3, 2, 0, 0.
+
 One replica with one pass has a single gradient per step, but the noise scale needs two. With ``split_every``, every
 n-th step has two passes of half the examples each. Position and epoch alone decide which steps these are, so that
 workers can read ahead; the epoch is included because an epoch may have fewer than n steps, and the next one must then
@@ -40,7 +43,8 @@ class StepShape:
     """The shape of steps: K replicas of which this is ``rank``, at most m examples a pass, s + 1 passes.
 
     ``limit`` bounds a step's examples where the batch does not divide evenly: shares then differ by at most one.
-    ``split_every``: with one replica and one pass, every n-th step has two passes; 0 for none.
+    ``split_every``: with one replica and one pass, every n-th step has two passes; 0 for none. ``least``: 2 if no pass
+    should have a single example.
     """
 
     num_replicas: int = 1
@@ -49,6 +53,7 @@ class StepShape:
     accum_steps: int = 0
     limit: int | None = None
     split_every: int = 0
+    least: int = 1
     total: int = field(init=False)  # M = K·m·(s+1), or the limit where that is less
 
     def __post_init__(self) -> None:
@@ -62,6 +67,8 @@ class StepShape:
             raise InvalidValueError(f"{self.accum_steps} accumulation steps; 0 (none) or more are needed")
         if self.limit is not None and self.limit < 1:
             raise InvalidValueError(f"at most {self.limit} examples in a step; at least 1 is needed")
+        if self.least not in (1, 2):
+            raise InvalidValueError(f"at least {self.least} examples in a pass; 1 or 2 can be asked for")
         if self.split_every < 0:
             raise InvalidValueError(f"split every {self.split_every} steps; 0 (none) or more are needed")
         most = self.num_replicas * self.device_batch * self.num_passes
@@ -103,6 +110,8 @@ class Step:
     @property
     def sizes(self) -> list[int]:
         """How many positions each pass of every rank has, empty ones left out."""
+        if _needs_pairs(self.count, self.shape, self.num_passes):
+            return [len(cell) for cell in _pairs(self.count, self.shape.device_batch)]
         sizes = []
         for rank in range(self.shape.num_replicas):
             base, extra = divmod(len(range(rank, self.count, self.shape.num_replicas)), self.num_passes)
@@ -141,8 +150,13 @@ def divide(position: int, length: int, shape: StepShape, *, drop_last: bool = Fa
     if count <= 0 or (drop_last and count < shape.total):
         return None
     num_passes = _ceil_div(_ceil_div(count, shape.num_replicas), shape.device_batch)  # from the largest share
-    if num_passes == 1 and count == shape.total >= 2 and shape.splits_at(position, epoch):
+    if num_passes == 1 and count == shape.total >= 2 * shape.least and shape.splits_at(position, epoch):
         num_passes = 2
+    if _needs_pairs(count, shape, num_passes):
+        cells = _pairs(count, shape.device_batch)[shape.rank :: shape.num_replicas]
+        moved = [range(position + cell.start, position + cell.stop) for cell in cells]
+        empty = [range(position, position)] * (num_passes - len(moved))
+        return Step(shape=shape, start=position, count=count, passes=(*moved, *empty))
     own = range(position + shape.rank, position + count, shape.num_replicas)
     if num_passes == 1:
         return Step(shape=shape, start=position, count=count, passes=(own,))
@@ -152,12 +166,27 @@ def divide(position: int, length: int, shape: StepShape, *, drop_last: bool = Fa
     return Step(shape=shape, start=position, count=count, passes=passes)
 
 
+def _needs_pairs(count: int, shape: StepShape, num_passes: int) -> bool:
+    """Whether the usual division would leave a single example to a pass, and pairs would not."""
+    if shape.least == 1 or count < 2 or shape.device_batch < 2:
+        return False
+    return count // shape.num_replicas // num_passes < 2
+
+
+def _pairs(count: int, device_batch: int) -> list[range]:
+    """Offsets of a step's examples two by two. An odd one joins the first pair if a pass may have three."""
+    if count % 2 == 0 or device_batch < 3:
+        return [range(low, min(low + 2, count)) for low in range(0, count, 2)]
+    return [range(3), *(range(low, low + 2) for low in range(3, count, 2))]
+
+
 def count_passes(length: int, shape: StepShape, *, drop_last: bool = False, epoch: int = 0) -> int:
     """Passes of a whole epoch of ``length`` when the shape never changes."""
     full, rest = divmod(length, shape.total)
     last = divide(0, rest, replace(shape, split_every=0), drop_last=drop_last)
     splits = 0
-    if shape.is_single and shape.split_every and shape.total >= 2:  # multiples of n from first to first + full - 1
+    if shape.is_single and shape.split_every and shape.total >= 2 * shape.least:
+        # Multiples of n from first to first + full - 1.
         first = epoch * _epoch_stride(shape.split_every)
         splits = (first + full - 1) // shape.split_every - (first - 1) // shape.split_every
     return full * shape.num_passes + splits + (last.num_passes if last else 0)

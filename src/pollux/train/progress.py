@@ -2,19 +2,19 @@
 
 No I/O, no torch. A step of M examples teaches as much as min(M, r·M0) examples at the tuned batch M0, where r is
 AdaScale's gain; less if the learning rate was not raised with the batch (:func:`earned_gain`). These are its useful
-examples. A pass over the data with large batches has fewer useful examples than examples, so ``run.epochs`` makes more
-passes, until the useful examples asked for are done, rounded to whole passes.
+examples. A pass over the data with large batches has fewer useful examples than examples. An *epoch* of ``run.epochs``
+is as much progress as one pass at M0: one pass, or several, rounded to whole ones.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from typing import Literal
 
 from pollux.model.efficiency import MAX_NOISE_SCALE
 
 ROUNDING = 1e-6  # of a credit: 0.9999999 steps of an LR scheduler count as 1
-LEAST_EFFICIENCY = 1e-9  # of a pass, to divide by
 
 
 def gain_of(noise_scale: float | None, initial_batch: float, total_batch: float) -> float:
@@ -36,6 +36,18 @@ def earned_gain(gain: float, earned: float) -> float:
     return earned * gain + (1 - earned) * (2 - 1 / gain)
 
 
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """How far a loop trains: ``count`` epochs of progress, passes over the data, steps at M0, or optimizer steps."""
+
+    count: int
+    unit: Literal["epochs", "passes", "progress_steps", "steps"]
+
+    @property
+    def is_in_steps(self) -> bool:
+        return self.unit in ("progress_steps", "steps")
+
+
 @dataclass(slots=True)
 class Progress:
     """Counts of committed steps. Equal on all ranks, and saved in checkpoints."""
@@ -44,15 +56,13 @@ class Progress:
     num_examples: int = 0
     num_useful: float = 0.0  # useful examples: as many at M0 would have taught as much
     iterations: float = 0.0  # the same in steps at M0; every step counts at least 1
+    iterations_before: float = -1.0  # the last step
     epochs: float = 0.0  # useful share of the finished passes, summed
     num_passes: int = 0  # over the data
-    is_idle: bool = False  # the last pass had no step
+    num_epochs: int = 0  # finished epochs of the user's loop; each has one pass or more
     pass_examples: int = 0  # in the pass under way
     pass_useful: float = 0.0
-    last_efficiency: float = 1.0  # of the pass before this one
-    iteration_credit: float = 0.0  # progress not yet given to an LR scheduler that is stepped inside the loop
-    epoch_credit: float = 0.0  # the same for one stepped outside the loop
-    credited_pass: int = -1  # the last one that gave credit
+    epoch_examples: int = 0  # in the epoch under way
 
     def add_step(self, num_examples: int, gain: float, initial_batch: int) -> None:
         useful = min(float(num_examples), gain * initial_batch) if num_examples > initial_batch else float(num_examples)
@@ -61,74 +71,82 @@ class Progress:
         self.num_useful += useful
         self.pass_examples += num_examples
         self.pass_useful += useful
+        self.epoch_examples += num_examples
+        self.iterations_before = self.iterations
         self.iterations += max(gain, 1.0)
 
     def end_pass(self) -> None:
         """End a pass over the data. It may have no step (``drop_last``, or a loop that has stopped training)."""
         self.epochs += self.pass_efficiency
         self.num_passes += 1
-        self.is_idle, self.last_efficiency = self.pass_examples == 0, self.pass_efficiency
         self.pass_examples, self.pass_useful = 0, 0.0
+
+    def end_epoch(self) -> None:
+        """End an epoch of the user's loop. Its passes have ended."""
+        self.num_epochs += 1
+        self.epoch_examples = 0
 
     @property
     def pass_efficiency(self) -> float:
         return self.pass_useful / self.pass_examples if self.pass_examples else 0.0
 
-    def is_done(self, num_epochs: int, by_passes: bool) -> bool:
-        """Whether stopping here is nearer to ``num_epochs`` of progress than another pass.
+    def needs_pass(self, goal: Goal | None) -> bool:
+        """At the end of a pass: whether the epoch goes on with another. If not, it is nearer to its share of progress.
 
-        Passes are counted instead if the loop has stopped training (early stopping by a flag), as progress then ends.
+        A loop that has stopped training (early stopping by a flag) makes no progress, and one pass per epoch.
         """
-        if by_passes or self.num_passes == 0 or self.is_idle:
-            return self.num_passes >= num_epochs
-        mean = self.epochs / self.num_passes
-        return num_epochs - self.epochs < 0.5 * mean
+        if goal is None or goal.unit != "epochs" or not self.pass_examples:
+            return False
+        epochs, num_passes = self.epochs + self.pass_efficiency, self.num_passes + 1
+        return self.num_epochs + 1 - epochs >= 0.5 * epochs / num_passes
 
-    def remaining_passes(self, num_epochs: int, by_passes: bool) -> float:
-        """Estimated passes to go, from the useful share of the past ones."""
-        if by_passes or self.num_passes == 0:
-            done = self.num_passes
-            return max(num_epochs - done, 0)
-        return max(num_epochs - self.epochs, 0.0) / max(self.epochs / self.num_passes, LEAST_EFFICIENCY)
+    def is_done(self, goal: Goal) -> bool:
+        return self._done(goal) >= goal.count - ROUNDING
 
-    def share_done(self, num_epochs: int, by_passes: bool, epoch_length: int | None) -> float:
-        """The share of ``num_epochs`` that is done, 0..1. The pass under way counts if its length is known."""
+    def _done(self, goal: Goal) -> float:
+        if goal.is_in_steps:
+            return self.iterations if goal.unit == "progress_steps" else self.num_steps
+        return self.num_epochs
+
+    def share_done(self, goal: Goal, epoch_length: int | None) -> float:
+        """The share of the goal that is done, 0..1. The pass under way counts if its length is known."""
+        if goal.is_in_steps:
+            return min(self._done(goal) / goal.count, 1.0)
+        by_passes = goal.unit == "passes"
         done = float(self.num_passes) if by_passes else self.epochs
         if epoch_length:
             done += (self.pass_examples if by_passes else self.pass_useful) / epoch_length
-        return min(done / num_epochs, 1.0)
+        return min(done / goal.count, 1.0)
 
-    def remaining_useful(self, num_epochs: int, by_passes: bool, epoch_length: int | None) -> float | None:
+    def remaining_useful(self, goal: Goal, epoch_length: int | None, initial_batch: int) -> float | None:
         """Useful examples still to come; None if the length of a pass is unknown."""
+        left = (1 - self.share_done(goal, epoch_length)) * goal.count
+        mean_useful = self.num_useful / self.num_examples if self.num_examples else 1.0
+        if goal.unit == "progress_steps":
+            return left * initial_batch
+        if goal.unit == "steps":
+            return left * (self.num_useful / self.num_steps if self.num_steps else initial_batch)
         if not epoch_length:
             return None
-        useful_per_pass = float(epoch_length)
-        if by_passes and self.num_examples:  # every pass counts in full
-            useful_per_pass *= self.num_useful / self.num_examples
-        return (1 - self.share_done(num_epochs, by_passes, epoch_length)) * num_epochs * useful_per_pass
+        return left * epoch_length * (mean_useful if goal.unit == "passes" else 1.0)
 
     def due_in_loop(self, gain: float) -> int:
-        """How many times to step an LR scheduler that the loop calls after this batch."""
-        self.iteration_credit += max(gain, 1.0)
-        due = int(self.iteration_credit + ROUNDING)
-        self.iteration_credit -= due
-        return due
+        """How many times to step an LR scheduler that the loop calls after this batch, before the step is counted."""
+        return int(self.iterations + max(gain, 1.0) + ROUNDING) - int(self.iterations + ROUNDING)
 
-    def due_between_passes(self) -> int:
-        """The same for a scheduler that the loop calls between passes. Each pass counts once:
+    @property
+    def step_number(self) -> int:
+        """The step under way, from 0, counted in steps at M0: where a schedule over steps stands."""
+        return int(self.iterations + ROUNDING)
 
-        a replica that has taken over the state of others may call again for a pass that they have counted.
-        """
-        number, efficiency = self.num_passes, self.pass_efficiency
-        if not self.pass_examples:  # called before the pass begins, not after it
-            number, efficiency = number - 1, self.last_efficiency
-        if number <= self.credited_pass:
-            return 0
-        self.credited_pass = number
-        self.epoch_credit += efficiency
-        due = int(self.epoch_credit + 0.5)
-        self.epoch_credit -= due
-        return due
+    def has_passed_multiple(self, number: int) -> bool:
+        """Whether the step under way is the first one at or after a multiple of ``number`` steps."""
+        return self.step_number // number > int(self.iterations_before + ROUNDING) // number or not self.num_steps
+
+    @property
+    def last_trained_epoch(self) -> int:
+        """The epoch that an LR scheduler is stepped for which the loop calls now, between epochs; -1 for none."""
+        return self.num_epochs if self.epoch_examples else self.num_epochs - 1  # called after training, or before it
 
     def state_dict(self) -> dict[str, int | float]:
         return asdict(self)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 from pollux.errors import InvalidValueError
@@ -29,18 +29,19 @@ from pollux.train.checkpointer import Checkpointer
 from pollux.train.data import ElasticLoader
 from pollux.train.http_report import HttpReporter
 from pollux.train.leaving import LeaveSignals
+from pollux.train.live import LiveFlag, Rank
 from pollux.train.loader import AdaptiveLoader
-from pollux.train.moments import GradientMoments
-from pollux.train.progress import Progress
+from pollux.train.order import length_of
+from pollux.train.output import save_file
+from pollux.train.progress import Goal, Progress
 from pollux.train.report import FileReporter, Reporter
 from pollux.train.run_state import RunState
 from pollux.train.scaling import ScalingRule
 from pollux.train.session import Session
-from pollux.train.sources import length_of
 from pollux.train.state import Stateful, flatten
 from pollux.train.step_exchange import StepExchange
 from pollux.train.team import Team
-from pollux.train.trainee import Trainee
+from pollux.train.trainees import Trainees, index_of, pair_up
 from pollux.train.tuner import Tuner
 
 logger = logging.getLogger(__name__)
@@ -119,12 +120,12 @@ class Run:
         self._session = Session(membership, self._team, self._signals, checkpointer, reporter, timeout_s)
         if isinstance(reporter, HttpReporter):
             reporter.on_fenced = self._session.fence.on_refused
-        self._exchange = StepExchange(self._team, GradientMoments(is_relative=True))
+        self._exchange = StepExchange(self._team)
         self._progress = Progress()
         self._tracked: dict[str, Stateful] = {}
         self._loader: AdaptiveLoader | None = None
         self._tuner: Tuner | None = None
-        self._trainee: Trainee | None = None
+        self._trainees: Trainees | None = None
         self._is_closed = False
         self._signals.install()
         atexit.register(self.close)
@@ -132,7 +133,16 @@ class Run:
     # --- present values -----------------------------------------------------------------------------------------
 
     @property
-    def rank(self) -> int:
+    def rank(self) -> Rank:
+        """This replica's rank. It may change at a resize; comparisons such as ``run.rank == 0`` then stay right."""
+        return Rank(self._live_rank)
+
+    @property
+    def is_main(self) -> LiveFlag:
+        """Whether this replica is rank 0: the one that prints, evaluates and saves. Right whenever it is asked."""
+        return LiveFlag(lambda: self._live_rank() == 0)
+
+    def _live_rank(self) -> int:
         return self._session.membership.rank
 
     @property
@@ -172,6 +182,32 @@ class Run:
         return 1 if self._session.state is None else self._session.state.interval
 
     @property
+    def noise_scales(self) -> list[float]:
+        """φ of each model that was prepared, in examples; NaN before the first measurement."""
+        noises = (channel.noise for channel in self._exchange.channels)
+        return [float("nan") if noise is None else noise.noise_scale for noise in noises]
+
+    @property
+    def is_last_pass(self) -> bool:
+        """Whether the pass under way is its step's last one, in which the optimizer steps."""
+        return self._session.is_last_pass()
+
+    @property
+    def local_batch_size(self) -> int:
+        """How many examples this replica brings for the pass under way, in a loop over ``run.steps``; at least 1."""
+        current = self._session.current
+        if current is None:
+            raise InvalidValueError("run.local_batch_size is known inside the loop over run.steps(...) only")
+        return max(current.num_examples, self._session.least_examples)
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps per epoch at M0; for schedules over steps. The same as ``len(loader)``."""
+        if self._loader is None:
+            raise InvalidValueError("call run.dataloader(...) before run.steps_per_epoch")
+        return len(self._loader)
+
+    @property
     def num_steps(self) -> int:
         """Optimizer steps so far, resizes and restarts included."""
         return self._progress.num_steps
@@ -193,7 +229,7 @@ class Run:
     @property
     def learning_rate_factor(self) -> float:
         """The factor on the learning rates in the last step."""
-        return 1.0 if self._trainee is None else self._trainee.rate.factor
+        return 1.0 if self._trainees is None else self._trainees.members[self._exchange.lead].rate.factor
 
     # --- setting up ---------------------------------------------------------------------------------------------
 
@@ -221,41 +257,64 @@ class Run:
             raise InvalidValueError(
                 "run.dataloader was called before: a run trains on one loader; use torch's DataLoader for evaluation"
             )
+        return self._make_loader(dataset, batch_size, max_batch_size, device_batch_size, policy, options)
+
+    def _make_loader(
+        self,
+        dataset: Dataset[object] | None,
+        batch_size: int,
+        max_batch_size: int | None,
+        device_batch_size: int | tuple[int, int] | None,
+        policy: str | BatchPolicy | None,
+        options: dict[str, Any],
+    ) -> AdaptiveLoader:
         limits = make_limits(batch_size, max_batch_size, device_batch_size)
         has_batches = options.get("batch_sampler") is not None
         if policy is None:
             policy = "fixed" if max_batch_size is None or has_batches else "adaptive"
         tuner = Tuner(limits, batch_policy(policy), self.device)
-        length = None if has_batches or options.get("drop_last") else length_of(options.get("sampler") or dataset)
+        length = None
+        if dataset is not None and not has_batches and not options.get("drop_last"):
+            length = length_of(dataset if options.get("sampler") is None else options["sampler"])
         shape = shape_of(tuner.choose(None, 0, 0, None), 1, 0, length or None)
         elastic = ElasticLoader(dataset, shape, share_order=self._team.share, **options)
-        self._tuner, self._loader = tuner, AdaptiveLoader(elastic, self._session, self._complete)
+        self._tuner = tuner
+        self._loader = AdaptiveLoader(elastic, self._session, self._complete, dataset, batch_size, options)
         return self._loader
 
     def prepare(
         self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        lr_scheduler: Stateful | None = None,
+        model: Any,
+        optimizer: Any,
+        lr_scheduler: Any = None,
         *,
-        scaling: str | ScalingRule = "auto",
+        scaling: str | ScalingRule | Sequence[str | ScalingRule] = "auto",
         grad_scaler: torch.amp.GradScaler | None = None,
+        drives: nn.Module | None = None,
         **ddp_options: Any,
-    ) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Returns the replicated model and the optimizer.
+    ) -> tuple[Any, Any]:
+        """Returns the replicated model and the optimizer. Several models: tuples of models and of their optimizers.
 
         The loop steps ``lr_scheduler`` as before, after batches or between epochs. The schedule follows progress, so
         one call may take several steps at once, or none. ``scaling`` is the learning-rate rule ("auto", "adascale",
         "sqrt", "linear", "none", or an object; see :mod:`pollux.train.scaling`). ``grad_scaler`` is a
-        torch.amp.GradScaler, if the loop uses one. Other options go to
+        torch.amp.GradScaler, if the loop uses one. ``drives`` is the one of several models whose noise scale decides
+        the batch; without it, the one with the largest. Other options go to
         DistributedDataParallel (``find_unused_parameters``, ``static_graph``, ``bucket_cap_mb``). Compile the model
         before, not after.
         """
-        if self._trainee is not None:
-            raise InvalidValueError("run.prepare was called before: a run trains one model (put several into one)")
-        session = self._session
-        self._trainee = Trainee(model, optimizer, lr_scheduler, grad_scaler, scaling, self._team, session, ddp_options)
-        return self._trainee.model, optimizer
+        if self._trainees is not None:
+            raise InvalidValueError(
+                "run.prepare was called before: give it all models at once, as tuples: "
+                "(a, b), (opt_a, opt_b) = run.prepare((a, b), (opt_a, opt_b))"
+            )
+        parts = pair_up(model, optimizer, lr_scheduler, scaling)
+        driver = index_of(drives, parts)
+        self._trainees = Trainees(parts, grad_scaler, self._team, self._session, ddp_options, driver)
+        self._exchange.open(len(parts), driver)
+        if not isinstance(model, list | tuple):
+            return self._trainees.members[0].model, optimizer
+        return tuple(member.model for member in self._trainees.members), optimizer
 
     def track(self, name: str, stateful: Stateful) -> None:
         """Keep more state in checkpoints and resizes: any object with state_dict and load_state_dict."""
@@ -272,30 +331,118 @@ class Run:
     # --- training -----------------------------------------------------------------------------------------------
 
     def epochs(self, num_epochs: int, *, by: str = "progress") -> Iterator[int]:
-        """Passes over the data, numbered from 0, starting where an interrupted run stopped.
+        """The epochs from 0 to ``num_epochs - 1``, starting where an interrupted run stopped.
 
-        ``by="progress"``: as much progress as ``num_epochs`` passes at M0. Larger batches teach less per example and
-        need more passes (rounded to whole ones; exactly ``num_epochs`` if the batch never exceeds M0).
-        ``by="passes"``: exactly ``num_epochs`` passes.
+        ``by="progress"``: each epoch is as much progress as one pass at M0. Larger batches teach less per example, so
+        an epoch may need several passes over the data (whole ones; exactly one if the batch never exceeds M0).
+        ``by="passes"``: each epoch is one pass.
         """
         if num_epochs < 0:
             raise InvalidValueError(f"{num_epochs} epochs; 0 or more are needed")
         if by not in ("progress", "passes"):
             raise InvalidValueError(f"by={by!r}; 'progress' or 'passes' is needed")
-        state, session = self._complete(), self._session
-        asked = session.num_epochs = num_epochs, by == "passes"
-        session.start()
-        if self._signals.is_given_back:  # after an earlier ``run.epochs``
-            self._signals.install()
-        while not self._progress.is_done(*asked):
-            epoch = state.loader.epoch
+        goal = self._begin(Goal(num_epochs, "passes" if by == "passes" else "epochs"))
+        session, progress = self._session, self._progress
+        while not progress.is_done(goal):
+            epoch = progress.num_epochs
             yield epoch
             session.end_pass()  # if ``break`` left the loop
-            if state.loader.epoch == epoch:  # otherwise this replica took over the state of others in a later epoch
-                self._progress.end_pass()
-                state.loader.set_epoch(epoch + 1)
-            state.tuner.timer.disturb()
+            if progress.num_epochs == epoch:  # otherwise this replica took over the state of others in a later epoch
+                session.next_pass()
+                progress.end_epoch()
         session.finish()
+
+    def steps(
+        self,
+        num_steps: int,
+        batch_size: int | None = None,
+        *,
+        max_batch_size: int | None = None,
+        device_batch_size: int | tuple[int, int] | None = None,
+        policy: str | BatchPolicy | None = None,
+        by: str = "progress",
+    ) -> Iterator[int]:
+        """For loops that count steps: gives the number of the step under way, once per pass.
+
+        With ``batch_size`` the loop brings its own batch, of ``run.local_batch_size`` examples in each pass; M0 is
+        ``batch_size``, and the other options are those of :meth:`dataloader`. Without it, the loop reads the loader
+        with ``next``.
+
+        ``by="progress"``: ``num_steps`` steps at M0, or as much progress with larger batches. A step that is worth
+        three then advances the number by three, so use ``run.every(n)`` in place of ``step % n == 0``.
+        ``by="steps"``: exactly ``num_steps`` steps of the optimizer.
+        """
+        if num_steps < 0:
+            raise InvalidValueError(f"{num_steps} steps; 0 or more are needed")
+        if by not in ("progress", "steps"):
+            raise InvalidValueError(f"by={by!r}; 'progress' or 'steps' is needed")
+        if batch_size is not None and self._loader is None:
+            self._make_loader(None, batch_size, max_batch_size, device_batch_size, policy, {})
+        elif batch_size is not None and self._session.is_started is False:
+            raise InvalidValueError(
+                "run.steps(batch_size=...) is for a loop with its own batches; this run has a loader"
+            )
+        goal = self._begin(Goal(num_steps, "steps" if by == "steps" else "progress_steps"))
+        loader, progress = self._loader, self._progress
+        assert loader is not None
+        batches = iter(loader) if loader.dataset is None else None
+        while not progress.is_done(goal):
+            if batches is not None:
+                next(batches)
+            yield progress.step_number if by == "progress" else progress.num_steps
+            self._session.end_pass()
+        self._session.finish()
+
+    def _begin(self, goal: Goal) -> Goal:
+        self._complete()
+        self._session.goal = goal
+        self._session.start()
+        if self._signals.is_given_back:  # after an earlier ``run.epochs``
+            self._signals.install()
+        return goal
+
+    def every(self, num_steps: int) -> bool:
+        """Whether something that is done every ``num_steps`` steps is due: once, in the last pass of a step.
+
+        Steps are counted as by :meth:`steps`, resizes and restarts included; the first step counts.
+        """
+        if num_steps < 1:
+            raise InvalidValueError(f"every {num_steps} steps; at least 1 is needed")
+        return self._session.is_last_pass() and self._progress.has_passed_multiple(num_steps)
+
+    # --- results ------------------------------------------------------------------------------------------------
+
+    def sum(self, *values: float | Tensor) -> Any:
+        """The values added up over all replicas: one number, or a list for several.
+
+        All replicas must call it at the same point of the script, in the loop or after it. It survives a lost peer.
+        """
+        if not values:
+            raise InvalidValueError("run.sum() was given no value; at least 1 is needed")
+        if self._session.membership.is_elastic and not self._session.is_started:
+            raise InvalidValueError(
+                "run.sum and run.mean were called before the loop: replicas that join later would wait for the others"
+            )
+        sums = self._session.add_over_replicas([float(value) for value in values])
+        return sums[0] if len(values) == 1 else list(sums)
+
+    def mean(self, value: float | Tensor, weight: float = 1.0) -> float:
+        """The mean over replicas, each with its weight, such as its number of examples; NaN if all weights are 0."""
+        total, weights = self.sum(float(value) * weight if weight else 0.0, weight)
+        return total / weights if weights else float("nan")
+
+    def print(self, *values: object, **options: Any) -> None:
+        """``print`` on one replica, at once."""
+        if self.is_main:
+            print(*values, **{"flush": True, **options})
+
+    def save(self, obj: object, path: str | Path) -> None:
+        """``torch.save`` on one replica, whole or not at all, with the user's own modules and the plain names.
+
+        For results; checkpoints are written by themselves (``train.init(checkpoint_dir=...)``).
+        """
+        if self.is_main and _may_publish(self._session.membership):
+            save_file(obj, path)
 
     def log(self, **metrics: object) -> None:
         """Report metrics, and write them to the log on rank 0."""
@@ -309,7 +456,7 @@ class Run:
                 f"{name} {value:.6g}" if isinstance(value, float) else f"{name} {value}"
                 for name, value in metrics.items()
             )
-            logger.info("epoch %d, step %d: %s", self._progress.num_passes, self.num_steps, text)
+            logger.info("epoch %d, step %d: %s", self._progress.num_epochs, self.num_steps, text)
             self._session.report()
 
     @contextmanager
@@ -323,8 +470,8 @@ class Run:
         except RuntimeError as error:
             if not self._session.note_error(error):
                 raise
-        if self._session.redo is not None and self._trainee is not None:
-            self._trainee.begin_again()
+        if self._session.redo is not None and self._trainees is not None:
+            self._trainees.begin_again()
             if self.device.type == "cuda":
                 torch.cuda.empty_cache()
 
@@ -341,8 +488,8 @@ class Run:
         finally:
             if self._loader is not None:
                 self._loader.elastic.close()
-            if self._trainee is not None:
-                self._trainee.detach()
+            if self._trainees is not None:
+                self._trainees.detach()
             self._session.end_reports()
             self._session.membership.close()
             self._team.close()
@@ -359,15 +506,15 @@ class Run:
     def _complete(self) -> RunState:
         """The run's state, made when the loop begins."""
         if self._session.state is None:
-            if self._loader is None or self._tuner is None or self._trainee is None:
+            if self._loader is None or self._tuner is None or self._trainees is None:
                 missing = "dataloader" if self._loader is None else "prepare"
                 raise InvalidValueError(f"call run.{missing}(...) before the loop")
             if (rule := getattr(self._tuner.policy, "scaling", None)) is not None:
-                self._trainee.follow(rule)
+                self._trainees.follow(rule)
             self._session.state = RunState(
                 device=self.device,
                 loader=self._loader.elastic,
-                trainee=self._trainee,
+                trainees=self._trainees,
                 tuner=self._tuner,
                 exchange=self._exchange,
                 progress=self._progress,

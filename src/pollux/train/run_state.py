@@ -15,25 +15,26 @@ from pollux.errors import InvalidValueError
 from pollux.train.batch_changes import GrowthGuard
 from pollux.train.batching import BatchChoice
 from pollux.train.data import ElasticLoader
-from pollux.train.moments import MomentsState
 from pollux.train.norm_layers import NormNoise
 from pollux.train.output_error import OutputError
-from pollux.train.progress import Progress, earned_gain, gain_of
+from pollux.train.progress import Goal, Progress, earned_gain, gain_of
 from pollux.train.scaling import RateState
 from pollux.train.state import FlatState, Stateful, flatten, random_state, set_random_state, unflatten
-from pollux.train.step_exchange import StepExchange
+from pollux.train.step_exchange import ExchangeState, StepExchange
 from pollux.train.trainee import Trainee
+from pollux.train.trainees import Trainees
 from pollux.train.tuner import Tuner
 
 
 class AgreedState(TypedDict):
     """The values that must be equal on all replicas."""
 
-    moments: MomentsState
+    noise: ExchangeState
     measured: tuple[int, int, int]  # interval, num_measured, last_measured
     earned: float
     total_batch: int
-    rate: RateState
+    rates: list[RateState]
+    seed: int
     scaler: dict[str, object] | None
 
 
@@ -43,7 +44,7 @@ class RunState:
 
     device: torch.device
     loader: ElasticLoader
-    trainee: Trainee
+    trainees: Trainees
     tuner: Tuner
     exchange: StepExchange
     progress: Progress
@@ -55,6 +56,7 @@ class RunState:
     last_measured: int = 0
     metrics: dict[str, object] = field(default_factory=dict)
     stalled_s: float = 0.0  # in resizes and recoveries
+    seed: int = 0  # of the replicas' random streams: rank 0's at the start
     lineage: int = 0  # of checkpoints: a new number each time training begins or resumes
     guard: GrowthGuard = field(default_factory=GrowthGuard)
     output_error: OutputError = field(default_factory=OutputError)
@@ -62,6 +64,11 @@ class RunState:
     before_growth: BatchChoice | None = None  # the batch to return to if the last growth hurts
     rate_before_growth: float = 1.0  # and its learning-rate factor
     is_finished: bool = False  # ``run.epochs`` has ended
+
+    @property
+    def trainee(self) -> Trainee:
+        """The model that drives the batch."""
+        return self.trainees.members[self.exchange.lead]
 
     @property
     def noise_scale(self) -> float | None:
@@ -76,10 +83,10 @@ class RunState:
     def capture(self) -> FlatState:
         return flatten(
             {
-                "trainee": self.trainee.state_dict(),
+                "trainees": self.trainees.state_dict(),
                 "loader": self.loader.state_dict(),
                 "progress": self.progress.state_dict(),
-                "moments": self.exchange.moments.state_dict(),
+                "noise": self.exchange.state_dict(),
                 "norm_noise": self.norm_noise.state_dict(),
                 "tuner": self.tuner.state_dict(),
                 "tracked": {name: stateful.state_dict() for name, stateful in self.tracked.items()},
@@ -87,12 +94,13 @@ class RunState:
                 "earned": self.earned,
                 "total_batch": self.tuner.resting_total(self.choice),
                 "stalled_s": self.stalled_s,
+                "seed": self.seed,
                 "lineage": self.lineage,
                 "random": random_state(self.device),
             }
         )
 
-    def restore(self, flat: FlatState) -> None:
+    def restore(self, flat: FlatState, *, with_random: bool = True) -> None:
         """Raises InvalidValueError, with nothing changed, for the state of another dataset or other tracked names."""
         state = unflatten(flat)
         different = set(state["tracked"]) ^ set(self.tracked)
@@ -102,50 +110,51 @@ class RunState:
                 "call run.track with the same names as before"
             )
         self.loader.load_state_dict(state["loader"])
-        self.trainee.load_state_dict(state["trainee"])
+        self.trainees.load_state_dict(state["trainees"])
         self.progress.load_state_dict(state["progress"])
-        self.exchange.moments.load_state_dict(state["moments"])
-        self.exchange.reset()
+        self.exchange.load_state_dict(state["noise"])
         self.norm_noise.load_state_dict(state["norm_noise"])
         self.tuner.load_state_dict(state["tuner"])
         self.interval, self.num_measured, self.last_measured = state["measured"]
         self.earned = state["earned"]
         self.choice = replace(self.choice, total=state["total_batch"])
         self.stalled_s = state["stalled_s"]
-        self.lineage = state["lineage"]
+        self.seed, self.lineage = state["seed"], state["lineage"]
         for name, stateful in self.tracked.items():
             stateful.load_state_dict(state["tracked"][name])
-        set_random_state(state["random"], self.device)
+        if with_random:
+            set_random_state(state["random"], self.device)
 
     def agreed_state(self) -> AgreedState:
         """The values that must be equal on all replicas, also on those with the same number of steps."""
         return {
-            "moments": self.exchange.moments.state_dict(),
+            "noise": self.exchange.state_dict(),
             "measured": (self.interval, self.num_measured, self.last_measured),
             "earned": self.earned,
             "total_batch": self.choice.total,
-            "rate": self.trainee.rate.state_dict(),
-            "scaler": self.trainee.scaler_state(),
+            "rates": self.trainees.rate_states(),
+            "seed": self.seed,
+            "scaler": self.trainees.scaler_state(),
         }
 
     def load_agreed_state(self, state: AgreedState) -> None:
-        self.exchange.moments.load_state_dict(state["moments"])
-        self.exchange.reset()
+        self.exchange.load_state_dict(state["noise"])
+        self.seed = state["seed"]
         self.interval, self.num_measured, self.last_measured = state["measured"]
         self.earned = state["earned"]
         self.choice = replace(self.choice, total=state["total_batch"])  # (m, s) follow from the replicas
-        self.trainee.rate.load_state_dict(state["rate"])
-        self.trainee.load_scaler_state(state["scaler"])
+        self.trainees.load_rate_states(state["rates"])
+        self.trainees.load_scaler_state(state["scaler"])
 
-    def report(self, generation: int, num_replicas: int, num_epochs: tuple[int, bool] | None) -> Report:
+    def report(self, generation: int, num_replicas: int, goal: Goal | None) -> Report:
         tuner, choice, phi = self.tuner, self.choice, self.noise_scale
         gain = self.gain(choice.total)
         efficiency = None if phi is None else min(1.0, gain * tuner.limits.initial / choice.total)
         throughput = tuner.throughput(choice)
         progress = remaining = None
-        if num_epochs is not None and num_epochs[0] > 0:
-            progress = self.progress.share_done(*num_epochs, self.loader.epoch_length)
-            remaining = self.progress.remaining_useful(*num_epochs, self.loader.epoch_length)
+        if goal is not None and goal.count > 0:
+            progress = self.progress.share_done(goal, self.loader.epoch_length)
+            remaining = self.progress.remaining_useful(goal, self.loader.epoch_length, tuner.limits.initial)
         if self.is_finished:
             progress, remaining = 1.0, 0.0
         return Report(
@@ -153,7 +162,7 @@ class RunState:
             num_replicas=num_replicas,
             num_nodes=tuner.num_nodes,
             accelerator=tuner.accelerator,
-            epoch=self.loader.epoch,
+            epoch=self.progress.num_epochs,
             num_steps=self.progress.num_steps,
             progress=progress,
             remaining_examples=remaining,

@@ -9,10 +9,8 @@ The loader and the model in the user's loop call it. A boundary is the moment wh
    checkpoint, move to another generation, or train with another batch.
 4. When one is due, rank 0 starts a checkpoint in the background.
 
-A fenced replica (:mod:`pollux.train.fence`), whose owner has replaced it, saves nothing and leaves.
-
-When a group forms, the replica with the most committed steps sends its state to those with fewer: to new replicas, and
-to survivors that missed the last step of a broken group. If no replica has a state, rank 0 loads the last checkpoint.
+A fenced replica (:mod:`pollux.train.fence`), whose owner has replaced it, saves nothing and leaves. When a group forms,
+:mod:`pollux.train.handover` gives all replicas the same state.
 """
 
 from __future__ import annotations
@@ -35,12 +33,15 @@ from pollux.train.checkpointer import Checkpointer
 from pollux.train.data import Pass
 from pollux.train.elastic_model import broadcast_buffers
 from pollux.train.fence import Fence
+from pollux.train.handover import Handover
 from pollux.train.leaving import EXIT_CODE, Leave, LeaveSignals
+from pollux.train.progress import Goal
+from pollux.train.replica_sums import ReplicaSums
 from pollux.train.report import Advice, Reporter
 from pollux.train.run_state import RunState
 from pollux.train.scaling import StepContext
-from pollux.train.state import broadcast, random_state, set_random_state
 from pollux.train.team import BrokenGroup, Team, let_go
+from pollux.train.trainee import Trainee
 
 REPORT_INTERVAL_S = 1.0  # shorter shows changes sooner, and costs the server a request per job and interval
 UNUSED_STEPS = 20  # batches in a row without optimizer.step() before a warning; some loops skip a few on purpose
@@ -65,16 +66,15 @@ class Session:
         self.checkpointer, self.reporter, self._timeout_s = checkpointer, reporter, timeout_s
         self.state: RunState | None = None
         self._adapting: Adaptation | None = None
-        self.num_epochs: tuple[int, bool] | None = None
+        self.goal: Goal | None = None  # of ``run.epochs`` or ``run.steps``
         self.is_started = False
         self.current: Pass | None = None  # the pass that the user's code works on
         self.redo: str | None = None  # why the step under way must be repeated
         self._is_measured = False
-        self._is_applied = False  # the optimizer has made the step under way
         self._num_unused = 0  # batches in a row without a step of the optimizer
         self._has_left = False  # ``break`` left the loop during this pass
-        self._has_state = False
-        self._is_damaged = False  # the state may be inconsistent, and must be replaced
+        self.sums = ReplicaSums(team)
+        self._handover = Handover(team, self.sums, checkpointer)
         self._wanted_change: BatchChange | None = None  # on rank 0
         self._reported_s = time.monotonic()
         self._last_generation = 0  # of the last group that this replica was in
@@ -116,11 +116,10 @@ class Session:
         """The loader is about to give a batch to the user's loop."""
         self.current = current
         state, step = self._state, current.step
-        hook, is_first = state.trainee.hook, current.index == 0
-        if is_first:
-            self._is_applied = False
+        if current.index == 0:
+            state.trainees.begin_step()
             self._is_measured = self._adaptation.measures(step)
-        hook.begin_pass(plan_of(current, self._is_measured))
+        state.trainees.begin_pass(plan_of(current, self._is_measured))
         self._adaptation.watch_outputs(current)
         timer = state.tuner.timer
         configuration = state.tuner.configuration(state.choice.config.device_batch)
@@ -134,11 +133,12 @@ class Session:
         if current is None:
             return
         self.fence.check()
-        if self._state.trainee.hook.misuse is not None:
-            raise InvalidValueError(self._state.trainee.hook.misuse)
+        trainees = self._state.trainees
+        if trainees.misuse is not None:
+            raise InvalidValueError(trainees.misuse)
         reason = self.redo
         if reason is None and current.is_last and self.has_failed():
-            reason = str(self._state.trainee.hook.failure)
+            reason = str(trainees.failure)
         if not current.is_last:
             if reason is not None:
                 self._recover(reason)
@@ -146,9 +146,11 @@ class Session:
         if reason is None and not self._state.exchange.has_started:  # no backward pass, on any rank
             self._start_exchange()
         # If the group broke after the optimizer's step, this step still counts.
-        if reason is None or self._is_applied:
+        if reason is None or trainees.num_applied:
             if reason is None:
                 self._check_use()
+            else:
+                self._handover.missing_part = 1 - trainees.num_applied / len(trainees)
             self._commit(current)
         try:
             if reason is not None:
@@ -160,13 +162,8 @@ class Session:
 
     def _check_use(self) -> None:
         """Find silent mistakes: a step without the replicated model, or gradients that are never used."""
-        hook = self._state.trainee.hook
-        if self._is_applied and not hook.has_arrived:
-            raise InvalidValueError(
-                "the optimizer made a step, but no gradient came through the replicated model: use the model that "
-                "run.prepare returned (model, optimizer = run.prepare(model, optimizer)), not the one passed to it"
-            )
-        self._num_unused = 0 if self._is_applied else self._num_unused + 1
+        self._state.trainees.check_used()
+        self._num_unused = 0 if self._state.trainees.num_applied else self._num_unused + 1
         if self._num_unused == UNUSED_STEPS:
             logger.warning("%d batches without optimizer.step(); call it in the loop", UNUSED_STEPS)
 
@@ -175,16 +172,12 @@ class Session:
         current = self.current
         if current is None:
             return
-        if current.is_last and (self._is_applied or self._state.exchange.has_started):
+        if current.is_last and (self._state.trainees.num_applied or self._state.exchange.has_started):
             self._has_left = True  # the step is finished at the next call
         else:
             self.current = None
             self._state.loader.retry()
-            self._state.trainee.hook.take_norms()  # forget the passes so far
-
-    def end_loop(self) -> None:
-        """The loop has reached the epoch's end. Without this, epochs of one step would never be timed."""
-        self._state.tuner.timer.end()
+            self._state.trainees.take_norms()  # forget the passes so far
 
     def recover(self, error: BrokenGroup) -> None:
         """Recover from a peer lost outside a step, while the order of an epoch was shared."""
@@ -199,14 +192,61 @@ class Session:
         index = progress.num_steps
         state.loader.commit()
         progress.add_step(current.step_examples, state.gain(current.step_examples), tuner.limits.initial)
-        norms = state.trainee.hook.take_norms()
+        self.sums.clear()
+        norms = state.trainees.take_norms()
         state.num_measured += self._is_measured
-        if norms is not None:
+        if any(one is not None for one in norms):
             self._adaptation.add_norms(norms, current, index)
+
+    # --- passes over the data -----------------------------------------------------------------------------------
+
+    @property
+    def epoch(self) -> int:
+        return self._state.progress.num_epochs
+
+    def begin_loop(self) -> None:
+        """The loop iterates the loader. Without ``run.epochs``, the end of a pass over the data ends the epoch."""
+        is_counted = self.goal is not None and not self.goal.is_in_steps
+        if is_counted or not self._state.loader.is_over:
+            return
+        if self.goal is None and self.membership.is_elastic and not self._state.progress.num_epochs:
+            logger.warning("the loop counts its own epochs: a replica that joins later would start at the first one. "
+                           "Use 'for epoch in run.epochs(n)' or 'for step in run.steps(n)'")  # fmt: skip
+        self.next_pass()
+        self._state.progress.end_epoch()
+
+    def next_pass(self) -> None:
+        state = self._state
+        state.progress.end_pass()
+        state.loader.set_epoch(state.loader.epoch + 1)
+        state.tuner.timer.disturb()
+
+    def end_loop(self) -> bool:
+        """A pass over the data is over. Whether the epoch goes on with another."""
+        self._state.tuner.timer.end()  # otherwise epochs of one step would never be timed
+        if not self._state.progress.needs_pass(self.goal):
+            return False
+        self.next_pass()
+        return True
+
+    def add_over_replicas(self, values: list[float]) -> list[float]:
+        """The sums over all replicas. In a pass, this replica's own values if a peer is lost: the step is repeated."""
+        if self._has_left:
+            self.end_pass()
+        while True:
+            try:
+                return self.sums.add(values)
+            except BrokenGroup as error:
+                let_go(error)
+                if self.current is not None:
+                    self.redo = self.redo or f"a peer was lost: {error}"
+                    return values
+                self._recover(str(error))
 
     def _finish_step(self) -> None:
         state, adaptation = self._state, self._adaptation
-        wants_attention, interval, state.trainee.rate.direction = state.exchange.finish()
+        wants_attention, interval, directions = state.exchange.finish()
+        state.trainees.set_directions(directions)
         state.interval = interval or state.interval
         adaptation.process_arrived()
         if wants_attention:
@@ -280,11 +320,11 @@ class Session:
             )
         self.redo = None
         state.loader.retry()
-        if not state.trainee.hook.is_reduced():
+        if not state.trainees.is_reduced():
             # Optimizer steps wait on the device for sums that failed. They run when the group breaks, with wrong sums.
-            self._has_state, self._is_damaged = False, True
-        state.trainee.hook.abandon(PeerLostError(reason))
-        state.trainee.begin_again()
+            self._handover.mark_damaged()
+        state.trainees.abandon(PeerLostError(reason))
+        state.trainees.begin_again()
         self._break_up()
         self._enter(self._find_again())
         state.stalled_s += time.monotonic() - begun
@@ -298,14 +338,14 @@ class Session:
             with self.signals.raising():
                 return self.membership.recover(self._timeout_s)
         except Leave:
-            if self.checkpointer is not None and self._has_state:
+            if self.checkpointer is not None and self._handover.has_state:
                 self.checkpointer.save(self._state, self._last_generation, 1)
             raise
 
     def _break_up(self) -> None:
         """Close the group's connections, so that peers that wait for this replica notice."""
-        let_go(self._state.trainee.hook.failure)
-        self._state.trainee.model.release()
+        let_go(self._state.trainees.failure)
+        self._state.trainees.release()
         self.team.dissolve(is_broken=True)
         gc.collect()  # reference cycles of frames and errors may keep the connections open
 
@@ -327,15 +367,16 @@ class Session:
             try:
                 begun = time.perf_counter()
                 if forms:
-                    state.trainee.model.release()
+                    state.trainees.release()
                     self.team.form(group)
                 formed = time.perf_counter()
                 if forms:
-                    state.trainee.move(self.team)
+                    state.trainees.move(self.team)
                 moved = time.perf_counter()
                 state.exchange.reset()
                 state.tuner.enter(group.num_nodes, group.world_size)
-                self._agree()
+                self._handover.agree(state)
+                self._settle_batch()
                 self.membership.note_formed(group)
                 logger.info(
                     "generation %d: rank %d of %d, step %d; group %.3f s, model %.3f s, state %.3f s",
@@ -354,75 +395,6 @@ class Session:
                         "Check the network between them"
                     ) from None
                 group = self._find_again()
-
-    def _agree(self) -> None:
-        """Check that all run the same script, send the state to replicas that are behind, settle the batch."""
-        state, team = self._state, self.team
-        limits = state.tuner.limits
-        note = {
-            "steps": state.progress.num_steps if self._has_state else -1,
-            "device_max": limits.device_max,
-            "model": state.trainee.signature,
-            "data": state.loader.identity,
-            "batch": (limits.initial, limits.maximum, limits.device_min),
-            "tracked": sorted(state.tracked),
-            "is_damaged": self._is_damaged,
-        }
-        notes = team.gather(note)
-        compared = {
-            "model": "model or optimizer",
-            "data": "dataset or sampler",
-            "batch": "batch bounds",
-            "tracked": "tracked state",
-        }
-        for key, what in compared.items():
-            odd = [rank for rank, note in enumerate(notes) if note[key] != notes[0][key]]
-            if odd:
-                raise InvalidValueError(
-                    f"the {what} of rank {', '.join(map(str, odd))} is not that of rank 0 "
-                    f"({notes[odd[0]][key]} instead of {notes[0][key]}): all replicas must run the same script"
-                )
-        state.tuner.bound(min(note["device_max"] for note in notes))
-        steps = [note["steps"] for note in notes]
-        if max(steps) < 0:
-            self._begin_or_resume(must_resume=any(note["is_damaged"] for note in notes))
-            steps[0] = 0  # rank 0 has the state to begin with, from a checkpoint or from the script
-        source = steps.index(max(steps))
-        if team.size > 1:
-            if min(steps) < max(steps):
-                flat = broadcast(state.capture() if team.rank == source else None, source, team.device, team)
-                if steps[team.rank] < max(steps):
-                    self._has_state, self._is_damaged = False, True  # until all of it has arrived
-                    state.restore(flat)
-                    if team.device.type == "cuda":
-                        torch.cuda.synchronize(team.device)
-            # Replicas with the same steps may differ too: the last all-reduce may have reached only some of them.
-            mine = random_state(team.device), state.agreed_state()
-            randoms, agreed = team.share(mine, source)
-            state.load_agreed_state(agreed)
-            set_random_state(randoms, team.device)
-        self._has_state, self._is_damaged = True, False
-        self._settle_batch()
-
-    def _begin_or_resume(self, must_resume: bool) -> None:
-        """No replica has a state: rank 0 looks for a checkpoint. If it fails, all ranks raise its error."""
-        error: PolluxError | None = None
-        if self.team.rank == 0 and self.checkpointer is not None:
-            try:
-                if self.checkpointer.load(self._state):
-                    logger.warning("resumed after step %d", self._state.progress.num_steps)
-                    must_resume = False
-                self._state.lineage = self.checkpointer.next_lineage()
-            except PolluxError as caught:
-                error = caught
-            except Exception as caught:  # from a user's load_state_dict: the others must not wait for this rank
-                logger.exception("the checkpoint could not be loaded")
-                error = CheckpointError(f"the checkpoint could not be loaded: {caught!r}")
-        if error is None and must_resume and self.team.rank == 0:
-            error = PeerLostError("a step failed half-way on every replica, and there is no checkpoint to resume from")
-        error = self.team.share(error)
-        if error is not None:
-            raise error
 
     def _settle_batch(self) -> None:
         """Rank 0 chooses the batch for this allocation. If none fits, every rank raises."""
@@ -460,7 +432,7 @@ class Session:
         if self.reporter is None or self.team.rank != 0 or not self.is_started or self.fence.reason:
             return
         try:
-            self.reporter.send(self._state.report(self.generation, self.team.size, self.num_epochs))
+            self.reporter.send(self._state.report(self.generation, self.team.size, self.goal))
         except Exception as error:  # a failing reporter must not stop training
             logger.warning("a report could not be sent: %s", error)
 
@@ -483,47 +455,63 @@ class Session:
     def is_last_pass(self) -> bool:
         return self.current is None or self.current.is_last
 
+    @property
+    def least_examples(self) -> int:
+        """The fewest examples of a batch that a model can take: BatchNorm needs two."""
+        return 2 if self._state.trainees.has_batch_norm else 1
+
+    def has_pass(self) -> bool:
+        return self.current is not None
+
+    def is_whole_step(self) -> bool:
+        """One replica and one pass: nothing is accumulated or exchanged."""
+        return self.team.size == 1 and (self.current is None or self.current.step.num_passes == 1)
+
     def gradients_are_good(self) -> bool:
-        """Whether the step's gradients are usable; True once the optimizer has used them."""
-        return self._is_applied or (self.redo is None and not self.has_failed())
+        """Whether the step's gradients are usable; True once an optimizer has used them."""
+        is_applied = self.state is not None and self.state.trainees.num_applied > 0
+        return is_applied or (self.redo is None and not self.has_failed())
 
     def may_step(self) -> bool:
-        """Whether the optimizer may make its step."""
-        if self.state is not None and self.state.trainee.hook.misuse is not None:
-            raise InvalidValueError(self.state.trainee.hook.misuse)
-        return self.gradients_are_good()
+        """Whether an optimizer may make its step."""
+        if self.state is not None and self.state.trainees.misuse is not None:
+            raise InvalidValueError(self.state.trainees.misuse)
+        return self.redo is None and not self.has_failed()
 
     def on_stepped(self, is_whole: bool) -> None:
-        if is_whole:
-            self._is_applied = True
-        else:
-            self._has_state, self._is_damaged = False, True
+        if not is_whole:
+            self._handover.mark_damaged()
 
     def has_failed(self) -> bool:
-        return self.state is not None and self.state.trainee.hook.failure is not None
+        return self.state is not None and self.state.trainees.failure is not None
+
+    def warn(self, message: str) -> None:
+        """Tell the user of a mistake, in the log and in the job's history."""
+        logger.warning("%s", message)
+        self._state.tuner.note(f"step {self._state.progress.num_steps}: {message}")
 
     def on_ready(self) -> None:
         if self.state is not None:
             self.state.tuner.timer.ready()
 
-    def on_gradient(self) -> None:
-        """The optimizer is about to step, so the gradient is complete. DDP has reported that before."""
+    def on_gradient(self, trainee: Trainee) -> None:
+        """Its optimizer is about to step, so the gradient is complete. DDP has reported that before."""
         state = self.state
         if state is None:
             return
         if self.team.size == 1:
             state.tuner.timer.ready()
-        self._adaptation.on_gradient()
+        self._adaptation.on_gradient(trainee)
 
     def on_last(self) -> None:
         if self.current is not None:
             self._start_exchange()
 
-    def on_forward(self, error: BaseException | None) -> bool:
+    def on_forward(self, trainee: Trainee, error: BaseException | None) -> bool:
         """Before a forward pass: whether the group works. Broadcasts rank 0's buffers once a step, as DDP does."""
         if self.state is None:
             return error is None
-        trainee, current = self.state.trainee, self.current
+        current = self.current
         if error is not None:
             trainee.hook.abandon(error)
         if self.has_failed():
@@ -543,25 +531,26 @@ class Session:
         current = self.current
         return current is not None and current.step_examples == self._state.tuner.limits.initial
 
-    def context(self) -> StepContext:
+    def context(self, index: int) -> StepContext:
+        """For the learning rate of the model at ``index``."""
         state, current = self._state, self.current
         initial = state.tuner.limits.initial
         return StepContext(
             total_batch=initial if current is None else current.step_examples,
             initial_batch=initial,
-            noise=state.exchange.noise,
+            noise=state.exchange.channels[index].noise,
             num_examples=state.progress.num_examples,
             progress=state.progress.iterations,
             is_short=current is not None and current.step.is_short,
         )
 
-    def num_scheduler_steps(self) -> int:
+    def num_scheduler_steps(self, trainee: Trainee) -> int:
         """How many steps an LR scheduler makes when the user calls its ``step`` now."""
         current = self.current
         if self.state is None:
             return 1
         if current is None or self._has_left:
-            return self.state.progress.due_between_passes()
+            return trainee.epochs_due(self.state.progress.last_trained_epoch)
         if not current.is_last or not self.gradients_are_good():
             return 0
         return self.state.progress.due_in_loop(self.state.gain(current.step_examples))
@@ -585,11 +574,11 @@ class Session:
             state.progress.num_steps,
             wants_attention=wants,
             interval=adaptation.interval(),
-            direction=adaptation.direction(),
+            directions=adaptation.directions(),
         )
 
     def _on_lost(self, generation: int, attempt: int = 0) -> None:
         """A member was lost. Called by the membership's thread; ends the collectives of groups before this one."""
         self.team.give_up(generation, attempt)
         if self.state is not None and self.team.is_lost():
-            self.state.trainee.hook.abandon(PeerLostError("a replica was lost"))
+            self.state.trainees.abandon(PeerLostError("a replica was lost"))

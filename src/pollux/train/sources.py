@@ -1,35 +1,28 @@
-"""Reads an elastic loader's batches: draws the order of an epoch, and reads by index or from a stream.
+"""Reads an elastic loader's batches: by index, from a stream, or none at all where the loop brings its own.
 
-:mod:`pollux.train.data` uses it; its docstring has the rules.
+:mod:`pollux.train.data` uses it; its docstring has the rules. :mod:`pollux.train.order` draws the order of an epoch.
 """
 
 from __future__ import annotations
 
 import inspect
 import logging
-import zlib
-from collections.abc import Callable, Iterable, Iterator
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, Protocol, TypedDict, cast
+from typing import Any
 
-import numpy as np
 import torch
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, get_worker_info
+from torch.utils.data import DataLoader, Dataset, IterableDataset, get_worker_info
 from torch.utils.data._utils.pin_memory import pin_memory as pin_batch  # the only pinning that knows nested batches
 
 from pollux.errors import InvalidValueError
-from pollux.train.position import EpochOrder, Position, Step, StepShape, divide
-from pollux.types import IntArray
+from pollux.train.order import Drawn, Order, OrderState, Unit
+from pollux.train.position import Position, Step, StepShape, divide
 
 logger = logging.getLogger(__name__)
 
-Unit = Any  # an example's index or key, or with a batch_sampler a list of them
 LoaderOptions = dict[str, Any]  # of torch's DataLoader
-
-
-class OrderState(TypedDict):
-    checksum: int | None
-    order: list[Unit] | None  # None if it can be drawn again
 
 
 class LoaderState(OrderState):
@@ -44,115 +37,38 @@ class LoaderState(OrderState):
     length: int | None
 
 
-class _HasGenerator(Protocol):
-    generator: torch.Generator | None
+# --- the loop's own batches --------------------------------------------------------------------------------------
 
 
-ShareOrder = Callable[[list[Unit]], list[Unit]]
-"""Takes this rank's order and returns rank 0's. Called on every rank, once per epoch, before its first step."""
+class OwnBatches:
+    """No data: the loop brings its own. Steps are counted and divided as for a dataset that never ends."""
 
+    unit = "own"
+    epoch_length = None
 
-# --- the order of an epoch ---------------------------------------------------------------------------------------
+    def units_shape(self, shape: StepShape) -> StepShape:
+        return shape
 
+    def begin(self, position: Position, seed: int, shape: StepShape) -> Step | None:
+        return position.take(sys.maxsize, shape)
 
-class Order(Protocol):
-    unit: str  # of one entry: "example" or "batch"
+    def is_over(self, position: Position, shape: StepShape) -> bool:
+        return False
 
-    @property
-    def is_reproducible(self) -> bool:
-        """Whether the same order can be drawn again from (seed, epoch)."""
-
-    @property
-    def length(self) -> int | None:
-        """Entries per epoch, if known before drawing."""
-
-    def draw(self, epoch: int, seed: int, num_replicas: int) -> IntArray | list[Unit]: ...
-
-
-class DatasetOrder:
-    unit = "example"
-    is_reproducible = True
-
-    def __init__(self, length: int, shuffle: bool, seed: int) -> None:
-        self.length = length
-        self._order = EpochOrder(length, seed=seed, shuffle=shuffle)
-
-    def draw(self, epoch: int, seed: int, num_replicas: int) -> IntArray:
-        if seed != self._order.seed:
-            self._order = EpochOrder(self.length, seed=seed, shuffle=self._order.shuffle)
-        return self._order.indices(epoch)
-
-
-class SamplerOrder:
-    def __init__(self, sampler: Iterable[object], unit: str, share: ShareOrder | None) -> None:
-        self.unit = unit
-        self._sampler, self._share = sampler, share
-        self._holder = _generator_holder(sampler)
-        self.is_reproducible = self._holder is not None or _is_fixed(sampler)
-
-    @property
-    def length(self) -> int | None:
-        return length_of(self._sampler)
-
-    def draw(self, epoch: int, seed: int, num_replicas: int) -> list[Unit]:
-        order: list[Unit]
-        set_epoch = getattr(self._sampler, "set_epoch", None)
-        if callable(set_epoch):
-            set_epoch(epoch)
-        if self._holder is not None:
-            before = self._holder.generator
-            self._holder.generator = torch.Generator().manual_seed(torch_seed(seed, epoch))
-            try:
-                order = list(self._sampler)
-            finally:
-                self._holder.generator = before
-        else:
-            order = list(self._sampler)
-            if not self.is_reproducible and self._share is not None:
-                order = list(self._share(order))
-            elif not self.is_reproducible and num_replicas > 1:
-                raise InvalidValueError(
-                    f"{type(self._sampler).__name__} has no generator to seed, so each of the {num_replicas} replicas "
-                    "would draw another order: give it a 'generator' attribute, or pass share_order"
-                )
-        if self.unit == "batch":
-            order = [list(batch) for batch in order]
-            if not all(order):
-                raise InvalidValueError(
-                    f"{type(self._sampler).__name__} gave an empty batch in epoch {epoch}; it needs an example"
-                )
-        if not order:
-            raise InvalidValueError(
-                f"{type(self._sampler).__name__} gave nothing for epoch {epoch}; at least 1 example is needed"
-            )
-        return order
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Drawn:
-    """The order of one epoch: dataset indices (or keys), or lists of them."""
-
-    epoch: int
-    seed: int
-    order: IntArray | list[Unit]
-    is_batched: bool
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def indices(self, positions: range) -> list[Unit]:
-        units = self.order[positions.start : positions.stop : positions.step]
-        if self.is_batched:
-            return [index for unit in units for index in unit]
-        return units if isinstance(units, list) else units.tolist()
+    def fetch(self, step: Step, index: int) -> object:
+        return None
 
     def num_examples(self, positions: range) -> int:
-        return sum(len(self.order[position]) for position in positions) if self.is_batched else len(positions)
+        return len(positions)
 
-    def checksum(self) -> int:
-        if isinstance(self.order, np.ndarray):
-            return zlib.crc32(np.ascontiguousarray(self.order).data)
-        return zlib.crc32(repr(self.order).encode())
+    def order_state(self, epoch: int, seed: int) -> OrderState:
+        return {"checksum": None, "order": None}
+
+    def adopt(self, state: LoaderState) -> None:
+        """A position is all there is."""
+
+    def close(self) -> None:
+        """Nothing is open."""
 
 
 # --- map-style datasets ------------------------------------------------------------------------------------------
@@ -176,9 +92,9 @@ class MapSource:
         self._stream = _IndexStream()
         self._loader: DataLoader[object] | None = None
         self._batches: Iterator[object] = iter(())
-        self._drawn: _Drawn | None = None
-        self._checksum: tuple[_Drawn, int] | None = None
-        self._next: tuple[_Drawn, int, StepShape] | None = None  # of the batches being read ahead
+        self._drawn: Drawn | None = None
+        self._checksum: tuple[Drawn, int] | None = None
+        self._next: tuple[Drawn, int, StepShape] | None = None  # of the batches being read ahead
 
     @property
     def unit(self) -> str:
@@ -189,10 +105,11 @@ class MapSource:
         return self._order.length
 
     def units_shape(self, shape: StepShape) -> StepShape:
-        return replace(shape, device_batch=1) if self.unit == "batch" else shape
+        return replace(shape, device_batch=1, least=1) if self.unit == "batch" else shape
 
     def begin(self, position: Position, seed: int, shape: StepShape) -> Step | None:
         drawn = self._draw(position.epoch, seed, shape.num_replicas)
+        drawn.forget(position.consumed)
         shape = self.units_shape(shape)
         step = position.take(len(drawn), shape, drop_last=self._drop_last)
         if step is None:
@@ -202,6 +119,12 @@ class MapSource:
             self._restart(drawn, step.start, shape)
         self._next = None  # until the last pass is read: a step left half-way must be read again
         return step
+
+    def is_over(self, position: Position, shape: StepShape) -> bool:
+        drawn = self._drawn
+        if drawn is None or drawn.epoch != position.epoch or not position.consumed:
+            return False
+        return position.take(len(drawn), self.units_shape(shape), drop_last=self._drop_last) is None
 
     def fetch(self, step: Step, index: int) -> object:
         batch = next(self._batches)
@@ -219,7 +142,7 @@ class MapSource:
             return {"checksum": None, "order": None}  # no step of this epoch has begun, so its order can still be drawn
         if self._checksum is None or self._checksum[0] is not drawn:
             self._checksum = drawn, drawn.checksum()
-        return {"checksum": self._checksum[1], "order": None if self._order.is_reproducible else list(drawn.order)}
+        return {"checksum": self._checksum[1], "order": None if self._order.is_reproducible else drawn.all()}
 
     def adopt(self, state: LoaderState) -> None:
         epoch, seed, saved = state["epoch"], state["seed"], state["order"]
@@ -229,7 +152,7 @@ class MapSource:
             self._drawn = None
             return
         order = self._order.draw(epoch, seed, 1) if saved is None else list(saved)
-        drawn = _Drawn(epoch=epoch, seed=seed, order=order, is_batched=self.unit == "batch")
+        drawn = Drawn(epoch=epoch, seed=seed, order=order, is_batched=self.unit == "batch")
         if drawn.checksum() != state["checksum"]:
             raise InvalidValueError(
                 f"the order of epoch {epoch} differs from the saved one: this data state belongs to another dataset or "
@@ -245,13 +168,13 @@ class MapSource:
         _end_workers(self._batches)
         self._batches, self._loader, self._next = iter(()), None, None
 
-    def _draw(self, epoch: int, seed: int, num_replicas: int) -> _Drawn:
+    def _draw(self, epoch: int, seed: int, num_replicas: int) -> Drawn:
         if self._drawn is None or (self._drawn.epoch, self._drawn.seed) != (epoch, seed):
             order = self._order.draw(epoch, seed, num_replicas)
-            self._drawn = _Drawn(epoch=epoch, seed=seed, order=order, is_batched=self.unit == "batch")
+            self._drawn = Drawn(epoch=epoch, seed=seed, order=order, is_batched=self.unit == "batch")
         return self._drawn
 
-    def _restart(self, drawn: _Drawn, position: int, shape: StepShape) -> None:
+    def _restart(self, drawn: Drawn, position: int, shape: StepShape) -> None:
         self._stream.plan = _plan(drawn, position, shape, self._drop_last)
         if self._loader is None:
             self._loader = DataLoader(self._dataset, batch_sampler=self._stream, **self._options)
@@ -259,7 +182,7 @@ class MapSource:
         self._batches = iter(self._loader)
 
 
-def _plan(drawn: _Drawn, position: int, shape: StepShape, drop_last: bool) -> Iterator[list[Unit]]:
+def _plan(drawn: Drawn, position: int, shape: StepShape, drop_last: bool) -> Iterator[list[Unit]]:
     """Index lists from ``position`` to the end of the epoch, for the workers to read ahead.
 
     A function and not a method: the workers' iterator holds it, and a reference cycle would keep the workers alive
@@ -267,7 +190,9 @@ def _plan(drawn: _Drawn, position: int, shape: StepShape, drop_last: bool) -> It
     """
     while (step := divide(position, len(drawn), shape, drop_last=drop_last, epoch=drawn.epoch)) is not None:
         for positions in step.passes:
-            yield drawn.indices(positions or range(step.start, step.start + 1))
+            indices = drawn.indices(positions or range(step.start, step.start + 1))
+            # BatchNorm needs two examples; the mean over the same one twice is that of one.
+            yield indices * shape.least if len(indices) < shape.least else indices
         position += step.count
 
 
@@ -296,7 +221,8 @@ class _Shard(IterableDataset[object]):
         num_workers, worker = (info.num_workers, info.id) if info is not None else (1, 0)
         if hasattr(self.dataset, "set_epoch"):
             self.dataset.set_epoch(epoch)
-        return self._read(start, start + rank + num_replicas * worker, num_replicas * num_workers)
+        first = start + (rank - start) % num_replicas
+        return self._read(start, first + num_replicas * worker, num_replicas * num_workers)
 
     def _read(self, start: int, first: int, stride: int) -> Iterator[object]:
         position, last = 0, None
@@ -312,10 +238,11 @@ class _Shard(IterableDataset[object]):
 
 
 class StreamSource:
-    """Reads in order. Holds this rank's examples of the step under way: a new m or s, or a retry, reads nothing again.
+    """Reads in order: position i of the stream belongs to rank i mod K, whatever the size of steps.
 
-    It reads one example beyond the step. If rank r has one at position start + M + r, the step is full; if not, the
-    worker that should have had it knows the length of the stream. So all ranks agree on its end without communication.
+    Holds this rank's examples of the step under way: a new m or s, or a retry, reads nothing again. It reads one
+    example beyond the step. If this rank has one beyond the step's M, the step is full; if not, the worker that should
+    have had it knows the length of the stream. So all ranks agree on its end without communication.
     """
 
     unit = "stream"
@@ -338,17 +265,21 @@ class StreamSource:
         self._buffer: list[object] = []
         self._begun: Step | None = None
         self._end: _End | None = None
+        self._least = 1
 
     def units_shape(self, shape: StepShape) -> StepShape:
-        return shape
+        return replace(shape, least=1) if shape.least > 1 else shape  # a rank has its own examples only
 
     def begin(self, position: Position, seed: int, shape: StepShape) -> Step | None:
+        self._least, shape = shape.least, self.units_shape(shape)
         if self._begun is not None and position.consumed == self._start + self._begun.count:  # it was committed
             del self._buffer[: self._begun.own_count]
             self._start = position.consumed
         key = position.epoch, shape.num_replicas, shape.rank
         if self._key != key or self._start != position.consumed:
             self._restart(key, position.consumed)
+        # A step's first example goes to the rank that has it, which is rank 0 only if all steps are multiples of K.
+        shape = replace(shape, rank=(shape.rank - position.consumed) % shape.num_replicas)
         own = shape.device_batch * shape.num_passes
         while self._end is None and len(self._buffer) <= own:
             example = next(self._examples)
@@ -362,11 +293,16 @@ class StreamSource:
         self._begun = position.take(length, shape, drop_last=self._drop_last)
         return self._begun
 
+    def is_over(self, position: Position, shape: StepShape) -> bool:
+        return self._end is not None and self._key is not None and position.consumed >= self._end.total > 0
+
     def fetch(self, step: Step, index: int) -> object:
         low = sum(map(len, step.passes[:index]))
         examples = self._buffer[low : low + len(step.passes[index])]
         if not examples and self._end is not None:
             examples = [self._end.last]
+        if len(examples) < self._least:
+            examples = examples * self._least  # BatchNorm needs two; the mean over both is that of one
         batch = self._collate(examples)
         return pin_batch(batch) if self._pins else batch  # type: ignore[no-untyped-call]
 
@@ -408,30 +344,3 @@ def _end_workers(iterator: Iterator[object]) -> None:
 
 def _as_it_is(example: object) -> object:
     return example
-
-
-def length_of(sized: object) -> int | None:
-    try:
-        return len(sized)  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError):  # torch's base classes raise either
-        return None
-
-
-def _generator_holder(sampler: object) -> _HasGenerator | None:
-    """The sampler, or the one inside a batch_sampler, that has a ``generator`` to seed; None if there is none."""
-    while sampler is not None:
-        if isinstance(getattr(sampler, "generator", ()), torch.Generator | None):
-            return cast(_HasGenerator, sampler)
-        sampler = getattr(sampler, "sampler", None)
-    return None
-
-
-def _is_fixed(sampler: object) -> bool:
-    """Whether it gives the same order every time, on every rank."""
-    if isinstance(sampler, BatchSampler):
-        return _is_fixed(sampler.sampler)
-    return isinstance(sampler, list | tuple | range | SequentialSampler)
-
-
-def torch_seed(*entropy: int) -> int:
-    return int(np.random.SeedSequence(entropy).generate_state(1, np.uint64)[0] >> np.uint64(1))

@@ -9,17 +9,20 @@ For the same reason all ranks use rank 0's norm of the mean gradient.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TypedDict
 
 import torch
 from torch import Tensor
 
 from pollux.train.gradients import Norms
-from pollux.train.moments import GradientMoments, NoiseStats
+from pollux.train.moments import GradientMoments, MomentsState, NoiseStats
 from pollux.train.team import Sum, Team
 
 MIN_SAMPLES = 5  # before a noise scale is used: the error of fewer is mostly unknown
 LAG_STEPS = {"cpu": 1, "cuda": 2}  # steps; a GPU runs about one step behind the host, so two are always there
+LEAD_MARGIN = 1.25  # another model leads if its noise scale is so many times larger: estimates differ by chance
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +33,11 @@ class MeasuredStep:
     batch_size: float  # h, examples in each; where they differ, the harmonic mean
     count: float  # M/h: the number of gradients; a little more where they differ in size
     scale: float  # M/M0, times the steps since the last measurement
+
+
+class ExchangeState(TypedDict):
+    moments: list[MomentsState]
+    lead: int
 
 
 @dataclass(slots=True)
@@ -46,70 +54,133 @@ class _Unread:
         return max(self.host_s, device_ms / 1000.0)
 
 
-class StepExchange:
-    """``add`` a step's norms at its end; ``start`` when the next gradients are there; ``finish`` at the boundary."""
+class NoiseChannel:
+    """The noise scale of one model: its averages, and norms that are not read yet."""
 
-    def __init__(self, team: Team, moments: GradientMoments) -> None:
-        self._team, self.moments = team, moments
-        self._lag = LAG_STEPS.get(team.device.type, 2)
-        self._unread: deque[_Unread] = deque()
-        self._sum: Sum | None = None
-        self._sent: _Unread | None = None
-        self.noise = self._read()
-        self.cost_s = 0.0  # time that the last measurement took
+    def __init__(self) -> None:
+        self.moments = GradientMoments(is_relative=True)
+        self.noise: NoiseStats | None = None  # None while there are too few samples to decide by
+        self.unread: deque[_Unread] = deque()
+        self.sent: _Unread | None = None
         self.last_sqr: float | None = None  # |G|² of the last sample alone; the reader resets it
 
-    def add(self, step: int, norms: Norms, sample: MeasuredStep) -> None:
-        """Start copying the norms of a committed step to the host."""
-        values = torch.stack((norms.sum_sqr, norms.sqr_mean))
-        arrived = None
-        if values.is_cuda:
-            host = torch.empty(2, dtype=values.dtype, pin_memory=True)
-            host.copy_(values, non_blocking=True)
-            arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
-            arrived.record()
-            values = host
-        self._unread.append(_Unread(step, sample, values, arrived, norms.host_s, norms.marks))
+    def read(self) -> None:
+        self.noise = self.moments.read() if self.moments.num_samples >= MIN_SAMPLES else None
 
-    def start(self, step: int, *, wants_attention: bool, interval: int, direction: int = 0) -> None:
-        """Start the all-reduce of ``step``. ``interval`` and ``direction`` are rank 0's; others' are ignored."""
+    def take_due(self, step: int, lag: int) -> tuple[float, float]:
+        """(sum_sqr, sqr_mean) of a sample that all ranks send in this step; zeros without one."""
+        self.sent = None
+        if not self.unread or self.unread[0].step + lag > step:
+            return 0.0, 0.0
+        self.sent = self.unread.popleft()
+        if self.sent.arrived is not None:
+            self.sent.arrived.synchronize()  # returns at once: the device passed it about LAG_STEPS ago
+        sum_sqr, sqr_mean = self.sent.values.tolist()
+        return sum_sqr, sqr_mean
+
+    def add_sums(self, sum_sqr: float, sqr_mean: float) -> bool:
+        """Add the sample that all ranks have sent. Whether there was one."""
+        if self.sent is None:
+            return False
+        sample, self.sent = self.sent.sample, None
+        self.moments.update(
+            torch.tensor(sum_sqr / sample.num_gradients),
+            torch.tensor(sqr_mean),
+            batch_size=sample.batch_size,
+            count=sample.count,
+            scale=sample.scale,
+        )
+        self.read()
+        spread = sum_sqr / sample.num_gradients - sqr_mean
+        self.last_sqr = sqr_mean - spread / (sample.count - 1)
+        return True
+
+
+class StepExchange:
+    """``add`` a step's norms at its end; ``start`` when the next gradients are there; ``finish`` at the boundary.
+
+    One channel per model. The *lead* is the one that drives the batch: the one at index ``drives``, or the one with the
+    largest noise scale.
+    """
+
+    def __init__(self, team: Team) -> None:
+        self._team = team
+        self._lag = LAG_STEPS.get(team.device.type, 2)
+        self.channels = [NoiseChannel()]
+        self.drives: int | None = 0
+        self.lead = 0
+        self._sum: Sum | None = None
+        self.cost_s = 0.0  # time that the last measurement took
+
+    def open(self, num_models: int, drives: int | None) -> None:
+        """Make a channel for each model."""
+        self.channels = [NoiseChannel() for _ in range(num_models)]
+        self.drives = 0 if num_models == 1 else drives
+        self.lead = self.drives or 0
+
+    @property
+    def moments(self) -> GradientMoments:
+        return self.channels[self.lead].moments
+
+    @property
+    def noise(self) -> NoiseStats | None:
+        """The lead's."""
+        return self.channels[self.lead].noise
+
+    def take_last_sqr(self) -> float | None:
+        channel = self.channels[self.lead]
+        value, channel.last_sqr = channel.last_sqr, None
+        return value
+
+    def add(self, step: int, norms: Sequence[Norms | None], sample: MeasuredStep) -> None:
+        """Start copying the norms of a committed step to the host. None for a model that has none."""
+        for channel, one in zip(self.channels, norms, strict=True):
+            if one is None:
+                continue
+            values = torch.stack((one.sum_sqr, one.sqr_mean))
+            arrived = None
+            if values.is_cuda:
+                host = torch.empty(2, dtype=values.dtype, pin_memory=True)
+                host.copy_(values, non_blocking=True)
+                arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+                arrived.record()
+                values = host
+            channel.unread.append(_Unread(step, sample, values, arrived, one.host_s, one.marks))
+
+    def start(self, step: int, *, wants_attention: bool, interval: int, directions: Sequence[int]) -> None:
+        """Start the all-reduce of ``step``. ``interval`` and ``directions`` are rank 0's; others' are ignored."""
         if self._sum is not None:
             return
         is_first = self._team.rank == 0
-        told = (float(interval), float(direction)) if is_first else (0.0, 0.0)
-        vector = [0.0, 0.0, *told, float(wants_attention)]
-        self._sent = None
-        if self._unread and self._unread[0].step + self._lag <= step:
-            self._sent = self._unread.popleft()
-            if self._sent.arrived is not None:
-                self._sent.arrived.synchronize()  # returns at once: the device passed it about LAG_STEPS ago
-            self.cost_s = self._sent.cost_s()
-            sum_sqr, sqr_mean = self._sent.values.tolist()
-            vector[:2] = sum_sqr, sqr_mean if is_first else 0.0
+        vector = [float(interval) if is_first else 0.0, float(wants_attention)]
+        cost_s = 0.0
+        for channel, direction in zip(self.channels, directions, strict=True):
+            sum_sqr, sqr_mean = channel.take_due(step, self._lag)
+            vector += (sum_sqr, sqr_mean, float(direction)) if is_first else (sum_sqr, 0.0, 0.0)
+            cost_s += 0.0 if channel.sent is None else channel.sent.cost_s()
+        self.cost_s = cost_s or self.cost_s
         self._sum = self._team.start_sum(vector)
 
-    def finish(self) -> tuple[bool, int, int]:
-        """(a replica wants attention, steps between measurements, direction of the rate). Raises BrokenGroup."""
+    def finish(self) -> tuple[bool, int, list[int]]:
+        """(a replica wants attention, steps between measurements, direction of each rate). Raises BrokenGroup."""
         assert self._sum is not None
         sums, self._sum = self._sum, None
-        sum_sqr, sqr_mean, interval, direction, attention = sums.wait()
-        if self._sent is not None:
-            sample, self._sent = self._sent.sample, None
-            self.moments.update(
-                torch.tensor(sum_sqr / sample.num_gradients),
-                torch.tensor(sqr_mean),
-                batch_size=sample.batch_size,
-                count=sample.count,
-                scale=sample.scale,
-            )
-            self.noise = self._read()
-            spread = sum_sqr / sample.num_gradients - sqr_mean
-            self.last_sqr = sqr_mean - spread / (sample.count - 1)
-        return attention > 0, int(interval), int(direction)
+        interval, attention, *told = sums.wait()
+        is_new = False
+        for index, channel in enumerate(self.channels):
+            is_new |= channel.add_sums(told[3 * index], told[3 * index + 1])
+        if is_new:
+            self._choose_lead()
+        return attention > 0, int(interval), [int(direction) for direction in told[2::3]]
 
-    def _read(self) -> NoiseStats | None:
-        """The noise scale; None while there are too few samples to decide by."""
-        return self.moments.read() if self.moments.num_samples >= MIN_SAMPLES else None
+    def _choose_lead(self) -> None:
+        """The model with the largest noise scale, clearly larger than that of the lead so far."""
+        if self.drives is not None:
+            return
+        scales = [0.0 if one.noise is None else one.noise.noise_scale for one in self.channels]
+        largest = max(range(len(scales)), key=scales.__getitem__)
+        if scales[largest] > LEAD_MARGIN * scales[self.lead]:
+            self.lead = largest
 
     @property
     def has_started(self) -> bool:
@@ -117,6 +188,17 @@ class StepExchange:
 
     def reset(self) -> None:
         """Drop the exchange under way, for a new group. The averages stay."""
-        self._unread.clear()
-        self._sum = self._sent = None
-        self.noise = self._read()
+        self._sum = None
+        for channel in self.channels:
+            channel.unread.clear()
+            channel.sent = None
+            channel.read()
+
+    def state_dict(self) -> ExchangeState:
+        return {"moments": [one.moments.state_dict() for one in self.channels], "lead": self.lead}
+
+    def load_state_dict(self, state: ExchangeState) -> None:
+        for channel, moments in zip(self.channels, state["moments"], strict=True):
+            channel.moments.load_state_dict(moments)
+        self.lead = state["lead"]
+        self.reset()

@@ -1,20 +1,24 @@
-"""The user's model, optimizer, LR scheduler and GradScaler, with the hooks that the run attaches to them.
+"""One of the user's models with its optimizer and LR scheduler, and the hooks that the run attaches to them.
 
-``run.prepare`` makes it; the session uses it. Users keep their own objects. A communication hook, step hooks and gates
-are attached to them, and :meth:`Trainee.detach` removes them.
+``run.prepare`` makes one for each model; :mod:`pollux.train.trainees` uses it. Users keep their own objects. A
+communication hook, step hooks and gates are attached to them, and :meth:`Trainee.detach` removes them.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypedDict
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from pollux.errors import InvalidValueError
 from pollux.train.alignment import Alignment
 from pollux.train.elastic_model import DDPOptions, ElasticModel
-from pollux.train.gates import Gate, gate_optimizer, gate_scaler, gate_scheduler
+from pollux.train.gates import Gate, gate_optimizer, gate_scheduler
 from pollux.train.gradients import GradientHook
 from pollux.train.norm_layers import NormLayers
 from pollux.train.scaling import AUTO, RateState, ScaledRate, ScalingRule, StepContext, rule_for
@@ -25,17 +29,20 @@ from pollux.train.team import Team
 class Steps(Protocol):
     """The session's methods that the hooks on the user's objects call."""
 
+    def has_pass(self) -> bool: ...
     def is_last_pass(self) -> bool: ...
+    def is_whole_step(self) -> bool: ...
     def gradients_are_good(self) -> bool: ...
     def may_step(self) -> bool: ...
     def on_stepped(self, is_whole: bool) -> None: ...
-    def num_scheduler_steps(self) -> int: ...
-    def context(self) -> StepContext: ...
+    def num_scheduler_steps(self, trainee: Trainee) -> int: ...
+    def context(self, index: int) -> StepContext: ...
     def is_at_m0(self) -> bool: ...
     def on_ready(self) -> None: ...
-    def on_gradient(self) -> None: ...
+    def warn(self, message: str) -> None: ...
+    def on_gradient(self, trainee: Trainee) -> None: ...
     def on_last(self) -> None: ...
-    def on_forward(self, error: BaseException | None) -> bool: ...
+    def on_forward(self, trainee: Trainee, error: BaseException | None) -> bool: ...
     def on_rebuild(self) -> None: ...
 
 
@@ -44,28 +51,43 @@ class TraineeState(TypedDict):
     optimizer: dict[str, Any]
     rate: RateState
     scheduler: dict[str, Any] | None
-    scaler: dict[str, object] | None
+    credited_epoch: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """The user's objects that belong together: what ``run.prepare`` is given for one model."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    lr_scheduler: Stateful | None
+    scaling: str | ScalingRule
 
 
 class Trainee:
+    """``index`` is its place among the run's models; ``closes``: see :meth:`GradientHook.close`."""
+
     def __init__(
         self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        lr_scheduler: Stateful | None,
+        parts: Parts,
+        index: int,
         grad_scaler: torch.amp.GradScaler | None,
-        scaling: str | ScalingRule,
         team: Team,
         steps: Steps,
         ddp_options: DDPOptions,
+        closes: bool = False,
     ) -> None:
+        model, optimizer, lr_scheduler, scaling = parts.model, parts.optimizer, parts.lr_scheduler, parts.scaling
         check_trainable(model, optimizer, lr_scheduler)
-        self.module, self.optimizer = model, optimizer
-        self._scheduler, self._scaler, self._steps = lr_scheduler, grad_scaler, steps
+        self.module, self.optimizer, self.index = model, optimizer, index
+        self._scheduler, self._scaler, self._steps, self._closes = lr_scheduler, grad_scaler, steps, closes
+        self.is_applied = False  # the optimizer has made the step under way
+        self.credited_epoch = -1  # the last one for which the scheduler was stepped between epochs
         self.signature = signature_of(model, optimizer)
         self._may_skip = bool(ddp_options.get("find_unused_parameters"))
         self._used: set[int] = set()  # identities of parameters that earlier passes of the step have used
-        self.rate = ScaledRate(optimizer, scaling, steps.context, glides=True, is_at_m0=steps.is_at_m0)
+        context = partial(steps.context, index)
+        self.rate = ScaledRate(optimizer, scaling, context, glides=True, is_at_m0=steps.is_at_m0)
         self.alignment = Alignment(optimizer)
         self.must_earn_rate = scaling == AUTO  # a rule that the user names is followed without evidence
         self.norm_layers = NormLayers(
@@ -92,36 +114,60 @@ class Trainee:
             self.rate.detach()  # a second call of run.prepare would scale twice
             raise
         self.has_buffers = any(True for _ in model.buffers())
-        self.model.on_forward, self.model.on_rebuild = steps.on_forward, steps.on_rebuild
-        self._gates: list[Gate] = [
-            gate_optimizer(optimizer, steps.is_last_pass, self._may_step, steps.on_stepped, self._note_used)
-        ]
+        self.has_batch_norm = any(isinstance(layer, _BatchNorm) for layer in model.modules())
+        self.model.on_forward, self.model.on_rebuild = partial(steps.on_forward, self), steps.on_rebuild
+        self._gates: list[Gate] = [gate_optimizer(optimizer, self)]
         if lr_scheduler is not None:
-            self._gates.append(gate_scheduler(lr_scheduler, steps.num_scheduler_steps))
-        if grad_scaler is not None:
-            self._gates.append(gate_scaler(grad_scaler, steps.is_last_pass, steps.gradients_are_good))
+            self._gates.append(gate_scheduler(lr_scheduler, partial(steps.num_scheduler_steps, self)))
 
     def follow(self, rule: str) -> None:
         """Use the learning-rate rule of a batch policy, unless the user named one."""
         if self.must_earn_rate:
             self.rate.rule, self.must_earn_rate = rule_for(rule, self.optimizer), False
 
-    def _may_step(self) -> bool:
+    # --- what the optimizer's gate asks and tells ----------------------------------------------------------------
+
+    def is_last_pass(self) -> bool:
+        return self._steps.is_last_pass()
+
+    def is_whole_step(self) -> bool:
+        return self._steps.is_whole_step()
+
+    def may_step(self) -> bool:
         """Whether the optimizer may step. First restores gradients that DDP has dropped.
 
         DDP leaves a parameter without a gradient if the last backward pass did not use it, even if earlier passes of
         the step did.
         """
-        self._steps.on_gradient()
+        self._steps.on_gradient(self)
         for parameter in self.module.parameters() if self._used else ():
             if id(parameter) in self._used and parameter.grad is None:
                 parameter.grad = self.hook.views.get(id(parameter))
         self._used.clear()
         return self._steps.may_step()
 
-    def _note_used(self) -> None:
+    def on_stepped(self, is_whole: bool) -> None:
+        """The optimizer has made its step; in part only if that raised."""
+        self.is_applied = is_whole
+        self._steps.on_stepped(is_whole)
+        self._end_turn()
+
+    def on_pass(self) -> None:
+        """The loop called the optimizer's step in a pass that only accumulates."""
         if self._may_skip:
             self._used |= {id(parameter) for parameter in self.module.parameters() if parameter.grad is not None}
+        self._end_turn()
+
+    def _end_turn(self) -> None:
+        if self._closes:
+            self.hook.close()
+
+    def epochs_due(self, last_trained_epoch: int) -> int:
+        """How many times to step a scheduler that is called between epochs: once for each epoch."""
+        if last_trained_epoch <= self.credited_epoch:
+            return 0
+        self.credited_epoch = last_trained_epoch
+        return 1
 
     def move(self, team: Team) -> None:
         """Move to the team's new process group."""
@@ -133,15 +179,6 @@ class Trainee:
         self.optimizer.zero_grad()
         self.norm_layers.clear()
         self._used.clear()
-        if self._scaler is not None:
-            self._scaler._per_optimizer_states.clear()  # otherwise the scaler would refuse a second unscale_
-
-    def scaler_state(self) -> dict[str, object] | None:
-        return None if self._scaler is None else dict(self._scaler.state_dict())
-
-    def load_scaler_state(self, state: dict[str, object] | None) -> None:
-        if self._scaler is not None and state:
-            self._scaler.load_state_dict(state)
 
     def state_dict(self) -> TraineeState:
         self.rate.restore()
@@ -150,7 +187,7 @@ class Trainee:
             "optimizer": self.optimizer.state_dict(),
             "rate": self.rate.state_dict(),
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
-            "scaler": self.scaler_state(),
+            "credited_epoch": self.credited_epoch,
         }
 
     def load_state_dict(self, state: TraineeState) -> None:
@@ -159,7 +196,7 @@ class Trainee:
         self.rate.load_state_dict(state["rate"])  # after the optimizer's, whose hook resets it
         if self._scheduler is not None and state["scheduler"] is not None:
             self._scheduler.load_state_dict(state["scheduler"])
-        self.load_scaler_state(state["scaler"])
+        self.credited_epoch = state["credited_epoch"]
 
     def detach(self) -> None:
         self.rate.detach()
@@ -183,6 +220,12 @@ def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, lr_sched
     if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
         raise InvalidValueError(
             f"the model is wrapped in {type(model).__name__} already: pass the plain model; run.prepare replicates it"
+        )
+    sharded = next((name for name, one in model.named_parameters() if isinstance(one, DTensor)), None)
+    if sharded is not None:
+        raise InvalidValueError(
+            f"the model is sharded already ({sharded!r} is a DTensor, as fully_shard and tensor parallelism make it): "
+            "pass the plain model; run.prepare replicates it, and sharded models cannot be resized in place yet"
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidValueError(f"the optimizer is a {type(optimizer).__name__}; a torch.optim.Optimizer is needed")

@@ -12,6 +12,7 @@ pytest.importorskip("torch")
 import torch
 from torch import nn
 
+from pollux.errors import InvalidValueError
 from pollux.train.gates import Gate, gate_optimizer, gate_scaler, gate_scheduler
 
 
@@ -19,12 +20,29 @@ class Moment:
     """Where the loop stands, as a test sets it."""
 
     def __init__(self) -> None:
-        self.is_last, self.is_good, self.num_steps = True, True, 1
+        self.is_last, self.is_good, self.is_whole, self.num_steps = True, True, True, 1
+        self.asked: list[str] = []
         self.parameter = nn.Parameter(torch.zeros(1))
         self.optimizer = torch.optim.SGD([self.parameter], lr=1.0)
 
     def gate(self) -> Gate:
-        return gate_optimizer(self.optimizer, lambda: self.is_last, lambda: self.is_good)
+        return gate_optimizer(self.optimizer, self)
+
+    def is_last_pass(self) -> bool:
+        return self.is_last
+
+    def is_whole_step(self) -> bool:
+        return self.is_whole
+
+    def may_step(self) -> bool:
+        self.asked.append("may step")
+        return self.is_good
+
+    def on_stepped(self, is_whole: bool) -> None:
+        self.asked.append("stepped" if is_whole else "failed")
+
+    def on_pass(self) -> None:
+        self.asked.append("pass")
 
     def step(self) -> float:
         self.parameter.grad = torch.ones(1)
@@ -48,22 +66,51 @@ def test_the_optimizer_steps_in_the_last_pass_and_only_on_good_gradients(moment)
 
 
 def test_whether_gradients_are_good_is_not_asked_before_the_last_pass(moment):
-    asked = []
-    gate_optimizer(moment.optimizer, lambda: moment.is_last, lambda: asked.append(1) is None)
+    moment.gate()
     moment.is_last = False
     moment.step()
-    assert not asked
+    assert moment.asked == ["pass"]
     moment.is_last = True
     assert moment.step() == -1.0
-    assert asked == [1]
+    assert moment.asked == ["pass", "may step", "stepped"]
 
 
 def test_a_closure_reaches_the_optimizer_and_its_loss_comes_back(moment):
     moment.gate()
     moment.parameter.grad = torch.ones(1)
-    assert moment.optimizer.step(lambda: torch.tensor(3.0)) == 3.0
+    calls = []
+
+    def closure() -> torch.Tensor:
+        calls.append(len(moment.asked))  # it comes before all questions about the gradients, in every pass
+        return torch.tensor(3.0)
+
+    assert moment.optimizer.step(closure) == 3.0
     moment.is_last = False
-    assert moment.optimizer.step(lambda: torch.tensor(3.0)) is None
+    assert moment.optimizer.step(closure=closure) == 3.0
+    assert calls == [0, 2] and moment.asked == ["may step", "stepped", "pass"]
+
+
+class Twice(torch.optim.SGD):
+    """Moves before it calls its closure, as sharpness-aware optimizers do."""
+
+
+@pytest.mark.parametrize("kind", [torch.optim.LBFGS, Twice])
+def test_an_optimizer_that_calls_its_closure_as_it_likes_needs_a_whole_step(kind):
+    moment = Moment()
+    moment.optimizer = kind([moment.parameter], lr=0.5)
+    moment.gate()
+
+    def closure() -> torch.Tensor:
+        moment.optimizer.zero_grad()
+        loss = (moment.parameter - 1.0).square().sum()
+        loss.backward()
+        return loss
+
+    assert moment.optimizer.step(closure).item() == 1.0
+    assert moment.parameter.item() > 0.0
+    moment.is_whole = False
+    with pytest.raises(InvalidValueError, match=f"{kind.__name__}.step.closure. calls its closure"):
+        moment.optimizer.step(closure)
 
 
 @pytest.mark.parametrize("is_scheduled_first", [True, False])

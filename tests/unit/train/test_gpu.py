@@ -84,10 +84,10 @@ def test_training_and_measuring_work_in_every_precision(kind, precision):
 def test_accumulation_gives_the_gradient_of_the_whole_batch(kind):
     with train.init() as run:
         whole = fit(run, kind, epochs=1)
-        whole_state = [p.detach().clone() for p in run._trainee.module.parameters()]
+        whole_state = [p.detach().clone() for p in run._trainees.members[0].module.parameters()]
     with train.init() as run:
         halves = fit(run, kind, epochs=1, options={"device_batch_size": (1, 8)})
-        state = [p.detach().clone() for p in run._trainee.module.parameters()]
+        state = [p.detach().clone() for p in run._trainees.members[0].module.parameters()]
     assert len(halves) == 2 * len(whole)
     # Batch normalisation sees half batches, so this is close and not equal.
     for one, other in zip(whole_state, state, strict=True):
@@ -177,7 +177,7 @@ def test_checkpoint_and_resume(tmp_path: Path):
     def once(epochs):
         with train.init(checkpoint_dir=tmp_path) as run:
             losses = fit(run, "adamw", precision=torch.bfloat16, epochs=epochs)
-            return losses, [p.detach().cpu() for p in run._trainee.module.parameters()], run.num_steps
+            return losses, [p.detach().cpu() for p in run._trainees.members[0].module.parameters()], run.num_steps
 
     straight_losses, _, _ = once(1)
     _, parameters, steps = once(2)

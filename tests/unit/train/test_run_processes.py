@@ -52,7 +52,7 @@ def consumed_once(results: list[Any], num_rows: int, num_epochs: int) -> bool:
 def train_by_adascale() -> list[dict[str, Any]]:
     """50 steps of 4 times the tuned batch: what the optimizer used, and what everybody else saw."""
     torch.manual_seed(0)
-    Adaptation.direction = lambda self: 1  # type: ignore[method-assign]  # as if a higher rate were seen to help
+    Adaptation.direction = lambda self, trainee: 1  # type: ignore[method-assign]  # as if a higher rate were seen to help
     module = small_model()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.99)
@@ -79,8 +79,8 @@ def train_by_adascale() -> list[dict[str, Any]]:
                             "is_short": loader.elastic.current.step.is_short,
                             "is_unscaled": optimizer.param_groups[0]["lr"] == before
                             and scheduler.get_last_lr() == [before]
-                            and run._trainee is not None
-                            and run._trainee.state_dict()["optimizer"]["param_groups"][0]["lr"] == before,
+                            and run._trainees is not None
+                            and run._trainees.members[0].state_dict()["optimizer"]["param_groups"][0]["lr"] == before,
                             "parameters": flat(module).clone(),
                         }
                     )
@@ -312,10 +312,11 @@ def start_with_different_weights() -> tuple[Tensor, Tensor, int]:
     raise AssertionError("no step")
 
 
-def test_all_start_from_rank_0s_weights_and_random_state():
+def test_all_start_from_rank_0s_weights_each_with_numbers_of_its_own():
     results = replicas(3, start_with_different_weights)
     for weights, numbers, num_batches in results:
-        assert torch.equal(weights, results[0][0]) and torch.equal(numbers, results[0][1])
+        assert torch.equal(weights, results[0][0])
+        assert torch.equal(numbers, results[0][1]) is (numbers is results[0][1])
         assert num_batches == 4
     assert torch.equal(results[0][0], flat(small_model(seed=0)))
 

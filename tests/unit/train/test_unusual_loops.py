@@ -350,35 +350,32 @@ def test_looking_at_a_batch_consumes_nothing(device_batch, num_looks):
 
 
 def two_losses(device_batch: int) -> tuple[Tensor, Tensor]:
-    """Gradients of all steps by two backward passes a batch, and what they should be."""
+    """Gradients of all steps by two backward passes a batch, and what they should be: means over a step's batches."""
     rows, module = Rows(32, dtype=torch.float64), small_model(dtype=torch.float64)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
     got, expected = [], []
-    with train.init(device="cpu") as run:
+    with a_run() as run:
         loader = run.dataloader(rows, 8, device_batch_size=device_batch)
         model, _ = run.prepare(module, optimizer, scaling="none")
         for _ in run.epochs(1, by="passes"):
-            for indices, x, y in loader:
+            for _, x, y in loader:
                 optimizer.zero_grad()
                 loss_of(model, x, y).backward()
                 nn.functional.l1_loss(model(x), y).backward()
                 optimizer.step()
-                got.append(torch.cat([parameter.grad.reshape(-1).clone() for parameter in module.parameters()]))
-                x, y = rows.inputs[indices], rows.targets[indices]
-                both = loss_of(module, x, y) + nn.functional.l1_loss(module(x), y)
-                expected.append(torch.cat([g.reshape(-1) for g in torch.autograd.grad(both, [*module.parameters()])]))
+                if run.is_last_pass:
+                    got.append(torch.cat([parameter.grad.reshape(-1).clone() for parameter in module.parameters()]))
+        for start in range(0, 32, 8):
+            x, y = rows.inputs[start : start + 8], rows.targets[start : start + 8]
+            both = loss_of(module, x, y) + nn.functional.l1_loss(module(x), y)
+            expected.append(torch.cat([g.reshape(-1) for g in torch.autograd.grad(both, [*module.parameters()])]))
     return torch.stack(got), torch.stack(expected)
 
 
-def test_two_backward_passes_for_one_batch_add_up_where_nothing_is_accumulated():
-    torch.testing.assert_close(*two_losses(device_batch=8))
-
-
-@pytest.mark.parametrize("device_batch", [4, 2])
-def test_two_backward_passes_for_one_batch_of_several_are_refused(device_batch):
-    with pytest.raises(InvalidValueError, match=r"backward\(\) was called twice.*add the losses") as refused:
-        two_losses(device_batch)
-    assert any(entry.name == "step" for entry in refused.traceback)  # where the user's line is
+@pytest.mark.parametrize(("num_replicas", "device_batch"), [(1, 8), (1, 4), (1, 2), (2, 4), (2, 2), (3, 1)])
+def test_two_backward_passes_for_one_batch_add_up(num_replicas, device_batch):
+    for got, expected in replicas(num_replicas, two_losses, device_batch):
+        torch.testing.assert_close(got, expected)
 
 
 def backward_before_the_loop() -> tuple[Tensor, Tensor, int]:
