@@ -1,7 +1,7 @@
 """Makes the jobs of one machine: forked where their interpreter is ours, started cold otherwise.
 
-The job manager calls it. Torch is loaded for the first elastic job, or before that by :meth:`LocalJobFactory.warm_up`:
-fixed jobs do not wait for it.
+The job manager calls it. The fork server is started for the first elastic job, or before that by
+:meth:`LocalJobFactory.warm_up`: fixed jobs do not wait for it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from pollux.engines.processes.fixed import FixedJob
 from pollux.engines.processes.fork_server import ForkServer
 from pollux.engines.processes.replica_job import JobOrder, ReplicaJob
 from pollux.engines.processes.starters import ColdStarter
-from pollux.membership.store import load_torch
 
 
 def options_of(order: JobOrder) -> dict[str, Any]:
@@ -37,9 +36,8 @@ class LocalJobFactory:
         self._fork_server: ForkServer | None = None
 
     def warm_up(self) -> None:
-        """Start the fork server, which imports torch, and import it here too: this process serves the jobs' stores."""
+        """Start the fork server, which imports torch."""
         self._open_fork_server()
-        load_torch()
 
     def _open_fork_server(self) -> ForkServer:
         if self._fork_server is None:
