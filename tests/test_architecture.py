@@ -149,6 +149,18 @@ def is_part(name: str) -> bool:
     return (SOURCE / name).is_dir() or (SOURCE / f"{name}.py").is_file()
 
 
+RUNS_WHAT_IT_READS = ("pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "torch.distributed.checkpoint")
+
+
+@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
+def test_nothing_is_read_that_could_run_code(path):
+    """Files and messages that another process wrote are JSON, or tensors without code."""
+    found = {name for name in imports(path) if name.startswith(RUNS_WHAT_IT_READS)}
+    called = {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)}
+    calls = called & {"torch.load", "np.load", "numpy.load", "eval", "exec"}
+    assert not found | calls
+
+
 def test_membership_is_free_of_torch_until_a_group_forms():
     code = (
         "import sys, pkgutil, importlib, pollux.membership as package;"
