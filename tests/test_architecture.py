@@ -56,7 +56,7 @@ ONLY_IN = {
     "sqlalchemy": ("server/storage",),
     "fastapi": ("server/http", "server/service"),
     "pydantic": ("server/http",),
-    "uvicorn": ("server/service",),
+    "uvicorn": ("server/service", "server/http/connections"),
     "prometheus_client": ("server",),
     "httpx": ("client",),
     "pynvml": ("engines/processes/devices",),
