@@ -223,11 +223,11 @@ def text(value):
 roster = b'{"version": 1, "generation": 2, "members": [{"replica_id": "ghost", "node": "n"}], "lost": ["a"]}'
 stream = socket.create_connection(("127.0.0.1", port), timeout=5)
 stream.settimeout(2)
-stream.sendall(b"\\x00" + struct.pack("<I", 0x3C85F7CE))  # TCPStore: validate, then set
-for key, value in ((b"roster/2", roster), (b"generation", b"2"), (b"lost/a", b"1")):
-    stream.sendall(b"\\x01" + text(b"/" + key) + text(value))
-    stream.sendall(b"\\x01" + text(key) + text(value))
 try:
+    stream.sendall(b"\\x00" + struct.pack("<I", 0x3C85F7CE))  # TCPStore: validate, then set
+    for key, value in ((b"roster/2", roster), (b"generation", b"2"), (b"lost/a", b"1")):
+        stream.sendall(b"\\x01" + text(b"/" + key) + text(value))
+        stream.sendall(b"\\x01" + text(key) + text(value))
     while stream.recv(4096):
         pass
     print("closed")
