@@ -257,7 +257,7 @@ def test_a_torn_checkpoint_is_passed_over(bench: Bench) -> None:
     second = stop(bench, bench.start(3, args=["--epochs", 5]), first + 10)
     assert second > first
     torn = bench.checkpoints / checkpoint_names(bench)[-1]
-    largest = max(torn.rglob("*.distcp"), key=lambda path: path.stat().st_size)
+    largest = max(torn.rglob("*.safetensors"), key=lambda path: path.stat().st_size)
     os.truncate(largest, largest.stat().st_size // 2)
     known = len(bench.traces())
     job = bench.start(2, args=["--epochs", 5])

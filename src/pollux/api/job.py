@@ -149,7 +149,7 @@ class Replica:
 class JobDetail(JobSummary):
     """All there is to say about a job."""
 
-    request: Mapping[str, object] = field(metadata=about("What was submitted."))
+    request: Mapping[str, object] = field(metadata=about("What was submitted; values of its environment are hidden."))
     failure: str = field(metadata=about("With the traceback of the first replica that failed."))
     models: Mapping[str, FittedModel] = field(metadata=about("By type of accelerator."))
     decision: DecisionWithOptions | None = field(metadata=about("The last one about this job."))

@@ -11,6 +11,7 @@ from typing import TextIO
 from pollux.api.job import JobSummary
 from pollux.cli.connect import say
 from pollux.cli.job_table import plain, reason
+from pollux.cli.terminal import for_file
 from pollux.client import Job
 from pollux.errors import PolluxError
 
@@ -94,7 +95,7 @@ def _copy(job: Job, stream: str, file: TextIO, prefix: str, is_over: threading.E
     try:
         for line in job.logs(follow=True, stream=stream):
             with _lock:
-                file.write(f"{prefix}{line}\n")
+                file.write(f"{prefix}{for_file(line, file)}\n")
                 file.flush()
     except PolluxError as error:
         if not is_over.is_set():  # otherwise the server was ended, and the client closed, on purpose

@@ -23,6 +23,7 @@ from pollux.cli.connect import (
 )
 from pollux.cli.follow import outcome
 from pollux.cli.job_table import plain
+from pollux.cli.terminal import for_file
 
 EXIT_DONE, EXIT_FAILED, EXIT_TIMED_OUT = 0, 1, 124
 
@@ -34,10 +35,10 @@ class Stream(enum.StrEnum):
 
 
 def print_lines(lines: Iterable[str], file: TextIO | None = None) -> None:
-    """As they come. A reader that has enough (``| head``) ends it quietly."""
+    """As they come; a terminal gets no escape sequences. A reader that has enough (``| head``) ends it quietly."""
     to = file or sys.stdout
     for line in lines:
-        to.write(f"{line}\n")
+        to.write(f"{for_file(line, to)}\n")
         to.flush()
 
 

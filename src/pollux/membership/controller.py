@@ -10,8 +10,11 @@ from collections.abc import Iterable, Sequence
 
 from pollux.errors import MembershipError
 from pollux.membership import keys
+from pollux.membership.channel import new_secret
 from pollux.membership.roster import Member, Roster
-from pollux.membership.store import ServedStore, read_roster, serve
+from pollux.membership.server import StoreServer
+from pollux.membership.store import read_roster
+from pollux.membership.table import KeyTable
 
 
 class JobController:
@@ -20,9 +23,9 @@ class JobController:
     def __init__(self, name: str = "job", host: str = "127.0.0.1", port: int = 0) -> None:
         """``port`` 0: any free one. ``host`` must be an address that the replicas can reach."""
         self._name, self._host = name, host
-        store = serve(host, port)
-        self._store: ServedStore | None = store
-        self._port = store.port
+        self._secret = new_secret()  # of this start of the job: replicas of an earlier one cannot come back
+        self._server: StoreServer | None = StoreServer(host, port, self._secret)
+        self._port = self._server.port
         self._roster: Roster | None = None
 
     @property
@@ -86,7 +89,8 @@ class JobController:
     ) -> dict[str, str]:
         """What a replica finds in its environment, beside what its owner was given for it.
 
-        The ranks are those planned when it is started; the live ones are in the roster that it joins.
+        The ranks are those planned when it is started; the live ones are in the roster that it joins. There is no
+        MASTER_ADDR: torch's own store has no lock, and an elastic job's groups meet in ours.
         """
         return {
             "RANK": str(planned_rank),
@@ -94,22 +98,21 @@ class JobController:
             "LOCAL_RANK": str(local_rank),
             "LOCAL_WORLD_SIZE": str(local_world),
             "GROUP_RANK": str(group_rank),
-            "MASTER_ADDR": self._host,
-            "MASTER_PORT": str(self._port),
             "TORCHELASTIC_RUN_ID": self._name,
             "TORCHELASTIC_RESTART_COUNT": str(num_restarts),
-            # A plain torch script asks the store for its group too; without this its rank 0 would try to serve it.
-            "TORCHELASTIC_USE_AGENT_STORE": str(True),
             "POLLUX_STORE": self.address,
+            "POLLUX_STORE_SECRET": self._secret,
             "POLLUX_REPLICA_ID": member.replica_id,
             "POLLUX_GENERATION": str(self.generation + 1),
         }
 
     def close(self) -> None:
         """Stop serving. Replicas that still run see no newer generation any more."""
-        self._store = None
+        server, self._server = self._server, None
+        if server is not None:
+            server.close()
 
-    def _open(self) -> ServedStore:
-        if self._store is None:
+    def _open(self) -> KeyTable:
+        if self._server is None:
             raise MembershipError("this controller is closed")
-        return self._store
+        return self._server.table

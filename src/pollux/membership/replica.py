@@ -28,19 +28,21 @@ from typing import Protocol, Self
 
 from pollux.errors import MembershipError, PeerLostError
 from pollux.membership import keys
+from pollux.membership.client import ANSWER_S, RemoteStore
 from pollux.membership.roster import Roster
 from pollux.membership.store import (
-    ANSWER_S,
     Deadline,
     Group,
     KeyStore,
     connect,
+    connect_torchrun,
     explained,
+    for_groups,
     prefixed,
     private_store,
     read_newest,
     read_roster,
-    serve,
+    serve_torchrun,
 )
 
 WATCH_PERIOD_S = 0.05
@@ -204,9 +206,8 @@ class StaticMembership(_Ranks):
         if self._is_alone:
             return private_store()
         if not self._serves:
-            return connect(self._host, self._port, deadline)
-        # Multi-tenant: a script that also calls init_process_group("env://") shares the server with us.
-        return serve(self._host, self._port, multi_tenant=True)
+            return connect_torchrun(self._host, self._port, deadline)
+        return serve_torchrun(self._host, self._port)
 
     def _meet(self, attempt: int, deadline: Deadline) -> Group:
         if self._store is None:
@@ -246,9 +247,13 @@ class StoreMembership(_Ranks):
             raise MembershipError(f"POLLUX_STORE must be host:port; got {address!r}")
         if not replica_id:
             raise MembershipError("POLLUX_STORE is set but POLLUX_REPLICA_ID is not: what starts replicas sets both")
+        self._secret = env.get("POLLUX_STORE_SECRET", "")
+        if not self._secret:
+            raise MembershipError("POLLUX_STORE is set but POLLUX_STORE_SECRET is not: what starts replicas sets both")
         self._address, self._host, self._port = address, host.strip("[]"), int(port)
         self._replica_id = replica_id
-        self._control: KeyStore | None = None
+        self._control: RemoteStore | None = None
+        self._for_groups: KeyStore | None = None  # the same store, as process groups take it
         self._came: set[tuple[int, int]] = set()
         self._published = 0
         self._callbacks: list[Callable[[int, int], None]] = []
@@ -268,10 +273,11 @@ class StoreMembership(_Ranks):
     def join(self, timeout_s: float) -> Group:
         deadline = Deadline(timeout_s)
         if self._control is None:
-            self._control = connect(self._host, self._port, deadline)
-            # A daemon thread inside torch while Python shuts down would abort the process: stop it before.
+            self._control = connect(self._host, self._port, self._secret, deadline)
             atexit.register(self.close)
-            self._watcher = threading.Thread(target=self._keep_watching, name="pollux-membership", daemon=True)
+            self._watcher = threading.Thread(
+                target=self._keep_watching, args=(self._control,), name="pollux-membership", daemon=True
+            )
             self._watcher.start()
         was_named = False
         with explained(self._address):
@@ -314,7 +320,7 @@ class StoreMembership(_Ranks):
         self._fence_callbacks.append(callback)
 
     def is_fenced(self) -> bool:
-        """By the watching thread's next look: a connection for each question may have to wait for a name server."""
+        """By the watching thread's next look."""
         if self._watcher is None:
             return False  # not joined: there is nothing to keep it from
         if self._closing.is_set():
@@ -336,14 +342,16 @@ class StoreMembership(_Ranks):
         atexit.unregister(self.close)
         if self._watcher is not None and self._watcher is not threading.current_thread():
             self._watcher.join(timeout=CLOSE_S)
+        if self._control is not None:
+            self._control.close()
         self._control = None
 
-    def _open_control(self) -> KeyStore:
+    def _open_control(self) -> RemoteStore:
         if self._control is None:
             raise MembershipError("this membership is closed, or was never joined")
         return self._control
 
-    def _newest(self, store: KeyStore) -> Roster | None:
+    def _newest(self, store: RemoteStore) -> Roster | None:
         newest = read_newest(store)
         self._published = max(self._published, newest)
         return read_roster(store, newest) if newest else None
@@ -368,14 +376,14 @@ class StoreMembership(_Ranks):
             store.add(here, 1)
         ids = {member.replica_id for member in roster.members}
         while True:
-            newest = read_newest(store)
+            found = store.find([keys.GENERATION, verdict_key, here])
+            newest, verdict, num_here = int(found[0] or 0), found[1] or b"", int(found[2] or 0)
             # Every roster in between counts: the newest need not name the loss that an older one told of.
             lost = {name for g in range(generation + 1, newest + 1) for name in read_roster(store, g).lost}
             if lost & ids:
                 store.compare_set(verdict_key, "", "skip")
                 return None
-            verdict = store.get(verdict_key) if store.check([verdict_key]) else b""
-            if not verdict and store.add(here, 0) >= len(ids):
+            if not verdict and num_here >= len(ids):
                 verdict = store.compare_set(verdict_key, "", "form")
             elif not verdict and newest > generation:
                 verdict = store.compare_set(verdict_key, "", "skip")
@@ -395,32 +403,21 @@ class StoreMembership(_Ranks):
 
     def _enter(self, roster: Roster, attempt: int, rank: int) -> Group:
         nodes = [member.node for member in roster.members]
-        # No connection of its own: opening one may wait for a name server (torch looks up who is at the other end),
-        # and all would wait for the slowest. Torch sets the store's timeout, but nothing here waits inside the store.
+        if self._for_groups is None:
+            self._for_groups = for_groups(self._open_control())
         local_rank = nodes[:rank].count(nodes[rank])
-        group = Group.on(
-            self._open_control(), roster.generation, attempt, (rank, len(nodes), local_rank, len(set(nodes)))
-        )
+        group = Group.on(self._for_groups, roster.generation, attempt, (rank, len(nodes), local_rank, len(set(nodes))))
         with self._moving:
             self._group = group
         return group
 
-    def _keep_watching(self) -> None:
-        store: KeyStore | None = None
+    def _keep_watching(self, store: RemoteStore) -> None:
         seen, silent_since, has_complained = 0, time.monotonic(), False
         while not self._closing.wait(WATCH_PERIOD_S):
             try:
-                if store is None:
-                    store = connect(self._host, self._port, Deadline(0.0))
-                self._look_for_fence(store)
-                newest = read_newest(store)
-                for generation in range(seen + 1, newest + 1):
-                    self._tell_lost(read_roster(store, generation))
-                seen, self._published = newest, max(self._published, newest)
-                self._look_for_leavers(store)
+                seen = self._look(store, seen)
                 silent_since, has_complained = time.monotonic(), False
             except RuntimeError as error:
-                store = None
                 if not has_complained and time.monotonic() - silent_since > UNREACHABLE_S:
                     has_complained = True
                     logger.error(
@@ -428,15 +425,29 @@ class StoreMembership(_Ranks):
                     )
                 self._closing.wait(1.0)
 
-    def _look_for_fence(self, store: KeyStore) -> None:
+    def _look(self, store: RemoteStore, seen: int) -> int:
+        """One question to the store, and what follows from it. ``seen``: the newest generation known; returns it."""
         with self._looked:
             self._num_begun += 1
             number = self._num_begun
-        if store.check([keys.lost(self._replica_id)]):
+        group = self._group
+        # Who has come to the next attempt has left this group: its connections may stay open for a while.
+        next_attempt = None if group is None else keys.here(group.generation, group.attempt + 1)
+        asked = [keys.lost(self._replica_id), keys.GENERATION, *([next_attempt] if next_attempt else ())]
+        is_lost, generation, *has_left = [value or b"" for value in store.find(asked)]
+        if is_lost:
             self._be_fenced("its owner has given it up")
         with self._looked:
             self._num_looks = number
             self._looked.notify_all()
+        newest = int(generation or 0)
+        for older in range(seen + 1, newest + 1):
+            self._tell_lost(read_roster(store, older))
+        self._published = max(self._published, newest)
+        if group is not None and any(has_left) and (group.generation, group.attempt) not in self._left:
+            self._left.add((group.generation, group.attempt))
+            self._tell(group.generation, group.attempt + 1, "a member has left the group")
+        return newest
 
     def _be_fenced(self, reason: str) -> None:
         with self._looked:
@@ -453,15 +464,6 @@ class StoreMembership(_Ranks):
     def _tell_lost(self, roster: Roster) -> None:
         if roster.lost:
             self._tell(roster.generation, 0, f"lost {', '.join(roster.lost)}")
-
-    def _look_for_leavers(self, store: KeyStore) -> None:
-        """Who has come to the next attempt has left this group: its connections may stay open for a while."""
-        group = self._group
-        if group is None or (group.generation, group.attempt) in self._left:
-            return
-        if store.check([keys.here(group.generation, group.attempt + 1)]):
-            self._left.add((group.generation, group.attempt))
-            self._tell(group.generation, group.attempt + 1, "a member has left the group")
 
     def _tell(self, generation: int, attempt: int, what: str) -> None:
         # Under the lock the group cannot change: a callback never hits a group newer than the loss.

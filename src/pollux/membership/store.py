@@ -1,7 +1,6 @@
-"""A job's key-value store: served by the owner of the job, read and written by its replicas.
+"""A job's key-value store as its replicas see it: how it is opened, asked, and handed to a process group.
 
-It is torch's TCPStore, because torch's process groups meet in it as well. This is the one module of ``membership`` that
-loads torch, and it does so when a store is opened. Used by ``controller`` and ``replica``.
+Used by ``controller`` and ``replica``. Nothing here loads torch until a group or torchrun's store is opened.
 """
 
 from __future__ import annotations
@@ -11,19 +10,19 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import timedelta
-from typing import Any, Protocol, cast
+from typing import Protocol
 
 from pollux.errors import MembershipError, PeerLostError
 from pollux.membership import keys
+from pollux.membership.client import RemoteStore
 from pollux.membership.roster import Roster
+from pollux.membership.table import KeyTable
 
-ANSWER_S = 10.0  # the longest a store may take for one answer
 LONGEST_PAUSE_S = 0.02  # between two looks at a store: a resize should not wait longer for one
 
 
 class KeyStore(Protocol):
-    """What is used of torch's stores. ``get`` of a missing key blocks, so ``check`` comes first."""
+    """What our own stores and torch's have in common. ``get`` of a missing key may block, so ``check`` comes first."""
 
     def set(self, key: str, value: str) -> None: ...
     def get(self, key: str) -> bytes: ...
@@ -31,11 +30,6 @@ class KeyStore(Protocol):
     def check(self, keys: list[str]) -> bool: ...
     def add(self, key: str, amount: int) -> int: ...
     def compare_set(self, key: str, expected: str, desired: str) -> bytes: ...
-
-
-class ServedStore(KeyStore, Protocol):
-    @property
-    def port(self) -> int: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,24 +59,26 @@ class Group:
         )
 
 
-def load_torch() -> None:
-    """Import what a store needs, which takes seconds the first time."""
-    import torch.distributed  # noqa: F401
+def for_groups(store: RemoteStore) -> KeyStore:
+    """The job's store in the form that torch's process groups take."""
+    from pollux.membership.torch_store import JobStore
+
+    return JobStore(store)
 
 
 def prefixed(prefix: str, store: KeyStore) -> KeyStore:
-    """The same store, every key with this prefix."""
-    from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+    """The same store, every key with this prefix. ``store`` is one of torch's, or of :func:`for_groups`."""
+    from pollux.membership import torch_store
 
-    inner: KeyStore = PrefixStore(prefix, cast("Any", store))  # one of torch's own
+    inner: KeyStore = torch_store.prefixed(prefix, store)
     return inner
 
 
 def private_store() -> KeyStore:
     """A store of this process alone, for a job of one replica."""
-    from torch.distributed import HashStore  # type: ignore[attr-defined]
+    from pollux.membership import torch_store
 
-    store: KeyStore = HashStore()
+    store: KeyStore = torch_store.private_store()
     return store
 
 
@@ -107,8 +103,22 @@ class Deadline:
         return True
 
 
-def is_served(host: str, port: int, timeout_s: float = 1.0) -> bool:
-    """A plain connection first: a TCPStore without a server prints pages of C++ frames to stderr."""
+def connect(host: str, port: int, secret: str, deadline: Deadline) -> RemoteStore:
+    """The job's store, as soon as it is served. Raises MembershipError."""
+    wait_for_server(host, port, deadline)
+    return RemoteStore(host, port, secret)
+
+
+def wait_for_server(host: str, port: int, deadline: Deadline) -> None:
+    while not _is_served(host, port):
+        if not deadline.pause():
+            raise MembershipError(
+                f"no process serves the store at {host}:{port} after {deadline.timeout_s:g} s: "
+                "see whether its owner is alive and the port is reachable from here"
+            )
+
+
+def _is_served(host: str, port: int, timeout_s: float = 1.0) -> bool:
     try:
         socket.create_connection((host, port), timeout=timeout_s).close()
     except OSError:
@@ -116,47 +126,22 @@ def is_served(host: str, port: int, timeout_s: float = 1.0) -> bool:
     return True
 
 
-def connect(host: str, port: int, deadline: Deadline) -> KeyStore:
-    while not is_served(host, port):
-        if not deadline.pause():
-            raise MembershipError(
-                f"no process serves the store at {host}:{port} after {deadline.timeout_s:g} s: "
-                "see whether its owner is alive and the port is reachable from here"
-            )
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+def connect_torchrun(host: str, port: int, deadline: Deadline) -> KeyStore:
+    """The store of torchrun, or of rank 0: no store of ours. A TCPStore without a server would print C++ frames."""
+    wait_for_server(host, port, deadline)
+    from pollux.membership import torch_store
 
-    answer = timedelta(seconds=ANSWER_S)
     with explained(f"{host}:{port}"):
-        store: KeyStore = TCPStore(host, port, is_master=False, wait_for_workers=False, timeout=answer)
+        store: KeyStore = torch_store.connect_torchrun(host, port)
     return store
 
 
-def serve(host: str, port: int, *, multi_tenant: bool = False) -> ServedStore:
-    """Port 0: any free one. Multi-tenant servers of one process on one port are one server."""
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+def serve_torchrun(host: str, port: int) -> KeyStore:
+    """Serve the others of a torchrun-like job, as torch's ``env://`` does, and with it where the script uses both."""
+    from pollux.membership import torch_store
 
-    answer = timedelta(seconds=ANSWER_S)
-    listening: int | None = None
-    try:
-        if not multi_tenant:
-            # A socket of our own: torch's would listen on every interface, and see IPv4 peers under mapped IPv6
-            # addresses, which /etc/hosts does not know: each connection would wait for a name server, and all with it.
-            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-            with socket.create_server((host, port), family=family, backlog=1024) as listener:
-                port = listener.getsockname()[1]
-                listening = listener.detach()
-        store: ServedStore = TCPStore(
-            host,
-            port,
-            is_master=True,
-            wait_for_workers=False,
-            multi_tenant=multi_tenant,
-            timeout=answer,
-            master_listen_fd=listening,
-        )
-        return store
-    except (OSError, RuntimeError) as error:
-        raise MembershipError(f"no store can be served at {host}:{port}; is the port taken? {error}") from error
+    store: KeyStore = torch_store.serve_torchrun(host, port)
+    return store
 
 
 @contextmanager
@@ -171,10 +156,10 @@ def explained(address: str) -> Iterator[None]:
         ) from error
 
 
-def read_newest(store: KeyStore) -> int:
-    """The newest generation, 0 before the first. A ``get`` of a missing key would block."""
-    return int(store.get(keys.GENERATION)) if store.check([keys.GENERATION]) else 0
+def read_newest(store: RemoteStore) -> int:
+    """The newest generation, 0 before the first."""
+    return int(store.find([keys.GENERATION])[0] or 0)
 
 
-def read_roster(store: KeyStore, generation: int) -> Roster:
+def read_roster(store: RemoteStore | KeyTable, generation: int) -> Roster:
     return Roster.from_json(store.get(keys.roster(generation)))

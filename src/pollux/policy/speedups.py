@@ -28,6 +28,8 @@ _PLAN_STEP = 0.02  # relative change of a noise scale, or of the work left, belo
 # than half as much; the coarse step saves most of the time of a decision for thousands of jobs.
 _STEP, _COARSE_STEP = 0.005, 0.05
 _MANY_JOBS = 400
+# How far above linear a job's scaling is believed. Caches and noise make a few per cent; more is an error or a lie.
+_SUPER_LINEAR = 1.5
 # Fair shares that a table reaches at most. A power mean with p <= 0 gives a job so many only if its weight is far above
 # the others', which is accounted for.
 _MOST_SHARES = 16
@@ -150,6 +152,21 @@ def _most(jobs: Sequence[JobView], slots: Sequence[int], p: float) -> int:
     return largest if most >= largest else math.ceil(most)
 
 
+def _plausible(goodputs: FloatArray) -> FloatArray:
+    """Goodputs, (2, R + 1), of which none is far above that of as many single replicas.
+
+    A job reports its own step times. One that says it is useless below 4 replicas would otherwise get 4 before all
+    others, for ever: nothing is worth more to a power mean than its speedup.
+    """
+    count = np.arange(goodputs.shape[1])
+    possible = np.flatnonzero(goodputs[0] > 0)
+    if len(possible) == 0:
+        return goodputs
+    least = int(possible[0])
+    bound: FloatArray = _SUPER_LINEAR * goodputs[0, least] * count / least
+    return np.minimum(goodputs, bound) if bool((goodputs > bound).any()) else goodputs
+
+
 def _compute(jobs: Sequence[JobView], cluster: _Cluster, goodputs: GoodputTables) -> list[SpeedupTable]:
     """A job never measured counts as scaling perfectly.
 
@@ -175,7 +192,7 @@ def _compute(jobs: Sequence[JobView], cluster: _Cluster, goodputs: GoodputTables
                 places.append((index, len(models)))
                 models.append(model)
                 widths.append(max(min(most, slots[index]), holds, min(fair, model.limits.max_replicas)))
-    values = goodputs.best(models, widths)
+    values = [_plausible(found) for found in goodputs.best(models, widths)]
     result = []
     for job, places, most, holds in zip(jobs, found, mosts, held, strict=True):
         width = max(most, holds)

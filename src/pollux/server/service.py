@@ -35,7 +35,8 @@ from fastapi import FastAPI
 from pollux.errors import DirectoryInUseError, InvalidValueError, ServerError, StoreError
 from pollux.server.config import DEFAULT_HOST, ServiceConfig
 from pollux.server.http.app import create_app
-from pollux.server.http.auth import Access, load_token
+from pollux.server.http.auth import Access, is_loopback, load_token
+from pollux.server.http.connections import BoundedProtocol
 from pollux.server.http.dependencies import ServedCluster
 from pollux.server.live.factory import ClusterMaker, make_cluster, prepared
 from pollux.server.present.metrics import counted_log
@@ -114,6 +115,12 @@ class Service:
             write_whole(server_file, json.dumps(_describe(self.url)) + "\n")
             self._cleanup = stack.pop_all()
         logger.info("Pollux %s listens at %s; data in %s", __version__, self.url, directory)
+        if not is_loopback(host):
+            logger.warning(
+                "other machines reach this server at %s, and what they send is not encrypted, tokens included: "
+                "put TLS or a tunnel in front of it, or listen at 127.0.0.1",
+                host,
+            )
         return self
 
     def stop(self, *, keeps_jobs: bool = False) -> None:
@@ -325,6 +332,7 @@ def _http(app: FastAPI, listener: socket.socket) -> Iterator[None]:
         timeout_graceful_shutdown=math.ceil(HTTP_STOP_S / 2),
         timeout_keep_alive=KEEP_ALIVE_S,
         ws="none",
+        http=BoundedProtocol,
     )
     server = uvicorn.Server(uvicorn.Config(app, **settings))
     thread = threading.Thread(target=server.run, args=([listener],), name="pollux-http", daemon=True)

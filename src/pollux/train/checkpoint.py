@@ -12,10 +12,10 @@ The run's checkpointer calls it; users may call it alone. Folders are in :mod:`p
             saver.begin(tensors, blob, CheckpointInfo(step=step, epoch=epoch, signature=signature))
     saver.close()
 
-A checkpoint is a folder ``step-<number>-<lineage>-<generation>`` with the files of torch.distributed.checkpoint and a
-``manifest.json`` that gives every file's size and digest. It is written under a hidden name and renamed when it is on
-the disk, so a folder of that name is complete. Older ones are removed after that, so the disk must hold ``keep`` + 1 of
-them. In an object store a checkpoint is complete when its manifest is there.
+A checkpoint is a folder ``step-<number>-<lineage>-<generation>`` with ``tensors.safetensors`` and a ``manifest.json``
+that gives its size and digest. It is written under a hidden name and renamed when it is on the disk, so a folder of
+that name is complete. Older ones are removed after that, so the disk must hold ``keep`` + 1 of them. In an object store
+a checkpoint is complete when its manifest is there.
 
 Checkpoints are ordered by lineage, then generation, then step. A writer asks right before it publishes whether it still
 may (``may_publish``). If it freezes between the answer and the publishing, and goes on later, its checkpoint has an

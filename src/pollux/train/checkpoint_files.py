@@ -18,7 +18,6 @@ import secrets
 import shutil
 import socket
 import time
-import warnings
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -27,17 +26,15 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from pollux.errors import CheckpointError, ForeignCheckpointError
+from pollux.train import tensor_file
 
 logger = logging.getLogger(__name__)
 
-FORMAT_VERSION = 2  # higher ones are refused; raise it when older versions of Pollux could misread a checkpoint
+FORMAT_VERSION = 3  # higher ones are refused; raise it when older versions of Pollux could misread a checkpoint
 MANIFEST = "manifest.json"
+TENSORS = "tensors.safetensors"
 ALGORITHM = "sha256"  # the fastest strong hash in hashlib on processors with SHA instructions; sha256sum checks it
 # Step; lineage and generation, where they are not 0; how often the same step was saved before.
 CHECKPOINT = re.compile(r"step-([0-9]+)(?:-([0-9]+)-([0-9]+))?(?:\.([0-9]+))?")
@@ -131,42 +128,13 @@ class LocalStorage:
 
 
 def write_tensors(state: Mapping[str, Tensor], folder: Path) -> None:
-    # seal() syncs. No copying ahead: it would make this thread wait for the device's current stream.
-    writer = FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0)
-    _expect_no_group()
-    try:
-        state_dict_saver.save(dict(state), storage_writer=writer, no_dist=True)
-    except CheckpointException as error:
-        cause = _cause(error)
-        # On a full disk torch fails again while it closes its file; the system's own error is its context.
-        refusal: BaseException | None = cause
-        while refusal is not None and not isinstance(refusal, OSError):
-            refusal = refusal.__context__
-        raise refusal or cause from cause
+    """Not synced: :func:`seal` does that."""
+    tensor_file.write_tensors(state, folder / TENSORS)
 
 
 def read_tensors(folder: Path, device: torch.device) -> dict[str, Tensor]:
     """The tensors of a folder. Check its digests first."""
-    reader = FileSystemReader(folder)
-    try:
-        entries = reader.read_metadata().state_dict_metadata
-    except Exception as error:  # a pickle can fail in any way
-        raise CheckpointError(f"torch {torch.__version__} cannot read its .metadata: {error!r}") from error
-    state = {}
-    for name, entry in entries.items():
-        if not isinstance(entry, TensorStorageMetadata):
-            raise CheckpointError(f"its entry {name} is not a tensor")
-        # Not caught: with too little memory, an older checkpoint would not help.
-        state[name] = torch.empty(entry.size, dtype=entry.properties.dtype, device=device)
-    _expect_no_group()
-    try:
-        state_dict_loader.load(state, storage_reader=reader, no_dist=True)
-    except CheckpointException as error:
-        cause = _cause(error)
-        if not isinstance(cause, Exception) or isinstance(cause, MemoryError | torch.OutOfMemoryError):
-            raise cause from None
-        raise CheckpointError(f"torch {torch.__version__} cannot read its tensors: {cause!r}") from cause
-    return state
+    return tensor_file.read_tensors(folder / TENSORS, device)
 
 
 def seal(folder: Path, info: Mapping[str, object]) -> None:
@@ -219,6 +187,8 @@ def parse_manifest(text: bytes, size_of: Callable[[str], int]) -> Manifest:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise CheckpointError(f"its {MANIFEST} is incomplete or damaged: {error!r}") from error
     for name, record in records.items():
+        if name != os.path.basename(name) or name in ("", ".", ".."):
+            raise CheckpointError(f"its {MANIFEST} names {name!r}, which is not a plain file name")
         try:
             size = size_of(name)
         except OSError as error:
@@ -234,7 +204,7 @@ def check_digests(folder: Path, manifest: Manifest) -> None:
         try:
             with open(folder / name, "rb") as file:
                 digest = hashlib.file_digest(file, manifest.algorithm).hexdigest()
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, TypeError) as error:
             raise CheckpointError(f"its file {name} cannot be checked: {error}") from error
         if digest != record.digest:
             raise CheckpointError(f"the content of its file {name} has changed (its {manifest.algorithm} differs)")
@@ -361,16 +331,3 @@ def _sync_folder(path: Path) -> None:
 def _digest(content: Mapping[str, object]) -> str:
     """The digest of the values: spaces and the order of names do not matter."""
     return hashlib.new(ALGORITHM, json.dumps(content, sort_keys=True).encode()).hexdigest()
-
-
-def _expect_no_group() -> None:
-    """Keep torch.distributed.checkpoint from warning that there is no process group, which is intended.
-
-    Not inside ``warnings.catch_warnings``: that would undo other threads' settings, and writes happen in a thread.
-    """
-    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
-
-
-def _cause(error: CheckpointException) -> BaseException:
-    """The error inside. torch wraps every error, also KeyboardInterrupt, in one that is no ``Exception``."""
-    return next(iter(error.failures.values()))[0]

@@ -12,7 +12,6 @@ def preload() -> None:
     import torch
     import torch._dynamo
     import torch.distributed
-    import torch.distributed.checkpoint
     import torch.nn.parallel
 
     from pollux import train

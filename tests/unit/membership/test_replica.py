@@ -29,7 +29,7 @@ from pollux.membership.replica import (
     membership_from_environment,
 )
 from pollux.membership.roster import Member, Roster
-from pollux.membership.store import Group
+from pollux.membership.store import Group, serve_torchrun
 
 NAMES = st.text(st.characters(categories=("L", "N", "P")), min_size=1, max_size=8)
 
@@ -143,12 +143,13 @@ def test_rank_0_serves_the_store_and_all_come_to_each_attempt():
 
 
 def test_an_agents_store_is_not_served_again():
-    with served() as controller:
-        port = int(controller.address.rpartition(":")[2])
-        more = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}
-        replicas = [StaticMembership.from_environment(torchrun(rank, port, **more)) for rank in range(3)]
-        with ThreadPoolExecutor(3) as pool:
-            groups = list(pool.map(lambda replica: replica.join(10.0), replicas))
+    port = free_port()
+    agent = serve_torchrun("127.0.0.1", port)
+    more = {"TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RESTART_COUNT": "2"}
+    replicas = [StaticMembership.from_environment(torchrun(rank, port, **more)) for rank in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        groups = list(pool.map(lambda replica: replica.join(10.0), replicas))
+    assert agent.check(["pollux/3/runs/2/0"])
     assert {group.generation for group in groups} == {2}
 
 
@@ -229,7 +230,8 @@ def recover(replica: StoreMembership) -> Group | None:
 def test_the_environment_is_torchruns_and_ours(job):
     env = job.controller.environment(A, planned_rank=1, planned_world=4, local_rank=1, local_world=2, num_restarts=3)
     assert env["RANK"] == "1" and env["WORLD_SIZE"] == "4" and env["LOCAL_WORLD_SIZE"] == "2"
-    assert env["POLLUX_STORE"] == f"{env['MASTER_ADDR']}:{env['MASTER_PORT']}" == job.address
+    assert env["POLLUX_STORE"] == job.address and len(env["POLLUX_STORE_SECRET"]) == 64
+    assert "MASTER_ADDR" not in env, "a plain TCPStore has no lock"
     assert (env["POLLUX_REPLICA_ID"], env["POLLUX_GENERATION"], env["TORCHELASTIC_RESTART_COUNT"]) == ("a", "1", "3")
     planned = membership_from_environment(env)
     assert (planned.rank, planned.world_size, planned.local_rank, planned.is_elastic) == (1, 4, 1, True)
@@ -237,7 +239,11 @@ def test_the_environment_is_torchruns_and_ours(job):
 
 @pytest.mark.parametrize(
     ("env", "problem"),
-    [({"POLLUX_STORE": "1234", "POLLUX_REPLICA_ID": "a"}, "host:port"), ({"POLLUX_STORE": "h:1"}, "POLLUX_REPLICA_ID")],
+    [
+        ({"POLLUX_STORE": "1234", "POLLUX_REPLICA_ID": "a"}, "host:port"),
+        ({"POLLUX_STORE": "h:1"}, "POLLUX_REPLICA_ID"),
+        ({"POLLUX_STORE": "h:1", "POLLUX_REPLICA_ID": "a"}, "POLLUX_STORE_SECRET"),
+    ],
 )
 def test_bad_addresses(env, problem):
     with pytest.raises(MembershipError, match=problem):
@@ -321,7 +327,7 @@ def test_recover_sees_a_loss_that_only_an_older_roster_names(job):
     job.formed(A, B, C)
     job.controller.publish([A, C], lost=["b"])
     job.controller.publish([A, C])
-    store = job.controller._store
+    store = job.controller._open()
     store.set("verdict/1/1", "form")
     assert {group.generation for group in groups(job.each(recover, A, C))} == {3}
 
@@ -346,7 +352,7 @@ def test_a_newcomer_left_out_before_its_first_group_is_told_to_leave(job):
     job.controller.publish([A, B])
     job.replica(B)
     joining = job.each(lambda replica: replica.join(10.0), B)
-    until(lambda: job.controller._store.check(["here/2/0"]))
+    until(lambda: job.controller._open().check(["here/2/0"]))
     job.controller.publish([A])
     with pytest.raises(MembershipError, match="left out again"):
         joining[0].result(10.0)
@@ -386,7 +392,7 @@ def test_a_dead_store_is_logged_once_and_blocks_nobody(monkeypatch, caplog):
     monkeypatch.setattr(membership_module, "UNREACHABLE_S", 0.2)
     controller = JobController()
     controller.publish([A])
-    replica = StoreMembership.from_environment({"POLLUX_STORE": controller.address, "POLLUX_REPLICA_ID": "a"})
+    replica = StoreMembership.from_environment(controller.environment(A, planned_rank=0, planned_world=1))
     replica.join(10.0)
     controller.close()
     with caplog.at_level(logging.ERROR):
@@ -412,7 +418,7 @@ def test_a_replica_that_forgets_to_close_ends_cleanly(job):
 
 def test_the_store_says_what_the_protocol_says(job):
     job.formed(A, B)
-    store = job.controller._store
+    store = job.controller._open()
     assert store.get("generation") == b"1"
     assert json.loads(store.get("roster/1"))["members"][1] == {"replica_id": "b", "node": "n2"}
     assert store.check(["ready/a", "ready/b", "here/1/0", "here/1/0/0", "here/1/0/1"])
@@ -465,7 +471,7 @@ def test_an_owner_that_is_gone_has_given_everybody_up(monkeypatch):
     monkeypatch.setattr(membership_module, "ANSWER_S", 0.5)
     controller = JobController()
     controller.publish([A])
-    replica = StoreMembership.from_environment({"POLLUX_STORE": controller.address, "POLLUX_REPLICA_ID": "a"})
+    replica = StoreMembership.from_environment(controller.environment(A, planned_rank=0, planned_world=1))
     told: list[str] = []
     replica.on_fenced(told.append)
     replica.join(10.0)
@@ -480,22 +486,21 @@ def test_an_owner_that_is_gone_has_given_everybody_up(monkeypatch):
 
 
 def test_a_frozen_owner_keeps_nobody_waiting(monkeypatch):
-    """torch's store has no time-out for this question."""
     monkeypatch.setattr(membership_module, "ANSWER_S", 0.5)
     code = """
-import sys
+import json, sys
 from pollux.membership.controller import JobController
 from pollux.membership.roster import Member
 controller = JobController()
 controller.publish([Member(replica_id="a", node="n1")])
-print(controller.address, flush=True)
+env = controller.environment(Member(replica_id="a", node="n1"), planned_rank=0, planned_world=1)
+print(json.dumps(env), flush=True)
 sys.stdin.read()
 """
     owner = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         assert owner.stdout is not None
-        address = owner.stdout.readline().strip()
-        replica = StoreMembership.from_environment({"POLLUX_STORE": address, "POLLUX_REPLICA_ID": "a"})
+        replica = StoreMembership.from_environment(json.loads(owner.stdout.readline()))
         replica.join(10.0)
         assert not replica.is_fenced()
         owner.send_signal(signal.SIGSTOP)

@@ -5,10 +5,13 @@ Where it makes sense, a folder is also used through its file:// URL, which goes 
 
 from __future__ import annotations
 
+import hashlib
+import io
 import json
 import logging
 import math
 import os
+import pickle
 import shutil
 import subprocess
 import sys
@@ -28,6 +31,7 @@ from hypothesis import strategies as st  # noqa: E402
 from pollux.errors import CheckpointError, ForeignCheckpointError, InvalidValueError  # noqa: E402
 from pollux.testing.examples import examples  # noqa: E402
 from pollux.train import checkpoint_files as files  # noqa: E402
+from pollux.train import tensor_file  # noqa: E402
 from pollux.train.checkpoint import (  # noqa: E402
     AsyncSaver,
     Checkpoint,
@@ -247,7 +251,7 @@ def truncate(path):
     os.truncate(path, path.stat().st_size - 1)
 
 
-FILES = ("__0_0.distcp", ".metadata", "manifest.json")
+FILES = ("tensors.safetensors", "manifest.json")
 DAMAGES: dict[str, Callable[[Path], object]] = {
     "flipped": flip_a_byte,
     "truncated": truncate,
@@ -324,7 +328,7 @@ def test_an_empty_folder_or_a_file_by_a_checkpoints_name_is_damage(tmp_path, cap
 
 def test_damaged_ones_are_not_counted_and_go_when_enough_good_ones_are_newer(tmp_path, at):
     directory, newest = newest_of_two(tmp_path, at)
-    truncate(newest / "__0_0.distcp")
+    truncate(newest / "tensors.safetensors")
     save(directory, 3)
     assert names(tmp_path) == ["step-000000000001", "step-000000000002", "step-000000000003"]
     save(directory, 4)
@@ -341,12 +345,12 @@ def test_a_foreign_one_leads_to_the_previous_checkpoint(tmp_path, at, caplog):
 
 def test_only_foreign_and_damaged_ones_are_listed_with_their_reasons(tmp_path, at):
     directory, newest = newest_of_two(tmp_path, at)
-    truncate(newest / "__0_0.distcp")
+    truncate(newest / "tensors.safetensors")
     with pytest.raises(ForeignCheckpointError) as raised:
         directory.load("theirs")
     message = str(raised.value)
     assert "step-000000000001: it belongs to another model" in message
-    assert "step-000000000002: its file __0_0.distcp has" in message
+    assert "step-000000000002: its file tensors.safetensors has" in message
     assert "remove them to start from the beginning" in message
 
 
@@ -449,8 +453,8 @@ def test_kill_at_any_moment_leaves_a_good_checkpoint_and_no_litter(tmp_path, at,
 def leave_temporary(path, pid, start, host=None, age_s=0.0):
     folder = path / f".temporary.{host or files._host()}.{pid}.{start}.{len(os.listdir(path)):08x}"
     folder.mkdir()
-    (folder / "__0_0.distcp").write_text("half")
-    for touched in (folder / "__0_0.distcp", folder):
+    (folder / "tensors.safetensors").write_text("half")
+    for touched in (folder / "tensors.safetensors", folder):
         os.utime(touched, (time.time() - age_s,) * 2)
     return folder.name
 
@@ -495,7 +499,7 @@ REFUSAL = """
     saver = AsyncSaver(directory)
     state = {"a": torch.zeros(100_000)}, b"", CheckpointInfo(step=3, epoch=0, signature="ours")
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    for limit in (0, 1, 1_000, 100_000, 401_000):
+    for limit in (0, 1, 1_000, 100_000, 400_050):
         resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
         for save in (directory.save, saver.begin):
             try:
@@ -741,3 +745,97 @@ def test_interval_refuses_what_cannot_be(arguments):
         checkpoint_interval_s(*arguments)
     with pytest.raises(InvalidValueError, match="bounds"):
         checkpoint_interval_s(1.0, 1.0, shortest_s=10.0, longest_s=5.0)
+
+
+# Attacks: another program has written to the folder, and knows how to make a manifest.
+
+
+class Bomb:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self):
+        return Path.touch, (self.path,)
+
+
+def forge(folder: Path, replace: Callable[[Path], None]) -> None:
+    """Change the files of a checkpoint and seal them anew."""
+    manifest = json.loads((folder / "manifest.json").read_text())
+    (folder / "manifest.json").unlink()
+    for path in folder.iterdir():
+        replace(path)
+    files.seal(folder, manifest["info"])
+
+
+def test_a_forged_checkpoint_runs_nothing(tmp_path):
+    root, proof = tmp_path / "checkpoints", tmp_path / "proof"
+    directory = CheckpointDirectory(root)
+    save(directory, 1)
+    (folder,) = root.iterdir()
+    bombs = [pickle.dumps(Bomb(proof)), torch_pickle(Bomb(proof))]
+    pickle.loads(bombs[0])
+    assert proof.exists(), "the bomb does not work"
+    for bomb in bombs:
+        proof.unlink(missing_ok=True)
+        forge(folder, lambda path, bomb=bomb: path.write_bytes(bomb))
+        with pytest.raises(CheckpointError, match="none of the 1 checkpoints there can be used"):
+            directory.load("ours")
+        assert not proof.exists()
+
+
+def torch_pickle(value: object) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def header(**entries: object) -> bytes:
+    text = json.dumps(entries).encode()
+    return len(text).to_bytes(8, "little") + text
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\xff" * 8,
+        (10**12).to_bytes(8, "little") + b"{}",
+        header(a=1),
+        header(a={"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}),  # beyond the end
+        header(a={"dtype": "F32", "shape": [10**15], "data_offsets": [0, 4 * 10**15]}),
+        header(a={"dtype": "F32", "shape": [1], "data_offsets": [0, 8]}) + bytes(8),
+        header(a={"dtype": "F32", "shape": [-1], "data_offsets": [4, 0]}) + bytes(8),
+        header(a={"dtype": "OBJECT", "shape": [1], "data_offsets": [0, 8]}) + bytes(8),
+        header(a={"dtype": "U8", "shape": [1.0], "data_offsets": [0, 1]}) + bytes(8),
+        header(a={"dtype": "F32", "shape": [True], "data_offsets": [0, 4]})[:-3],
+    ],
+)
+def test_a_file_of_tensors_that_is_none_is_refused(tmp_path, content):
+    (tmp_path / "tensors").write_bytes(content)
+    with pytest.raises(CheckpointError, match="is no file of tensors"):
+        tensor_file.read_tensors(tmp_path / "tensors", torch.device("cpu"))
+
+
+def test_tensors_of_every_type_come_back(tmp_path):
+    tensors = {str(dtype): torch.ones(3, 2).to(dtype) for dtype in tensor_file._NAMES}
+    tensors |= {"none": torch.empty(0, 5), "one": torch.tensor(7), "turned": torch.arange(6).reshape(2, 3).t()}
+    tensor_file.write_tensors(tensors, tmp_path / "tensors")
+    found = tensor_file.read_tensors(tmp_path / "tensors", torch.device("cpu"))
+    assert list(found) == list(tensors)
+    for name, tensor in tensors.items():
+        assert found[name].dtype == tensor.dtype and found[name].shape == tensor.shape
+        assert found[name].contiguous().view(-1).tolist() == tensor.contiguous().view(-1).tolist()
+
+
+def test_a_name_that_leads_out_of_the_folder_is_refused(tmp_path):
+    directory = CheckpointDirectory(tmp_path / "checkpoints")
+    save(directory, 1)
+    (folder,) = (tmp_path / "checkpoints").iterdir()
+    content = json.loads((folder / "manifest.json").read_text())
+    (tmp_path / "outside").write_text("x")
+    del content["digest"]
+    content["files"]["../../outside"] = {"size_bytes": 1, "digest": hashlib.sha256(b"x").hexdigest()}
+    content["digest"] = files._digest(content)
+    (folder / "manifest.json").write_text(json.dumps(content))
+    with pytest.raises(CheckpointError, match=r"names '../../outside', which is not a plain file name"):
+        directory.load("ours")

@@ -1,5 +1,8 @@
 """What only a GPU can show. Skipped where there is none; CI has none."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -186,3 +189,71 @@ def test_checkpoint_and_resume(tmp_path: Path):
     assert losses == [] and steps == 32
     for one, other in zip(parameters, again, strict=True):
         assert torch.equal(one, other)
+
+
+# NCCL in the job's store, which is a Python object that NCCL's own threads call.
+
+NCCL = """
+import datetime, os, sys, threading, time
+import torch
+import torch.distributed as dist
+from pollux.membership.client import RemoteStore
+from pollux.membership.server import StoreServer
+from pollux.membership.store import for_groups, prefixed
+
+os.environ["TORCH_NCCL_COORD_CHECK_MILSEC"] = "100"  # its monitor asks the store for a signal so often
+os.environ["TORCH_NCCL_DUMP_ON_TIMEOUT"] = "1"
+server = StoreServer("127.0.0.1", 0, "the secret")
+threads = set()
+
+class Watched(RemoteStore):
+    def find(self, keys):
+        threads.add(threading.get_ident())
+        return super().find(keys)
+
+def form(number):
+    store = prefixed(f"group/{number}/0", for_groups(Watched("127.0.0.1", server.port, "the secret")))
+    timeout = datetime.timedelta(seconds=20)
+    dist.init_process_group("cpu:gloo,cuda:nccl", store=store, rank=0, world_size=1, timeout=timeout)
+
+def check_sum():
+    value = torch.ones(4, device="cuda")
+    dist.all_reduce(value)
+    torch.cuda.synchronize()
+    assert value.sum().item() == 4.0
+
+for number in range(3):
+    began = time.monotonic()
+    form(number)
+    check_sum()
+    print("formed in", round(time.monotonic() - began, 3), "s", flush=True)
+    time.sleep(1.0)
+    if sys.argv[1] == "abort":
+        world = dist.group.WORLD
+        aborting = threading.Thread(target=lambda: world._get_backend(torch.device("cuda")).abort())
+        aborting.start()
+        aborting.join(20.0)
+        assert not aborting.is_alive(), "abort hangs"
+        del world
+    if sys.argv[1] != "leave" or number < 2:
+        dist.destroy_process_group()
+others = threads - {threading.main_thread().ident}
+print("threads of NCCL that asked the store:", len(others), flush=True)
+if sys.argv[1] == "raise":
+    form(3)
+    check_sum()
+    raise ValueError("the script's own")
+"""
+
+
+@pytest.mark.parametrize(("how", "code"), [("destroy", 0), ("abort", 0), ("leave", 0), ("raise", 1)])
+def test_nccl_meets_in_the_jobs_store(tmp_path, how, code):
+    """Formed three times; then destroyed, aborted from another thread, left as it is, or left by an exception."""
+    script = tmp_path / "script.py"
+    script.write_text(NCCL)
+    done = subprocess.run(
+        [sys.executable, str(script), how], capture_output=True, text=True, timeout=120, env=dict(os.environ)
+    )
+    print(done.stdout, done.stderr[-3000:])
+    assert done.returncode == code
+    assert done.stdout.count("formed in") == 3 and "threads of NCCL" in done.stdout

@@ -114,9 +114,7 @@ def test_checkpoints_come_back_and_the_newest_are_kept(url):
         assert step_of(directory.load("ours")) == step
     assert [entry.step for entry in directory.list_all()] == [3, 2]
     assert stored(url) == sorted(
-        f"step-00000000000{step}-0-4/{name}"
-        for step in (2, 3)
-        for name in (".metadata", "__0_0.distcp", "manifest.json")
+        f"step-00000000000{step}-0-4/{name}" for step in (2, 3) for name in ("tensors.safetensors", "manifest.json")
     )
 
 
@@ -126,7 +124,7 @@ def test_the_same_step_again_replaces_it_and_a_half_upload_keeps_its_name(url):
     save(directory, 5)
     assert {name.split("/")[0] for name in stored(url)} == {"step-000000000005.1"}
     fs, path = fsspec.core.url_to_fs(url)
-    fs.pipe_file(f"{path}/step-000000000006/__0_0.distcp", b"half of another writer's")
+    fs.pipe_file(f"{path}/step-000000000006/tensors.safetensors", b"half of another writer's")
     save(directory, 6)
     assert "step-000000000006.1/manifest.json" in stored(url)
     assert directory.load("ours").info.step == 6
@@ -137,12 +135,12 @@ def test_a_damaged_download_leads_to_the_previous_one(url, caplog):
     save(directory, 1)
     save(directory, 2)
     fs, path = fsspec.core.url_to_fs(url)
-    name = f"{path}/step-000000000002/__0_0.distcp"
+    name = f"{path}/step-000000000002/tensors.safetensors"
     content = bytearray(fs.cat_file(name))
     content[len(content) // 2] ^= 1
     fs.pipe_file(name, bytes(content))
     assert step_of(directory.load("ours")) == 1
-    assert "content of its file __0_0.distcp has changed" in caplog.text
+    assert "content of its file tensors.safetensors has changed" in caplog.text
 
 
 def test_a_manifest_cannot_name_files_elsewhere(url):
@@ -172,11 +170,11 @@ def test_the_manifest_comes_last_and_goes_first(moody):
     moody(lambda method, path: seen.append((method, path.rpartition("/")[2])))
     directory = CheckpointDirectory("moody://order/here", keep=1)
     save(directory, 1)
-    assert [name for method, name in seen if method == "put"] == [".metadata", "__0_0.distcp", "manifest.json"]
+    assert [name for method, name in seen if method == "put"] == ["tensors.safetensors", "manifest.json"]
     seen.clear()
     save(directory, 2)
     removed = [name for method, name in seen if method == "rm"]
-    assert removed[0] == "manifest.json" and len(removed) == 3
+    assert removed[0] == "manifest.json" and len(removed) == 2
 
 
 @pytest.mark.parametrize("number", range(1, 13))
@@ -207,10 +205,10 @@ def test_a_writer_that_ends_after_any_operation_leaves_a_good_checkpoint(moody, 
 def test_halves_of_dead_writers_go_by_age(moody, monkeypatch):
     directory = CheckpointDirectory("moody://halves/here")
     fs, path = fsspec.core.url_to_fs("moody://halves/here")
-    fs.pipe_file(f"{path}/step-000000000001/__0_0.distcp", b"half")
-    fs.pipe_file(f"{path}/notes/__0_0.distcp", b"not ours")
+    fs.pipe_file(f"{path}/step-000000000001/tensors.safetensors", b"half")
+    fs.pipe_file(f"{path}/notes/tensors.safetensors", b"not ours")
     save(directory, 2)
-    assert "step-000000000001/__0_0.distcp" in stored("moody://halves/here")  # its writer may be at it
+    assert "step-000000000001/tensors.safetensors" in stored("moody://halves/here")  # its writer may be at it
     assert directory.load("ours").info.step == 2  # and it is no checkpoint
     monkeypatch.setattr(checkpoint_remote, "STALE_S", -1.0)
     save(directory, 3)

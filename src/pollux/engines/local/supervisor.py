@@ -28,7 +28,7 @@ from pollux.engines.processes.space import MIN_FREE_BYTES, SpaceWatch, free_byte
 BUSY_PERIOD_S = 0.015  # while a job starts, moves or stops
 CALM_PERIOD_S = 0.05  # while jobs just train
 IDLE_PERIOD_S = 1.0
-QUIET_S = 1.0  # without a request for so long, there is time to import torch
+QUIET_S = 1.0  # without a request for so long, there is time to start the fork server
 IDLE_S = 600.0
 
 logger = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ class Supervisor:
         """Until there has been nothing to do for long, or :meth:`shut_down` was called and all jobs have left."""
         while not self._is_done():
             self.turn()
-            # Importing torch must delay neither a client's first requests nor jobs that do without it.
+            # Starting the fork server must delay neither a client's first requests nor jobs that do without it.
             if self._handler.is_introduced and self._is_quiet():
                 self._manager.warm_up()
 

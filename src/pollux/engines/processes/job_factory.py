@@ -1,11 +1,12 @@
 """Makes the jobs of one machine: forked where their interpreter is ours, started cold otherwise.
 
-The job manager calls it. Torch is loaded for the first elastic job, or before that by :meth:`LocalJobFactory.warm_up`:
-fixed jobs do not wait for it.
+The job manager calls it. The fork server is started for the first elastic job, or before that by
+:meth:`LocalJobFactory.warm_up`: fixed jobs do not wait for it.
 """
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 from pollux.engines.processes.commands import plan_start
@@ -14,7 +15,8 @@ from pollux.engines.processes.fixed import FixedJob
 from pollux.engines.processes.fork_server import ForkServer
 from pollux.engines.processes.replica_job import JobOrder, ReplicaJob
 from pollux.engines.processes.starters import ColdStarter
-from pollux.membership.store import load_torch
+
+LOOPBACK = "lo"  # Linux's name for the interface
 
 
 def options_of(order: JobOrder) -> dict[str, Any]:
@@ -31,15 +33,23 @@ def options_of(order: JobOrder) -> dict[str, Any]:
     }
 
 
+def loopback_env() -> dict[str, str]:
+    """Keeps gloo's and NCCL's own ports on the loopback: they ask no peer who it is. A job's own setting wins."""
+    try:
+        socket.if_nametoindex(LOOPBACK)
+    except OSError:
+        return {}
+    return {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": LOOPBACK}
+
+
 class LocalJobFactory:
     def __init__(self) -> None:
         self._cold = ColdStarter(prefix=())
         self._fork_server: ForkServer | None = None
 
     def warm_up(self) -> None:
-        """Start the fork server, which imports torch, and import it here too: this process serves the jobs' stores."""
+        """Start the fork server, which imports torch."""
         self._open_fork_server()
-        load_torch()
 
     def _open_fork_server(self) -> ForkServer:
         if self._fork_server is None:
@@ -48,11 +58,12 @@ class LocalJobFactory:
 
     def make(self, order: JobOrder) -> ReplicaJob:
         launch, options = order.launch, options_of(order)
+        env = {**loopback_env(), **launch.env}
         if launch.kind == "fixed":
-            return FixedJob(launch.command, starter=self._cold, env=launch.env, **options)
+            return FixedJob(launch.command, starter=self._cold, env=env, **options)
         start = plan_start(launch.command, launch.env, launch.cwd)
         starter = self._open_fork_server() if start.is_forked else self._cold
-        return ElasticJob(start.argv, starter=starter, env={**launch.env, **start.env}, **options)
+        return ElasticJob(start.argv, starter=starter, env={**env, **start.env}, **options)
 
     def poll(self) -> None:
         if self._fork_server is not None:

@@ -31,12 +31,10 @@ from pollux.engines.ray.outbox import Numbered, Outbox
 from pollux.engines.ray.scale import ScaleRequest
 from pollux.engines.ray.starter import RayStarter
 from pollux.engines.transport import Message
-from pollux.membership.store import load_torch
 from pollux.version import __version__
 
 BUSY_PERIOD_S = 0.015
 CALM_PERIOD_S = 0.05
-QUIET_S = 0.3  # without a request for so long, there is time to import torch
 IDLE_S = 600.0
 CLIENT_S = 15.0  # a client asks every second; one that was silent for longer is gone
 
@@ -57,7 +55,7 @@ class RayJobFactory:
         return ElasticJob(launch.command, host=self._host, **options)
 
     def warm_up(self) -> None:
-        load_torch()
+        """Nothing: the agents start the fork servers of their nodes themselves."""
 
     def poll(self) -> None:
         self._starter.poll()
@@ -87,7 +85,7 @@ class RaySupervisor:
         self._outbox = Outbox(self._changed)
         self._num_asked = 0
         self._client = ""
-        self._heard_at = self._asked_at = time.monotonic()
+        self._heard_at = time.monotonic()
         self.is_over = False
         probe = _write_probe(storage, cluster)
         self._nodes = NodeAgents(cluster=cluster, resource=resource, probe=probe)
@@ -129,7 +127,7 @@ class RaySupervisor:
         """``number`` counts a client's questions: one that comes twice is heard once."""
         with self._changed:
             if client == self._client and number > self._num_asked:
-                self._num_asked, self._asked_at = number, time.monotonic()
+                self._num_asked = number
                 self._inbox.extend(messages)
                 self._changed.notify_all()
 
@@ -206,8 +204,6 @@ class RaySupervisor:
                 for node in known.values()
             ]
             self._manager.tell_nodes(rows)
-        if known and self._handler.is_introduced and time.monotonic() - self._asked_at > QUIET_S:
-            self._manager.warm_up()  # imports torch: a client's first questions are not to wait for it
         self._nodes.scale(self._scale_request, self._manager.nodes_in_use)
 
     def _devices_of(self, node: RayNode) -> list[Device]:

@@ -230,8 +230,10 @@ class JobTable:
     # Starting ---------------------------------------------------------------------------------
 
     def job_of_token(self, token: str) -> str | None:
+        """The job with this token; None: there is none, or it is over and has nothing to report any more."""
         token_hash = _hash(token)
-        return self._tokens.get(token_hash) or self._store.job_of_token(token_hash)
+        name = self._tokens.get(token_hash) or self._store.job_of_token(token_hash)
+        return name if name in self._jobs else None
 
     def directory_of(self, name: str) -> Path:
         return self._settings.directory / "jobs" / name

@@ -38,6 +38,7 @@ from pollux.server.present.views import (
     node_summaries,
     round_detail,
     round_summary,
+    shown_request,
     spent_s,
     state_change,
     waiting_reason,
@@ -111,7 +112,7 @@ class Queries:
         summary = self.summary_of(name)
         return JobDetail(
             **{one.name: getattr(summary, one.name) for one in dataclasses.fields(summary)},
-            request=stored.request or {},
+            request=shown_request(stored.request or {}),
             failure=record.reason if record is not None and record.state is JobState.FAILED else "",
             models={} if record is None else model_views(record),
             decision=self._decisions.last(name),

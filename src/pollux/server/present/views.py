@@ -34,6 +34,7 @@ from pollux.server.storage.records import StoredResize, StoredRound
 from pollux.types import NO_ALLOCATION, Allocation, JobDecision, Node
 
 _NONFINITE: dict[str, NonFinite] = {"nan": "nan", "inf": "inf", "-inf": "-inf"}
+HIDDEN = "(hidden)"  # in place of a value of a job's environment
 _ROW_FIELDS = tuple(one.name for one in dataclasses.fields(JobRow))
 _BLANK = Report(
     generation=0,
@@ -68,6 +69,12 @@ class KnownJob:
     request: JobRequest | None
     report: Report | None
     reported_at: float | None
+
+
+def shown_request(request: Mapping[str, object]) -> dict[str, object]:
+    """What was submitted, without the values of its environment: some are secrets, and all are only the job's."""
+    env = request.get("env")
+    return {**request, "env": dict.fromkeys(env, HIDDEN)} if isinstance(env, Mapping) else dict(request)
 
 
 def job_summary(job: KnownJob, now: float, *, reason: str = "", note: str = "") -> JobSummary:

@@ -16,6 +16,7 @@ from pollux.api.report import MAX_REPORT_BYTES, encode_report
 from pollux.api.request import JobRequest
 from pollux.errors import EngineError, InputFileError, InvalidValueError, StoreError, UnknownNameError
 from pollux.server.config import ServiceConfig
+from pollux.server.http import connections
 from pollux.server.service import Service
 from tests.unit.api.test_codec import REPORT
 from tests.unit.server.fake_cluster import FakeCluster
@@ -448,3 +449,33 @@ def test_a_store_that_fails_ends_what_is_followed(client, logged):
         read_until(lines, "oh")
         logged.error = StoreError("the disk is full")
         assert list(lines) == []
+
+
+@pytest.mark.parametrize(
+    "begun", [b"", b"GET /healthz HTT", b"POST /api/v1/jobs HTTP/1.1\r\nContent-Length: 9\r\n\r\n{"]
+)
+def test_a_connection_that_asks_nothing_is_closed(tmp_path, monkeypatch, begun):
+    monkeypatch.setattr(connections, "SILENCE_S", 0.3)
+    monkeypatch.setattr(connections, "LOOK_EVERY_S", 0.1)
+    config = ServiceConfig(data_directory=tmp_path, port=0)
+    with Service(config, lambda config, store, url: FakeCluster(tmp_path)) as service:
+        where = urlsplit(service.url)
+        with socket.create_connection((where.hostname, where.port), timeout=5.0) as silent:
+            silent.sendall(begun)
+            began = time.monotonic()
+            try:
+                while silent.recv(4096):
+                    pass
+            except ConnectionResetError:
+                pass
+            assert time.monotonic() - began < 3.0
+        with httpx.Client(base_url=service.url) as patient:  # between two requests there may be a pause
+            assert patient.get("/healthz").status_code == 200
+            time.sleep(0.6)
+            assert patient.get("/healthz").status_code == 200
+
+
+def test_a_server_that_others_reach_says_that_nothing_is_encrypted(tmp_path, caplog):
+    config = ServiceConfig(data_directory=tmp_path, port=0, host="0.0.0.0")
+    with Service(config, lambda config, store, url: FakeCluster(tmp_path)):
+        assert "other machines reach this server at 0.0.0.0, and what they send is not encrypted" in caplog.text

@@ -316,6 +316,18 @@ def test_each_job_has_a_token_of_its_own(world):
     tokens = [world.cluster._jobs.launch_of(name).env["POLLUX_TOKEN"] for name in (one, other)]
     assert [world.cluster.job_of_token(token) for token in tokens] == [one, other]
     assert world.cluster.job_of_token("x" * 64) is None
+    world.cluster.cancel(one, "enough")
+    world.until_state(one, "cancelled")
+    world.until(lambda: world.cluster.job_of_token(tokens[0]) is None, "the end of its token")
+    assert world.cluster.job_of_token(tokens[1]) == other
+
+
+def test_values_of_a_jobs_environment_do_not_come_back(world):
+    name = world.submit(env={"WANDB_API_KEY": "hunter2", "SEED": "1"})
+    shown = world.cluster.queries.job(name).request
+    assert shown["env"] == {"WANDB_API_KEY": "(hidden)", "SEED": "(hidden)"}
+    assert "hunter2" not in repr(world.cluster.queries.job(name))
+    assert world.cluster._jobs.launch_of(name).env["WANDB_API_KEY"] == "hunter2"
 
 
 def test_draining_lets_jobs_end_that_must_not_be_moved(world):
