@@ -78,6 +78,15 @@ class ClusterOptions:
 
     slots: SlotsOption = None
     nodes: NodesOption = None
+    slots_per_gpu: Annotated[
+        int,
+        typer.Option(
+            "--slots-per-gpu",
+            metavar="N",
+            help="So many slots on each GPU or MIG slice. Each has that part of the memory; speeds are not kept apart.",
+            rich_help_panel=_CLUSTER,
+        ),
+    ] = 1
     policy: PolicyOption = "pollux"
     weights: WeightsOption = "equal"
     interval: IntervalOption = None

@@ -3,7 +3,7 @@
 A supervisor of one machine first sends ``challenge{nonce}``, and the first hello answers it with ``proof``
 (:mod:`pollux.engines.local.secret`). The engine asks, with ``op``:
 
-    hello{version, devices: [{node, number, gpu}], takes_over?, proof?}      start{job, generation, launch, allocation}
+    hello{version, devices: [Device], takes_over?, proof?}      start{job, generation, launch, allocation}
     resize{job, generation, allocation}   stop{job, grace_s, reason}   forget{job, generation}   shutdown{grace_s}
 
 and the supervisor tells, with ``event``:
@@ -24,7 +24,7 @@ from pollux.engines.transport import Channel, Message
 from pollux.errors import EngineError
 from pollux.types import Allocation
 
-PROTOCOL_VERSION = 4
+PROTOCOL_VERSION = 5
 
 
 def ask(channel: Channel, request: Message | None, event: str, deadline: float) -> Message | None:

@@ -14,6 +14,9 @@ group/<g>/<attempt>/...        the process group's own keys
 from __future__ import annotations
 
 GENERATION = "generation"
+DEVICE_SHARES = (
+    "POLLUX_DEVICE_SHARES"  # environment of a replica: so many slots have its GPU, and as much of its memory
+)
 
 
 def roster(generation: int) -> str:

@@ -31,6 +31,7 @@ class ServiceConfig:
     reached_at: str | None = None  # by jobs, where it listens at every address
     slots: int | None = None  # CPU slots; None: the GPUs, or a slot per CPU where there are none
     nodes: str | None = None  # virtual nodes, as in "2x2"
+    slots_per_gpu: int = 1  # on each GPU or MIG slice
     policy: str = "pollux"
     settings: PolicySettings = LIVE_SETTINGS
     interval_s: float = 10.0  # decide at least this often
@@ -57,8 +58,10 @@ class ServiceConfig:
                 raise InvalidValueError(f"{name} = {value}; a positive number of seconds is needed")
         check_host(self.host or DEFAULT_HOST, self.needs_token)
         is_ray = self.engine == "ray"
-        if is_ray and (self.slots is not None or self.nodes is not None):
-            raise InvalidValueError("slots and nodes are Ray's to say: leave out --slots and --nodes with --engine ray")
+        if is_ray and (self.slots is not None or self.nodes is not None or self.slots_per_gpu != 1):
+            raise InvalidValueError(
+                "slots and nodes are Ray's to say: leave out --slots, --nodes and --slots-per-gpu with --engine ray"
+            )
         for option in ("address", "resource", "autoscale", "node_slots"):
             if not is_ray and getattr(self, option) is not None:
                 raise InvalidValueError(f"{option} is for a cluster of several machines: it needs --engine ray")

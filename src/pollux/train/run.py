@@ -42,7 +42,7 @@ from pollux.train.state import Stateful, flatten
 from pollux.train.step_exchange import StepExchange
 from pollux.train.team import Team
 from pollux.train.trainees import Trainees, index_of, pair_up
-from pollux.train.tuner import Tuner
+from pollux.train.tuner import Tuner, device_shares
 
 logger = logging.getLogger(__name__)
 
@@ -95,6 +95,8 @@ class Run:
     ) -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)
+            if device_shares() > 1:
+                torch.cuda.set_per_process_memory_fraction(1 / device_shares(), device)
         self.device = device
         self._team = Team(device, timeout_s)
         if dist.is_initialized():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import time
 from dataclasses import replace
 from typing import TypedDict
@@ -15,6 +16,7 @@ import torch
 
 from pollux.api.report import MAX_TIMINGS
 from pollux.errors import FitError, InvalidValueError
+from pollux.membership.keys import DEVICE_SHARES
 from pollux.model.fitting import Fit, fit
 from pollux.model.profile import Configuration, Profile, Timing
 from pollux.train.batch_changes import ChangeLimiter, ScheduleState, ScheduleWatch
@@ -314,4 +316,14 @@ class Tuner:
 
 
 def accelerator_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
+    """As the engine names it: a slot that has a third of a GPU is of another type than the whole."""
+    if device.type != "cuda":
+        return "cpu"
+    name, num_shares = torch.cuda.get_device_name(device), device_shares()
+    return name if num_shares == 1 else f"{name} 1/{num_shares}"
+
+
+def device_shares() -> int:
+    """How many slots share this replica's GPU; 1 outside a cluster."""
+    text = os.environ.get(DEVICE_SHARES, "1")
+    return int(text) if text.isdecimal() and int(text) > 0 else 1

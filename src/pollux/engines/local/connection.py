@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
@@ -37,7 +38,7 @@ class SupervisorProcess:
         self._child: int | None = None
 
     def hello(self, devices: Sequence[Device]) -> Message:
-        rows = [{"node": device.node, "number": device.number, "gpu": device.gpu} for device in devices]
+        rows = [asdict(device) for device in devices]
         return {"op": "hello", "version": PROTOCOL_VERSION, "devices": rows}
 
     def start(self) -> None:

@@ -79,7 +79,7 @@ class RequestHandler:
             self._send({"event": "refused", "version": PROTOCOL_VERSION, "reason": reason})
             return
         if message["devices"] is not None:
-            rows = [Device(node=row["node"], number=row["number"], gpu=row["gpu"]) for row in message["devices"]]
+            rows = [Device(**row) for row in message["devices"]]
             self.manager.use(rows)
         self.is_introduced = True
         told = {"jobs": self.manager.state(), "nodes": self.manager.nodes}

@@ -57,7 +57,7 @@ def make_local_cluster(config: ServiceConfig, store: SqlStore, url: str) -> Serv
     from pollux.engines.local.engine import LocalEngine
     from pollux.engines.processes.devices import detect_nodes
 
-    nodes, devices = detect_nodes(config.slots, config.nodes)
+    nodes, devices = detect_nodes(config.slots, config.nodes, slots_per_gpu=config.slots_per_gpu)
 
     def make_engine(launch_of: Callable[[str], Launch], on_event: Callable[[], None]) -> LocalEngine:
         return LocalEngine(

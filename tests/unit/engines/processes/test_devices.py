@@ -87,24 +87,121 @@ def test_looking_for_gpus_never_fails():
     assert all(gpu.uuid and gpu.name for gpu in find_gpus())
 
 
-def test_one_gpu_that_fell_off_the_bus_does_not_hide_the_others(monkeypatch):
-    class NVMLError(Exception):
+class NVMLError(Exception):
+    pass
+
+
+class FakeNvml(types.ModuleType):
+    """NVML with cards by number: None is lost, a list has the names of its MIG slices by instance."""
+
+    NVMLError = NVMLError
+    NVML_DEVICE_MIG_ENABLE = 1
+
+    def __init__(self, cards):
+        super().__init__("pynvml")
+        self._cards = cards
+
+    def nvmlInit(self):
         pass
 
-    def handle_of(number: int) -> int:
-        if number == 1:
-            raise NVMLError("GPU is lost")
-        return number
+    nvmlShutdown = nvmlInit
 
-    fake = types.ModuleType("pynvml")
-    vars(fake).update(
-        NVMLError=NVMLError,
-        nvmlInit=lambda: None,
-        nvmlShutdown=lambda: None,
-        nvmlDeviceGetCount=lambda: 3,
-        nvmlDeviceGetHandleByIndex=handle_of,
-        nvmlDeviceGetUUID=lambda handle: f"GPU-{handle}",
-        nvmlDeviceGetName=lambda handle: b"H200",
-    )
-    monkeypatch.setitem(sys.modules, "pynvml", fake)
+    def nvmlDeviceGetCount(self):
+        return len(self._cards)
+
+    def nvmlDeviceGetHandleByIndex(self, number):
+        if self._cards[number] is None:
+            raise NVMLError("GPU is lost")
+        return (number,)
+
+    def nvmlDeviceGetUUID(self, handle):
+        return f"GPU-{handle[0]}" if len(handle) == 1 else f"MIG-{handle[0]}-{handle[1]}"
+
+    def nvmlDeviceGetName(self, handle):
+        return b"H200" if len(handle) == 1 else f"H200 MIG {self._cards[handle[0]][handle[1]]}"
+
+    def nvmlDeviceGetMigMode(self, handle):
+        if self._cards[handle[0]] == "old":
+            raise NVMLError("Not Supported")
+        return [int(isinstance(self._cards[handle[0]], dict)), 0]
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle):
+        return 7
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle, index):
+        instances = sorted(self._cards[handle[0]])
+        if index >= len(instances):
+            raise NVMLError("Not Found")
+        return (handle[0], instances[index])
+
+    def nvmlDeviceGetGpuInstanceId(self, handle):
+        return handle[1]
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    def use(*cards):
+        monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(cards))
+
+    return use
+
+
+def test_one_gpu_that_fell_off_the_bus_does_not_hide_the_others(nvml):
+    nvml("whole", None, "old")
     assert [(gpu.number, gpu.uuid, gpu.name) for gpu in find_gpus()] == [(0, "GPU-0", "H200"), (2, "GPU-2", "H200")]
+
+
+def test_mig_slices_are_slots_of_their_own_types_beside_whole_gpus(nvml):
+    nvml("whole", {2: "3g.71gb", 7: "1g.18gb", 8: "1g.18gb"})
+    nodes, devices = detect_nodes(env={})
+    assert [(node.num_slots, node.accelerator) for node in nodes] == [
+        (1, "H200"),
+        (1, "H200 MIG 3g.71gb"),
+        (2, "H200 MIG 1g.18gb"),
+    ]
+    assert [slot_env(device)["CUDA_VISIBLE_DEVICES"] for device in devices] == [
+        "GPU-0",
+        "MIG-1-2",
+        "MIG-1-7",
+        "MIG-1-8",
+    ]
+    hosts = [slot_env(device).get("NCCL_HOSTID") for device in devices]
+    assert hosts[0] is None and len(set(hosts[1:])) == 3  # NCCL refuses two ranks on one card of one host
+
+
+def test_a_slice_keeps_its_number_when_another_is_taken_away(nvml):
+    nvml({2: "3g.71gb", 7: "1g.18gb"})
+    before = {device.gpu: device.number for device in detect_nodes(env={})[1]}
+    nvml({7: "1g.18gb"})
+    (device,) = detect_nodes(env={})[1]
+    assert before[device.gpu] == device.number
+
+
+def test_a_card_in_mig_mode_without_slices_has_no_slot_and_says_so(nvml, caplog):
+    nvml({}, "whole")
+    assert [gpu.uuid for gpu in find_gpus()] == ["GPU-1"]
+    assert "GPU 0 is in MIG mode and has no slices" in caplog.text
+
+
+def test_visible_slices(nvml):
+    nvml("whole", {1: "1g.18gb", 2: "1g.18gb"})
+    _, devices = detect_nodes(env={"CUDA_VISIBLE_DEVICES": "MIG-1-2,GPU-0"})
+    assert [device.gpu for device in devices] == ["MIG-1-2", "GPU-0"]
+    assert detect_nodes(env={"CUDA_VISIBLE_DEVICES": "0"})[1][0].gpu == "GPU-0"
+
+
+def test_several_slots_on_a_gpu_have_a_part_of_its_memory_and_their_own_numbers():
+    nodes, devices = detect_nodes(slots_per_gpu=2, gpus=H200[:2], env={})
+    assert [(node.num_slots, node.accelerator) for node in nodes] == [(4, "NVIDIA H200 1/2")]
+    assert len({device.number for device in devices}) == 4
+    envs = [slot_env(device) for device in devices]
+    assert [env["CUDA_VISIBLE_DEVICES"] for env in envs] == ["GPU-0abc", "GPU-0abc", "GPU-1abc", "GPU-1abc"]
+    assert {env["POLLUX_DEVICE_SHARES"] for env in envs} == {"2"}
+    assert len({env["NCCL_HOSTID"] for env in envs}) == 4
+
+
+def test_slots_per_gpu_needs_gpus():
+    with pytest.raises(InvalidValueError, match="2 slots per GPU, and there is no GPU here"):
+        detect_nodes(slots_per_gpu=2, gpus=[], env={})
+    with pytest.raises(InvalidValueError, match="slots per GPU = 0; a number from 1 to 16"):
+        detect_nodes(slots_per_gpu=0, gpus=H200, env={})
