@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pollux.api import request as jobs
+from pollux.api.kind import detect_kind
 from pollux.api.request import (
     MAX_NAME_LENGTH,
     OPTIONS,
@@ -19,7 +20,6 @@ from pollux.api.request import (
     blocked_reason,
     check_dependencies,
     default_name,
-    detect_kind,
     find_cycle,
     find_script,
     options_to_request,
