@@ -24,6 +24,7 @@ MAY_IMPORT = {
     "reports": {"simulator", "policy", "errors", "version"},
     "evaluation": {"reports", "simulator", "scheduler", "policy", "types", "errors"},
     "membership": {"errors"},
+    "elastic": {"errors"},
     "train": {"membership", "api", "model", "types", "errors"},
     "engines": {"membership", "api", "scheduler", "model", "types", "errors", "version"},
     "server": {"reports", "engines", "api", "scheduler", "policy", "model", "types", "errors", "version"},

@@ -16,9 +16,13 @@ from typing import Literal
 ReadFile = Callable[[str], str | None]
 """The text of a file by its path; None: there is none, or it cannot be read."""
 
-FoundKind = Literal["elastic", "fixed"]
+FoundKind = Literal["elastic", "restartable", "fixed"]
 MAX_FILES = 300  # that are read
-_KINDS: Mapping[str, FoundKind] = {"pollux.train": "elastic"}
+_KINDS: Mapping[str, FoundKind] = {
+    "pollux.train": "elastic",
+    "pollux.integrations": "elastic",
+    "pollux.elastic": "restartable",
+}
 _PYTHON = re.compile(r"python[0-9.]*")
 
 
@@ -58,8 +62,9 @@ def import_roots(script: str | None, cwd: str, python_path: str) -> tuple[str, .
 def detect_kind(
     text: str | None, module: str | None = None, *, roots: Sequence[str] = (), read: ReadFile = no_files
 ) -> FoundKind:
-    """``elastic`` if the script, or a file that it imports, imports ``pollux.train``, anywhere; else ``fixed``.
+    """``elastic`` if the script, or a file that it imports, imports ``pollux.train``, anywhere.
 
+    Else ``restartable`` if one imports ``pollux.elastic``, else ``fixed``.
     ``text`` is that of the script. Without one ``module`` is looked for. What is not Python is ``fixed``.
     """
     reader = _Reader(roots, read)
@@ -70,7 +75,7 @@ def detect_kind(
         for name in imports_of(code, package):
             found.update(kind for known, kind in _KINDS.items() if f"{name}.".startswith(f"{known}."))
             waiting.extend(reader.files_of(name))
-    return "elastic" if "elastic" in found else "fixed"
+    return next((kind for kind in ("elastic", "restartable") if kind in found), "fixed")
 
 
 def imports_of(text: str, package: str = "") -> list[str]:

@@ -28,7 +28,8 @@ if TYPE_CHECKING:
     from pollux.types import JobSpec
 
 _T = TypeVar("_T")
-Kind = Literal["elastic", "fixed", "auto"]
+Kind = Literal["elastic", "restartable", "fixed", "auto"]
+RESIZED: tuple[Kind, ...] = ("elastic", "restartable")  # kinds whose number of replicas Pollux chooses
 Options = Mapping[str, Any]  # by field of JobRequest; each value as its field wants it, or as typed
 Existing = Mapping[str, tuple[str, Sequence[str]]]  # (state, after) by job; states are values of lifecycle.JobState
 FORMAT_VERSION = 1
@@ -161,8 +162,9 @@ class JobRequest:
     """One submission, checked at construction. ``None`` means: not said.
 
     An ``elastic`` job uses ``pollux.train`` and is resized as it runs, from ``min_replicas`` (1) to ``max_replicas``
-    (as many as useful). A ``fixed`` one is any other command, run with exactly ``replicas`` (1), and only preempted if
-    it ``checkpoints``. ``auto`` becomes one of them by :meth:`resolved`. Without a name it is called after its script.
+    (as many as useful). A ``restartable`` one uses ``pollux.elastic``: it is resized by a checkpoint and a new start.
+    A ``fixed`` one is any other command, run with exactly ``replicas`` (1), and only preempted if it ``checkpoints``.
+    ``auto`` becomes one of them by :meth:`resolved`. Without a name it is called after its script.
     """
 
     command: tuple[str, ...]  # argv; never goes through a shell
@@ -231,7 +233,7 @@ class JobRequest:
         """After crashes. If nothing is said, what has no checkpoint to go on from is not begun again."""
         if self.max_restarts is not None:
             return self.max_restarts
-        return DEFAULT_RESTARTS if self.kind == "elastic" or self.checkpoints else 0
+        return DEFAULT_RESTARTS if self.kind in RESIZED or self.checkpoints else 0
 
     def resolved(self, script_text: str | None, read: ReadFile = no_files) -> JobRequest:
         """With ``auto`` decided by the script's text and the files that it imports; any other command is fixed."""
@@ -264,7 +266,7 @@ class JobRequest:
             min_replicas=exact or self.min_replicas or 1,
             max_replicas=exact or self.max_replicas or UNBOUNDED_REPLICAS,
             requested_replicas=exact,
-            is_preemptible=self.is_preemptible and (self.kind == "elastic" or self.checkpoints),
+            is_preemptible=self.is_preemptible and (self.kind in RESIZED or self.checkpoints),
             weight=self.weight,
             accelerators=frozenset(self.accelerators) or None,
         )
@@ -320,7 +322,7 @@ class Option:
 OPTIONS = (
     Option("name", "name", "text", "NAME", "Name of the job; that of the script by default, numbered if taken."),
     Option("application", "application", "text", "NAME", "Jobs of one application share what was learnt of its speed."),
-    Option("kind", "kind", "text", "|".join(get_args(Kind)), "Elastic (pollux.train) or fixed; seen from the script."),
+    Option("kind", "kind", "text", "|".join(get_args(Kind)), "By pollux.train, by pollux.elastic, or fixed; as seen."),
     Option("replicas", "replicas", "int", "N", "Run with exactly this many replicas."),
     Option("min-replicas", "min_replicas", "int", "N", "Never run with fewer; 1 by default."),
     Option("max-replicas", "max_replicas", "int", "N", "Never run with more; as many as useful by default."),

@@ -67,8 +67,9 @@ def _say_that_it_is_fixed(request: JobRequest, say: Callable[[str], None]) -> No
     if request.replicas is None and not request.checkpoints:
         script = find_script(request.command) or " ".join(request.command)
         say(
-            f"{script} is a fixed job of 1 replica: neither it nor the files it imports from here import pollux.train. "
-            "If it uses pollux.train nevertheless, say --kind elastic; if it is meant to be fixed, --kind fixed"
+            f"{script} is a fixed job of 1 replica: neither it nor the files it imports from here import pollux.train "
+            "or pollux.elastic. If it uses one of them nevertheless, say --kind elastic or --kind restartable; if it "
+            "is meant to be fixed, --kind fixed"
         )
 
 
