@@ -30,8 +30,9 @@ MAY_IMPORT = {
     "server": {"reports", "engines", "api", "scheduler", "policy", "model", "types", "errors", "version"},
     "client": {"api", "errors", "version"},
     "testing": {"scheduler", "policy", "types"},
+    "check": {"api"},
     "cli": {
-        *("client", "server", "engines", "api", "simulator", "reports", "evaluation"),
+        *("check", "client", "server", "engines", "api", "simulator", "reports", "evaluation"),
         *("scheduler", "policy", "model", "types", "errors", "version"),
     },
 }
