@@ -23,8 +23,8 @@ from pollux.integrations.huggingface_arguments import (
     TrainingArguments,
     check_arguments,
     check_optimizer,
-    one_process,
 )
+from pollux.integrations.one_process import one_process
 
 __all__ = ["ElasticArguments", "ElasticTrainer", "Seq2SeqTrainer", "Trainer", "TrainingArguments"]
 
@@ -57,7 +57,7 @@ class ElasticTrainer:
         self.run = train.init()
         args.follow(lambda: int(self.run.rank))
         with one_process():
-            super().__init__(model, args, *more, **options)
+            super().__init__(model, args, *more, **options)  # type: ignore[call-arg]
         self._loss_sum, self._num_losses = 0.0, 0
 
     # --- data, model, optimizer ---------------------------------------------------------------------------------

@@ -6,26 +6,14 @@ Needs transformers and accelerate.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import transformers
 
 from pollux.errors import InvalidValueError
-
-_DISTRIBUTED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-
-
-@contextmanager
-def one_process() -> Iterator[None]:
-    """Hide the variables of distributed training: replicas, groups and ranks are Pollux's, and change."""
-    hidden = {name: os.environ.pop(name) for name in _DISTRIBUTED if name in os.environ}
-    try:
-        yield
-    finally:
-        os.environ.update(hidden)
+from pollux.integrations.one_process import one_process
 
 
 def _planned_rank() -> int:
@@ -47,7 +35,7 @@ class ElasticArguments:
         self._rank: Callable[[], int] = _planned_rank
         with one_process():
             super().__post_init__()  # type: ignore[misc]
-            self.device  # noqa: B018  # type: ignore[attr-defined]  # set up while the variables are hidden
+            _ = self.device  # type: ignore[attr-defined]  # set up while the variables are hidden
         self._n_gpu = min(self._n_gpu, 1)  # type: ignore[has-type]
 
     def __getstate__(self) -> dict[str, object]:
@@ -83,6 +71,10 @@ def check_arguments(args: Any) -> None:
             f"args is a {type(args).__name__}; pollux.integrations.huggingface.TrainingArguments is needed, or a "
             "dataclass of ElasticArguments and the one you have"
         )
+    _check_options(args)
+
+
+def _check_options(args: Any) -> None:
     is_adaptive = args.max_batch_size is not None
     for is_wrong, what, advice in (
         (bool(getattr(args, "deepspeed", None)), "deepspeed", "it shards the model for a fixed number of replicas"),

@@ -93,6 +93,16 @@ def test_passes_of_a_step_are_accumulated(hf, tmp_path):
         assert trainer.train().global_step == 12
 
 
+def test_an_adaptive_batch_ends_with_the_schedule(hf, tmp_path):
+    args = arguments(hf, tmp_path, max_batch_size=32, num_train_epochs=6)
+    trainer = hf.Trainer(tiny(), args, train_dataset=Rows())
+    with trainer.run:
+        output = trainer.train()
+    assert 9 <= output.global_step <= 36 == trainer.state.max_steps
+    assert max(trainer.lr_scheduler.get_last_lr()) < 0.1 * args.learning_rate
+    assert trainer.state.epoch == pytest.approx(6.0, abs=0.2)
+
+
 def test_mixed_in_to_other_trainers_and_arguments(hf, tmp_path):
     import transformers
 
