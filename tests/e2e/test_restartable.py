@@ -38,7 +38,7 @@ def trains_with(cluster: LiveCluster, name: str, num_replicas: int) -> None:
     cluster.until_replicas(name, num_replicas)
     job = cluster.client.job(name)
     before = job.reports()[-1].num_steps
-    cluster.until(lambda: job.reports()[-1].num_steps >= before + 8, f"{name}: steps with {num_replicas} replicas")
+    cluster.until(lambda: job.reports()[-1].num_steps >= before + 5, f"{name}: steps with {num_replicas} replicas")
 
 
 def resized_twice(cluster: LiveCluster, name: str) -> JobDetail:

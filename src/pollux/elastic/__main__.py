@@ -78,7 +78,7 @@ def _report(options: argparse.Namespace, replica: Replica) -> dict[str, object]:
         bounds = BatchBounds(initial=batch, maximum=batch, device_min=1, device_max=batch)
         step = Batch(size * -(-batch // size), -(-batch // size))
     state = new_state()
-    state["num_steps"], state["num_examples"] = options.done // step.total, options.done
+    state["num_steps"], state["num_examples"] = options.done // batch, options.done
     state["num_useful"] = float(options.done)
     return report_fields(
         replica=replica,

@@ -10,14 +10,16 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import accelerate
 import torch
 from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
 
 from pollux import train
 from pollux.errors import InvalidValueError
-from pollux.integrations.one_process import one_process
+from pollux.integrations.one_process import needs, one_process
+
+with needs("accelerate", "hf"):
+    import accelerate
 
 __all__ = ["Accelerator"]
 

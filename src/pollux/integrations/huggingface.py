@@ -12,9 +12,6 @@ import time
 from typing import Any
 
 import torch
-import transformers
-from transformers.trainer_callback import TrainerState
-from transformers.trainer_utils import TrainOutput
 
 from pollux import train
 from pollux.errors import InvalidValueError
@@ -24,7 +21,12 @@ from pollux.integrations.huggingface_arguments import (
     check_arguments,
     check_optimizer,
 )
-from pollux.integrations.one_process import one_process
+from pollux.integrations.one_process import needs, one_process
+
+with needs("transformers", "hf"):
+    import transformers
+    from transformers.trainer_callback import TrainerState
+    from transformers.trainer_utils import TrainOutput
 
 __all__ = ["ElasticArguments", "ElasticTrainer", "Seq2SeqTrainer", "Trainer", "TrainingArguments"]
 

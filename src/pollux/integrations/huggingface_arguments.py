@@ -10,10 +10,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import transformers
-
 from pollux.errors import InvalidValueError
-from pollux.integrations.one_process import one_process
+from pollux.integrations.one_process import needs, one_process
+
+with needs("transformers", "hf"):
+    import transformers
 
 
 def _planned_rank() -> int:

@@ -1,4 +1,4 @@
-"""Hides the variables of distributed training from a framework. The integrations use it while they set it up."""
+"""Sets a framework up as if there were one process, and says so where it is not installed. The integrations use it."""
 
 from __future__ import annotations
 
@@ -7,6 +7,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _DISTRIBUTED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@contextmanager
+def needs(package: str, extra: str) -> Iterator[None]:
+    """Around the imports of a framework.
+
+    Raises:
+        ImportError: it is not installed; says how to get it.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] != package:
+            raise
+        message = f'{package} is not installed: pip install "pollux-scheduler[{extra}]"'
+        raise ImportError(message, name=error.name) from error
 
 
 @contextmanager
