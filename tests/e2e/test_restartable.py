@@ -48,9 +48,7 @@ def resized_twice(cluster: LiveCluster, name: str) -> JobDetail:
     trains_with(cluster, name, 2)
     sleeper(cluster, "second")
     trains_with(cluster, name, 1)
-    detail = cluster.client.job(name).describe()
-    cluster.client.job("second").cancel()
-    return detail
+    return cluster.client.job(name).describe()
 
 
 def test_a_shell_script_is_resized_twice_and_does_every_shard_once(cluster: LiveCluster) -> None:
@@ -91,6 +89,7 @@ def test_a_framework_is_resized_twice_and_killed_and_learns_as_well(
     assert {report.num_replicas for report in job.reports()} == {1, 2}
     psutil.Process(cluster.pids("digits")[0]).send_signal(signal.SIGKILL)
     cluster.until(lambda: job.view().num_crashes == 1, "the crash seen")
+    cluster.client.job("second").cancel()
     assert cluster.until_over("digits", 180) == "succeeded", cluster.story("digits")
     reports = job.reports()
     steps = [report.num_steps for report in reports]
