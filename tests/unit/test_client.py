@@ -467,6 +467,33 @@ def test_a_script_must_be_found_where_its_header_sends_it(here: Path) -> None:
     assert make_request(["python", str(here / "train.py")], {}).cwd == str(here / "sub")
 
 
+def test_a_script_that_imports_pollux_by_way_of_another_file_is_elastic(here: Path) -> None:
+    (here / "lib").mkdir()
+    (here / "lib" / "loop.py").write_text("from pollux import train\n")
+    (here / "train.py").write_text("from lib import loop\n")
+    said: list[str] = []
+    assert make_request(["python", "train.py"], {"max_replicas": 2}, said.append).kind == "elastic"
+    assert make_request(["python", "-m", "lib.loop"], {}, said.append).kind == "elastic"
+    assert said == []
+
+
+def test_a_python_script_that_becomes_a_fixed_job_is_told_so(here: Path) -> None:
+    (here / "train.py").write_text("import installed_elsewhere\n")
+    (here / "header.py").write_text("#POLLUX --kind fixed\n")
+    said: list[str] = []
+    assert make_request(["python", "train.py"], {}, said.append).kind == "fixed"
+    assert len(said) == 1 and "fixed job of 1 replica" in said[0] and "--kind elastic" in said[0]
+    for command, options in (
+        (["python", "train.py"], {"kind": "fixed"}),
+        (["python", "train.py"], {"replicas": 2}),
+        (["python", "train.py"], {"checkpoints": True}),
+        (["python", "header.py"], {}),
+        (["true"], {}),
+    ):
+        make_request(command, options, said.append)
+    assert len(said) == 1, said
+
+
 def test_importing_pollux_loads_no_httpx() -> None:
     code = (
         "import sys, pollux; assert 'httpx' not in sys.modules; assert 'Client' in dir(pollux);"

@@ -16,19 +16,20 @@ import posixpath
 import re
 import shlex
 import unicodedata
-import warnings
 from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
 from pollux.api.codec import Json
+from pollux.api.kind import ReadFile, detect_kind, import_roots, module_of, no_files, parse_python
 from pollux.errors import InvalidValueError
 
 if TYPE_CHECKING:
     from pollux.types import JobSpec
 
 _T = TypeVar("_T")
-Kind = Literal["elastic", "fixed", "auto"]
+Kind = Literal["elastic", "restartable", "fixed", "auto"]
+RESIZED: tuple[Kind, ...] = ("elastic", "restartable")  # kinds whose number of replicas Pollux chooses
 Options = Mapping[str, Any]  # by field of JobRequest; each value as its field wants it, or as typed
 Existing = Mapping[str, tuple[str, Sequence[str]]]  # (state, after) by job; states are values of lifecycle.JobState
 FORMAT_VERSION = 1
@@ -156,24 +157,14 @@ def parse_array(text: str) -> tuple[int, ...]:
     return tuple(indices)
 
 
-def detect_kind(script_text: str) -> Kind:
-    """``elastic`` if the script itself imports ``pollux.train``, anywhere; else, or if it is not Python, ``fixed``."""
-    tree = _parsed(script_text)
-    for node in () if tree is None else ast.walk(tree):
-        package = f"{node.module}." if isinstance(node, ast.ImportFrom) and node.level == 0 else ""
-        aliases = node.names if isinstance(node, (ast.Import, ast.ImportFrom)) else []
-        if any(f"{package}{alias.name}.".startswith("pollux.train.") for alias in aliases):
-            return "elastic"
-    return "fixed"
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRequest:
     """One submission, checked at construction. ``None`` means: not said.
 
     An ``elastic`` job uses ``pollux.train`` and is resized as it runs, from ``min_replicas`` (1) to ``max_replicas``
-    (as many as useful). A ``fixed`` one is any other command, run with exactly ``replicas`` (1), and only preempted if
-    it ``checkpoints``. ``auto`` becomes one of them by :meth:`resolved`. Without a name it is called after its script.
+    (as many as useful). A ``restartable`` one uses ``pollux.elastic``: it is resized by a checkpoint and a new start.
+    A ``fixed`` one is any other command, run with exactly ``replicas`` (1), and only preempted if it ``checkpoints``.
+    ``auto`` becomes one of them by :meth:`resolved`. Without a name it is called after its script.
     """
 
     command: tuple[str, ...]  # argv; never goes through a shell
@@ -231,7 +222,7 @@ class JobRequest:
             ("exact" in given and len(given) > 1, "give either their number, or bounds"),
             (
                 self.kind == "fixed" and bool(given.keys() & {"min", "max"}),
-                "a fixed job needs their number; if it uses pollux.train but imports it elsewhere, say kind elastic",
+                "a fixed job needs their number; if an installed package of it uses pollux.train, say kind elastic",
             ),
         ):
             if is_wrong:
@@ -242,11 +233,20 @@ class JobRequest:
         """After crashes. If nothing is said, what has no checkpoint to go on from is not begun again."""
         if self.max_restarts is not None:
             return self.max_restarts
-        return DEFAULT_RESTARTS if self.kind == "elastic" or self.checkpoints else 0
+        return DEFAULT_RESTARTS if self.kind in RESIZED or self.checkpoints else 0
 
-    def resolved(self, script_text: str | None) -> JobRequest:
-        """With ``auto`` decided by the script's text; without one (any other command) it is fixed."""
-        return replace(self, kind=detect_kind(script_text or "")) if self.kind == "auto" else self
+    def resolved(self, script_text: str | None, read: ReadFile = no_files) -> JobRequest:
+        """With ``auto`` decided by the script's text and the files that it imports; any other command is fixed."""
+        if self.kind != "auto":
+            return self
+        roots = import_roots(find_script(self.command), self.cwd or "/", self.env.get("PYTHONPATH", ""))
+        module = None if script_text is not None else module_of(self.command)
+        return replace(self, kind=detect_kind(script_text, module, roots=roots, read=read))
+
+    @property
+    def runs_python(self) -> bool:
+        """Whether the command is seen to run a Python script or module."""
+        return module_of(self.command) is not None or (find_script(self.command) or "").endswith(".py")
 
     def expand(self) -> list[JobRequest]:
         """The jobs of an array: ``name-0``, ... with POLLUX_ARRAY_INDEX in their environment. Itself, if it is none."""
@@ -266,7 +266,7 @@ class JobRequest:
             min_replicas=exact or self.min_replicas or 1,
             max_replicas=exact or self.max_replicas or UNBOUNDED_REPLICAS,
             requested_replicas=exact,
-            is_preemptible=self.is_preemptible and (self.kind == "elastic" or self.checkpoints),
+            is_preemptible=self.is_preemptible and (self.kind in RESIZED or self.checkpoints),
             weight=self.weight,
             accelerators=frozenset(self.accelerators) or None,
         )
@@ -322,7 +322,7 @@ class Option:
 OPTIONS = (
     Option("name", "name", "text", "NAME", "Name of the job; that of the script by default, numbered if taken."),
     Option("application", "application", "text", "NAME", "Jobs of one application share what was learnt of its speed."),
-    Option("kind", "kind", "text", "|".join(get_args(Kind)), "Elastic (pollux.train) or fixed; seen from the script."),
+    Option("kind", "kind", "text", "|".join(get_args(Kind)), "By pollux.train, by pollux.elastic, or fixed; as seen."),
     Option("replicas", "replicas", "int", "N", "Run with exactly this many replicas."),
     Option("min-replicas", "min_replicas", "int", "N", "Never run with fewer; 1 by default."),
     Option("max-replicas", "max_replicas", "int", "N", "Never run with more; as many as useful by default."),
@@ -365,20 +365,11 @@ def parse_headers(script_text: str) -> dict[str, Any]:
 
 def _docstring_lines(script_text: str) -> range:
     """Of a Python script that begins with one; none otherwise."""
-    tree = _parsed(script_text)
+    tree = parse_python(script_text)
     first = tree.body[0] if tree is not None and tree.body else None
     if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and isinstance(first.value.value, str):
         return range(first.lineno, (first.end_lineno or first.lineno) + 1)
     return range(0)
-
-
-def _parsed(script_text: str) -> ast.Module | None:
-    """None: it is not Python."""
-    try:
-        with warnings.catch_warnings(action="ignore"):  # of the user's code ("\\d" in a string), not for us to show
-            return ast.parse(script_text)
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
 
 
 def _read_words(found: dict[str, Any], words: Sequence[str]) -> None:

@@ -57,6 +57,10 @@ PANELS: dict[str, dict[str, Listed]] = {
         "run": Listed(
             "run", "Run a job here and now: a cluster of its own, its logs as they come, and its exit code at the end."
         ),
+        "check": Listed(
+            "check",
+            "Read training scripts and say what will go wrong when they are resized, with line numbers and what to do.",
+        ),
         "ls": Listed("listing", "List jobs: those that have not ended, and those that ended within the last hour."),
         "describe": Listed(
             "describe",

@@ -16,6 +16,7 @@ from rich.text import Text
 
 from pollux.api.codec import encoded
 from pollux.api.job import FINAL_STATES, FittedModel, JobDetail, JobResize, Replica, Shares
+from pollux.api.request import RESIZED
 from pollux.api.round import Decision, DecisionWithOptions
 from pollux.cli.connect import (
     DataOption,
@@ -250,7 +251,7 @@ def description(job: JobDetail, now: float) -> Group:
         section("Failure", Text("\n".join(map(plain, cut + lines[-MAX_FAILURE_LINES:]))))
     if job.reported_at is not None:
         section("Training", _fact_table(training(job)))
-    if job.kind == "elastic" and (job.models or job.state not in FINAL_STATES):
+    if job.kind in RESIZED and (job.models or job.state not in FINAL_STATES):
         section("Performance model", Text("\n".join(model_lines(job.models))))
     section("Last decision", *decision_lines(job))
     if job.decisions:

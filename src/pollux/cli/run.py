@@ -126,7 +126,7 @@ def run(
     require_server_libraries()
     from pollux.server.config import ServiceConfig
 
-    request = make_request(command, options)  # refused before anything is begun
+    request = make_request(command, options, say)  # refused before anything is begun
     show_log(logging.INFO if is_verbose else logging.ERROR)
     with signals_as_exceptions(), data_directory(data) as directory:
         config = ServiceConfig(data_directory=directory, port=0, slots=slots, nodes=nodes)

@@ -25,7 +25,7 @@ def submit(
 
     Options may also stand in the script, in lines as #POLLUX --max-replicas 4 before its first statement.
     """
-    request = make_request(command, options)  # what is wrong with it needs no server to be seen
+    request = make_request(command, options, say)  # what is wrong with it needs no server to be seen
     with connect(data, server) as client:
         jobs = client.submit_all(request)
         for job in jobs:

@@ -5,10 +5,11 @@ Reads the script, the environment and the current directory; sends nothing.
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,17 @@ from pollux.errors import InvalidValueError
 
 _FORWARDED = ("PATH", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH")  # how a shell finds its python
 _MAX_SCRIPT_BYTES = 10_000_000
+_MAX_MODULE_BYTES = 1_000_000
+
+logger = logging.getLogger(__name__)
 
 
-def make_request(command: Sequence[str], options: Mapping[str, Any]) -> JobRequest:
+def make_request(
+    command: Sequence[str], options: Mapping[str, Any], say: Callable[[str], None] = logger.info
+) -> JobRequest:
     """What is to be sent for a command typed here: with its script's ``#POLLUX`` lines, directory and environment.
+
+    ``say`` is told what the user may not expect: a script that is not seen to use Pollux runs with one replica.
 
     Raises:
         InvalidValueError: the script or the directory is not there, or an option cannot be.
@@ -48,7 +56,21 @@ def make_request(command: Sequence[str], options: Mapping[str, Any]) -> JobReque
     forwarded = {name: environment[name] for name in _FORWARDED if _is_sendable(environment.get(name))}
     request = replace(request, env={**forwarded, **request.env})
     _check_program(request.command[0], cwd, request.env.get("PATH"))
-    return request.resolved(text)
+    resolved = request.resolved(text, _module_text)
+    if request.kind == "auto" and resolved.kind == "fixed" and resolved.runs_python:
+        _say_that_it_is_fixed(resolved, say)
+    return resolved
+
+
+def _say_that_it_is_fixed(request: JobRequest, say: Callable[[str], None]) -> None:
+    """Where neither its replicas nor its checkpoints show that the user knows it."""
+    if request.replicas is None and not request.checkpoints:
+        script = find_script(request.command) or " ".join(request.command)
+        say(
+            f"{script} is a fixed job of 1 replica: neither it nor the files it imports from here import pollux.train "
+            "or pollux.elastic. If it uses one of them nevertheless, say --kind elastic or --kind restartable; if it "
+            "is meant to be fixed, --kind fixed"
+        )
 
 
 def _check_program(program: str, cwd: str, path: str | None) -> None:
@@ -75,6 +97,17 @@ def _script_text(command: Sequence[str], cwd: str) -> str | None:
             return file.read(_MAX_SCRIPT_BYTES).decode("utf-8", "replace")
     except OSError as error:
         raise InvalidValueError(f"script {script!r} cannot be read: {error.strerror or error}") from error
+
+
+def _module_text(path: str) -> str | None:
+    """Of a file that a script may import; one that cannot be read counts as missing."""
+    try:
+        if not os.path.isfile(path):
+            return None
+        with open(path, "rb") as file:
+            return file.read(_MAX_MODULE_BYTES).decode("utf-8", "replace")
+    except (OSError, ValueError):
+        return None
 
 
 def with_own_python(environ: Mapping[str, str]) -> dict[str, str]:

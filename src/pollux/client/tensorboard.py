@@ -60,7 +60,7 @@ def export(job: Job, directory: str | Path) -> Exported:
     if not reports:
         raise InvalidValueError(
             f"job {job.name!r} is {view.state} and has not reported anything, so there is nothing to export; "
-            "jobs of kind elastic report while they train"
+            "jobs of kind elastic and restartable report while they train"
         )
     num_points: dict[str, int] = {}
     records = []

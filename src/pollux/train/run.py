@@ -70,6 +70,13 @@ def init(
     if reporter is None:
         reporter = HttpReporter.from_environment(environment)
     membership = membership or membership_from_environment(environment)
+    if environment.get("POLLUX_JOB_ID") and not membership.is_elastic and membership.rank == 0:
+        logger.warning(
+            "%s is a fixed job of %d replicas, which Pollux does not resize: pollux.train was not seen in the script "
+            "or the files beside it. Submit it with --kind elastic, or write #POLLUX --kind elastic at its top",
+            environment["POLLUX_JOB_ID"],
+            membership.world_size,
+        )
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", membership.local_rank % torch.cuda.device_count())

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pollux.api import request as jobs
+from pollux.api.kind import detect_kind
 from pollux.api.request import (
     MAX_NAME_LENGTH,
     OPTIONS,
@@ -19,7 +20,6 @@ from pollux.api.request import (
     blocked_reason,
     check_dependencies,
     default_name,
-    detect_kind,
     find_cycle,
     find_script,
     options_to_request,
@@ -86,7 +86,7 @@ def refused(match: str, **fields: object) -> None:
         ({"name": "x" * 64}, "1 to 63"),
         ({"name": None}, "text"),
         ({"application": "a b"}, "application 'a b'"),
-        ({"kind": "rigid"}, "elastic, fixed, auto"),
+        ({"kind": "rigid"}, "elastic, restartable, fixed, auto"),
         ({"min_replicas": 4, "max_replicas": 2}, "min is above max"),
         ({"min_replicas": 0}, r"min-replicas 0; a whole number from 1"),
         ({"max_replicas": True}, "whole number"),
@@ -191,10 +191,17 @@ def test_a_fixed_job_runs_with_its_number_and_is_preempted_only_if_it_checkpoint
     assert (spec.min_replicas, spec.max_replicas, spec.is_preemptible) == (4, 4, True)
 
 
+def test_a_restartable_job_has_bounds_and_is_preempted_like_an_elastic_one():
+    spec = JobRequest(command=COMMAND, kind="restartable", max_replicas=4).to_spec("a", 0.0)
+    assert (spec.min_replicas, spec.max_replicas, spec.is_preemptible) == (1, 4, True)
+    assert spec.requested_replicas is None
+
+
 @pytest.mark.parametrize(
     ("options", "number"),
     [
         ({"kind": "elastic"}, 3),
+        ({"kind": "restartable"}, 3),
         ({"kind": "fixed"}, 0),
         ({"kind": "fixed", "checkpoints": True}, 3),
         ({"kind": "fixed", "max_restarts": 2}, 2),

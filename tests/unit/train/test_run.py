@@ -163,6 +163,16 @@ def test_the_folder_may_come_from_the_environment(tmp_path, monkeypatch):
     assert (last["num_steps"], last["total_batch"], last["progress"]) == (script.run.num_steps, 8, 1.0)
 
 
+def test_a_fixed_job_of_a_cluster_is_told_that_it_will_not_be_resized(monkeypatch, caplog):
+    with train.init():
+        assert not caplog.records  # not in a cluster
+    monkeypatch.setenv("POLLUX_JOB_ID", "mnist")
+    with train.init():
+        (record,) = caplog.records
+    assert record.levelname == "WARNING"
+    assert "mnist" in record.getMessage() and "--kind elastic" in record.getMessage()
+
+
 class Box:
     """Something stateful of a user's."""
 

@@ -216,6 +216,7 @@ class FixedJob:
         self._num_starts += 1
         common = {
             "WORLD_SIZE": str(len(nodes)),
+            "POLLUX_NUM_NODES": str(len(known)),
             "MASTER_ADDR": address,
             "MASTER_PORT": str(port),
             "TORCHELASTIC_RUN_ID": self._name,

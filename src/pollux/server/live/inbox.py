@@ -7,6 +7,7 @@ HTTP threads put reports in; the scheduler thread takes them out.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Sequence
 
@@ -14,6 +15,7 @@ from pollux.api.report import Report
 from pollux.engines.live import LiveEngine
 from pollux.scheduler.ports import Command, Event, JobReport, StartJob, TuneJob
 from pollux.server.live.job_table import JobTable
+from pollux.server.live.restarts import Restarts
 from pollux.types import Node
 
 MAX_WAITING = 100_000  # reports; the oldest go if the database is away for long
@@ -25,7 +27,15 @@ class Inbox:
         self._unseen: deque[Report] = deque(maxlen=MAX_WAITING)
         self._unsaved: deque[tuple[float, Report]] = deque(maxlen=MAX_WAITING)
         self._turn = threading.Lock()
+        self._restarts = Restarts(self._is_restartable, self._replicas_of, time.monotonic)
         self.applies_at_once = engine.applies_at_once
+
+    def _is_restartable(self, job: str) -> bool:
+        request = self._jobs.request_of(job)
+        return request is not None and request.kind == "restartable"
+
+    def _replicas_of(self, job: str) -> set[str]:
+        return {replica.replica_id for replica in self._engine.replicas(job)}
 
     def put(self, at: float, report: Report) -> bool:
         """Whether the scheduler thread should be woken: it is the first report since it looked."""
@@ -58,6 +68,7 @@ class Inbox:
         for command in commands:
             if isinstance(command, StartJob | TuneJob) and command.params:
                 self._jobs.advise(command.job, dict(command.params))
+        self._restarts.note(commands)
         self._engine.apply(commands)
 
     def poll(self) -> Sequence[Event]:
@@ -67,7 +78,8 @@ class Inbox:
         types = {node.accelerator for node in self._engine.nodes()}
         # The cluster's own name for the type is the one to plan with; torch may know the device by another.
         known = types.pop() if len(types) == 1 else None
-        return [*self._engine.poll(), *(_to_event(report, known) for report in reports)]
+        told = self._restarts.pass_on(self._engine.poll(), reports)
+        return [*told, *(_to_event(report, known) for report in reports)]
 
 
 def _to_event(report: Report, accelerator: str | None) -> JobReport:

@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pollux.api.kind import no_files
 from pollux.api.report import Report
 from pollux.api.request import Blocked, JobRequest, blocked_reason, check_dependencies, find_script, unique_name
 from pollux.api.round import Decision
@@ -28,6 +29,7 @@ from pollux.server.storage.store import SqlStore
 from pollux.types import JobDecision, ThroughputParams
 
 MAX_SCRIPT_BYTES = 10_000_000
+MAX_MODULE_BYTES = 1_000_000  # of a file that a script imports
 NUM_ENDED = 4096  # jobs that are over of which the last report and decision stay in memory
 NUM_CHANGES = 10  # decisions that are remembered of each job
 
@@ -279,19 +281,31 @@ def _hash(token: str) -> str:
 
 
 def _resolved(request: JobRequest) -> JobRequest:
-    """With its kind seen from its script, where that can be read from here."""
+    """With its kind seen from its script and the files that it imports, where those can be read from here."""
     script = find_script(request.command)
     text = None
     if script is not None and (request.cwd is not None or script.startswith("/")):
         path = Path(request.cwd or "/") / script
         try:
-            # Without waiting: a named pipe would hold this thread for ever.
-            descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            with os.fdopen(descriptor, "rb") as file:
-                is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
-                text = file.read(MAX_SCRIPT_BYTES).decode("utf-8", "replace") if is_file else None
+            text = _read_file(str(path), MAX_SCRIPT_BYTES)
         except OSError as error:
             raise InvalidValueError(f"the script {path} cannot be read: {error.strerror}") from None
         if text is None:
             raise InvalidValueError(f"the script {path} cannot be read: it is no file")
-    return request.resolved(text)
+    return request.resolved(text, no_files if request.cwd is None else _module_text)
+
+
+def _module_text(path: str) -> str | None:
+    """Of a file that a script may import; one that cannot be read counts as missing."""
+    try:
+        return _read_file(path, MAX_MODULE_BYTES)
+    except (OSError, ValueError):
+        return None
+
+
+def _read_file(path: str, max_bytes: int) -> str | None:
+    """None: it is no regular file. Without waiting: a named pipe would hold this thread for ever."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    with os.fdopen(descriptor, "rb") as file:
+        is_file = stat.S_ISREG(os.fstat(descriptor).st_mode)
+        return file.read(max_bytes).decode("utf-8", "replace") if is_file else None

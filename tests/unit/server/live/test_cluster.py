@@ -311,6 +311,13 @@ def test_the_kind_is_seen_from_the_script(world, tmp_path):
     assert world.cluster.queries.summary_of(name).kind == "elastic"
 
 
+def test_the_kind_is_seen_from_a_file_that_the_script_imports(world, tmp_path):
+    (tmp_path / "train.py").write_text("import loop\n")
+    (tmp_path / "loop.py").write_text("from pollux import train\n")
+    name = world.submit("python", "train.py", cwd=str(tmp_path))
+    assert world.cluster.queries.summary_of(name).kind == "elastic"
+
+
 def test_each_job_has_a_token_of_its_own(world):
     one, other = world.submit(), world.submit()
     tokens = [world.cluster._jobs.launch_of(name).env["POLLUX_TOKEN"] for name in (one, other)]

@@ -1,0 +1,118 @@
+"""Sends reports to the server from a thread: training never waits for the network. Job and the command line call it.
+
+A report is JSON with the fields of :class:`pollux.api.report.Report`.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import logging
+import threading
+import urllib.parse
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from pollux.errors import InvalidValueError
+
+Fields = Mapping[str, Any]
+TIMEOUT_S = 10.0  # of one request
+FIRST_EVERY_S = 0.2  # between two looks for a report, until the server says otherwise
+LAST_WORD_S = 3.0  # for what is left when the job leaves
+LONGEST_PAUSE_S = 15.0  # when the server is away
+FENCED = 409  # this replica was replaced
+
+logger = logging.getLogger(__name__)
+
+
+class Address:
+    """The server, and the job that reports, from the environment of a replica."""
+
+    def __init__(self, url: str, token: str, job: str) -> None:
+        parts = urllib.parse.urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise InvalidValueError(f"POLLUX_URL is {url!r}; an address as in http://127.0.0.1:7077 is needed")
+        self._is_secure, self._host, self._port = parts.scheme == "https", parts.hostname, parts.port
+        self._path = f"{parts.path.rstrip('/')}/api/v1/jobs/{urllib.parse.quote(job, safe='')}/reports"
+        self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
+
+    @classmethod
+    def from_environment(cls, env: Mapping[str, str]) -> Address | None:
+        url, token, job = (env.get(name, "") for name in ("POLLUX_URL", "POLLUX_TOKEN", "POLLUX_JOB_ID"))
+        return cls(url, token, job) if url and token and job else None
+
+    def post(self, report: Fields, timeout_s: float = TIMEOUT_S) -> tuple[int, Fields]:
+        """Status and answer.
+
+        Raises:
+            OSError, http.client.HTTPException: there is no answer.
+        """
+        kind = http.client.HTTPSConnection if self._is_secure else http.client.HTTPConnection
+        connection = kind(self._host, self._port, timeout=timeout_s)
+        try:
+            connection.request("POST", self._path, json.dumps(report, allow_nan=False), self._headers)
+            response = connection.getresponse()
+            text = response.read()
+        finally:
+            connection.close()
+        try:
+            answer = json.loads(text)
+        except ValueError:
+            answer = {"error": text[:500].decode(errors="replace")}
+        return response.status, answer if isinstance(answer, dict) else {}
+
+
+class Sender:
+    """Sends the newest report, at the pace that the server asks for. ``on_answer`` is called in its thread."""
+
+    def __init__(
+        self, address: Address, make: Callable[[], Fields | None], on_answer: Callable[[Fields], None]
+    ) -> None:
+        self._address, self._make, self._on_answer = address, make, on_answer
+        self._wake = threading.Event()
+        self._is_closed = False
+        self._every_s, self._pause_s, self._refused = FIRST_EVERY_S, 0.0, 0
+        self._thread = threading.Thread(target=self._work, name="pollux-reports", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Send what is left, for a moment at most."""
+        self._is_closed = True
+        self._wake.set()
+        self._thread.join(LAST_WORD_S)
+
+    def _work(self) -> None:
+        is_last = False
+        while not is_last:
+            self._wake.wait(max(self._every_s, self._pause_s))
+            is_last = self._is_closed
+            try:
+                report = self._make()
+                if report is not None and not self._send(report):
+                    return
+            except Exception:  # a bug must not end the thread silently
+                logger.exception("a report was dropped")
+
+    def _send(self, report: Fields) -> bool:
+        """False: the server knows this replica no longer."""
+        try:
+            status, answer = self._address.post(report, LAST_WORD_S if self._is_closed else TIMEOUT_S)
+            if status >= 500 or status == 429:
+                raise http.client.HTTPException(f"it answered {status}")
+        except (OSError, http.client.HTTPException) as error:
+            if not self._pause_s:
+                logger.info("the server does not take reports (%s); trying again, training goes on", error)
+            self._pause_s = min(max(2 * self._pause_s, 0.5), LONGEST_PAUSE_S)
+            return True
+        self._pause_s = 0.0
+        if status == FENCED:
+            return False
+        if status >= 400:
+            if status != self._refused:
+                logger.warning("the server refuses a report: %d %s", status, str(answer.get("error"))[:500])
+            self._refused = status
+            return True
+        self._refused = 0
+        self._every_s = min(max(float(answer.get("report_every_s", 1.0)), 0.05), 300.0)
+        self._on_answer(answer)
+        return True

@@ -1,0 +1,1 @@
+"""Training frameworks on top of ``pollux.train``. Each module imports its framework; this one imports none."""

@@ -1,0 +1,181 @@
+"""Accelerate's ``Accelerator``, elastic and adaptive. Scripts import ``Accelerator`` from here. Needs accelerate.
+
+``prepare`` takes what people give it. To Accelerate every replica is alone: evaluation data is not divided, and
+gathering for metrics returns what it was given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+
+from pollux import train
+from pollux.errors import InvalidValueError
+from pollux.integrations.one_process import needs, one_process
+
+with needs("accelerate", "hf"):
+    import accelerate
+
+__all__ = ["Accelerator"]
+
+_REFUSED = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "parallelism_config")
+
+
+class Accelerator(accelerate.Accelerator):
+    """``accelerate.Accelerator`` for a job that is resized while it trains.
+
+    ``max_batch_size`` and ``device_batch_size`` are those of ``run.dataloader``; the batch size of the loader that is
+    prepared is M0, the total batch for which the learning rate was tuned. Write ``accelerator.epochs(n)`` in place of
+    ``range(n)``.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_batch_size: int | None = None,
+        device_batch_size: int | tuple[int, int] | None = None,
+        scaling: str = "auto",
+        checkpoint_dir: str | Path | None = None,
+        **options: Any,
+    ) -> None:
+        for name in _REFUSED:
+            if options.get(name) is not None:
+                raise InvalidValueError(
+                    f"{name} cannot be elastic: only data parallelism can; leave it out, or submit the job as fixed"
+                )
+        if options.get("gradient_accumulation_steps", 1) != 1:
+            raise InvalidValueError(
+                f"gradient_accumulation_steps={options['gradient_accumulation_steps']}: Pollux accumulates by itself; "
+                "give the whole batch to the loader, and device_batch_size"
+            )
+        if options.get("mixed_precision") == "fp16":
+            raise InvalidValueError("mixed_precision='fp16' needs loss scaling; use 'bf16'")
+        self.run = train.init(checkpoint_dir=checkpoint_dir, device="cpu" if options.get("cpu") else None)
+        self._batch = {"max_batch_size": max_batch_size, "device_batch_size": device_batch_size}
+        self._scaling = scaling
+        with one_process():
+            super().__init__(**options)
+
+    # --- what is prepared ---------------------------------------------------------------------------------------
+
+    def prepare(self, *objects: Any, **_: Any) -> Any:
+        """The objects in their order. The first loader is that of training; others come as they are.
+
+        Raises:
+            InvalidValueError: the model is without its optimizer or loader.
+        """
+        models = [one for one in objects if isinstance(one, nn.Module)]
+        optimizers = [one for one in objects if isinstance(one, torch.optim.Optimizer)]
+        schedulers = [one for one in objects if isinstance(one, torch.optim.lr_scheduler.LRScheduler)]
+        loaders = [one for one in objects if isinstance(one, DataLoader)]
+        if (models or optimizers) and (not models or len(models) != len(optimizers) or not loaders):
+            raise InvalidValueError(
+                f"prepare was given {len(models)} models, {len(optimizers)} optimizers and {len(loaders)} loaders: "
+                "give each model with its optimizer, and the training loader, in one call"
+            )
+        made: dict[int, Any] = {}
+        if models:
+            for model in models:
+                model.to(self.device)
+            made[id(loaders[0])] = self._loader(loaders[0])
+            many = len(models) > 1
+            given: Any = tuple(models) if many else models[0]
+            steppers: Any = tuple(optimizers) if many else optimizers[0]
+            rates: Any = None if not schedulers else tuple(schedulers) if many else schedulers[0]
+            prepared, _ = self.run.prepare(given, steppers, rates, scaling=self._scaling)
+            made.update(zip(map(id, models), prepared if many else (prepared,), strict=True))
+        result = tuple(made.get(id(one), one) for one in objects)
+        return result if len(result) != 1 else result[0]
+
+    def _loader(self, loader: DataLoader[Any]) -> Any:
+        plain = isinstance(loader.batch_sampler, BatchSampler) and loader.batch_size is not None
+        if not plain:
+            raise InvalidValueError("the training loader has a batch_sampler of its own; give it batch_size instead")
+        is_random = isinstance(loader.sampler, RandomSampler)
+        is_known = is_random or isinstance(loader.sampler, SequentialSampler)
+        return self.run.dataloader(
+            loader.dataset,
+            loader.batch_size or 1,
+            **self._batch,  # type: ignore[arg-type]
+            shuffle=is_random,
+            sampler=None if is_known else loader.sampler,
+            collate_fn=self._on_device(loader.collate_fn),
+            num_workers=loader.num_workers,
+            drop_last=loader.drop_last,
+        )
+
+    def _on_device(self, collate: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+        """Batches arrive on the device, as people are used to; from workers they come as they are."""
+        if self.device.type == "cpu":
+            return collate
+        return lambda rows: accelerate.utils.send_to_device(collate(rows), self.device)
+
+    def epochs(self, num_epochs: int, *, by: str = "progress") -> Iterator[int]:
+        """``run.epochs``: goes on where an interrupted run stopped."""
+        return self.run.epochs(num_epochs, by=by)
+
+    # --- the loop -----------------------------------------------------------------------------------------------
+
+    def backward(self, loss: torch.Tensor, **options: Any) -> None:
+        loss.backward(**options)  # type: ignore[no-untyped-call]
+
+    @property
+    def sync_gradients(self) -> bool:
+        """Whether this pass is the last of its step: where to clip."""
+        return self.run.is_last_pass
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """In the last pass of a step; nothing in the others."""
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type) if self.sync_gradients else None
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        return input_data
+
+    def gather(self, tensor: Any) -> Any:
+        return tensor
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Over all replicas; a tensor of one number."""
+        total = self.run.sum(float(tensor)) if reduction == "sum" else self.run.mean(float(tensor))
+        return torch.tensor(total * scale, device=self.device)
+
+    def unwrap_model(self, model: Any, *_: Any, **__: Any) -> Any:
+        return getattr(model, "module", model)
+
+    # --- who this replica is ------------------------------------------------------------------------------------
+
+    @property
+    def is_main_process(self) -> bool:
+        return bool(self.run.is_main)
+
+    @property
+    def is_local_main_process(self) -> bool:
+        return bool(self.run.is_main)
+
+    @property
+    def process_index(self) -> int:
+        return int(self.run.rank)
+
+    @property
+    def num_processes(self) -> int:
+        return self.run.world_size
+
+    def print(self, *values: Any, **options: Any) -> None:
+        self.run.print(*values, **options)
+
+    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+        self.run.save(obj, f)
+
+    def save_state(self, *_: Any, **__: Any) -> str:
+        raise InvalidValueError(
+            "save_state: Pollux saves and resumes by itself; give checkpoint_dir, or run in a cluster"
+        )
+
+    def end_training(self) -> None:
+        super().end_training()
+        self.run.close()

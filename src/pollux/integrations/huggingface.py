@@ -1,0 +1,240 @@
+"""Hugging Face's ``Trainer``, elastic and adaptive. Scripts import ``Trainer`` and ``TrainingArguments`` from here.
+
+The loop is that of :mod:`pollux.train`; losses, evaluation, saving, logging, callbacks and schedules are the trainer's
+own. To it every replica is alone: it evaluates all of the data itself, and the replica of rank 0 writes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from typing import Any
+
+import torch
+
+from pollux import train
+from pollux.errors import InvalidValueError
+from pollux.integrations.huggingface_arguments import (
+    ElasticArguments,
+    TrainingArguments,
+    check_arguments,
+    check_optimizer,
+)
+from pollux.integrations.one_process import needs, one_process
+
+with needs("transformers", "hf"):
+    import transformers
+    from transformers.trainer_callback import TrainerState
+    from transformers.trainer_utils import TrainOutput
+
+__all__ = ["ElasticArguments", "ElasticTrainer", "Seq2SeqTrainer", "Trainer", "TrainingArguments"]
+
+_KEPT = ("epoch", "global_step", "log_history", "best_metric", "best_global_step", "best_model_checkpoint")
+
+
+class _TrainerProgress:
+    """What the trainer remembers, in Pollux's checkpoints and for replicas that join."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        state: TrainerState = self._trainer.state
+        kept = {name: getattr(state, name) for name in (*_KEPT, "total_flos", "num_input_tokens_seen")}
+        return {"state": json.dumps(kept), "last_logged": self._trainer._globalstep_last_logged}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        for name, value in json.loads(saved["state"]).items():
+            setattr(self._trainer.state, name, value)
+        self._trainer._globalstep_last_logged = saved["last_logged"]
+
+
+class ElasticTrainer:
+    """A mix-in for ``transformers.Trainer`` and its subclasses (TRL's, too), to be named before them."""
+
+    def __init__(self, model: Any = None, args: Any = None, *more: Any, **options: Any) -> None:
+        """``args`` are :class:`TrainingArguments` of this module, or another class with :class:`ElasticArguments`."""
+        check_arguments(args)
+        self.run = train.init()
+        args.follow(lambda: int(self.run.rank))
+        with one_process():
+            super().__init__(model, args, *more, **options)  # type: ignore[call-arg]
+        self._loss_sum, self._num_losses = 0.0, 0
+
+    # --- data, model, optimizer ---------------------------------------------------------------------------------
+
+    def get_train_dataloader(self) -> Any:
+        trainer: Any = self
+        args, dataset = trainer.args, trainer.train_dataset
+        if dataset is None:
+            raise InvalidValueError("Trainer was given no train_dataset; training needs one")
+        if hasattr(dataset, "column_names") and hasattr(dataset, "remove_columns"):
+            dataset, collate = trainer._remove_unused_columns(dataset, "training"), trainer.data_collator
+        else:
+            collate = trainer._get_collator_with_removed_columns(trainer.data_collator, "training")
+        return self.run.dataloader(
+            dataset,
+            batch_size=args.per_device_train_batch_size,
+            max_batch_size=args.max_batch_size,
+            device_batch_size=None if args.device_batch_size is None else (1, args.device_batch_size),
+            shuffle=not isinstance(dataset, torch.utils.data.IterableDataset),
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            collate_fn=collate,
+            num_workers=args.dataloader_num_workers,
+            pin_memory=args.dataloader_pin_memory and self.run.device.type == "cuda",
+            drop_last=args.dataloader_drop_last,
+        )
+
+    def _prepare(self, max_steps: int, loader: Any) -> Any:
+        trainer: Any = self
+        trainer.create_optimizer()
+        check_optimizer(trainer.optimizer)
+        trainer.create_scheduler(num_training_steps=max_steps)
+        unused = trainer.args.ddp_find_unused_parameters
+        model, trainer.optimizer = self.run.prepare(
+            trainer.model,
+            trainer.optimizer,
+            trainer.lr_scheduler,
+            scaling=trainer.args.scaling,
+            **({} if unused is None else {"find_unused_parameters": unused}),
+        )
+        trainer.model_wrapped = model
+        for name in ("model", "optimizer", "lr_scheduler"):
+            setattr(trainer.callback_handler, name, getattr(trainer, name))
+        trainer.callback_handler.train_dataloader = loader
+        return model
+
+    # --- the loop -----------------------------------------------------------------------------------------------
+
+    def _inner_training_loop(
+        self,
+        batch_size: int | None = None,
+        args: Any = None,
+        resume_from_checkpoint: str | None = None,
+        trial: Any = None,
+        ignore_keys_for_eval: list[str] | None = None,
+    ) -> TrainOutput:
+        if resume_from_checkpoint is not None or trial is not None:
+            what = "a trial" if trial is not None else f"resume_from_checkpoint={resume_from_checkpoint!r}"
+            raise InvalidValueError(
+                f"{what} cannot be used with an elastic trainer: it resumes by itself, from POLLUX_CHECKPOINT_DIR"
+            )
+        trainer: Any = self
+        run, loader = self.run, self.get_train_dataloader()
+        num_epochs = int(-(-args.num_train_epochs // 1))
+        max_steps = args.max_steps if args.max_steps > 0 else int(len(loader) * args.num_train_epochs)
+        num_epochs = max(num_epochs, -(-max_steps // len(loader)))
+        trainer._init_training_state(max_steps, len(loader), num_epochs, None, None)
+        model = self._prepare(max_steps, loader)
+        trainer._tr_loss = torch.tensor(0.0, device=args.device)
+        trainer._total_loss_scalar, trainer._globalstep_last_logged = 0.0, 0
+        trainer._initial_global_step = trainer._initial_num_input_tokens_seen = 0
+        trainer.current_gradient_accumulation_steps = 1
+        run.track("trainer", _TrainerProgress(self))
+        began_at, has_begun = time.time(), False
+        for epoch in run.epochs(num_epochs):
+            if not has_begun:  # the state of an interrupted run is there now
+                has_begun, trainer._initial_global_step = True, trainer.state.global_step
+                self._follow_rank()
+                trainer.control = trainer.callback_handler.on_train_begin(args, trainer.state, trainer.control)
+                if args.eval_on_start:
+                    trainer._evaluate(None, ignore_keys_for_eval, skip_scheduler=True)
+            trainer.control = trainer.callback_handler.on_epoch_begin(args, trainer.state, trainer.control)
+            for inputs in loader:
+                with run.attempt():
+                    self._train_pass(model, inputs, epoch, ignore_keys_for_eval, began_at)
+                if trainer.control.should_epoch_stop or trainer.control.should_training_stop:
+                    break
+            trainer.control = trainer.callback_handler.on_epoch_end(args, trainer.state, trainer.control)
+            self._look_after(model, None, epoch, ignore_keys_for_eval, began_at)
+            if trainer.control.should_training_stop and epoch + 1 < num_epochs:
+                break
+        self._gather_loss()
+        output: TrainOutput = trainer._finalize_training(None, len(loader.dataset) * num_epochs, began_at)
+        return output
+
+    def _train_pass(self, model: Any, inputs: Any, epoch: int, ignore: list[str] | None, began_at: float) -> None:
+        trainer: Any = self
+        run = self.run
+        args, state = trainer.args, trainer.state
+        is_last = run.is_last_pass
+        with trainer.accelerator.autocast():
+            loss = trainer.training_step(model, inputs)
+        self._loss_sum, self._num_losses = self._loss_sum + float(loss), self._num_losses + 1
+        trainer.current_flos += float(trainer.floating_point_ops(inputs))
+        norm = trainer._clip_grad_norm(model) if is_last and args.max_grad_norm > 0 else None
+        if is_last:
+            trainer.control = trainer.callback_handler.on_pre_optimizer_step(args, state, trainer.control)
+        trainer.optimizer.step()
+        rate = trainer._get_learning_rate()
+        trainer.lr_scheduler.step()
+        trainer.optimizer.zero_grad()
+        if not is_last:
+            trainer.control = trainer.callback_handler.on_substep_end(args, state, trainer.control)
+            return
+        self._follow_rank()
+        state.global_step = run.num_steps + 1
+        state.epoch = min(max((run.progress.step_number + 1) / run.steps_per_epoch, epoch), epoch + 1.0)
+        trainer.control = trainer.callback_handler.on_step_end(args, state, trainer.control)
+        self._look_after(model, norm, epoch, ignore, began_at, rate)
+
+    def _look_after(
+        self,
+        model: Any,
+        norm: Any,
+        epoch: int,
+        ignore: list[str] | None,
+        began_at: float,
+        rate: float | None = None,
+    ) -> None:
+        """Log, evaluate and save where it is due, as the trainer does; the loss is that of all replicas."""
+        trainer: Any = self
+        if trainer.control.should_log:
+            self._gather_loss()
+        trainer._maybe_log_save_evaluate(
+            trainer._tr_loss, norm, model, None, epoch, ignore, began_at, learning_rate=rate
+        )
+
+    def _gather_loss(self) -> None:
+        """Give the trainer the mean loss of all replicas since it logged last, as its sum over steps."""
+        trainer: Any = self
+        num_steps = trainer.state.global_step - trainer._globalstep_last_logged
+        if num_steps > 0:
+            total, count = self.run.sum(self._loss_sum, float(self._num_losses))
+            self._loss_sum, self._num_losses = 0.0, 0
+            trainer._tr_loss.fill_(total / max(count, 1.0) * num_steps)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """By one replica; the others wait, as they may load it at the end."""
+        trainer: Any = self
+        if self.run.is_main:
+            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+        self.run.sum(0.0)
+        if trainer.state.best_global_step:
+            best = os.path.join(trainer.args.output_dir, f"checkpoint-{trainer.state.best_global_step}")
+            trainer.state.best_model_checkpoint = best if os.path.exists(best) else None
+
+    def log(self, logs: dict[str, float], *more: Any, **options: Any) -> None:
+        super().log(logs, *more, **options)  # type: ignore[misc]
+        self.run.log(**{name: value for name, value in logs.items() if isinstance(value, int | float)})
+
+    # --- who this replica is ------------------------------------------------------------------------------------
+
+    def _follow_rank(self) -> None:
+        state: TrainerState = self.state  # type: ignore[attr-defined]
+        state.is_world_process_zero = state.is_local_process_zero = bool(self.run.is_main)
+
+    def is_world_process_zero(self) -> bool:
+        return bool(self.run.is_main)
+
+    def is_local_process_zero(self) -> bool:
+        return bool(self.run.is_main)
+
+
+class Trainer(ElasticTrainer, transformers.Trainer):
+    """``transformers.Trainer`` that is resized, killed and resumed while it trains."""
+
+
+class Seq2SeqTrainer(ElasticTrainer, transformers.Seq2SeqTrainer):
+    """``transformers.Seq2SeqTrainer``, likewise."""

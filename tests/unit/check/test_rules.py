@@ -1,0 +1,211 @@
+"""What ``pollux check`` finds in scripts, and what it leaves alone."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from pollux.check import check_script
+
+ROOT = Path(__file__).resolve().parents[3]
+GOOD = """\
+import torch
+import torch.nn.functional as F
+from torch.utils.data import DataLoader
+
+from pollux import train
+
+
+def main():
+    torch.manual_seed(0)
+    run = train.init()
+    loader = run.dataloader(dataset, batch_size=32)
+    test_loader = DataLoader(test_data)
+    model = build().to(run.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    model, optimizer = run.prepare(model, optimizer, scheduler)
+    master = run.rank == 0
+    for epoch in run.epochs(10):
+        for x, y in loader:
+            loss = F.cross_entropy(model(x), y)
+            loss.backward()
+            optimizer.step()
+            if master:
+                print(loss.item())
+        scheduler.step()
+        for x, y in test_loader:
+            correct = (model(x).argmax(1) == y).sum() / len(test_loader.dataset)
+        run.log(accuracy=correct)
+        if run.is_main:
+            print("epoch", epoch)
+            torch.save(model.state_dict(), "x.pt")
+    print("done")
+
+
+main()
+"""
+
+
+def found(text: str) -> list[tuple[int, str]]:
+    return [(one.line, one.rule) for one in check_script(textwrap.dedent(text), "train.py")]
+
+
+def with_line(after: str, *lines: str) -> tuple[str, int]:
+    """The good script with lines behind one of it, indented alike; and the number of the first."""
+    rows = GOOD.splitlines()
+    at = next(number for number, row in enumerate(rows) if after in row) + 1
+    indent = " " * (len(rows[at - 1]) - len(rows[at - 1].lstrip()))
+    return "\n".join([*rows[:at], *(indent + line for line in lines), *rows[at:]]), at + 1
+
+
+def test_a_good_script_has_no_findings():
+    assert found(GOOD) == []
+
+
+@pytest.mark.parametrize(
+    ("after", "line", "rule"),
+    [
+        ("master =", "epoch = run.world_size", "stale-rank"),
+        ("master =", "epoch = int(run.rank)", "stale-rank"),
+        ("master =", "import os; rank = int(os.environ['RANK'])", "stale-rank"),
+        ("master =", "import os; local = os.environ.get('LOCAL_RANK', 0)", "stale-rank"),
+        ("master =", "torch.distributed.init_process_group('nccl')", "own-parallelism"),
+        ("master =", "model = torch.nn.parallel.DistributedDataParallel(model)", "own-parallelism"),
+        ("model = build", "second = torch.optim.AdamW(model.parameters())", "not-prepared"),
+        ("model = build", "scaler = torch.amp.GradScaler()", "not-prepared"),
+        ("optimizer = torch", "other = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 3)", "not-prepared"),
+        ("model = build", "lbfgs = torch.optim.LBFGS(model.parameters())", "closures"),
+        ("model = build", "model = model.to('cuda:0')", "device-ids"),
+        ("model = build", "model = model.cuda(1)", "device-ids"),
+        ("model = build", "torch.cuda.set_device(0)", "device-ids"),
+        ("loss.backward()", "print(loss)", "every-replica-writes"),
+        ("scheduler.step()", "torch.save(model, 'x.pt')", "every-replica-writes"),
+        ("loss.backward()", "torch.manual_seed(epoch)", "own-seeds"),
+        ("scheduler.step()", "average = total / len(loader)", "local-averages"),
+        ("scheduler.step()", "average = total / len(loader.dataset)", "local-averages"),
+        ("master =", "import signal; signal.signal(signal.SIGTERM, print)", "own-signals"),
+    ],
+)
+def test_a_line_that_goes_wrong_is_found(after, line, rule):
+    text, number = with_line(after, line)
+    assert (number, rule) in found(text)
+    assert {line for line, _ in found(text)} == {number}
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "rule"),
+    [
+        ("for epoch in run.epochs(10)", "for epoch in range(10)", "own-data"),
+        ("loader = run.dataloader(dataset, batch_size=32)", "loader = DataLoader(dataset)", "own-data"),
+        ("model, optimizer = run.prepare(", "run.prepare(", "not-prepared"),
+        ("torch.optim.SGD(model.parameters()", "torch.optim.SGD(other.parameters()", "not-prepared"),
+        ("run.prepare(model, optimizer, scheduler)", "run.prepare(model, optimizer)", "not-prepared"),
+    ],
+)
+def test_a_loop_that_goes_wrong_is_found(old, new, rule):
+    assert old in GOOD
+    assert rule in {name for _, name in found(GOOD.replace(old, new))}
+
+
+def test_accumulation_of_ones_own_and_counted_passes_are_found():
+    text = GOOD.replace("for x, y in loader", "for i, (x, y) in enumerate(loader)")
+    accumulating = text.replace(
+        "            optimizer.step()\n", "            if (i + 1) % 4 == 0:\n                optimizer.step()\n"
+    )
+    assert "counted-passes" in {name for _, name in found(accumulating)}
+    logging = text.replace("            if master:\n", "            if master and i % 100 == 0:\n")
+    assert "counted-passes" in {name for _, name in found(logging)}
+    assert found(text) == []
+
+
+def test_what_one_replica_makes_before_the_loop_is_found():
+    text, number = with_line("master =", "if master:", "    writer = Writer()")
+    used = text.replace("print(loss.item())", "writer.add(loss.item())")
+    assert (number + 1, "made-by-one-replica") in found(used)
+    assert found(text) == []  # it is not used in the loop
+    other, _ = with_line("master =", "writer = None", "if master:", "    writer = Writer()")
+    assert found(other.replace("print(loss.item())", "writer.add(loss.item())")) == []
+
+
+def test_a_handler_that_swallows_the_request_to_leave_is_found():
+    loop = """
+        from pollux import train
+        run = train.init()
+        loader = run.dataloader(data)
+        try:
+            for epoch in run.epochs(1):
+                for batch in loader:
+                    step(batch)
+        except {kind}:
+            {body}
+    """
+    assert [rule for _, rule in found(loop.format(kind="BaseException", body="pass"))] == ["swallowed-leave"]
+    assert found(loop.format(kind="BaseException", body="raise")) == []
+    assert found(loop.format(kind="Exception", body="pass")) == []
+
+
+def test_jobs_that_are_restarted_must_go_on_and_leave():
+    text = "from pollux import elastic\njob = elastic.join(batch_size=1)\nwhile not job.is_done:\n    job.step()\n"
+    (one, other) = check_script(text, "x.py")
+    assert {one.problem, other.problem} == {
+        "it never asks whether to leave",
+        "it does not go on where the last start stopped",
+    }
+
+
+def test_other_scripts():
+    assert found("import torch") == [(1, "not-pollux")]
+    assert found("from pollux import train\ndef loop(run):\n    print(run)") == []  # the run comes from another file
+    assert found("def (") == [(1, "syntax")]
+
+
+@pytest.mark.parametrize(
+    "path",
+    sorted([*ROOT.glob("examples/*.py"), *ROOT.glob("examples/elastic/*.py"), *ROOT.glob("tests/e2e/scripts/*.py")]),
+    ids=lambda path: path.name,
+)
+def test_our_own_scripts_raise_no_alarm(path):
+    errors = [one for one in check_script(path.read_text(), path.name) if one.severity == "error"]
+    assert errors == []
+
+
+def test_what_is_made_in_a_function_without_the_run_is_left_alone():
+    text = """
+        import torch
+        from pollux import train
+        def make():
+            net = torch.nn.Linear(1, 1)
+            return net, torch.optim.SGD(net.parameters(), lr=1)
+        def plain(loader):
+            torch.nn.DataParallel(net)
+        def main():
+            run = train.init()
+            model, optimizer = make()
+            model, optimizer = run.prepare(model, optimizer)
+    """
+    assert found(text) == []
+
+
+def test_the_command(tmp_path):
+    pytest.importorskip("typer")
+    from typer.testing import CliRunner
+
+    from pollux.cli.app import app
+
+    good, bad = tmp_path / "good.py", tmp_path / "bad.py"
+    good.write_text(GOOD)
+    bad.write_text(with_line("master =", "epoch = run.world_size")[0])
+    runner = CliRunner()
+    answer = runner.invoke(app, ["check", str(good)])
+    assert (answer.exit_code, answer.stdout) == (0, "")
+    answer = runner.invoke(app, ["check", str(good), str(bad)])
+    assert answer.exit_code == 1
+    assert f"{bad}:18: error: the number of replicas is read once" in answer.stdout
+    told = json.loads(runner.invoke(app, ["check", "--json", str(bad)]).stdout)
+    assert [(one["line"], one["rule"], one["severity"]) for one in told["findings"]] == [(18, "stale-rank", "error")]
+    answer = runner.invoke(app, ["check", str(tmp_path / "none.py")])
+    assert answer.exit_code == 2 and "No such file" in answer.stderr
