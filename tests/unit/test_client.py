@@ -125,11 +125,13 @@ def test_an_array_is_a_list(client: Client, here: Path) -> None:
 
 
 def test_a_request_is_sent_as_it_is(client: Client, here: Path) -> None:
-    request = JobRequest(command=("true",), kind="fixed", name="ready", cwd=str(here), env={"A": "1"})
+    request = JobRequest(
+        command=("sh", "-c", 'test "$A" = 1'), kind="fixed", name="ready", cwd=str(here), env={"A": "1"}
+    )
     job = client.submit(request)
     assert isinstance(job, Job)
-    assert job.describe().request["env"] == {"A": "1"}
-    job.wait(WAIT_S)
+    assert job.describe().request["env"] == {"A": "(hidden)"}
+    assert job.wait(WAIT_S) == "succeeded"
     with pytest.raises(InvalidValueError, match="name"):
         client.submit(request, name="other")
 
