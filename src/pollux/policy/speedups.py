@@ -94,7 +94,7 @@ def speedup_tables(snapshot: Snapshot, p: float = -1.0) -> list[SpeedupTable]:
 
 def rounded_log(value: float | None, step: float = _PLAN_STEP) -> int | None:
     """A noise scale, or the work left, in steps of a logarithmic scale: the same step counts as unchanged."""
-    return None if value is None else round(math.log(max(value, 1e-9)) / step)
+    return None if value is None or math.isnan(value) else round(math.log(max(value, 1e-9)) / step)
 
 
 def _basis(job: JobView, step: float) -> tuple[object, ...]:
@@ -109,6 +109,7 @@ class _Cluster:
 
     types: tuple[str, ...]
     slots: tuple[int, ...]  # by type
+    node_slots: tuple[int, ...]  # by type, of the largest node
     fair: int  # slots of each job if all got the same
     most: int  # replicas that any job might be given; tables need not be wider
     step: float  # of noise scales
@@ -116,16 +117,18 @@ class _Cluster:
     @classmethod
     def of(cls, snapshot: Snapshot, p: float) -> _Cluster:
         slots = dict.fromkeys(types_of(snapshot.nodes), 0)
+        largest = dict(slots)
         for node in snapshot.nodes:
             slots[node.accelerator] += node.num_slots
+            largest[node.accelerator] = max(largest[node.accelerator], node.num_slots)
         fair = math.ceil(sum(slots.values()) / max(len(snapshot.jobs), 1))
         step = _STEP if len(snapshot.jobs) <= _MANY_JOBS else _COARSE_STEP
         most = _most(snapshot.jobs, tuple(slots.values()), p)
-        return cls(tuple(slots), tuple(slots.values()), fair, most, step)
+        return cls(tuple(slots), tuple(slots.values()), tuple(largest.values()), fair, most, step)
 
     @property
     def basis(self) -> tuple[object, ...]:
-        return self.types, self.slots, self.fair, self.most, self.step
+        return self.types, self.slots, self.node_slots, self.fair, self.most, self.step
 
 
 def _most(jobs: Sequence[JobView], slots: Sequence[int], p: float) -> int:
@@ -199,7 +202,8 @@ def _compute(jobs: Sequence[JobView], cluster: _Cluster, goodputs: GoodputTables
         weight, base = 0, 0.0
         for index, at in places:
             weight += slots[index]
-            base += slots[index] * float(values[at][0, min(fair, widths[at])])
+            share = min(fair, widths[at])
+            base += slots[index] * float(values[at][int(share > cluster.node_slots[index]), share])
         base = base / weight if weight else 0.0
         table = np.zeros((len(types), 2, width + 1))
         if places and base > 0:
