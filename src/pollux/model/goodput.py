@@ -21,10 +21,10 @@ from pollux.model.throughput import grad_s, iteration_s
 from pollux.types import BatchConfig, BatchLimits, FloatArray, IntArray, JobView, ShapeFactors, ThroughputParams
 
 # Batches that are tried: totals at equal ratios (the OSDI'21 artifact has 50 of them), and for each of some numbers of
-# passes the largest and the smallest batch, at which goodput has its kinks. At most 1 % is lost in tests by brute
+# passes the largest and the smallest batch, at which goodput has its kinks. At most 1 % is lost in most tests by brute
 # force; without the kinks it was 6 %.
 _NUM_TOTALS = 40
-_PASSES = np.array([1, 2, 3, 4, 5, 6, 8, 11, 16, 23, 32])
+_PASSES = np.array([1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 16, 23, 32])
 NUM_CANDIDATES = _NUM_TOTALS + 2 * len(_PASSES)
 KEEP_THRESHOLD = 0.05  # gain in goodput below which a job keeps its batch: the model is no more accurate, as in adaptdl
 _ROUNDING = 1e-8  # before a ratio of whole numbers is rounded up

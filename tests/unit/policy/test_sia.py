@@ -7,12 +7,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pollux.model.fitting import fit
+from pollux.model.profile import Configuration, Profile, Timing
 from pollux.policy import PolicySettings, make_policy
 from pollux.policy.configurations import Layout, Placer
-from pollux.policy.sia import allowed_counts, move_factor
+from pollux.policy.sia import SiaPolicy, allowed_counts, move_factor
 from pollux.testing.examples import examples
 from pollux.testing.snapshots import PARAMS, make_job, make_mixed, make_nodes
-from pollux.types import NO_ALLOCATION, Allocation, JobView, Node, Plan, Snapshot
+from pollux.types import NO_ALLOCATION, Allocation, BatchLimits, JobSpec, JobView, Node, Plan, Snapshot
 
 
 def layout(*num_slots: int, fixed: tuple[Allocation, ...] = ()) -> Layout:
@@ -167,3 +169,29 @@ class TestDecisions:
     def test_more_jobs_than_slots(self):
         plan = decide(*(make_job(f"j{number}") for number in range(12)))
         assert sum(counts(plan).values()) == 8
+
+
+def test_a_long_job_grows_beyond_the_replicas_it_was_measured_with():
+    """ElasticFlow's deepspeech2 job of 231 h stayed on 4 of 128 GPUs: a line through K <= 4 says that 8 are slower."""
+    profile = Profile()
+    for replicas, pass_s, step_s in ((1, 0.3308, 0.3308), (2, 0.175, 0.1864), (4, 0.0926, 0.1326)):
+        profile.add("gpu", Configuration(1, replicas, 32 // replicas), Timing(pass_s, step_s))
+    limits = BatchLimits(initial=32, maximum=32, device_max=32)
+    held = Allocation.of(("node0", 4))
+
+    def decided(is_published: bool) -> int:
+        theta = fit(profile.observations("gpu"), is_published=is_published).params
+        job = JobView(
+            spec=JobSpec(name="long", batch=limits, max_replicas=32),
+            allocation=held,
+            age_s=1e5,
+            num_restarts=2,
+            params={"gpu": theta},
+            noise_scale=32.0,
+            max_profiled_replicas=4,
+        )
+        plan = SiaPolicy(PolicySettings()).decide(Snapshot(now=1e5, nodes=make_nodes(16, 8), jobs=(job,)))
+        return plan.allocation_of("long").num_replicas
+
+    assert decided(is_published=True) == 4
+    assert decided(is_published=False) == 8
