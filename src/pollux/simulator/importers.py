@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,7 +110,7 @@ _PHILLY = _Columns(time="submit_time", steps="real_iteration", deadline="ddl")
 
 def _elasticflow_reader(columns: _Columns) -> Callable[[Path, Path, str], ImportedTrace]:
     def read(path: Path, throughputs: Path, accelerator: str) -> ImportedTrace:
-        tables = _folder_tables(throughputs, accelerator)
+        tables = throughput_tables(throughputs, accelerator)
         needed = ("job_id", columns.time, columns.steps, "model_name", columns.deadline, "batch_size", "num_gpu")
         jobs: list[ImportedJob] = []
         clock = _Clock(path)
@@ -133,7 +133,7 @@ def _elasticflow_reader(columns: _Columns) -> Callable[[Path, Path, str], Import
     return read
 
 
-def _folder_tables(folder: Path, accelerator: str) -> dict[str, StepTable]:
+def throughput_tables(folder: Path, accelerator: str) -> dict[str, StepTable]:
     """One CSV file for each model: ``global_batch_size``, then iterations per second on 1, 2, 4, ... GPUs."""
     files = sorted(folder.glob("*.csv")) if folder.is_dir() else []
     if not files:
@@ -272,7 +272,3 @@ FORMATS: Mapping[str, TraceFormat] = {
         accelerator="v100",
     ),
 }
-
-
-def format_names() -> Sequence[str]:
-    return list(FORMATS)
