@@ -22,7 +22,7 @@ MAY_IMPORT = {
     "scheduler": {"policy", "model", "types", "errors"},
     "simulator": {"scheduler", "policy", "model", "types", "errors", "version"},
     "reports": {"simulator", "policy", "errors", "version"},
-    "evaluation": {"reports", "simulator", "scheduler", "policy", "types", "errors"},
+    "evaluation": {"reports", "simulator", "scheduler", "policy", "model", "types", "errors"},
     "membership": {"errors"},
     "elastic": {"errors"},
     "train": {"membership", "api", "model", "types", "errors"},

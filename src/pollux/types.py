@@ -171,7 +171,10 @@ class BatchConfig(NamedTuple):
 
 
 class ThroughputParams(NamedTuple):
-    """θ of the throughput model (seconds; γ has no unit). See :mod:`pollux.model.throughput`."""
+    """θ of the throughput model (seconds; γ and δ have no unit). See :mod:`pollux.model.throughput`.
+
+    The last two are beyond the paper, whose model they leave as it is by default.
+    """
 
     alpha_g: float
     beta_g: float
@@ -180,6 +183,8 @@ class ThroughputParams(NamedTuple):
     alpha_r: float
     beta_r: float
     gamma: float
+    delta: float = 1.0  # exponent of the device batch in T_grad
+    ring: float = 0.0  # 1: T_sync approaches α + β as replicas are added; 0: it grows with each, as published
 
 
 class ShapeFactor(NamedTuple):

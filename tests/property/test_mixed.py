@@ -78,7 +78,7 @@ def test_the_bound_holds_where_waiting_costs_more_than_numbers_can_hold(p, weigh
             for i in range(num_jobs)
         )
         snapshot = Snapshot(now=0, nodes=make_mixed(gpu=8, big=6), jobs=jobs)
-        problems = RoundProblem.of(snapshot, speedup_tables(snapshot, p), rules).problems
+        problems = RoundProblem.of(snapshot, speedup_tables(snapshot, rules), rules).problems
         found, _, bound = _solve_once(problems, None, np.random.default_rng(0))
         assert bound <= found.cost + 1e-9 * max(1.0, abs(found.cost))
         plan = PolluxPolicy(rules).decide(snapshot)

@@ -83,7 +83,7 @@ def test_nobody_is_given_more_than_four_times_what_was_profiled(snapshot):
     plan = PolluxPolicy(PolicySettings()).decide(snapshot)
     for job in snapshot.jobs:
         given_now = plan.allocation_of(job.name).num_replicas
-        assert given_now <= max(max_replicas(job, snapshot.num_slots), job.allocation.num_replicas)
+        assert given_now <= max(max_replicas(job, snapshot.num_slots, PolicySettings()), job.allocation.num_replicas)
 
 
 @examples(150)
@@ -92,7 +92,7 @@ def test_against_brute_force(snapshot, rules):
     """The bound holds, and what is found is the best there is, or very near it."""
     if not snapshot.jobs:
         return
-    round_ = RoundProblem.of(snapshot, speedup_tables(snapshot, rules.p), rules)
+    round_ = RoundProblem.of(snapshot, speedup_tables(snapshot, rules), rules)
     solution = solve(round_.problems[0], np.random.default_rng(0))
     best = least_cost(round_.problems[0])
     slack = 1e-9 * max(1.0, abs(best))
@@ -233,10 +233,10 @@ def test_interference_avoidance_can_be_switched_off():
 def test_batch_limits_bound_the_replicas():
     small = dataclasses.replace(LIMITS, maximum=256, device_min=64, device_max=128)
     job = make_job("a", batch=small, max_profiled_replicas=64)
-    assert max_replicas(job, 64) == 4
+    assert max_replicas(job, 64, PolicySettings()) == 4
     for capacity, profiled in itertools.product((1, 8), (0, 2)):
         explored = dataclasses.replace(make_job("a"), max_profiled_replicas=profiled)
-        assert max_replicas(explored, capacity) == min(capacity, max(4 * profiled, 4))
+        assert max_replicas(explored, capacity, PolicySettings()) == min(capacity, max(4 * profiled, 4))
 
 
 def test_what_others_cannot_use_is_there_for_who_can():

@@ -337,10 +337,12 @@ class Codec:
     def _named_tuple(self, kind: Any, lenient: bool) -> _Decode:
         hints = typing.get_type_hints(kind)
         parts = [(name, self._decoder(hints[name], {}, lenient)) for name in kind._fields]
+        needed = len(parts) - len(kind._field_defaults)
 
         def decode(value: object, where: str) -> object:
-            entries = read_list(value, where, length=len(parts))
-            return kind(*(part(entry, f"{where}.{name}") for (name, part), entry in zip(parts, entries, strict=True)))
+            has_defaults = isinstance(value, list | tuple) and needed <= len(value) < len(parts)
+            entries = read_list(value, where, length=len(value) if has_defaults else len(parts))  # type: ignore[arg-type]  # a list, by the line above
+            return kind(*(part(entry, f"{where}.{name}") for (name, part), entry in zip(parts, entries, strict=False)))
 
         return decode
 

@@ -99,7 +99,9 @@ PANELS: dict[str, dict[str, Listed]] = {
         "demo": Listed(
             "demo", "Train six jobs on a cluster made for them here, and watch them share it; takes two minutes."
         ),
-        "workload": Listed("workload", "Generate workloads for the simulator, or describe one."),
+        "workload": Listed(
+            "workload", "Generate workloads for the simulator, import production traces, or describe one."
+        ),
     },
 }
 # Options behind the command that a job runs are that command's own.

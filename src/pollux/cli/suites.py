@@ -23,7 +23,7 @@ from pollux.cli.policy_tables import fitting_table, print_fitting
 from pollux.cli.progress import Tally, progress_bar, telling
 from pollux.cli.setups import Setup, summary_row
 from pollux.errors import InputFileError, InvalidValueError, UnknownNameError
-from pollux.evaluation import scale
+from pollux.evaluation import scale, truth
 from pollux.evaluation.catalogue import SCALE_TABLE, SUITES, Artifacts, make_suite
 from pollux.evaluation.scale import Size
 from pollux.evaluation.suite_page import suite_report
@@ -46,7 +46,8 @@ def find_artifacts(folder: Path | None) -> Artifacts:
         InputFileError: the folder that was named has none of them.
     """
     found = Artifacts(folder=_BESIDE if folder is None else folder)
-    if folder is not None and not any(found.part(name) for name in ("osdi21", "sia")):
+    has_measurements = folder is not None and (folder / "thirdparty").is_dir()
+    if folder is not None and not has_measurements and not any(found.part(name) for name in ("osdi21", "sia")):
         raise InputFileError(folder, "has neither osdi21/traces nor sia/traces; name the folder that they are in")
     return found
 
@@ -135,6 +136,16 @@ def run_sizes(sizes: Sequence[Size]) -> list[dict[str, Any]]:
             progress.advance(bar, size.num_jobs)
             tally.num_done, tally.share = tally.num_done + 1, tally.share + size.num_jobs / total
     return rows
+
+
+def run_truth(folder: Path | None) -> list[dict[str, Any]]:
+    """Compare models with measurements; says which are not there."""
+    if folder is None:
+        return []
+    found, skipped = truth.measure(folder)
+    for reason in skipped:
+        typer.echo(f"note: left out: {reason}", err=True)
+    return [{"workload": row.check, "policy": row.model, **dataclasses.asdict(row)} for row in found]
 
 
 # Printing -------------------------------------------------------------------------------------
@@ -234,7 +245,7 @@ def compare_suite(
         typer.echo(f"note: {note}", err=True)
     began = time.perf_counter()
     measured, results, failed = run_cases(suite.cases, num_processes)
-    rows = all_rows(suite, [*measured, *run_sizes(suite.sizes)])
+    rows = all_rows(suite, [*measured, *run_sizes(suite.sizes), *run_truth(suite.measurements)])
     words = ["pollux", "compare", "--suite", name, *(["--quick"] if is_quick else [])]
     words += [word for policy in policies for word in ("--policy", policy)]
     command = shlex.join([*words, *(["--artifacts", str(artifacts)] if artifacts is not None else [])])

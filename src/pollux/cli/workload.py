@@ -1,4 +1,4 @@
-"""``pollux workload``: generate a workload, or describe one. Data goes to stdout, everything else to stderr."""
+"""``pollux workload``: generates, imports and describes workloads. Data goes to stdout, everything else to stderr."""
 
 from __future__ import annotations
 
@@ -14,14 +14,18 @@ from rich.table import Table
 
 from pollux.cli.simulation_options import TracesOption
 from pollux.errors import InvalidValueError
-from pollux.simulator.application import Application
+from pollux.simulator.application import Application, application_key
 from pollux.simulator.generate import BUILTIN_WORKLOADS, generate_workload, training_s
+from pollux.simulator.importers import FORMATS, import_trace
 from pollux.simulator.result import write_text
 from pollux.simulator.source import BUILTIN_PREFIX, load_applications, load_source
+from pollux.simulator.step_tables import STEP_TIMES_FILE
 from pollux.simulator.workload import Workload, workload_csv
 
 app = typer.Typer(
-    help="Generate workloads for the simulator, or describe one.", no_args_is_help=True, add_completion=False
+    help="Generate workloads for the simulator, import production traces, or describe one.",
+    no_args_is_help=True,
+    add_completion=False,
 )
 
 _BAR_WIDTH = 40  # characters
@@ -63,6 +67,36 @@ def generate(
     else:
         write_text(output, text)
         typer.echo(f"{len(workload.jobs)} jobs written to {output}", err=True)
+
+
+@app.command(name="import")
+def import_(
+    kind: Annotated[str, typer.Argument(metavar="FORMAT", help=f"One of {', '.join(FORMATS)}.")],
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="The CSV file of its jobs.")],
+    throughputs: Annotated[
+        Path,
+        typer.Option("--throughputs", metavar="PATH", help="Measured throughputs: a folder by model, or one file."),
+    ],
+    out: Annotated[Path, typer.Option("--out", metavar="DIR", help="Writes workload.csv and step_times.csv here.")],
+    accelerator: Annotated[
+        str | None, typer.Option("--gpu", metavar="TYPE", help="The GPU type to take; all: every one in the file.")
+    ] = None,
+    category: Annotated[
+        str | None, typer.Option("--category", help="scale-gpus: GPUs may change; rigid: as the trace says.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Import a production trace: jobs with their lengths, and step times of their models."""
+    imported, category = import_trace(kind, trace, throughputs, accelerator=accelerator, category=category)
+    out.mkdir(parents=True, exist_ok=True)
+    write_text(out / "workload.csv", imported.workload_csv(category))
+    write_text(out / STEP_TIMES_FILE, imported.step_times_csv())
+    command = f"pollux compare --traces {out} --workload {out / 'workload.csv'}"
+    if as_json:
+        models = sorted({job.application for job in imported.jobs})
+        typer.echo(json.dumps({"num_jobs": len(imported.jobs), "category": category, "applications": models}, indent=2))
+    else:
+        typer.echo(f"{len(imported.jobs)} jobs ({category}) written to {out}; next: {command}", err=True)
 
 
 @app.command()
@@ -108,10 +142,10 @@ def summarize(workload: Workload, applications: Mapping[str, Application]) -> di
     hours_per_bar = math.floor(last_s / 3600 / _MAX_BARS) + 1
     arrivals = [0] * (math.floor(last_s / 3600 / hours_per_bar) + 1)
     for job in workload.jobs:
-        application = applications[job.application]
+        application = applications[application_key(applications, job)]
         replicas = job.requested_replicas or 1
         batch_size = job.requested_batch_size or application.limits.initial
-        key = (job.application, replicas, batch_size)
+        key = (application_key(applications, job), replicas, batch_size)
         if key not in gpu_hours_of:
             gpu_hours_of[key] = replicas * training_s(application, replicas, batch_size) / 3600
         entry = by_application.setdefault(job.application, {"num_jobs": 0, "num_gpus": 0, "gpu_hours": 0.0})

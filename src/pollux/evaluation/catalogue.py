@@ -11,6 +11,7 @@ import dataclasses
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pollux.errors import InputFileError, UnknownNameError
 from pollux.evaluation.scale import SIZES
@@ -173,6 +174,17 @@ def variants() -> dict[str, tuple[PolicySettings, SimulationConfig]]:
     return {label: (settings, SimulationConfig()) for label, settings in _ours().items()} | ours
 
 
+GAVEL_INTERVAL_S = 360.0  # between two rounds, as its authors have it
+
+
+def _plain(source: _Source, name: str, config: SimulationConfig | None = None, **more: Any) -> Case:
+    """A policy as its authors run it."""
+    config = config or SimulationConfig()
+    if name == "gavel":
+        config = dataclasses.replace(config, interval_s=GAVEL_INTERVAL_S)
+    return source.case(name, config=config, **more)
+
+
 _QUICK_POLICIES = ("equal", "optimus", "sia", "tiresias")
 
 
@@ -185,13 +197,19 @@ def _osdi21(artifacts: Artifacts, is_quick: bool) -> Suite:
             source.case("pollux", label, settings, config, is_aside=config is OUR_PHYSICS)
             for label, (settings, config) in variants().items()
         ]
-        cases += [source.case(name) for name in others]
+        cases += [_plain(source, name) for name in others]
+        settings = PolicySettings(resize_s=OUR_PHYSICS.resize_s)
+        cases += [
+            _plain(source, name, OUR_PHYSICS, label=f"{name}, our physics", settings=settings, is_aside=True)
+            for name in others
+        ]
     return Suite(
         name="osdi21",
         title="Every policy on the OSDI'21 workloads",
         about="16 nodes of 4 GPUs, 160 jobs in 8 hours, a decision every 60 s, 30 s for every start and resize, "
         "nothing remembered: the configuration of the OSDI'21 artifact's simulator, whose own Pollux is one of the "
-        "rows. Our physics: resizes of 5 s, decisions also when jobs come and end, profiles remembered.",
+        "rows. Our physics, for every policy alike: resizes of 5 s, decisions also when jobs come and end, profiles "
+        "remembered. gavel has rounds of 360 s, as its authors have. pollux and sia explore alike.",
         cases=tuple(cases),
         published=_published(sources),
         reference=ARTIFACT,
@@ -211,7 +229,7 @@ def _fairness(artifacts: Artifacts, is_quick: bool) -> Suite:
     cases = []
     for source in sources:
         cases += [source.case("pollux", f"pollux, p = {p:g}", PolicySettings(p=p)) for p in (1.0, 0.0, -1.0, -10.0)]
-        cases += [source.case(name) for name in ("themis", "equal", "gavel")]
+        cases += [_plain(source, name) for name in ("themis", "equal", "gavel")]
     shares = tuple(Column(heading=f"ρ > {most}", key=f"rho_above_{most}", form=".1%", rank=most) for most in (1, 2))
     return Suite(
         name="fairness",
@@ -329,7 +347,10 @@ def _hetero(artifacts: Artifacts, is_quick: bool) -> Suite:
     cases.append(source.case("pollux", "pollux, nothing profiled", config=unprofiled, is_aside=True))
     ratios = dataclasses.replace(unprofiled, guesses_types=False)
     cases.append(source.case("sia", "sia, ratios only", config=ratios, is_aside=True))
-    cases.append(source.case("gavel", config=dataclasses.replace(world, interval_s=360.0)))
+    in_rounds = dataclasses.replace(world, interval_s=GAVEL_INTERVAL_S)
+    cases.append(source.case("gavel", "gavel, max-min fairness", config=in_rounds))
+    by_sum = PolicySettings(objective="max_sum_throughput")
+    cases.append(source.case("gavel", "gavel, max-sum throughput", by_sum, in_rounds))
     if not is_quick:
         cases += [source.case(name, config=world) for name in ("equal", "srtf", "themis", "shockwave")]
     values = {
@@ -340,13 +361,14 @@ def _hetero(artifacts: Artifacts, is_quick: bool) -> Suite:
             "makespan_s": 55913.0,
             "restarts_mean": 4.26,
         },
-        "gavel": {"avg_jct_s": 6016.5},
+        "gavel, max-sum throughput": {"avg_jct_s": 6016.5},
     }
     return Suite(
         name="hetero",
         title="Three types of GPU",
         about="Sia's cluster (24 T4, 16 A100, 24 RTX 2080 Ti), restart delays and slowdowns, and its Philly workload "
-        "1. gavel decides every 360 s, as there. Every policy knows the same: jobs are measured on one GPU of each "
+        "1. gavel decides every 360 s, as there, by each of two objectives of its authors. "
+        "Every policy knows the same: jobs are measured on one GPU of each "
         "type with five batch sizes when they come, which takes no time here. But for two rows: with nothing "
         "profiled, types that a job has not run on are judged by what others have shown; with ratios only, sia knows "
         "of such types how fast one GPU is relative to those that it has run on, from the traces: the nearest to "
@@ -400,6 +422,34 @@ def _scale(artifacts: Artifacts, is_quick: bool) -> Suite:
     )
 
 
+def _truth(artifacts: Artifacts, is_quick: bool) -> Suite:
+    folder = None if artifacts.folder is None else artifacts.folder / "thirdparty"
+    if folder is None or not folder.is_dir():
+        raise InputFileError(
+            folder or "thirdparty",
+            "the suite truth needs measurements of others (zeus/, elasticflow/, gavel/); say where thirdparty/ is with "
+            "--artifacts DIR",
+        )
+    return Suite(
+        name="truth",
+        title="Models against measurements of others",
+        about="Errors of the published models and of ours: efficiency by Zeus' epochs to a target, T_grad by its epoch "
+        "times on four GPUs (each batch predicted from the others), step times by ElasticFlow's throughputs (fitted on "
+        "1 to 4 GPUs), shared GPUs by Gavel's pairs on V100 (ours fitted on K80 and P100). Errors are relative; of "
+        "efficiencies and shared speeds they are differences.",
+        measurements=folder,
+        has_means=False,
+        columns=(
+            Column(heading="points", key="num_points", form=",.0f"),
+            Column(heading="bias", key="bias", form="+.1%"),
+            Column(heading="mean error", key="mean_error", form=".1%"),
+            Column(heading="median", key="median_error", form=".1%"),
+            Column(heading="worst", key="worst_error", form=".1%"),
+        ),
+        charts=(Chart(title="Mean error", key="mean_error", factor=100, unit="%"),),
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class SuiteEntry:
     """A suite, made when it is asked for."""
@@ -417,6 +467,7 @@ SUITES: dict[str, SuiteEntry] = {
     "interference": SuiteEntry("jobs that span nodes and slow each other down, avoided and not", _interference),
     "interval": SuiteEntry("rounds of half a minute to eight, with and without decisions on events", _interval),
     "hetero": SuiteEntry("Sia's cluster of three GPU types; needs that artifact's data", _hetero),
+    "truth": SuiteEntry("models against measurements of Zeus, ElasticFlow and Gavel; needs their data", _truth),
     "scale": SuiteEntry("time and quality of decisions from 64 to 10,000 GPUs", _scale),
 }
 

@@ -112,8 +112,9 @@ class ChangingCluster:
         rng = self._rng
         name = list(self._applications)[int(rng.integers(len(self._applications)))]
         application = self._applications[name]
-        theta = np.array(application.params["gpu"]) * rng.uniform(0.8, 1.25, size=7)
-        theta[-1] = max(theta[-1], 1.0)
+        theta = np.array(application.params["gpu"])
+        theta[:7] *= rng.uniform(0.8, 1.25, size=7)
+        theta[6] = max(theta[6], 1.0)
         params = {}
         for kind, _, speed in TYPES:
             scaled = theta.copy()

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from pollux.evaluation.scale import Size
@@ -84,6 +85,7 @@ class Suite:
     is_quick: bool = False  # some of its cases are left out
     cases: tuple[Case, ...] = ()
     sizes: tuple[Size, ...] = ()  # of clusters to decide for, instead of simulations
+    measurements: Path | None = None  # of others, that models are compared with, instead of simulations
     published: tuple[Published, ...] = ()
     reference: str = ""  # label of the published row that others are compared with
     has_means: bool = True  # means over tables make sense

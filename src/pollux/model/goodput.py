@@ -20,7 +20,12 @@ from pollux.model.profile import Timing
 from pollux.model.throughput import grad_s, iteration_s
 from pollux.types import BatchConfig, BatchLimits, FloatArray, IntArray, JobView, ShapeFactors, ThroughputParams
 
-NUM_CANDIDATES = 50  # total batches that are tried, geometrically spaced, as in the OSDI'21 artifact
+# Batches that are tried: totals at equal ratios (the OSDI'21 artifact has 50 of them), and for each of some numbers of
+# passes the largest and the smallest batch, at which goodput has its kinks. At most 1 % is lost in most tests by brute
+# force; without the kinks it was 6 %.
+_NUM_TOTALS = 40
+_PASSES = np.array([1, 2, 3, 4, 5, 6, 7, 8, 9, 11, 13, 16, 23, 32])
+NUM_CANDIDATES = _NUM_TOTALS + 2 * len(_PASSES)
 KEEP_THRESHOLD = 0.05  # gain in goodput below which a job keeps its batch: the model is no more accurate, as in adaptdl
 _ROUNDING = 1e-8  # before a ratio of whole numbers is rounded up
 _ALL_COUNTS = 16  # replicas up to which a table has every count; beyond, goodput between two counts is nearly linear
@@ -53,7 +58,7 @@ def split_batch(total: npt.ArrayLike, num_replicas: npt.ArrayLike, limits: Batch
     """
     total, replicas = np.asarray(total, dtype=float), np.asarray(num_replicas)
     local = np.ceil(total / replicas - _ROUNDING)
-    accum = np.ceil(local / limits.device_max - _ROUNDING) - 1
+    accum = np.maximum(np.ceil(local / limits.device_max - _ROUNDING) - 1, 0)
     if limits.accumulates_alone:
         accum = np.where((replicas == 1) & (total > limits.initial), np.maximum(accum, 1), accum)
     device = np.ceil(local / (accum + 1) - _ROUNDING)
@@ -99,12 +104,31 @@ def candidate_batches(
     """(m, s, allowed), each (..., NUM_CANDIDATES): totals from max(M0, m_min·K) up to the maximum."""
     replicas = np.asarray(num_replicas)[..., None]
     lowest = np.maximum(limits.minimum, limits.device_min * replicas).astype(float)
-    steps = np.linspace(0.0, 1.0, NUM_CANDIDATES)
+    steps = np.linspace(0.0, 1.0, _NUM_TOTALS)
     with np.errstate(divide="ignore"):
         totals = lowest * np.maximum(limits.maximum / lowest, 1.0) ** steps
     device, accum = split_batch(totals, replicas, limits)
     device = np.maximum(device, limits.device_min)
-    return device, accum, _is_allowed(replicas, device, accum, limits)
+    more_device, more_accum, is_sensible = _kinks(replicas, limits)
+    allowed = np.concatenate([_is_allowed(replicas, device, accum, limits), is_sensible], axis=-1)
+    return np.concatenate([device, more_device], axis=-1), np.concatenate([accum, more_accum], axis=-1), allowed
+
+
+def _kinks(replicas: IntArray, limits: BatchLimits) -> tuple[IntArray, IntArray, npt.NDArray[np.bool_]]:
+    """(m, s, allowed), each (..., 2·num_passes): the largest and the smallest batch of each number of passes."""
+    unit = replicas * _PASSES  # (..., num_passes) examples of a batch with m = 1
+    largest = np.minimum(limits.maximum // unit, limits.device_max)
+    if limits.accumulates_alone:  # one pass on one replica ends at M0
+        largest = np.where(unit == 1, np.minimum(largest, limits.initial), largest)
+    device = np.maximum(np.concatenate([largest, -(-limits.minimum // unit)], axis=-1), limits.device_min)
+    passes = np.concatenate([_PASSES, _PASSES])
+    accum = np.broadcast_to(passes - 1, device.shape)
+    # More passes than a batch needs are slower. Beyond one, two more may come nearer to a total that does not divide.
+    needed = -(-(device * passes) // limits.device_max)
+    is_sensible = passes <= needed + 2 * (needed > 1)
+    if limits.accumulates_alone:
+        is_sensible |= (replicas == 1) & (passes == 2) & (2 * device > limits.initial)
+    return device, accum, is_sensible & _is_allowed(replicas, device, accum, limits)
 
 
 @lru_cache(maxsize=4096)

@@ -1,15 +1,18 @@
 """The throughput model: how long a step takes, by T_grad, T_sync and their overlap (OSDI'21, section 3.2).
 
-θ is an array whose last axis has the seven parameters in the order of
+θ is an array whose last axis has the parameters in the order of
 :class:`~pollux.types.ThroughputParams`; everything broadcasts, so one call serves one
-configuration of one job or all configurations of all jobs.
+configuration of one job or all configurations of all jobs. The last two may be left out.
 
-    T_grad(m)    = α_g + β_g·m
+    T_grad(m)    = α_g + β_g·m^δ
     T_sync(N, K) = 0                    K = 1
-                   α_r + β_r·(K-2)      N = 1, K >= 2
-                   α_n + β_n·(K-2)      N >= 2
+                   α_r + β_r·g(K)       N = 1, K >= 2
+                   α_n + β_n·g(K)       N >= 2
     T_step       = (T_grad^γ + T_sync^γ)^(1/γ)
     T_iter       = s·T_grad + T_step
+
+The paper has δ = 1 and g(K) = K - 2. Measured passes are convex in m (δ up to 2), and a ring all-reduce moves
+2·(K - 1)/K of the gradient over each link, which makes g(K) = 1 - 2/K: see ``docs/truth.md``.
 """
 
 from __future__ import annotations
@@ -19,13 +22,17 @@ import numpy.typing as npt
 
 from pollux.types import FloatArray
 
-ALPHA_G, BETA_G, ALPHA_N, BETA_N, ALPHA_R, BETA_R, GAMMA = range(7)
+ALPHA_G, BETA_G, ALPHA_N, BETA_N, ALPHA_R, BETA_R, GAMMA, DELTA, RING = range(9)
+NUM_PUBLISHED = 7  # parameters of the paper's model
 
 
 def grad_s(theta: npt.ArrayLike, device_batch: npt.ArrayLike) -> FloatArray:
     """Seconds of one forward and backward pass over ``device_batch`` examples."""
     theta = np.asarray(theta, dtype=float)
-    result: FloatArray = theta[..., ALPHA_G] + theta[..., BETA_G] * np.asarray(device_batch)
+    batch = np.asarray(device_batch)
+    if theta.shape[-1] > NUM_PUBLISHED:
+        batch = np.asarray(device_batch, dtype=float) ** theta[..., DELTA]
+    result: FloatArray = theta[..., ALPHA_G] + theta[..., BETA_G] * batch
     return result
 
 
@@ -36,7 +43,10 @@ def sync_s(theta: npt.ArrayLike, num_nodes: npt.ArrayLike, num_replicas: npt.Arr
     spans = num_nodes > 1
     alpha = np.where(spans, theta[..., ALPHA_N], theta[..., ALPHA_R])
     beta = np.where(spans, theta[..., BETA_N], theta[..., BETA_R])
-    return np.where(num_replicas > 1, alpha + beta * np.maximum(num_replicas - 2, 0), 0.0)
+    more = np.maximum(num_replicas - 2, 0)
+    if theta.shape[-1] > NUM_PUBLISHED:
+        more = np.where(theta[..., RING] > 0, more / np.maximum(num_replicas, 2), more)
+    return np.where(num_replicas > 1, alpha + beta * more, 0.0)
 
 
 def overlap(compute_s: FloatArray, communicate_s: FloatArray, gamma: FloatArray | float) -> FloatArray:

@@ -18,6 +18,7 @@ from pollux.types import ThroughputParams
 Ratios = Mapping[tuple[str, str], float]
 """Time of a pass on the second type over that on the first."""
 
+TIMES = ("alpha_g", "beta_g", "alpha_n", "beta_n", "alpha_r", "beta_r")  # of θ; the others have no unit
 MAX_SHOWN = 64  # jobs whose ratio is kept for a pair of types: the median of more would hardly differ
 
 
@@ -68,10 +69,11 @@ def guess_params(
         elif name in params and max_replicas.get(name, 0) <= 1 < max_replicas.get(best, 0):
             alone = params[name]
             scaled = _scaled(params[best], own[best, name])
-            guesses[name] = scaled._replace(alpha_g=alone.alpha_g, beta_g=alone.beta_g)
+            guesses[name] = scaled._replace(alpha_g=alone.alpha_g, beta_g=alone.beta_g, delta=alone.delta)
     return guesses
 
 
 def _scaled(params: ThroughputParams, ratio: float) -> ThroughputParams:
-    """All times ``ratio`` times as long; γ is not a time."""
-    return ThroughputParams(*(value * ratio for value in params))._replace(gamma=params.gamma)
+    """All times ``ratio`` times as long."""
+    times = {name: getattr(params, name) * ratio for name in TIMES}
+    return params._replace(**times)

@@ -15,6 +15,7 @@ from pollux.policy.fitness import EPSILON
 from pollux.types import Plan, Snapshot
 
 WEIGHTINGS = ("equal", "learnt", "remaining")
+OBJECTIVES = ("max_min_fairness", "max_sum_throughput")  # of Gavel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,6 +29,9 @@ class PolicySettings:
     weights: str = "equal"  # or "remaining": shorter remaining work weighs more
     avoid_interference: bool = True  # at most one spanning job per node
     charges_starts: bool = False  # charge δ to a job that holds nothing, as the OSDI'21 artifact does
+    exploration: float = 4.0  # a job may ask for this many times the replicas it was measured with
+    first_replicas: int = 4  # and for so many before it was measured
+    objective: str = OBJECTIVES[0]  # of gavel
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -39,6 +43,12 @@ class PolicySettings:
             raise InvalidValueError(f"resize cost of {self.resize_s} s; it must be a number >= 0")
         if not (math.isfinite(self.epsilon) and self.epsilon > 0):
             raise InvalidValueError(f"epsilon = {self.epsilon}; a small positive number is needed")
+        if not (math.isfinite(self.exploration) and self.exploration >= 1):
+            raise InvalidValueError(f"exploration by a factor of {self.exploration}; a number >= 1 is needed")
+        if self.first_replicas < 1:
+            raise InvalidValueError(f"{self.first_replicas} first replicas; at least 1 is needed")
+        if self.objective not in OBJECTIVES:
+            raise InvalidValueError(f"objective {self.objective!r}; known: {', '.join(OBJECTIVES)}")
         if self.weights not in WEIGHTINGS:
             raise InvalidValueError(f"weights {self.weights!r}; known: {', '.join(WEIGHTINGS)}")
 

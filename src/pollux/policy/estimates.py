@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 
 from pollux.model.efficiency import gain
 from pollux.model.goodput import fixed_batch
-from pollux.model.throughput import iteration_s
+from pollux.model.throughput import grad_s, iteration_s
 from pollux.policy.simulated import oracle_of
 from pollux.types import JobView, Node
 
@@ -54,7 +54,7 @@ def load(job: JobView, num_replicas: int, largest: Mapping[str, int], accelerato
         return 1.0
     limits = job.spec.batch.on(accelerator)
     device_batch, accum_steps = fixed_batch(job.spec.requested_batch_size or limits.initial, num_replicas, limits)
-    busy_s = params.beta_g * device_batch * (accum_steps + 1)
+    busy_s = (float(grad_s(params, device_batch)) - params.alpha_g) * (accum_steps + 1)
     return min(busy_s / step_s(job, num_replicas, largest, accelerator), 1.0)
 
 

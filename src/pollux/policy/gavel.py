@@ -1,12 +1,14 @@
-"""Gavel: max-min fairness over accelerator types by linear programs (Narayanan et al., OSDI'20).
+"""Gavel: shares of time on accelerator types by linear programs (Narayanan et al., OSDI'20).
 
 Jobs keep the replicas and the batch size they asked for. X[j, t] is the share of time that job j should spend on type
 t. The value of a job (section 4.1) is its throughput over time, divided by the one it would have if it spent its
 time on all types in proportion to their slots, times its replicas, over its weight. The least value is made as large
 as it can be. Then jobs that cannot improve are held there, and the least value of the others is raised (water
-filling, section 4.3). A round (section 5) takes jobs in order of X over the time already received on that type, as long
-as they fit; time is counted, not rounds, so that rounds may have any length. The programs are solved again only when
-jobs, what they ask for, their weights, nodes or known throughputs have changed.
+filling, section 4.3). That is ``max_min_fairness``, the authors' first objective. With ``max_sum_throughput`` the sum
+of throughputs, each over that on the job's slowest type, is largest instead, and jobs that are worth the same on a type
+share it evenly: what the Sia artifact runs as gavel. A round (section 5) takes jobs in order of X over the time already
+received on that type, as long as they fit; time is counted, not rounds, so that rounds may have any length. The
+programs are solved again only when jobs, what they ask for, their weights, nodes or known throughputs have changed.
 
 Simplifications: no space sharing; of the jobs that cannot improve only those are held that the program's prices name,
 and after ``_MAX_LEVELS`` programs the rest goes where it adds up to most; time received is counted from a job's arrival
@@ -20,7 +22,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from pollux.policy.base import Policy, PolicySettings
+from pollux.policy.base import OBJECTIVES, Policy, PolicySettings
 from pollux.policy.dense import Budget, may_use, place_counts, types_of
 from pollux.policy.estimates import largest_nodes, step_s
 from pollux.policy.gangs import demand
@@ -28,6 +30,7 @@ from pollux.types import FloatArray, IntArray, JobView, Plan, Snapshot
 
 # Programs of water filling; on the OSDI'21 workloads 30 change nothing, 4 cost 1 % of JCT, 1 costs 9 %
 _MAX_LEVELS = 12
+_TIE, _TIE_STEPS = 1e-3, 10  # what evenness is worth beside throughput, and into how many pieces a share is cut
 _TOLERANCE = 1e-7  # the solver's own accuracy
 
 
@@ -36,6 +39,7 @@ class GavelPolicy(Policy):
     adapts_batch = False
 
     def __init__(self, settings: PolicySettings) -> None:
+        self._objective = settings.objective
         self.reset()
 
     def reset(self) -> None:
@@ -86,7 +90,8 @@ class GavelPolicy(Policy):
         known = (capacity, throughputs, demands, weights)
         key = (tuple(job.name for job in snapshot.jobs), types, *(array.tobytes() for array in known))
         if key != self._solved_for:
-            self._shares = max_min_shares(throughputs, demands, weights, capacity)
+            solve = max_min_shares if self._objective == OBJECTIVES[0] else max_sum_shares
+            self._shares = solve(throughputs, demands, weights, capacity)
             self._solved_for = key
 
     def _order(self, jobs: tuple[JobView, ...], types: tuple[str, ...]) -> list[tuple[int, int]]:
@@ -162,5 +167,40 @@ def max_min_shares(throughputs: FloatArray, demands: IntArray, weights: FloatArr
         if is_last or not reached.any():
             break
         is_held |= reached
+    result: FloatArray = np.clip(shares, 0.0, 1.0).reshape(num_jobs, num_types)
+    return result
+
+
+def max_sum_shares(throughputs: FloatArray, demands: IntArray, weights: FloatArray, capacity: IntArray) -> FloatArray:
+    """(num_jobs, num_types) X with the largest sum of weighted throughputs over those on each job's slowest type.
+
+    The program has many solutions where jobs are worth the same; a small concave term, in ``_TIE_STEPS`` linear pieces,
+    splits what there is evenly among them.
+    """
+    from scipy.optimize import linprog
+    from scipy.sparse import coo_array, hstack, vstack
+
+    num_jobs, num_types = throughputs.shape
+    slowest = np.where(throughputs > 0, throughputs, np.inf).min(axis=1)
+    values = throughputs * np.divide(weights, slowest, out=np.zeros(num_jobs), where=np.isfinite(slowest))[:, None]
+    cells = np.arange(num_jobs * num_types)
+    rows, columns = cells // num_types, cells % num_types
+    whole = coo_array((np.ones(len(cells)), (rows, cells)), shape=(num_jobs, len(cells)))
+    used = coo_array((demands[rows].astype(float), (columns, cells)), shape=(num_types, len(cells)))
+    # Column blocks: X, then per job pieces of its total share, each worth a little less than the one before.
+    pieces = num_jobs * _TIE_STEPS
+    piece_rows = np.repeat(np.arange(num_jobs), _TIE_STEPS)
+    sums = coo_array((np.ones(pieces), (piece_rows, np.arange(pieces))), shape=(num_jobs, pieces))
+    worth = np.tile(_TIE * (1 - np.arange(_TIE_STEPS) / _TIE_STEPS), num_jobs)
+    limits = vstack([hstack([whole, coo_array((num_jobs, pieces))]), hstack([used, coo_array((num_types, pieces))])])
+    bounds = [(0.0, 1.0 if value > 0 else 0.0) for value in throughputs.ravel().tolist()]
+    found = linprog(  # type: ignore[call-overload]  # the stubs do not know that matrices may be sparse
+        c=-np.concatenate([values.ravel(), worth]),
+        A_ub=vstack([limits, hstack([-whole, sums])]).tocsr(),
+        b_ub=np.concatenate([np.ones(num_jobs), capacity, np.zeros(num_jobs)]),
+        bounds=[*bounds, *[(0.0, 1.0 / _TIE_STEPS)] * pieces],
+        method="highs",
+    )
+    shares = np.zeros(len(cells)) if found.x is None else found.x[: len(cells)]
     result: FloatArray = np.clip(shares, 0.0, 1.0).reshape(num_jobs, num_types)
     return result

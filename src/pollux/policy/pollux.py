@@ -35,7 +35,7 @@ class PolluxPolicy(Policy):
 
     def __init__(self, settings: PolicySettings) -> None:
         self._settings = settings
-        self._speedups = Speedups(settings.p)
+        self._speedups = Speedups(settings)
         self._lengths = Lengths()
         self._rng = np.random.default_rng(settings.seed)
         self._types: tuple[str, ...] = ()

@@ -8,7 +8,8 @@ With at most one configuration for a job and no more slots than a type has, a ro
 
 with p = -0.5 and λ = 1.1, as in the published artifact; r = max(age - restarts·δ, 0)/(age + δ) for a change of what a
 job holds, 1 otherwise and for jobs younger than δ. A job never measured counts as equally fast on one replica of
-every type; one may ask for at most twice the replicas it was measured with. On a type where a job has not run, or
+every type; how many replicas one may ask for is a setting of the cluster (:mod:`pollux.policy.exploration`; twice those
+it was measured with in the paper). On a type where a job has not run, or
 on one replica alone, its goodput is that on a type where it has run on more, times the ratio of speeds on one replica.
 Sia profiles that when a job arrives: in a simulation the oracle knows it, elsewhere a guessed model
 (``JobView.guessed``) does, and without either the type is worth the least goodput, on the least replicas.
@@ -32,6 +33,7 @@ from pollux.model.goodput import GoodputModel, GoodputTables
 from pollux.policy.base import Policy, PolicySettings
 from pollux.policy.configurations import Layout, Placer
 from pollux.policy.dense import may_use
+from pollux.policy.exploration import explored_replicas
 from pollux.policy.gangs import demand
 from pollux.policy.program import NOTHING, solve_program
 from pollux.policy.round import resize_cost_s
@@ -41,7 +43,6 @@ from pollux.types import Allocation, FloatArray, JobView, Plan, Snapshot
 _P = -0.5  # as in the artifact
 _IDLE_COST = 1.1  # λ, as in the artifact: more than the worst configuration costs, so that no job waits for nothing
 _DIGITS = 2  # to which powers are rounded, as in the artifact
-_GROWTH = 2  # a job may ask for this many times the replicas it was measured with, as in the paper
 _STAYING = 1e-6  # breaks ties in favour of what a job holds; far below the rounded powers
 _WORTH_IT = 1e-9  # relative; a plan that gains less over staying is rounding
 
@@ -110,7 +111,7 @@ class SiaPolicy(Policy):
         for accelerator, layout in layouts.items():
             if not may_use(job, accelerator):
                 continue
-            asked = allowed_counts(job, layout)
+            asked = allowed_counts(job, layout, self._settings)
             held = job.allocation.num_replicas if _is_kept(job, layout, asked) else None
             counts = sorted({*asked, *([] if held is None else [held])})
             goodputs = self._goodputs(job, accelerator, counts, layouts, measured)
@@ -176,13 +177,13 @@ def _is_applied(before: Snapshot, plan: Plan, now: Snapshot) -> bool:
     )
 
 
-def allowed_counts(job: JobView, layout: Layout) -> list[int]:
+def allowed_counts(job: JobView, layout: Layout, settings: PolicySettings) -> list[int]:
     """Replica counts of a type that the job may ask for; one that no configuration suits has its least count."""
     limits, low = job.spec.batch, job.spec.min_replicas
     if limits is None:  # a command that does not adapt: what was asked for
         low = high = demand(job)
     else:
-        high = min(job.spec.max_replicas, limits.max_replicas, max(_GROWTH * job.max_profiled_replicas, 1))
+        high = min(job.spec.max_replicas, limits.max_replicas, explored_replicas(job, settings))
     first, end = bisect.bisect_left(layout.counts, low), bisect.bisect_right(layout.counts, max(low, high))
     return list(layout.counts[first:end]) or [low]
 

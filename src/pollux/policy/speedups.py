@@ -13,16 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from pollux.model.goodput import GoodputModel, GoodputTables
+from pollux.policy.base import PolicySettings
 from pollux.policy.dense import may_use, types_of
+from pollux.policy.exploration import explored_replicas
 from pollux.policy.gangs import demand
 from pollux.types import FloatArray, JobView, Snapshot
 
-# Average JCTs below: means over the OSDI'21 workloads 6, 1 and 3 in the artifact's configuration; 2,103 s as it is.
-
-# A job may ask for this many times the replicas it was measured with. By 2 as in the paper it grows slowly (2,157 s),
-# by 8 it asks for slots that it turns out not to use (2,124 s).
-_EXPLORATION = 4
-_FIRST_REPLICAS = 4  # that a job never measured may ask for: 2,114 s with 1, 2,162 s with 2, 2,190 s with 8
 _PLAN_STEP = 0.02  # relative change of a noise scale, or of the work left, below which a plan is kept; 0.005: same JCTs
 # Relative changes of a noise scale below which a table is kept, with few jobs and with many. Goodput changes by less
 # than half as much; the coarse step saves most of the time of a decision for thousands of jobs.
@@ -44,21 +40,19 @@ class SpeedupTable:
     fair_goodput: float  # useful examples per second on the fair share; nan if not known yet
 
 
-def max_replicas(job: JobView, num_slots: int) -> int:
+def max_replicas(job: JobView, num_slots: int, settings: PolicySettings) -> int:
     """How many replicas the job may be given: its own bounds, and a few times what it has been profiled with."""
     most = min(job.spec.max_replicas, num_slots)
     if job.spec.batch is None:  # a command that does not adapt: what was asked for, no more
         return min(most, demand(job))
-    explored = max(_EXPLORATION * job.max_profiled_replicas, _FIRST_REPLICAS, job.spec.min_replicas)
-    return min(most, job.spec.batch.max_replicas, explored)
+    return min(most, job.spec.batch.max_replicas, explored_replicas(job, settings))
 
 
 class Speedups:
     """Tables of all jobs, kept from round to round; a table is computed again only if its job has changed enough."""
 
-    def __init__(self, p: float) -> None:
-        """``p``: of the power mean that they are for."""
-        self._p = p
+    def __init__(self, settings: PolicySettings) -> None:
+        self._settings = settings
         self._goodputs = GoodputTables()
         self._cluster: tuple[object, ...] = ()
         self._known: dict[str, tuple[tuple[object, ...], SpeedupTable]] = {}  # by job, for what
@@ -68,7 +62,7 @@ class Speedups:
         self._known.clear()
 
     def tables(self, snapshot: Snapshot) -> list[SpeedupTable]:
-        cluster = _Cluster.of(snapshot, self._p)
+        cluster = _Cluster.of(snapshot, self._settings)
         if cluster.basis != self._cluster:
             self._cluster = cluster.basis
             self._known.clear()
@@ -87,14 +81,14 @@ class Speedups:
         return [known[job.name][1] for job in snapshot.jobs]
 
 
-def speedup_tables(snapshot: Snapshot, p: float = -1.0) -> list[SpeedupTable]:
+def speedup_tables(snapshot: Snapshot, settings: PolicySettings | None = None) -> list[SpeedupTable]:
     """Speedups of all jobs, computed once."""
-    return _compute(snapshot.jobs, _Cluster.of(snapshot, p), GoodputTables())
+    return _compute(snapshot.jobs, _Cluster.of(snapshot, settings or PolicySettings()), GoodputTables())
 
 
 def rounded_log(value: float | None, step: float = _PLAN_STEP) -> int | None:
     """A noise scale, or the work left, in steps of a logarithmic scale: the same step counts as unchanged."""
-    return None if value is None else round(math.log(max(value, 1e-9)) / step)
+    return None if value is None or math.isnan(value) else round(math.log(max(value, 1e-9)) / step)
 
 
 def _basis(job: JobView, step: float) -> tuple[object, ...]:
@@ -109,35 +103,39 @@ class _Cluster:
 
     types: tuple[str, ...]
     slots: tuple[int, ...]  # by type
+    node_slots: tuple[int, ...]  # by type, of the largest node
     fair: int  # slots of each job if all got the same
     most: int  # replicas that any job might be given; tables need not be wider
     step: float  # of noise scales
+    settings: PolicySettings
 
     @classmethod
-    def of(cls, snapshot: Snapshot, p: float) -> _Cluster:
+    def of(cls, snapshot: Snapshot, settings: PolicySettings) -> _Cluster:
         slots = dict.fromkeys(types_of(snapshot.nodes), 0)
+        largest = dict(slots)
         for node in snapshot.nodes:
             slots[node.accelerator] += node.num_slots
+            largest[node.accelerator] = max(largest[node.accelerator], node.num_slots)
         fair = math.ceil(sum(slots.values()) / max(len(snapshot.jobs), 1))
         step = _STEP if len(snapshot.jobs) <= _MANY_JOBS else _COARSE_STEP
-        most = _most(snapshot.jobs, tuple(slots.values()), p)
-        return cls(tuple(slots), tuple(slots.values()), fair, most, step)
+        most = _most(snapshot.jobs, tuple(slots.values()), settings)
+        return cls(tuple(slots), tuple(slots.values()), tuple(largest.values()), fair, most, step, settings)
 
     @property
     def basis(self) -> tuple[object, ...]:
-        return self.types, self.slots, self.fair, self.most, self.step
+        return self.types, self.slots, self.node_slots, self.fair, self.most, self.step
 
 
-def _most(jobs: Sequence[JobView], slots: Sequence[int], p: float) -> int:
+def _most(jobs: Sequence[JobView], slots: Sequence[int], settings: PolicySettings) -> int:
     """A number of replicas that no job would exceed.
 
     Slots that some jobs cannot use are there for the others. A sum of w·s^p, s being about linear, divides slots as
     w^(1/(1-p)); with p > 0 one job may get everything.
     """
-    largest = max(slots)
+    largest, p = max(slots), settings.p
     if p > 0 or not jobs:
         return largest
-    able = sorted(max_replicas(job, largest) for job in jobs)
+    able = sorted(max_replicas(job, largest, settings) for job in jobs)
     left, level = sum(slots), math.inf
     for index, number in enumerate(able):
         level = left / (len(able) - index)  # for each job that can use more than all before
@@ -177,7 +175,8 @@ def _compute(jobs: Sequence[JobView], cluster: _Cluster, goodputs: GoodputTables
     models: list[GoodputModel] = []
     widths: list[int] = []
     found: list[list[tuple[int, int]]] = []  # per job: (type, where its table will be)
-    mosts = [min(max_replicas(job, max(slots)), max(cluster.most, job.spec.min_replicas)) for job in jobs]
+    allowed = [max_replicas(job, max(slots), cluster.settings) for job in jobs]
+    mosts = [min(number, max(cluster.most, job.spec.min_replicas)) for job, number in zip(jobs, allowed, strict=True)]
     held = [job.allocation.num_replicas for job in jobs]
     for job, most, holds in zip(jobs, mosts, held, strict=True):
         found.append([])
@@ -199,7 +198,8 @@ def _compute(jobs: Sequence[JobView], cluster: _Cluster, goodputs: GoodputTables
         weight, base = 0, 0.0
         for index, at in places:
             weight += slots[index]
-            base += slots[index] * float(values[at][0, min(fair, widths[at])])
+            share = min(fair, widths[at])
+            base += slots[index] * float(values[at][int(share > cluster.node_slots[index]), share])
         base = base / weight if weight else 0.0
         table = np.zeros((len(types), 2, width + 1))
         if places and base > 0:

@@ -48,14 +48,18 @@ class Knowledge:
             self._stale.add(accelerator)
         return is_news
 
-    def refit(self) -> bool:
-        """Fit θ where there are new measurements; true if anything changed. Keeps the last good fit on failure."""
+    def refit(self, *, is_published: bool = False) -> bool:
+        """Fit θ where there are new measurements; true if anything changed. Keeps the last good fit on failure.
+
+        ``is_published``: of the paper's throughput model.
+        """
         if not self._stale:
             return False
         for accelerator in sorted(self._stale):
             last = self.fits.get(accelerator)
             try:
-                found = fit(self.profile.observations(accelerator), None if last is None else last.params)
+                observed = self.profile.observations(accelerator)
+                found = fit(observed, None if last is None else last.params, is_published=is_published)
             except FitError as error:
                 logger.warning("%s on %s: %s", self.label, accelerator, error)
                 continue
@@ -96,13 +100,15 @@ class Knowledge:
         return {accelerator: found.params for accelerator, found in self.fits.items()}
 
 
-def learn_all(known: Iterable[Knowledge], ratios: TypeRatios, types: Iterable[str] | None) -> list[Knowledge]:
+def learn_all(
+    known: Iterable[Knowledge], ratios: TypeRatios, types: Iterable[str] | None, *, is_published: bool = False
+) -> list[Knowledge]:
     """Refit what was measured anew and complete it for ``types`` (None: for none); those that have changed by that.
 
     ``ratios`` takes in what the jobs have shown, and serves those that have not.
     """
     distinct = list({id(knowledge): knowledge for knowledge in known}.values())
-    refitted = [knowledge.refit() for knowledge in distinct]
+    refitted = [knowledge.refit(is_published=is_published) for knowledge in distinct]
     for knowledge in itertools.compress(distinct, refitted):
         ratios.add(knowledge.label, knowledge.ratios)
     if types is None:

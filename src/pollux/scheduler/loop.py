@@ -67,6 +67,7 @@ class SchedulerConfig:
     autoscale: AutoscaleConfig | None = None
     pins_resizing: bool = False  # a job keeps what it holds until its start or resize is through
     guesses_types: bool = True  # what is known of jobs is completed for types that they have not run on, or alone
+    fits_published: bool = False  # the paper's throughput model, without what measurements have added to it
     is_strict: bool = False  # what a policy does wrong is raised; a cluster goes on with what its jobs hold
 
     def __post_init__(self) -> None:
@@ -525,7 +526,8 @@ class Scheduler:
             return
         types = [node.accelerator for node in self._engine.nodes()] if self.config.guesses_types else None
         known = [record.knowledge for record in self._active.values()]
-        fresh = {id(knowledge) for knowledge in learn_all(known, self._ratios, types)}
+        learnt = learn_all(known, self._ratios, types, is_published=self.config.fits_published)
+        fresh = {id(knowledge) for knowledge in learnt}
         commands: list[Command] = [
             TuneJob(job=record.name, params=record.knowledge.params)
             for record in self._active.values()

@@ -130,9 +130,10 @@ class ProfiledApplication:
             _require(
                 all(math.isfinite(value) and value >= 0 for value in theta)
                 and theta.gamma >= 1
+                and theta.delta >= 1
                 and theta.alpha_g + theta.beta_g > 0,
                 f"{name}: throughput parameters on {accelerator!r} are {tuple(theta)}; "
-                "numbers >= 0 with γ >= 1 and a positive T_grad are needed",
+                "numbers >= 0 with γ, δ >= 1 and a positive T_grad are needed",
             )
         unknown = sorted(self._corrections.keys() - self._params.keys())
         _require(not unknown, f"{name}: corrections for {unknown}, but parameters for {sorted(self._params)}")

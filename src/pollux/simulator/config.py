@@ -45,6 +45,7 @@ class SimulationConfig:
     node_price: float | None = None  # of a node for an hour, in any currency
     counts_efficiency: bool = True  # off: jobs and scheduler go by throughput, and batches grow with replicas
     rounds_epochs: bool = True  # an epoch's last stretch takes whole seconds; off for jobs of minutes
+    fits_published: bool = False  # the scheduler fits the paper's throughput model
 
     def __post_init__(self) -> None:
         for label, value, least in (

@@ -25,6 +25,7 @@ from pollux.errors import FitError, InvalidValueError, ProfileError, SimulationE
 from pollux.model.fitting import fit
 from pollux.model.profile import Configuration, Profile, Timing
 from pollux.model.throughput import grad_s, sync_s
+from pollux.model.transfer import TIMES
 from pollux.policy import WEIGHTINGS, PolicySettings
 from pollux.simulator.application import Habits
 from pollux.simulator.builtin import ProfiledApplication, StepCorrections
@@ -319,9 +320,7 @@ def _elastic(
 
 
 def _paced(params: ThroughputParams, pace: float) -> ThroughputParams:
-    return ThroughputParams(
-        **{name: value * (1.0 if name == "gamma" else pace) for name, value in params._asdict().items()}
-    )
+    return params._replace(**{name: getattr(params, name) * pace for name in TIMES})
 
 
 def _pace(reports: Sequence[Record], application: ProfiledApplication, done: float | None) -> float:

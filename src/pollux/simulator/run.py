@@ -188,6 +188,7 @@ def _scheduler_config(config: SimulationConfig, policy: Policy) -> SchedulerConf
         autoscale=config.autoscale,
         pins_resizing=config.physics.pins_resizing,
         guesses_types=config.guesses_types,
+        fits_published=config.fits_published,
         is_strict=True,
     )
 

@@ -3,7 +3,8 @@
 All commands that simulate take the same two arguments: a workload (a CSV file, or ``builtin:NAME``) and a
 directory of traces (or nothing: the built-in profiles). Traces whose files name accelerator types are in the Sia
 artifact's format, others in the OSDI'21 artifact's. A directory with a file ``profiles.json`` holds condensed
-profiles, of recorded jobs say; ``pollux replay --workload-out`` makes one.
+profiles, of recorded jobs say; ``pollux replay --workload-out`` makes one. One with ``step_times.csv`` holds measured
+step times for workloads whose jobs say how many steps they take; ``pollux workload import`` makes one.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pollux.simulator.builtin import load_builtin, load_profiles
 from pollux.simulator.generate import builtin_workload
 from pollux.simulator.osdi21 import load_traces
 from pollux.simulator.sia import is_sia, load_sia_traces
+from pollux.simulator.step_tables import STEP_TIMES_FILE, load_jobs, load_tables
 from pollux.simulator.workload import Workload, load_workload
 
 BUILTIN_PREFIX = "builtin:"
@@ -45,6 +47,9 @@ def load_source(workload: str, traces: str | None, seed: int = 0) -> tuple[Workl
         InputFileError: a file cannot be used.
         UnknownNameError: there is no built-in workload of that name.
     """
+    if traces is not None and (tables := Path(traces) / STEP_TIMES_FILE).is_file():
+        jobs = load_jobs(Path(workload), load_tables(tables))
+        return load_workload(workload, jobs), jobs
     applications = load_applications(traces)
     if workload.startswith(BUILTIN_PREFIX):
         return builtin_workload(workload.removeprefix(BUILTIN_PREFIX), applications, seed=seed), applications

@@ -60,6 +60,8 @@ params = st.builds(
     alpha_r=st.floats(1e-3, 1.0),
     beta_r=st.floats(1e-8, 0.05),
     gamma=st.floats(1.0, 10.0),
+    delta=st.one_of(st.just(1.0), st.floats(1.0, 2.0)),
+    ring=st.sampled_from((0.0, 1.0)),
 )
 
 

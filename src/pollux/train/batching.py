@@ -260,6 +260,11 @@ def make_limits(
         raise InvalidValueError(
             f"device_batch_size of at least {low} exceeds max_batch_size {maximum}: not even one replica could train"
         )
+    if low > batch_size:
+        raise InvalidValueError(
+            f"device_batch_size of at least {low} exceeds batch_size {batch_size}: one replica could not train with "
+            f"batch_size; lower the smallest device batch to {batch_size} at most, or raise batch_size"
+        )
     return BatchLimits(initial=batch_size, maximum=maximum, device_min=low, device_max=high)
 
 

@@ -31,7 +31,7 @@ def test_a_command_is_loaded_to_be_called_and_completed() -> None:
     assert (name, rest) == ("logs", ["a-job", "--tail", "3"])
     assert {"name", "tail"} <= {parameter.name for parameter in command.params}
     _, workload, _ = group.resolve_command(context, ["workload", "generate"])
-    assert set(workload.commands) == {"generate", "describe"}
+    assert set(workload.commands) == {"generate", "import", "describe"}
 
 
 def test_options_of_a_jobs_command_are_its_own() -> None:

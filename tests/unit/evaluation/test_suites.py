@@ -29,7 +29,7 @@ from pollux.simulator.source import load_source
 
 ROOT = Path(__file__).resolve().parents[3]
 NOWHERE = Artifacts(folder=None)
-WITHOUT_DATA = [name for name in SUITES if name != "hetero"]
+WITHOUT_DATA = [name for name in SUITES if name not in ("hetero", "truth")]
 
 COLUMNS = (
     Column(heading="avg JCT s", key="avg_jct_s", form=",.0f"),
@@ -42,6 +42,7 @@ def artifacts(tmp_path: Path) -> Artifacts:
     """Where the data would be; nothing of it is read when a suite is made."""
     for part in ("osdi21", "sia"):
         (tmp_path / part / "traces").mkdir(parents=True)
+    (tmp_path / "thirdparty").mkdir()
     return Artifacts(folder=tmp_path)
 
 
@@ -51,7 +52,8 @@ def test_every_suite_is_complete(name: str, artifacts: Artifacts) -> None:
     quick = make_suite(name, artifacts, is_quick=True)
     assert suite.name == name and suite.title and suite.about and suite.charts and not suite.notes
     assert quick.heading.endswith("(quick: fewer cases)") and suite.heading == suite.title
-    assert 0 < len(quick.cases) + len(quick.sizes) <= len(suite.cases) + len(suite.sizes)
+    assert len(quick.cases) + len(quick.sizes) <= len(suite.cases) + len(suite.sizes)
+    assert quick.cases or quick.sizes or quick.measurements
     assert len({(case.table, case.label) for case in suite.cases}) == len(suite.cases)
     keys = {column.key for column in suite.columns}
     assert {key for published in suite.published for key in published.values} <= keys
@@ -89,6 +91,8 @@ def test_generated_workloads_differ_by_their_seed() -> None:
 def test_a_suite_that_needs_data_says_which(tmp_path: Path) -> None:
     with pytest.raises(InputFileError, match=r"needs the data of the Sia artifact.*--artifacts DIR"):
         make_suite("hetero", Artifacts(folder=tmp_path))
+    with pytest.raises(InputFileError, match=r"needs measurements of others.*--artifacts DIR"):
+        make_suite("truth", Artifacts(folder=tmp_path))
 
 
 def test_an_unknown_suite_is_answered_with_those_there_are() -> None:

@@ -74,10 +74,10 @@ def test_reaches_what_lbfgs_reaches_on_published_traces(osdi21, application, num
         step, sync = float(rows[index]["step_time"]), float(rows[index]["sync_time"])
         configuration = Configuration(len(digits), sum(map(int, digits)), int(rows[index]["local_bsz"]))
         profile.add("gpu", configuration, Timing(step - sync, step))
-    problem = fitting._Problem(profile.observations("gpu"))
+    problem = fitting._Problem(profile.observations("gpu"), is_published=num_observations % 2 == 0)
     with np.errstate(all="ignore"):
         _, ours = fitting._descend(problem, problem.initial_guess())
-    assert ours <= by_lbfgs(problem) * 1.02 + 2e-4
+    assert ours <= by_lbfgs(problem) * 1.03 + 2e-4
 
 
 @examples(50)
@@ -85,7 +85,7 @@ def test_reaches_what_lbfgs_reaches_on_published_traces(osdi21, application, num
 def test_gradient_is_the_numerical_one(theta):
     problem = fitting._Problem(observe(ThroughputParams(0.02, 0.001, 0.3, 0.01, 0.05, 0.002, 2.0), noise=0.1))
     x = problem.project(np.array(theta)) + 1e-3
-    x[6] = min(max(x[6], 1.01), 9.9)
+    x[6], x[7] = min(max(x[6], 1.01), 9.9), min(max(x[7], 1.01), 1.99)
     _, slope, _ = problem.expand(x)
     numerical = approx_fprime(x, lambda z: problem.expand(z)[0], 1e-7)
     assert slope == pytest.approx(numerical, abs=2e-4, rel=1e-3)
@@ -96,17 +96,42 @@ def test_gradient_is_the_numerical_one(theta):
 def test_explains_noise_free_data(theta):
     # The priors hold that a further replica costs little beside the first; data must not contradict them.
     theta = theta._replace(beta_n=min(theta.beta_n, theta.alpha_n / 10), beta_r=min(theta.beta_r, theta.alpha_r / 10))
-    found = fit(observe(theta))
+    if not theta.ring:
+        theta = theta._replace(delta=1.0)
+    found = fit(observe(theta), is_published=not theta.ring)
     assert found.rmsle_grad < 0.02
     assert found.rmsle_step < 0.05
 
 
-def test_predicts_what_was_not_measured():
+@pytest.mark.parametrize("is_published", [False, True])
+def test_predicts_what_was_not_measured(is_published):
     theta = ThroughputParams(0.02, 0.001, 0.3, 0.01, 0.05, 0.002, 2.0)
-    found = fit(observe(theta, noise=0.02)).params
+    found = fit(observe(theta, noise=0.02), is_published=is_published).params
+    assert found.ring == float(not is_published)
     for nodes, replicas, m in [(1, 3, 100), (2, 6, 48), (4, 12, 200)]:
         expected = float(iteration_s(theta, nodes, replicas, m))
         assert float(iteration_s(found, nodes, replicas, m)) == pytest.approx(expected, rel=0.1)
+
+
+def test_a_curve_of_passes_is_found():
+    theta = ThroughputParams(0.05, 1e-4, 0.01, 1e-4, 0.01, 1e-4, 1.5, delta=1.4, ring=1.0)
+    data = observe(theta, shapes=[(1, 1)], batches=(8, 16, 32, 64, 128, 256))
+    assert fit(data).rmsle_grad < 0.02 < 0.05 < fit(data, is_published=True).rmsle_grad
+    assert fit(observe(theta, shapes=[(1, 1)], batches=(8, 64))).params.delta == 1.0  # a line goes through two points
+
+
+def test_four_replicas_do_not_say_that_sixteen_are_slower():
+    """ElasticFlow's deepspeech2 with 32 examples on A100s: the published line predicts 3.6 times what was measured."""
+    measured = {1: 0.3308, 2: 0.1864, 4: 0.1326, 16: 0.0776}
+    passes = {1: 0.3308, 2: 0.175, 4: 0.0926}
+    profile = Profile()
+    for replicas, pass_s in passes.items():
+        profile.add("gpu", Configuration(1, replicas, 32 // replicas), Timing(pass_s, measured[replicas]))
+    data = profile.observations("gpu")
+    ours, published = fit(data).params, fit(data, is_published=True).params
+    assert float(iteration_s(published, 2, 16, 2)) > 2.5 * measured[16]
+    assert float(iteration_s(ours, 2, 16, 2)) == pytest.approx(measured[16], rel=0.6)
+    assert float(iteration_s(ours, 1, 8, 4)) < measured[4]
 
 
 class TestPriors:

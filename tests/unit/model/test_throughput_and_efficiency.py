@@ -16,19 +16,20 @@ THETA = ThroughputParams(0.02, 0.001, 0.3, 0.01, 0.05, 0.002, 2.0)
 
 
 def obvious_iteration_s(theta: ThroughputParams, nodes: int, replicas: int, m: int, s: int) -> float:
-    """The formula of the paper, one configuration at a time."""
-    compute = theta.alpha_g + theta.beta_g * m
+    """The formula of the paper with our two extensions, one configuration at a time."""
+    compute = theta.alpha_g + theta.beta_g * m**theta.delta
+    more = 1 - 2 / replicas if theta.ring else replicas - 2
     if replicas == 1:
         sync = 0.0
     elif nodes == 1:
-        sync = theta.alpha_r + theta.beta_r * (replicas - 2)
+        sync = theta.alpha_r + theta.beta_r * more
     else:
-        sync = theta.alpha_n + theta.beta_n * (replicas - 2)
+        sync = theta.alpha_n + theta.beta_n * more
     return s * compute + (compute**theta.gamma + sync**theta.gamma) ** (1 / theta.gamma)
 
 
 @given(params, st.integers(1, 4), st.integers(1, 16), st.integers(1, 1024), st.integers(0, 8))
-def test_iteration_time_is_the_papers_formula(theta, nodes, replicas, m, s):
+def test_iteration_time_is_the_formula(theta, nodes, replicas, m, s):
     nodes = min(nodes, replicas)
     expected = obvious_iteration_s(theta, nodes, replicas, m, s)
     assert float(iteration_s(theta, nodes, replicas, m, s)) == pytest.approx(expected, rel=1e-9)
@@ -40,6 +41,21 @@ def test_broadcasts_over_jobs_and_configurations():
     table = throughput(thetas, np.array([1, 1, 2]), replicas, 64)
     assert table.shape == (2, 3)
     assert float(table[1, 2]) == pytest.approx(8 * 64 / obvious_iteration_s(THETA._replace(alpha_g=0.5), 2, 8, 64, 0))
+
+
+def test_the_papers_model_is_what_its_seven_parameters_mean():
+    """By default nothing is added to it, and an array of seven is enough."""
+    assert THETA.delta == 1.0 and THETA.ring == 0.0
+    seven = np.array(THETA)[:7]
+    for nodes, replicas, m in ((1, 1, 64), (1, 4, 100), (4, 16, 32)):
+        assert float(iteration_s(seven, nodes, replicas, m)) == float(iteration_s(THETA, nodes, replicas, m))
+
+
+def test_a_ring_costs_no_more_than_a_bound_however_many_replicas():
+    ring = THETA._replace(ring=1.0)
+    assert float(sync_s(ring, 2, 1 << 20)) == pytest.approx(0.31, rel=1e-4)
+    assert float(sync_s(ring, 2, 2)) == pytest.approx(0.3)
+    assert float(grad_s(THETA._replace(delta=1.5), 100)) == pytest.approx(0.02 + 1.0)
 
 
 def test_parts():

@@ -3,14 +3,14 @@ from __future__ import annotations
 import pytest
 
 from pollux.model.throughput import iteration_s
-from pollux.model.transfer import MAX_SHOWN, TypeRatios, guess_params, type_ratios
+from pollux.model.transfer import MAX_SHOWN, TIMES, TypeRatios, guess_params, type_ratios
 from pollux.types import ThroughputParams
 
 SLOW = ThroughputParams(0.02, 0.001, 0.2, 0.01, 0.05, 0.004, 1.6)
 
 
 def times(theta: ThroughputParams, factor: float) -> ThroughputParams:
-    return ThroughputParams(*(value * factor for value in theta))._replace(gamma=theta.gamma)
+    return theta._replace(**{name: getattr(theta, name) * factor for name in TIMES})
 
 
 def test_ratios_are_those_of_a_pass_and_the_median_is_typical():

@@ -5,8 +5,9 @@ import dataclasses
 import numpy as np
 import pytest
 
-from pollux.policy import make_policy
-from pollux.policy.gavel import GavelPolicy, max_min_shares
+from pollux.errors import InvalidValueError
+from pollux.policy import PolicySettings, make_policy
+from pollux.policy.gavel import GavelPolicy, max_min_shares, max_sum_shares
 from pollux.testing.snapshots import make_job, make_mixed, make_nodes
 from pollux.types import Allocation, JobView, Node, Plan, Snapshot
 
@@ -128,3 +129,16 @@ def test_who_comes_to_weigh_more_or_to_ask_for_less_is_noticed():
 def test_unmeasured_jobs_on_types_nobody_knows_run():
     plan = decide_rounds([make_job("a", measured=False, requested_replicas=2)], make_mixed(big=4, small=4), 1)[0]
     assert plan.allocation_of("a").num_replicas == 2
+
+
+def test_the_largest_sum_of_throughputs_goes_to_who_gains_most_and_ties_are_split():
+    throughputs = np.array([[1.0, 4.0], [1.0, 2.0], [1.0, 2.0]])
+    shares = max_sum_shares(throughputs, np.array([1, 1, 1]), np.ones(3), np.array([1, 1]))
+    assert shares[0, 1] == pytest.approx(1.0, abs=1e-6)  # it loses most on the other type
+    assert shares[1, 0] == pytest.approx(0.5, abs=0.1) and shares[2, 0] == pytest.approx(0.5, abs=0.1)
+    assert (shares.sum(axis=0) <= 1 + 1e-6).all()
+
+
+def test_an_unknown_objective_is_refused():
+    with pytest.raises(InvalidValueError, match="max_sum_throughput"):
+        PolicySettings(objective="makespan")

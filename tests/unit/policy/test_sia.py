@@ -7,12 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pollux.model.fitting import fit
+from pollux.model.profile import Configuration, Profile, Timing
 from pollux.policy import PolicySettings, make_policy
 from pollux.policy.configurations import Layout, Placer
-from pollux.policy.sia import allowed_counts, move_factor
+from pollux.policy.sia import SiaPolicy, allowed_counts, move_factor
 from pollux.testing.examples import examples
 from pollux.testing.snapshots import PARAMS, make_job, make_mixed, make_nodes
-from pollux.types import NO_ALLOCATION, Allocation, JobView, Node, Plan, Snapshot
+from pollux.types import NO_ALLOCATION, Allocation, BatchLimits, JobSpec, JobView, Node, Plan, Snapshot
+
+AS_PUBLISHED = PolicySettings(exploration=2.0, first_replicas=1)
 
 
 def layout(*num_slots: int, fixed: tuple[Allocation, ...] = ()) -> Layout:
@@ -74,14 +78,16 @@ class TestConfigurations:
 class TestOptions:
     def test_at_most_twice_what_was_measured(self):
         here = layout(4, 4, 4)
-        assert allowed_counts(make_job("a", max_profiled_replicas=2), here) == [1, 2, 4]
-        assert allowed_counts(make_job("a", measured=False), here) == [1]
+        assert allowed_counts(make_job("a", max_profiled_replicas=2), here, AS_PUBLISHED) == [1, 2, 4]
+        assert allowed_counts(make_job("a", measured=False), here, AS_PUBLISHED) == [1]
 
     def test_bounds_that_no_configuration_meets_leave_the_least(self):
-        assert allowed_counts(make_job("a", min_replicas=3, max_replicas=3), layout(4, 4)) == [3]
+        assert allowed_counts(make_job("a", min_replicas=3, max_replicas=3), layout(4, 4), AS_PUBLISHED) == [3]
 
     def test_commands_that_do_not_adapt_have_what_they_asked_for(self):
-        assert allowed_counts(make_job("a", batch=None, requested_replicas=4, measured=False), layout(4, 4)) == [4]
+        assert allowed_counts(
+            make_job("a", batch=None, requested_replicas=4, measured=False), layout(4, 4), AS_PUBLISHED
+        ) == [4]
 
     def test_moves_are_charged_by_age_and_restarts(self):
         job = make_job("a", age_s=970.0, num_restarts=3)
@@ -167,3 +173,41 @@ class TestDecisions:
     def test_more_jobs_than_slots(self):
         plan = decide(*(make_job(f"j{number}") for number in range(12)))
         assert sum(counts(plan).values()) == 8
+
+
+def test_a_policy_explores_as_the_cluster_says():
+    """Neither ``sia`` nor ``pollux`` has a rule of its own."""
+    job = make_job("a", noise_scale=1e6, max_profiled_replicas=1)
+    snapshot = Snapshot(now=0, nodes=make_nodes(4, 4), jobs=(job,))
+    for name in ("sia", "pollux"):
+        given = [
+            make_policy(name, PolicySettings(exploration=factor, first_replicas=1)).decide(snapshot)
+            for factor in (1.0, 2.0, 4.0)
+        ]
+        assert [plan.allocation_of("a").num_replicas for plan in given] == [1, 2, 4], name
+
+
+def test_a_long_job_grows_beyond_the_replicas_it_was_measured_with():
+    """ElasticFlow's deepspeech2 job of 231 h stayed on 4 of 128 GPUs: a line through K <= 4 says that 8 are slower."""
+    profile = Profile()
+    for replicas, pass_s, step_s in ((1, 0.3308, 0.3308), (2, 0.175, 0.1864), (4, 0.0926, 0.1326)):
+        profile.add("gpu", Configuration(1, replicas, 32 // replicas), Timing(pass_s, step_s))
+    limits = BatchLimits(initial=32, maximum=32, device_max=32)
+    held = Allocation.of((make_nodes(1)[0].name, 4))
+
+    def decided(is_published: bool) -> int:
+        theta = fit(profile.observations("gpu"), is_published=is_published).params
+        job = JobView(
+            spec=JobSpec(name="long", batch=limits, max_replicas=32),
+            allocation=held,
+            age_s=1e5,
+            num_restarts=2,
+            params={"gpu": theta},
+            noise_scale=32.0,
+            max_profiled_replicas=4,
+        )
+        plan = SiaPolicy(AS_PUBLISHED).decide(Snapshot(now=1e5, nodes=make_nodes(16, 8), jobs=(job,)))
+        return plan.allocation_of("long").num_replicas
+
+    assert decided(is_published=True) == 4
+    assert decided(is_published=False) == 8

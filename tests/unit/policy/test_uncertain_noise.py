@@ -49,7 +49,7 @@ def test_speedups_are_those_of_the_lower_end():
 
 
 def test_tables_that_are_kept_follow_the_error():
-    tables = Speedups(-1.0)
+    tables = Speedups(PolicySettings())
     (before,) = tables.tables(snapshot(job("a", 5000.0)))
     (after,) = tables.tables(snapshot(job("a", 5000.0, 4900.0)))
     assert gained(after) < gained(before)

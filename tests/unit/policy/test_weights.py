@@ -81,12 +81,25 @@ class TestLengths:
         assert lengths.left([self.job("c", "x", 0.0), self.job("d", "x", 40.0)]).tolist() == [200.0, 160.0]
         assert lengths.left([self.job("c", "x", 200.0)]).tolist() == [100.0]  # the shorter of the two is out of it
 
-    def test_who_outlasts_all_or_is_like_nobody_is_half_done_in_steps_of_two(self):
+    def test_a_job_that_outlasts_all_is_half_done_in_steps_of_two(self):
         lengths = Lengths()
         lengths.look([self.job("a", "x", 100.0)])
         lengths.look([])
-        found = lengths.left([self.job("c", "x", 130.0), self.job("d", "y", 250.0), self.job("e", "y", 0.0)])
-        assert found.tolist() == [256.0, 256.0, 1.0]
+        found = lengths.left([self.job("c", "x", 130.0), self.job("d", "y", 250.0)])
+        assert found.tolist() == [256.0, 256.0]
+
+    def test_a_newcomer_of_no_known_application_is_as_long_as_the_jobs_of_all(self):
+        """It is not the shortest of all: what is not known must not go first."""
+        lengths = Lengths()
+        lengths.look([self.job("a", "x", 100.0), self.job("b", "", 300.0)])
+        lengths.look([])
+        found = lengths.left([self.job("c", "y", 0.0), self.job("d", "", 0.0), self.job("e", "x", 0.0)])
+        assert found.tolist() == [200.0, 200.0, 100.0]
+
+    def test_nothing_is_expected_before_a_job_has_ended(self):
+        lengths = Lengths()
+        lengths.look([self.job("a", "x", 100.0)])
+        assert np.isnan(lengths.left([self.job("a", "x", 100.0), self.job("b", "", 0.0)])).all()
 
     def test_little_is_remembered(self):
         lengths = Lengths()

@@ -384,3 +384,10 @@ def test_limits_as_asked_for(arguments, expected):
 def test_bounds_that_contradict_each_other_are_refused(arguments, message):
     with pytest.raises(InvalidValueError, match=message):
         make_limits(*arguments)
+
+
+def test_a_device_batch_above_the_users_batch_is_refused_at_once():
+    """One replica could never train with M0; it failed in mid-training before, with advice that did not help."""
+    with pytest.raises(InvalidValueError, match=r"at least 64 exceeds batch_size 32.*lower the smallest"):
+        make_limits(32, 512, (64, 128))
+    assert make_limits(64, 512, (64, 128)).device_min == 64

@@ -125,7 +125,7 @@ rounds = st.builds(
     changes=st.lists(reallocations, max_size=2).map(tuple),
     departures=st.lists(departures, max_size=2).map(tuple),
 )
-params = st.builds(ThroughputParams, *[signed] * 7)
+params = st.builds(ThroughputParams, *[signed] * 9)
 factors = st.lists(st.builds(ShapeFactor, spans=st.booleans(), num_replicas=counts, factor=signed), max_size=2)
 
 
