@@ -30,6 +30,9 @@ class JobRow:
     state: JobStateName
     kind: str
     application: str
+    owner: str = field(metadata=about("The user who submitted it."))
+    team: str = field(metadata=about("The owner's, now; empty: none."))
+    priority: int
     sequence: int = field(metadata=about("Order of arrival."))
     submitted_at: float = field(metadata=about("Seconds since 1970, as all times."))
     started_at: float | None

@@ -37,6 +37,7 @@ MAX_NAME_LENGTH = 63
 DEFAULT_RESTARTS = 3
 UNBOUNDED_REPLICAS = 1 << 20  # as in pollux.types, which imports numpy: a client does without
 MAX_ARRAY_JOBS = 10_000
+MAX_PRIORITY = 1000
 ARRAY_INDEX = "POLLUX_ARRAY_INDEX"
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_NAME_LENGTH - 1}}}")
 _HEADER = re.compile(r"#POLLUX(?:[ \t](.*))?|# POLLUX[ \t]+(-.*)")  # code formatters put the space there
@@ -185,6 +186,8 @@ class JobRequest:
     array: str = ""
     array_index: int | None = None  # set by expand()
     accelerators: tuple[str, ...] = ()  # empty: any
+    owner: str = ""  # set by the server: who submitted it
+    priority: int = 0
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -210,6 +213,10 @@ class JobRequest:
         put(self, "env", _environment(self.env, self.array_index))
         put(self, "accelerators", tuple(dict.fromkeys(_texts("accelerators", self.accelerators))))
         _require("" not in self.accelerators, "accelerators", self.accelerators, "leave empty names out")
+        _text("owner", self.owner)
+        is_whole = isinstance(self.priority, int) and not isinstance(self.priority, bool)
+        is_priority = is_whole and abs(self.priority) <= MAX_PRIORITY
+        _require(is_priority, "priority", self.priority, f"a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}")
 
     def _check_replicas(self) -> None:
         counts = {"min": self.min_replicas, "max": self.max_replicas, "exact": self.replicas}
@@ -269,6 +276,8 @@ class JobRequest:
             is_preemptible=self.is_preemptible and (self.kind in RESIZED or self.checkpoints),
             weight=self.weight,
             accelerators=frozenset(self.accelerators) or None,
+            owner=self.owner,
+            priority=self.priority,
         )
 
     def to_dict(self) -> dict[str, Json]:
@@ -329,6 +338,7 @@ OPTIONS = (
     Option("preemptible", "is_preemptible", "flag", "", "May be stopped for others' sake, and go on later."),
     Option("checkpoints", "checkpoints", "flag", "", "A fixed job: it saves its state and can be restarted."),
     Option("weight", "weight", "float", "W", "Priority: twice the weight counts like two jobs."),
+    Option("priority", "priority", "int", "N", "Of one team's jobs, the least is stopped first when slots are short."),
     Option("max-restarts", "max_restarts", "int", "N", "Give up after more crashes; 3, or 0 for fixed jobs."),
     Option("cwd", "cwd", "text", "DIR", "Working directory, an absolute path; where it is submitted by default."),
     Option("env", "env", "pairs", "KEY=VALUE", "An environment variable; may be given several times."),
@@ -336,6 +346,7 @@ OPTIONS = (
     Option("after", "after", "list", "JOB,...", "Start only when these jobs have succeeded."),
     Option("array", "array", "text", "INDICES", f"One job per index, 0-9 or 1,3,7; it is in {ARRAY_INDEX}."),
     Option("accelerators", "accelerators", "list", "TYPE,...", "Run on these types only."),
+    Option("owner", "owner", "text", "USER", "Submit it for another user; for admins."),
 )
 _BY_FIELD = {option.field: option for option in OPTIONS}
 _BY_WORD = {f"--{option.name}": (option, True) for option in OPTIONS}

@@ -40,7 +40,7 @@ PANELS: dict[str, dict[str, Listed]] = {
         "status": Listed("listing", "Say how the server is: its slots, jobs and decisions."),
         "dashboard": Listed(
             "dashboard",
-            "Print the dashboard's address, and open it. Anyone who has this address is the cluster's operator.",
+            "Print the dashboard's address, and open it. Anyone who has this address may do what you may.",
         ),
         "decisions": Listed(
             "decisions",
@@ -81,6 +81,11 @@ PANELS: dict[str, dict[str, Listed]] = {
             "export",
             "Export a job's curves and decisions. May be repeated while it trains: the same file is written anew.",
         ),
+    },
+    "Users": {
+        "user": Listed("user", "Users, their roles and their tokens."),
+        "team": Listed("team", "Teams and what each is entitled to."),
+        "whoami": Listed("whoami", "Say whom the server takes you for: user, team and role."),
     },
     "Nodes": {
         "nodes": Listed("listing", "List nodes, their slots and the jobs on them."),

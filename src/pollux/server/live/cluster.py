@@ -83,6 +83,8 @@ class Cluster:
         draining = frozenset(read_names(config.data_directory / DRAINING_FILE))
         self._state = ClusterState(jobs=self._jobs, draining=draining)
         self._decisions = DecisionLog(store, self._state)
+        self.accounts = self._jobs.accounts
+        self.accounts.nodes = engine.nodes
         self.queries = Queries(
             state=self._state,
             store=store,
@@ -90,6 +92,7 @@ class Cluster:
             config=config,
             clock=self._clock,
             decisions=self._decisions,
+            accounts=self.accounts,
         )
         self.metrics = Metrics()
         self.metrics.watch(self.measured)

@@ -11,6 +11,7 @@ import hmac
 import os
 import stat
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,9 +22,12 @@ from pollux.api.report import Report
 from pollux.api.request import Blocked, JobRequest, blocked_reason, check_dependencies, find_script, unique_name
 from pollux.api.round import Decision
 from pollux.engines.launch import Launch
+from pollux.engines.processes.identity import RUN_AS
 from pollux.errors import InvalidValueError
 from pollux.scheduler.lifecycle import JobState, Transition
 from pollux.scheduler.record import RoundRecord
+from pollux.server.live.accounts import Accounts
+from pollux.server.live.unix_users import environment_of, give_folders
 from pollux.server.storage.records import StoredJob
 from pollux.server.storage.store import SqlStore
 from pollux.types import JobDecision, ThroughputParams
@@ -80,6 +84,7 @@ class JobTable:
 
     def __init__(self, store: SqlStore, settings: LaunchSettings) -> None:
         self._store, self._settings = store, settings
+        self.accounts = Accounts(store, time.time)
         self._turn = threading.Lock()
         self._names = store.names()  # of all jobs there ever were
         self._jobs: dict[str, LiveJob] = {}  # that are not over
@@ -250,16 +255,22 @@ class JobTable:
         """How to start a job; for the engine."""
         request, directory = self._jobs[name].request, self.directory_of(name)
         assert request is not None, "a job that is not over has a request"
+        unix_user = self.accounts.unix_user_of(request.owner)
+        inherited = self._settings.environment
+        if unix_user:
+            inherited = environment_of(unix_user, inherited)
+            give_folders(unix_user, self._settings.directory, directory, self.checkpoints_of(name))
         return Launch(
             command=request.command,
             kind="elastic" if request.kind == "elastic" else "fixed",
             directory=str(directory),
             checkpoint_dir=self.checkpoints_of(name),
-            cwd=request.cwd or str(Path.home()),
+            cwd=request.cwd or inherited.get("HOME") or str(Path.home()),
             env={
                 "PYTHONUNBUFFERED": "1",
-                **self._settings.environment,
+                **inherited,
                 **request.env,
+                **({RUN_AS: unix_user} if unix_user else {}),
                 "POLLUX_JOB_ID": name,
                 "POLLUX_URL": self._settings.url,
                 "POLLUX_TOKEN": self._token_of(name),

@@ -21,6 +21,7 @@ from pollux.errors import InvalidValueError, UnknownNameError
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.record import JobRecord
 from pollux.server.config import ClusterConfig
+from pollux.server.live.accounts import Accounts
 from pollux.server.live.clock import LiveClock
 from pollux.server.live.job_table import LiveJob
 from pollux.server.live.recorder import DecisionLog
@@ -63,10 +64,11 @@ class Queries:
         config: ClusterConfig,
         clock: LiveClock,
         decisions: DecisionLog,
+        accounts: Accounts,
     ) -> None:
         self._state, self._jobs, self._store = state, state.jobs, store
         self._engine, self._config, self._clock, self._decisions = engine, config, clock, decisions
-        self._series = TimeSeries(store)
+        self._series, self._accounts = TimeSeries(store), accounts
         self._started_at = clock.now()
 
     # Jobs -------------------------------------------------------------------------------------
@@ -332,6 +334,7 @@ class Queries:
             request=job.request,
             report=job.report,
             reported_at=job.reported_at,
+            team=self._team_of(job.request),
         )
         return job_summary(
             known,
@@ -351,6 +354,7 @@ class Queries:
             request=job.request,
             report=None,
             reported_at=None,
+            team=self._team_of(job.request),
         )
         reason = "waiting for slots" if blocked is None else blocked.reason
         return job_summary(known, self._clock.now() if now is None else now, reason=reason)
@@ -360,16 +364,21 @@ class Queries:
         report, reported_at = (None, None) if job is None else (job.report, job.reported_at)
         if report is None and (kept := self._store.reports(stored.name, limit=1)):
             report, reported_at = kept[-1], kept[-1].at
+        request = None if stored.request is None else JobRequest.from_dict(stored.request)
         known = KnownJob(
             name=stored.name,
             sequence=stored.sequence,
             submitted_at=stored.submitted_at,
             record=stored.record,
-            request=None if stored.request is None else JobRequest.from_dict(stored.request),
+            request=request,
             report=report,
             reported_at=reported_at,
+            team=self._team_of(request),
         )
         return job_summary(known, self._clock.now())
+
+    def _team_of(self, request: JobRequest | None) -> str:
+        return "" if request is None else self._accounts.team_of(request.owner)
 
 
 def _state(text: str) -> JobState:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+from pollux.api.access import OPERATOR
 from pollux.api.cluster import ClusterSize, JobOnNode, NodeSummary
 from pollux.api.job import FittedModel, JobResize, JobRow, JobSummary, NonFinite, StateChange
 from pollux.api.report import Report
@@ -69,6 +70,7 @@ class KnownJob:
     request: JobRequest | None
     report: Report | None
     reported_at: float | None
+    team: str = ""
 
 
 def shown_request(request: Mapping[str, object]) -> dict[str, object]:
@@ -92,6 +94,9 @@ def job_summary(job: KnownJob, now: float, *, reason: str = "", note: str = "") 
         state=state.value,
         kind="elastic" if request is None else request.kind,
         application="" if spec is None else spec.application,
+        owner=(OPERATOR if request is None else request.owner) or OPERATOR,
+        team=job.team,
+        priority=0 if spec is None else spec.priority,
         command=() if request is None else request.command,
         cwd=None if request is None else request.cwd,
         sequence=job.sequence,
