@@ -29,7 +29,7 @@ from pollux.api.access import (
     check_account_name,
 )
 from pollux.errors import AccessDeniedError, InvalidValueError, UnknownNameError
-from pollux.scheduler.shares import Entitlements, TeamMember, Quota, check_guarantees, check_inside
+from pollux.scheduler.shares import Entitlements, Quota, TeamMember, check_guarantees, check_inside
 from pollux.server.http.auth import Person
 from pollux.server.storage.accounts import AccountStore, Team, Token, User
 from pollux.server.storage.database import Database
