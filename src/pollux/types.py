@@ -255,7 +255,7 @@ class JobView:
     remaining_examples: float | None = None  # useful examples (goodput x time) left, if known
     done_examples: float | None = None  # useful examples so far, if known
     is_pinned: bool = False  # its allocation must stay as it is this round
-    share: float = 1.0  # what its owner's jobs together are entitled to, in equal shares of all jobs
+    share: float = 0.0  # what its owner's jobs together are entitled to, in equal shares of all jobs; 0: no teams
 
     @property
     def name(self) -> str:

@@ -113,6 +113,9 @@ class TeamSummary:
     limit: SlotsByType
     created_at: float
     users: tuple[str, ...]
+    num_held: int = field(metadata=about("Slots that its jobs hold, as of the last decision."))
+    lent_to: Mapping[str, int] = field(metadata=about("Slots of its guarantee that others hold, by team."))
+    lent_since: float | None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

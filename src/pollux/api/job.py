@@ -76,6 +76,8 @@ class JobSummary(JobRow):
     generation: int
     exit_code: int | None
     after: tuple[str, ...]
+    standing: str = field(metadata=about("What its team has of its guarantee, in words; empty: it has none."))
+    held_back: str = field(metadata=about("Why a limit, guarantee or priority keeps it from having more, if one does."))
     time_limit_s: float | None
     num_steps: int | None
     metrics: Mapping[str, object] = field(metadata=about("What the script logged last: any JSON values."))

@@ -78,7 +78,7 @@ def rm(
 
 def team_table(teams: Iterable[TeamSummary]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("team", "weight", "guarantee", "limit", "users"):
+    for title in ("team", "weight", "guarantee", "limit", "held", "lent", "users"):
         table.add_column(title)
     for team in teams:
         table.add_row(
@@ -86,6 +86,8 @@ def team_table(teams: Iterable[TeamSummary]) -> Table:
             f"{team.weight:g}",
             Text(plain(format_slots(team.guarantee))),
             Text(plain(format_slots(team.limit))),
+            str(team.num_held),
+            Text(plain(", ".join(f"{count} to {other}" for other, count in team.lent_to.items()) or "-")),
             Text(plain(", ".join(team.users) or "-")),
         )
     return table

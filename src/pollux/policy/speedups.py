@@ -15,6 +15,7 @@ import numpy as np
 from pollux.model.goodput import GoodputModel, GoodputTables
 from pollux.policy.dense import may_use, types_of
 from pollux.policy.gangs import demand
+from pollux.policy.weights import entitled_weights
 from pollux.types import FloatArray, JobView, Snapshot
 
 # Average JCTs below: means over the OSDI'21 workloads 6, 1 and 3 in the artifact's configuration; 2,103 s as it is.
@@ -146,8 +147,8 @@ def _most(jobs: Sequence[JobView], slots: Sequence[int], p: float) -> int:
         left -= number
     else:
         return able[-1]
-    mean = math.fsum(job.spec.weight for job in jobs) / len(jobs)
-    favour = (max(job.spec.weight for job in jobs) / mean) ** (1 / (1 - p))
+    weights = entitled_weights(jobs, p)
+    favour = float(weights.max() / weights.mean()) ** (1 / (1 - p))
     most = _MOST_SHARES * math.ceil(level) * favour
     return largest if most >= largest else math.ceil(most)
 

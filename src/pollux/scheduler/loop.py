@@ -6,7 +6,6 @@ The simulator and the live server call the same ticks; only clock, store and eng
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import math
@@ -14,13 +13,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pollux.errors import InvalidValueError, PolicyError, PolluxError, UnknownNameError
+from pollux.errors import InvalidValueError, UnknownNameError
 from pollux.model.transfer import TypeRatios
 from pollux.policy.base import Policy
 from pollux.scheduler.autoscale import AutoscaleConfig, SizeDecision
 from pollux.scheduler.knowledge import Knowledge, ProfileMemory, learn_all, recall_ratios
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.nodes import SlotRules, placeable
+from pollux.scheduler.planner import Planner
 from pollux.scheduler.ports import (
     Clock,
     Command,
@@ -41,7 +41,8 @@ from pollux.scheduler.ports import (
     TuneJob,
     check_report,
 )
-from pollux.scheduler.reconcile import Actual, Change, Resize, Start, reconcile, together, verify_plan
+from pollux.scheduler.quotas import Quotas
+from pollux.scheduler.reconcile import Actual, Change, Resize, Start, reconcile, together
 from pollux.scheduler.record import Departure, JobRecord, RoundRecord, as_it_was, reallocations
 from pollux.scheduler.sizing import Sizer
 from pollux.types import NO_ALLOCATION, Allocation, JobSpec, JobView, Node, Plan, Snapshot
@@ -92,8 +93,9 @@ class Scheduler:
         rules: SlotRules | None = None,
         pool: NodePool | None = None,
         node_s: Mapping[str, float] | None = None,
+        quotas: Quotas | None = None,
     ) -> None:
-        """``node_s``: node-seconds by accelerator that were counted before this scheduler."""
+        """``node_s``: node-seconds by accelerator that were counted before this scheduler. ``quotas``: of teams."""
         rules = rules or SlotRules()
         if policy.needs_oracle and not rules.has_oracles:
             raise InvalidValueError(f"policy {policy.name!r} needs an oracle: it can only be simulated")
@@ -101,6 +103,8 @@ class Scheduler:
             raise InvalidValueError(f"policy {policy.name!r} lets jobs share slots: it can only be simulated")
         self.policy, self.config = policy, config
         self._engine, self._store, self._clock, self._rules = engine, store, clock, rules
+        self.quotas = quotas
+        self._planner = Planner(policy, rules, quotas, is_strict=config.is_strict)
         self._memory = ProfileMemory() if config.remembers_profiles else None
         self._ratios = TypeRatios()
         self._active: dict[str, JobRecord] = {}  # in order of submission
@@ -109,7 +113,6 @@ class Scheduler:
         self._not_before = -math.inf  # for decisions that events ask for
         self._trigger: str | None = None  # an event that asks for a decision now
         self._num_rounds = 0
-        self._said_error = ""  # what was wrong with the last plan, as logged
         self._departures: list[Departure] = []  # since the last round
         self._next_sequence = 0
         self._draining: frozenset[str] = frozenset()
@@ -262,6 +265,10 @@ class Scheduler:
         """Take in events; decide if it is time; command."""
         now = self._clock.now()
         self._account_nodes(now)
+        if self.quotas is not None:
+            self.quotas.usage.account(
+                now, [(one.spec.owner, one.allocation.num_slots) for one in self._active.values()]
+            )
         self._take_in(now)
         for record in self._active.values():
             record.account(now)
@@ -413,6 +420,10 @@ class Scheduler:
             if self.config.decides_on_models:
                 self._ask_for_round("model")
 
+    def reconsider(self, trigger: str) -> None:
+        """Decide soon: something has changed that the scheduler is not told of otherwise."""
+        self._ask_for_round(trigger)
+
     def _ask_for_round(self, trigger: str) -> None:
         if self._trigger is None:
             self._trigger = trigger
@@ -451,7 +462,7 @@ class Scheduler:
         self._learn()
         began = time.perf_counter()  # the size is part of the decision, and its plan may be the round's
         if self._sizer is not None:
-            self._sizer.update(now, self._engine.nodes(), self._views(now), self._draining, self._ask)
+            self._sizer.update(now, self._engine.nodes(), self._views(now), self._draining, self._planner.decide)
         # A cluster that decides on events tells of the last job's end when it ends, not when the next one comes.
         if not self._active and not (self._departures and self.config.decides_on_events):
             return
@@ -488,36 +499,9 @@ class Scheduler:
 
     def _plan(self, snapshot: Snapshot) -> tuple[Plan, str]:
         """The policy's plan; what is held already if there is none that can be carried out."""
-        try:
-            known = self._sizer.plan_for(snapshot) if self._sizer is not None else None
-            plan = known or self._ask(snapshot)
-            verify_plan(snapshot, plan, self._rules)
-        except PolluxError as error:
-            if self.config.is_strict:
-                raise
-            if str(error) != self._said_error:  # once, not with every round that goes the same way
-                message = "policy %s made no valid plan; nothing changes this round: %s"
-                logger.error(message, self.policy.name, error, exc_info=error.__cause__)
-            self._said_error = str(error)
-            return Plan(allocations=dict(self._desired)), str(error)
-        self._said_error = ""
-        return plan, ""
-
-    def _ask(self, snapshot: Snapshot) -> Plan:
-        """What the policy says. A failure in it is raised as a PolluxError; the round then changes nothing."""
-        try:
-            plan = self.policy.decide(snapshot)
-        except PolluxError:
-            raise
-        except Exception as error:
-            if self.config.is_strict:
-                raise
-            with contextlib.suppress(Exception):
-                self.policy.reset()  # what it remembers may be what it fails on
-            raise PolicyError(f"the policy raised {error!r}") from error
-        if not isinstance(plan, Plan):
-            raise PolicyError(f"the policy's answer is {plan!r}; a Plan is needed")
-        return plan
+        known = self._sizer.plan_for(snapshot) if self._sizer is not None else None
+        plan, error = self._planner.checked(snapshot, known)
+        return Plan(allocations=dict(self._desired)) if plan is None else plan, error
 
     def _learn(self) -> None:
         """Refit what was measured anew and tell the jobs concerned."""

@@ -187,3 +187,48 @@ def test_jobs_run_as_their_owners_unix_user(service: Service, tmp_path: Path, ki
     assert checkpoints.stat().st_uid == entry.pw_uid
     logs = service.config.data_directory / "jobs" / name / "logs"
     assert logs.stat().st_uid == 0
+
+
+def test_a_lent_guarantee_comes_back_by_shrinking(service: Service, tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(ELASTIC)
+    for team in ("borrower", "owner"):
+        pollux("team", "add", team)
+    pollux("team", "set", "vision", "--guarantee", "none")
+    tokens = {team: pollux("user", "add", f"{team}-1", "--team", team).strip() for team in ("borrower", "owner")}
+    with (
+        Client(url=service.url, token=tokens["borrower"]) as borrower,
+        Client(url=service.url, token=tokens["owner"]) as owner,
+    ):
+        long = borrower.submit([sys.executable, "train.py", "1000"], name="long")
+        eventually(lambda: long.view().num_replicas >= 3 and long.view().state == "running", "it has what is idle")
+        pollux("team", "set", "owner", "--guarantee", "3")
+        mine = owner.submit(["sleep", "600"], name="mine", replicas=3, checkpoints=True)
+        eventually(lambda: mine.view().state == "running", "the guarantee is back")
+        eventually(lambda: long.view().state == "running", "the other one has shrunk")
+        seen = long.describe()
+        assert seen.num_replicas == 1 and seen.num_crashes == 0
+        assert all(change.target != "stopping" for change in seen.transitions), "shrunk, not stopped"
+        (team,) = [one for one in read("team", "ls")["teams"] if one["name"] == "owner"]
+        assert (team["num_held"], team["lent_to"]) == (3, {})
+        assert "team owner has 3 of its 3 guaranteed" in pollux("describe", "mine")
+        mine.cancel()
+        eventually(lambda: long.view().num_replicas >= 2, "it is lent again")
+        eventually(lambda: "borrower" in _lent(), "told so")
+        long.cancel()
+
+
+def _lent() -> Any:
+    return next(one for one in read("team", "ls")["teams"] if one["name"] == "owner")["lent_to"]
+
+
+def test_a_limit_holds_and_is_told(service: Service) -> None:
+    pollux("team", "add", "small", "--limit", "1")
+    token = pollux("user", "add", "small-1", "--team", "small").strip()
+    with Client(url=service.url, token=token) as client:
+        jobs = [client.submit(["sleep", "600"], name=f"limited-{i}") for i in range(2)]
+        eventually(lambda: jobs[0].view().state == "running", "the first runs")
+        eventually(lambda: "limited to 1 slots" in jobs[1].view().reason, "the second says why it waits")
+        pollux("team", "set", "small", "--limit", "2")
+        eventually(lambda: jobs[1].view().state == "running", "the limit was raised")
+        for job in jobs:
+            job.cancel()

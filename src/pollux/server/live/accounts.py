@@ -29,6 +29,7 @@ from pollux.api.access import (
     check_account_name,
 )
 from pollux.errors import AccessDeniedError, InvalidValueError, UnknownNameError
+from pollux.scheduler.quotas import Standing
 from pollux.scheduler.shares import Entitlements, Quota, TeamMember, check_guarantees, check_inside
 from pollux.server.http.auth import Person
 from pollux.server.storage.accounts import AccountStore, Team, Token, User
@@ -51,6 +52,7 @@ class Accounts:
         self._tokens = self._store.tokens()
         self._by_hash = {token.token_hash: token for token in self._tokens.values()}
         self._entitlements = self._entitle()
+        self.standing: Callable[[str], Standing | None] = lambda team: None  # as of the last decision
         self.on_change: Callable[[], None] = lambda: None
 
     @property
@@ -268,6 +270,7 @@ class Accounts:
         return self._users[name]
 
     def _team_summary(self, team: Team) -> TeamSummary:
+        standing = self.standing(team.name)
         return TeamSummary(
             name=team.name,
             weight=team.quota.weight,
@@ -275,6 +278,9 @@ class Accounts:
             limit=team.quota.limit,
             created_at=team.created_at,
             users=tuple(user.name for user in list(self._users.values()) if user.team == team.name),
+            num_held=0 if standing is None else standing.num_held,
+            lent_to={} if standing is None else standing.lent_to,
+            lent_since=None if standing is None else standing.since,
         )
 
     def _user_summary(self, user: User) -> UserSummary:

@@ -30,6 +30,7 @@ from pollux.policy import make_policy
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.loop import Scheduler, SchedulerConfig
 from pollux.scheduler.ports import NodePool
+from pollux.scheduler.quotas import Quotas
 from pollux.scheduler.record import JobRecord
 from pollux.server.config import ClusterConfig
 from pollux.server.live.clock import LiveClock
@@ -84,7 +85,8 @@ class Cluster:
         self._state = ClusterState(jobs=self._jobs, draining=draining)
         self._decisions = DecisionLog(store, self._state)
         self.accounts = self._jobs.accounts
-        self.accounts.nodes = engine.nodes
+        self.accounts.nodes, self.accounts.standing = engine.nodes, self._state.standing_of
+        self.accounts.on_change = self._reconsider
         self.queries = Queries(
             state=self._state,
             store=store,
@@ -176,6 +178,9 @@ class Cluster:
         self._queue(lambda: self._take_in(admitted))
         return [self.queries.summary_of_held(job, now) for job in admitted]
 
+    def _reconsider(self) -> None:
+        self._queue(lambda: self._working().reconsider("quota"))
+
     def cancel(self, name: str, reason: str) -> JobSummary:
         """End a job; one that is over already stays what it is.
 
@@ -248,6 +253,7 @@ class Cluster:
             on_ended=self._on_ended,
             metrics=self.metrics,
         )
+        quotas = Quotas(lambda: self.accounts.entitlements)
         scheduler = Scheduler(
             policy=make_policy(config.policy, config.settings),
             engine=self._inbox,
@@ -264,6 +270,7 @@ class Cluster:
             ),
             pool=self._pool,
             node_s=self._node_s_before if before is None else before.node_s,
+            quotas=quotas,
         )
         records, waiting = store.records(), store.requests()
         self._jobs.reload()

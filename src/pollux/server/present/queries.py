@@ -41,6 +41,7 @@ from pollux.server.present.views import (
     round_summary,
     shown_request,
     spent_s,
+    standing_in_words,
     state_change,
     waiting_reason,
 )
@@ -334,12 +335,14 @@ class Queries:
             request=job.request,
             report=job.report,
             reported_at=job.reported_at,
-            team=self._team_of(job.request),
+            team=(team := self._team_of(job.request)),
+            standing=standing_in_words(self._state.standing_of(team)),
+            held_back=(held_back := self._state.held_back(record.name)),
         )
         return job_summary(
             known,
             self._clock.now(),
-            reason=waiting_reason(record, capacity or self._capacity()) if is_waiting else "",
+            reason=held_back or waiting_reason(record, capacity or self._capacity()) if is_waiting else "",
             note="" if is_waiting else self._engine.note(record.name),
         )
 
