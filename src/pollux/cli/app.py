@@ -85,6 +85,7 @@ PANELS: dict[str, dict[str, Listed]] = {
     "Users": {
         "user": Listed("user", "Users, their roles and their tokens."),
         "team": Listed("team", "Teams and what each is entitled to."),
+        "usage": Listed("usage", "Say what was used: slot-hours, GPU-hours, goodput-hours and cost."),
         "whoami": Listed("whoami", "Say whom the server takes you for: user, team and role."),
     },
     "Nodes": {

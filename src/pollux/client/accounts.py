@@ -23,6 +23,7 @@ from pollux.api.access import (
     UserSummary,
 )
 from pollux.api.codec import Json, decode, encode
+from pollux.api.usage import UsageRow, UsageTable
 from pollux.errors import InvalidValueError
 
 Param = str | int | float | Sequence[str] | None
@@ -89,6 +90,12 @@ class Accounting:
         """A token for a user, or without one a read-only link. Its text comes this once."""
         request = TokenRequest(user=user, role=role, label=label, expires_s=expires_s)
         return self._post(NewToken, "tokens", request)
+
+    def usage(
+        self, by: Sequence[str] = ("team", "user"), since: str | None = None, until: str | None = None
+    ) -> list[UsageRow]:
+        """What was used, summed by month, day, team, user or job; days are as in 2026-11-01, both included."""
+        return list(self._get(UsageTable, "usage", by=list(by), since=since, until=until).rows)
 
     def revoke(self, *, user: str | None = None, id_: int | None = None) -> list[TokenSummary]:
         """Those that were valid until now: one by its id, or all of a user."""

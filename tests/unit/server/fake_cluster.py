@@ -14,6 +14,7 @@ from pollux.api.job import FittedModel, JobCurves, JobDetail, JobModel, JobRow, 
 from pollux.api.report import Report, ReportAnswer, StoredReport, stored
 from pollux.api.request import JobRequest, check_dependencies, unique_name
 from pollux.api.round import RoundDetail, RoundSummary
+from pollux.api.usage import UsageRow
 from pollux.errors import UnknownNameError
 from pollux.server.live.accounts import Accounts
 from pollux.server.present.charts import job_curves, job_model
@@ -196,6 +197,9 @@ class FakeCluster:
 
     def is_ended(self, name: str) -> bool:
         return self.summary_of(name).is_over
+
+    def usage(self, by: Sequence[str], since: str | None, until: str | None) -> list[UsageRow]:
+        return []
 
     def job_of_token(self, token: str) -> str | None:
         wanted = hashlib.sha256(token.encode("utf-8", "replace")).digest()

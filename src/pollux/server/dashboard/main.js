@@ -9,6 +9,7 @@ import {jobPage} from "./job.js";
 import {jobsPage} from "./jobs.js";
 import {connect, forget, store, subscribe, tryNow} from "./store.js";
 import {openSubmit} from "./submit.js";
+import {usagePage} from "./usage.js";
 
 const BANNER_AFTER_MS = 800; // a restart behind a proxy is not worth a word
 const content = document.getElementById("content"),
@@ -38,6 +39,7 @@ function makePage(hash) {
   if (parts[0] === "jobs") return parts.length > 1 ? jobPage({name: parts.slice(1).join("/"), go}) : jobsPage();
   if (parts[0] === "decisions") return decisionsPage();
   if (parts[0] === "compare") return comparePage();
+  if (parts[0] === "usage") return usagePage();
   return {
     title: "Not found",
     update() {},

@@ -20,7 +20,8 @@ from pollux.api.access import (
     UserList,
     UserSummary,
 )
-from pollux.server.http.dependencies import ADMIN, READY, ItsCaller, ItsCluster, body_of, of_people
+from pollux.api.usage import UsageKey, UsageTable
+from pollux.server.http.dependencies import ADMIN, READY, ItsCaller, ItsCluster, ItsQueries, body_of, of_people
 from pollux.server.http.errors import Refusal, answer
 from pollux.server.http.openapi import body_schema, error_answers
 
@@ -170,6 +171,29 @@ def revoke_tokens(
         if (body.user is not None and body.user != caller.user) or (body.id is not None and body.id not in own):
             raise Refusal(403, "AccessDeniedError", "only admins revoke the tokens of others")
     return answer(TokenList(tokens=tuple(cluster.accounts.revoke(body))))
+
+
+# Usage ----------------------------------------------------------------------------------------
+
+_DAY = r"^[0-9]{4}-[0-9]{2}-[0-9]{2}$"
+
+
+@accounts.get("/usage", summary="What was used", response_model=UsageTable, responses=error_answers(422))
+def usage(
+    cluster: ItsCluster,
+    queries: ItsQueries,
+    caller: ItsCaller,
+    by: Annotated[list[UsageKey] | None, Query(description="What to sum by.")] = None,
+    since: Annotated[str | None, Query(pattern=_DAY, description="From this day on, as in 2026-11-01.")] = None,
+    until: Annotated[str | None, Query(pattern=_DAY, description="Until this day, it included.")] = None,
+) -> Response:
+    """Slot-hours, GPU-hours, goodput-hours and cost. Admins see all of it, others their team's."""
+    keys: list[UsageKey] = list(by or ["team", "user"])
+    if caller.is_admin or caller.user is None:
+        return answer(UsageTable(rows=tuple(queries.usage(keys, since, until))))
+    team = cluster.accounts.team_of(caller.user)
+    found = queries.usage([*keys, "team"], since, until)
+    return answer(UsageTable(rows=tuple(row for row in found if row.team == team)))
 
 
 ROUTERS = (accounts,)

@@ -20,6 +20,7 @@ from pollux.api.job import JobCurves, JobDetail, JobModel, JobSummary
 from pollux.api.report import MAX_REPORT_BYTES, Report, ReportAnswer, StoredReport
 from pollux.api.request import JobRequest
 from pollux.api.round import RoundDetail
+from pollux.api.usage import UsageKey, UsageRow
 from pollux.errors import AccessDeniedError, InvalidValueError
 from pollux.server.http.auth import Access, Caller
 from pollux.server.http.errors import RETRY_AFTER_S, Refusal
@@ -49,6 +50,7 @@ class ClusterQueries(Watched, Protocol):
     def model(self, name: str) -> JobModel: ...
     def job_directory(self, name: str) -> Path: ...
     def is_ended(self, name: str) -> bool: ...
+    def usage(self, by: Sequence[UsageKey], since: str | None, until: str | None) -> list[UsageRow]: ...
 
 
 class ServedCluster(Protocol):

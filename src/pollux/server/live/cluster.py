@@ -18,6 +18,7 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from datetime import date
 from typing import Any, TypeVar
 
 from pollux.api.cluster import NodeSummary
@@ -30,12 +31,13 @@ from pollux.policy import make_policy
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.loop import Scheduler, SchedulerConfig
 from pollux.scheduler.ports import NodePool
-from pollux.scheduler.quotas import Quotas
+from pollux.scheduler.quotas import HALF_LIFE_S, Quotas
 from pollux.scheduler.record import JobRecord
 from pollux.server.config import ClusterConfig
 from pollux.server.live.clock import LiveClock
 from pollux.server.live.inbox import Inbox
 from pollux.server.live.job_table import JobTable, LaunchSettings, LiveJob
+from pollux.server.live.meter import Meter
 from pollux.server.live.recorder import DecisionLog, Recorder
 from pollux.server.live.state import ClusterState
 from pollux.server.present.gauges import Measured
@@ -44,6 +46,7 @@ from pollux.server.present.queries import Queries
 from pollux.server.storage.files import read_names, read_seconds, write_names, write_seconds
 from pollux.server.storage.simulations import Simulations
 from pollux.server.storage.store import SqlStore
+from pollux.server.storage.usage import UsageStore
 
 ANSWER_S = 10.0  # the longest a caller waits for the scheduler's thread
 SHORTEST_TICK_S = 0.02  # events that come together are seen together
@@ -51,6 +54,7 @@ LONGEST_WAIT_S = 1.0
 MAX_DUTY = 0.25  # share of the time that the scheduler's thread may take from those who answer requests
 LONGEST_PAUSE_S = 30.0  # between attempts to begin again
 TIDY_EVERY_S = 5.0
+NUM_HALF_LIVES = 6  # what was used before that counts for nothing
 SAMPLE_EVERY_S = 10.0
 NUM_REPLAYED, MANY_JOBS = 20, 200  # reports of each job after a restart; of many jobs the last one alone
 DRAINING_FILE, NODE_SECONDS_FILE = "draining.json", "node-seconds.json"
@@ -108,6 +112,7 @@ class Cluster:
         self._turn_s = 0.0  # what the last one took
         self._tidy_at = self._sample_at = 0.0
         self._problem = "the scheduler has not begun yet"
+        self._meter = Meter(store, self.accounts.team_of, config.node_price)
         self._node_s_before = read_seconds(config.data_directory / NODE_SECONDS_FILE)  # counted by servers before
 
     # Life -------------------------------------------------------------------------------------
@@ -139,6 +144,7 @@ class Cluster:
                     time.sleep(SHORTEST_TICK_S)
             self._save_reports()
             self._save_node_s()
+            self._save_usage()
         except PolluxError as error:  # a full disk, say
             logger.error("not all is kept of how jobs were stopped: %s", error)
         finally:  # whatever happened, nothing runs on that should not
@@ -281,6 +287,9 @@ class Cluster:
                 self._jobs.take_report(kept, kept.at)
                 self._inbox.replay(kept)
         recorder.resume(records)
+        self._meter.resume(records)
+        first_day = date.fromtimestamp(self._clock.now() - NUM_HALF_LIVES * HALF_LIFE_S).isoformat()
+        quotas.usage.recall(UsageStore(store).lately(first_day), self._clock.now())
         scheduler.restore(records, store.knowledge().values())
         scheduler.drain(set(self._state.draining))
         self._engine.adopt(records)
@@ -331,6 +340,7 @@ class Cluster:
             self._tidy_at = self._clock.now() + TIDY_EVERY_S
             self._store.tidy()
             self._save_node_s()
+            self._save_usage()
         self.metrics.saw_nodes(self._engine.nodes(), self._state.draining | self._state.releasing)
         scheduler.tick()
         if self._clock.now() >= self._sample_at:
@@ -352,6 +362,15 @@ class Cluster:
         for _, report in reports:
             for note in report.notes:
                 logger.info("job %s: training: %s", report.job, note)
+
+    def _save_usage(self) -> None:
+        for record in self._state.records.values():
+            self._look_at_usage(record)
+        self._meter.save()
+
+    def _look_at_usage(self, record: JobRecord) -> None:
+        share = self.queries.useful_share(record.name)
+        self._meter.look(record, self._engine.nodes(), self._clock.now(), share)
 
     def _save_node_s(self) -> None:
         if (scheduler := self._state.scheduler) is not None:
@@ -385,6 +404,8 @@ class Cluster:
             self._store.job(name)
 
     def _on_ended(self, record: JobRecord) -> None:
+        self._look_at_usage(record)
+        self._meter.forget(record.name)
         self._jobs.close(record.name)
         self._looks_at_dependencies = bool(self._jobs.held)
 

@@ -16,6 +16,7 @@ from pollux.api.job import JobCurves, JobDetail, JobModel, JobRow, JobSummary, R
 from pollux.api.report import StoredReport
 from pollux.api.request import JobRequest
 from pollux.api.round import RoundDetail, RoundSummary
+from pollux.api.usage import UsageKey, UsageRow
 from pollux.engines.live import LiveEngine
 from pollux.errors import InvalidValueError, UnknownNameError
 from pollux.scheduler.lifecycle import JobState
@@ -48,6 +49,7 @@ from pollux.server.present.views import (
 from pollux.server.storage.records import StoredJob
 from pollux.server.storage.store import SqlStore
 from pollux.server.storage.time_series import TimeSeries
+from pollux.server.storage.usage import UsageStore
 from pollux.version import __version__
 
 TIMELINE_S = 3600.0
@@ -69,7 +71,7 @@ class Queries:
     ) -> None:
         self._state, self._jobs, self._store = state, state.jobs, store
         self._engine, self._config, self._clock, self._decisions = engine, config, clock, decisions
-        self._series, self._accounts = TimeSeries(store), accounts
+        self._series, self._accounts, self._usage = TimeSeries(store), accounts, UsageStore(store)
         self._started_at = clock.now()
 
     # Jobs -------------------------------------------------------------------------------------
@@ -209,6 +211,7 @@ class Queries:
             node_s={kind: used_s - node_s_before.get(kind, 0.0) for kind, used_s in node_s.items()},
             node_price=self._config.node_price,
             num_wanted_nodes=None if scheduler is None else scheduler.num_wanted_nodes,
+            usage=self._usage.table(("team", "user"), None, None),
         )
 
     def _counts(self, records: Iterable[JobRecord]) -> dict[str, int]:
@@ -264,6 +267,20 @@ class Queries:
         return job_model(
             record, report, self._engine.nodes(), None if decided is None else (decided.decision, decided.id)
         )
+
+    def useful_share(self, name: str) -> float:
+        """Of a job's slots, what counts: its speedup over one slot, for each. 1 where it is not known."""
+        job = self._jobs.get(name)
+        record = self._state.records.get(name)
+        if job is None or job.decided is None or record is None or not record.allocation:
+            return 1.0
+        count = record.allocation.num_replicas
+        useful = useful_slots(job.decided.decision, count)
+        return 1.0 if useful is None else min(useful / count, 1.0)
+
+    def usage(self, by: Sequence[UsageKey], since: str | None, until: str | None) -> list[UsageRow]:
+        """What was used, from day to day, both included; as of a few seconds ago."""
+        return self._usage.table(by, since, until)
 
     def take_sample(self) -> ClusterSample:
         """The cluster as it is now; it is kept. By the scheduler thread."""
