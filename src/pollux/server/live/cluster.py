@@ -343,6 +343,7 @@ class Cluster:
             self._save_usage()
         self.metrics.saw_nodes(self._engine.nodes(), self._state.draining | self._state.releasing)
         scheduler.tick()
+        self._meter.watch(scheduler.active_jobs, self._engine.nodes())
         if self._clock.now() >= self._sample_at:
             self._sample_at = self._clock.now() + SAMPLE_EVERY_S
             self.queries.take_sample()

@@ -31,13 +31,22 @@ class Meter:
             if place.job in self._seen:
                 self._seen[place.job] += amount.slot_s
 
+    def watch(self, records: Iterable[JobRecord], nodes: Sequence[Node]) -> None:
+        """After every tick: remember where jobs sit, before they leave."""
+        for record in records:
+            if record.allocation and record.name not in self._kind:
+                self._find_kind(record, nodes)
+
+    def _find_kind(self, record: JobRecord, nodes: Sequence[Node]) -> None:
+        home = next((node for node in nodes if node.name == record.allocation.shares[0].node), None)
+        if home is not None:
+            price = 0.0 if self._node_price is None else self._node_price / home.num_slots / 3600
+            self._kind[record.name] = home.accelerator, price
+
     def look(self, record: JobRecord, nodes: Sequence[Node], now: float, useful_share: float) -> None:
         """Charge what a job has used since the last look. ``useful_share``: of its slots, that counts."""
         if record.allocation:
-            home = next((node for node in nodes if node.name == record.allocation.shares[0].node), None)
-            if home is not None:
-                price = 0.0 if self._node_price is None else self._node_price / home.num_slots / 3600
-                self._kind[record.name] = home.accelerator, price
+            self._find_kind(record, nodes)
         slot_s = record.attained_slot_s - self._seen.get(record.name, 0.0)
         if slot_s == 0 or record.name not in self._kind:
             return
