@@ -186,6 +186,36 @@ class Cancellation:
     reason: str = field(default="", metadata=about("Shown with the job.", max_length=1000))
 
 
+JobAction = Literal["cancel", "hold", "release"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSelection:
+    """Jobs to do something with: by name, by pattern (``sweep-*``), by the name of their array, or all."""
+
+    action: JobAction
+    names: tuple[str, ...] = field(default=(), metadata=about(max_length=10_000))
+    is_all: bool = field(default=False, metadata=about("All that are not over; of a member, the own ones."))
+    reason: str = field(default="", metadata=about("Shown with the jobs.", max_length=1000))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectedJobs:
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobUpdate:
+    """What to change of a job that is not over. Null: as before."""
+
+    weight: float | None = None
+    priority: int | None = None
+    min_replicas: int | None = None
+    max_replicas: int | None = None
+    time_limit_s: float | None = None
+    max_restarts: int | None = None
+
+
 # Over time ------------------------------------------------------------------------------------
 
 

@@ -67,8 +67,20 @@ PANELS: dict[str, dict[str, Listed]] = {
             "Say why a job has what it has: its state, model, decisions, resizes, and its failure if it failed.",
         ),
         "logs": Listed("jobs", "Print what a job has written, all replicas, from its first start on."),
+        "hold": Listed(
+            "operations", "Hold jobs: they get no slots until release. Those that run checkpoint and leave."
+        ),
+        "release": Listed("operations", "Release jobs that are held."),
+        "update": Listed(
+            "operations",
+            "Change a job that is not over: weight, priority, bounds, time limit. They count with the next decision.",
+        ),
+        "requeue": Listed(
+            "operations",
+            "Let a running job checkpoint and wait again; submit one that is over again. Print its name.",
+        ),
         "cancel": Listed(
-            "jobs", "Cancel jobs: they receive SIGTERM, checkpoint and leave, and are killed if they do not."
+            "operations", "Cancel jobs: they receive SIGTERM, checkpoint and leave, and are killed if they do not."
         ),
         "wait": Listed(
             "jobs",

@@ -23,6 +23,7 @@ from pollux.api.access import (
     UserSummary,
 )
 from pollux.api.codec import Json, decode, encode
+from pollux.api.job import JobAction, JobList, JobSelection, JobSummary, JobUpdate, SelectedJobs
 from pollux.api.usage import UsageRow, UsageTable
 from pollux.errors import InvalidValueError
 
@@ -90,6 +91,19 @@ class Accounting:
         """A token for a user, or without one a read-only link. Its text comes this once."""
         request = TokenRequest(user=user, role=role, label=label, expires_s=expires_s)
         return self._post(NewToken, "tokens", request)
+
+    def act(self, action: JobAction, names: Sequence[str] = (), *, is_all: bool = False, reason: str = "") -> list[str]:
+        """Cancel, hold or release jobs by name, pattern or array, all or none; the names of those it was done with."""
+        body = JobSelection(action=action, names=tuple(names), is_all=is_all, reason=reason)
+        return list(self._post(SelectedJobs, "job-actions", body).names)
+
+    def update(self, job: str, change: JobUpdate) -> JobSummary:
+        """Change weight, priority, bounds or time limit of a job that is not over."""
+        return self._post(JobSummary, path_of("jobs", job), change, method="PATCH")
+
+    def requeue(self, job: str) -> JobSummary:
+        """A running job waits again; one that is over is submitted again, under a new name."""
+        return self._post(JobList, path_of("jobs", job, "requeue")).jobs[0]
 
     def usage(
         self, by: Sequence[str] = ("team", "user"), since: str | None = None, until: str | None = None

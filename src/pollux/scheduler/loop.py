@@ -116,6 +116,7 @@ class Scheduler:
         self._departures: list[Departure] = []  # since the last round
         self._next_sequence = 0
         self._draining: frozenset[str] = frozenset()
+        self._on_hold: frozenset[str] = frozenset()
         self._sizer: Sizer | None = None
         if config.autoscale is not None:
             if pool is None:
@@ -242,13 +243,16 @@ class Scheduler:
     def suspend(self, reason: str) -> None:
         """Ask every job to checkpoint and leave its slots; they wait then. No decisions after this: see `settle`."""
         self._desired.clear()
-        now = self._clock.now()
         for record in self._active.values():
-            if record.state.holds_slots and record.state is not JobState.STOPPING:
-                record.account(now)
-                record.move(JobState.STOPPING, now, reason)
-                self._store.save_job(record)
-                self._engine.apply([StopJob(job=record.name, reason=reason)])
+            self._stop(record, reason)
+
+    def _stop(self, record: JobRecord, reason: str) -> None:
+        if record.state.holds_slots and record.state is not JobState.STOPPING:
+            now = self._clock.now()
+            record.account(now)
+            record.move(JobState.STOPPING, now, reason)
+            self._store.save_job(record)
+            self._engine.apply([StopJob(job=record.name, reason=reason)])
 
     def settle(self) -> bool:
         """Take in events without deciding anything; whether all slots are free."""
@@ -420,6 +424,26 @@ class Scheduler:
             if self.config.decides_on_models:
                 self._ask_for_round("model")
 
+    def hold(self, jobs: Iterable[str]) -> None:
+        """These jobs get nothing, and no others are held; those that run checkpoint and leave."""
+        self._on_hold = frozenset(jobs)
+        self._ask_for_round("hold")
+
+    def update(self, name: str, spec: JobSpec) -> None:
+        """Take over weight, priority and bounds of a job; nothing if it is not here yet."""
+        record = self._active.get(name)
+        if record is not None:
+            kept = {key: getattr(spec, key) for key in ("weight", "priority", "min_replicas", "max_replicas")}
+            record.spec = dataclasses.replace(record.spec, **kept)
+            self._store.save_job(record)
+            self._ask_for_round("update")
+
+    def requeue(self, name: str) -> None:
+        """Let a job leave its slots and wait again; the next decision may start it anew."""
+        self._desired.pop(name, None)
+        if (record := self._active.get(name)) is not None:
+            self._stop(record, "requeued")
+
     def reconsider(self, trigger: str) -> None:
         """Decide soon: something has changed that the scheduler is not told of otherwise."""
         self._ask_for_round(trigger)
@@ -438,7 +462,8 @@ class Scheduler:
 
     def _views(self, now: float) -> list[JobView]:
         make, pins_resizing = self._rules.make_view, self.config.pins_resizing
-        return [record.view(now, make, pins_resizing=pins_resizing) for record in self._active.values()]
+        records = [record for record in self._active.values() if record.name not in self._on_hold]
+        return [record.view(now, make, pins_resizing=pins_resizing) for record in records]
 
     def drain(self, nodes: Iterable[str]) -> None:
         """Use these nodes no longer, and no others are drained; jobs leave them with the next decision."""

@@ -25,8 +25,11 @@ from pollux.api.job import (
     JobLogFile,
     JobLogFileList,
     JobPage,
+    JobSelection,
     JobStateName,
     JobSummary,
+    JobUpdate,
+    SelectedJobs,
 )
 from pollux.api.report import MAX_REPORT_BYTES, Report, ReportAnswer, ReportList, encode_report, read_report
 from pollux.api.request import JobRequest
@@ -117,6 +120,62 @@ def cancel(
     """It checkpoints and leaves. One that has ended already stays as it is."""
     require_owner(caller, name, cluster.queries.summary_of(name).owner)
     return answer(cluster.cancel(name, body.reason))
+
+
+@jobs.post(
+    "/job-actions",
+    summary="Cancel, hold or release many jobs",
+    response_model=SelectedJobs,
+    responses=error_answers(404, 413, 422),
+    dependencies=READY,
+    openapi_extra=body_schema(JobSelection, is_required=True),
+)
+def act(
+    cluster: ItsCluster, caller: ItsCaller, body: Annotated[JobSelection, Depends(body_of(JobSelection))]
+) -> Response:
+    """The jobs that it was done with: all or, on an error, none. Patterns choose a member's own jobs."""
+    if bool(body.names) == body.is_all:
+        raise Refusal(422, "InvalidValueError", "name jobs or patterns, or choose all of them; one of the two")
+    chosen = cluster.operations.select(body.names, is_all=body.is_all, owner=None if caller.is_admin else caller.owner)
+    for job in chosen:
+        require_owner(caller, job.name, job.request.owner if job.request is not None else "")
+    cluster.operations.act(chosen, body.action, body.reason)
+    return answer(SelectedJobs(names=tuple(job.name for job in chosen)))
+
+
+@jobs.patch(
+    "/jobs/{name}",
+    summary="Change a job",
+    response_model=JobSummary,
+    responses=error_answers(404, 413, 422),
+    dependencies=READY,
+    openapi_extra=body_schema(JobUpdate, is_required=True),
+)
+def update(
+    cluster: ItsCluster, caller: ItsCaller, name: str, body: Annotated[JobUpdate, Depends(body_of(JobUpdate))]
+) -> Response:
+    """Weight, priority, bounds, time limit; they count with the next decision."""
+    require_owner(caller, name, cluster.queries.summary_of(name).owner)
+    cluster.operations.update(name, body)
+    return answer(cluster.queries.summary_of(name))
+
+
+@jobs.post(
+    "/jobs/{name}/requeue",
+    summary="Let a job wait again, or run one that is over anew",
+    response_model=JobList,
+    responses=error_answers(404, 422),
+    dependencies=READY,
+)
+def requeue(cluster: ItsCluster, caller: ItsCaller, name: str) -> Response:
+    """One that runs checkpoints, leaves and waits. One that is over is submitted again, under a new name."""
+    seen = cluster.queries.job(name)
+    require_owner(caller, name, seen.owner)
+    if seen.is_over:
+        request = JobRequest.from_dict({**seen.request, "is_held": False})
+        return answer(JobList(jobs=tuple(cluster.submit(request))))
+    cluster.operations.requeue(name)
+    return answer(JobList(jobs=(cluster.queries.summary_of(name),)))
 
 
 @jobs.get(

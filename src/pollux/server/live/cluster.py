@@ -14,7 +14,7 @@ import logging
 import math
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -38,6 +38,7 @@ from pollux.server.live.clock import LiveClock
 from pollux.server.live.inbox import Inbox
 from pollux.server.live.job_table import JobTable, LaunchSettings, LiveJob
 from pollux.server.live.meter import Meter
+from pollux.server.live.operations import Operations
 from pollux.server.live.recorder import DecisionLog, Recorder
 from pollux.server.live.state import ClusterState
 from pollux.server.present.gauges import Measured
@@ -112,6 +113,7 @@ class Cluster:
         self._turn_s = 0.0  # what the last one took
         self._tidy_at = self._sample_at = 0.0
         self._problem = "the scheduler has not begun yet"
+        self.operations = Operations(self, self._jobs, store)
         self._meter = Meter(store, self.accounts.team_of, config.node_price)
         self._node_s_before = read_seconds(config.data_directory / NODE_SECONDS_FILE)  # counted by servers before
 
@@ -292,6 +294,7 @@ class Cluster:
         quotas.usage.recall(UsageStore(store).lately(first_day), self._clock.now())
         scheduler.restore(records, store.knowledge().values())
         scheduler.drain(set(self._state.draining))
+        scheduler.hold(self._jobs.on_hold)
         self._engine.adopt(records)
         self.metrics.remember(records)
         self._state.scheduler = scheduler
@@ -380,15 +383,21 @@ class Cluster:
     def _take_in(self, jobs: Iterable[LiveJob]) -> None:
         """Give jobs to the scheduler, unless they wait for others; those that wait in vain are cancelled."""
         records = self._state.records
-        for job in jobs:
-            if job.name not in self._jobs or job.name in records:
-                continue
-            blocked = self._jobs.blocked(job)
-            if blocked is not None and not blocked.is_hopeless:
-                continue
-            self._submit(job)
-            if blocked is not None:
-                self._working().cancel(job.name, blocked.reason)
+        num_active = Counter(job.request.array_of for name in records if (job := self._jobs.get(name)) and job.request)
+        with self._store.batched():
+            for job in jobs:
+                if job.name not in self._jobs or job.name in records or job.request is None or job.request.is_held:
+                    continue
+                blocked = self._jobs.blocked(job)
+                if blocked is not None and not blocked.is_hopeless:
+                    continue
+                array, limit = job.request.array_of, job.request.array_limit
+                if limit is not None and num_active[array] >= limit:
+                    continue
+                num_active[array] += 1
+                self._submit(job)
+                if blocked is not None:
+                    self._working().cancel(job.name, blocked.reason)
 
     def _submit(self, job: LiveJob) -> None:
         assert job.request is not None, "a job that is not over has a request"

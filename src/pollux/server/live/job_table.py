@@ -122,6 +122,16 @@ class JobTable:
         return None if job is None else job.request
 
     @property
+    def active(self) -> list[LiveJob]:
+        """Jobs that are not over, in order of arrival."""
+        return list(self._jobs.values())
+
+    @property
+    def on_hold(self) -> set[str]:
+        """Names of jobs that wait for a release."""
+        return {job.name for job in self.active if job.request is not None and job.request.is_held}
+
+    @property
     def held(self) -> list[LiveJob]:
         """Jobs that wait for others."""
         return [job for job in list(self._jobs.values()) if job.is_held]
@@ -137,8 +147,8 @@ class JobTable:
         request = _resolved(request)
         with self._turn:
             found = self._named(request).expand()
-            if request.after:
-                check_dependencies(found, self._existing(request.after))
+            if request.waits_for:
+                check_dependencies(found, self._existing(request.waits_for))
             return self._add(found, now)
 
     def _named(self, request: JobRequest) -> JobRequest:
@@ -180,14 +190,15 @@ class JobTable:
 
     def blocked(self, job: LiveJob) -> Blocked | None:
         """What a job waits for, by its dependencies; None: it may start."""
-        after = () if job.request is None else job.request.after
+        if job.request is None or not job.request.waits_for:
+            return None
         states = {}
-        for other in after:
+        for other in job.request.waits_for:
             if other in self._jobs:
                 states[other] = JobState.PENDING.value
             elif other in self._names:
                 states[other] = self._endings.get(other) or self._ending_of(other)
-        return blocked_reason(after, states) if after else None
+        return blocked_reason(job.request, states)
 
     def _ending_of(self, name: str) -> str:
         """The state of a job from the database; a final one stays."""
@@ -199,7 +210,7 @@ class JobTable:
     def _existing(self, names: Sequence[str]) -> dict[str, tuple[str, Sequence[str]]]:
         """State and dependencies of every job that could be part of a circle with these, and of these."""
         found: dict[str, tuple[str, Sequence[str]]] = {
-            name: (JobState.PENDING.value, () if job.request is None else job.request.after)
+            name: (JobState.PENDING.value, () if job.request is None else job.request.waits_for)
             for name, job in list(self._jobs.items())
         }
         for name in names:

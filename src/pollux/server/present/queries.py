@@ -53,6 +53,7 @@ from pollux.server.storage.usage import UsageStore
 from pollux.version import __version__
 
 TIMELINE_S = 3600.0
+_HELD = "held: it waits for pollux release"
 
 
 class Queries:
@@ -344,6 +345,7 @@ class Queries:
         if record.name not in self._jobs or job is None:  # it has ended at this moment, and is kept as such
             return self._summary_of_stored(self._store.job(record.name))
         is_waiting = record.state is JobState.PENDING
+        is_held = job.request is not None and job.request.is_held
         known = KnownJob(
             name=record.name,
             sequence=record.sequence,
@@ -354,7 +356,7 @@ class Queries:
             reported_at=job.reported_at,
             team=(team := self._team_of(job.request)),
             standing=standing_in_words(self._state.standing_of(team)),
-            held_back=(held_back := self._state.held_back(record.name)),
+            held_back=(held_back := _HELD if is_held else self._state.held_back(record.name)),
         )
         return job_summary(
             known,
@@ -377,6 +379,10 @@ class Queries:
             team=self._team_of(job.request),
         )
         reason = "waiting for slots" if blocked is None else blocked.reason
+        if job.request is not None and job.request.is_held:
+            reason = _HELD
+        elif blocked is None and job.request is not None and job.request.array_limit is not None:
+            reason = f"array {job.request.array_of} runs {job.request.array_limit} jobs at a time"
         return job_summary(known, self._clock.now() if now is None else now, reason=reason)
 
     def _summary_of_stored(self, stored: StoredJob) -> JobSummary:

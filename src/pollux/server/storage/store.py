@@ -100,6 +100,12 @@ class SqlStore(Database):
                 connection.execute(_secrets.insert(), secrets)
         return sequences
 
+    def save_request(self, name: str, request: Mapping[str, Json]) -> None:
+        """What a job asks for, changed."""
+        form = dumps(dict(request), f"request of job {name!r}")
+        with self.writing() as connection:
+            connection.execute(_jobs.update().where(_jobs.c.name == name).values(request=form))
+
     def save_job(self, record: JobRecord) -> None:
         form = encode_record(record)
         name, label = _key(record.name), _storable(record.knowledge.label)
