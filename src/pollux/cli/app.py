@@ -62,6 +62,10 @@ PANELS: dict[str, dict[str, Listed]] = {
             "Read training scripts and say what will go wrong when they are resized, with line numbers and what to do.",
         ),
         "ls": Listed("listing", "List jobs: those that have not ended, and those that ended within the last hour."),
+        "history": Listed(
+            "history",
+            "List jobs that are over, the last one first: when they began and ended, how, with which exit code.",
+        ),
         "describe": Listed(
             "describe",
             "Say why a job has what it has: its state, model, decisions, resizes, and its failure if it failed.",

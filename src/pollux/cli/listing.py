@@ -20,6 +20,7 @@ from pollux.cli.connect import (
     connect,
     moment,
     print_json,
+    say,
     show,
     terminal_width,
 )
@@ -72,17 +73,22 @@ def ls(
     """List jobs: those that have not ended, and those that ended within the last hour."""
     check_states(states or ())
     with connect(data, server) as client:
-        now = client.status().now
+        summary = client.status()
+        now, num_failed = summary.now, summary.jobs.get("failed", 0)
         if states or is_all:
             views = [job.last_seen for job in client.jobs(states or STATES) if job.last_seen]
         else:
             views = current_views(client, now)
     if as_json:
         print_json({"now": now, "jobs": views})
-    elif views:
+        return
+    if views:
         show(job_table(views, now, width=terminal_width()))
     else:
         typer.echo("no jobs" if is_all or states else "no jobs; earlier ones are listed by --all", err=True)
+    shown = sum(view.state == "failed" for view in views)
+    if not states and num_failed > shown:
+        say(f"{numbers.plural(num_failed - shown, 'failed job')} not shown; list them: pollux ls --state failed")
 
 
 # Nodes ----------------------------------------------------------------------------------------
