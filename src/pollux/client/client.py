@@ -72,7 +72,7 @@ from pollux.version import __version__
 if TYPE_CHECKING:
     from pollux.api.report import StoredReport
 
-_PAGE = 100
+_PAGE = 1000
 _FIRST_POLL_S, _LAST_POLL_S = 0.1, 1.0
 _RECONNECT_S = 0.3
 _MAX_SILENCE_S = 600.0  # of a followed log, after which it is asked for again

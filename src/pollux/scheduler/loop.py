@@ -130,6 +130,10 @@ class Scheduler:
     def active_jobs(self) -> list[JobRecord]:
         return list(self._active.values())
 
+    def has(self, name: str) -> bool:
+        """Whether there is such a job and it is not over."""
+        return name in self._active
+
     @property
     def num_rounds(self) -> int:
         return self._num_rounds

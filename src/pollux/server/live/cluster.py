@@ -373,7 +373,7 @@ class Cluster:
         self._meter.save()
 
     def _look_at_usage(self, record: JobRecord) -> None:
-        share = self.queries.useful_share(record.name)
+        share = self.queries.useful_share(record)
         self._meter.look(record, self._engine.nodes(), self._clock.now(), share)
 
     def _save_node_s(self) -> None:
@@ -408,7 +408,7 @@ class Cluster:
         job = self._jobs.get(name)
         if job is not None and job.is_held:
             self._submit(job)
-        if name in self._state.records:
+        if self._working().has(name):
             self._working().cancel(name, reason)
         else:
             self._store.job(name)
@@ -453,15 +453,15 @@ class Cluster:
         self.wake()
         return future
 
-    def _ask(self, call: Callable[[], _T]) -> _T:
+    def _ask(self, call: Callable[[], _T], timeout_s: float = ANSWER_S) -> _T:
         if self._thread is None or not self._thread.is_alive():
             raise StoreError("the scheduler does not run; start the server again")
         future = self._queue(call)
         try:
-            return future.result(ANSWER_S)
+            return future.result(timeout_s)
         except FutureTimeoutError:
             raise StoreError(
-                f"no answer from the scheduler in {ANSWER_S:g} s; it is {self._problem or 'busy'}: try again"
+                f"no answer from the scheduler in {timeout_s:g} s; it is {self._problem or 'busy'}: try again"
             ) from None
 
     def _refuse_calls(self) -> None:

@@ -20,12 +20,13 @@ from pollux.server.storage.store import SqlStore
 
 _T = TypeVar("_T")
 _PATTERN = frozenset("*?[")
+BULK_ANSWER_S = 50.0  # thousands of jobs take some seconds
 
 
 class SchedulerThread(Protocol):
     """What is needed of the cluster: its thread, its scheduler."""
 
-    def _ask(self, call: Callable[[], _T]) -> _T: ...
+    def _ask(self, call: Callable[[], _T], timeout_s: float = ...) -> _T: ...
     def _working(self) -> Scheduler: ...
     def _cancel(self, name: str, reason: str) -> None: ...
     def _take_in(self, jobs: Sequence[LiveJob]) -> None: ...
@@ -84,7 +85,7 @@ class Operations:
             if action == "release":
                 self._cluster._take_in(self._jobs.held)
 
-        self._cluster._ask(carry_out)
+        self._cluster._ask(carry_out, BULK_ANSWER_S)
 
     def _require_holdable(self, job: LiveJob) -> None:
         records = {record.name: record for record in self._cluster._working().active_jobs}

@@ -101,8 +101,13 @@ class Queries:
         records, capacity = self._state.records, self._capacity()
         found = []
         for name in self._store.job_names(wanted, limit=limit, offset=offset, newest_first=newest_first):
-            record = records.get(name)
-            found.append(self.summary_of(name) if record is None else self._summary_of_record(record, capacity))
+            record, job = records.get(name), self._jobs.get(name)
+            if record is not None:
+                found.append(self._summary_of_record(record, capacity))
+            elif job is not None and job.is_held:
+                found.append(self.summary_of_held(job))
+            else:
+                found.append(self.summary_of(name))
         return found, total
 
     def job(self, name: str) -> JobDetail:
@@ -269,11 +274,10 @@ class Queries:
             record, report, self._engine.nodes(), None if decided is None else (decided.decision, decided.id)
         )
 
-    def useful_share(self, name: str) -> float:
+    def useful_share(self, record: JobRecord) -> float:
         """Of a job's slots, what counts: its speedup over one slot, for each. 1 where it is not known."""
-        job = self._jobs.get(name)
-        record = self._state.records.get(name)
-        if job is None or job.decided is None or record is None or not record.allocation:
+        job = self._jobs.get(record.name)
+        if job is None or job.decided is None or not record.allocation:
             return 1.0
         count = record.allocation.num_replicas
         useful = useful_slots(job.decided.decision, count)
