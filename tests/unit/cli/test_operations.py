@@ -102,6 +102,10 @@ def test_update_and_requeue(client: Client) -> None:
     job.cancel()
     eventually(lambda: job.view().is_over, "it is over")
     assert pollux("requeue", "changed") == "changed-2\n"
+    first = client.submit(["sh", "-c", "echo $SECRET"], name="env", env={"SECRET": "kept"})
+    assert first.wait(60) == "succeeded"
+    second = client.job(pollux("requeue", "env").strip())
+    assert second.wait(60) == "succeeded" and list(second.logs()) == ["kept"]
     assert "changed" in pollux("update", "changed", "--weight", "2", code=2)
 
 

@@ -169,11 +169,10 @@ def update(
 )
 def requeue(cluster: ItsCluster, caller: ItsCaller, name: str) -> Response:
     """One that runs checkpoints, leaves and waits. One that is over is submitted again, under a new name."""
-    seen = cluster.queries.job(name)
+    seen = cluster.queries.summary_of(name)
     require_owner(caller, name, seen.owner)
     if seen.is_over:
-        request = JobRequest.from_dict({**seen.request, "is_held": False})
-        return answer(JobList(jobs=tuple(cluster.submit(request))))
+        return answer(JobList(jobs=tuple(cluster.submit(cluster.operations.request_of(name)))))
     cluster.operations.requeue(name)
     return answer(JobList(jobs=(cluster.queries.summary_of(name),)))
 

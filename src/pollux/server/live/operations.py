@@ -119,6 +119,14 @@ class Operations:
 
         self._cluster._ask(carry_out)
 
+    def request_of(self, name: str) -> JobRequest:
+        """What a job asked for, with its environment, to be submitted again.
+
+        Raises:
+            UnknownNameError: there is no such job.
+        """
+        return JobRequest.from_dict({**(self._store.job(name).request or {}), "is_held": False})
+
     def requeue(self, name: str) -> None:
         """Let a running job checkpoint, leave its slots and wait again.
 

@@ -1,6 +1,6 @@
 """A big queue on a real server: how long submission, listing, a start after a kill, and cancellation of all take.
 
-    python benchmarks/queue.py [--jobs N] [--json]
+    python benchmarks/big_queue.py [--jobs N] [--json]
 
 The jobs are those of one array, more than the slots hold. The server is a process of its own; commands are processes,
 too, as typed, their start included.
