@@ -197,7 +197,7 @@ class Scheduler:
         if not in_order:
             self._active = dict(sorted(self._active.items(), key=lambda item: item[1].sequence))
         self._store.save_job(record)
-        self._ask_for_round("submit")
+        self.reconsider("submit")
         return record
 
     def restore(self, records: Iterable[JobRecord], learnt: Iterable[Knowledge] = ()) -> None:
@@ -219,7 +219,7 @@ class Scheduler:
                 self._desired[record.name] = record.allocation
             if self._memory is not None and record.spec.application:
                 record.knowledge = self._memory.adopt(record.spec.application, record.knowledge)
-        self._ask_for_round("restart")
+        self.reconsider("restart")
 
     def cancel(self, name: str, reason: str = "cancelled", state: JobState = JobState.CANCELLED) -> None:
         """End a job: at once if it waits, as soon as it has stopped if it runs.
@@ -242,7 +242,7 @@ class Scheduler:
             record.move(JobState.STOPPING, now, reason)
             self._store.save_job(record)
             self._engine.apply([StopJob(job=name, reason=reason)])
-        self._ask_for_round("cancel")
+        self.reconsider("cancel")
 
     def suspend(self, reason: str) -> None:
         """Ask every job to checkpoint and leave its slots; they wait then. No decisions after this: see `settle`."""
@@ -306,7 +306,7 @@ class Scheduler:
     def _handle(self, event: Event, now: float) -> None:
         if isinstance(event, NodesChanged):
             self._keep_survivors(now)
-            self._ask_for_round("nodes")
+            self.reconsider("nodes")
             return
         record = self._active.get(event.job)
         if record is None:
@@ -327,7 +327,7 @@ class Scheduler:
                     record.allocation = record.leaving = NO_ALLOCATION
                     record.move(JobState.PENDING, now, "stopped")
                     self._store.save_job(record)
-                self._ask_for_round("stop")
+                self.reconsider("stop")
             case JobHurt(reason=reason):
                 record.num_crashes += 1
                 record.note(now, reason)
@@ -341,7 +341,7 @@ class Scheduler:
                     record.allocation = record.leaving = NO_ALLOCATION
                     record.move(JobState.PENDING, now, reason)
                     self._store.save_job(record)
-                self._ask_for_round("loss")
+                self.reconsider("loss")
             case JobEnded(state=state, at=at, reason=reason, exit_code=exit_code):
                 # By another clock than ours, which may have been set meanwhile.
                 at = min(at if record.started_at is None else max(at, record.started_at), now)
@@ -351,7 +351,7 @@ class Scheduler:
                     record.attained_slot_s -= (now - at) * record.allocation.num_slots
                 record.exit_code = exit_code
                 self._end(record, state, at, reason)
-                self._ask_for_round("end")
+                self.reconsider("end")
 
     def _keep_survivors(self, now: float) -> None:
         """Jobs that lost some of their nodes go on with the rest; one that was moving to a lost node stays.
@@ -409,7 +409,7 @@ class Scheduler:
         for configuration, timing in report.timings:
             is_news = knowledge.observe(report.accelerator, configuration, timing)
             if is_news and self.config.decides_on_models:
-                self._ask_for_round("model")
+                self.reconsider("model")
         if report.noise_scale is not None:
             record.noise_scale, record.noise_scale_error = report.noise_scale, report.noise_scale_error
             if knowledge.first_noise_scale is None:
@@ -426,12 +426,12 @@ class Scheduler:
             record.spec = dataclasses.replace(record.spec, batch=report.batch)
             self._store.save_job(record)
             if self.config.decides_on_models:
-                self._ask_for_round("model")
+                self.reconsider("model")
 
     def hold(self, jobs: Iterable[str]) -> None:
         """These jobs get nothing, and no others are held; those that run checkpoint and leave."""
         self._on_hold = frozenset(jobs)
-        self._ask_for_round("hold")
+        self.reconsider("hold")
 
     def update(self, name: str, spec: JobSpec) -> None:
         """Take over weight, priority and bounds of a job; nothing if it is not here yet."""
@@ -440,7 +440,7 @@ class Scheduler:
             kept = {key: getattr(spec, key) for key in ("weight", "priority", "min_replicas", "max_replicas")}
             record.spec = dataclasses.replace(record.spec, **kept)
             self._store.save_job(record)
-            self._ask_for_round("update")
+            self.reconsider("update")
 
     def requeue(self, name: str) -> None:
         """Let a job leave its slots and wait again; the next decision may start it anew."""
@@ -449,10 +449,7 @@ class Scheduler:
             self._stop(record, "requeued")
 
     def reconsider(self, trigger: str) -> None:
-        """Decide soon: something has changed that the scheduler is not told of otherwise."""
-        self._ask_for_round(trigger)
-
-    def _ask_for_round(self, trigger: str) -> None:
+        """Decide soon, because of this."""
         if self._trigger is None:
             self._trigger = trigger
 
@@ -474,7 +471,7 @@ class Scheduler:
         draining = frozenset(nodes)
         if draining != self._draining:
             self._draining = draining
-            self._ask_for_round("drain")
+            self.reconsider("drain")
 
     def _decide(self, now: float, trigger: str) -> None:
         """A round; the next one waits until this one's cost is a small share of the time."""
