@@ -11,6 +11,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from pollux.api.report import Report
+from pollux.api.usage import UsageRow
 from pollux.scheduler.knowledge import Knowledge
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.record import JobRecord, RoundRecord
@@ -27,8 +28,11 @@ GRAFANA = ROOT / "deploy" / "grafana"
 TARGET_LABELS = {"instance", "job"}  # Prometheus adds them
 OWN_METRICS = {"up": set()}  # of Prometheus itself
 
-# Exported, and on no panel. (None at the moment; a reason stands beside each.)
-NOT_SHOWN: dict[str, str] = {}
+# Exported, and on no panel; a reason stands beside each.
+NOT_SHOWN: dict[str, str] = {
+    "pollux_usage_slot_seconds_total": "for bills, not for watching: pollux usage has tables",
+    "pollux_usage_goodput_seconds_total": "for bills, not for watching: pollux usage has tables",
+}
 
 
 def exported() -> dict[str, set[str]]:
@@ -52,6 +56,11 @@ def exported() -> dict[str, set[str]]:
         node_s={"gpu": 1.0},
         node_price=1.0,
         num_wanted_nodes=1,
+        usage=[
+            UsageRow(
+                month=None, day=None, team="t", user="u", job=None, slot_hours=1, gpu_hours=0, goodput_hours=1, cost=0
+            )
+        ],
     )
     metrics.watch(lambda: seen)
     metrics.answered("GET", "/healthz", 200, 0.1)

@@ -213,6 +213,8 @@ class JobSpec:
     is_preemptible: bool = True
     weight: float = 1.0
     accelerators: frozenset[str] | None = None
+    owner: str = ""  # the user who submitted it
+    priority: int = 0  # of two jobs of one team, the one with less is stopped first
 
     def __post_init__(self) -> None:
         _require(bool(self.name), "a job needs a name")
@@ -258,6 +260,7 @@ class JobView:
     remaining_examples: float | None = None  # useful examples (goodput x time) left, if known
     done_examples: float | None = None  # useful examples so far, if known
     is_pinned: bool = False  # its allocation must stay as it is this round
+    share: float = 0.0  # what its owner's jobs together are entitled to, in equal shares of all jobs; 0: no teams
 
     @property
     def name(self) -> str:

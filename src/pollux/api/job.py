@@ -30,6 +30,9 @@ class JobRow:
     state: JobStateName
     kind: str
     application: str
+    owner: str = field(metadata=about("The user who submitted it."))
+    team: str = field(metadata=about("The owner's, now; empty: none."))
+    priority: int
     sequence: int = field(metadata=about("Order of arrival."))
     submitted_at: float = field(metadata=about("Seconds since 1970, as all times."))
     started_at: float | None
@@ -73,6 +76,8 @@ class JobSummary(JobRow):
     generation: int
     exit_code: int | None
     after: tuple[str, ...]
+    standing: str = field(metadata=about("What its team has of its guarantee, in words; empty: it has none."))
+    held_back: str = field(metadata=about("Why a limit, guarantee or priority keeps it from having more, if one does."))
     time_limit_s: float | None
     num_steps: int | None
     metrics: Mapping[str, object] = field(metadata=about("What the script logged last: any JSON values."))
@@ -179,6 +184,36 @@ class Cancellation:
     """The body of a request to cancel a job."""
 
     reason: str = field(default="", metadata=about("Shown with the job.", max_length=1000))
+
+
+JobAction = Literal["cancel", "hold", "release"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobSelection:
+    """Jobs to do something with: by name, by pattern (``sweep-*``), by the name of their array, or all."""
+
+    action: JobAction
+    names: tuple[str, ...] = field(default=(), metadata=about(max_length=10_000))
+    is_all: bool = field(default=False, metadata=about("All that are not over; of a member, the own ones."))
+    reason: str = field(default="", metadata=about("Shown with the jobs.", max_length=1000))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SelectedJobs:
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobUpdate:
+    """What to change of a job that is not over. Null: as before."""
+
+    weight: float | None = None
+    priority: int | None = None
+    min_replicas: int | None = None
+    max_replicas: int | None = None
+    time_limit_s: float | None = None
+    max_restarts: int | None = None
 
 
 # Over time ------------------------------------------------------------------------------------

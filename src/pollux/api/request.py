@@ -37,6 +37,7 @@ MAX_NAME_LENGTH = 63
 DEFAULT_RESTARTS = 3
 UNBOUNDED_REPLICAS = 1 << 20  # as in pollux.types, which imports numpy: a client does without
 MAX_ARRAY_JOBS = 10_000
+MAX_PRIORITY = 1000
 ARRAY_INDEX = "POLLUX_ARRAY_INDEX"
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_NAME_LENGTH - 1}}}")
 _HEADER = re.compile(r"#POLLUX(?:[ \t](.*))?|# POLLUX[ \t]+(-.*)")  # code formatters put the space there
@@ -147,11 +148,13 @@ def parse_duration(text: str) -> float:
 
 
 def parse_array(text: str) -> tuple[int, ...]:
-    """Indices of ``"0-9"`` (both ends included) or ``"1,3,7"``."""
-    is_array = bool(re.fullmatch(r"[0-9]{1,6}(-[0-9]{1,6}|(,[0-9]{1,6})*)", text))
-    _require(is_array, "array", text, 'a range as in "0-9" or a list as in "1,3,7" is needed, below a million')
-    first, _, last = text.partition("-")
-    indices = range(int(first), int(last) + 1) if last else tuple(map(int, text.split(",")))
+    """Indices of ``"0-9"`` (both ends included) or ``"1,3,7"``; behind ``%`` is how many run at a time."""
+    is_array = bool(re.fullmatch(r"[0-9]{1,6}(-[0-9]{1,6}|(,[0-9]{1,6})*)(%[1-9][0-9]{0,5})?", text))
+    needed = 'a range as in "0-9", a list as in "1,3,7", or either with "%4" for four at a time, below a million'
+    _require(is_array, "array", text, needed)
+    listed = text.partition("%")[0]
+    first, _, last = listed.partition("-")
+    indices = range(int(first), int(last) + 1) if last else tuple(map(int, listed.split(",")))
     is_allowed = 1 <= len(indices) <= MAX_ARRAY_JOBS and len(set(indices)) == len(indices)
     _require(is_allowed, "array", text, f"1 to {MAX_ARRAY_JOBS} different indices are allowed, rising in a range")
     return tuple(indices)
@@ -185,6 +188,13 @@ class JobRequest:
     array: str = ""
     array_index: int | None = None  # set by expand()
     accelerators: tuple[str, ...] = ()  # empty: any
+    owner: str = ""  # set by the server: who submitted it
+    priority: int = 0
+    after_any: tuple[str, ...] = ()
+    after_fail: tuple[str, ...] = ()
+    is_held: bool = False  # waits for a release
+    array_of: str = ""  # set by expand(): the array's name
+    array_limit: int | None = None  # set by expand(): so many of its jobs at a time
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -195,14 +205,18 @@ class JobRequest:
             _name("application", self.application)
         _require(self.kind in get_args(Kind), "kind", self.kind, f"one of {', '.join(get_args(Kind))} is needed")
         self._check_replicas()
-        for switch in (self.is_preemptible, self.checkpoints):
-            _require(isinstance(switch, bool), "is_preemptible or checkpoints", switch, "true or false is needed")
+        for switch in (self.is_preemptible, self.checkpoints, self.is_held):
+            _require(isinstance(switch, bool), "is_preemptible, checkpoints or is_held", switch, "true or false")
+        _text("array_of", self.array_of)
+        if self.array_limit is not None:
+            _whole("array limit", self.array_limit, 1)
         put(self, "weight", _positive("weight", self.weight))
         if self.max_restarts is not None:
             _whole("max restarts", self.max_restarts, 0)
         _require(self.cwd is None or _text("cwd", self.cwd)[:1] == "/", "cwd", self.cwd, "an absolute path is needed")
         put(self, "time_limit_s", None if self.time_limit_s is None else _positive("time limit", self.time_limit_s))
-        put(self, "after", tuple(dict.fromkeys(_name("after: job", name) for name in _texts("after", self.after))))
+        for key in ("after", "after_any", "after_fail"):
+            put(self, key, tuple(dict.fromkeys(_name(f"{key}: job", name) for name in _texts(key, getattr(self, key)))))
         if _text("array", self.array):
             parse_array(self.array)
         if self.array_index is not None:
@@ -210,6 +224,10 @@ class JobRequest:
         put(self, "env", _environment(self.env, self.array_index))
         put(self, "accelerators", tuple(dict.fromkeys(_texts("accelerators", self.accelerators))))
         _require("" not in self.accelerators, "accelerators", self.accelerators, "leave empty names out")
+        _text("owner", self.owner)
+        is_whole = isinstance(self.priority, int) and not isinstance(self.priority, bool)
+        is_priority = is_whole and abs(self.priority) <= MAX_PRIORITY
+        _require(is_priority, "priority", self.priority, f"a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}")
 
     def _check_replicas(self) -> None:
         counts = {"min": self.min_replicas, "max": self.max_replicas, "exact": self.replicas}
@@ -251,7 +269,14 @@ class JobRequest:
     def expand(self) -> list[JobRequest]:
         """The jobs of an array: ``name-0``, ... with POLLUX_ARRAY_INDEX in their environment. Itself, if it is none."""
         indices = parse_array(self.array) if self.array else ()
-        return [replace(self, name=f"{self.name}-{n}", array="", array_index=n) for n in indices] or [self]
+        limit = int(self.array.partition("%")[2] or 0) or None
+        one = replace(self, array="", array_of=self.name, array_limit=limit) if indices else self
+        return [replace(one, name=f"{self.name}-{n}", array_index=n) for n in indices] or [self]
+
+    @property
+    def waits_for(self) -> tuple[str, ...]:
+        """Jobs that must be over first, whatever their end has to be."""
+        return tuple(dict.fromkeys((*self.after, *self.after_any, *self.after_fail)))
 
     def to_spec(self, name: str, submitted_at: float) -> JobSpec:
         """What the scheduler needs. A fixed job that does not checkpoint would lose its work, so is not preemptible."""
@@ -269,6 +294,8 @@ class JobRequest:
             is_preemptible=self.is_preemptible and (self.kind in RESIZED or self.checkpoints),
             weight=self.weight,
             accelerators=frozenset(self.accelerators) or None,
+            owner=self.owner,
+            priority=self.priority,
         )
 
     def to_dict(self) -> dict[str, Json]:
@@ -329,13 +356,18 @@ OPTIONS = (
     Option("preemptible", "is_preemptible", "flag", "", "May be stopped for others' sake, and go on later."),
     Option("checkpoints", "checkpoints", "flag", "", "A fixed job: it saves its state and can be restarted."),
     Option("weight", "weight", "float", "W", "Priority: twice the weight counts like two jobs."),
+    Option("priority", "priority", "int", "N", "Of one team's jobs, the least is stopped first when slots are short."),
     Option("max-restarts", "max_restarts", "int", "N", "Give up after more crashes; 3, or 0 for fixed jobs."),
     Option("cwd", "cwd", "text", "DIR", "Working directory, an absolute path; where it is submitted by default."),
     Option("env", "env", "pairs", "KEY=VALUE", "An environment variable; may be given several times."),
     Option("time-limit", "time_limit_s", "duration", "TIME", "Stop it after this long: 90 (seconds), 10m, 2h30m, 1d."),
     Option("after", "after", "list", "JOB,...", "Start only when these jobs have succeeded."),
-    Option("array", "array", "text", "INDICES", f"One job per index, 0-9 or 1,3,7; it is in {ARRAY_INDEX}."),
+    Option("after-any", "after_any", "list", "JOB,...", "Start only when these jobs are over, however they ended."),
+    Option("after-fail", "after_fail", "list", "JOB,...", "Start only when these jobs have failed."),
+    Option("hold", "is_held", "flag", "", "Wait until pollux release."),
+    Option("array", "array", "text", "INDICES", f"One job per index ({ARRAY_INDEX}): 0-9, 1,3,7; 0-99%4: 4 at a time."),
     Option("accelerators", "accelerators", "list", "TYPE,...", "Run on these types only."),
+    Option("owner", "owner", "text", "USER", "Submit it for another user; for admins."),
 )
 _BY_FIELD = {option.field: option for option in OPTIONS}
 _BY_WORD = {f"--{option.name}": (option, True) for option in OPTIONS}
@@ -411,12 +443,17 @@ class Blocked(NamedTuple):
     is_hopeless: bool
 
 
-def blocked_reason(after: Sequence[str], states: Mapping[str, str]) -> Blocked | None:
+def blocked_reason(request: JobRequest, states: Mapping[str, str]) -> Blocked | None:
     """What its dependencies mean for a job, by the states of all jobs; None: it may start."""
-    for name in after:
+    for name in request.after:
         if (state := states.get(name, "unknown")) in _LOST:
             return Blocked(f"it was to run after {name}, which {_LOST[state]}", True)
-    waiting = [name for name in after if states[name] != "succeeded"]
+    for name in request.after_fail:
+        if (state := states.get(name, "unknown")) in ("succeeded", "cancelled", "unknown"):
+            said = {**_LOST, "succeeded": "succeeded"}[state]
+            return Blocked(f"it was to run if {name} failed, which {said}", True)
+    over = {"succeeded", *_LOST}
+    waiting = [name for name in request.waits_for if states.get(name, "unknown") not in over]
     return Blocked(f"waiting for {', '.join(waiting)}", False) if waiting else None
 
 
@@ -424,7 +461,7 @@ def find_cycle(requests: Iterable[JobRequest], existing: Existing) -> list[str] 
     """Names of jobs each of which is to run after the next, the last being the first again, if there are any."""
     edges = {name: after for name, (state, after) in existing.items() if state not in {"succeeded", *_LOST}}
     try:
-        graphlib.TopologicalSorter(edges | {request.name: request.after for request in requests}).prepare()
+        graphlib.TopologicalSorter(edges | {request.name: request.waits_for for request in requests}).prepare()
     except graphlib.CycleError as error:
         return list(reversed(error.args[1]))
     return None
@@ -434,7 +471,7 @@ def check_dependencies(requests: Sequence[JobRequest], existing: Existing) -> No
     """At submission, with final names: every job to wait for is known, and none waits for itself in the end."""
     known = {*existing, *(request.name for request in requests)}
     for request in requests:
-        for name in set(request.after) - known:
+        for name in set(request.waits_for) - known:
             hint = _nearest(name, known, 3)
             raise InvalidValueError(f"job {request.name!r} is to run after {name!r}, which is not known.{hint}")
     if cycle := find_cycle(requests, existing):

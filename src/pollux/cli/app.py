@@ -40,7 +40,7 @@ PANELS: dict[str, dict[str, Listed]] = {
         "status": Listed("listing", "Say how the server is: its slots, jobs and decisions."),
         "dashboard": Listed(
             "dashboard",
-            "Print the dashboard's address, and open it. Anyone who has this address is the cluster's operator.",
+            "Print the dashboard's address, and open it. Anyone who has this address may do what you may.",
         ),
         "decisions": Listed(
             "decisions",
@@ -62,13 +62,29 @@ PANELS: dict[str, dict[str, Listed]] = {
             "Read training scripts and say what will go wrong when they are resized, with line numbers and what to do.",
         ),
         "ls": Listed("listing", "List jobs: those that have not ended, and those that ended within the last hour."),
+        "history": Listed(
+            "history",
+            "List jobs that are over, the last one first: when they began and ended, how, with which exit code.",
+        ),
         "describe": Listed(
             "describe",
             "Say why a job has what it has: its state, model, decisions, resizes, and its failure if it failed.",
         ),
         "logs": Listed("jobs", "Print what a job has written, all replicas, from its first start on."),
+        "hold": Listed(
+            "operations", "Hold jobs: they get no slots until release. Those that run checkpoint and leave."
+        ),
+        "release": Listed("operations", "Release jobs that are held."),
+        "update": Listed(
+            "operations",
+            "Change a job that is not over: weight, priority, bounds, time limit. They count with the next decision.",
+        ),
+        "requeue": Listed(
+            "operations",
+            "Let a running job checkpoint and wait again; submit one that is over again. Print its name.",
+        ),
         "cancel": Listed(
-            "jobs", "Cancel jobs: they receive SIGTERM, checkpoint and leave, and are killed if they do not."
+            "operations", "Cancel jobs: they receive SIGTERM, checkpoint and leave, and are killed if they do not."
         ),
         "wait": Listed(
             "jobs",
@@ -81,6 +97,12 @@ PANELS: dict[str, dict[str, Listed]] = {
             "export",
             "Export a job's curves and decisions. May be repeated while it trains: the same file is written anew.",
         ),
+    },
+    "Users": {
+        "user": Listed("user", "Users, their roles and their tokens."),
+        "team": Listed("team", "Teams and what each is entitled to."),
+        "usage": Listed("usage", "Say what was used: slot-hours, GPU-hours, goodput-hours and cost."),
+        "whoami": Listed("whoami", "Say whom the server takes you for: user, team and role."),
     },
     "Nodes": {
         "nodes": Listed("listing", "List nodes, their slots and the jobs on them."),

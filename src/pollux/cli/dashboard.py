@@ -14,6 +14,7 @@ from urllib.parse import quote
 
 import typer
 
+from pollux.api.request import parse_duration
 from pollux.cli.connect import DataOption, JsonOption, ServerOption, connect, print_json, say
 
 
@@ -54,20 +55,31 @@ def dashboard(
         bool | None,
         typer.Option("--open/--no-open", help="Open it in a browser; by default from a terminal with a screen."),
     ] = None,
+    is_read_only: Annotated[
+        bool, typer.Option("--read-only", help="An address to give away: its holder may look, and change nothing.")
+    ] = False,
+    expires: Annotated[
+        str, typer.Option("--expires", metavar="TIME", help="How long such an address is good: 12h, 30d, or never.")
+    ] = "7d",
     as_json: JsonOption = False,
     data: DataOption = None,
     server: ServerOption = None,
 ) -> None:
-    """Print the dashboard's address, and open it. Anyone who has this address is the cluster's operator."""
+    """Print the dashboard's address, and open it. Anyone who has this address may do what you may."""
     with connect(data, server) as client:
-        client.status()  # raises if no server answers, or the token is wrong
-        address = link(client.address.url, client.address.token)
+        me = client.me()  # raises if no server answers, or the token is wrong
+        token = client.address.token
+        if is_read_only:
+            expires_s = None if expires == "never" else parse_duration(expires)
+            owner = None if me.role == "admin" else me.user
+            token = client.make_token(owner, role="viewer", label="dashboard link", expires_s=expires_s).token
+        address = link(client.address.url, token)
         folder = client.address.data_directory
     if as_json:
         print_json({"url": address})
     else:
         typer.echo(address)
     if opens is None:
-        opens = not as_json and sys.stdout.isatty() and _has_screen()
+        opens = not as_json and not is_read_only and sys.stdout.isatty() and _has_screen()
     if opens and not open_privately(address, folder):
         say("no browser could be opened; copy the address")

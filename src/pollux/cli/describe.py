@@ -63,7 +63,15 @@ def facts(job: JobDetail, now: float) -> Iterator[tuple[str, str]]:
         yield "application", job.application
     if job.after:
         yield "after", ", ".join(job.after)
+    yield (
+        "owner",
+        f"{job.owner}{f', team {job.team}' if job.team else ''}{f', priority {job.priority}' * bool(job.priority)}",
+    )
     yield "allocation", allocation_text(job.allocation)
+    if job.standing:
+        yield "guarantee", job.standing
+    if job.held_back:
+        yield "held back", job.held_back
     ended = f", ended {moment(job.finished_at)}" if job.finished_at is not None else ""
     started = f", started {moment(job.started_at)}" if job.started_at is not None else ""
     yield "submitted", f"{moment(job.submitted_at)}{started}{ended} ({numbers.duration(age_s(job, now))})"

@@ -1,4 +1,4 @@
-"""``pollux logs``, ``cancel`` and ``wait``: commands on jobs by name."""
+"""``pollux logs`` and ``wait``: commands on jobs by name."""
 
 from __future__ import annotations
 
@@ -22,7 +22,6 @@ from pollux.cli.connect import (
     say,
 )
 from pollux.cli.follow import outcome
-from pollux.cli.job_table import plain
 from pollux.cli.terminal import for_file
 
 EXIT_DONE, EXIT_FAILED, EXIT_TIMED_OUT = 0, 1, 124
@@ -61,25 +60,6 @@ def logs(
             print_json({"job": name, "files": job.log_files()})
         else:
             print_lines(job.logs(follow=follow, tail=tail, replica=replica, stream=stream.value))
-
-
-def cancel(
-    names: JobsArgument,
-    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Shown with the job.")] = "",
-    as_json: JsonOption = False,
-    data: DataOption = None,
-    server: ServerOption = None,
-) -> None:
-    """Cancel jobs: they receive SIGTERM, checkpoint and leave, and are killed if they do not."""
-    with connect(data, server) as client:
-        jobs = [client.job(name) for name in names]  # all are known, or none is touched
-        views = [job.cancel(reason) for job in jobs]
-    if as_json:
-        print_json({"jobs": views})
-        return
-    for view in views:
-        had_ended = view.state in ("succeeded", "failed")
-        say(f"{plain(view.name)} {'had ' + view.state + ' already' if had_ended else 'is being cancelled'}")
 
 
 def wait(

@@ -20,6 +20,7 @@ from pollux.cli.connect import (
     connect,
     moment,
     print_json,
+    say,
     show,
     terminal_width,
 )
@@ -30,6 +31,7 @@ from pollux.reports import numbers
 
 RECENTLY_S = 3600.0  # an ended job is listed for so long
 MAX_RECENT = 10
+MAX_PENDING = 200  # that a table shows
 STATES = tuple(STATE_STYLES)
 ACTIVE_STATES = tuple(state for state in STATES if state not in FINAL_STATES)
 
@@ -44,9 +46,14 @@ StateOption = Annotated[
 ]
 
 
-def current_views(client: Client, now: float) -> list[JobSummary]:
-    """Of all jobs that have not ended, in the order of submission, then of those that ended a short while ago."""
-    active = [job.last_seen for job in client.jobs(ACTIVE_STATES)]
+def current_views(client: Client, now: float, max_pending: int | None = None) -> list[JobSummary]:
+    """Of all jobs that have not ended, in the order of submission, then of those that ended a short while ago.
+
+    ``max_pending``: of jobs that wait, no more than the first so many.
+    """
+    holding = [state for state in ACTIVE_STATES if state != "pending"]
+    active = [job.last_seen for job in (*client.jobs(holding), *client.jobs(["pending"], max_pending))]
+    active.sort(key=lambda view: 0 if view is None else view.sequence)
     ended = [job.last_seen for job in client.jobs(sorted(FINAL_STATES), 5 * MAX_RECENT, newest_first=True)]
     recent = [view for view in ended if view and now - (view.finished_at or 0.0) <= RECENTLY_S]
     recent.sort(key=lambda view: -(view.finished_at or 0.0))
@@ -72,17 +79,25 @@ def ls(
     """List jobs: those that have not ended, and those that ended within the last hour."""
     check_states(states or ())
     with connect(data, server) as client:
-        now = client.status().now
+        summary = client.status()
+        now, num_failed = summary.now, summary.jobs.get("failed", 0)
         if states or is_all:
             views = [job.last_seen for job in client.jobs(states or STATES) if job.last_seen]
         else:
-            views = current_views(client, now)
+            views = current_views(client, now, None if as_json else MAX_PENDING)
     if as_json:
         print_json({"now": now, "jobs": views})
-    elif views:
+        return
+    if views:
         show(job_table(views, now, width=terminal_width()))
     else:
         typer.echo("no jobs" if is_all or states else "no jobs; earlier ones are listed by --all", err=True)
+    num_pending = summary.jobs.get("pending", 0) - sum(view.state == "pending" for view in views)
+    if not states and not is_all and num_pending > 0:
+        say(f"{numbers.plural(num_pending, 'more job')} waiting; list them: pollux ls --state pending")
+    shown = sum(view.state == "failed" for view in views)
+    if not states and num_failed > shown:
+        say(f"{numbers.plural(num_failed - shown, 'failed job')} not shown; list them: pollux ls --state failed")
 
 
 # Nodes ----------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
-from urllib.parse import quote
 
 import httpx
 
@@ -32,7 +31,7 @@ from pollux.api.cluster import (
     Shutdown,
     Timeline,
 )
-from pollux.api.codec import Json, decode, encode, read_list
+from pollux.api.codec import Json, decode, read_list
 from pollux.api.job import (
     Cancellation,
     JobCurves,
@@ -54,6 +53,7 @@ from pollux.api.simulation import (
     SimulationList,
     SummaryRow,
 )
+from pollux.client.accounts import Accounting, Param, path_of
 from pollux.client.address import Address, find_address
 from pollux.client.request import make_request
 from pollux.errors import (
@@ -72,7 +72,7 @@ from pollux.version import __version__
 if TYPE_CHECKING:
     from pollux.api.report import StoredReport
 
-_PAGE = 100
+_PAGE = 1000
 _FIRST_POLL_S, _LAST_POLL_S = 0.1, 1.0
 _RECONNECT_S = 0.3
 _MAX_SILENCE_S = 600.0  # of a followed log, after which it is asked for again
@@ -80,8 +80,7 @@ _MAX_EVENT_SILENCE_S = 45.0  # of a stream that says every 15 s that it is still
 _GOOD_STREAM_S = 5.0  # one that lasted so long was no mere failure to connect
 _PREFIX = re.compile(r"\[[^\]\s]+\] ")
 _T = TypeVar("_T")
-_Param = str | int | float | Sequence[str] | None
-_Params = dict[str, _Param]
+_Params = dict[str, Param]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,26 +135,28 @@ class Job:
 
     def describe(self) -> JobDetail:
         """All that is known of it: request, models, decisions, transitions, training notes, resizes, replicas."""
-        return self._client._get(JobDetail, _path("jobs", self.name))
+        return self._client._get(JobDetail, path_of("jobs", self.name))
 
     def reports(self, since: int | None = None, limit: int = 1000) -> list[StoredReport]:
         """What it told of itself, oldest first: the last reports, or the first after the id ``since``."""
         from pollux.api.report import decode_stored_report  # brings numpy, which other questions do without
 
-        answer = self._client._ask("GET", _path("jobs", self.name, "reports"), since=since, limit=limit)
+        answer = self._client._ask("GET", path_of("jobs", self.name, "reports"), since=since, limit=limit)
         return [decode_stored_report(one) for one in read_list(answer.get("reports"), "reports")]
 
     def curves(self, points: int = 600) -> JobCurves:
         """What it told of itself as columns, evenly thinned: replicas, batch, noise scale, goodput, its metrics."""
-        return self._client._get(JobCurves, _path("jobs", self.name, "curves"), points=points)
+        return self._client._get(JobCurves, path_of("jobs", self.name, "curves"), points=points)
 
     def model(self) -> JobModel:
         """Its measured speed, the model fitted to that, and what follows for batch and replicas."""
-        return self._client._get(JobModel, _path("jobs", self.name, "model"))
+        return self._client._get(JobModel, path_of("jobs", self.name, "model"))
 
     def cancel(self, reason: str = "") -> JobSummary:
         """End it: it receives SIGTERM, and checkpoints. One that has ended stays as it is."""
-        self.last_seen = self._client._post(JobSummary, _path("jobs", self.name, "cancel"), Cancellation(reason=reason))
+        self.last_seen = self._client._post(
+            JobSummary, path_of("jobs", self.name, "cancel"), Cancellation(reason=reason)
+        )
         return self.last_seen
 
     def wait(self, timeout_s: float | None = None) -> str:
@@ -200,7 +201,7 @@ class Job:
         return JobResult(**{entry.name: getattr(job, entry.name) for entry in fields(JobResult)})
 
     def log_files(self) -> list[JobLogFile]:
-        return list(self._client._get(JobLogFileList, _path("jobs", self.name, "log-files")).files)
+        return list(self._client._get(JobLogFileList, path_of("jobs", self.name, "log-files")).files)
 
     def logs(
         self, *, follow: bool = False, tail: int | None = None, replica: str | None = None, stream: str = "both"
@@ -210,7 +211,7 @@ class Job:
         A followed log goes on after a restart of the server: what was seen already is not given again.
         """
         asked: _Params = {"follow": "true" if follow else "false", "tail": tail, "replica": replica, "stream": stream}
-        path = _path("jobs", self.name, "logs")
+        path = path_of("jobs", self.name, "logs")
         seen: Counter[int] = Counter()  # lines given so far, by hash: a log is only ever added to
         gives_up_at = math.inf
         while True:
@@ -245,7 +246,7 @@ class Job:
                 asked["tail"] = max(tail, seen.total())
 
 
-class Client:
+class Client(Accounting):
     """A connection to one server. Threads may share it; use it in ``with``, or ``close`` it.
 
     The server is looked for in this order: ``url`` and ``token``; a ``data_directory``; the environment (POLLUX_URL
@@ -355,10 +356,10 @@ class Client:
 
     def drain(self, node: str) -> NodeSummary:
         """Take the jobs off a node and give it none."""
-        return self._post(NodeSummary, _path("nodes", node, "drain"))
+        return self._post(NodeSummary, path_of("nodes", node, "drain"))
 
     def undrain(self, node: str) -> NodeSummary:
-        return self._post(NodeSummary, _path("nodes", node, "undrain"))
+        return self._post(NodeSummary, path_of("nodes", node, "undrain"))
 
     def rounds(self, since: int | None = None, limit: int = 100) -> list[RoundSummary]:
         """Decisions, oldest first: the last ones, or the first after the id ``since``."""
@@ -370,7 +371,7 @@ class Client:
         Raises:
             UnknownNameError: there is none of this id, or it was forgotten.
         """
-        return self._get(RoundDetail, _path("rounds", str(id_)))
+        return self._get(RoundDetail, path_of("rounds", str(id_)))
 
     def samples(self, since: float | None = None, until: float | None = None, points: int = 600) -> list[ClusterSample]:
         """The cluster over time, evenly thinned; times are seconds since 1970."""
@@ -423,7 +424,7 @@ class Client:
         return list(self._get(SimulationList, "simulations").simulations)
 
     def remove_simulation(self, id_: str) -> None:
-        self._ask("DELETE", _path("simulations", id_))
+        self._ask("DELETE", path_of("simulations", id_))
 
     def shutdown(self, *, keep_jobs: bool = False) -> None:
         """End the server. Its jobs checkpoint, leave and go on at the next start; or train on (``keep_jobs``)."""
@@ -445,13 +446,7 @@ class Client:
 
     # HTTP -------------------------------------------------------------------------------------
 
-    def _get(self, kind: type[_T], path: str, **params: _Param) -> _T:
-        return decode(kind, self._ask("GET", path, None, **params), "answer")
-
-    def _post(self, kind: type[_T], path: str, body: object = None) -> _T:
-        return decode(kind, self._ask("POST", path, body=None if body is None else encode(body)), "answer")
-
-    def _ask(self, method: str, path: str, body: Json = None, **params: _Param) -> dict[str, Json]:
+    def _ask(self, method: str, path: str, body: Json = None, **params: Param) -> dict[str, Json]:
         """One question, one answer.
 
         Raises:
@@ -546,14 +541,6 @@ class Client:
 
 
 # Answers --------------------------------------------------------------------------------------
-
-
-def _path(*parts: str) -> str:
-    """Of a URL. A name that would be read as a way (``..``) is no name of anything."""
-    for part in parts:
-        if not part.strip(".") or "/" in part:
-            raise InvalidValueError(f"name {part!r:.80}; letters, digits, '.', '_' and '-' make one")
-    return "/".join(quote(part, safe="") for part in parts)
 
 
 def _answer(response: httpx.Response) -> dict[str, Json]:

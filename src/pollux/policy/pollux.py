@@ -73,6 +73,7 @@ class PolluxPolicy(Policy):
                 job.spec,
                 allocation,
                 job.is_pinned,
+                job.share,
                 job.has_started or bool(allocation),
                 job.max_profiled_replicas,
                 job.params,

@@ -17,6 +17,7 @@ from pollux.policy.base import PolicySettings
 from pollux.policy.dense import may_use, types_of
 from pollux.policy.exploration import explored_replicas
 from pollux.policy.gangs import demand
+from pollux.policy.weights import entitled_weights
 from pollux.types import FloatArray, JobView, Snapshot
 
 _PLAN_STEP = 0.02  # relative change of a noise scale, or of the work left, below which a plan is kept; 0.005: same JCTs
@@ -144,8 +145,8 @@ def _most(jobs: Sequence[JobView], slots: Sequence[int], settings: PolicySetting
         left -= number
     else:
         return able[-1]
-    mean = math.fsum(job.spec.weight for job in jobs) / len(jobs)
-    favour = (max(job.spec.weight for job in jobs) / mean) ** (1 / (1 - p))
+    weights = entitled_weights(jobs, p)
+    favour = float(weights.max() / weights.mean()) ** (1 / (1 - p))
     most = _MOST_SHARES * math.ceil(level) * favour
     return largest if most >= largest else math.ceil(most)
 

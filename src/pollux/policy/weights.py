@@ -38,9 +38,27 @@ def remaining_seconds(
     return np.where(is_silent, learnt_s, declared_s)
 
 
+def entitled_weights(jobs: Sequence[JobView], p: float) -> FloatArray:
+    """(num_jobs,): the weights that users gave their jobs, within what each user is entitled to.
+
+    A power mean with exponent p of w·s divides slots as w^(1/(1-p)), so that a share x needs the weight x^(1-p). Jobs
+    of one owner stand to each other as their own weights say, and take no more together than the owner's share.
+    """
+    weights = np.array([job.spec.weight for job in jobs], dtype=np.float64)
+    if not any(job.share for job in jobs) or p >= 1:
+        return weights
+    parts = weights ** (1 / (1 - p))
+    totals: dict[str, float] = {}
+    for job, part in zip(jobs, parts.tolist(), strict=True):
+        totals[job.spec.owner] = totals.get(job.spec.owner, 0.0) + part
+    shares = np.array([(job.share or 1.0) / totals[job.spec.owner] for job in jobs]) * parts
+    found: FloatArray = shares ** (1 - p)
+    return found
+
+
 def job_weights(jobs: Sequence[JobView], remaining_s: FloatArray, p: float) -> FloatArray:
     """(num_jobs,), of jobs with so much left; nan: not known."""
-    weights = np.array([job.spec.weight for job in jobs], dtype=np.float64)
+    weights = entitled_weights(jobs, p)
     is_known = np.isfinite(remaining_s)
     if not is_known.any():
         return weights

@@ -6,7 +6,6 @@ The simulator and the live server call the same ticks; only clock, store and eng
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import logging
 import math
@@ -14,13 +13,14 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from pollux.errors import InvalidValueError, PolicyError, PolluxError, UnknownNameError
+from pollux.errors import InvalidValueError, UnknownNameError
 from pollux.model.transfer import TypeRatios
 from pollux.policy.base import Policy
 from pollux.scheduler.autoscale import AutoscaleConfig, SizeDecision
 from pollux.scheduler.knowledge import Knowledge, ProfileMemory, learn_all, recall_ratios
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.nodes import SlotRules, placeable
+from pollux.scheduler.planner import Planner
 from pollux.scheduler.ports import (
     Clock,
     Command,
@@ -41,7 +41,8 @@ from pollux.scheduler.ports import (
     TuneJob,
     check_report,
 )
-from pollux.scheduler.reconcile import Actual, Change, Resize, Start, reconcile, together, verify_plan
+from pollux.scheduler.quotas import Quotas
+from pollux.scheduler.reconcile import Actual, Change, Resize, Start, reconcile, together
 from pollux.scheduler.record import Departure, JobRecord, RoundRecord, as_it_was, reallocations
 from pollux.scheduler.sizing import Sizer
 from pollux.types import NO_ALLOCATION, Allocation, JobSpec, JobView, Node, Plan, Snapshot
@@ -93,8 +94,9 @@ class Scheduler:
         rules: SlotRules | None = None,
         pool: NodePool | None = None,
         node_s: Mapping[str, float] | None = None,
+        quotas: Quotas | None = None,
     ) -> None:
-        """``node_s``: node-seconds by accelerator that were counted before this scheduler."""
+        """``node_s``: node-seconds by accelerator that were counted before this scheduler. ``quotas``: of teams."""
         rules = rules or SlotRules()
         if policy.needs_oracle and not rules.has_oracles:
             raise InvalidValueError(f"policy {policy.name!r} needs an oracle: it can only be simulated")
@@ -102,6 +104,8 @@ class Scheduler:
             raise InvalidValueError(f"policy {policy.name!r} lets jobs share slots: it can only be simulated")
         self.policy, self.config = policy, config
         self._engine, self._store, self._clock, self._rules = engine, store, clock, rules
+        self.quotas = quotas
+        self._planner = Planner(policy, rules, quotas, is_strict=config.is_strict)
         self._memory = ProfileMemory() if config.remembers_profiles else None
         self._ratios = TypeRatios()
         self._active: dict[str, JobRecord] = {}  # in order of submission
@@ -110,10 +114,10 @@ class Scheduler:
         self._not_before = -math.inf  # for decisions that events ask for
         self._trigger: str | None = None  # an event that asks for a decision now
         self._num_rounds = 0
-        self._said_error = ""  # what was wrong with the last plan, as logged
         self._departures: list[Departure] = []  # since the last round
         self._next_sequence = 0
         self._draining: frozenset[str] = frozenset()
+        self._on_hold: frozenset[str] = frozenset()
         self._sizer: Sizer | None = None
         if config.autoscale is not None:
             if pool is None:
@@ -126,6 +130,10 @@ class Scheduler:
     @property
     def active_jobs(self) -> list[JobRecord]:
         return list(self._active.values())
+
+    def has(self, name: str) -> bool:
+        """Whether there is such a job and it is not over."""
+        return name in self._active
 
     @property
     def num_rounds(self) -> int:
@@ -190,7 +198,7 @@ class Scheduler:
         if not in_order:
             self._active = dict(sorted(self._active.items(), key=lambda item: item[1].sequence))
         self._store.save_job(record)
-        self._ask_for_round("submit")
+        self.reconsider("submit")
         return record
 
     def restore(self, records: Iterable[JobRecord], learnt: Iterable[Knowledge] = ()) -> None:
@@ -212,7 +220,7 @@ class Scheduler:
                 self._desired[record.name] = record.allocation
             if self._memory is not None and record.spec.application:
                 record.knowledge = self._memory.adopt(record.spec.application, record.knowledge)
-        self._ask_for_round("restart")
+        self.reconsider("restart")
 
     def cancel(self, name: str, reason: str = "cancelled", state: JobState = JobState.CANCELLED) -> None:
         """End a job: at once if it waits, as soon as it has stopped if it runs.
@@ -235,18 +243,21 @@ class Scheduler:
             record.move(JobState.STOPPING, now, reason)
             self._store.save_job(record)
             self._engine.apply([StopJob(job=name, reason=reason)])
-        self._ask_for_round("cancel")
+        self.reconsider("cancel")
 
     def suspend(self, reason: str) -> None:
         """Ask every job to checkpoint and leave its slots; they wait then. No decisions after this: see `settle`."""
         self._desired.clear()
-        now = self._clock.now()
         for record in self._active.values():
-            if record.state.holds_slots and record.state is not JobState.STOPPING:
-                record.account(now)
-                record.move(JobState.STOPPING, now, reason)
-                self._store.save_job(record)
-                self._engine.apply([StopJob(job=record.name, reason=reason)])
+            self._stop(record, reason)
+
+    def _stop(self, record: JobRecord, reason: str) -> None:
+        if record.state.holds_slots and record.state is not JobState.STOPPING:
+            now = self._clock.now()
+            record.account(now)
+            record.move(JobState.STOPPING, now, reason)
+            self._store.save_job(record)
+            self._engine.apply([StopJob(job=record.name, reason=reason)])
 
     def settle(self) -> bool:
         """Take in events without deciding anything; whether all slots are free."""
@@ -263,6 +274,10 @@ class Scheduler:
         """Take in events; decide if it is time; command."""
         now = self._clock.now()
         self._account_nodes(now)
+        if self.quotas is not None:
+            self.quotas.usage.account(
+                now, [(one.spec.owner, one.allocation.num_slots) for one in self._active.values()]
+            )
         self._take_in(now)
         for record in self._active.values():
             record.account(now)
@@ -292,7 +307,7 @@ class Scheduler:
     def _handle(self, event: Event, now: float) -> None:
         if isinstance(event, NodesChanged):
             self._keep_survivors(now)
-            self._ask_for_round("nodes")
+            self.reconsider("nodes")
             return
         record = self._active.get(event.job)
         if record is None:
@@ -313,7 +328,7 @@ class Scheduler:
                     record.allocation = record.leaving = NO_ALLOCATION
                     record.move(JobState.PENDING, now, "stopped")
                     self._store.save_job(record)
-                self._ask_for_round("stop")
+                self.reconsider("stop")
             case JobHurt(reason=reason):
                 record.num_crashes += 1
                 record.note(now, reason)
@@ -327,7 +342,7 @@ class Scheduler:
                     record.allocation = record.leaving = NO_ALLOCATION
                     record.move(JobState.PENDING, now, reason)
                     self._store.save_job(record)
-                self._ask_for_round("loss")
+                self.reconsider("loss")
             case JobEnded(state=state, at=at, reason=reason, exit_code=exit_code):
                 # By another clock than ours, which may have been set meanwhile.
                 at = min(at if record.started_at is None else max(at, record.started_at), now)
@@ -337,7 +352,7 @@ class Scheduler:
                     record.attained_slot_s -= (now - at) * record.allocation.num_slots
                 record.exit_code = exit_code
                 self._end(record, state, at, reason)
-                self._ask_for_round("end")
+                self.reconsider("end")
 
     def _keep_survivors(self, now: float) -> None:
         """Jobs that lost some of their nodes go on with the rest; one that was moving to a lost node stays.
@@ -395,7 +410,7 @@ class Scheduler:
         for configuration, timing in report.timings:
             is_news = knowledge.observe(report.accelerator, configuration, timing)
             if is_news and self.config.decides_on_models:
-                self._ask_for_round("model")
+                self.reconsider("model")
         if report.noise_scale is not None:
             record.noise_scale, record.noise_scale_error = report.noise_scale, report.noise_scale_error
             if knowledge.first_noise_scale is None:
@@ -412,9 +427,30 @@ class Scheduler:
             record.spec = dataclasses.replace(record.spec, batch=report.batch)
             self._store.save_job(record)
             if self.config.decides_on_models:
-                self._ask_for_round("model")
+                self.reconsider("model")
 
-    def _ask_for_round(self, trigger: str) -> None:
+    def hold(self, jobs: Iterable[str]) -> None:
+        """These jobs get nothing, and no others are held; those that run checkpoint and leave."""
+        self._on_hold = frozenset(jobs)
+        self.reconsider("hold")
+
+    def update(self, name: str, spec: JobSpec) -> None:
+        """Take over weight, priority and bounds of a job; nothing if it is not here yet."""
+        record = self._active.get(name)
+        if record is not None:
+            kept = {key: getattr(spec, key) for key in ("weight", "priority", "min_replicas", "max_replicas")}
+            record.spec = dataclasses.replace(record.spec, **kept)
+            self._store.save_job(record)
+            self.reconsider("update")
+
+    def requeue(self, name: str) -> None:
+        """Let a job leave its slots and wait again; the next decision may start it anew."""
+        self._desired.pop(name, None)
+        if (record := self._active.get(name)) is not None:
+            self._stop(record, "requeued")
+
+    def reconsider(self, trigger: str) -> None:
+        """Decide soon, because of this."""
         if self._trigger is None:
             self._trigger = trigger
 
@@ -428,14 +464,15 @@ class Scheduler:
 
     def _views(self, now: float) -> list[JobView]:
         make, pins_resizing = self._rules.make_view, self.config.pins_resizing
-        return [record.view(now, make, pins_resizing=pins_resizing) for record in self._active.values()]
+        records = [record for record in self._active.values() if record.name not in self._on_hold]
+        return [record.view(now, make, pins_resizing=pins_resizing) for record in records]
 
     def drain(self, nodes: Iterable[str]) -> None:
         """Use these nodes no longer, and no others are drained; jobs leave them with the next decision."""
         draining = frozenset(nodes)
         if draining != self._draining:
             self._draining = draining
-            self._ask_for_round("drain")
+            self.reconsider("drain")
 
     def _decide(self, now: float, trigger: str) -> None:
         """A round; the next one waits until this one's cost is a small share of the time."""
@@ -452,7 +489,7 @@ class Scheduler:
         self._learn()
         began = time.perf_counter()  # the size is part of the decision, and its plan may be the round's
         if self._sizer is not None:
-            self._sizer.update(now, self._engine.nodes(), self._views(now), self._draining, self._ask)
+            self._sizer.update(now, self._engine.nodes(), self._views(now), self._draining, self._planner.decide)
         # A cluster that decides on events tells of the last job's end when it ends, not when the next one comes.
         if not self._active and not (self._departures and self.config.decides_on_events):
             return
@@ -489,36 +526,9 @@ class Scheduler:
 
     def _plan(self, snapshot: Snapshot) -> tuple[Plan, str]:
         """The policy's plan; what is held already if there is none that can be carried out."""
-        try:
-            known = self._sizer.plan_for(snapshot) if self._sizer is not None else None
-            plan = known or self._ask(snapshot)
-            verify_plan(snapshot, plan, self._rules)
-        except PolluxError as error:
-            if self.config.is_strict:
-                raise
-            if str(error) != self._said_error:  # once, not with every round that goes the same way
-                message = "policy %s made no valid plan; nothing changes this round: %s"
-                logger.error(message, self.policy.name, error, exc_info=error.__cause__)
-            self._said_error = str(error)
-            return Plan(allocations=dict(self._desired)), str(error)
-        self._said_error = ""
-        return plan, ""
-
-    def _ask(self, snapshot: Snapshot) -> Plan:
-        """What the policy says. A failure in it is raised as a PolluxError; the round then changes nothing."""
-        try:
-            plan = self.policy.decide(snapshot)
-        except PolluxError:
-            raise
-        except Exception as error:
-            if self.config.is_strict:
-                raise
-            with contextlib.suppress(Exception):
-                self.policy.reset()  # what it remembers may be what it fails on
-            raise PolicyError(f"the policy raised {error!r}") from error
-        if not isinstance(plan, Plan):
-            raise PolicyError(f"the policy's answer is {plan!r}; a Plan is needed")
-        return plan
+        known = self._sizer.plan_for(snapshot) if self._sizer is not None else None
+        plan, error = self._planner.checked(snapshot, known)
+        return Plan(allocations=dict(self._desired)) if plan is None else plan, error
 
     def _learn(self) -> None:
         """Refit what was measured anew and tell the jobs concerned."""

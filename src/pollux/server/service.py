@@ -106,7 +106,11 @@ class Service:
             self._cluster = cluster
             stack.callback(self._stop_cluster)
             stack.enter_context(counted_log(cluster.metrics))
-            access = Access(self.token if self.config.needs_token else None, cluster.job_of_token)
+            access = Access(
+                self.token if self.config.needs_token else None,
+                cluster.job_of_token,
+                lambda token: cluster.accounts.person_of(token),
+            )
             # Replicas of the server before may report as soon as the cluster is there; until then they queue.
             cluster.start()
             app = create_app(cluster, access, self.begin_stop, has_open_metrics=self.config.has_open_metrics)

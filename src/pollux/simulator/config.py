@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from pollux.errors import InvalidValueError
 from pollux.scheduler.autoscale import DEFAULT_BAND, DEFAULT_WINDOW_S, AutoscaleConfig
+from pollux.scheduler.shares import Entitlements
 from pollux.simulator.colocation import SharedSpeed
 from pollux.simulator.physics import OSDI21, SIA, SIA_CLUSTER, NodeGroup, Physics
 from pollux.types import DEFAULT_ACCELERATOR, Node
@@ -44,6 +45,7 @@ class SimulationConfig:
     node_start_s: float = 120.0  # until a node that was asked for can be used; it is paid for meanwhile
     node_price: float | None = None  # of a node for an hour, in any currency
     counts_efficiency: bool = True  # off: jobs and scheduler go by throughput, and batches grow with replicas
+    entitlements: Entitlements | None = None  # of teams and users; None: all jobs are one user's
     rounds_epochs: bool = True  # an epoch's last stretch takes whole seconds; off for jobs of minutes
     fits_published: bool = False  # the scheduler fits the paper's throughput model
 

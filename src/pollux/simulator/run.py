@@ -14,6 +14,7 @@ from pollux.policy.base import Policy
 from pollux.policy.simulated import host_of
 from pollux.scheduler.loop import Scheduler, SchedulerConfig
 from pollux.scheduler.ports import MemoryStore
+from pollux.scheduler.quotas import Quotas
 from pollux.scheduler.record import RoundRecord
 from pollux.simulator.application import Application, application_key
 from pollux.simulator.clock import VirtualClock
@@ -141,6 +142,7 @@ def simulate(
         clock=clock,
         config=_scheduler_config(config, policy),
         pool=engine,
+        quotas=None if (entitled := config.entitlements) is None else Quotas(lambda: entitled),
         rules=SimulatedSlots(SimulationOracle(engine, {job.name: job for job in workload.jobs}, slots_per_node)),
     )
     policy.reset()

@@ -4,7 +4,7 @@ Columns: ``name,time,application,num_replicas,batch_size`` (the OSDI'21 artifact
 would have asked for; policies that tune jobs themselves ignore them. The order of rows breaks ties. Four more columns
 may be there, for jobs that a live cluster recorded: ``min_replicas,max_replicas,weight,is_preemptible``. And one of the
 Sia artifact, ``category``: ``adaptive`` jobs are as without it, ``scale-gpus`` keep the batch size that they ask for,
-``rigid`` ones the number of replicas too, whatever the policy.
+``rigid`` ones the number of replicas too, whatever the policy. ``owner`` and ``priority`` may be there too.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ MAX_TIME_S = 1e8  # three years; a later submission is a typing error
 COLUMNS = ("name", "time", "application", "num_replicas", "batch_size")
 CATEGORIES = ("adaptive", "scale-gpus", "rigid")
 MORE_COLUMNS = ("min_replicas", "max_replicas", "weight", "is_preemptible")
+OWNER_COLUMNS = ("owner", "priority")
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,10 +115,14 @@ def _categorised(path: Path, number: int, row: dict[str, str], spec: JobSpec) ->
 
 def _more(path: Path, number: int, row: dict[str, str]) -> dict[str, Any]:
     """Of the columns that may be there, those that say something."""
-    given = {column: row[column] for column in MORE_COLUMNS if row.get(column) not in (None, "", "None")}
+    given = {
+        column: row[column] for column in (*MORE_COLUMNS, *OWNER_COLUMNS) if row.get(column) not in (None, "", "None")
+    }
     found: dict[str, Any] = {}
     for column in given:
-        if column == "is_preemptible":
+        if column == "owner":
+            found[column] = row[column]
+        elif column == "is_preemptible":
             if row[column] not in ("True", "False"):
                 raise InputFileError(path, f"{column} = {row[column]!r}; True or False is needed", number)
             found[column] = row[column] == "True"

@@ -108,7 +108,7 @@ def refused(match: str, **fields: object) -> None:
         ({"time_limit_s": "2h"}, "positive"),
         ({"after": "train"}, "a list of words"),
         ({"after": ("a b",)}, "after: job 'a b'"),
-        ({"array": "0-9%4"}, '"0-9" or a list'),
+        ({"array": "0-9%0"}, '"0-9", a list'),
         ({"array": "9-0"}, "rising"),
         ({"array": "1,1"}, "different"),
         ({"array": "0-999999"}, "1 to 10000"),
@@ -466,7 +466,7 @@ def test_options_to_request_refuses_what_it_does_not_know():
 
 def test_the_table_covers_every_field_and_has_its_defaults():
     fields = {one.name for one in dataclasses.fields(JobRequest)}
-    assert {option.field for option in OPTIONS} == fields - {"command", "array_index"}
+    assert {option.field for option in OPTIONS} == fields - {"command", "array_index", "array_of", "array_limit"}
     request = JobRequest(command=COMMAND)
     for option in OPTIONS:
         assert option.default == ("" if option.field == "name" else getattr(request, option.field))
@@ -481,18 +481,27 @@ def job(name: str, *after: str) -> JobRequest:
     return JobRequest(command=COMMAND, name=name, after=after)
 
 
+def after(*names, **more):
+    return JobRequest(command=COMMAND, name="job", after=names, **more)
+
+
 def test_dependencies_wait_end_or_are_done():
     states = {"a": "succeeded", "b": "running", "c": "failed", "d": "cancelled", "e": "pending"}
-    assert blocked_reason((), states) is blocked_reason(("a",), states) is None
-    assert blocked_reason(("a", "b", "e"), states) == ("waiting for b, e", False)
-    assert blocked_reason(("b", "c"), states) == ("it was to run after c, which failed", True)
-    assert blocked_reason(("d",), states) == ("it was to run after d, which was cancelled", True)
-    assert blocked_reason(("z",), states) == ("it was to run after z, which is not known", True)
+    assert blocked_reason(after(*()), states) is blocked_reason(after(*("a",)), states) is None
+    assert blocked_reason(after(*("a", "b", "e")), states) == ("waiting for b, e", False)
+    assert blocked_reason(after(*("b", "c")), states) == ("it was to run after c, which failed", True)
+    assert blocked_reason(after(*("d",)), states) == ("it was to run after d, which was cancelled", True)
+    assert blocked_reason(after(after_any=["a", "c", "d"]), states) is None
+    assert blocked_reason(after(after_any=["b"]), states) == ("waiting for b", False)
+    assert blocked_reason(after(after_fail=["c"]), states) is None
+    assert blocked_reason(after(after_fail=["b"]), states) == ("waiting for b", False)
+    assert blocked_reason(after(after_fail=["a"]), states) == ("it was to run if a failed, which succeeded", True)
+    assert blocked_reason(after(*("z",)), states) == ("it was to run after z, which is not known", True)
 
 
 @pytest.mark.parametrize("state", JobState)
 def test_every_state_of_the_lifecycle_is_understood(state):
-    blocked = blocked_reason(("a",), {"a": state.value})
+    blocked = blocked_reason(after(*("a",)), {"a": state.value})
     assert (blocked is None) == (state is JobState.SUCCEEDED)
     assert blocked is None or blocked.is_hopeless == state.is_final
     cycle = find_cycle([job("b", "a")], {"a": (state.value, ("b",))})

@@ -14,11 +14,14 @@ from pollux.api.job import FittedModel, JobCurves, JobDetail, JobModel, JobRow, 
 from pollux.api.report import Report, ReportAnswer, StoredReport, stored
 from pollux.api.request import JobRequest, check_dependencies, unique_name
 from pollux.api.round import RoundDetail, RoundSummary
+from pollux.api.usage import UsageRow
 from pollux.errors import UnknownNameError
+from pollux.server.live.accounts import Accounts
 from pollux.server.present.charts import job_curves, job_model
 from pollux.server.present.metrics import Metrics
 from pollux.server.present.views import KnownJob, cluster_size, job_row, job_summary
 from pollux.server.storage.simulations import Simulations
+from pollux.server.storage.store import SqlStore
 from pollux.types import ThroughputParams
 from pollux.version import __version__
 
@@ -38,6 +41,8 @@ class FakeCluster:
         self.metrics = Metrics()
         self.simulations = Simulations(directory / "simulations")
         self.queries = self
+        directory.mkdir(parents=True, exist_ok=True)
+        self.accounts = Accounts(SqlStore(directory / "accounts.db"), time.time)
         self._lock = threading.Lock()
 
     # Life
@@ -192,6 +197,9 @@ class FakeCluster:
 
     def is_ended(self, name: str) -> bool:
         return self.summary_of(name).is_over
+
+    def usage(self, by: Sequence[str], since: str | None, until: str | None) -> list[UsageRow]:
+        return []
 
     def job_of_token(self, token: str) -> str | None:
         wanted = hashlib.sha256(token.encode("utf-8", "replace")).digest()

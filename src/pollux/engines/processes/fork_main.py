@@ -20,6 +20,7 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 from pollux.engines.processes.fork_server import TERM_GRACE_S
+from pollux.engines.processes.identity import become, identity_of
 from pollux.engines.processes.trees import die_with, kill_group, reap, signal_tree
 from pollux.engines.transport import Channel, Message
 
@@ -112,7 +113,6 @@ class ForkLoop:
             for fd in self._private_fds:
                 os.close(fd)
             os.setsid()  # a group of its own, so that all it starts can be killed with it
-            die_with(owner)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -121,6 +121,9 @@ class ForkLoop:
                 opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
                 os.dup2(opened, fd)
                 os.close(opened)
+            if (identity := identity_of(request["env"])) is not None:
+                become(identity)  # after the logs are open, which stay the server's
+            die_with(owner)  # after the change of user, which would undo it
             os.environ.clear()
             os.environ.update(request["env"])
             os.chdir(request["cwd"])

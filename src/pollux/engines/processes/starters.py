@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, Self
 
 from pollux.engines.processes.failure import read_end
+from pollux.engines.processes.identity import identity_of
 from pollux.engines.processes.trees import (
     dying_with_parent,
     has_ended,
@@ -125,6 +126,7 @@ class ColdStarter(LocalStarter):
         self._num_spawned += 1
         replica = ReplicaProcess(key=str(self._num_spawned))
         try:
+            identity = identity_of(command.env)
             with open(command.stdout, "ab") as out, open(command.stderr, "ab") as err:
                 process = subprocess.Popen(
                     dying_with_parent([*self._prefix, *command.argv]),
@@ -134,6 +136,9 @@ class ColdStarter(LocalStarter):
                     stdout=out,
                     stderr=err,
                     start_new_session=True,
+                    user=None if identity is None else identity.uid,
+                    group=None if identity is None else identity.gid,
+                    extra_groups=None if identity is None else identity.groups,
                 )
         except OSError as error:
             with contextlib.suppress(OSError), open(command.stderr, "a", encoding="utf-8") as err_file:

@@ -1,6 +1,6 @@
 /* The dashboard: which page is shown, who may see it, and whether the server is there. */
 
-import {remember, remembered, setToken, takeTokenFromAddress, whenDenied} from "./api.js";
+import {api, remember, remembered, setToken, takeTokenFromAddress, whenDenied} from "./api.js";
 import {clusterPage} from "./cluster.js";
 import {comparePage} from "./compare.js";
 import {decisionsPage} from "./decisions.js";
@@ -9,6 +9,7 @@ import {jobPage} from "./job.js";
 import {jobsPage} from "./jobs.js";
 import {connect, forget, store, subscribe, tryNow} from "./store.js";
 import {openSubmit} from "./submit.js";
+import {usagePage} from "./usage.js";
 
 const BANNER_AFTER_MS = 800; // a restart behind a proxy is not worth a word
 const content = document.getElementById("content"),
@@ -38,6 +39,7 @@ function makePage(hash) {
   if (parts[0] === "jobs") return parts.length > 1 ? jobPage({name: parts.slice(1).join("/"), go}) : jobsPage();
   if (parts[0] === "decisions") return decisionsPage();
   if (parts[0] === "compare") return comparePage();
+  if (parts[0] === "usage") return usagePage();
   return {
     title: "Not found",
     update() {},
@@ -143,6 +145,18 @@ function onState(state, {message}) {
 
 /* --- the token ------------------------------------------------------------------------------------------------ */
 
+/* Viewers get no buttons that would be refused. */
+async function showIdentity() {
+  let me = null;
+  try {
+    me = await api("/me");
+  } catch {
+    return; // the stream tells why
+  }
+  document.body.dataset.role = me.role;
+  setText(document.getElementById("me"), me.user === "operator" ? "" : `${me.user}${me.team ? ` · ${me.team}` : ""}`);
+}
+
 function askToken(message, hadToken) {
   isDenied = true;
   page?.remove();
@@ -173,7 +187,7 @@ function askToken(message, hadToken) {
           start();
         },
       },
-      h("h2", {id: "token-title"}, "The operator's token is needed"),
+      h("h2", {id: "token-title"}, "A token is needed"),
       hadToken && h("p", {class: "problem", role: "alert"}, "The token was not accepted."),
       h(
         "p",
@@ -209,6 +223,7 @@ function start() {
   forget();
   show({keepsFocus: true});
   connect(onState);
+  showIdentity();
 }
 
 /* --- the bar -------------------------------------------------------------------------------------------------- */

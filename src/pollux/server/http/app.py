@@ -9,7 +9,15 @@ from collections.abc import Callable
 
 from fastapi import FastAPI
 
-from pollux.server.http import chart_routes, cluster_routes, job_routes, metrics_route, pages, simulation_routes
+from pollux.server.http import (
+    account_routes,
+    chart_routes,
+    cluster_routes,
+    job_routes,
+    metrics_route,
+    pages,
+    simulation_routes,
+)
 from pollux.server.http.auth import Access
 from pollux.server.http.dependencies import ServedCluster
 from pollux.server.http.errors import add_handlers
@@ -25,6 +33,7 @@ ROUTERS = (
     *cluster_routes.ROUTERS,
     metrics_route.router,
     *job_routes.ROUTERS,
+    *account_routes.ROUTERS,
     *chart_routes.ROUTERS,
     *simulation_routes.ROUTERS,
 )

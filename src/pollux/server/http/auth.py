@@ -1,4 +1,4 @@
-"""Who may do what: the operator's token in a file of mode 0600, and one token per job that may only report for it.
+"""Who may do what: the operator's token in a file of mode 0600, tokens of users, and one per job, to report with.
 
 :mod:`pollux.server.http.dependencies` asks it. Without a token, every program that reaches the server is its operator;
 that is allowed on this machine's own loopback addresses alone.
@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from pollux.api.access import OPERATOR, Role
 from pollux.errors import InputFileError, InvalidValueError
 from pollux.server.storage.files import write_whole
 
@@ -26,37 +27,78 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Person:
+    """Whom a token belongs to, and what it is good for. ``user`` None: a link of no user."""
+
+    user: str | None
+    role: Role
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Caller:
-    """Who asks: the operator, or a job (by name)."""
+    """Who asks: a job (by name), or a person. Without a user it is the operator, or the holder of a read-only link."""
 
     job: str | None = None
+    user: str | None = None
+    role: Role = "admin"  # of a person
 
     @property
-    def is_operator(self) -> bool:
+    def is_person(self) -> bool:
         return self.job is None
 
+    @property
+    def is_admin(self) -> bool:
+        return self.is_person and self.role == "admin"
+
+    @property
+    def may_submit(self) -> bool:
+        return self.is_person and self.role != "viewer"
+
+    @property
+    def owner(self) -> str:
+        """Who owns the jobs that this caller submits."""
+        return self.user or OPERATOR
+
+    def may_change(self, owner: str) -> bool:
+        """Whether it may change what ``owner`` submitted."""
+        return self.is_admin or (self.may_submit and self.owner == owner)
+
     def may_report_for(self, job: str) -> bool:
-        return self.is_operator or self.job == job
+        return self.is_admin or self.job == job
 
 
 class Access:
-    """Tells callers by their tokens. ``token`` None: none is needed."""
+    """Tells callers by their tokens. ``token``: the operator's; None: none is needed.
 
-    def __init__(self, token: str | None, job_of_token: Callable[[str], str | None]) -> None:
-        self._token, self._job_of_token = token, job_of_token
+    ``person_of_token`` raises AccessDeniedError for a token that was revoked or has expired.
+    """
+
+    def __init__(
+        self,
+        token: str | None,
+        job_of_token: Callable[[str], str | None],
+        person_of_token: Callable[[str], Person | None] = lambda token: None,
+    ) -> None:
+        self._token, self._job_of_token, self._person_of_token = token, job_of_token, person_of_token
 
     @property
     def needs_token(self) -> bool:
         return self._token is not None
 
     def caller(self, token: str | None) -> Caller | None:
-        """The caller with this token; None: unknown."""
+        """The caller with this token; None: unknown.
+
+        Raises:
+            AccessDeniedError: it was revoked, or has expired.
+        """
+        if token is None:
+            return Caller() if self._token is None else None
+        person = self._person_of_token(token)
+        if person is not None:
+            return Caller(user=person.user, role=person.role)
         if self._token is None:
             # A job has to show its own all the same, or it could be taken for the operator.
-            job = None if token is None else self._job_of_token(token)
-            return Caller(job=job)
-        if token is None:
-            return None
+            return Caller(job=self._job_of_token(token))
         # The comparison takes the same time however much of it is right.
         if secrets.compare_digest(token.encode("utf-8", "replace"), self._token.encode()):
             return Caller()

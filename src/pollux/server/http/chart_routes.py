@@ -8,7 +8,7 @@ from fastapi import Query, Response
 
 from pollux.api.cluster import SampleList, Timeline
 from pollux.api.job import JobCurves, JobModel
-from pollux.server.http.dependencies import ItsQueries, of_operator
+from pollux.server.http.dependencies import ItsQueries, of_people
 from pollux.server.http.errors import answer
 from pollux.server.http.openapi import error_answers
 
@@ -17,7 +17,7 @@ MAX_POINTS = 10_000
 _Time = Annotated[float | None, Query(ge=0, le=1e12, allow_inf_nan=False, description="Seconds since 1970.")]
 _Points = Annotated[int, Query(ge=1, le=MAX_POINTS, description="At most so many, evenly chosen.")]
 
-charts = of_operator("charts")
+charts = of_people("charts")
 
 
 @charts.get(

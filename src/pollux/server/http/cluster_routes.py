@@ -18,7 +18,17 @@ from pollux.api.codec import MAX_INTEGER
 from pollux.api.errors import ErrorAnswer
 from pollux.api.round import RoundDetail, RoundList
 from pollux.errors import PolluxError
-from pollux.server.http.dependencies import READY, ItsCluster, ItsQueries, Limit, Since, body_of, of_operator
+from pollux.server.http.dependencies import (
+    ADMIN,
+    READY,
+    ItsCluster,
+    ItsQueries,
+    Limit,
+    Since,
+    body_of,
+    is_still_allowed,
+    of_people,
+)
 from pollux.server.http.errors import answer, retry_later
 from pollux.server.http.openapi import Responses, body_schema, error_answers
 from pollux.server.present.feed import Feed
@@ -49,7 +59,7 @@ async def readyz(cluster: ItsCluster) -> Response:
 
 # The cluster ----------------------------------------------------------------------------------
 
-cluster = of_operator("cluster")
+cluster = of_people("cluster")
 
 
 @cluster.get("/cluster", summary="At a glance", response_model=ClusterSummary, responses=error_answers())
@@ -67,7 +77,7 @@ def list_nodes(queries: ItsQueries) -> Response:
     summary="Give no more jobs to a node; those on it are moved",
     response_model=NodeSummary,
     responses=error_answers(404, 422),
-    dependencies=READY,
+    dependencies=[*ADMIN, *READY],
 )
 def drain(cluster: ItsCluster, name: str) -> Response:
     return answer(cluster.drain(name, True))
@@ -78,7 +88,7 @@ def drain(cluster: ItsCluster, name: str) -> Response:
     summary="Use a node again",
     response_model=NodeSummary,
     responses=error_answers(404, 422),
-    dependencies=READY,
+    dependencies=[*ADMIN, *READY],
 )
 def undrain(cluster: ItsCluster, name: str) -> Response:
     return answer(cluster.drain(name, False))
@@ -95,6 +105,7 @@ def list_rounds(queries: ItsQueries, since: Since = None, limit: Limit = 100) ->
     status_code=202,
     response_model=Shutdown,
     responses=error_answers(413, 422),
+    dependencies=ADMIN,
     openapi_extra=body_schema(Shutdown, is_required=False),
 )
 def shut_down(request: Request, body: Annotated[Shutdown, Depends(body_of(Shutdown))]) -> Response:
@@ -143,7 +154,8 @@ async def events(
     version, message = await run_in_threadpool(feed.message, 0)
 
     async def is_over() -> bool:
-        return bool(request.app.state.is_ending) or await request.is_disconnected()
+        is_ending = bool(request.app.state.is_ending) or not is_still_allowed(request)
+        return is_ending or await request.is_disconnected()
 
     async def messages() -> AsyncIterator[str]:
         nonlocal version, message

@@ -20,9 +20,12 @@ from pollux.api.job import JobCurves, JobDetail, JobModel, JobSummary
 from pollux.api.report import MAX_REPORT_BYTES, Report, ReportAnswer, StoredReport
 from pollux.api.request import JobRequest
 from pollux.api.round import RoundDetail
-from pollux.errors import InvalidValueError
+from pollux.api.usage import UsageKey, UsageRow
+from pollux.errors import AccessDeniedError, InvalidValueError
 from pollux.server.http.auth import Access, Caller
 from pollux.server.http.errors import RETRY_AFTER_S, Refusal
+from pollux.server.live.accounts import Accounts
+from pollux.server.live.operations import Operations
 from pollux.server.present.feed import Watched
 from pollux.server.present.metrics import Metrics
 from pollux.server.storage.simulations import Simulations
@@ -48,6 +51,7 @@ class ClusterQueries(Watched, Protocol):
     def model(self, name: str) -> JobModel: ...
     def job_directory(self, name: str) -> Path: ...
     def is_ended(self, name: str) -> bool: ...
+    def usage(self, by: Sequence[UsageKey], since: str | None, until: str | None) -> list[UsageRow]: ...
 
 
 class ServedCluster(Protocol):
@@ -63,6 +67,10 @@ class ServedCluster(Protocol):
     def simulations(self) -> Simulations: ...
     @property
     def queries(self) -> ClusterQueries: ...
+    @property
+    def accounts(self) -> Accounts: ...
+    @property
+    def operations(self) -> Operations: ...
     def submit(self, request: JobRequest) -> list[JobSummary]: ...
     def cancel(self, name: str, reason: str) -> JobSummary: ...
     def report(self, report: Report) -> ReportAnswer: ...
@@ -75,7 +83,7 @@ class ServedCluster(Protocol):
 
 # The caller -----------------------------------------------------------------------------------
 
-bearer = HTTPBearer(auto_error=False, scheme_name="token", description="The operator's token, or that of a job.")
+bearer = HTTPBearer(auto_error=False, scheme_name="token", description="The operator's token, a user's, or a job's.")
 
 
 async def find_cluster(request: Request) -> ServedCluster:
@@ -92,7 +100,10 @@ async def find_caller(
     access: Access = request.app.state.access
     if not access.needs_token and not _is_local(request):
         raise Refusal(403, "AccessDeniedError", "without a token only programs on this machine may ask")
-    caller = access.caller(None if credentials is None else credentials.credentials)
+    try:
+        caller = access.caller(None if credentials is None else credentials.credentials)
+    except AccessDeniedError as error:
+        raise Refusal(401, "AccessDeniedError", str(error), {"WWW-Authenticate": "Bearer"}) from None
     if caller is None:
         seen = "this token is not known here" if credentials else "no token came with it"
         message = f"{seen}; send 'Authorization: Bearer TOKEN', with the token in the server's data directory"
@@ -100,14 +111,42 @@ async def find_caller(
     return caller
 
 
+def is_still_allowed(request: Request) -> bool:
+    """Whether the token that a stream was begun with is still good: it may have been revoked since."""
+    access: Access = request.app.state.access
+    kind, _, token = request.headers.get("authorization", "").partition(" ")
+    try:
+        return access.caller(token if kind.lower() == "bearer" else None) is not None
+    except AccessDeniedError:
+        return False
+
+
 ItsCluster = Annotated[ServedCluster, Depends(find_cluster)]
 ItsQueries = Annotated[ClusterQueries, Depends(find_queries)]
 ItsCaller = Annotated[Caller, Depends(find_caller)]
 
 
-async def require_operator(caller: ItsCaller) -> None:
-    if not caller.is_operator:
-        message = f"this is the token of job {caller.job!r}, which may only report for it; the operator's is needed"
+async def require_person(request: Request, caller: ItsCaller) -> None:
+    """Not a job; and a viewer may only look."""
+    if not caller.is_person:
+        message = f"this is the token of job {caller.job!r}, which may only report for it; a user's is needed"
+        raise Refusal(403, "AccessDeniedError", message)
+    if request.method not in ("GET", "HEAD") and not caller.may_submit:
+        raise Refusal(403, "AccessDeniedError", "this token is a viewer's, which may only look; a member's is needed")
+
+
+async def require_admin(caller: ItsCaller) -> None:
+    if not caller.is_admin:
+        message = f"this is for admins, and {caller.owner!r} is a {caller.role}; ask an admin to do it"
+        raise Refusal(403, "AccessDeniedError", message)
+
+
+def require_owner(caller: Caller, job: str, owner: str) -> None:
+    """Raises:
+    Refusal: the caller may not change this job.
+    """
+    if not caller.may_change(owner):
+        message = f"job {job!r} is {owner}'s, and {caller.owner!r} is no admin; ask {owner} or an admin"
         raise Refusal(403, "AccessDeniedError", message)
 
 
@@ -182,9 +221,10 @@ Since = Annotated[
     int | None, Query(ge=0, le=MAX_INTEGER, description="Only those after this id, oldest first; else the last ones.")
 ]
 READY = [Depends(require_ready)]
+ADMIN = [Depends(require_admin)]
 
 
-def of_operator(tag: str) -> APIRouter:
-    """A router for the operator alone."""
-    first = [Depends(require_operator), Depends(require_known_parameters)]
+def of_people(tag: str) -> APIRouter:
+    """A router for people: viewers may look, members may change what is theirs, admins everything."""
+    first = [Depends(require_person), Depends(require_known_parameters)]
     return APIRouter(prefix="/api/v1", tags=[tag], dependencies=first)

@@ -7,6 +7,7 @@ loop.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -24,8 +25,11 @@ from pollux.api.job import (
     JobLogFile,
     JobLogFileList,
     JobPage,
+    JobSelection,
     JobStateName,
     JobSummary,
+    JobUpdate,
+    SelectedJobs,
 )
 from pollux.api.report import MAX_REPORT_BYTES, Report, ReportAnswer, ReportList, encode_report, read_report
 from pollux.api.request import JobRequest
@@ -39,9 +43,11 @@ from pollux.server.http.dependencies import (
     Limit,
     Since,
     body_of,
-    of_operator,
+    is_still_allowed,
+    of_people,
     read_body,
     read_json,
+    require_owner,
 )
 from pollux.server.http.errors import Refusal, answer
 from pollux.server.http.openapi import Responses, body_schema, error_answers, job_body
@@ -53,7 +59,7 @@ logger = logging.getLogger(__name__)
 
 # Jobs -----------------------------------------------------------------------------------------
 
-jobs = of_operator("jobs")
+jobs = of_people("jobs")
 
 
 @jobs.post(
@@ -65,9 +71,18 @@ jobs = of_operator("jobs")
     dependencies=READY,
     openapi_extra=job_body(),
 )
-def submit(cluster: ItsCluster, body: Annotated[object, Depends(read_json)]) -> Response:
-    """Take in a job, or all jobs of an array. A name that is taken gets a number behind it."""
-    return answer(JobList(jobs=tuple(cluster.submit(JobRequest.from_dict(body)))), 201)
+def submit(cluster: ItsCluster, caller: ItsCaller, body: Annotated[object, Depends(read_json)]) -> Response:
+    """Take in a job, or all jobs of an array. A name that is taken gets a number behind it.
+
+    It is the caller's. An admin may name another owner.
+    """
+    request = JobRequest.from_dict(body)
+    if request.owner not in ("", caller.owner):
+        if not caller.is_admin:
+            raise Refusal(403, "AccessDeniedError", f"job for {request.owner!r}; only admins submit for others")
+        cluster.accounts.user(request.owner)  # raises UnknownNameError
+    request = dataclasses.replace(request, owner=request.owner or caller.owner)
+    return answer(JobList(jobs=tuple(cluster.submit(request))), 201)
 
 
 @jobs.get("/jobs", summary="List jobs", response_model=JobPage, responses=error_answers(422))
@@ -98,11 +113,68 @@ def describe(queries: ItsQueries, name: str) -> Response:
 )
 def cancel(
     cluster: ItsCluster,
+    caller: ItsCaller,
     name: str,
     body: Annotated[Cancellation, Depends(body_of(Cancellation))],
 ) -> Response:
     """It checkpoints and leaves. One that has ended already stays as it is."""
+    require_owner(caller, name, cluster.queries.summary_of(name).owner)
     return answer(cluster.cancel(name, body.reason))
+
+
+@jobs.post(
+    "/job-actions",
+    summary="Cancel, hold or release many jobs",
+    response_model=SelectedJobs,
+    responses=error_answers(404, 413, 422),
+    dependencies=READY,
+    openapi_extra=body_schema(JobSelection, is_required=True),
+)
+def act(
+    cluster: ItsCluster, caller: ItsCaller, body: Annotated[JobSelection, Depends(body_of(JobSelection))]
+) -> Response:
+    """The jobs that it was done with: all or, on an error, none. Patterns choose a member's own jobs."""
+    if bool(body.names) == body.is_all:
+        raise Refusal(422, "InvalidValueError", "name jobs or patterns, or choose all of them; one of the two")
+    chosen = cluster.operations.select(body.names, is_all=body.is_all, owner=None if caller.is_admin else caller.owner)
+    for job in chosen:
+        require_owner(caller, job.name, job.request.owner if job.request is not None else "")
+    cluster.operations.act(chosen, body.action, body.reason)
+    return answer(SelectedJobs(names=tuple(job.name for job in chosen)))
+
+
+@jobs.patch(
+    "/jobs/{name}",
+    summary="Change a job",
+    response_model=JobSummary,
+    responses=error_answers(404, 413, 422),
+    dependencies=READY,
+    openapi_extra=body_schema(JobUpdate, is_required=True),
+)
+def update(
+    cluster: ItsCluster, caller: ItsCaller, name: str, body: Annotated[JobUpdate, Depends(body_of(JobUpdate))]
+) -> Response:
+    """Weight, priority, bounds, time limit; they count with the next decision."""
+    require_owner(caller, name, cluster.queries.summary_of(name).owner)
+    cluster.operations.update(name, body)
+    return answer(cluster.queries.summary_of(name))
+
+
+@jobs.post(
+    "/jobs/{name}/requeue",
+    summary="Let a job wait again, or run one that is over anew",
+    response_model=JobList,
+    responses=error_answers(404, 422),
+    dependencies=READY,
+)
+def requeue(cluster: ItsCluster, caller: ItsCaller, name: str) -> Response:
+    """One that runs checkpoints, leaves and waits. One that is over is submitted again, under a new name."""
+    seen = cluster.queries.summary_of(name)
+    require_owner(caller, name, seen.owner)
+    if seen.is_over:
+        return answer(JobList(jobs=tuple(cluster.submit(cluster.operations.request_of(name)))))
+    cluster.operations.requeue(name)
+    return answer(JobList(jobs=(cluster.queries.summary_of(name),)))
 
 
 @jobs.get(
@@ -132,7 +204,7 @@ async def report(request: Request, cluster: ItsCluster, caller: ItsCaller, name:
     """
     if not caller.may_report_for(name):
         raise Refusal(403, "AccessDeniedError", f"this is the token of job {caller.job!r}, not of {name!r}")
-    if caller.is_operator:  # a job's token proves that there is that job
+    if caller.is_person:  # a job's token proves that there is that job
         await run_in_threadpool(cluster.queries.summary_of, name)
     told = read_report(await read_body(request, MAX_REPORT_BYTES))
     if told.job != name:
@@ -142,7 +214,7 @@ async def report(request: Request, cluster: ItsCluster, caller: ItsCaller, name:
 
 # Logs -----------------------------------------------------------------------------------------
 
-logs = of_operator("logs")
+logs = of_people("logs")
 _TEXT: Responses = {
     200: {"content": {"text/plain": {"schema": {"type": "string"}}}, "description": "The text, as it comes."}
 }
@@ -199,7 +271,9 @@ async def read_logs(
                 return
             async for part in iterate_in_threadpool(reader.read(is_last=is_last)):
                 yield part
-            if is_last or request.app.state.is_ending or await request.is_disconnected():
+            if is_last or request.app.state.is_ending or not is_still_allowed(request):
+                return
+            if await request.is_disconnected():
                 return
             await asyncio.sleep(FOLLOW_EVERY_S)
 

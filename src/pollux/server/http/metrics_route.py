@@ -17,7 +17,7 @@ from starlette.requests import HTTPConnection
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from pollux.api.errors import ErrorAnswer
-from pollux.server.http.dependencies import bearer, find_caller, require_operator
+from pollux.server.http.dependencies import bearer, find_caller, require_person
 from pollux.server.http.errors import Refusal
 from pollux.server.present.metrics import Metrics
 
@@ -82,7 +82,7 @@ async def require_reader(
     if token is None and password is not None:
         token = HTTPAuthorizationCredentials(scheme="Bearer", credentials=password.password)
     try:
-        await require_operator(await find_caller(request, token))
+        await require_person(request, await find_caller(request, token))
     except Refusal as refusal:
         if refusal.status == 401:
             message = f"{refusal.message}; or send it as the password of any user"

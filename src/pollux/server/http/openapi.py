@@ -19,6 +19,8 @@ _JOB_HELP = {
     **{option.field: option.help for option in OPTIONS},
     "command": "Program and arguments; they never go through a shell.",
     "array_index": "Set by the server for the jobs of an array.",
+    "array_of": "Set by the server: the array's name.",
+    "array_limit": "Set by the server: how many jobs of the array run at a time.",
 }
 
 

@@ -14,7 +14,7 @@ from starlette.concurrency import run_in_threadpool
 from pollux.api.codec import decode, loads, read_unicode
 from pollux.api.errors import ErrorAnswer
 from pollux.api.simulation import Publication, PublishedSimulation, Simulation, SimulationList
-from pollux.server.http.dependencies import ItsCluster, of_operator, read_body
+from pollux.server.http.dependencies import ItsCluster, of_people, read_body
 from pollux.server.http.errors import Refusal, answer
 from pollux.server.http.openapi import Responses, body_schema, error_answers
 from pollux.server.storage.simulations import MAX_BYTES
@@ -24,7 +24,7 @@ REPORT_POLICY = (
     "img-src data:"
 )
 
-simulations = of_operator("simulations")
+simulations = of_people("simulations")
 
 
 async def _publication(request: Request) -> Publication:

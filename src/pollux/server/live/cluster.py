@@ -14,10 +14,11 @@ import logging
 import math
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
+from datetime import date
 from typing import Any, TypeVar
 
 from pollux.api.cluster import NodeSummary
@@ -30,11 +31,14 @@ from pollux.policy import make_policy
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.loop import Scheduler, SchedulerConfig
 from pollux.scheduler.ports import NodePool
+from pollux.scheduler.quotas import HALF_LIFE_S, Quotas
 from pollux.scheduler.record import JobRecord
 from pollux.server.config import ClusterConfig
 from pollux.server.live.clock import LiveClock
 from pollux.server.live.inbox import Inbox
 from pollux.server.live.job_table import JobTable, LaunchSettings, LiveJob
+from pollux.server.live.meter import Meter
+from pollux.server.live.operations import Operations
 from pollux.server.live.recorder import DecisionLog, Recorder
 from pollux.server.live.state import ClusterState
 from pollux.server.present.gauges import Measured
@@ -43,6 +47,7 @@ from pollux.server.present.queries import Queries
 from pollux.server.storage.files import read_names, read_seconds, write_names, write_seconds
 from pollux.server.storage.simulations import Simulations
 from pollux.server.storage.store import SqlStore
+from pollux.server.storage.usage import UsageStore
 
 ANSWER_S = 10.0  # the longest a caller waits for the scheduler's thread
 SHORTEST_TICK_S = 0.02  # events that come together are seen together
@@ -50,6 +55,7 @@ LONGEST_WAIT_S = 1.0
 MAX_DUTY = 0.25  # share of the time that the scheduler's thread may take from those who answer requests
 LONGEST_PAUSE_S = 30.0  # between attempts to begin again
 TIDY_EVERY_S = 5.0
+NUM_HALF_LIVES = 6  # what was used before that counts for nothing
 SAMPLE_EVERY_S = 10.0
 NUM_REPLAYED, MANY_JOBS = 20, 200  # reports of each job after a restart; of many jobs the last one alone
 DRAINING_FILE, NODE_SECONDS_FILE = "draining.json", "node-seconds.json"
@@ -83,6 +89,9 @@ class Cluster:
         draining = frozenset(read_names(config.data_directory / DRAINING_FILE))
         self._state = ClusterState(jobs=self._jobs, draining=draining)
         self._decisions = DecisionLog(store, self._state)
+        self.accounts = self._jobs.accounts
+        self.accounts.nodes, self.accounts.standing = engine.nodes, self._state.standing_of
+        self.accounts.on_change = self._reconsider
         self.queries = Queries(
             state=self._state,
             store=store,
@@ -90,6 +99,7 @@ class Cluster:
             config=config,
             clock=self._clock,
             decisions=self._decisions,
+            accounts=self.accounts,
         )
         self.metrics = Metrics()
         self.metrics.watch(self.measured)
@@ -103,6 +113,8 @@ class Cluster:
         self._turn_s = 0.0  # what the last one took
         self._tidy_at = self._sample_at = 0.0
         self._problem = "the scheduler has not begun yet"
+        self.operations = Operations(self, self._jobs, store)
+        self._meter = Meter(store, self.accounts.team_of, config.node_price)
         self._node_s_before = read_seconds(config.data_directory / NODE_SECONDS_FILE)  # counted by servers before
 
     # Life -------------------------------------------------------------------------------------
@@ -134,6 +146,7 @@ class Cluster:
                     time.sleep(SHORTEST_TICK_S)
             self._save_reports()
             self._save_node_s()
+            self._save_usage()
         except PolluxError as error:  # a full disk, say
             logger.error("not all is kept of how jobs were stopped: %s", error)
         finally:  # whatever happened, nothing runs on that should not
@@ -172,6 +185,9 @@ class Cluster:
         admitted = self._jobs.admit(request, now)
         self._queue(lambda: self._take_in(admitted))
         return [self.queries.summary_of_held(job, now) for job in admitted]
+
+    def _reconsider(self) -> None:
+        self._queue(lambda: self._working().reconsider("quota"))
 
     def cancel(self, name: str, reason: str) -> JobSummary:
         """End a job; one that is over already stays what it is.
@@ -245,6 +261,7 @@ class Cluster:
             on_ended=self._on_ended,
             metrics=self.metrics,
         )
+        quotas = Quotas(lambda: self.accounts.entitlements)
         scheduler = Scheduler(
             policy=make_policy(config.policy, config.settings),
             engine=self._inbox,
@@ -261,6 +278,7 @@ class Cluster:
             ),
             pool=self._pool,
             node_s=self._node_s_before if before is None else before.node_s,
+            quotas=quotas,
         )
         records, waiting = store.records(), store.requests()
         self._jobs.reload()
@@ -271,8 +289,12 @@ class Cluster:
                 self._jobs.take_report(kept, kept.at)
                 self._inbox.replay(kept)
         recorder.resume(records)
+        self._meter.resume(records)
+        first_day = date.fromtimestamp(self._clock.now() - NUM_HALF_LIVES * HALF_LIFE_S).isoformat()
+        quotas.usage.recall(UsageStore(store).lately(first_day), self._clock.now())
         scheduler.restore(records, store.knowledge().values())
         scheduler.drain(set(self._state.draining))
+        scheduler.hold(self._jobs.on_hold)
         self._engine.adopt(records)
         self.metrics.remember(records)
         self._state.scheduler = scheduler
@@ -321,8 +343,10 @@ class Cluster:
             self._tidy_at = self._clock.now() + TIDY_EVERY_S
             self._store.tidy()
             self._save_node_s()
+            self._save_usage()
         self.metrics.saw_nodes(self._engine.nodes(), self._state.draining | self._state.releasing)
         scheduler.tick()
+        self._meter.watch(scheduler.active_jobs, self._engine.nodes())
         if self._clock.now() >= self._sample_at:
             self._sample_at = self._clock.now() + SAMPLE_EVERY_S
             self.queries.take_sample()
@@ -343,6 +367,15 @@ class Cluster:
             for note in report.notes:
                 logger.info("job %s: training: %s", report.job, note)
 
+    def _save_usage(self) -> None:
+        for record in self._state.records.values():
+            self._look_at_usage(record)
+        self._meter.save()
+
+    def _look_at_usage(self, record: JobRecord) -> None:
+        share = self.queries.useful_share(record)
+        self._meter.look(record, self._engine.nodes(), self._clock.now(), share)
+
     def _save_node_s(self) -> None:
         if (scheduler := self._state.scheduler) is not None:
             write_seconds(self._config.data_directory / NODE_SECONDS_FILE, scheduler.node_s)
@@ -350,15 +383,21 @@ class Cluster:
     def _take_in(self, jobs: Iterable[LiveJob]) -> None:
         """Give jobs to the scheduler, unless they wait for others; those that wait in vain are cancelled."""
         records = self._state.records
-        for job in jobs:
-            if job.name not in self._jobs or job.name in records:
-                continue
-            blocked = self._jobs.blocked(job)
-            if blocked is not None and not blocked.is_hopeless:
-                continue
-            self._submit(job)
-            if blocked is not None:
-                self._working().cancel(job.name, blocked.reason)
+        num_active = Counter(job.request.array_of for name in records if (job := self._jobs.get(name)) and job.request)
+        with self._store.batched():
+            for job in jobs:
+                if job.name not in self._jobs or job.name in records or job.request is None or job.request.is_held:
+                    continue
+                blocked = self._jobs.blocked(job)
+                if blocked is not None and not blocked.is_hopeless:
+                    continue
+                array, limit = job.request.array_of, job.request.array_limit
+                if limit is not None and num_active[array] >= limit:
+                    continue
+                num_active[array] += 1
+                self._submit(job)
+                if blocked is not None:
+                    self._working().cancel(job.name, blocked.reason)
 
     def _submit(self, job: LiveJob) -> None:
         assert job.request is not None, "a job that is not over has a request"
@@ -369,12 +408,14 @@ class Cluster:
         job = self._jobs.get(name)
         if job is not None and job.is_held:
             self._submit(job)
-        if name in self._state.records:
+        if self._working().has(name):
             self._working().cancel(name, reason)
         else:
             self._store.job(name)
 
     def _on_ended(self, record: JobRecord) -> None:
+        self._look_at_usage(record)
+        self._meter.forget(record.name)
         self._jobs.close(record.name)
         self._looks_at_dependencies = bool(self._jobs.held)
 
@@ -412,15 +453,15 @@ class Cluster:
         self.wake()
         return future
 
-    def _ask(self, call: Callable[[], _T]) -> _T:
+    def _ask(self, call: Callable[[], _T], timeout_s: float = ANSWER_S) -> _T:
         if self._thread is None or not self._thread.is_alive():
             raise StoreError("the scheduler does not run; start the server again")
         future = self._queue(call)
         try:
-            return future.result(ANSWER_S)
+            return future.result(timeout_s)
         except FutureTimeoutError:
             raise StoreError(
-                f"no answer from the scheduler in {ANSWER_S:g} s; it is {self._problem or 'busy'}: try again"
+                f"no answer from the scheduler in {timeout_s:g} s; it is {self._problem or 'busy'}: try again"
             ) from None
 
     def _refuse_calls(self) -> None:

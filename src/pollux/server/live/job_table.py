@@ -11,6 +11,7 @@ import hmac
 import os
 import stat
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,9 +22,12 @@ from pollux.api.report import Report
 from pollux.api.request import Blocked, JobRequest, blocked_reason, check_dependencies, find_script, unique_name
 from pollux.api.round import Decision
 from pollux.engines.launch import Launch
+from pollux.engines.processes.identity import RUN_AS
 from pollux.errors import InvalidValueError
 from pollux.scheduler.lifecycle import JobState, Transition
 from pollux.scheduler.record import RoundRecord
+from pollux.server.live.accounts import Accounts
+from pollux.server.live.unix_users import environment_of, give_folders
 from pollux.server.storage.records import StoredJob
 from pollux.server.storage.store import SqlStore
 from pollux.types import JobDecision, ThroughputParams
@@ -80,6 +84,7 @@ class JobTable:
 
     def __init__(self, store: SqlStore, settings: LaunchSettings) -> None:
         self._store, self._settings = store, settings
+        self.accounts = Accounts(store, time.time)
         self._turn = threading.Lock()
         self._names = store.names()  # of all jobs there ever were
         self._jobs: dict[str, LiveJob] = {}  # that are not over
@@ -117,6 +122,16 @@ class JobTable:
         return None if job is None else job.request
 
     @property
+    def active(self) -> list[LiveJob]:
+        """Jobs that are not over, in order of arrival."""
+        return list(self._jobs.values())
+
+    @property
+    def on_hold(self) -> set[str]:
+        """Names of jobs that wait for a release."""
+        return {job.name for job in self.active if job.request is not None and job.request.is_held}
+
+    @property
     def held(self) -> list[LiveJob]:
         """Jobs that wait for others."""
         return [job for job in list(self._jobs.values()) if job.is_held]
@@ -132,8 +147,8 @@ class JobTable:
         request = _resolved(request)
         with self._turn:
             found = self._named(request).expand()
-            if request.after:
-                check_dependencies(found, self._existing(request.after))
+            if request.waits_for:
+                check_dependencies(found, self._existing(request.waits_for))
             return self._add(found, now)
 
     def _named(self, request: JobRequest) -> JobRequest:
@@ -175,14 +190,15 @@ class JobTable:
 
     def blocked(self, job: LiveJob) -> Blocked | None:
         """What a job waits for, by its dependencies; None: it may start."""
-        after = () if job.request is None else job.request.after
+        if job.request is None or not job.request.waits_for:
+            return None
         states = {}
-        for other in after:
+        for other in job.request.waits_for:
             if other in self._jobs:
                 states[other] = JobState.PENDING.value
             elif other in self._names:
                 states[other] = self._endings.get(other) or self._ending_of(other)
-        return blocked_reason(after, states) if after else None
+        return blocked_reason(job.request, states)
 
     def _ending_of(self, name: str) -> str:
         """The state of a job from the database; a final one stays."""
@@ -194,7 +210,7 @@ class JobTable:
     def _existing(self, names: Sequence[str]) -> dict[str, tuple[str, Sequence[str]]]:
         """State and dependencies of every job that could be part of a circle with these, and of these."""
         found: dict[str, tuple[str, Sequence[str]]] = {
-            name: (JobState.PENDING.value, () if job.request is None else job.request.after)
+            name: (JobState.PENDING.value, () if job.request is None else job.request.waits_for)
             for name, job in list(self._jobs.items())
         }
         for name in names:
@@ -250,16 +266,22 @@ class JobTable:
         """How to start a job; for the engine."""
         request, directory = self._jobs[name].request, self.directory_of(name)
         assert request is not None, "a job that is not over has a request"
+        unix_user = self.accounts.unix_user_of(request.owner)
+        inherited = self._settings.environment
+        if unix_user:
+            inherited = environment_of(unix_user, inherited)
+            give_folders(unix_user, self._settings.directory, directory, self.checkpoints_of(name))
         return Launch(
             command=request.command,
             kind="elastic" if request.kind == "elastic" else "fixed",
             directory=str(directory),
             checkpoint_dir=self.checkpoints_of(name),
-            cwd=request.cwd or str(Path.home()),
+            cwd=request.cwd or inherited.get("HOME") or str(Path.home()),
             env={
                 "PYTHONUNBUFFERED": "1",
-                **self._settings.environment,
+                **inherited,
                 **request.env,
+                **({RUN_AS: unix_user} if unix_user else {}),
                 "POLLUX_JOB_ID": name,
                 "POLLUX_URL": self._settings.url,
                 "POLLUX_TOKEN": self._token_of(name),

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pollux.scheduler.loop import Scheduler
+from pollux.scheduler.quotas import Standing
 from pollux.scheduler.record import JobRecord, RoundRecord
 from pollux.server.live.job_table import JobTable
 
@@ -24,6 +25,16 @@ class ClusterState:
         """What the scheduler has of each job that is not over."""
         scheduler = self.scheduler
         return {} if scheduler is None else {record.name: record for record in scheduler.active_jobs}
+
+    def standing_of(self, team: str) -> Standing | None:
+        """What a team has of its guarantee, as of the last decision."""
+        quotas = None if self.scheduler is None else self.scheduler.quotas
+        return next((one for one in (() if quotas is None else quotas.standings) if one.team == team), None)
+
+    def held_back(self, job: str) -> str:
+        """Why quotas keep a job from having more, as of the last decision; empty: they do not."""
+        quotas = None if self.scheduler is None else self.scheduler.quotas
+        return "" if quotas is None else quotas.reasons.get(job, "")
 
     @property
     def releasing(self) -> frozenset[str]:

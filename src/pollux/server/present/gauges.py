@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from pollux.api.report import Report
+from pollux.api.usage import UsageRow
 from pollux.scheduler.record import JobRecord
 from pollux.types import Node
 
@@ -35,6 +36,7 @@ class Measured:
     node_s: Mapping[str, float] = field(default_factory=dict)  # by accelerator, since the server started
     node_price: float | None = None  # for an hour
     num_wanted_nodes: int | None = None  # None: no auto-scaling
+    usage: Sequence[UsageRow] = ()  # by team and user, since the data directory was made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +116,17 @@ def cluster_families(seen: Measured) -> Iterator[Metric]:
     for state, number in seen.num_jobs.items():
         jobs.add_metric((state,), number)
     yield jobs
+    yield from _usage_families(seen)
+
+
+def _usage_families(seen: Measured) -> Iterator[Metric]:
+    slots = CounterMetricFamily("pollux_usage_slot_seconds", "Slots that jobs held.", labels=("team", "user"))
+    useful = CounterMetricFamily("pollux_usage_goodput_seconds", "Of these, what counted.", labels=("team", "user"))
+    for row in seen.usage:
+        slots.add_metric((row.team or "", row.user or ""), row.slot_hours * 3600)
+        useful.add_metric((row.team or "", row.user or ""), row.goodput_hours * 3600)
+    yield slots
+    yield useful
 
 
 def _node_families(seen: Measured) -> Iterator[Metric]:

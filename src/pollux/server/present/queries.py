@@ -16,11 +16,13 @@ from pollux.api.job import JobCurves, JobDetail, JobModel, JobRow, JobSummary, R
 from pollux.api.report import StoredReport
 from pollux.api.request import JobRequest
 from pollux.api.round import RoundDetail, RoundSummary
+from pollux.api.usage import UsageKey, UsageRow
 from pollux.engines.live import LiveEngine
 from pollux.errors import InvalidValueError, UnknownNameError
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.record import JobRecord
 from pollux.server.config import ClusterConfig
+from pollux.server.live.accounts import Accounts
 from pollux.server.live.clock import LiveClock
 from pollux.server.live.job_table import LiveJob
 from pollux.server.live.recorder import DecisionLog
@@ -40,15 +42,18 @@ from pollux.server.present.views import (
     round_summary,
     shown_request,
     spent_s,
+    standing_in_words,
     state_change,
     waiting_reason,
 )
 from pollux.server.storage.records import StoredJob
 from pollux.server.storage.store import SqlStore
 from pollux.server.storage.time_series import TimeSeries
+from pollux.server.storage.usage import UsageStore
 from pollux.version import __version__
 
 TIMELINE_S = 3600.0
+_HELD = "held: it waits for pollux release"
 
 
 class Queries:
@@ -63,10 +68,11 @@ class Queries:
         config: ClusterConfig,
         clock: LiveClock,
         decisions: DecisionLog,
+        accounts: Accounts,
     ) -> None:
         self._state, self._jobs, self._store = state, state.jobs, store
         self._engine, self._config, self._clock, self._decisions = engine, config, clock, decisions
-        self._series = TimeSeries(store)
+        self._series, self._accounts, self._usage = TimeSeries(store), accounts, UsageStore(store)
         self._started_at = clock.now()
 
     # Jobs -------------------------------------------------------------------------------------
@@ -95,8 +101,13 @@ class Queries:
         records, capacity = self._state.records, self._capacity()
         found = []
         for name in self._store.job_names(wanted, limit=limit, offset=offset, newest_first=newest_first):
-            record = records.get(name)
-            found.append(self.summary_of(name) if record is None else self._summary_of_record(record, capacity))
+            record, job = records.get(name), self._jobs.get(name)
+            if record is not None:
+                found.append(self._summary_of_record(record, capacity))
+            elif job is not None and job.is_held:
+                found.append(self.summary_of_held(job))
+            else:
+                found.append(self.summary_of(name))
         return found, total
 
     def job(self, name: str) -> JobDetail:
@@ -206,6 +217,7 @@ class Queries:
             node_s={kind: used_s - node_s_before.get(kind, 0.0) for kind, used_s in node_s.items()},
             node_price=self._config.node_price,
             num_wanted_nodes=None if scheduler is None else scheduler.num_wanted_nodes,
+            usage=self._usage.table(("team", "user"), None, None),
         )
 
     def _counts(self, records: Iterable[JobRecord]) -> dict[str, int]:
@@ -261,6 +273,19 @@ class Queries:
         return job_model(
             record, report, self._engine.nodes(), None if decided is None else (decided.decision, decided.id)
         )
+
+    def useful_share(self, record: JobRecord) -> float:
+        """Of a job's slots, what counts: its speedup over one slot, for each. 1 where it is not known."""
+        job = self._jobs.get(record.name)
+        if job is None or job.decided is None or not record.allocation:
+            return 1.0
+        count = record.allocation.num_replicas
+        useful = useful_slots(job.decided.decision, count)
+        return 1.0 if useful is None else min(useful / count, 1.0)
+
+    def usage(self, by: Sequence[UsageKey], since: str | None, until: str | None) -> list[UsageRow]:
+        """What was used, from day to day, both included; as of a few seconds ago."""
+        return self._usage.table(by, since, until)
 
     def take_sample(self) -> ClusterSample:
         """The cluster as it is now; it is kept. By the scheduler thread."""
@@ -324,6 +349,7 @@ class Queries:
         if record.name not in self._jobs or job is None:  # it has ended at this moment, and is kept as such
             return self._summary_of_stored(self._store.job(record.name))
         is_waiting = record.state is JobState.PENDING
+        is_held = job.request is not None and job.request.is_held
         known = KnownJob(
             name=record.name,
             sequence=record.sequence,
@@ -332,11 +358,14 @@ class Queries:
             request=job.request,
             report=job.report,
             reported_at=job.reported_at,
+            team=(team := self._team_of(job.request)),
+            standing=standing_in_words(self._state.standing_of(team)),
+            held_back=(held_back := _HELD if is_held else self._state.held_back(record.name)),
         )
         return job_summary(
             known,
             self._clock.now(),
-            reason=waiting_reason(record, capacity or self._capacity()) if is_waiting else "",
+            reason=held_back or waiting_reason(record, capacity or self._capacity()) if is_waiting else "",
             note="" if is_waiting else self._engine.note(record.name),
         )
 
@@ -351,8 +380,13 @@ class Queries:
             request=job.request,
             report=None,
             reported_at=None,
+            team=self._team_of(job.request),
         )
         reason = "waiting for slots" if blocked is None else blocked.reason
+        if job.request is not None and job.request.is_held:
+            reason = _HELD
+        elif blocked is None and job.request is not None and job.request.array_limit is not None:
+            reason = f"array {job.request.array_of} runs {job.request.array_limit} jobs at a time"
         return job_summary(known, self._clock.now() if now is None else now, reason=reason)
 
     def _summary_of_stored(self, stored: StoredJob) -> JobSummary:
@@ -360,16 +394,21 @@ class Queries:
         report, reported_at = (None, None) if job is None else (job.report, job.reported_at)
         if report is None and (kept := self._store.reports(stored.name, limit=1)):
             report, reported_at = kept[-1], kept[-1].at
+        request = None if stored.request is None else JobRequest.from_dict(stored.request)
         known = KnownJob(
             name=stored.name,
             sequence=stored.sequence,
             submitted_at=stored.submitted_at,
             record=stored.record,
-            request=None if stored.request is None else JobRequest.from_dict(stored.request),
+            request=request,
             report=report,
             reported_at=reported_at,
+            team=self._team_of(request),
         )
         return job_summary(known, self._clock.now())
+
+    def _team_of(self, request: JobRequest | None) -> str:
+        return "" if request is None else self._accounts.team_of(request.owner)
 
 
 def _state(text: str) -> JobState:

@@ -11,7 +11,9 @@ import math
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 
+from pollux.api.access import OPERATOR
 from pollux.api.cluster import ClusterSize, JobOnNode, NodeSummary
 from pollux.api.job import FittedModel, JobResize, JobRow, JobSummary, NonFinite, StateChange
 from pollux.api.report import Report
@@ -28,6 +30,7 @@ from pollux.api.round import (
 from pollux.scheduler.autoscale import AutoscaleConfig
 from pollux.scheduler.lifecycle import JobState, Transition
 from pollux.scheduler.loop import Scheduler
+from pollux.scheduler.quotas import Standing
 from pollux.scheduler.record import JobRecord, RoundRecord
 from pollux.server.present.explanations import changes_of, explain
 from pollux.server.storage.records import StoredResize, StoredRound
@@ -69,6 +72,9 @@ class KnownJob:
     request: JobRequest | None
     report: Report | None
     reported_at: float | None
+    team: str = ""
+    standing: str = ""
+    held_back: str = ""
 
 
 def shown_request(request: Mapping[str, object]) -> dict[str, object]:
@@ -92,6 +98,9 @@ def job_summary(job: KnownJob, now: float, *, reason: str = "", note: str = "") 
         state=state.value,
         kind="elastic" if request is None else request.kind,
         application="" if spec is None else spec.application,
+        owner=(OPERATOR if request is None else request.owner) or OPERATOR,
+        team=job.team,
+        priority=0 if spec is None else spec.priority,
         command=() if request is None else request.command,
         cwd=None if request is None else request.cwd,
         sequence=job.sequence,
@@ -111,6 +120,8 @@ def job_summary(job: KnownJob, now: float, *, reason: str = "", note: str = "") 
         num_crashes=0 if record is None else record.num_crashes,
         exit_code=None if record is None else record.exit_code,
         after=() if request is None else request.after,
+        standing=job.standing,
+        held_back=job.held_back,
         time_limit_s=None if request is None else request.time_limit_s,
         progress=report.progress,
         epoch=report.epoch if has_report else None,
@@ -216,6 +227,21 @@ def waiting_reason(record: JobRecord, capacity: Capacity) -> str:
     if least > num_slots - num_drained:
         return f"needs {slots}; {num_drained} of the cluster's {num_slots} are being drained"
     return record.reason.partition("\n")[0] if record.history else "waiting for slots"
+
+
+def standing_in_words(standing: Standing | None) -> str:
+    """As in: team vision has 12 of its 16 guaranteed slots, 4 lent to nlp since 10:02."""
+    if standing is None or not standing.num_guaranteed:
+        return ""
+    held, promised = standing.num_held, standing.num_guaranteed
+    if held > promised:
+        return f"team {standing.team} has its {promised} guaranteed slots and {held - promised} more"
+    text = f"team {standing.team} has {held} of its {promised} guaranteed slots"
+    if standing.lent_to and standing.since is not None:
+        lent = " and ".join(f"{count} lent to {team}" for team, count in standing.lent_to.items())
+        since = datetime.fromtimestamp(standing.since).astimezone().strftime("%H:%M")
+        text = f"{text}, {lent} since {since}"
+    return text
 
 
 def model_views(record: JobRecord) -> dict[str, FittedModel]:

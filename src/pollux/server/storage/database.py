@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import sqlite3
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -24,7 +25,7 @@ from pollux.server.storage.fair_lock import FairLock
 from pollux.server.storage.tables import meta as _meta
 from pollux.server.storage.tables import tables as _tables
 
-SCHEMA_VERSION = 1  # of the tables and of the records in them; a database of another version is refused
+SCHEMA_VERSION = 2  # of the tables and of the records in them; a database of another version is refused
 _BUSY_TIMEOUT_S = 10.0
 _MAX_WAL_PAGES = 16_384  # 64 MiB
 
@@ -40,6 +41,7 @@ class Database:
         self._url, self.place = _url_of(place)
         self._is_closed = False
         self._turn = FairLock()
+        self._batch = threading.local()
         is_sqlite = self._url.get_backend_name() == "sqlite"
         if is_sqlite:
             _make_private(self._url)
@@ -95,12 +97,28 @@ class Database:
                 )
 
     @contextmanager
+    def batched(self) -> Iterator[None]:
+        """All that this thread writes inside is one transaction: much faster, and all of it or nothing."""
+        with self.writing() as connection:
+            self._batch.connection = connection
+            try:
+                yield
+            finally:
+                self._batch.connection = None
+
+    @contextmanager
     def writing(self) -> Iterator[sa.Connection]:
+        if (batch := getattr(self._batch, "connection", None)) is not None:
+            yield batch
+            return
         with self._turn, self._transaction(self._writer) as connection:
             yield connection
 
     @contextmanager
     def reading(self) -> Iterator[sa.Connection]:
+        if (batch := getattr(self._batch, "connection", None)) is not None:
+            yield batch
+            return
         with self._transaction(self._engine) as connection:
             yield connection
 

@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 
 
 def make_directory(directory: Path) -> None:
-    """Its owner's alone. A folder that holds other files keeps its mode."""
+    """Its owner's alone. A folder that holds other files keeps its mode; so does one that others may pass through."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         mode = stat.S_IMODE(directory.stat().st_mode)
-        if mode & 0o077:
+        if mode & 0o066:
             if (directory / LOCK_FILE).exists() or not any(directory.iterdir()):
                 directory.chmod(0o700)
             else:

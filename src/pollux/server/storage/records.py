@@ -213,6 +213,7 @@ class StoredJobView:
     remaining_examples: float | None
     done_examples: float | None
     is_pinned: bool
+    share: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

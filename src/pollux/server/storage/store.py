@@ -9,7 +9,9 @@ from __future__ import annotations
 import difflib
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
@@ -65,6 +67,19 @@ class SqlStore(Database):
         UnknownNameError: from those that are asked about one job: there is none of that name.
     """
 
+    def __init__(self, place: str | Path) -> None:
+        super().__init__(place)
+        self._written_knowledge: dict[str, int] = {}  # by label, hash of its form: most saves do not change it
+
+    @contextmanager
+    def batched(self) -> Iterator[None]:
+        try:
+            with super().batched():
+                yield
+        except BaseException:
+            self._written_knowledge.clear()  # what was written is undone
+            raise
+
     # Writing ----------------------------------------------------------------------------------
 
     def add_request(self, name: str, request: Mapping[str, Json], token_hash: str, at: float | None = None) -> int:
@@ -100,6 +115,12 @@ class SqlStore(Database):
                 connection.execute(_secrets.insert(), secrets)
         return sequences
 
+    def save_request(self, name: str, request: Mapping[str, Json]) -> None:
+        """What a job asks for, changed."""
+        form = dumps(dict(request), f"request of job {name!r}")
+        with self.writing() as connection:
+            connection.execute(_jobs.update().where(_jobs.c.name == name).values(request=form))
+
     def save_job(self, record: JobRecord) -> None:
         form = encode_record(record)
         name, label = _key(record.name), _storable(record.knowledge.label)
@@ -112,10 +133,13 @@ class SqlStore(Database):
             "finished_at": record.finished_at,
         }
         with self.writing() as connection:
-            _put(connection, _knowledge, {"label": label}, {"form": knowledge})
-            _put(connection, _jobs, {"name": name}, row)
+            if self._written_knowledge.get(label) != (digest := hash(knowledge)):
+                _put(connection, _knowledge, {"label": label}, {"form": knowledge})
+            if connection.execute(_update_job, {"key": name, **row}).rowcount == 0:
+                connection.execute(_jobs.insert(), {"name": name, **row})
             self._append_transitions(connection, record)
             self._note_resize(connection, record)
+        self._written_knowledge[label] = digest
 
     def save_round(self, round_record: RoundRecord, snapshot: Snapshot | None) -> int:
         """Its id. ``snapshot``: what was decided from, if that is worth its space."""
@@ -332,10 +356,8 @@ class SqlStore(Database):
         if not record.history:
             return
         history = [(t.at, t.source.value, t.target.value, _storable(t.reason)) for t in record.history]
-        columns = _transitions.c
-        query = sa.select(columns.at, columns.source, columns.target, columns.reason)
-        query = query.where(columns.job == record.name).order_by(columns.id.desc()).limit(len(history))
-        stored = [tuple(row) for row in reversed(connection.execute(query).all())]
+        last = connection.execute(_last_transitions, {"key": record.name, "number": len(history)})
+        stored = [tuple(row) for row in reversed(last.all())]
         overlap = min(len(stored), len(history))
         while stored[len(stored) - overlap :] != history[:overlap]:
             overlap -= 1
@@ -448,6 +470,19 @@ class SqlStore(Database):
 
 
 _job_rows = sa.select(_jobs)
+_JOB_COLUMNS = ("record", "knowledge", "state", "submitted_at", "finished_at")
+# Made once: making a statement takes longer than to carry it out.
+_update_job = (
+    _jobs.update()
+    .where(_jobs.c.name == sa.bindparam("key"))
+    .values({name: sa.bindparam(name) for name in _JOB_COLUMNS})
+)
+_last_transitions = (
+    sa.select(_transitions.c.at, _transitions.c.source, _transitions.c.target, _transitions.c.reason)
+    .where(_transitions.c.job == sa.bindparam("key"))
+    .order_by(_transitions.c.id.desc())
+    .limit(sa.bindparam("number", type_=sa.Integer))
+)
 _is_active = _jobs.c.state.not_in([state.value for state in JobState if state.is_final])
 _TRANSITION_COLUMNS = ("job", "at", "source", "target", "reason")
 _ROUND_COLUMNS = ("number", "at", "trigger", "error", "decision_s", "num_jobs", "num_slots")

@@ -110,3 +110,40 @@ samples = sa.Table(  # the cluster over time
     *(sa.Column(name, sa.Float) for name in ("efficiency", "goodput", "node_hours", "cost")),
     sqlite_autoincrement=True,
 )
+teams = sa.Table(
+    "teams",
+    tables,
+    sa.Column("name", sa.Text, primary_key=True),
+    sa.Column("quota", sa.Text, nullable=False),  # JSON
+    sa.Column("created_at", sa.Float, nullable=False),
+)
+users = sa.Table(
+    "users",
+    tables,
+    sa.Column("name", sa.Text, primary_key=True),
+    sa.Column("team", sa.Text, sa.ForeignKey("teams.name"), nullable=False),
+    *(sa.Column(name, sa.Text, nullable=False) for name in ("role", "unix_user", "quota")),
+    sa.Column("created_at", sa.Float, nullable=False),
+)
+tokens = sa.Table(  # of people; those of jobs are in "secrets"
+    "tokens",
+    tables,
+    sa.Column("id", sa.Integer, primary_key=True),
+    sa.Column("user", sa.Text, sa.ForeignKey("users.name")),  # null: a link that belongs to no user
+    *(sa.Column(name, sa.Text, nullable=False) for name in ("role", "label")),
+    sa.Column("token_hash", sa.Text, nullable=False, unique=True),
+    sa.Column("created_at", sa.Float, nullable=False),
+    sa.Column("expires_at", sa.Float),
+    sa.Column("revoked_at", sa.Float),
+    sqlite_autoincrement=True,
+)
+usage = sa.Table(  # what jobs used, by day
+    "usage",
+    tables,
+    *(
+        sa.Column(name, sa.Text, primary_key=True)
+        for name in ("day", "job", "owner", "team", "accelerator")  # the owner and team of that day
+    ),
+    *(sa.Column(name, sa.Float, nullable=False) for name in ("slot_s", "useful_s", "cost")),
+    sa.Index("usage_by_day", "day"),
+)

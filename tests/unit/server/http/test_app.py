@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 import socket
@@ -197,7 +198,7 @@ def test_odd_names_are_unknown_names(service, client, name, rest):
         ("GET", "/nothing", 404, None),
         ("GET", "/jobs/", 404, None),
         ("PATCH", "/jobs", 405, "GET, POST"),
-        ("DELETE", "/jobs/mnist", 405, "GET"),
+        ("DELETE", "/jobs/mnist", 405, "GET, PATCH"),
         ("GET", "/shutdown", 405, "POST"),
         ("PUT", "/jobs/mnist/reports", 405, "GET, POST"),
     ],
@@ -256,7 +257,7 @@ def test_what_a_client_sends_is_what_the_cluster_gets(client, cluster):
     response = client.post("/jobs", json=request.to_dict())
     assert response.status_code == 201
     assert [view["name"] for view in response.json()["jobs"]] == ["full-0", "full-1"]
-    assert cluster.requests["full-1"] == request.expand()[1]
+    assert cluster.requests["full-1"] == dataclasses.replace(request.expand()[1], owner="operator")
 
 
 def test_a_name_that_is_taken_gets_a_number(client):

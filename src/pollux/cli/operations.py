@@ -1,0 +1,143 @@
+"""``pollux cancel``, ``hold``, ``release``, ``update`` and ``requeue``: operations on jobs, many at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from pollux.api.job import JobAction, JobUpdate
+from pollux.api.request import parse_duration
+from pollux.cli.connect import DataOption, JobArgument, JsonOption, ServerOption, complete_job, connect, print_json, say
+from pollux.cli.job_table import plain
+from pollux.errors import InvalidValueError
+from pollux.reports import numbers
+
+_NUM_NAMED = 10
+
+PatternsArgument = Annotated[
+    list[str] | None,
+    typer.Argument(metavar="JOB", help="Names, patterns ('sweep-*'), an array's name.", autocompletion=complete_job),
+]
+AllOption = Annotated[bool, typer.Option("--all", help="All jobs that are not over; of a member, the own ones.")]
+
+
+def cancel(
+    names: PatternsArgument = None,
+    is_all: AllOption = False,
+    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Shown with the job.")] = "",
+    as_json: JsonOption = False,
+    data: DataOption = None,
+    server: ServerOption = None,
+) -> None:
+    """Cancel jobs: they receive SIGTERM, checkpoint and leave, and are killed if they do not."""
+    _act("cancel", names, is_all, reason, as_json, data, server)
+
+
+def hold(
+    names: PatternsArgument = None,
+    is_all: AllOption = False,
+    as_json: JsonOption = False,
+    data: DataOption = None,
+    server: ServerOption = None,
+) -> None:
+    """Hold jobs: they get no slots until release. Those that run checkpoint and leave."""
+    _act("hold", names, is_all, "", as_json, data, server)
+
+
+def release(
+    names: PatternsArgument = None,
+    is_all: AllOption = False,
+    as_json: JsonOption = False,
+    data: DataOption = None,
+    server: ServerOption = None,
+) -> None:
+    """Release jobs that are held."""
+    _act("release", names, is_all, "", as_json, data, server)
+
+
+_DONE: dict[JobAction, tuple[str, str]] = {
+    "cancel": ("is being cancelled", "are being cancelled"),
+    "hold": ("is held", "are held"),
+    "release": ("is released", "are released"),
+}
+
+
+def _act(
+    action: JobAction,
+    names: list[str] | None,
+    is_all: bool,
+    reason: str,
+    as_json: bool,
+    data: Path | None,
+    server: str | None,
+) -> None:
+    if bool(names) == is_all:
+        raise InvalidValueError(f"{action}: name jobs or patterns, or say --all; one of the two")
+    with connect(data, server, timeout_s=60.0) as client:
+        done = client.act(action, names or (), is_all=is_all, reason=reason)
+        over = [] if is_all else [job for name in names or () if name not in done for job in _ended(client, name)]
+    if as_json:
+        print_json({"names": done})
+        return
+    for line in over:
+        say(line)
+    if len(done) > _NUM_NAMED:
+        say(f"{numbers.plural(len(done), 'job')} {_DONE[action][1]}")
+    for name in done if len(done) <= _NUM_NAMED else ():
+        say(f"{plain(name)} {_DONE[action][0]}")
+
+
+def _ended(client: object, name: str) -> list[str]:
+    """What to say of a job that was over already; nothing of a pattern."""
+    from pollux.client import Client
+    from pollux.errors import PolluxError
+
+    assert isinstance(client, Client)
+    try:
+        view = client.job(name).last_seen
+    except PolluxError:
+        return []
+    return [] if view is None or not view.is_over else [f"{plain(name)} had {view.state} already"]
+
+
+def update(
+    name: JobArgument,
+    weight: Annotated[float | None, typer.Option("--weight", metavar="W", help="Its weight.")] = None,
+    priority: Annotated[int | None, typer.Option("--priority", metavar="N", help="Its priority.")] = None,
+    min_replicas: Annotated[int | None, typer.Option("--min-replicas", metavar="N", help="Never fewer.")] = None,
+    max_replicas: Annotated[int | None, typer.Option("--max-replicas", metavar="N", help="Never more.")] = None,
+    time_limit: Annotated[str | None, typer.Option("--time-limit", metavar="TIME", help="In all: 2h30m.")] = None,
+    max_restarts: Annotated[int | None, typer.Option("--max-restarts", metavar="N", help="After crashes.")] = None,
+    as_json: JsonOption = False,
+    data: DataOption = None,
+    server: ServerOption = None,
+) -> None:
+    """Change a job that is not over: weight, priority, bounds, time limit. They count with the next decision."""
+    change = JobUpdate(
+        weight=weight,
+        priority=priority,
+        min_replicas=min_replicas,
+        max_replicas=max_replicas,
+        time_limit_s=None if time_limit is None else parse_duration(time_limit),
+        max_restarts=max_restarts,
+    )
+    with connect(data, server) as client:
+        view = client.update(name, change)
+    if as_json:
+        print_json(view)
+    else:
+        say(f"{plain(name)} is changed")
+
+
+def requeue(
+    name: JobArgument, as_json: JsonOption = False, data: DataOption = None, server: ServerOption = None
+) -> None:
+    """Let a running job checkpoint and wait again; submit one that is over again. Print its name."""
+    with connect(data, server) as client:
+        view = client.requeue(name)
+    if as_json:
+        print_json(view)
+    else:
+        typer.echo(view.name)

@@ -1,0 +1,234 @@
+"""``pollux user``: users, their roles and their tokens. For admins; members manage their own tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated
+
+import typer
+from rich.table import Table
+from rich.text import Text
+
+from pollux.api.access import ROLES, Role, TokenSummary, UserChange, UserSummary, format_slots, parse_slots
+from pollux.api.request import parse_duration
+from pollux.cli.connect import DataOption, JsonOption, ServerOption, connect, moment, print_json, say, show
+from pollux.cli.job_table import plain
+from pollux.errors import UnknownNameError
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help="Users, their roles and their tokens.")
+
+NameArgument = Annotated[str, typer.Argument(metavar="NAME", help="Name of the user.")]
+TeamOption = Annotated[
+    str | None, typer.Option("--team", metavar="TEAM", help="The user's team; may be left out if there is but one.")
+]
+RoleOption = Annotated[
+    str | None,
+    typer.Option("--role", metavar="|".join(ROLES), help="viewer: look; member: own jobs; admin: everything."),
+]
+WeightOption = Annotated[
+    float | None, typer.Option("--weight", metavar="W", help="Share among the others beside it; 1 by default.")
+]
+GuaranteeOption = Annotated[
+    str | None,
+    typer.Option("--guarantee", metavar="SLOTS", help="Slots that come back within seconds: 8, a100=8,v100=4 or none."),
+]
+LimitOption = Annotated[
+    str | None, typer.Option("--limit", metavar="SLOTS", help="Never more slots than this: 16, a100=8 or none.")
+]
+UnixOption = Annotated[
+    str | None,
+    typer.Option("--unix-user", metavar="USER", help="Jobs run as this Unix user, where the server is root."),
+]
+ExpiresOption = Annotated[
+    str, typer.Option("--expires", metavar="TIME", help="How long the token is good: 12h, 30d, or never.")
+]
+LabelOption = Annotated[str, typer.Option("--label", metavar="TEXT", help="Where the token is used, for the list.")]
+
+
+def role_of(text: str | None) -> Role | None:
+    """Raises:
+    UnknownNameError: there is no such role.
+    """
+    if text is None:
+        return None
+    for role in ROLES:
+        if role == text:
+            return role
+    raise UnknownNameError("role", text, ROLES)
+
+
+def lifetime_s(text: str) -> float | None:
+    """None: for ever."""
+    return None if text == "never" else parse_duration(text)
+
+
+def slots_of(text: str | None) -> dict[str, int] | None:
+    return None if text is None else parse_slots(text)
+
+
+@app.command("add")
+def add(
+    name: NameArgument,
+    team: TeamOption = None,
+    role: RoleOption = None,
+    weight: WeightOption = None,
+    guarantee: GuaranteeOption = None,
+    limit: LimitOption = None,
+    unix_user: UnixOption = None,
+    expires: ExpiresOption = "90d",
+    as_json: JsonOption = False,
+    data: DataOption = None,
+    server: ServerOption = None,
+) -> None:
+    """Add a user, and print a token for it. The token is shown this once."""
+    change = UserChange(
+        team=team,
+        role=role_of(role),
+        weight=weight,
+        guarantee=slots_of(guarantee),
+        limit=slots_of(limit),
+        unix_user=unix_user,
+    )
+    expires_s = lifetime_s(expires)
+    with connect(data, server) as client:
+        user = client.add_user(name, change)
+        token = client.make_token(name, expires_s=expires_s)
+    if as_json:
+        print_json({"user": user, "token": token})
+        return
+    typer.echo(token.token)
+    say(f"{plain(name)} is a {user.role} of team {plain(user.team)}; the token is good until {_until(token.summary)}")
+
+
+@app.command("set")
+def set_(
+    name: NameArgument,
+    team: TeamOption = None,
+    role: RoleOption = None,
+    weight: WeightOption = None,
+    guarantee: GuaranteeOption = None,
+    limit: LimitOption = None,
+    unix_user: UnixOption = None,
+    as_json: JsonOption = False,
+    data: DataOption = None,
+    server: ServerOption = None,
+) -> None:
+    """Change a user: team, role, weight, guarantee, limit. What is not named stays."""
+    change = UserChange(
+        team=team,
+        role=role_of(role),
+        weight=weight,
+        guarantee=slots_of(guarantee),
+        limit=slots_of(limit),
+        unix_user=unix_user,
+    )
+    with connect(data, server) as client:
+        user = client.change_user(name, change)
+    if as_json:
+        print_json(user)
+    else:
+        show(user_table([user]))
+
+
+@app.command("ls")
+def ls(as_json: JsonOption = False, data: DataOption = None, server: ServerOption = None) -> None:
+    """List users. Members see themselves."""
+    with connect(data, server) as client:
+        found = client.users()
+    if as_json:
+        print_json({"users": found})
+    elif found:
+        show(user_table(found))
+    else:
+        say("no users; add one: pollux team add TEAM, then pollux user add NAME --team TEAM")
+
+
+@app.command("token")
+def token(
+    name: NameArgument,
+    role: RoleOption = None,
+    label: LabelOption = "",
+    expires: ExpiresOption = "90d",
+    as_json: JsonOption = False,
+    data: DataOption = None,
+    server: ServerOption = None,
+) -> None:
+    """Make another token for a user, and print it. It is shown this once."""
+    with connect(data, server) as client:
+        made = client.make_token(name, role=role_of(role), label=label, expires_s=lifetime_s(expires))
+    if as_json:
+        print_json(made)
+        return
+    typer.echo(made.token)
+    say(f"token {made.summary.id} of {plain(name)}, {made.summary.role}, good until {_until(made.summary)}")
+
+
+@app.command("tokens")
+def tokens(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="Of this user only.")] = None,
+    as_json: JsonOption = False,
+    data: DataOption = None,
+    server: ServerOption = None,
+) -> None:
+    """List tokens, without their texts: whose, since when, until when."""
+    with connect(data, server) as client:
+        found = client.tokens(name)
+    if as_json:
+        print_json({"tokens": found})
+    else:
+        show(token_table(found))
+
+
+@app.command("revoke")
+def revoke(
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="All tokens of this user.")] = None,
+    id_: Annotated[int | None, typer.Option("--token", metavar="ID", help="This token alone; see user tokens.")] = None,
+    as_json: JsonOption = False,
+    data: DataOption = None,
+    server: ServerOption = None,
+) -> None:
+    """Revoke all tokens of a user, or one. They are refused from now on; jobs run on."""
+    with connect(data, server) as client:
+        gone = client.revoke(user=name, id_=id_)
+    if as_json:
+        print_json({"tokens": gone})
+    else:
+        say(f"revoked: {', '.join(f'token {one.id}' for one in gone) or 'none was valid'}")
+
+
+def user_table(users: Iterable[UserSummary]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("user", "team", "role", "weight", "guarantee", "limit", "unix user", "tokens"):
+        table.add_column(title)
+    for user in users:
+        table.add_row(
+            Text(plain(user.name)),
+            Text(plain(user.team)),
+            user.role,
+            f"{user.weight:g}",
+            Text(plain(format_slots(user.guarantee))),
+            Text(plain(format_slots(user.limit))),
+            Text(plain(user.unix_user or "-")),
+            str(user.num_tokens),
+        )
+    return table
+
+
+def token_table(found: Iterable[TokenSummary]) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for title in ("token", "user", "role", "label", "made", "good until"):
+        table.add_column(title)
+    for one in found:
+        table.add_row(
+            str(one.id),
+            Text(plain(one.user or "(link)")),
+            one.role,
+            Text(plain(one.label or "-")),
+            moment(one.created_at),
+            f"revoked {moment(one.revoked_at)}" if one.revoked_at is not None else _until(one),
+        )
+    return table
+
+
+def _until(token: TokenSummary) -> str:
+    return "it is revoked" if token.expires_at is None else moment(token.expires_at)

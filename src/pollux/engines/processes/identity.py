@@ -1,0 +1,48 @@
+"""Which Unix user a replica runs as, where the supervisor is root. The starters ask it.
+
+The server puts the user's name into the replica's environment, under a name that jobs cannot set themselves.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+RUN_AS = "POLLUX_UNIX_USER"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnixIdentity:
+    name: str
+    uid: int
+    gid: int
+    groups: tuple[int, ...]
+
+
+def identity_of(env: Mapping[str, str]) -> UnixIdentity | None:
+    """Whom a replica with this environment runs as; None: as this process.
+
+    Raises:
+        OSError: the user is not known here, is root, or this process may not change to it.
+    """
+    name = env.get(RUN_AS, "")
+    if not name:
+        return None
+    try:
+        entry = pwd.getpwnam(name)
+    except KeyError:
+        raise OSError(f"the unix user {name!r} is not known on this machine") from None
+    if entry.pw_uid == 0 or os.geteuid() != 0:
+        raise OSError(f"jobs cannot run as the unix user {name!r}: it is root, or the supervisor is not")
+    return UnixIdentity(
+        name=name, uid=entry.pw_uid, gid=entry.pw_gid, groups=tuple(os.getgrouplist(name, entry.pw_gid))
+    )
+
+
+def become(identity: UnixIdentity) -> None:
+    """Change this process to that user, for good."""
+    os.setgroups(identity.groups)
+    os.setresgid(identity.gid, identity.gid, identity.gid)
+    os.setresuid(identity.uid, identity.uid, identity.uid)

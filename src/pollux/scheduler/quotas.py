@@ -1,0 +1,429 @@
+"""Limits, guarantees and priorities around any policy: what teams are entitled to becomes shares and caps of jobs.
+
+The planner (:mod:`pollux.scheduler.planner`) calls :meth:`Quotas.decide`. The policy is asked first. Where its plan
+breaks a limit, leaves a guarantee unmet, or lets a job wait for one of lower priority, jobs that have too much are
+capped and the policy is asked again, so that it divides what they give back. A cap shrinks jobs to their minimum first;
+only where that is not enough, jobs stop: those of least priority, then the youngest.
+
+Shares make the weights: slots are divided by team, then by user, then by job. A team or user that has used much lately
+counts for less (2^(-usage/entitlement), as Slurm's fair-share factor); usage decays with a half-life.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+
+from pollux.policy.dense import may_use
+from pollux.scheduler.caps import Demand, allot, first_of
+from pollux.scheduler.shares import ANY_TYPE, Entitlements, Quota
+from pollux.types import NO_ALLOCATION, JobView, Plan, Snapshot
+
+HALF_LIFE_S = 7 * 86400.0
+_MAX_PASSES = 8
+_SHARE_STEP = 0.1  # of the logarithm: smaller changes of a share are no reason to decide anew
+_LEAST_FACTOR = 2.0**-4  # of heavy use: nothing starves for what its team did last week
+
+Ask = Callable[[Snapshot], Plan]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """What a team holds of what it is guaranteed, and with whom the rest is."""
+
+    team: str
+    num_guaranteed: int
+    num_held: int
+    lent_to: Mapping[str, int] = field(default_factory=dict)  # slots by team
+    since: float | None = None  # lent
+
+    @property
+    def num_lent(self) -> int:
+        return sum(self.lent_to.values())
+
+
+class Usage:
+    """Slot-seconds by user, which halve with every half-life."""
+
+    def __init__(self, half_life_s: float = HALF_LIFE_S) -> None:
+        self._half_life_s, self._at = half_life_s, 0.0
+        self._by_user: dict[str, float] = {}
+
+    def recall(self, used: Iterable[tuple[str, float, float]], now: float) -> None:
+        """From what was recorded: owner, slot-seconds, and when."""
+        self._at, self._by_user = now, {}
+        for owner, slot_s, at in used:
+            kept = slot_s * self._kept(max(now - at, 0.0))
+            self._by_user[owner] = self._by_user.get(owner, 0.0) + kept
+
+    def account(self, now: float, held: Iterable[tuple[str, int]]) -> None:
+        """``held``: owner and slots of each job since the last call."""
+        elapsed_s, self._at = max(now - self._at, 0.0), now
+        if elapsed_s == 0:
+            return
+        kept = self._kept(elapsed_s)
+        for owner in self._by_user:
+            self._by_user[owner] *= kept
+        for owner, num_slots in held:
+            self._by_user[owner] = self._by_user.get(owner, 0.0) + num_slots * elapsed_s
+
+    def of(self, owner: str) -> float:
+        return self._by_user.get(owner, 0.0)
+
+    def _kept(self, elapsed_s: float) -> float:
+        return float(2.0 ** (-elapsed_s / self._half_life_s))
+
+
+class Quotas:
+    """One for a scheduler. ``entitlements`` is asked in every round: an operator may have changed something."""
+
+    def __init__(self, entitlements: Callable[[], Entitlements], half_life_s: float = HALF_LIFE_S) -> None:
+        self._entitlements = entitlements
+        self.usage = Usage(half_life_s)
+        self.reasons: Mapping[str, str] = {}  # by job: why it is held back, as of the last round
+        self.standings: tuple[Standing, ...] = ()  # as of the last round
+
+    def decide(self, snapshot: Snapshot, ask: Ask) -> Plan:
+        """A plan that keeps limits, guarantees and priorities, by asking the policy one or more times."""
+        entitled = self._entitlements()
+        if not entitled.teams and not any(job.spec.priority for job in snapshot.jobs):
+            self.reasons, self.standings = {}, ()
+            return ask(snapshot)
+        round_ = _Round(snapshot, entitled, self.usage)
+        plan = round_.run(ask)
+        self.reasons = {job: reason for job, reason in round_.reasons.items() if round_.is_short(job, plan)}
+        self.standings = round_.standings(plan, {standing.team: standing for standing in self.standings})
+        return round_.noted(plan, self.reasons)
+
+
+@dataclass(frozen=True, slots=True)
+class _Group:
+    """Jobs that share a quota: those of a team, or of a user."""
+
+    title: str  # as in "team vision"
+    quota: Quota
+    jobs: tuple[JobView, ...]
+
+
+class _Round:
+    """One decision: the jobs by team and user, and the caps that were found so far."""
+
+    def __init__(self, snapshot: Snapshot, entitled: Entitlements, usage: Usage) -> None:
+        self._entitled = entitled
+        self._type_of = {node.name: node.accelerator for node in snapshot.nodes}
+        self._slots: dict[str, int] = {}
+        for node in snapshot.nodes:
+            self._slots[node.accelerator] = self._slots.get(node.accelerator, 0) + node.num_slots
+        self._snapshot = replace(snapshot, jobs=_with_shares(snapshot.jobs, entitled, usage))
+        self._position = {job.name: place for place, job in enumerate(snapshot.jobs)}
+        self._teams = self._grouped(lambda job: entitled.team_of(job.spec.owner), self._team_quota, "team")
+        self._users = self._grouped(lambda job: job.spec.owner, self._user_quota, "user")
+        self._caps: dict[str, int] = {}
+        self._gave: dict[str, int] = {}  # by job that slots were taken from, what it had before
+        self._declined: dict[str, int] = {}  # by claimant: more than so many slots it has no use for
+        self.reasons: dict[str, str] = {}
+
+    def _team_quota(self, name: str) -> Quota:
+        return self._entitled.teams.get(name, Quota())
+
+    def _user_quota(self, name: str) -> Quota:
+        member = self._entitled.users.get(name)
+        return Quota() if member is None else member.quota
+
+    def _grouped(self, key: Callable[[JobView], str], quota: Callable[[str], Quota], kind: str) -> dict[str, _Group]:
+        found: dict[str, list[JobView]] = {}
+        for job in self._snapshot.jobs:
+            found.setdefault(key(job), []).append(job)
+        return {name: _Group(f"{kind} {name}", quota(name), tuple(jobs)) for name, jobs in found.items()}
+
+    # Passes -----------------------------------------------------------------------------------
+
+    def run(self, ask: Ask) -> Plan:
+        self._withhold_unmovable()
+        plan = ask(self._capped())
+        for _ in range(_MAX_PASSES):
+            if not self._tighten(plan):
+                break
+            plan = ask(self._capped())
+        return ask(self._capped()) if self._return_idle(plan) else plan
+
+    def _return_idle(self, plan: Plan) -> bool:
+        """Raise caps of jobs that gave slots which the claimant then did not use; whether there were any."""
+        free = {each: self._free(plan, [each]) for each in self._slots}
+        is_raised = False
+        for job in self._snapshot.jobs:
+            kind = self._type(plan, job)
+            if kind is None or job.name not in self._gave:
+                continue
+            back = min(free[kind], self._gave[job.name] - self._caps[job.name])
+            if back > 0:
+                self._caps[job.name] += back
+                free[kind] -= back
+                is_raised = True
+        return is_raised
+
+    def _tighten(self, plan: Plan) -> bool:
+        """Cap jobs for the first rule that the plan breaks; whether there was one."""
+        for group in (*self._users.values(), *self._teams.values()):
+            if self._keep_limit(group, plan):
+                return True
+        if self._claim(self._teams, plan):
+            return True
+        for team in self._teams.values():
+            owners = {job.spec.owner for job in team.jobs}
+            if len(owners) > 1 and self._claim({owner: self._users[owner] for owner in owners}, plan):
+                return True
+        return any(self._prefer(team, plan) for team in self._teams.values())
+
+    def _capped(self) -> Snapshot:
+        """The snapshot with the caps; a job that cannot run within its cap holds nothing, and stays so.
+
+        One that must shrink is shown as if it had: the resize is not the policy's to weigh, and policies that leave
+        running jobs alone must not leave it as it was.
+        """
+        jobs = []
+        for job in self._snapshot.jobs:
+            cap = self._caps.get(job.name)
+            if cap is not None and not job.is_fixed and cap < job.spec.max_replicas:
+                if cap < job.spec.min_replicas:
+                    job = replace(job, allocation=NO_ALLOCATION, is_pinned=True)
+                else:
+                    held = job.allocation if job.allocation.num_replicas <= cap else first_of(job.allocation, cap)
+                    job = replace(job, allocation=held, spec=replace(job.spec, max_replicas=cap))
+            jobs.append(job)
+        return replace(self._snapshot, jobs=tuple(jobs))
+
+    def _cap(self, caps: Mapping[str, int], why: str, plan: Plan | None = None) -> bool:
+        """Whether that changes anything. ``plan``: jobs that it gives no more than the cap are told nothing."""
+        news = {job: cap for job, cap in caps.items() if cap < self._caps.get(job, 1 << 30)}
+        self._caps.update(news)
+        for job, cap in news.items():
+            if plan is None or cap < plan.allocation_of(job).num_slots:
+                self.reasons[job] = why
+        return bool(news)
+
+    # Rules ------------------------------------------------------------------------------------
+
+    def _withhold_unmovable(self) -> None:
+        """Jobs that must not be moved start only on slots that no other team can ask back."""
+        promised = {name: sum(quota.guarantee.values()) for name, quota in self._entitled.teams.items()}
+        if not any(promised.values()):
+            return
+        spare = sum(self._slots.values()) - sum(promised.values())
+        bound: dict[str, int] = dict.fromkeys(self._teams, 0)
+        for name, team in self._teams.items():
+            bound[name] = sum(job.allocation.num_slots for job in team.jobs if job.is_fixed)
+        for job in self._snapshot.jobs:
+            own = self._entitled.team_of(job.spec.owner)
+            if job.spec.is_preemptible or job.allocation:
+                continue
+            least = max(job.spec.requested_replicas or 0, job.spec.min_replicas)
+            after = {**bound, own: bound[own] + least}
+            borrowed = sum(max(count - promised.get(name, 0), 0) for name, count in after.items())
+            if borrowed > max(spare, 0):
+                self._cap({job.name: 0}, "it is not preemptible, and all slots but its team's are promised to others")
+            else:
+                bound = after
+
+    def _keep_limit(self, group: _Group, plan: Plan) -> bool:
+        for kind, limit in group.quota.limit.items():
+            held = [job for job in group.jobs if self._is_on(plan, job, kind)]
+            if sum(self._count(plan, job) for job in held) > limit:
+                of_type = "" if kind == ANY_TYPE else f" of type {kind}"
+                caps = allot([self._demand(plan, job) for job in held], limit)
+                waiting = {job.name: 0 for job in group.jobs if not self._count(plan, job)} if kind == ANY_TYPE else {}
+                if self._cap({**waiting, **caps}, f"{group.title} is limited to {limit} slots{of_type}"):
+                    return True
+        return False
+
+    def _claim(self, groups: Mapping[str, _Group], plan: Plan) -> bool:
+        """Let groups that hold less than their guarantee have it back from those that hold more than theirs."""
+        for name, group in groups.items():
+            for kind, guaranteed in group.quota.guarantee.items():
+                types = [each for each in self._slots if kind in (each, ANY_TYPE)]
+                used = sum(self._count(plan, job) for job in group.jobs if self._is_on(plan, job, kind))
+                wanted = sum(self._useful(job, types) for job in group.jobs)
+                wanted = min(guaranteed, wanted, self._declined.get(group.title, 1 << 30))
+                reach = {each for each in types if any(may_use(job, each) for job in group.jobs)}
+                free = self._free(plan, reach)
+                if wanted <= used or not reach:
+                    continue
+                if wanted - used <= free:  # the policy had slots for it, and found no use for them
+                    self._declined[group.title] = used
+                    continue
+                donors = {other: one for other, one in groups.items() if other != name}
+                if self._take(wanted - used - free, donors, reach, plan, group):
+                    return True
+        return False
+
+    def _take(self, number: int, donors: Mapping[str, _Group], reach: set[str], plan: Plan, to: _Group) -> bool:
+        """Cap donors so that ``number`` slots of these types become free, most from those that borrow most."""
+        left: dict[str, int] = {}
+        movable: dict[str, int] = {}
+        for name, group in donors.items():
+            held = [job for job in group.jobs if self._type(plan, job) in reach]
+            left[name] = sum(self._count(plan, job) for job in held)
+            movable[name] = sum(self._count(plan, job) for job in held if not job.is_fixed)
+        borrowed = {
+            name: min(left[name] - self._promised(group, reach), movable[name]) for name, group in donors.items()
+        }
+        taken = dict.fromkeys(donors, 0)
+        for _ in range(number):
+            if not donors:
+                break
+            name = max(donors, key=lambda one: borrowed[one] / donors[one].quota.weight)
+            if borrowed[name] <= 0:
+                break
+            borrowed[name] -= 1
+            taken[name] += 1
+        caps = {job.name: self._count(plan, job) for group in donors.values() for job in group.jobs}
+        for name, count in taken.items():
+            held = [job for job in donors[name].jobs if self._type(plan, job) in reach]
+            caps |= allot([self._demand(plan, job) for job in held], left[name] - count)
+        if not any(taken.values()):
+            return False
+        self._gave |= {job.name: self._count(plan, job) for group in donors.values() for job in group.jobs}
+        return self._cap(caps, f"slots go back to {to.title}, which they are guaranteed to", plan)
+
+    def _prefer(self, team: _Group, plan: Plan) -> bool:
+        """Let a job that waits have its minimum from jobs of less priority in its team."""
+        waiting = [job for job in team.jobs if not self._count(plan, job) and self._caps.get(job.name) != 0]
+        for job in sorted(waiting, key=lambda job: -job.spec.priority):
+            reach = {each for each in self._slots if may_use(job, each)}
+            lower = [
+                other
+                for other in team.jobs
+                if other.spec.priority < job.spec.priority and not other.is_fixed and self._type(plan, other) in reach
+            ]
+            number = job.spec.min_replicas - self._free(plan, reach)
+            held = sum(self._count(plan, other) for other in lower)
+            if not lower or number <= 0 or held < number:
+                continue
+            caps = {other.name: self._count(plan, other) for other in self._snapshot.jobs if other is not job}
+            caps |= allot([self._demand(plan, other) for other in lower], held - number)
+            if self._cap(caps, f"slots go to {job.name}, which has priority {job.spec.priority}", plan):
+                return True
+        return False
+
+    # What a plan gives ------------------------------------------------------------------------
+
+    def _type(self, plan: Plan, job: JobView) -> str | None:
+        allocation = plan.allocation_of(job.name)
+        return self._type_of.get(allocation.shares[0].node) if allocation else None
+
+    def _is_on(self, plan: Plan, job: JobView, kind: str) -> bool:
+        own = self._type(plan, job)
+        return own is not None and kind in (own, ANY_TYPE)
+
+    def _count(self, plan: Plan, job: JobView) -> int:
+        return plan.allocation_of(job.name).num_slots
+
+    def _demand(self, plan: Plan, job: JobView) -> Demand:
+        count = self._count(plan, job)
+        return Demand(
+            job=job.name,
+            count=count,
+            least=count if job.is_fixed else min(job.spec.min_replicas, count),
+            is_bound=job.is_fixed,
+            order=(-job.spec.priority, not job.allocation, self._position[job.name]),
+            weight=job.spec.weight,
+        )
+
+    def _useful(self, job: JobView, types: Iterable[str]) -> int:
+        """Slots that a job could use at most."""
+        cap = self._caps.get(job.name)
+        if cap is not None and cap < job.spec.min_replicas:
+            return 0
+        most = min(job.spec.max_replicas, sum(self._slots[each] for each in types if may_use(job, each)))
+        if job.spec.batch is not None:
+            most = min(most, max(job.spec.batch.max_replicas, job.spec.min_replicas))
+        return most if cap is None else min(most, cap)
+
+    def _free(self, plan: Plan, types: Collection[str]) -> int:
+        used = sum(self._count(plan, job) for job in self._snapshot.jobs if (self._type(plan, job) or "") in types)
+        return sum(self._slots[each] for each in types) - used
+
+    def _promised(self, group: _Group, types: Iterable[str]) -> int:
+        kinds = {*types, ANY_TYPE}
+        return sum(number for kind, number in group.quota.guarantee.items() if kind in kinds)
+
+    # What is told of it -----------------------------------------------------------------------
+
+    def is_short(self, job: str, plan: Plan) -> bool:
+        """Whether a cap holds the job back: it has no more than the cap allows."""
+        return plan.allocation_of(job).num_slots >= self._caps.get(job, 1 << 30) or not plan.allocation_of(job)
+
+    def standings(self, plan: Plan, before: Mapping[str, Standing]) -> tuple[Standing, ...]:
+        held = {name: 0 for name in self._entitled.teams}
+        for name, group in self._teams.items():
+            held[name] = sum(self._count(plan, job) for job in group.jobs)
+        promised = {name: sum(self._team_quota(name).guarantee.values()) for name in held}
+        borrowed = {name: max(held[name] - promised[name], 0) for name in held}
+        unpromised = max(sum(self._slots.values()) - sum(promised.values()), 0)
+        # Slots that are promised to no team are borrowed from none.
+        for name in sorted(borrowed, key=lambda one: borrowed[one]):
+            own = min(borrowed[name], unpromised)
+            borrowed[name] -= own
+            unpromised -= own
+        found = []
+        for name, number in promised.items():
+            lent: dict[str, int] = {}
+            idle = number - held[name]
+            for other in sorted(borrowed, key=lambda one: -borrowed[one]):
+                count = min(idle, borrowed[other])
+                if count > 0 and other != name:
+                    lent[other] = count
+                    idle -= count
+                    borrowed[other] -= count
+            old = before.get(name)
+            since = None
+            if lent:
+                since = self._snapshot.now if old is None or old.since is None else old.since
+            found.append(Standing(team=name, num_guaranteed=number, num_held=held[name], lent_to=lent, since=since))
+        return tuple(found)
+
+    @staticmethod
+    def noted(plan: Plan, reasons: Mapping[str, str]) -> Plan:
+        """With why jobs are held back in its explanation, which is all that a round keeps."""
+        explanation = plan.explanation
+        if explanation is None or not reasons:
+            return plan
+        jobs = tuple(
+            replace(decision, note="; ".join(filter(None, (decision.note, reasons.get(decision.job)))))
+            for decision in explanation.jobs
+        )
+        return replace(plan, explanation=replace(explanation, jobs=jobs))
+
+
+def _with_shares(jobs: tuple[JobView, ...], entitled: Entitlements, usage: Usage) -> tuple[JobView, ...]:
+    """Jobs with what their owner is entitled to: of all slots, by team, then by user, in equal shares of all jobs."""
+    if not entitled.teams:
+        return jobs
+    owners = dict.fromkeys(job.spec.owner for job in jobs)
+    teams: dict[str, list[str]] = {}
+    for owner in owners:
+        teams.setdefault(entitled.team_of(owner), []).append(owner)
+    by_team = _divided(
+        {name: entitled.teams.get(name, Quota()).weight for name in teams},
+        {name: sum(usage.of(owner) for owner in members) for name, members in teams.items()},
+    )
+    share: dict[str, float] = {}
+    for name, members in teams.items():
+        quotas = {one: entitled.users[one].quota if one in entitled.users else Quota() for one in members}
+        inside = _divided({one: quota.weight for one, quota in quotas.items()}, {one: usage.of(one) for one in members})
+        for owner, part in inside.items():
+            exact = len(jobs) * by_team[name] * part
+            share[owner] = math.exp(round(math.log(max(exact, 1e-9)) / _SHARE_STEP) * _SHARE_STEP)
+    return tuple(replace(job, share=share[job.spec.owner]) for job in jobs)
+
+
+def _divided(weights: Mapping[str, float], used: Mapping[str, float]) -> dict[str, float]:
+    """Shares that add up to 1, by weight, less for those that have used more than their part."""
+    total, total_used = sum(weights.values()), sum(used.values())
+    worth = {}
+    for name, weight in weights.items():
+        over = used[name] / total_used / (weight / total) if total_used > 0 else 0.0
+        worth[name] = weight * max(2.0**-over, _LEAST_FACTOR)
+    whole = sum(worth.values())
+    return {name: value / whole for name, value in worth.items()}

@@ -1,0 +1,50 @@
+"""What a job needs to run as its owner's Unix user: an environment without the server's secrets, folders of its own.
+
+The job table calls it, in a server that is root. Logs stay root's: a user who could replace them by links would have
+root write elsewhere. The data directory is made passable (mode 0711), not readable.
+"""
+
+from __future__ import annotations
+
+import os
+import pwd
+import re
+from collections.abc import Mapping
+from pathlib import Path
+
+from pollux.errors import StoreError
+
+# What a login would not set and programs need; nothing else of root's environment is passed on.
+_PASSED_ON = re.compile(
+    "PATH|LANG|LC_.*|TZ|LD_LIBRARY_PATH|PYTHONPATH|VIRTUAL_ENV|OMP_NUM_THREADS|(CUDA|NVIDIA|NCCL)_.*"
+)
+_PASSABLE = 0o711
+
+
+def environment_of(unix_user: str, environ: Mapping[str, str]) -> dict[str, str]:
+    """What jobs of this user begin with."""
+    entry = pwd.getpwnam(unix_user)
+    own = {"HOME": entry.pw_dir, "USER": unix_user, "LOGNAME": unix_user, "SHELL": entry.pw_shell}
+    return {name: value for name, value in environ.items() if _PASSED_ON.fullmatch(name)} | own
+
+
+def give_folders(unix_user: str, data_directory: Path, job_directory: Path, checkpoints: str) -> None:
+    """Make a job's folders so that its user can write checkpoints, and read nothing else of the server.
+
+    Raises:
+        StoreError: they cannot be made.
+    """
+    entry = pwd.getpwnam(unix_user)
+    try:
+        for folder in (data_directory, job_directory.parent, job_directory):
+            folder.mkdir(mode=_PASSABLE, exist_ok=True)
+            folder.chmod(_PASSABLE)
+        if "://" not in checkpoints:
+            Path(checkpoints).mkdir(mode=0o700, parents=True, exist_ok=True)
+            descriptor = os.open(checkpoints, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                os.fchown(descriptor, entry.pw_uid, entry.pw_gid)
+            finally:
+                os.close(descriptor)
+    except OSError as error:
+        raise StoreError(f"folders of user {unix_user} cannot be made: {error}; the server must be root") from error

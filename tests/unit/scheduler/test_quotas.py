@@ -1,0 +1,271 @@
+"""Guarantees, limits, priorities and shares, around any policy."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pollux.policy import PolicySettings, make_policy
+from pollux.scheduler.caps import Demand, allot
+from pollux.scheduler.quotas import Quotas, Usage
+from pollux.scheduler.reconcile import verify_plan
+from pollux.scheduler.shares import Entitlements, Quota, TeamMember
+from pollux.testing.examples import examples
+from pollux.testing.snapshots import make_job, make_mixed, make_nodes, snapshots
+from pollux.types import Allocation, Snapshot
+
+POLICIES = ["pollux", "fifo", "srtf", "equal", "las", "gavel", "sia"]
+
+
+def entitlements(*, users=None, **teams) -> Entitlements:
+    """Teams by name; a user of each with the team's name, and those given as user=(team, quota)."""
+    members = {name: TeamMember(team=name) for name in teams}
+    members |= {name: TeamMember(team=team, quota=quota) for name, (team, quota) in (users or {}).items()}
+    return Entitlements(teams=teams, users=members)
+
+
+def of(number) -> dict[str, int]:
+    return {"any": number}
+
+
+class Cluster:
+    """Plans of one policy within quotas; each is carried out before the next."""
+
+    def __init__(self, entitled, *jobs, policy="pollux", nodes=None) -> None:
+        self.entitled = entitled
+        self.nodes, self.jobs, self.now = nodes or make_nodes(2, 4), list(jobs), 1000.0
+        self.policy = make_policy(policy, PolicySettings(resize_s=1.0))
+        self.quotas = Quotas(lambda: self.entitled)
+        self.num_asked = 0
+
+    def decide(self):
+        """Replicas by job."""
+
+        def ask(snapshot):
+            self.num_asked += 1
+            return self.policy.decide(snapshot)
+
+        snapshot = Snapshot(now=self.now, nodes=self.nodes, jobs=tuple(self.jobs))
+        plan = self.quotas.decide(snapshot, ask)
+        verify_plan(snapshot, plan)
+        self.jobs = [
+            dataclasses.replace(job, allocation=plan.allocation_of(job.name), num_restarts=job.num_restarts or 0)
+            for job in self.jobs
+        ]
+        self.now += 10.0
+        return {job.name: job.allocation.num_replicas for job in self.jobs}
+
+
+def used(counts, *prefixes) -> int:
+    return sum(count for name, count in counts.items() if name.startswith(prefixes))
+
+
+def test_without_teams_the_policy_is_asked_once_and_as_it_is():
+    cluster = Cluster(Entitlements(), make_job("a"), make_job("b"))
+    cluster.decide()
+    assert cluster.num_asked == 1
+    assert cluster.quotas.standings == ()
+
+
+@pytest.mark.parametrize("policy", ["pollux", "equal"])
+def test_an_idle_guarantee_is_lent_and_comes_back_by_shrinking(policy):
+    entitled = entitlements(vision=Quota(guarantee=of(4)), nlp=Quota())
+    cluster = Cluster(entitled, *(make_job(f"nlp{i}", owner="nlp") for i in range(4)), policy=policy)
+    assert used(cluster.decide(), "nlp") == 8
+    (standing,) = [one for one in cluster.quotas.standings if one.team == "vision"]
+    assert (standing.num_held, standing.lent_to) == (0, {"nlp": 4})
+    since = standing.since
+    cluster.jobs.append(make_job("vision0", owner="vision", num_restarts=None))
+    counts = cluster.decide()
+    assert counts["vision0"] >= 4, counts  # within one resize: as many as a new job may ask for
+    # Four jobs with a minimum of one have at most four slots: none of them stops.
+    assert all(counts[f"nlp{i}"] == 1 for i in range(4)), counts
+    standing = next(one for one in cluster.quotas.standings if one.team == "vision")
+    assert standing.since in (since, None)
+
+
+def test_a_guarantee_is_met_in_full_by_stopping_as_the_last_step():
+    entitled = entitlements(vision=Quota(guarantee=of(8)), nlp=Quota())
+    jobs = [make_job(f"nlp{i}", owner="nlp", priority=i) for i in range(4)]
+    cluster = Cluster(entitled, *jobs)
+    assert used(cluster.decide(), "nlp") == 8
+    cluster.jobs += [make_job(f"vision{i}", owner="vision", num_restarts=None, max_replicas=3) for i in range(2)]
+    counts = cluster.decide()
+    assert used(counts, "vision") == 6
+    assert [counts[f"nlp{i}"] for i in range(4)] == [0, 0, 1, 1]  # the least priority stops first
+    assert "team vision" in cluster.quotas.reasons["nlp0"]
+
+
+def test_what_a_guarantee_does_not_use_goes_back():
+    entitled = entitlements(vision=Quota(guarantee=of(8)), nlp=Quota())
+    cluster = Cluster(entitled, make_job("nlp0", owner="nlp"), make_job("vision0", owner="vision", max_replicas=2))
+    counts = cluster.decide()
+    assert counts["vision0"] == 2 and counts["nlp0"] >= 4
+    assert cluster.num_asked <= 3
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_keeps_limits_and_guarantees(policy):
+    entitled = entitlements(vision=Quota(guarantee=of(4)), nlp=Quota(limit=of(5)))
+    jobs = [make_job(f"nlp{i}", owner="nlp", requested_replicas=2) for i in range(4)]
+    cluster = Cluster(entitled, *jobs, policy=policy)
+    for _ in range(3):
+        assert used(cluster.decide(), "nlp") <= 5
+    cluster.jobs += [make_job(f"vision{i}", owner="vision", num_restarts=None, requested_replicas=2) for i in range(2)]
+    counts = cluster.decide()
+    assert used(counts, "vision") == 4 and used(counts, "nlp") <= 4, counts
+
+
+def test_a_limit_of_a_user_binds_inside_the_team():
+    users = {"ada": ("vision", Quota(limit=of(2))), "bob": ("vision", Quota())}
+    cluster = Cluster(
+        entitlements(vision=Quota(), users=users),
+        *(make_job(f"{who}{i}", owner=who) for who in users for i in range(2)),
+    )
+    counts = cluster.decide()
+    assert used(counts, "ada") == 2 and used(counts, "bob") == 6, counts
+
+
+def test_a_limit_below_what_is_running_shrinks_it():
+    cluster = Cluster(entitlements(nlp=Quota()), make_job("nlp0", owner="nlp"), make_job("nlp1", owner="nlp"))
+    assert used(cluster.decide(), "nlp") == 8
+    cluster.entitled = entitlements(nlp=Quota(limit=of(3)))
+    counts = cluster.decide()
+    assert used(counts, "nlp") == 3 and min(counts.values()) >= 1
+    cluster.entitled = entitlements(nlp=Quota(limit=of(0)))
+    assert used(cluster.decide(), "nlp") == 0
+
+
+def test_limits_and_guarantees_by_type():
+    entitled = entitlements(vision=Quota(guarantee={"big": 2}), nlp=Quota(limit={"big": 3}))
+    cluster = Cluster(
+        entitled,
+        *(make_job(f"nlp{i}", owner="nlp", measured=False) for i in range(4)),
+        nodes=make_mixed(big=4, small=4),
+    )
+    types = {"big": 0, "small": 0}
+    cluster.decide()
+    for job in cluster.jobs:
+        for node, count in job.allocation.shares:
+            types[node] += count
+    assert types["big"] <= 3 and types["small"] == 4, types
+    cluster.jobs.append(make_job("vision0", owner="vision", measured=False, accelerators=frozenset({"big"})))
+    assert cluster.decide()["vision0"] >= 2
+
+
+def test_a_job_that_cannot_be_moved_gets_no_slots_that_others_can_ask_back():
+    entitled = entitlements(vision=Quota(guarantee=of(6)), nlp=Quota())
+    rigid = {"is_preemptible": False, "min_replicas": 2, "max_replicas": 2, "requested_replicas": 2}
+    cluster = Cluster(entitled, *(make_job(f"nlp{i}", owner="nlp", **rigid) for i in range(2)))
+    assert cluster.decide() == {"nlp0": 2, "nlp1": 0}
+    assert "not preemptible" in cluster.quotas.reasons["nlp1"]
+
+
+def test_weights_divide_by_team_and_not_by_the_number_of_jobs():
+    jobs = [make_job("vision0", owner="vision"), *(make_job(f"nlp{i}", owner="nlp") for i in range(6))]
+    alone = Cluster(Entitlements(), *jobs).decide()
+    counts = Cluster(entitlements(vision=Quota(), nlp=Quota()), *jobs).decide()
+    assert counts["vision0"] > alone["vision0"]
+    heavy = Cluster(entitlements(vision=Quota(weight=4.0), nlp=Quota()), *jobs, nodes=make_nodes(4, 4)).decide()
+    light = Cluster(entitlements(vision=Quota(weight=0.25), nlp=Quota()), *jobs, nodes=make_nodes(4, 4)).decide()
+    assert heavy["vision0"] > light["vision0"]
+
+
+def test_a_user_gains_nothing_by_heavy_jobs():
+    jobs = [make_job("ada0", owner="ada", weight=100.0), make_job("bob0", owner="bob")]
+    users = {name: ("vision", Quota()) for name in ("ada", "bob")}
+    counts = Cluster(entitlements(vision=Quota(), users=users), *jobs).decide()
+    assert abs(counts["ada0"] - counts["bob0"]) <= 1, counts
+
+
+def test_heavy_use_counts_less_and_is_forgotten():
+    jobs = [make_job("ada0", owner="ada"), make_job("bob0", owner="bob")]
+    users = {name: ("vision", Quota()) for name in ("ada", "bob")}
+    cluster = Cluster(entitlements(vision=Quota(), users=users), *jobs, nodes=make_nodes(4, 4))
+    cluster.quotas.usage.recall([("ada", 1e6, 1000.0)], 1000.0)
+    counts = cluster.decide()
+    assert counts["bob0"] > counts["ada0"], counts
+
+
+def test_usage_halves_with_every_half_life():
+    usage = Usage(half_life_s=100.0)
+    usage.recall([("ada", 8.0, 0.0)], 100.0)
+    assert usage.of("ada") == pytest.approx(4.0)
+    usage.account(200.0, [("bob", 2)])
+    assert (usage.of("ada"), usage.of("bob")) == (pytest.approx(2.0), 200.0)
+
+
+@pytest.mark.parametrize("policy", ["pollux", "fifo"])
+def test_a_job_of_higher_priority_has_its_minimum_from_its_own_team(policy):
+    wide = {"min_replicas": 4, "max_replicas": 4, "requested_replicas": 4}
+    jobs = [make_job(f"a{i}", owner="nlp", allocation=Allocation.of((f"n{i}", 4)), **wide) for i in range(2)]
+    entitled = entitlements(nlp=Quota(), vision=Quota())
+    cluster = Cluster(entitled, *jobs, policy=policy)
+    cluster.jobs.append(make_job("urgent", owner="nlp", priority=5, num_restarts=None, **wide))
+    counts = cluster.decide()
+    assert counts == {"a0": 4, "a1": 0, "urgent": 4}
+    assert "priority 5" in cluster.quotas.reasons["a1"]
+    other = Cluster(entitled, *jobs, policy=policy)
+    other.jobs.append(make_job("urgent", owner="vision", priority=5, num_restarts=None, **wide))
+    if policy == "fifo":  # another team's priority is nothing to them
+        assert other.decide()["urgent"] == 0
+
+
+def test_shrinking_comes_before_stopping():
+    demands = [
+        Demand(job=name, count=count, least=least, is_bound=False, order=(0, False, place))
+        for place, (name, count, least) in enumerate([("a", 4, 1), ("b", 3, 1), ("c", 2, 2)])
+    ]
+    assert allot(demands, 9) == {"a": 4, "b": 3, "c": 2}
+    assert allot(demands, 6) == {"a": 2, "b": 2, "c": 2}
+    assert allot(demands, 4) == {"a": 1, "b": 1, "c": 2}
+    assert allot(demands, 3) == {"a": 2, "b": 1, "c": 0}
+    assert allot(demands, 0) == {"a": 0, "b": 0, "c": 0}
+
+
+quotas = st.builds(
+    Quota,
+    weight=st.sampled_from([0.5, 1.0, 4.0]),
+    limit=st.dictionaries(st.sampled_from(["any", "gpu", "big"]), st.integers(0, 8), max_size=2),
+)
+
+
+@examples(60)
+@given(st.data(), snapshots(max_jobs=8, mixed=True), st.sampled_from(["pollux", "fifo", "equal"]))
+def test_whatever_is_asked_plans_are_valid_and_limits_kept(data, snapshot, policy):
+    owners = {job.name: data.draw(st.sampled_from(["ada", "bob", "eve", ""])) for job in snapshot.jobs}
+    priorities = {job.name: data.draw(st.integers(-1, 1)) for job in snapshot.jobs}
+    jobs = tuple(
+        dataclasses.replace(
+            job, spec=dataclasses.replace(job.spec, owner=owners[job.name], priority=priorities[job.name])
+        )
+        for job in snapshot.jobs
+    )
+    snapshot = dataclasses.replace(snapshot, jobs=jobs)
+    teams = {name: data.draw(quotas) for name in ("vision", "nlp")}
+    promised = data.draw(st.integers(0, snapshot.num_slots))
+    if not teams["nlp"].limit:
+        teams["nlp"] = dataclasses.replace(teams["nlp"], guarantee=of(promised))
+    users = {
+        name: TeamMember(team=data.draw(st.sampled_from(["vision", "nlp"])), quota=data.draw(quotas))
+        for name in ("ada", "bob")
+    }
+    entitled = Entitlements(teams=teams, users=users)
+    decided = Quotas(lambda: entitled)
+    chosen = make_policy(policy, PolicySettings())
+    plan = decided.decide(snapshot, chosen.decide)
+    verify_plan(snapshot, plan)
+    kinds = {node.name: node.accelerator for node in snapshot.nodes}
+    for members, quota in [
+        *(([job for job in jobs if entitled.team_of(job.spec.owner) == name], quota) for name, quota in teams.items()),
+        *(([job for job in jobs if job.spec.owner == name], member.quota) for name, member in users.items()),
+    ]:
+        for kind, limit in quota.limit.items():
+            held = [job for job in members if plan.allocation_of(job.name)]
+            held = [job for job in held if kind in ("any", kinds[plan.allocation_of(job.name).shares[0].node])]
+            fixed = sum(plan.allocation_of(job.name).num_slots for job in held if job.is_fixed)
+            total = sum(plan.allocation_of(job.name).num_slots for job in held)
+            assert total <= max(limit, fixed)
