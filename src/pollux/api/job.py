@@ -74,6 +74,7 @@ class JobSummary(JobRow):
     exit_code: int | None
     after: tuple[str, ...]
     time_limit_s: float | None
+    study: str = field(metadata=about("The study that it is a trial of; empty: none."))
     num_steps: int | None
     metrics: Mapping[str, object] = field(metadata=about("What the script logged last: any JSON values."))
     running_s: float | None = field(metadata=about("Time in which it held slots."))

@@ -236,6 +236,14 @@ class Scheduler:
             self._engine.apply([StopJob(job=name, reason=reason)])
         self._ask_for_round("cancel")
 
+    def reweigh(self, weights: Mapping[str, float]) -> None:
+        """Give active jobs other weights, for the next round; those that are over are left alone."""
+        for record in (self._active[name] for name in weights if name in self._active):
+            if record.spec.weight != weights[record.name]:
+                record.spec = dataclasses.replace(record.spec, weight=weights[record.name])
+                self._store.save_job(record)
+                self._ask_for_round("weights")
+
     def suspend(self, reason: str) -> None:
         """Ask every job to checkpoint and leave its slots; they wait then. No decisions after this: see `settle`."""
         self._desired.clear()

@@ -19,7 +19,7 @@ import urllib.parse
 from collections.abc import Callable, Mapping
 
 from pollux.api.codec import decode
-from pollux.api.report import MAX_NOTES, MAX_TIMINGS, Report, ReportAnswer, write_report
+from pollux.api.report import MAX_NOTES, MAX_OBSERVED, MAX_TIMINGS, Report, ReportAnswer, write_report
 from pollux.errors import InvalidValueError
 from pollux.train.report import Advice, plain
 
@@ -165,6 +165,7 @@ def _joined(before: Report, after: Report) -> Report:
         after,
         timings=(*before.timings, *after.timings)[-MAX_TIMINGS:],
         notes=(*before.notes, *after.notes)[-MAX_NOTES:],
+        observed=(*before.observed, *after.observed)[-MAX_OBSERVED:],
     )
 
 

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pollux.api.cluster import ClusterSample, ClusterSummary, NodeSummary, Timeline
@@ -129,6 +129,13 @@ class FakeCluster:
     def nodes(self) -> list[NodeSummary]:
         self._fail()
         return [_node(name, name in self.draining) for name in ("a", "b")]
+
+    def reweigh(self, weights: Mapping[str, float]) -> None:
+        for name, weight in weights.items():
+            self.change(name, weight=weight)
+
+    def weights_outside(self, study: str) -> list[float]:
+        return [view.weight for view in self.views.values() if view.study != study and not view.is_over]
 
     def drain(self, node: str, is_draining: bool) -> NodeSummary:
         self._fail()

@@ -260,6 +260,7 @@ class JobTable:
                 "PYTHONUNBUFFERED": "1",
                 **self._settings.environment,
                 **request.env,
+                **request.trial_environment,
                 "POLLUX_JOB_ID": name,
                 "POLLUX_URL": self._settings.url,
                 "POLLUX_TOKEN": self._token_of(name),
