@@ -85,13 +85,13 @@ class Parameter:
     def __str__(self) -> str:
         """As it is written on the command line."""
         if self.kind == "choice":
-            text = "choice:" + ",".join(map(str, self.choices))
+            text = "choice:" + ",".join(map(value_text, self.choices))
         else:
             assert self.low is not None and self.high is not None
             shown = "{:.0f}..{:.0f}" if self.kind == "int" else "{!r}..{!r}"
             text = ("log:" if self.is_log else "") + shown.format(self.low, self.high)
             text += "" if self.step is None else f" step {self.step:g}"
-        return f"{self.name}={text}" + ("" if self.when is None else f" if {self.when.name}={self.when.value}")
+        return f"{self.name}={text}" + ("" if self.when is None else f" if {self.when.name}={value_text(self.when.value)}")
 
 
 def parse_parameter(text: str) -> Parameter:
@@ -150,6 +150,11 @@ def parse_value(word: str) -> Value:
     except ValueError:
         return word
     return number if math.isfinite(number) else word
+
+
+def value_text(value: Value) -> str:
+    """As :func:`parse_value` reads it."""
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def check_space(space: Sequence[Parameter]) -> None:

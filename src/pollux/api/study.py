@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 from pollux.api.codec import Codec, Special, about
 from pollux.api.job import NonFinite
 from pollux.api.request import MAX_NAME_LENGTH, JobRequest, default_name
-from pollux.api.space import Parameter, Value, check_space
+from pollux.api.space import Parameter, Value, check_space, value_text
 from pollux.errors import InvalidValueError
 
 SamplerName = Literal["tpe", "random", "cmaes", "gp"]
@@ -83,16 +83,12 @@ class StudyRequest:
         """The command of a trial: ``{name}`` replaced, and ``--name value`` behind it if the study says so."""
 
         def value(match: re.Match[str]) -> str:
-            return _written(params[match[1]]) if match[1] in params else ""
+            return value_text(params[match[1]]) if match[1] in params else ""
 
         command = tuple(_PLACEHOLDER.sub(value, word) for word in self.job.command)
         if not self.arguments:
             return command
-        return (*command, *(word for name, one in params.items() for word in (f"--{name}", _written(one))))
-
-
-def _written(value: Value) -> str:
-    return ("true" if value else "false") if isinstance(value, bool) else str(value)
+        return (*command, *(word for name, one in params.items() for word in (f"--{name}", value_text(one))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

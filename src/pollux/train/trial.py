@@ -44,16 +44,16 @@ class Trial:
             InvalidValueError: the study's value is of another kind than the default.
         """
         value = self.params.get(name, default)
-        if isinstance(default, float) and isinstance(value, int) and not isinstance(value, bool):
-            return float(value)
-        if isinstance(value, float) and type(default) is int and value.is_integer():
-            return int(value)
+        if type(default) is float and type(value) is int:
+            value = float(value)
+        if type(default) is int and type(value) is float and value.is_integer():
+            value = int(value)
         if type(value) is not type(default):
             raise InvalidValueError(
                 f"parameter {name!r} is {value!r} in this study, but run.param({name!r}, {default!r}) asks for a "
                 f"{type(default).__name__}; change the study's space or the default"
             )
-        return cast(_V, value)
+        return value
 
     def observe(self, metrics: Mapping[str, object], progress: float | None) -> None:
         """Keep the study's metric, if it is among those logged, with the progress it was logged at."""

@@ -276,15 +276,16 @@ class StoredStudy:
             self._study._storage.set_trial_user_attr(self._id(trial), _PREFIX + name, value)
 
     def _id(self, trial: StoredTrial) -> int:
-        return self._study._storage.get_trial_id_from_study_id_trial_number(self._study._study_id, trial.number)
+        storage, study_id = self._study._storage, self._study._study_id
+        return int(storage.get_trial_id_from_study_id_trial_number(study_id, trial.number))
 
 
 def _last_value(trial: optuna.trial.FrozenTrial, sign: float) -> float | None:
     """To be minimised; of a trial that runs, as far as it was observed."""
     if trial.value is not None:
-        return sign * trial.value
+        return sign * float(trial.value)
     steps = trial.intermediate_values
-    return sign * steps[max(steps)] if steps else None
+    return sign * float(steps[max(steps)]) if steps else None
 
 
 def make_sampler(request: StudyRequest, number: int) -> BaseSampler:
@@ -303,13 +304,15 @@ def make_sampler(request: StudyRequest, number: int) -> BaseSampler:
 
 def _suggest(trial: optuna.trial.Trial, parameter: Parameter) -> Value:
     if parameter.kind == "choice":
-        found = trial.suggest_categorical(parameter.name, list(parameter.choices))
-        assert isinstance(found, bool | int | float | str)
-        return found
+        chosen = trial.suggest_categorical(parameter.name, list(parameter.choices))
+        assert isinstance(chosen, bool | int | float | str)
+        return chosen
     assert parameter.low is not None and parameter.high is not None
     if parameter.kind == "int":
         step = 1 if parameter.step is None else int(parameter.step)
-        return trial.suggest_int(
-            parameter.name, int(parameter.low), int(parameter.high), step=step, log=parameter.is_log
-        )
-    return trial.suggest_float(parameter.name, parameter.low, parameter.high, step=parameter.step, log=parameter.is_log)
+        low, high = int(parameter.low), int(parameter.high)
+        return int(trial.suggest_int(parameter.name, low, high, step=step, log=parameter.is_log))
+    found = trial.suggest_float(
+        parameter.name, parameter.low, parameter.high, step=parameter.step, log=parameter.is_log
+    )
+    return float(found)

@@ -12,7 +12,9 @@ from hypothesis import strategies as st
 
 from pollux.server.http.app import ROUTERS, create_app
 from pollux.server.http.auth import Access
+from pollux.server.live.trials import ClusterJobs
 from pollux.testing.examples import examples
+from pollux.tune.studies import Studies
 from tests.unit.server.live.test_cluster import World
 
 TOKEN = "operator-token-0123456789"
@@ -44,7 +46,8 @@ def api(tmp_path_factory):
     world.submit(name="over")
     world.cluster.cancel("over", "")
     world.until(lambda: world.cluster.queries.is_ended("over"))
-    app = create_app(world.cluster, Access(TOKEN, world.cluster.job_of_token), lambda keeps_jobs: None)
+    studies = Studies(tmp_path_factory.mktemp("studies"), ClusterJobs(world.cluster, -1.0))
+    app = create_app(world.cluster, Access(TOKEN, world.cluster.job_of_token), lambda keeps_jobs: None, studies)
     app.state.is_ending = True  # a stream of events ends after the first one
     yield schemathesis.openapi.from_asgi("/api/v1/openapi.json", app)
     world.cluster.stop(keeps_jobs=True)
