@@ -61,8 +61,10 @@ class Parameter:
             raise InvalidValueError(f"parameter {self.name!r}; a choice has no low, high, step or log")
 
     def _check_range(self) -> None:
-        low, high = self.low, self.high
-        if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
+        if self.low is None or self.high is None:
+            raise InvalidValueError(f"parameter {self.name!r}; a range needs low and high")
+        low, high = float(self.low), float(self.high)
+        if not (math.isfinite(low) and math.isfinite(high)):
             raise InvalidValueError(f"parameter {self.name!r}: range {low}..{high}; two finite numbers are needed")
         if self.choices:
             raise InvalidValueError(f"parameter {self.name!r}; a range has no choices")
@@ -76,6 +78,8 @@ class Parameter:
             )
         if self.kind == "int" and not (low.is_integer() and high.is_integer()):
             raise InvalidValueError(f"parameter {self.name!r}: range {low:g}..{high:g}; whole numbers are needed")
+        object.__setattr__(self, "low", low)
+        object.__setattr__(self, "high", high)
         if self.step is not None and (self.is_log or not 0 < self.step <= high - low):
             raise InvalidValueError(
                 f"parameter {self.name!r}: step {self.step:g}; a step above 0 that fits into the range is needed, "
@@ -91,7 +95,9 @@ class Parameter:
             shown = "{:.0f}..{:.0f}" if self.kind == "int" else "{!r}..{!r}"
             text = ("log:" if self.is_log else "") + shown.format(self.low, self.high)
             text += "" if self.step is None else f" step {self.step:g}"
-        return f"{self.name}={text}" + ("" if self.when is None else f" if {self.when.name}={value_text(self.when.value)}")
+        return f"{self.name}={text}" + (
+            "" if self.when is None else f" if {self.when.name}={value_text(self.when.value)}"
+        )
 
 
 def parse_parameter(text: str) -> Parameter:

@@ -142,7 +142,9 @@ class StudyDriver:
         observed, trial.last_report = self._jobs.observations(self.job_of(trial), trial.last_report)
         for one in observed:
             if not math.isfinite(one.value):
-                self._finish(trial, "failed", f"{self.request.metric} is {one.value} at {one.progress:.0%} of its work")
+                # A result, and a bad one: the sampler learns from it, as it would not from a failure.
+                self._finish(trial, "pruned", f"{self.request.metric} is {one.value} at {one.progress:.0%} of its work")
+                self._note_diverged()
                 return
             self.stored.observe(trial, one.progress, self.request.sign * one.value)
             trial.value = self.request.sign * one.value
@@ -150,6 +152,11 @@ class StudyDriver:
             self._take_end(trial, job)
         elif not trial.points and (job.progress or 0.0) >= STUCK_PROGRESS:
             self._warn(_missing(self.request.metric, job.metrics))
+
+    def _note_diverged(self) -> None:
+        ended = [one for one in self.trials.values() if one.state in ("complete", "pruned", "failed")]
+        if len(ended) >= NUM_FIRST and all(one.value is None for one in ended):
+            self._warn(f"no trial has had a finite {self.request.metric} yet; narrow the space, or look at the script")
 
     def _take_end(self, trial: StoredTrial, job: TrialJob) -> None:
         last = job.metrics.get(self.request.metric)
