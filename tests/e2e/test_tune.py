@@ -12,7 +12,6 @@ import pytest
 
 pytest.importorskip("optuna", reason="studies need the extra tune")
 
-from pollux.client import Client
 from pollux.tune import Study
 from tests.e2e.cluster import LiveCluster
 from tests.long import long
@@ -31,10 +30,8 @@ def cluster(tmp_path):
 
 def begin(cluster, trials, *, epochs=4, ms=0.0, **options):
     command = ["python", str(EXAMPLES / "digits_study.py"), "--epochs", str(epochs), "--emulate-device", str(ms)]
-    client = Client(data_directory=cluster.data)
-    return Study(
-        command, space=SPACE, metric="val_loss", trials=trials, name="digits", client=client, **options
-    ).start()
+    given = {"space": SPACE, "metric": "val_loss", "trials": trials, "name": "digits", **options}
+    return Study(command, client=cluster.client, **given).start()
 
 
 def check(found, trials):
@@ -51,14 +48,14 @@ def test_a_study_of_a_real_network_goes_on_after_the_server_is_killed(cluster):
     before = {one.number: one.params for one in study.describe().trials}
     cluster.kill_server()
     cluster.start()
-    study = Study.attach("digits", Client(data_directory=cluster.data))
+    study = Study.attach("digits", cluster.client)
     found = study.wait(PATIENCE_S)
     check(found, 6)
     assert {number: found.trials[number].params for number in before} == before
     assert found.best_value < 2.0  # it learns: guessing gives 2.30
     curves = study.curves().curves
     assert all(0 < point.progress <= 1 for points in curves.values() for point in points)
-    jobs = Client(data_directory=cluster.data).jobs()
+    jobs = cluster.client.jobs()
     assert sorted(job.name for job in jobs) == sorted(one.job for one in found.trials)
 
 
@@ -68,7 +65,7 @@ def test_server_trials_and_fork_server_are_killed_in_turn(cluster):
     study = begin(cluster, 24, epochs=6, ms=1.0, max_restarts=50)
     for index in range(50):
         time.sleep(1.5)
-        study = Study.attach("digits", Client(data_directory=cluster.data))
+        study = Study.attach("digits", cluster.client)
         if study.describe().is_over:
             break
         if index % 5 == 0:
@@ -78,7 +75,7 @@ def test_server_trials_and_fork_server_are_killed_in_turn(cluster):
             _kill_fork_servers(cluster)
         else:
             _kill_a_replica(cluster, study)
-    found = Study.attach("digits", Client(data_directory=cluster.data)).wait(3 * PATIENCE_S)
+    found = Study.attach("digits", cluster.client).wait(3 * PATIENCE_S)
     check(found, 24)
 
 

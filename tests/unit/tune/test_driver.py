@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import functools
 import math
 import random
 import sqlite3
@@ -111,7 +112,7 @@ def test_killed_at_any_call_no_trial_is_lost_or_counted_twice(tmp_path, seed):
     def deadly(target, names):
         for name in names:
 
-            def call(*args, _real=getattr(target, name), **kwargs):
+            def call(*args, _real, **kwargs):
                 if is_armed[0] and draw.random() < 0.02:
                     raise Killed
                 result = _real(*args, **kwargs)
@@ -119,7 +120,7 @@ def test_killed_at_any_call_no_trial_is_lost_or_counted_twice(tmp_path, seed):
                     raise Killed
                 return result
 
-            setattr(target, name, call)
+            setattr(target, name, functools.partial(call, _real=getattr(target, name)))
 
     deadly(jobs, ["submit", "cancel", "observations", "reweigh"])
     storage = StudyStorage(tmp_path / STUDIES_FILE)
@@ -278,7 +279,7 @@ def test_a_storage_of_another_version_of_optuna_stops_studies_alone(tmp_path):
     connection.close()
     studies = Studies(tmp_path, FormulaJobs(bowl))
     studies.start()
-    with pytest.raises(StoreError, match="move .* away"):
+    with pytest.raises(StoreError, match=r"move .* away"):
         studies.all()
     studies.stop()
 
