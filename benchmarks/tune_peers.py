@@ -23,8 +23,7 @@ def train_trial(params: dict[str, Any], epochs: int, ms: float, after_epoch: Cal
     """A plain loop: the same network, data, batch and emulated device. Stops when ``after_epoch`` says so."""
     import torch
     import torch.nn.functional as F
-    from digits import load_data
-    from digits_study import build_model, validate
+    from digits_study import build_model, load_data, validate
 
     torch.manual_seed(0)
     torch.set_num_threads(1)
@@ -53,7 +52,7 @@ def say(began: float, trial: int, value: float) -> None:
 def optuna_worker(args: argparse.Namespace, url: str, index: int, gate: Any) -> None:
     sys.path.insert(0, str(EXAMPLES))
     import optuna
-    from digits import load_data
+    from digits_study import load_data
 
     load_data()
     optuna.logging.set_verbosity(optuna.logging.ERROR)

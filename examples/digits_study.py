@@ -5,14 +5,28 @@
 """
 
 import argparse
+import importlib.util
 import time
+from pathlib import Path
 
+import numpy as np
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from digits import load_data
+from torch.utils.data import TensorDataset
 
 from pollux import train
+
+
+def load_data() -> tuple[TensorDataset, TensorDataset]:
+    """Scikit-learn's file of digits, without importing scikit-learn: every trial would wait for that."""
+    found = importlib.util.find_spec("sklearn")
+    assert found is not None and found.origin is not None, "the digits come with scikit-learn"
+    table = np.loadtxt(Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz", delimiter=",")
+    table = np.random.default_rng(0).permutation(table)
+    x = torch.tensor(table[:, :-1], dtype=torch.float32).view(-1, 1, 8, 8) / 16
+    y = torch.tensor(table[:, -1], dtype=torch.int64)
+    return TensorDataset(x[360:], y[360:]), TensorDataset(x[:360], y[:360])
 
 
 def build_model(width: int, dropout: float) -> nn.Module:

@@ -17,7 +17,7 @@ from pollux.api.space import Value
 from pollux.api.study import TrialStateName
 from pollux.errors import InvalidValueError
 from pollux.tune.ports import Jobs, TrialJob
-from pollux.tune.promise import MOST_WEIGHT_STEP, chances, job_weights, shares, slots_of_study
+from pollux.tune.promise import FLOOR, MOST_WEIGHT_STEP, chances, job_weights, shares, slots_of_study
 from pollux.tune.rungs import Curve, make_pruner
 from pollux.tune.storage import StoredStudy, StoredTrial
 
@@ -207,7 +207,7 @@ class StudyDriver:
             self._submit(trial)
 
     def _submit(self, trial: StoredTrial) -> None:
-        share = 1 / max(len(self.live), 1)
+        share = FLOOR / max(len(self.live), 1)  # it takes a slot that is free, and none from a trial that trains
         request = dataclasses.replace(
             self.request.job,
             name=self.job_of(trial),
@@ -244,7 +244,8 @@ class StudyDriver:
         num_slots = max(math.floor(self._share_slots() + 1e-6), 1)
         ranked = sorted(live, key=lambda number: (-self.chances[number], number))
         active, paused = ranked[:num_slots], ranked[num_slots:]
-        found = job_weights(shares({one: self.chances[one] for one in active}), self.request.weight, self._jobs.p)
+        known = {one: self.chances[one] if live[one] else 0.0 for one in active}  # without a value: the floor
+        found = job_weights(shares(known), self.request.weight, self._jobs.p)
         found |= dict.fromkeys(paused, PAUSED_WEIGHT * self.request.weight)
         named = {self.job_of(self.trials[number]): weight for number, weight in found.items()}
         if any(_differs(weight, self._weights.get(job)) for job, weight in named.items()):

@@ -17,7 +17,10 @@ import numpy as np
 from pollux.tune.promise import chances
 
 Point = tuple[float, float]  # progress 0..1, value
-ROUNDING = 1e-6  # a pass may end a little before the share that it stands for
+ROUNDING = 1e-6
+# A rung counts as reached at this share of it: a pass in which larger batches were tried ends a little early, and
+# waiting for the end of the next one would cost as much again.
+NEAR = 0.85
 LAST_RUNG = 0.95  # pruning later than this saves nothing
 NUM_BRACKETS = 3
 LEAST_CHANCE = 0.02  # of ending as the best
@@ -38,8 +41,8 @@ class Curve:
         return max((progress for progress, _ in self.points), default=0.0)
 
     def at(self, rung: float) -> float | None:
-        """The first value at or past this progress: it stays the same when a crashed trial repeats a part."""
-        return next((value for progress, value in self.points if progress >= rung - ROUNDING), None)
+        """The first value near or past this progress: it stays the same when a crashed trial repeats a part."""
+        return next((value for progress, value in self.points if progress >= NEAR * rung), None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +118,7 @@ def _best_until(trial: Curve, rung: float) -> float:
     best = math.inf
     for progress, value in trial.points:
         best = min(best, value)
-        if progress >= rung - ROUNDING:
+        if progress >= NEAR * rung:
             break
     return best
 
