@@ -123,6 +123,7 @@ def main() -> None:
             with tempfile.TemporaryDirectory(prefix="tune-") as folder:
                 run = run_pollux if tool == "pollux" else None
                 found.append(run(args, seed, Path(folder)) if run else run_peer(tool, args, seed, Path(folder)))
+                print(f"seed {seed}  {tool} took {found[-1].total_s:.1f} s", file=sys.stderr, flush=True)
         target = max(one.best[-1][1] for one in found)
         for one in found:
             to_target = one.seconds_to(target)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import os
 import sys
 import time
 from collections.abc import Callable
@@ -43,7 +44,8 @@ def train_trial(params: dict[str, Any], epochs: int, ms: float, after_epoch: Cal
 
 
 def say(began: float, trial: int, value: float) -> None:
-    print(json.dumps({"at": time.time() - began, "trial": trial, "value": value}), flush=True)
+    line = json.dumps({"at": time.time() - began, "trial": trial, "value": value})
+    os.write(1, f"{line}\n".encode())  # in one piece: several workers write
 
 
 # Optuna ---------------------------------------------------------------------------------------
@@ -157,9 +159,9 @@ def run_ray(args: argparse.Namespace, folder: Path) -> None:
     began = time.time()
     results = tuner.fit()
     for number, result in enumerate(results):
-        frame = result.metrics_dataframe
-        for _, row in (frame if frame is not None else ()).iterrows() if frame is not None else ():
-            print(json.dumps({"at": row["at"] - began, "trial": number, "value": row["val_loss"]}), flush=True)
+        if (frame := result.metrics_dataframe) is not None:
+            for _, row in frame.iterrows():
+                print(json.dumps({"at": row["at"] - began, "trial": number, "value": row["val_loss"]}), flush=True)
     ray.shutdown()
 
 

@@ -149,10 +149,10 @@ function drawStudy(figures, study, curves) {
   const best = study.improvements,
     values = best.map(one => one.value),
     step = {line: {shape: "hv"}};
-  const drawn = x => (best.length ? {data: [line(x, values, study.metric, "@0", step)], layout: layout()} : null);
+  const drawn = (x, own) => (best.length ? {data: [line(x, values, study.metric, "@0", step)], layout: layout(own)} : null);
   const newest = values.length ? number(values.at(-1), 5) : DASH;
-  figures.time.update(drawn(best.map(one => new Date(one.at * 1000))), newest);
-  figures.cost.update(drawn(best.map(one => one.slot_s / 3600)), newest);
+  figures.time.update(drawn(best.map(one => new Date(one.at * 1000)), {}), newest);
+  figures.cost.update(drawn(best.map(one => one.slot_s / 3600), {xaxis: {}}), newest);
   const shown = Object.entries(curves).slice(-MOST_CURVES);
   figures.curves.update(
     shown.length
@@ -178,7 +178,7 @@ function drawStudy(figures, study, curves) {
   const rungs = study.rungs.filter(one => one.num_trials);
   figures.rungs.update(
     rungs.length
-      ? {data: [{type: "bar", x: rungs.map(one => `${share(one.at_progress)}: ${one.num_trials}`), y: rungs.map(one => one.slot_s)}], layout: layout()}
+      ? {data: [{type: "bar", x: rungs.map(one => `${share(one.at_progress)}: ${one.num_trials}`), y: rungs.map(one => one.slot_s)}], layout: layout({xaxis: {}})}
       : null,
   );
 }
