@@ -84,6 +84,7 @@ def run_pollux(args: argparse.Namespace, seed: int, folder: Path) -> Outcome:
             trials=args.trials,
             seed=seed,
             min_progress=1 / args.epochs,
+            parallel=args.parallel,
             client=client,
         ).start()
         found = study.wait(RUN_S)
@@ -114,7 +115,8 @@ def main() -> None:
     parser.add_argument("--tools", nargs="+", default=["pollux", "optuna", "ray"])
     parser.add_argument("--trials", type=int, default=24)
     parser.add_argument("--epochs", type=int, default=9)
-    parser.add_argument("--ms", type=float, default=0.5)
+    parser.add_argument("--ms", type=float, default=3.0)
+    parser.add_argument("--parallel", type=int, default=None, help="trials at a time, of pollux alone")
     parser.add_argument("--slots", type=int, default=4)
     args = parser.parse_args()
     for seed in args.seeds:

@@ -170,7 +170,7 @@ def main() -> None:
     parser.add_argument("peer", choices=["optuna", "ray"])
     parser.add_argument("--trials", type=int, default=24)
     parser.add_argument("--epochs", type=int, default=9)
-    parser.add_argument("--ms", type=float, default=0.5)
+    parser.add_argument("--ms", type=float, default=3.0)
     parser.add_argument("--slots", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=600.0)

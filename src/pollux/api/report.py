@@ -51,7 +51,7 @@ _R = TypeVar("_R", bound="Report")
 class Report:
     """A run as it stands now, by rank 0. Null: not known yet."""
 
-    VERSION: ClassVar[int] = 3
+    VERSION: ClassVar[int] = 2
 
     job: str = field(  # empty until it is sent
         default="", metadata=about("The job; the one in the address.", min_length=1, max_length=MAX_NAME_LENGTH)

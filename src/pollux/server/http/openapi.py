@@ -19,6 +19,9 @@ _JOB_HELP = {
     **{option.field: option.help for option in OPTIONS},
     "command": "Program and arguments; they never go through a shell.",
     "array_index": "Set by the server for the jobs of an array.",
+    "params": "For run.param in the script, by name: numbers, texts, true or false.",
+    "study": "Set by the server for the trials of a study.",
+    "metric": "Set by the server for the trials of a study: what the study reads.",
 }
 
 
