@@ -24,6 +24,7 @@ from pollux.errors import InvalidValueError
 from pollux.train.report import Advice, plain
 
 TIMEOUT_S = 10.0  # of one request
+URGENT_EVERY_S = 0.1  # between reports with a value that a study waits for
 FIRST_EVERY_S = 1.0  # between reports, until the server says otherwise
 LONGEST_PAUSE_S = 15.0  # when the server is away
 LAST_WORD_S = 3.0  # for what is left when the run is over
@@ -109,7 +110,9 @@ class HttpReporter:
         """The next report, when it is due; None when there will be none."""
         with self._changed:
             while True:
-                due_in_s = sent_at + max(self._every_s, self._pause_s) - time.monotonic()
+                is_urgent = self._pending is not None and bool(self._pending.observed)  # a trial may be pruned by it
+                every_s = URGENT_EVERY_S if is_urgent else self._every_s
+                due_in_s = sent_at + max(every_s, self._pause_s) - time.monotonic()
                 if self._pending is not None and (due_in_s <= 0 or self._is_closed):
                     report, self._pending = self._pending, None
                     return report
