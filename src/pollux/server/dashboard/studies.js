@@ -183,20 +183,29 @@ function drawStudy(figures, study, curves) {
   );
 }
 
-/* Parallel coordinates: a line for each trial that has a value; words become their place in a list. */
+/* Parallel coordinates: a line for each trial that has a value, each parameter from its least to its greatest. Words
+   become their place in a list. Plain lines: plotly's own kind makes code at run time, which the page's policy forbids. */
 function parallel(study) {
-  const done = study.trials.filter(one => typeof one.value === "number");
+  const done = study.trials.filter(one => typeof one.value === "number").slice(-MOST_CURVES);
   if (done.length < 2) return null;
   const names = [...new Set(done.flatMap(one => Object.keys(one.params)))];
-  const dimensions = names.map(name => {
-    const values = done.map(one => one.params[name] ?? null);
-    if (values.every(value => typeof value === "number")) return {label: name, values};
-    const words = [...new Set(values.map(String))];
-    return {label: name, values: values.map(value => words.indexOf(String(value))), tickvals: words.map((_, i) => i), ticktext: words};
-  });
-  const value = done.map(one => one.value);
+  const places = [...names.map(name => placesOf(done.map(one => one.params[name] ?? null))), placesOf(done.map(one => one.value))];
   return {
-    data: [{type: "parcoords", dimensions: [...dimensions, {label: study.metric, values: value}], line: {color: value, reversescale: study.direction === "minimize"}}],
-    layout: layout({margin: {l: 60, r: 40, t: 40, b: 20}}),
+    data: done.map((one, index) => ({
+      ...line([...names, study.metric], places.map(column => column[index]), `trial ${one.number}`, `@${index % 8}`),
+      text: [...names.map(name => `${name} ${one.params[name] ?? DASH}`), `${study.metric} ${number(one.value, 5)}`],
+      hovertemplate: "%{text}<extra>%{fullData.name}</extra>",
+    })),
+    layout: layout({xaxis: {type: "category"}, yaxis: {showticklabels: false}, hovermode: "closest"}),
   };
+}
+
+/* Values as numbers from 0, the least, to 1. */
+function placesOf(values) {
+  const isNumeric = values.every(value => typeof value === "number"),
+    words = [...new Set(values.map(String))].sort();
+  const numbers = isNumeric ? values : values.map(value => words.indexOf(String(value)));
+  const low = Math.min(...numbers),
+    span = Math.max(...numbers) - low || 1;
+  return numbers.map(value => (value - low) / span);
 }
