@@ -125,7 +125,13 @@ def run_ray(args: argparse.Namespace, folder: Path) -> None:
     from ray.tune.search.optuna import OptunaSearch
 
     env = {"PYTHONPATH": f"{EXAMPLES}:{Path(__file__).parent}"}
-    ray.init(num_cpus=args.slots, include_dashboard=False, runtime_env={"env_vars": env}, log_to_driver=False)
+    ray.init(
+        address="local",  # never another program's
+        num_cpus=args.slots,
+        include_dashboard=False,
+        runtime_env={"env_vars": env},
+        log_to_driver=False,
+    )
 
     def objective(config: dict[str, Any]) -> None:
         from tune_peers import train_trial as run
