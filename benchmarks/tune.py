@@ -54,14 +54,15 @@ def run_peer(peer: str, args: argparse.Namespace, seed: int, folder: Path) -> Ou
     command = [sys.executable, str(ROOT / "benchmarks" / "tune_peers.py"), peer, "--folder", str(folder)]
     for name in ("trials", "epochs", "ms", "slots"):
         command += [f"--{name}", str(getattr(args, name))]
-    began = time.time()
     done = subprocess.run(
         [*command, "--seed", str(seed)], capture_output=True, text=True, timeout=RUN_S, env={**os.environ}
     )
     if done.returncode != 0:
         raise SystemExit(f"{peer} failed:\n{done.stderr[-3000:]}")
     lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-    total_s = max((line["at"] for line in lines), default=time.time() - began)
+    if not lines:
+        raise SystemExit(f"{peer} reported no value:\n{done.stderr[-3000:]}")
+    total_s = max(line["at"] for line in lines)
     return Outcome(peer, falling([(line["at"], line["value"]) for line in lines]), total_s, total_s * args.slots)
 
 

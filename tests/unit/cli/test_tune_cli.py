@@ -43,7 +43,7 @@ def test_the_script_may_stand_before_or_behind_the_options(script):
     words = ("--space", "lr=0.1..1", "--metric", "loss", "--server", "http://127.0.0.1:9")
     for order in ((script, *words), (*words, script), (*words, "--", "python", script, "--epochs", "3")):
         answer = run(*order)
-        assert answer.exit_code == 2 and "POLLUX_TOKEN" in answer.output or "no" in answer.output.lower()
+        assert (answer.exit_code == 2 and "POLLUX_TOKEN" in answer.output) or "no" in answer.output.lower()
         assert "No such option" not in answer.output
 
 

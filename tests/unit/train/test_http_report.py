@@ -112,6 +112,19 @@ def test_a_value_that_a_study_waits_for_does_not_wait_for_its_turn(listener):
     reporter.close()
 
 
+def test_the_last_value_of_a_trial_waits_for_a_server_that_is_restarted(listener, monkeypatch):
+    monkeypatch.setattr(http_report, "LAST_WORD_S", 0.2)
+    listener.status = 503
+    reporter = HttpReporter(listener.url, "secret", "a")
+    reporter.send(a_report(num_steps=9, observed=((1.0, 0.5),)))
+    until(lambda: listener.num_refused > 0)
+    back = threading.Timer(1.0, lambda: setattr(listener, "status", 200))
+    back.start()
+    reporter.close()
+    assert [report.observed for _, _, report in listener.received] == [((1.0, 0.5),)]
+    back.join()
+
+
 def test_what_cannot_be_sent_is_joined_with_what_comes_later(listener, monkeypatch):
     listener.status = 503
     reporter = HttpReporter(listener.url, "secret", "a")
