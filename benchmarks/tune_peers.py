@@ -124,7 +124,8 @@ def run_ray(args: argparse.Namespace, folder: Path) -> None:
     from ray.tune.search import ConcurrencyLimiter
     from ray.tune.search.optuna import OptunaSearch
 
-    env = {"PYTHONPATH": f"{EXAMPLES}:{Path(__file__).parent}"}
+    folders = (EXAMPLES, Path(__file__).parent, EXAMPLES.parent / "src")
+    env = {"PYTHONPATH": ":".join(map(str, folders))}
     ray.init(
         address="local",  # never another program's
         num_cpus=args.slots,
