@@ -16,9 +16,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK_TIMEOUT_S = 120.0
@@ -59,6 +61,12 @@ class Block:
 def read_blocks(page: Path, *languages: str) -> list[Block]:
     found = (Block(language=language, text=text) for language, text in _BLOCK.findall(page.read_text()))
     return [block for block in found if block.language in languages]
+
+
+def require_extras(blocks: Sequence[Block]) -> None:
+    """Skip a test of blocks that need a package that is not installed."""
+    if any("pollux tune" in block.text or "pollux.tune" in block.text for block in blocks):
+        pytest.importorskip("optuna", reason="studies need the extra tune")
 
 
 def _squeezed(text: str) -> str:

@@ -28,7 +28,8 @@ MAY_IMPORT = {
     "train": {"membership", "api", "model", "types", "errors"},
     "integrations": {"train", "errors"},
     "engines": {"membership", "api", "scheduler", "model", "types", "errors", "version"},
-    "server": {"reports", "engines", "api", "scheduler", "policy", "model", "types", "errors", "version"},
+    "tune": {"client", "api", "types", "errors"},
+    "server": {"tune", "reports", "engines", "api", "scheduler", "policy", "model", "types", "errors", "version"},
     "client": {"api", "errors", "version"},
     "testing": {"scheduler", "policy", "types"},
     "check": {"api"},
@@ -66,6 +67,7 @@ ONLY_IN = {
     "ray": ("engines/ray",),
     "transformers": ("integrations/huggingface",),
     "accelerate": ("integrations/accelerate",),
+    "optuna": ("tune/storage",),
     "pytest": ("testing",),
     "hypothesis": ("testing",),
 }

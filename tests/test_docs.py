@@ -14,7 +14,7 @@ import pytest
 
 from pollux.api.request import OPTIONS
 from tests.long import long
-from tests.pages import ROOT, Block, read_blocks, session
+from tests.pages import ROOT, Block, read_blocks, require_extras, session
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
@@ -42,6 +42,7 @@ def test_pages_run_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
     blocks = read_blocks(page, "console", "python")
     if any("curl " in block.text for block in blocks) and shutil.which("curl") is None:
         pytest.skip("curl is not installed")
+    require_extras(blocks)
     with session(tmp_path) as user:
         for block in blocks:
             printed = user.run(block)

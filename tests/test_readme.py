@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pages import ROOT, Block, read_blocks, session
+from tests.pages import ROOT, Block, read_blocks, require_extras, session
 
 README = ROOT / "README.md"
 CONSOLE = read_blocks(README, "console")
@@ -16,6 +16,7 @@ PYTHON = read_blocks(README, "python")
 
 @pytest.mark.parametrize("block", CONSOLE, ids=lambda block: block.commands[0][:30])
 def test_console_blocks_run(block: Block, tmp_path: Path) -> None:
+    require_extras([block])
     with session(tmp_path) as user:
         user.run(block)
     for name in re.findall(r"--(?:html|output) (\S+)", block.text):
@@ -24,7 +25,19 @@ def test_console_blocks_run(block: Block, tmp_path: Path) -> None:
 
 def test_the_console_blocks_say_what_the_quick_start_promises() -> None:
     commands = " ".join(command for block in CONSOLE for command in block.commands)
-    for verb in ("up --detach", "submit", "ls", "describe", "logs", "top --once", "down", "run", "simulate", "compare"):
+    for verb in (
+        "up --detach",
+        "submit",
+        "ls",
+        "describe",
+        "logs",
+        "top --once",
+        "down",
+        "run",
+        "tune",
+        "simulate",
+        "compare",
+    ):
         assert f"pollux {verb} " in f"{commands} ", verb
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,6 +15,7 @@ import httpx
 import pytest
 
 from pollux.api.report import encode_report
+from pollux.tune import Study
 from tests.browser.browsing import (
     ELASTIC_JOB,
     EVIL,
@@ -34,6 +36,7 @@ from tests.long import long
 DESKTOP = {"width": 1280, "height": 900}
 PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True, "device_scale_factor": 1.5}
 PAGES = {"cluster": "#/", "jobs": "#/jobs", "job": "#/jobs/train", "decisions": "#/decisions", "compare": "#/compare"}
+PAGES["studies"] = "#/studies"
 FIGURES_OF_A_JOB = (
     *("Replicas", "Batch size", "Accumulation", "Learning-rate gain", "Gradient noise scale", "Efficiency"),
     *("Throughput and goodput", "Progress", "Time of a step", "Measured against predicted", "Goodput by batch size"),
@@ -125,6 +128,25 @@ def test_a_job(visitor: Visitor) -> None:
     assert "0 → 1" in text_of(page, "table[aria-label=Decisions]")
     assert "1 on" in text_of(page, "table[aria-label=Resizes]")
     assert "running" in text_of(page, "table[aria-label=History]")
+
+
+def test_a_study(visitor: Visitor) -> None:
+    pytest.importorskip("optuna", reason="studies need the extra tune")
+    script = visitor.server.folder / "study.py"
+    script.write_text(ELASTIC_JOB)
+    with visitor.server.client as client:
+        command = [sys.executable, str(script), "3"]
+        space = {"lr": "log:1e-4..1e-1", "kind": "choice:a,b"}
+        Study(command, space=space, metric="loss", trials=3, pruner="none", parallel=1, client=client).start()
+        visitor.server.until(lambda _: Study.attach("study", client).describe().is_over, "the study is over", 120)
+    page = visitor.open("#/studies")
+    page.get_by_role("link", name="study", exact=True).click()
+    page.get_by_role("heading", name="study").wait_for()
+    page.locator("table[aria-label=Trials] tbody tr").nth(2).wait_for()
+    assert "finished" in text_of(page, "main")
+    draw_all(page)
+    for name in ("Curves by trial", "Parameters of all trials", "Cost by rung"):
+        assert page.locator(f"figure[aria-label='{name}'] .main-svg").count() > 0, name
 
 
 def test_how_sure_a_noise_scale_is_and_what_training_decided(visitor: Visitor) -> None:

@@ -79,6 +79,7 @@ class JobSummary(JobRow):
     standing: str = field(metadata=about("What its team has of its guarantee, in words; empty: it has none."))
     held_back: str = field(metadata=about("Why a limit, guarantee or priority keeps it from having more, if one does."))
     time_limit_s: float | None
+    study: str = field(metadata=about("The study that it is a trial of; empty: none."))
     num_steps: int | None
     metrics: Mapping[str, object] = field(metadata=about("What the script logged last: any JSON values."))
     running_s: float | None = field(metadata=about("Time in which it held slots."))

@@ -26,6 +26,7 @@ from pollux.api.codec import (
     read_unicode,
     shown,
 )
+from pollux.api.job import NonFinite
 from pollux.errors import InvalidValueError
 from pollux.model.profile import Configuration, Timing, check_measurement
 from pollux.types import BatchLimits, ThroughputParams
@@ -33,6 +34,7 @@ from pollux.types import BatchLimits, ThroughputParams
 MAX_REPORT_BYTES = 1_000_000
 MAX_TIMINGS = 1024  # in one report
 MAX_METRICS = 256  # in one report
+MAX_OBSERVED = 256  # values of a study's metric, in one report
 MAX_NOTES = 20  # in one report; of more the last ones are read
 MAX_NOTE_LENGTH = 300  # characters; the rest of a longer one is cut off
 MAX_NAME_LENGTH = 256  # of a job, an accelerator, a metric
@@ -41,6 +43,7 @@ _MAX_DEPTH = 8  # of a metric that is a list or an object
 _MAX_METRIC_BITS = 64
 
 Measurement = tuple[Configuration, Timing]
+Observed = tuple[float, float | NonFinite]  # progress, and the metric's value there
 _R = TypeVar("_R", bound="Report")
 
 
@@ -87,6 +90,13 @@ class Report:
     )
     metrics: Mapping[str, object] = field(
         default_factory=dict, metadata=about("What the script logged: any JSON values.", max_length=MAX_METRICS)
+    )
+    observed: tuple[Observed, ...] = field(
+        default=(),
+        metadata=about(
+            "In a study: progress and value of its metric, each time it was logged since the last report.",
+            max_length=MAX_OBSERVED,
+        ),
     )
     notes: tuple[str, ...] = field(
         default=(),

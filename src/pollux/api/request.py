@@ -12,6 +12,8 @@ import ast
 import difflib
 import graphlib
 import itertools
+import json
+import math
 import posixpath
 import re
 import shlex
@@ -107,6 +109,15 @@ def _environment(env: object, array_index: int | None) -> dict[str, str]:
     return {**env, **own}
 
 
+def _parameters(params: object) -> dict[str, bool | int | float | str]:
+    if not isinstance(params, Mapping):
+        raise InvalidValueError(f"params {params!r:.80}; a mapping of names to values is needed")
+    for name, value in params.items():
+        is_plain = isinstance(value, bool | int | str) or (isinstance(value, float) and math.isfinite(value))
+        _require(is_plain, f"parameter {_text('params', name)}", value, "a number, text, true or false is needed")
+    return dict(params)
+
+
 def suggest_name(text: str, max_length: int = MAX_NAME_LENGTH) -> str:
     """The allowed name that looks most like ``text``."""
     plain = unicodedata.normalize("NFKD", text).encode("ascii", "ignore").decode()
@@ -195,6 +206,9 @@ class JobRequest:
     is_held: bool = False  # waits for a release
     array_of: str = ""  # set by expand(): the array's name
     array_limit: int | None = None  # set by expand(): so many of its jobs at a time
+    params: Mapping[str, Any] = field(default_factory=dict, hash=False)  # for run.param, by name: plain values
+    study: str = ""  # that it is a trial of; set by the server, as the next
+    metric: str = ""  # that the study reads
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -223,6 +237,9 @@ class JobRequest:
             _whole("array index", self.array_index, 0)
         put(self, "env", _environment(self.env, self.array_index))
         put(self, "accelerators", tuple(dict.fromkeys(_texts("accelerators", self.accelerators))))
+        put(self, "params", _parameters(self.params))
+        _text("study", self.study)
+        _text("metric", self.metric)
         _require("" not in self.accelerators, "accelerators", self.accelerators, "leave empty names out")
         _text("owner", self.owner)
         is_whole = isinstance(self.priority, int) and not isinstance(self.priority, bool)
@@ -252,6 +269,12 @@ class JobRequest:
         if self.max_restarts is not None:
             return self.max_restarts
         return DEFAULT_RESTARTS if self.kind in RESIZED or self.checkpoints else 0
+
+    @property
+    def trial_environment(self) -> dict[str, str]:
+        """What ``pollux.train`` reads in a trial of a study."""
+        given = {"POLLUX_PARAMS": json.dumps(self.params) if self.params else "", "POLLUX_METRIC": self.metric}
+        return {name: value for name, value in {**given, "POLLUX_STUDY": self.study}.items() if value}
 
     def resolved(self, script_text: str | None, read: ReadFile = no_files) -> JobRequest:
         """With ``auto`` decided by the script's text and the files that it imports; any other command is fixed."""

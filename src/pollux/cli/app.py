@@ -93,6 +93,10 @@ PANELS: dict[str, dict[str, Listed]] = {
         "top": Listed(
             "top", "Show the cluster, its jobs, its queue and its decisions, live. Press ? for the keys, q to leave."
         ),
+        "tune": Listed(
+            "tune",
+            "Search for the best parameters of a script. pollux tune SCRIPT begins a study; its trials are jobs.",
+        ),
         "export": Listed(
             "export",
             "Export a job's curves and decisions. May be repeated while it trains: the same file is written anew.",

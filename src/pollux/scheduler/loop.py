@@ -35,15 +35,14 @@ from pollux.scheduler.ports import (
     NodePool,
     NodesChanged,
     ResizeJob,
-    StartJob,
     StopJob,
     Store,
     TuneJob,
     check_report,
 )
 from pollux.scheduler.quotas import Quotas
-from pollux.scheduler.reconcile import Actual, Change, Resize, Start, reconcile, together
-from pollux.scheduler.record import Departure, JobRecord, RoundRecord, as_it_was, reallocations
+from pollux.scheduler.reconcile import Actual, Change, Resize, Start, reconcile
+from pollux.scheduler.record import Departure, JobRecord, RoundRecord, as_it_was, num_replicas_text, reallocations
 from pollux.scheduler.sizing import Sizer
 from pollux.types import NO_ALLOCATION, Allocation, JobSpec, JobView, Node, Plan, Snapshot
 
@@ -245,6 +244,14 @@ class Scheduler:
             self._engine.apply([StopJob(job=name, reason=reason)])
         self.reconsider("cancel")
 
+    def reweigh(self, weights: Mapping[str, float]) -> None:
+        """Give active jobs other weights, for the next round; those that are over are left alone."""
+        for record in (self._active[name] for name in weights if name in self._active):
+            if record.spec.weight != weights[record.name]:
+                record.spec = dataclasses.replace(record.spec, weight=weights[record.name])
+                self._store.save_job(record)
+                self.reconsider("weights")
+
     def suspend(self, reason: str) -> None:
         """Ask every job to checkpoint and leave its slots; they wait then. No decisions after this: see `settle`."""
         self._desired.clear()
@@ -380,7 +387,7 @@ class Scheduler:
                 self._desired[record.name] = allocation
             was = record.allocation.num_replicas
             record.allocation, record.generation = allocation, record.generation + 1
-            why = f"lost {', '.join(lost)}: {was} -> {_replicas(allocation.num_replicas)}"
+            why = f"lost {', '.join(lost)}: {was} -> {num_replicas_text(allocation)}"
             record.move(JobState.RESIZING, now, why)
             self._store.save_job(record)
             self._engine.apply([ResizeJob(job=record.name, allocation=allocation, generation=record.generation)])
@@ -571,32 +578,11 @@ class Scheduler:
         command: Command
         match change:
             case Start(allocation=allocation):
-                record.generation += 1
-                record.allocation = allocation
-                record.started_at = now if record.started_at is None else record.started_at
-                record.move(JobState.STARTING, now, _replicas(allocation.num_replicas))
-                command = StartJob(
-                    job=record.name,
-                    spec=record.spec,
-                    allocation=allocation,
-                    generation=record.generation,
-                    params=record.knowledge.params,
-                    noise_scale=record.noise_scale,
-                )
+                command = record.start(allocation, now)
             case Resize(allocation=allocation):
-                was = record.allocation.num_replicas
-                record.generation += allocation.shares != record.allocation.shares  # else no replica moves
-                record.leaving = together(record.leaving, record.allocation)
-                record.allocation = allocation
-                target = JobState.STARTING if record.state is JobState.STARTING else JobState.RESIZING
-                record.move(target, now, f"{was} -> {_replicas(allocation.num_replicas)}")
-                command = ResizeJob(job=record.name, allocation=allocation, generation=record.generation)
+                command = record.resize(allocation, now)
             case _:
                 record.move(JobState.STOPPING, now, "preempted")
                 command = StopJob(job=record.name, reason="preempted")
         self._store.save_job(record)
         return command
-
-
-def _replicas(number: int) -> str:
-    return f"{number} replica{'s' * (number != 1)}"

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from pollux.scheduler.knowledge import Knowledge
 from pollux.scheduler.lifecycle import JobState, Transition, check_transition
+from pollux.scheduler.ports import ResizeJob, StartJob
+from pollux.scheduler.reconcile import together
 from pollux.types import NO_ALLOCATION, Allocation, JobSpec, JobView, Plan
 
 _HISTORY_LENGTH = 64  # transitions kept for an error message; a job makes a few per resize
@@ -66,6 +68,30 @@ class JobRecord:
         self.history.append(Transition(at, self.state, self.state, what))
         del self.history[:-_HISTORY_LENGTH]
 
+    def start(self, allocation: Allocation, now: float) -> StartJob:
+        """Give it its first slots; the command that does it."""
+        self.generation, self.allocation = self.generation + 1, allocation
+        self.started_at = now if self.started_at is None else self.started_at
+        self.move(JobState.STARTING, now, num_replicas_text(allocation))
+        return StartJob(
+            job=self.name,
+            spec=self.spec,
+            allocation=allocation,
+            generation=self.generation,
+            params=self.knowledge.params,
+            noise_scale=self.noise_scale,
+        )
+
+    def resize(self, allocation: Allocation, now: float) -> ResizeJob:
+        """Give it other slots; the command that does it."""
+        was = self.allocation.num_replicas
+        self.generation += allocation.shares != self.allocation.shares  # else no replica moves
+        self.leaving = together(self.leaving, self.allocation)
+        self.allocation = allocation
+        target = JobState.STARTING if self.state is JobState.STARTING else JobState.RESIZING
+        self.move(target, now, f"{was} -> {num_replicas_text(allocation)}")
+        return ResizeJob(job=self.name, allocation=allocation, generation=self.generation)
+
     def trains(self, now: float, generation: int, took_s: float | None) -> None:
         """The membership it was brought to is at work; how long that took is what the next change will cost.
 
@@ -117,6 +143,10 @@ class JobRecord:
             done_examples=self._done_examples(),
             is_pinned=self.state is JobState.STOPPING or (pins_resizing and is_under_way),
         )
+
+
+def num_replicas_text(allocation: Allocation) -> str:
+    return f"{allocation.num_replicas} replica{'s' * (allocation.num_replicas != 1)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

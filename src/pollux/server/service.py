@@ -39,9 +39,11 @@ from pollux.server.http.auth import Access, is_loopback, load_token
 from pollux.server.http.connections import BoundedProtocol
 from pollux.server.http.dependencies import ServedCluster
 from pollux.server.live.factory import ClusterMaker, make_cluster, prepared
+from pollux.server.live.trials import ClusterJobs
 from pollux.server.present.metrics import counted_log
 from pollux.server.storage.files import LOCK_FILE, make_directory, write_whole
 from pollux.server.storage.store import SqlStore
+from pollux.tune.studies import Studies
 from pollux.version import __version__
 
 DEFAULT_PORT = 7077
@@ -113,9 +115,13 @@ class Service:
             )
             # Replicas of the server before may report as soon as the cluster is there; until then they queue.
             cluster.start()
-            app = create_app(cluster, access, self.begin_stop, has_open_metrics=self.config.has_open_metrics)
+            studies = Studies(directory, ClusterJobs(cluster, self.config.settings.p))
+            studies.start()
+            stack.callback(studies.stop)
+            app = create_app(cluster, access, self.begin_stop, studies, has_open_metrics=self.config.has_open_metrics)
             stack.enter_context(_http(app, listener))
             stack.callback(self._stop_cluster)  # before HTTP: jobs report what they did last, logs are read to the end
+            stack.callback(studies.stop)  # first of all: no trial is begun or ended while the cluster stops
             write_whole(server_file, json.dumps(_describe(self.url)) + "\n")
             self._cleanup = stack.pop_all()
         logger.info("Pollux %s listens at %s; data in %s", __version__, self.url, directory)

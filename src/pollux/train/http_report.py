@@ -19,14 +19,17 @@ import urllib.parse
 from collections.abc import Callable, Mapping
 
 from pollux.api.codec import decode
-from pollux.api.report import MAX_NOTES, MAX_TIMINGS, Report, ReportAnswer, write_report
+from pollux.api.report import MAX_NOTES, MAX_OBSERVED, MAX_TIMINGS, Report, ReportAnswer, write_report
 from pollux.errors import InvalidValueError
 from pollux.train.report import Advice, plain
 
 TIMEOUT_S = 10.0  # of one request
+URGENT_EVERY_S = 0.1  # between reports with a value that a study waits for
 FIRST_EVERY_S = 1.0  # between reports, until the server says otherwise
 LONGEST_PAUSE_S = 15.0  # when the server is away
 LAST_WORD_S = 3.0  # for what is left when the run is over
+LAST_VALUE_S = 120.0  # the same for values that a study waits for: a server that is restarted must not lose them
+LAST_PAUSE_S = 0.5  # between attempts then
 FENCED = 409
 
 logger = logging.getLogger(__name__)
@@ -52,6 +55,8 @@ class HttpReporter:
         self._pending: Report | None = None
         self._advice: Advice | None = None
         self._is_closed = False
+        self._closed_at = math.inf
+        self._owes_value = False  # a study's value is on its way
         self._thread: threading.Thread | None = None
         self._every_s, self._pause_s = FIRST_EVERY_S, 0.0
         self._connection: http.client.HTTPConnection | None = None
@@ -81,18 +86,21 @@ class HttpReporter:
 
     def close(self) -> None:
         with self._changed:
-            self._is_closed = True
+            self._is_closed, self._closed_at = True, time.monotonic()
             self._changed.notify()
         if self._thread is not None:
             self._thread.join(LAST_WORD_S)
+            if self._owes_value:
+                self._thread.join(LAST_VALUE_S)
 
     def _work(self) -> None:
         sent_at = -math.inf
         while (report := self._next(sent_at)) is not None:
             sent_at = time.monotonic()
+            self._owes_value = bool(report.observed)
             try:
                 self._post(report)
-                self._pause_s = 0.0
+                self._pause_s, self._owes_value = 0.0, False
             except (OSError, http.client.HTTPException) as error:
                 self._disconnect()
                 if self._pause_s == 0.0:
@@ -100,7 +108,9 @@ class HttpReporter:
                 self._pause_s = min(max(2 * self._pause_s, 0.5), LONGEST_PAUSE_S)
                 self._put_back(report)
                 if self._is_closed:
-                    return
+                    if not report.observed or time.monotonic() - self._closed_at > LAST_VALUE_S:
+                        return
+                    time.sleep(LAST_PAUSE_S)
             except Exception:  # a bug of ours must not end the thread silently
                 logger.exception("a report was dropped")
         self._disconnect()
@@ -109,7 +119,9 @@ class HttpReporter:
         """The next report, when it is due; None when there will be none."""
         with self._changed:
             while True:
-                due_in_s = sent_at + max(self._every_s, self._pause_s) - time.monotonic()
+                is_urgent = self._pending is not None and bool(self._pending.observed)  # a trial may be pruned by it
+                every_s = URGENT_EVERY_S if is_urgent else self._every_s
+                due_in_s = sent_at + max(every_s, self._pause_s) - time.monotonic()
                 if self._pending is not None and (due_in_s <= 0 or self._is_closed):
                     report, self._pending = self._pending, None
                     return report
@@ -165,6 +177,7 @@ def _joined(before: Report, after: Report) -> Report:
         after,
         timings=(*before.timings, *after.timings)[-MAX_TIMINGS:],
         notes=(*before.notes, *after.notes)[-MAX_NOTES:],
+        observed=(*before.observed, *after.observed)[-MAX_OBSERVED:],
     )
 
 

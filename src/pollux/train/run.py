@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,9 +42,11 @@ from pollux.train.state import Stateful, flatten
 from pollux.train.step_exchange import StepExchange
 from pollux.train.team import Team
 from pollux.train.trainees import Trainees, index_of, pair_up
+from pollux.train.trial import Trial
 from pollux.train.tuner import Tuner, device_shares
 
 logger = logging.getLogger(__name__)
+_V = TypeVar("_V", bool, int, float, str)
 
 
 def init(
@@ -86,7 +88,7 @@ def init(
     if checkpoint_dir is not None:
         directory = CheckpointDirectory(checkpoint_dir, may_publish=partial(_may_publish, membership))
         checkpointer = Checkpointer(directory, checkpoint_every_s)
-    return Run(membership, device, checkpointer, reporter, timeout_s)
+    return Run(membership, device, checkpointer, reporter, timeout_s, Trial.from_environment(environment))
 
 
 class Run:
@@ -99,12 +101,13 @@ class Run:
         checkpointer: Checkpointer | None,
         reporter: Reporter | None,
         timeout_s: float,
+        trial: Trial | None = None,
     ) -> None:
         if device.type == "cuda":
             torch.cuda.set_device(device)
             if device_shares() > 1:
                 torch.cuda.set_per_process_memory_fraction(1 / device_shares(), device)
-        self.device = device
+        self.device, self._trial = device, trial or Trial()
         self._team = Team(device, timeout_s)
         if dist.is_initialized():
             if membership.is_elastic:
@@ -239,6 +242,10 @@ class Run:
     def learning_rate_factor(self) -> float:
         """The factor on the learning rates in the last step."""
         return 1.0 if self._trainees is None else self._trainees.members[self._exchange.lead].rate.factor
+
+    def param(self, name: str, default: _V) -> _V:
+        """A parameter of the study that this run is a trial of; ``default`` elsewhere. See docs/tune.md."""
+        return self._trial.param(name, default)
 
     # --- setting up ---------------------------------------------------------------------------------------------
 
@@ -457,6 +464,7 @@ class Run:
         """Report metrics, and write them to the log on rank 0."""
         if self._session.state is not None:
             self._session.state.metrics.update(metrics)
+            self._trial.observe(metrics, self._session.state.share_done(self._session.goal))
             loss = metrics.get("loss", metrics.get("train_loss"))
             if isinstance(loss, int | float):  # reading a tensor would wait for the device
                 self._session.state.guard.add("loss", float(loss))
@@ -529,6 +537,7 @@ class Run:
                 progress=self._progress,
                 tracked=self._tracked,
                 choice=self._tuner.choose(None, 0, 0, None),
+                trial=self._trial,
             )
         return self._session.state
 

@@ -23,6 +23,7 @@ from pollux.train.state import FlatState, Stateful, flatten, random_state, set_r
 from pollux.train.step_exchange import ExchangeState, StepExchange
 from pollux.train.trainee import Trainee
 from pollux.train.trainees import Trainees
+from pollux.train.trial import Trial
 from pollux.train.tuner import Tuner
 
 
@@ -55,6 +56,7 @@ class RunState:
     num_measured: int = 0
     last_measured: int = 0
     metrics: dict[str, object] = field(default_factory=dict)
+    trial: Trial = field(default_factory=Trial)
     stalled_s: float = 0.0  # in resizes and recoveries
     seed: int = 0  # of the replicas' random streams: rank 0's at the start
     lineage: int = 0  # of checkpoints: a new number each time training begins or resumes
@@ -146,14 +148,19 @@ class RunState:
         self.trainees.load_rate_states(state["rates"])
         self.trainees.load_scaler_state(state["scaler"])
 
+    def share_done(self, goal: Goal | None) -> float | None:
+        """Of the epochs or steps asked for; None before they are."""
+        if goal is None or goal.count <= 0:
+            return None
+        return self.progress.share_done(goal, self.loader.epoch_length)
+
     def report(self, generation: int, num_replicas: int, goal: Goal | None) -> Report:
         tuner, choice, phi = self.tuner, self.choice, self.noise_scale
         gain = self.gain(choice.total)
         efficiency = None if phi is None else min(1.0, gain * tuner.limits.initial / choice.total)
         throughput = tuner.throughput(choice)
-        progress = remaining = None
+        progress, remaining = self.share_done(goal), None
         if goal is not None and goal.count > 0:
-            progress = self.progress.share_done(goal, self.loader.epoch_length)
             remaining = self.progress.remaining_useful(goal, self.loader.epoch_length, tuner.limits.initial)
         if self.is_finished:
             progress, remaining = 1.0, 0.0
@@ -180,4 +187,5 @@ class RunState:
             timings=tuner.take_timings(),
             notes=tuner.take_notes(),
             metrics=dict(self.metrics),
+            observed=self.trial.take_observed(),
         )

@@ -77,6 +77,27 @@ def test_jobs_start_grow_and_shrink_without_overlap():
     assert [type(command) for command in world.engine.commands] == [StartJob, ResizeJob, StartJob, ResizeJob]
 
 
+def test_a_job_that_is_weighed_anew_gets_more_without_waiting_for_the_interval():
+    world = World("pollux", decides_on_events=True)
+    world.submit("a")
+    world.submit("b")
+    world.round()
+    before = world.replicas()
+    world.scheduler.reweigh({"a": 100.0, "b": 1.0, "unknown": 5.0})
+    assert world.store.jobs["a"].spec.weight == 100.0
+    world.clock.time += 1
+    num_rounds = world.scheduler.num_rounds
+    for _ in range(6):
+        world.scheduler.tick()
+        world.engine.finish()
+    assert world.scheduler.num_rounds > num_rounds
+    assert world.replicas()["a"] >= before["a"]
+    world.scheduler.reweigh({"a": 100.0})
+    num_rounds = world.scheduler.num_rounds
+    world.scheduler.tick()
+    assert world.scheduler.num_rounds == num_rounds  # nothing has changed
+
+
 def test_nothing_is_decided_between_rounds_unless_events_count():
     quiet, alert = World(), World(decides_on_events=True)
     for world in (quiet, alert):

@@ -166,8 +166,8 @@ def test_a_job_that_cannot_be_moved_gets_no_slots_that_others_can_ask_back():
 
 def test_weights_divide_by_team_and_not_by_the_number_of_jobs():
     jobs = [make_job("vision0", owner="vision"), *(make_job(f"nlp{i}", owner="nlp") for i in range(6))]
-    alone = Cluster(Entitlements(), *jobs).decide()
-    counts = Cluster(entitlements(vision=Quota(), nlp=Quota()), *jobs).decide()
+    alone = Cluster(Entitlements(), *jobs, nodes=make_nodes(4, 4)).decide()
+    counts = Cluster(entitlements(vision=Quota(), nlp=Quota()), *jobs, nodes=make_nodes(4, 4)).decide()
     assert counts["vision0"] > alone["vision0"]
     heavy = Cluster(entitlements(vision=Quota(weight=4.0), nlp=Quota()), *jobs, nodes=make_nodes(4, 4)).decide()
     light = Cluster(entitlements(vision=Quota(weight=0.25), nlp=Quota()), *jobs, nodes=make_nodes(4, 4)).decide()

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pollux.api.cluster import ClusterSample, ClusterSummary, NodeSummary, Timeline
@@ -17,6 +17,7 @@ from pollux.api.round import RoundDetail, RoundSummary
 from pollux.api.usage import UsageRow
 from pollux.errors import UnknownNameError
 from pollux.server.live.accounts import Accounts
+from pollux.server.live.operations import Operations
 from pollux.server.present.charts import job_curves, job_model
 from pollux.server.present.metrics import Metrics
 from pollux.server.present.views import KnownJob, cluster_size, job_row, job_summary
@@ -44,6 +45,10 @@ class FakeCluster:
         directory.mkdir(parents=True, exist_ok=True)
         self.accounts = Accounts(SqlStore(directory / "accounts.db"), time.time)
         self._lock = threading.Lock()
+
+    @property
+    def operations(self) -> Operations:
+        raise NotImplementedError("operators' commands need the real cluster")
 
     # Life
 
@@ -134,6 +139,13 @@ class FakeCluster:
     def nodes(self) -> list[NodeSummary]:
         self._fail()
         return [_node(name, name in self.draining) for name in ("a", "b")]
+
+    def reweigh(self, weights: Mapping[str, float]) -> None:
+        for name, weight in weights.items():
+            self.change(name, weight=weight)
+
+    def weights_outside(self, study: str) -> list[float]:
+        return [view.weight for view in self.views.values() if view.study != study and not view.is_over]
 
     def drain(self, node: str, is_draining: bool) -> NodeSummary:
         self._fail()

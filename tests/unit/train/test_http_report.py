@@ -98,6 +98,33 @@ def test_the_servers_answer_becomes_advice_once(listener):
     reporter.close()
 
 
+def test_a_value_that_a_study_waits_for_does_not_wait_for_its_turn(listener):
+    listener.answer = {"params": None, "report_every_s": 300.0}
+    reporter = HttpReporter(listener.url, "secret", "a")
+    reporter.send(a_report(num_steps=1))
+    until(lambda: reporter._every_s == 300.0)
+    reporter.send(a_report(num_steps=2))
+    reporter.send(a_report(num_steps=3, observed=((0.1, 2.0),)))
+    reporter.send(a_report(num_steps=4, observed=((0.2, "nan"),)))
+    until(lambda: len(listener.received) == 2 or reporter._pending is None)
+    until(lambda: sum(len(report.observed) for _, _, report in listener.received) == 2)
+    assert [one for _, _, report in listener.received for one in report.observed] == [(0.1, 2.0), (0.2, "nan")]
+    reporter.close()
+
+
+def test_the_last_value_of_a_trial_waits_for_a_server_that_is_restarted(listener, monkeypatch):
+    monkeypatch.setattr(http_report, "LAST_WORD_S", 0.2)
+    listener.status = 503
+    reporter = HttpReporter(listener.url, "secret", "a")
+    reporter.send(a_report(num_steps=9, observed=((1.0, 0.5),)))
+    until(lambda: listener.num_refused > 0)
+    back = threading.Timer(1.0, lambda: setattr(listener, "status", 200))
+    back.start()
+    reporter.close()
+    assert [report.observed for _, _, report in listener.received] == [((1.0, 0.5),)]
+    back.join()
+
+
 def test_what_cannot_be_sent_is_joined_with_what_comes_later(listener, monkeypatch):
     listener.status = 503
     reporter = HttpReporter(listener.url, "secret", "a")

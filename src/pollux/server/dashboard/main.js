@@ -8,6 +8,7 @@ import {announce, fill, h, set, setText, tip} from "./dom.js";
 import {jobPage} from "./job.js";
 import {jobsPage} from "./jobs.js";
 import {connect, forget, store, subscribe, tryNow} from "./store.js";
+import {studiesPage, studyPage} from "./studies.js";
 import {openSubmit} from "./submit.js";
 import {usagePage} from "./usage.js";
 
@@ -38,6 +39,7 @@ function makePage(hash) {
   if (!parts.length) return clusterPage({go});
   if (parts[0] === "jobs") return parts.length > 1 ? jobPage({name: parts.slice(1).join("/"), go}) : jobsPage();
   if (parts[0] === "decisions") return decisionsPage();
+  if (parts[0] === "studies") return parts.length > 1 ? studyPage({name: parts.slice(1).join("/")}) : studiesPage();
   if (parts[0] === "compare") return comparePage();
   if (parts[0] === "usage") return usagePage();
   return {

@@ -17,6 +17,7 @@ from pollux.server.http import (
     metrics_route,
     pages,
     simulation_routes,
+    study_routes,
 )
 from pollux.server.http.auth import Access
 from pollux.server.http.dependencies import ServedCluster
@@ -24,6 +25,7 @@ from pollux.server.http.errors import add_handlers
 from pollux.server.http.metrics_route import Meter
 from pollux.server.http.openapi import describe
 from pollux.server.present.feed import Feed
+from pollux.tune.studies import Studies
 from pollux.version import __version__
 
 DESCRIPTION = "A co-adaptive scheduler: jobs share a cluster's accelerators by goodput."
@@ -36,11 +38,17 @@ ROUTERS = (
     *account_routes.ROUTERS,
     *chart_routes.ROUTERS,
     *simulation_routes.ROUTERS,
+    *study_routes.ROUTERS,
 )
 
 
 def create_app(
-    cluster: ServedCluster, access: Access, shutdown: Callable[[bool], None], *, has_open_metrics: bool = False
+    cluster: ServedCluster,
+    access: Access,
+    shutdown: Callable[[bool], None],
+    studies: Studies,
+    *,
+    has_open_metrics: bool = False,
 ) -> FastAPI:
     """The application. ``shutdown(keeps_jobs)`` begins to end the server, and returns at once.
 
@@ -56,6 +64,7 @@ def create_app(
         redirect_slashes=False,
     )
     app.state.cluster, app.state.access, app.state.shutdown = cluster, access, shutdown
+    app.state.studies = studies
     app.state.metrics, app.state.has_open_metrics = cluster.metrics, has_open_metrics
     app.state.feed = Feed(cluster.queries)
     app.state.is_ending = False  # set to end streams

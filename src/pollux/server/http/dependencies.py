@@ -5,8 +5,9 @@ Routes depend on these. The cluster is known by :class:`ServedCluster` and :clas
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Protocol, TypeVar, cast
 
@@ -75,6 +76,8 @@ class ServedCluster(Protocol):
     def cancel(self, name: str, reason: str) -> JobSummary: ...
     def report(self, report: Report) -> ReportAnswer: ...
     def drain(self, node: str, is_draining: bool) -> NodeSummary: ...
+    def reweigh(self, weights: Mapping[str, float]) -> None: ...
+    def weights_outside(self, study: str) -> Sequence[float]: ...
     def start(self) -> None: ...
     def stop(self, *, keeps_jobs: bool, timeout_s: float = 60) -> None: ...
     def hurry(self, timeout_s: float) -> None: ...
@@ -148,6 +151,20 @@ def require_owner(caller: Caller, job: str, owner: str) -> None:
     if not caller.may_change(owner):
         message = f"job {job!r} is {owner}'s, and {caller.owner!r} is no admin; ask {owner} or an admin"
         raise Refusal(403, "AccessDeniedError", message)
+
+
+def owned_by(caller: Caller, request: JobRequest, cluster: ServedCluster) -> JobRequest:
+    """The request with its owner: the caller, or the user that an admin names.
+
+    Raises:
+        Refusal: the caller is no admin and submits for another user.
+        UnknownNameError: no user has that name.
+    """
+    if request.owner not in ("", caller.owner):
+        if not caller.is_admin:
+            raise Refusal(403, "AccessDeniedError", f"job for {request.owner!r}; only admins submit for others")
+        cluster.accounts.user(request.owner)
+    return dataclasses.replace(request, owner=request.owner or caller.owner)
 
 
 async def require_known_parameters(request: Request) -> None:

@@ -7,7 +7,6 @@ loop.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import logging
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -45,6 +44,7 @@ from pollux.server.http.dependencies import (
     body_of,
     is_still_allowed,
     of_people,
+    owned_by,
     read_body,
     read_json,
     require_owner,
@@ -76,12 +76,7 @@ def submit(cluster: ItsCluster, caller: ItsCaller, body: Annotated[object, Depen
 
     It is the caller's. An admin may name another owner.
     """
-    request = JobRequest.from_dict(body)
-    if request.owner not in ("", caller.owner):
-        if not caller.is_admin:
-            raise Refusal(403, "AccessDeniedError", f"job for {request.owner!r}; only admins submit for others")
-        cluster.accounts.user(request.owner)  # raises UnknownNameError
-    request = dataclasses.replace(request, owner=request.owner or caller.owner)
+    request = owned_by(caller, JobRequest.from_dict(body), cluster)
     return answer(JobList(jobs=tuple(cluster.submit(request))), 201)
 
 

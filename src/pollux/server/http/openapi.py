@@ -21,6 +21,9 @@ _JOB_HELP = {
     "array_index": "Set by the server for the jobs of an array.",
     "array_of": "Set by the server: the array's name.",
     "array_limit": "Set by the server: how many jobs of the array run at a time.",
+    "params": "For run.param in the script, by name: numbers, texts, true or false.",
+    "study": "Set by the server for the trials of a study.",
+    "metric": "Set by the server for the trials of a study: what the study reads.",
 }
 
 

@@ -15,7 +15,7 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import date
@@ -213,6 +213,15 @@ class Cluster:
 
         self._ask(change)
         return next(one for one in self.queries.nodes() if one.name == node)
+
+    def reweigh(self, weights: Mapping[str, float]) -> None:
+        """Give jobs other weights; the scheduler looks at them soon. Returns at once."""
+        self._queue(lambda: self._working().reweigh(weights))
+
+    def weights_outside(self, study: str) -> list[float]:
+        """Of all jobs that are not over and no trials of this study."""
+        pairs = [(record, self._jobs.request_of(record.name)) for record in self._state.records.values()]
+        return [record.spec.weight for record, request in pairs if request is None or request.study != study]
 
     def report(self, report: Report) -> ReportAnswer:
         """Take in a job's report; the answer is the model fitted to its speed. Never waits.

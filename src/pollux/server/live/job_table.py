@@ -282,6 +282,7 @@ class JobTable:
                 **inherited,
                 **request.env,
                 **({RUN_AS: unix_user} if unix_user else {}),
+                **request.trial_environment,
                 "POLLUX_JOB_ID": name,
                 "POLLUX_URL": self._settings.url,
                 "POLLUX_TOKEN": self._token_of(name),

@@ -123,6 +123,7 @@ def job_summary(job: KnownJob, now: float, *, reason: str = "", note: str = "") 
         standing=job.standing,
         held_back=job.held_back,
         time_limit_s=None if request is None else request.time_limit_s,
+        study="" if request is None else request.study,
         progress=report.progress,
         epoch=report.epoch if has_report else None,
         num_steps=report.num_steps if has_report else None,

@@ -5,14 +5,21 @@ With the real cluster and its database; only the engine runs nothing, as what is
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 from fastapi.routing import APIRoute
 from hypothesis import HealthCheck, Phase, given
 from hypothesis import strategies as st
 
+from pollux.api.request import JobRequest
+from pollux.api.space import parse_parameter
+from pollux.api.study import StudyRequest
 from pollux.server.http.app import ROUTERS, create_app
 from pollux.server.http.auth import Access
+from pollux.server.live.trials import ClusterJobs
 from pollux.testing.examples import examples
+from pollux.tune.studies import Studies
 from tests.unit.server.live.test_cluster import World
 
 TOKEN = "operator-token-0123456789"
@@ -44,9 +51,14 @@ def api(tmp_path_factory):
     world.submit(name="over")
     world.cluster.cancel("over", "")
     world.until(lambda: world.cluster.queries.is_ended("over"))
-    app = create_app(world.cluster, Access(TOKEN, world.cluster.job_of_token), lambda keeps_jobs: None)
+    studies = Studies(tmp_path_factory.mktemp("studies"), ClusterJobs(world.cluster, -1.0))
+    app = create_app(world.cluster, Access(TOKEN, world.cluster.job_of_token), lambda keeps_jobs: None, studies)
+    if importlib.util.find_spec("optuna") is not None:
+        job = JobRequest(command=("python", "train.py"))
+        studies.create(StudyRequest(job=job, name="known", space=(parse_parameter("lr=0.1..0.9"),), metric="loss"))
     app.state.is_ending = True  # a stream of events ends after the first one
     yield schemathesis.openapi.from_asgi("/api/v1/openapi.json", app)
+    studies.stop()
     world.cluster.stop(keeps_jobs=True)
     world.store.close()
 
@@ -93,6 +105,8 @@ def test_with_the_operators_token(api, method, path):
 
 @pytest.mark.parametrize(("method", "path"), [(method, path) for method, path in OPERATIONS if "{name}" in path])
 def test_of_a_job_and_a_node_there_are(api, method, path):
+    if "/studies/" in path:
+        pytest.importorskip("optuna", reason="studies need the extra tune")
     # Logs may be followed until the job is over, so this one is.
     name = "a" if "/nodes/" in path else "over" if path.endswith("/logs") else "known"
 

@@ -776,3 +776,15 @@ def test_a_cluster_whose_engine_is_in_trouble_is_not_ready_and_says_why(world):
     assert not world.cluster.is_ready and world.cluster.problem == world.engine.trouble
     world.engine.trouble = ""
     assert world.cluster.is_ready and world.cluster.problem == ""
+
+
+def test_weights_of_jobs_outside_of_a_study_and_new_ones(world):
+    world.submit(name="other", weight=2.0)
+    name = world.submit(name="s-0", study="s", metric="loss", params={"lr": 0.1})
+    world.until(lambda: len(world.cluster.weights_outside("t")) == 2)
+    assert world.cluster.weights_outside("s") == [2.0]
+    assert world.cluster.queries.summary_of(name).study == "s"
+    world.cluster.reweigh({name: 0.25})
+    world.until(lambda: world.cluster.queries.summary_of(name).weight == 0.25)
+    environment = world.cluster._jobs.launch_of(name).env
+    assert (environment["POLLUX_PARAMS"], environment["POLLUX_METRIC"]) == ('{"lr": 0.1}', "loss")

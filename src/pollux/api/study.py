@@ -1,0 +1,208 @@
+"""What is asked of and said about studies: searches for the best parameters, whose trials are jobs.
+
+The client makes a :class:`StudyRequest`; the server checks, stores and carries it out, and answers with the views.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import ClassVar, Literal
+
+from pollux.api.codec import Codec, Special, about
+from pollux.api.job import NonFinite
+from pollux.api.request import MAX_NAME_LENGTH, JobRequest, default_name
+from pollux.api.space import Parameter, Value, check_space, value_text
+from pollux.errors import InvalidValueError
+
+SamplerName = Literal["tpe", "random", "cmaes", "gp"]
+PrunerName = Literal["asha", "hyperband", "median", "curve", "none"]
+StudyStateName = Literal["running", "stopped", "finished", "failed", "unreadable"]
+TrialStateName = Literal["waiting", "running", "complete", "pruned", "failed", "stopped"]
+MAX_TRIALS = 10_000
+_NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_NAME_LENGTH - 8}}}")
+_PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_.-]*)\}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyRequest:
+    """A search. ``job`` is what every trial runs; its name is the study's, with the trial's number behind it."""
+
+    VERSION: ClassVar[int] = 1
+
+    job: JobRequest
+    space: tuple[Parameter, ...]
+    metric: str = field(metadata=about("What run.log reports and the study improves.", min_length=1, max_length=256))
+    name: str = field(default="", metadata=about("The script's name by default."))
+    direction: Literal["minimize", "maximize"] = "minimize"
+    trials: int = field(default=20, metadata=about("How many in all.", ge=1, le=MAX_TRIALS))
+    parallel: int | None = field(
+        default=None,
+        metadata=about("Trials at the same time; by default one for each slot of the study's share.", ge=1),
+    )
+    sampler: SamplerName = "tpe"
+    pruner: PrunerName = "asha"
+    eta: int = field(default=3, metadata=about("Of so many trials at a rung one goes on.", ge=2, le=100))
+    min_progress: float = field(
+        default=0.1, metadata=about("Share of its work after which a trial may be pruned.", ge=0.001, le=0.9)
+    )
+    seed: int = field(default=0, metadata=about(ge=0, le=2**31 - 1))
+    weight: float = field(default=1.0, metadata=about("As how many jobs the whole study counts towards others.", ge=0))
+    target: float | None = field(default=None, metadata=about("End the study when a trial reaches this value."))
+    arguments: bool = field(default=False, metadata=about("Pass parameters as --NAME VALUE behind the command too."))
+
+    def __post_init__(self) -> None:
+        name = self.name or default_name(self.job.command)
+        object.__setattr__(self, "name", name)
+        if not _NAME.fullmatch(name):
+            raise InvalidValueError(
+                f"study name {name!r:.80}; 1 to {MAX_NAME_LENGTH - 7} of A-Z a-z 0-9 . _ - are allowed, "
+                "the first a letter or digit"
+            )
+        if self.job.array or self.job.after:
+            raise InvalidValueError("a study's job is neither an array nor waits for others; leave out array and after")
+        if not (math.isfinite(self.weight) and self.weight > 0):
+            raise InvalidValueError(f"weight {self.weight}; a positive number is needed")
+        check_space(self.space)
+        known = {one.name for one in self.space}
+        for word in self.job.command:
+            for asked in _PLACEHOLDER.findall(word):
+                if asked not in known:
+                    raise InvalidValueError(
+                        f"the command has {{{asked}}}, which is no parameter of the space; it has {', '.join(known)}"
+                    )
+
+    @property
+    def sign(self) -> float:
+        """What makes the metric one to minimise."""
+        return 1.0 if self.direction == "minimize" else -1.0
+
+    def command_of(self, params: Mapping[str, Value]) -> tuple[str, ...]:
+        """The command of a trial: ``{name}`` replaced, and ``--name value`` behind it if the study says so."""
+
+        def value(match: re.Match[str]) -> str:
+            return value_text(params[match[1]]) if match[1] in params else ""
+
+        command = tuple(_PLACEHOLDER.sub(value, word) for word in self.job.command)
+        if not self.arguments:
+            return command
+        return (*command, *(word for name, one in params.items() for word in (f"--{name}", value_text(one))))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialPoint:
+    """A value of the metric, and how much of the trial's work was done: its progress, whatever the batch was."""
+
+    progress: float
+    value: float | NonFinite
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrialView:
+    number: int
+    job: str = field(metadata=about("The job that runs it."))
+    state: TrialStateName
+    params: Mapping[str, object]
+    value: float | NonFinite | None = field(metadata=about("The last value of the metric."))
+    progress: float | None
+    rung: int = field(metadata=about("How many rungs it has passed."))
+    num_replicas: int
+    chance: float | None = field(metadata=about("That it ends as the best: what its weight follows."))
+    slot_s: float = field(metadata=about("Seconds times slots it has held."))
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Improvement:
+    """A new best value: when, and what the study had cost until then."""
+
+    at: float
+    slot_s: float
+    trial: int
+    value: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudySummary:
+    name: str
+    state: StudyStateName
+    reason: str
+    metric: str
+    direction: str
+    created_at: float
+    ended_at: float | None
+    num_trials: int = field(metadata=about("How many there will be in all."))
+    counts: Mapping[str, int] = field(metadata=about("Trials by state."))
+    best_value: float | None
+    best_trial: int | None
+    best_params: Mapping[str, object]
+    slot_s: float
+    warnings: tuple[str, ...]
+
+    @property
+    def is_over(self) -> bool:
+        return self.state != "running"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyList:
+    studies: tuple[StudySummary, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RungCost:
+    """Trials that ended after so many rungs, and what they cost."""
+
+    rung: int
+    at_progress: float
+    num_trials: int
+    slot_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyDetail(StudySummary):
+    request: Mapping[str, object]
+    trials: tuple[TrialView, ...]
+    improvements: tuple[Improvement, ...]
+    rungs: tuple[RungCost, ...]
+    importance: Mapping[str, float] = field(metadata=about("Of each parameter, by PED-ANOVA; empty with few trials."))
+    storage: str = field(metadata=about("Optuna's storage, for its own dashboard."))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyCurves:
+    """By trial number."""
+
+    curves: Mapping[str, tuple[TrialPoint, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyResumption:
+    """The body of a request to resume a study."""
+
+    trials: int | None = field(default=None, metadata=about("How many in all from now on.", ge=1, le=MAX_TRIALS))
+
+
+def _job_of(value: object, where: str) -> JobRequest:
+    return value if isinstance(value, JobRequest) else JobRequest.from_dict(value)
+
+
+STUDIES = Codec(special={JobRequest: Special(lambda request: request.to_dict(), _job_of)})
+"""Reads and writes study requests."""
+
+
+def encode_study(request: StudyRequest) -> dict[str, object]:
+    found = STUDIES.encode(request)
+    assert isinstance(found, dict)
+    return dict(found)
+
+
+def decode_study(value: object) -> StudyRequest:
+    """Of :func:`encode_study`, or of JSON by hand.
+
+    Raises:
+        InvalidValueError: names the field, the value seen and what is allowed.
+    """
+    return STUDIES.decode(StudyRequest, value, "study")

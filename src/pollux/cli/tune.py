@@ -1,0 +1,229 @@
+"""``pollux tune``: begins a study, and lists, shows, stops and resumes studies. Trials are jobs of the server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+from typer.core import TyperGroup
+
+from pollux.api.study import StudyDetail, StudySummary, TrialView
+from pollux.cli.connect import DataOption, JsonOption, ServerOption, connect, print_json, say, show
+from pollux.cli.job_options import takes_job_options
+from pollux.client.study import Study, list_studies, make_study, read_study
+from pollux.errors import InvalidValueError
+
+_PANEL = "Study"
+_MOST_TRIALS = 40  # shown; --json and --csv have all
+EXIT_FAILED = 1
+
+
+class BeginsByDefault(TyperGroup):
+    """``pollux tune train.py ...`` begins a study; a first word that is a command below is that command."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if args and args[0] not in self.commands and args[0] not in ("-h", "--help"):
+            args = ["begin", *args]
+        return super().parse_args(ctx, args)
+
+
+app = typer.Typer(
+    cls=BeginsByDefault,
+    add_completion=False,
+    no_args_is_help=True,
+    help="Search for the best parameters of a script. pollux tune SCRIPT begins a study; its trials are jobs.",
+)
+
+StudyArgument = Annotated[str, typer.Argument(metavar="STUDY", help="Name of the study.")]
+
+
+def _option(*names: str, help: str, metavar: str | None = None) -> Any:
+    return typer.Option(*names, help=help, metavar=metavar, rich_help_panel=_PANEL, show_default=False)
+
+
+@app.command("begin", hidden=True)
+@takes_job_options
+def begin(
+    options: dict[str, Any],
+    command: Annotated[
+        list[str] | None, typer.Argument(metavar="SCRIPT", help="A script, or -- and a command; {NAME} is replaced.")
+    ] = None,
+    space: Annotated[
+        list[str] | None,
+        _option("--space", metavar="NAME=RANGE", help="lr=log:1e-4..1e-1, layers=1..8, model=choice:small,large."),
+    ] = None,
+    metric: Annotated[str | None, _option("--metric", metavar="NAME", help="What run.log reports, to improve.")] = None,
+    maximizes: Annotated[bool, _option("--maximize", help="The metric is to grow; it is to fall by default.")] = False,
+    trials: Annotated[int | None, _option("--trials", metavar="N", help="How many in all; 20 by default.")] = None,
+    parallel: Annotated[int | None, _option("--parallel", metavar="N", help="At most so many at a time.")] = None,
+    sampler: Annotated[str | None, _option("--sampler", metavar="tpe|random|cmaes|gp", help="Optuna's.")] = None,
+    pruner: Annotated[
+        str | None, _option("--pruner", metavar="asha|hyperband|median|curve|none", help="By progress.")
+    ] = None,
+    eta: Annotated[
+        int | None, _option("--eta", metavar="N", help="Of so many trials at a rung one goes on; 3.")
+    ] = None,
+    min_progress: Annotated[
+        float | None, _option("--min-progress", metavar="SHARE", help="First rung: share of a trial's work; 0.1.")
+    ] = None,
+    seed: Annotated[int | None, _option("--seed", metavar="N", help="Of the sampler; 0.")] = None,
+    target: Annotated[float | None, _option("--target", metavar="VALUE", help="End when this is reached.")] = None,
+    arguments: Annotated[bool, _option("--arguments", help="Pass parameters as --NAME VALUE, too.")] = False,
+    file: Annotated[Path | None, _option("--file", metavar="TOML", help="All of this in a file.")] = None,
+    waits: Annotated[bool, typer.Option("--wait", help="Wait until it is over; print its best trial.")] = False,
+    as_json: JsonOption = False,
+    data: DataOption = None,
+    server: ServerOption = None,
+) -> None:
+    """Begin a study; print its name. Job options apply to every trial; --weight counts for the whole study."""
+    if file is not None:
+        if command or space or metric:
+            raise InvalidValueError(f"--file {file} beside a command, --space or --metric; say it in one place")
+        request = read_study(file)
+    else:
+        own = {
+            "metric": metric,
+            "direction": "maximize" if maximizes else None,
+            "trials": trials,
+            "parallel": parallel,
+            "sampler": sampler,
+            "pruner": pruner,
+            "eta": eta,
+            "min_progress": min_progress,
+            "seed": seed,
+            "target": target,
+            "arguments": arguments or None,
+        }
+        weight = options.pop("weight", None)
+        if weight is not None:
+            own["weight"] = _number("--weight", weight)
+        request = make_study(command or [], space or [], {**options, **own})
+    with connect(data, server) as client:
+        study = Study.of(request, client).start()
+        if not waits:
+            print_json(study.describe()) if as_json else typer.echo(study.name)
+            return
+        if not as_json:
+            say(f"study {study.name}: pollux tune show {study.name}, or the dashboard's page of it")
+        _report(study.wait(), as_json)
+
+
+def _number(what: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise InvalidValueError(f"{what} {text!r}; a number is needed") from None
+
+
+def _report(found: StudyDetail, as_json: bool) -> None:
+    """What a study that is over has found; ends with 1 if it failed."""
+    if as_json:
+        print_json(found)
+    else:
+        show(_short(found))
+    if found.state == "failed":
+        raise typer.Exit(EXIT_FAILED)
+
+
+@app.command("ls")
+def list_all(as_json: JsonOption = False, data: DataOption = None, server: ServerOption = None) -> None:
+    """List studies: their state, their trials, their best value."""
+    with connect(data, server) as client:
+        found = list_studies(client)
+    if as_json:
+        print_json({"studies": found})
+        return
+    table = Table("study", "state", "trials", "best", "parameters", "slot-hours", box=None, pad_edge=False)
+    for one in found:
+        best = "-" if one.best_value is None else f"{one.metric} {one.best_value:.6g}"
+        table.add_row(one.name, one.state, _trials(one), best, _params(one.best_params), f"{one.slot_s / 3600:.3g}")
+    show(table)
+
+
+@app.command("show")
+def show_one(
+    name: StudyArgument,
+    csv: Annotated[bool, typer.Option("--csv", help="Print its trials as CSV.")] = False,
+    as_json: JsonOption = False,
+    data: DataOption = None,
+    server: ServerOption = None,
+) -> None:
+    """Show a study: its trials, the best of them, which parameters matter, what each rung cost."""
+    with connect(data, server) as client:
+        study = Study.attach(name, client)
+        if csv:
+            typer.echo(study.csv(), nl=False)
+            return
+        found = study.describe()
+    if as_json:
+        print_json(found)
+        return
+    show(_short(found))
+    table = Table("trial", "state", found.metric, "progress", "slots", "chance", "parameters", box=None, pad_edge=False)
+    for one in found.trials[-_MOST_TRIALS:]:
+        table.add_row(*_row(one))
+    show(table)
+    if found.importance:
+        say("importance: " + ", ".join(f"{name} {value:.0%}" for name, value in found.importance.items()))
+    for warning in found.warnings:
+        say(f"warning: {warning}")
+
+
+@app.command("stop")
+def stop(
+    name: StudyArgument, as_json: JsonOption = False, data: DataOption = None, server: ServerOption = None
+) -> None:
+    """Stop a study: its trials end. Those that were not done begin again when it is resumed."""
+    with connect(data, server) as client:
+        _say_state(Study.attach(name, client).stop(), as_json)
+
+
+@app.command("resume")
+def resume(
+    name: StudyArgument,
+    trials: Annotated[int | None, typer.Option("--trials", metavar="N", help="So many in all from now on.")] = None,
+    as_json: JsonOption = False,
+    data: DataOption = None,
+    server: ServerOption = None,
+) -> None:
+    """Resume a study that was stopped, or give one that has finished more trials."""
+    with connect(data, server) as client:
+        _say_state(Study.attach(name, client).resume(trials), as_json)
+
+
+def _say_state(found: StudySummary, as_json: bool) -> None:
+    if as_json:
+        print_json(found)
+    else:
+        typer.echo(f"{found.name} is {found.state}" + (f": {found.reason}" if found.reason else ""))
+
+
+def _short(found: StudySummary) -> str:
+    lines = [f"{found.name} is {found.state}" + (f": {found.reason}" if found.reason else "")]
+    lines.append(f"trials: {_trials(found)}; {found.slot_s / 3600:.3g} slot-hours")
+    if found.best_value is not None:
+        lines.append(
+            f"best: {found.metric} {found.best_value:.6g} of trial {found.best_trial}, {_params(found.best_params)}"
+        )
+    return "\n".join(lines)
+
+
+def _trials(found: StudySummary) -> str:
+    counts = ", ".join(f"{number} {state}" for state, number in sorted(found.counts.items()))
+    return f"{counts or 'none yet'} of {found.num_trials}"
+
+
+def _params(params: Any) -> str:
+    return " ".join(
+        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in params.items()
+    )
+
+
+def _row(one: TrialView) -> tuple[str, ...]:
+    value = "-" if one.value is None else f"{one.value:.6g}" if isinstance(one.value, float) else str(one.value)
+    progress = "-" if one.progress is None else f"{one.progress:.0%}"
+    chance = "-" if one.chance is None else f"{one.chance:.0%}"
+    slots = str(one.num_replicas) if one.state == "running" else "-"
+    return str(one.number), one.state, value, progress, slots, chance, _params(one.params)

@@ -1,0 +1,211 @@
+/* The pages of studies: all of them, and one with its trials, its best value over time and cost, and its curves. */
+
+import {api, post} from "./api.js";
+import {Figure, layout, line} from "./charts.js";
+import {DataTable, confirmDialog, fill, h, setText, toast} from "./dom.js";
+import {DASH, asNumber, duration, number, plural, share, time} from "./format.js";
+import {jobLink} from "./paint.js";
+
+const EVERY_MS = 2000,
+  MOST_CURVES = 60;
+const HOW = "pollux tune train.py --space lr=log:1e-4..1e-1 --metric val_loss --trials 20";
+
+const paramText = params =>
+  Object.entries(params)
+    .map(([name, value]) => `${name}=${typeof value === "number" ? number(value, 4) : value}`)
+    .join("  ");
+const countsText = study =>
+  `${Object.entries(study.counts)
+    .map(([state, count]) => `${count} ${state}`)
+    .join(", ") || "none yet"} of ${study.num_trials}`;
+const studyLink = name => h("a", {href: `#/studies/${encodeURIComponent(name)}`}, name);
+
+/* Asks again and again while the page is there. */
+function repeatedly(ask, show) {
+  const leaving = new AbortController();
+  let timer = null;
+  const turn = async () => {
+    try {
+      show(await ask(leaving.signal));
+    } catch (error) {
+      if (error.name !== "AbortError" && error.status) toast(error.message);
+    }
+    if (!leaving.signal.aborted) timer = setTimeout(turn, EVERY_MS);
+  };
+  turn();
+  return () => {
+    leaving.abort();
+    clearTimeout(timer);
+  };
+}
+
+export function studiesPage() {
+  const table = new DataTable({
+    label: "Studies",
+    empty: `No study yet. Begin one: ${HOW}`,
+    keyOf: study => study.name,
+    columns: [
+      {key: "name", label: "study", value: one => one.name, mark: one => one.name, cell: one => studyLink(one.name)},
+      {key: "state", label: "state", value: one => one.state, cell: one => one.state},
+      {key: "trials", label: "trials", cell: countsText},
+      {key: "best", label: "best", cell: one => (one.best_value === null ? DASH : `${one.metric} ${number(one.best_value, 5)}`)},
+      {key: "params", label: "parameters", cell: one => paramText(one.best_params)},
+      {key: "cost", label: "slot time", value: one => one.slot_s, cell: one => duration(one.slot_s)},
+    ],
+  });
+  const stop = repeatedly(
+    signal => api("/studies", {signal}),
+    told => table.update(told.studies),
+  );
+  return {
+    title: "Studies",
+    element: h("div", {}, h("h1", {}, "Studies"), h("div", {class: "card"}, table.element)),
+    update() {},
+    remove: stop,
+  };
+}
+
+export function studyPage({name}) {
+  const path = `/studies/${encodeURIComponent(name)}`;
+  const about = h("p", {class: "muted"}),
+    notes = h("ul", {class: "plain"}),
+    figures = {
+      time: new Figure({title: "Best so far", hint: "over time"}),
+      cost: new Figure({title: "Best so far", hint: "over slot-hours"}),
+      curves: new Figure({title: "Curves by trial", hint: "over their progress", height: 320, isWide: true}),
+      parallel: new Figure({title: "Parameters of all trials", hint: "by value", height: 320, isWide: true}),
+      importance: new Figure({title: "Importance", hint: "by PED-ANOVA", empty: "Needs eight trials that are done."}),
+      rungs: new Figure({title: "Cost by rung", hint: "slot-seconds of trials that ended there"}),
+    };
+  const trials = new DataTable({
+    label: "Trials",
+    empty: "No trial yet.",
+    keyOf: one => one.number,
+    columns: [
+      {key: "number", label: "trial", value: one => one.number, mark: one => one.job, cell: one => jobLink(one.job)},
+      {key: "state", label: "state", value: one => one.state, cell: one => one.state},
+      {key: "value", label: "value", value: one => asNumber(one.value), cell: one => (one.value === null ? DASH : number(one.value, 5))},
+      {key: "progress", label: "progress", value: one => one.progress, cell: one => share(one.progress)},
+      {key: "slots", label: "slots", value: one => one.num_replicas, cell: one => (one.num_replicas ? String(one.num_replicas) : DASH)},
+      {key: "chance", label: "chance", value: one => one.chance, cell: one => share(one.chance)},
+      {key: "cost", label: "slot time", value: one => one.slot_s, cell: one => duration(one.slot_s)},
+      {key: "params", label: "parameters", cell: one => paramText(one.params)},
+      {key: "reason", label: "why", cell: one => one.reason},
+    ],
+  });
+  const button = h("button", {type: "button", class: "ghost", hidden: true, onclick: () => change()});
+  let known = null;
+
+  async function change() {
+    const isRunning = known.state === "running";
+    const told = isRunning
+      ? {title: `Stop ${name}?`, text: "Its trials end. Those that are not done begin again when it is resumed.", action: "Stop it"}
+      : {title: `Resume ${name}?`, text: "Trials that were stopped begin again.", action: "Resume it"};
+    if (!(await confirmDialog(told))) return;
+    try {
+      await post(`${path}/${isRunning ? "stop" : "resume"}`);
+    } catch (error) {
+      toast(error.message);
+    }
+  }
+
+  function show([study, told]) {
+    known = study;
+    setText(about, [`${study.state}${study.reason ? `: ${study.reason}` : ""}`, countsText(study),
+      study.best_value === null ? "no value yet" : `best ${study.metric} ${number(study.best_value, 5)} of trial ${study.best_trial}: ${paramText(study.best_params)}`,
+      `begun ${time(study.created_at)}`, `Optuna storage ${study.storage}`].join(" · "));
+    fill(notes, study.warnings.map(text => h("li", {}, text)));
+    button.hidden = !["running", "stopped"].includes(study.state);
+    setText(button, study.state === "running" ? "Stop" : "Resume");
+    trials.update([...study.trials].reverse());
+    drawStudy(figures, study, told.curves);
+  }
+
+  const stop = repeatedly(
+    signal => Promise.all([api(path, {signal}), api(`${path}/curves`, {signal})]),
+    show,
+  );
+  return {
+    title: `Study ${name}`,
+    element: h(
+      "div",
+      {},
+      h("h1", {}, name, " ", button),
+      about,
+      notes,
+      h("div", {class: "grid charts"}, Object.values(figures).map(figure => figure.element)),
+      h("h2", {}, "Trials"),
+      h("div", {class: "card"}, trials.element),
+    ),
+    update() {},
+    remove() {
+      stop();
+      for (const figure of Object.values(figures)) figure.remove();
+    },
+  };
+}
+
+function drawStudy(figures, study, curves) {
+  const best = study.improvements,
+    values = best.map(one => one.value),
+    step = {line: {shape: "hv"}};
+  const drawn = (x, own) => (best.length ? {data: [line(x, values, study.metric, "@0", step)], layout: layout(own)} : null);
+  const newest = values.length ? number(values.at(-1), 5) : DASH;
+  figures.time.update(drawn(best.map(one => new Date(one.at * 1000)), {}), newest);
+  figures.cost.update(drawn(best.map(one => one.slot_s / 3600), {xaxis: {}}), newest);
+  const shown = Object.entries(curves).slice(-MOST_CURVES);
+  figures.curves.update(
+    shown.length
+      ? {
+          data: shown.map(([trial, points], index) =>
+            line(points.map(point => point.progress), points.map(point => asNumber(point.value)), `trial ${trial}`, `@${index % 8}`),
+          ),
+          layout: layout({xaxis: {tickformat: ".0%"}}),
+        }
+      : null,
+    plural(shown.length, "trial"),
+  );
+  figures.parallel.update(parallel(study));
+  const names = Object.keys(study.importance).reverse();
+  figures.importance.update(
+    names.length
+      ? {
+          data: [{type: "bar", orientation: "h", y: names, x: names.map(one => study.importance[one])}],
+          layout: layout({xaxis: {tickformat: ".0%"}, margin: {l: 90, r: 12, t: 12, b: 28}}),
+        }
+      : null,
+  );
+  const rungs = study.rungs.filter(one => one.num_trials);
+  figures.rungs.update(
+    rungs.length
+      ? {data: [{type: "bar", x: rungs.map(one => `${share(one.at_progress)}: ${one.num_trials}`), y: rungs.map(one => one.slot_s)}], layout: layout({xaxis: {}})}
+      : null,
+  );
+}
+
+/* Parallel coordinates: a line for each trial that has a value, each parameter from its least to its greatest. Words
+   become their place in a list. Plain lines: plotly's own kind makes code at run time, which the page's policy forbids. */
+function parallel(study) {
+  const done = study.trials.filter(one => typeof one.value === "number").slice(-MOST_CURVES);
+  if (done.length < 2) return null;
+  const names = [...new Set(done.flatMap(one => Object.keys(one.params)))];
+  const places = [...names.map(name => placesOf(done.map(one => one.params[name] ?? null))), placesOf(done.map(one => one.value))];
+  return {
+    data: done.map((one, index) => ({
+      ...line([...names, study.metric], places.map(column => column[index]), `trial ${one.number}`, `@${index % 8}`),
+      text: [...names.map(name => `${name} ${one.params[name] ?? DASH}`), `${study.metric} ${number(one.value, 5)}`],
+      hovertemplate: "%{text}<extra>%{fullData.name}</extra>",
+    })),
+    layout: layout({xaxis: {type: "category"}, yaxis: {showticklabels: false}, hovermode: "closest"}),
+  };
+}
+
+/* Values as numbers from 0, the least, to 1. */
+function placesOf(values) {
+  const isNumeric = values.every(value => typeof value === "number"),
+    words = [...new Set(values.map(String))].sort();
+  const numbers = isNumeric ? values : values.map(value => words.indexOf(String(value)));
+  const low = Math.min(...numbers),
+    span = Math.max(...numbers) - low || 1;
+  return numbers.map(value => (value - low) / span);
+}

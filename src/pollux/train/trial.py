@@ -1,0 +1,72 @@
+"""What a run knows of the study it is a trial of: its parameters, and the metric that the study reads.
+
+``train.init`` makes it from the environment; a run outside of any study has no parameters and no metric.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import deque
+from collections.abc import Mapping
+from typing import TypeVar, cast
+
+from pollux.api.job import NonFinite
+from pollux.api.report import MAX_OBSERVED, Observed
+from pollux.errors import InvalidValueError
+
+_V = TypeVar("_V", bool, int, float, str)
+
+
+class Trial:
+    """``params`` by name. ``metric`` is empty outside of a study."""
+
+    def __init__(self, params: Mapping[str, object] | None = None, metric: str = "") -> None:
+        self.params, self.metric = dict(params or {}), metric
+        # On every rank: if rank 0 is replaced, the next one still has the last values.
+        self._observed: deque[Observed] = deque(maxlen=MAX_OBSERVED)
+
+    @classmethod
+    def from_environment(cls, environment: Mapping[str, str]) -> Trial:
+        text = environment.get("POLLUX_PARAMS", "")
+        try:
+            params = json.loads(text) if text else {}
+        except ValueError:
+            params = None
+        if not isinstance(params, dict):
+            raise InvalidValueError(f"POLLUX_PARAMS is {text!r:.80}; a JSON object of parameters is needed")
+        return cls(params, environment.get("POLLUX_METRIC", ""))
+
+    def param(self, name: str, default: _V) -> _V:
+        """The study's value, as the type of ``default``; ``default`` where the study has none.
+
+        Raises:
+            InvalidValueError: the study's value is of another kind than the default.
+        """
+        value = self.params.get(name, default)
+        if type(default) is float and type(value) is int:
+            value = float(value)
+        if type(default) is int and type(value) is float and value.is_integer():
+            value = int(value)
+        if type(value) is not type(default):
+            raise InvalidValueError(
+                f"parameter {name!r} is {value!r} in this study, but run.param({name!r}, {default!r}) asks for a "
+                f"{type(default).__name__}; change the study's space or the default"
+            )
+        return value
+
+    def observe(self, metrics: Mapping[str, object], progress: float | None) -> None:
+        """Keep the study's metric, if it is among those logged, with the progress it was logged at."""
+        if not self.metric or self.metric not in metrics or progress is None:
+            return
+        try:
+            value = float(cast(float, metrics[self.metric]))
+        except (TypeError, ValueError):
+            return  # the server says which metrics came
+        self._observed.append((progress, value if math.isfinite(value) else cast(NonFinite, str(value))))
+
+    def take_observed(self) -> tuple[Observed, ...]:
+        """What was observed since the last call."""
+        found = tuple(self._observed)
+        self._observed.clear()
+        return found

@@ -1,0 +1,327 @@
+"""Carries out one study: starts trials as jobs, reads their metric, prunes, weighs them, and says when it is over.
+
+:class:`pollux.tune.studies.Studies` calls :meth:`StudyDriver.step` a few times a second, in one thread. Everything that
+must outlive the server is written before it is acted upon: a trial is in the storage before its job is submitted, under
+a name that follows from its number, and its end is there before its job is cancelled. A driver that is made anew from
+the storage therefore repeats at most what changes nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+from collections.abc import Mapping
+
+from pollux.api.space import Value
+from pollux.api.study import TrialStateName
+from pollux.errors import InvalidValueError
+from pollux.tune.ports import Jobs, TrialJob
+from pollux.tune.promise import FLOOR, MOST_WEIGHT_STEP, chances, job_weights, shares, slots_of_study
+from pollux.tune.rungs import Curve, make_pruner
+from pollux.tune.storage import StoredStudy, StoredTrial
+
+NUM_FIRST = 3  # if the first so many trials all fail, so will the others
+NUM_COMPARED = 3  # trials with different parameters and equal values: the script does not read them
+STUCK_PROGRESS = 0.5  # by which a trial should have logged its metric
+PAUSED_WEIGHT = 1e-6  # of a trial for which the study's share has no slot at the moment
+
+logger = logging.getLogger(__name__)
+
+
+class StudyDriver:
+    """Owns a study's trials in memory. Not for two threads at once."""
+
+    def __init__(self, stored: StoredStudy, jobs: Jobs) -> None:
+        self.stored, self._jobs = stored, jobs
+        self.request = stored.request
+        self.pruner = make_pruner(self.request.pruner, self.request.min_progress, self.request.eta)
+        self.trials: dict[int, StoredTrial] = {one.number: one for one in stored.trials()}
+        self.seen: dict[int, TrialJob] = {}  # jobs of running trials
+        self.chances: dict[int, float] = {}
+        self.improvements = stored.improvements
+        self.warnings: list[str] = []
+        self._weights: dict[str, float] = {}
+        self._recover()
+
+    @property
+    def name(self) -> str:
+        return self.request.name
+
+    @property
+    def is_running(self) -> bool:
+        return self.stored.state == "running"
+
+    @property
+    def live(self) -> list[StoredTrial]:
+        return [one for one in self.trials.values() if one.state == "running"]
+
+    @property
+    def slot_s(self) -> float:
+        return math.fsum(one.slot_s for one in self.trials.values())
+
+    def job_of(self, trial: StoredTrial) -> str:
+        return f"{self.name}-{trial.number}"
+
+    # One turn ---------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        """Take in what happened and do what follows. Does nothing once the study is over."""
+        if not self.is_running:
+            return
+        for trial in self.live:
+            self._follow(trial)
+        self._note_best()
+        for trial in self.live:
+            self._judge(trial)
+        if self._is_target_reached():
+            self._end("finished", f"the target of {self.request.target:g} is reached")
+            return
+        if self._is_hopeless():
+            self._end("failed", f"the first {NUM_FIRST} trials failed: {self._first_failure()}")
+            return
+        self._start_trials()
+        if not self.live and self._num_left() == 0:
+            self._end("finished", "all trials are done")
+            return
+        self._weigh()
+        self._look_for_ignored_parameters()
+
+    def stop(self, reason: str = "stopped by the user") -> None:
+        """End the study's trials; they begin again from their parameters when it is resumed."""
+        if self.is_running:
+            self._end("stopped", reason)
+
+    def resume(self, num_trials: int | None) -> None:
+        """Go on with a study that is over: trials that were stopped begin again, and more follow.
+
+        Raises:
+            InvalidValueError: all its trials are done, and no more are asked for.
+        """
+        if self.is_running and num_trials is None:
+            return
+        request = self.request if num_trials is None else dataclasses.replace(self.request, trials=num_trials)
+        num_begun = self.request.trials - self._num_left()
+        if request.trials <= num_begun:
+            raise InvalidValueError(
+                f"study {self.name!r} has {num_begun} trials, all that were asked for; say how many there are to be: "
+                f"pollux tune resume {self.name} --trials {2 * num_begun}"
+            )
+        self.stored.set_request(request)
+        self.request = request
+        for trial in self.trials.values():
+            if trial.state == "stopped":
+                self.stored.repeat(trial)
+        self.stored.set_state("running", "", None)
+        self.trials = {one.number: one for one in self.stored.trials()}
+
+    # Trials -----------------------------------------------------------------------------------
+
+    def _recover(self) -> None:
+        """After a restart: what a trial's or the study's end has to be followed by is done, if it was not yet."""
+        if not self.is_running:
+            self._end_trials(self.stored.state, self.stored.reason)
+        for trial in self.trials.values():
+            if trial.state not in ("running", "waiting"):
+                job = self._find(trial)
+                if job is not None and not job.is_over:
+                    self._jobs.cancel(self.job_of(trial), f"its trial is {trial.state}")
+
+    def _find(self, trial: StoredTrial) -> TrialJob | None:
+        job = self._jobs.find(self.job_of(trial))
+        return job if job is not None and job.is_of_study == self.name else None
+
+    def _follow(self, trial: StoredTrial) -> None:
+        """Read what a trial's job did since the last turn; end the trial with its job."""
+        job = self._find(trial)
+        if job is None:  # the server ended between asking for parameters and submitting the job
+            trial.params = self.stored.complete_params(trial)
+            self._submit(trial)
+            return
+        self.seen[trial.number], trial.slot_s = job, job.slot_s
+        observed, trial.last_report = self._jobs.observations(self.job_of(trial), trial.last_report)
+        for one in observed:
+            if not math.isfinite(one.value):
+                # A result, and a bad one: the sampler learns from it, as it would not from a failure.
+                self._finish(trial, "pruned", f"{self.request.metric} is {one.value} at {one.progress:.0%} of its work")
+                self._note_diverged()
+                return
+            self.stored.observe(trial, one.progress, self.request.sign * one.value)
+            trial.value = self.request.sign * one.value
+        if job.is_over:
+            self._take_end(trial, job)
+        elif not trial.points and (job.progress or 0.0) >= STUCK_PROGRESS:
+            self._warn(_missing(self.request.metric, job.metrics))
+
+    def _note_diverged(self) -> None:
+        ended = [one for one in self.trials.values() if one.state in ("complete", "pruned", "failed")]
+        if len(ended) >= NUM_FIRST and all(one.value is None for one in ended):
+            self._warn(f"no trial has had a finite {self.request.metric} yet; narrow the space, or look at the script")
+
+    def _take_end(self, trial: StoredTrial, job: TrialJob) -> None:
+        last = job.metrics.get(self.request.metric)
+        if isinstance(last, int | float) and not isinstance(last, bool):
+            # The last report may be saved a moment after the end; the job's summary has it already.
+            trial.value = self.request.sign * float(last)
+            self.stored.observe(trial, 1.0 if job.state == "succeeded" else job.progress or 0.0, trial.value)
+        if job.state == "succeeded" and trial.value is not None:
+            self._finish(trial, "complete", "")
+        elif job.state == "succeeded":
+            self._finish(trial, "failed", _missing(self.request.metric, job.metrics))
+        else:
+            self._finish(trial, "failed", f"its job {job.state}: {job.reason}")
+
+    def _judge(self, trial: StoredTrial) -> None:
+        if trial.number not in self.seen:
+            return
+        verdict = self.pruner.judge(self.curve_of(trial), [self.curve_of(one) for one in self._counted()])
+        self.stored.decide(trial, verdict.num_decided)
+        if verdict.reason:
+            self._finish(trial, "pruned", verdict.reason)
+
+    def _counted(self) -> list[StoredTrial]:
+        """Trials that others are compared with."""
+        return [one for one in self.trials.values() if one.state in ("running", "complete", "pruned")]
+
+    def curve_of(self, trial: StoredTrial) -> Curve:
+        return Curve(trial.number, tuple(trial.points), trial.num_decided, trial.state == "running")
+
+    def _finish(self, trial: StoredTrial, state: TrialStateName, reason: str) -> None:
+        """In the storage first: a job that is left over is cancelled after a restart."""
+        self.stored.tell(trial, state, reason)
+        logger.info("study %s: trial %d %s%s", self.name, trial.number, state, f": {reason}" if reason else "")
+        job = self.seen.pop(trial.number, None)
+        self._weights.pop(self.job_of(trial), None)
+        if job is not None and not job.is_over:
+            self._jobs.cancel(self.job_of(trial), reason or f"its trial is {state}")
+
+    def _num_left(self) -> int:
+        """Trials that are yet to be started."""
+        return self.request.trials - sum(one.state not in ("stopped", "waiting") for one in self.trials.values())
+
+    def _start_trials(self) -> None:
+        free = self._num_parallel() - len(self.live)
+        for _ in range(min(free, self._num_left())):
+            trial = self.stored.ask()
+            self.trials[trial.number] = trial
+            self._submit(trial)
+
+    def _submit(self, trial: StoredTrial) -> None:
+        share = FLOOR / max(len(self.live), 1)  # it takes a slot that is free, and none from a trial that trains
+        request = dataclasses.replace(
+            self.request.job,
+            name=self.job_of(trial),
+            application=self.request.job.application or self.name,  # trials share what is learnt of their speed
+            command=self.request.command_of(trial.params),
+            params=trial.params,
+            study=self.name,
+            metric=self.request.metric,
+            weight=job_weights({0: share}, self.request.weight, self._jobs.p)[0],
+        )
+        try:
+            self._jobs.submit(request)
+        except InvalidValueError as error:  # the script is gone, or another job has the name
+            self._finish(trial, "failed", str(error))
+            return
+        logger.info("study %s: trial %d is job %s with %s", self.name, trial.number, request.name, shown(trial.params))
+
+    # Weights ----------------------------------------------------------------------------------
+
+    def _share_slots(self) -> float:
+        others = self._jobs.other_weights(self.name)
+        return slots_of_study(self._jobs.num_slots(), self.request.weight, others, self._jobs.p)
+
+    def _num_parallel(self) -> int:
+        """A trial for each slot of the study's share: one slot teaches most per slot, and growing comes by itself."""
+        most = max(math.floor(self._share_slots() + 1e-6), 1)
+        return most if self.request.parallel is None else min(most, self.request.parallel)
+
+    def _weigh(self) -> None:
+        """Tell the scheduler what each trial counts; trials beyond the study's share wait, the worst first."""
+        live = {one.number: one.points for one in self.live}
+        ended = [one.value for one in self.trials.values() if one.state == "complete" and one.value is not None]
+        self.chances = chances(live, min(ended, default=None))
+        num_slots = max(math.floor(self._share_slots() + 1e-6), 1)
+        ranked = sorted(live, key=lambda number: (-self.chances[number], number))
+        active, paused = ranked[:num_slots], ranked[num_slots:]
+        known = {one: self.chances[one] if live[one] else 0.0 for one in active}  # without a value: the floor
+        found = job_weights(shares(known), self.request.weight, self._jobs.p)
+        found |= dict.fromkeys(paused, PAUSED_WEIGHT * self.request.weight)
+        named = {self.job_of(self.trials[number]): weight for number, weight in found.items()}
+        if any(_differs(weight, self._weights.get(job)) for job, weight in named.items()):
+            self._weights = named
+            self._jobs.reweigh(named)
+
+    # The study --------------------------------------------------------------------------------
+
+    @property
+    def best(self) -> StoredTrial | None:
+        """The trial with the best last value, of those that were not given up as failed."""
+        counted = [one for one in self._counted() if one.value is not None]
+        return min(counted, key=lambda one: (one.value, one.number), default=None)
+
+    def _note_best(self) -> None:
+        best = self.best
+        if best is None or best.value is None:
+            return
+        value = self.request.sign * best.value
+        if not self.improvements or best.value < self.request.sign * self.improvements[-1][3]:
+            self.improvements.append((self._jobs.now(), self.slot_s, best.number, value))
+            self.stored.keep_improvements(self.improvements)
+
+    def _is_target_reached(self) -> bool:
+        target = self.request.target
+        return target is not None and any(
+            value <= self.request.sign * target for one in self._counted() for _, value in one.points
+        )
+
+    def _is_hopeless(self) -> bool:
+        ended = [one for one in self.trials.values() if one.state in ("complete", "pruned", "failed")]
+        return len(ended) >= NUM_FIRST and all(one.state == "failed" for one in ended)
+
+    def _first_failure(self) -> str:
+        return next(one.reason for one in self.trials.values() if one.state == "failed")
+
+    def _end(self, state: str, reason: str) -> None:
+        self.stored.set_state(state, reason, self._jobs.now())
+        self._end_trials(state, reason)
+        logger.info("study %s is %s: %s", self.name, state, reason)
+
+    def _end_trials(self, state: str, reason: str) -> None:
+        for trial in self.live:
+            self._finish(trial, _ENDED_AS[state], reason)
+
+    def _look_for_ignored_parameters(self) -> None:
+        """Trials with different parameters whose curves are equal to the last digit."""
+        by_points: dict[tuple[tuple[float, float], ...], set[str]] = {}
+        for one in self._counted():
+            if one.points:
+                by_points.setdefault(tuple(one.points[:2]), set()).add(shown(one.params))
+        if len(by_points) == 1 and len(next(iter(by_points.values()))) >= NUM_COMPARED:
+            self._warn(
+                "all trials give the same values although their parameters differ: the script does not use them; read "
+                'them with run.param("name", default), or write {name} in the command'
+            )
+
+    def _warn(self, text: str) -> None:
+        if text not in self.warnings:
+            self.warnings.append(text)
+            logger.warning("study %s: %s", self.name, text)
+
+
+_ENDED_AS: Mapping[str, TrialStateName] = {"finished": "pruned", "failed": "failed", "stopped": "stopped"}
+
+
+def _differs(weight: float, before: float | None) -> bool:
+    return before is None or abs(weight - before) > MOST_WEIGHT_STEP * before
+
+
+def _missing(metric: str, logged: Mapping[str, object]) -> str:
+    names = ", ".join(sorted(logged)) or "nothing"
+    return f"the metric {metric!r} never came; the script logged {names}: call run.log({metric}=...) in its loop"
+
+
+def shown(params: Mapping[str, Value]) -> str:
+    return ", ".join(
+        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in params.items()
+    )

@@ -1,0 +1,83 @@
+"""``pollux tune`` without a server: what is wrong with a study is said before anything is sent."""
+
+from __future__ import annotations
+
+import pytest
+from typer.testing import CliRunner
+
+from pollux.cli.app import app
+from pollux.client.study import make_study, read_study
+from pollux.errors import InputFileError
+
+SCRIPT = "from pollux import train\n"
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    (tmp_path / "train.py").write_text(SCRIPT)
+    monkeypatch.chdir(tmp_path)
+    return "train.py"
+
+
+def run(*words):
+    return CliRunner().invoke(app, ["tune", *words])
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("--space", "lr=1..1", "--metric", "loss"), "the range 1..1 is empty"),
+        (("--space", "lr=0..1"), "no metric"),
+        (("--metric", "loss"), "0 parameters"),
+        (("--space", "lr=0..1", "--metric", "loss", "--pruner", "none", "--weight", "x"), "a number is needed"),
+        (("--space", "lr=0..1", "--metric", "loss", "--file", "study.toml"), "say it in one place"),
+    ],
+)
+def test_a_study_that_cannot_be_is_refused_here(script, words, said):
+    answer = run(script, *words)
+    assert answer.exit_code == 2 and said in answer.output
+
+
+def test_the_script_may_stand_before_or_behind_the_options(script):
+    """Both get as far as looking for a server."""
+    words = ("--space", "lr=0.1..1", "--metric", "loss", "--server", "http://127.0.0.1:9")
+    for order in ((script, *words), (*words, script), (*words, "--", "python", script, "--epochs", "3")):
+        answer = run(*order)
+        assert (answer.exit_code == 2 and "POLLUX_TOKEN" in answer.output) or "no" in answer.output.lower()
+        assert "No such option" not in answer.output
+
+
+def test_commands_below_are_no_scripts():
+    assert "STUDY" in run("show", "--help").output
+
+
+def test_a_script_is_run_by_python_and_the_study_has_the_weight(script):
+    asked = make_study([script], {"lr": "log:1e-4..0.1"}, {"metric": "loss", "weight": 3.0, "max_replicas": 2})
+    assert asked.job.command == ("python", "train.py") and asked.job.max_replicas == 2
+    assert asked.weight == 3.0 and asked.job.weight == 1.0 and asked.job.kind == "elastic"
+
+
+def test_a_file_says_the_same(script, tmp_path):
+    path = tmp_path / "study.toml"
+    path.write_text(
+        'command = "python train.py"\nmetric = "loss"\ntrials = 4\n[space]\nlr = "log:1e-4..0.1"\nwidth = [8, 16]\n'
+        "[job]\nmax_replicas = 2\n"
+    )
+    asked = read_study(path)
+    assert (asked.trials, asked.job.max_replicas, asked.space[1].choices) == (4, 2, (8, 16))
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("command = 3\n", "are needed"),
+        ('command = "python train.py"\nmetrics = "loss"\n[space]\nlr = "0..1"\n', "unknown metrics"),
+        ('command = "python train.py"\nmetric = "loss"\n[space]\nlr = "1..0"\n', "is empty"),
+        ("command = [", "no TOML"),
+    ],
+)
+def test_a_file_that_cannot_be(script, tmp_path, text, said):
+    path = tmp_path / "study.toml"
+    path.write_text(text)
+    with pytest.raises(InputFileError, match=said):
+        read_study(path)
