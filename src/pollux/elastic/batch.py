@@ -63,11 +63,11 @@ def gain_of(noise_scale: float | None, initial: int, total: int) -> float:
 
 def step_s(theta: Sequence[float], num_nodes: int, num_replicas: int, batch: Batch) -> float:
     """Seconds of one step by the model θ, in the order of :class:`pollux.types.ThroughputParams`."""
-    alpha_g, beta_g, alpha_n, beta_n, alpha_r, beta_r, gamma = theta
-    grad_s, sync_s = alpha_g + beta_g * batch.device, 0.0
+    alpha_g, beta_g, alpha_n, beta_n, alpha_r, beta_r, gamma, delta, ring = theta
+    grad_s, sync_s = alpha_g + beta_g * batch.device**delta, 0.0
     if num_replicas > 1:
         alpha, beta = (alpha_n, beta_n) if num_nodes > 1 else (alpha_r, beta_r)
-        sync_s = alpha + beta * (num_replicas - 2)
+        sync_s = alpha + beta * (num_replicas - 2) / (num_replicas if ring > 0 else 1)
     longer, shorter = max(grad_s, sync_s), min(grad_s, sync_s)
     together_s = longer * (1 + (shorter / longer) ** gamma) ** (1 / gamma) if longer > 0 else 0.0
     return float((batch.num_passes - 1) * grad_s + together_s)

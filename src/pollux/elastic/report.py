@@ -137,6 +137,7 @@ def report_fields(
         "timings": [] if times is None else [[replica.num_nodes, replica.num_replicas, batch.device, *times]],
         "metrics": {str(name): plain(value) for name, value in metrics.items()},
         "notes": [],
+        "observed": [],
     }
 
 

@@ -15,7 +15,9 @@ from pollux.types import BatchLimits, ThroughputParams
 
 THETA = ThroughputParams(0.05, 0.001, 0.1, 0.01, 0.03, 0.005, 1.6)
 positive = st.floats(1e-4, 1.0)
-thetas = st.builds(ThroughputParams, positive, positive, positive, positive, positive, positive, st.floats(1.0, 5.0))
+seconds = (positive,) * 6
+shapes = (st.floats(1.0, 5.0), st.floats(0.5, 1.5), st.sampled_from([0.0, 1.0]))  # γ, δ, ring
+thetas = st.builds(ThroughputParams, *seconds, *shapes)
 
 
 @given(theta=thetas, replicas=st.integers(1, 16), nodes=st.integers(1, 4), device=st.integers(1, 64))
