@@ -100,6 +100,21 @@ class ClusterOptions:
         ),
     ] = None
 
+    hang_timeout: Annotated[
+        str | None,
+        typer.Option(
+            "--hang-timeout",
+            metavar="TIME|never",
+            help="Stop a job that holds slots and makes no step for so long; 30m if left out.",
+            rich_help_panel=_CLUSTER,
+        ),
+    ] = None
+
+    def hang_timeout_s(self, default_s: float | None) -> float | None:
+        if self.hang_timeout is None:
+            return default_s
+        return None if self.hang_timeout == "never" else parse_duration(self.hang_timeout)
+
 
 @dataclass(frozen=True, slots=True)
 class ManyMachinesOptions:

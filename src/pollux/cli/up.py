@@ -98,7 +98,7 @@ def make_config(
     """Raises:
     InvalidValueError: an option makes no sense, or none without another.
     """
-    from pollux.server.config import LIVE_SETTINGS, ServiceConfig
+    from pollux.server.config import DEFAULT_HANG_S, LIVE_SETTINGS, ServiceConfig
 
     config = ServiceConfig(
         data_directory=directory,
@@ -110,6 +110,7 @@ def make_config(
         slots_per_gpu=cluster.slots_per_gpu,
         policy=cluster.policy,
         storage=cluster.storage,
+        hang_timeout_s=cluster.hang_timeout_s(DEFAULT_HANG_S),
         settings=dataclasses.replace(LIVE_SETTINGS, weights=cluster.weights),
         engine=machines.engine.value,
         address=machines.address,
@@ -185,6 +186,7 @@ def arguments_of(config: ServiceConfig, log_format: LogFormat = LogFormat.TEXT) 
         "--weights": config.settings.weights,
         "--interval": config.interval_s,
         "--storage": config.storage,
+        "--hang-timeout": "never" if config.hang_timeout_s is None else f"{config.hang_timeout_s!r}s",
         "--engine": config.engine,
         "--address": config.address,
         "--name": config.name,

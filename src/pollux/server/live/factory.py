@@ -153,6 +153,7 @@ def _cluster_config(config: ServiceConfig, store: SqlStore, url: str) -> Cluster
         autoscale=config.autoscale,
         node_price=config.node_price,
         settings=config.settings,
+        hang_timeout_s=config.hang_timeout_s,
     )
 
 

@@ -63,6 +63,8 @@ class LiveJob:
     changes: deque[Decision] = field(default_factory=lambda: deque(maxlen=NUM_CHANGES))  # made by this server
     logged: Transition | None = None  # the last of its history that is in the server's log
     is_logged: bool = False  # its submission is in the log
+    stuck: str = ""  # how long it has made no step, when that is long
+    num_hangs: int = 0  # how often it was stopped for that
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
