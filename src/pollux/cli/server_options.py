@@ -12,6 +12,7 @@ import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
@@ -225,6 +226,19 @@ class ServiceOptions:
             help="7077 if left out, or the next that is free; 0 is any.",
             rich_help_panel=_SERVICE,
         ),
+    ] = None
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option(
+            "--tls-cert",
+            metavar="FILE",
+            help="Serve https with this PEM certificate, for the name of --host.",
+            rich_help_panel=_SERVICE,
+        ),
+    ] = None
+    tls_key: Annotated[
+        Path | None,
+        typer.Option("--tls-key", metavar="FILE", help="The certificate's key, in PEM.", rich_help_panel=_SERVICE),
     ] = None
     has_open_metrics: Annotated[
         bool,

@@ -29,6 +29,8 @@ class ServiceConfig:
     data_directory: Path
     host: str | None = None  # None: the loopback, or with Ray this machine's address among the others
     port: int | None = None
+    tls_cert: Path | None = None  # PEM; with tls_key it serves https
+    tls_key: Path | None = None
     reached_at: str | None = None  # by jobs, where it listens at every address
     slots: int | None = None  # CPU slots; None: the GPUs, or a slot per CPU where there are none
     nodes: str | None = None  # virtual nodes, as in "2x2"
@@ -60,6 +62,8 @@ class ServiceConfig:
                 raise InvalidValueError(f"{name} = {value}; a positive number of seconds is needed")
         if self.hang_timeout_s is not None and not (math.isfinite(self.hang_timeout_s) and self.hang_timeout_s > 0):
             raise InvalidValueError(f"hang_timeout_s = {self.hang_timeout_s}; a positive number of seconds is needed")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise InvalidValueError("--tls-cert and --tls-key belong together: give both, or none for plain http")
         check_host(self.host or DEFAULT_HOST, self.needs_token)
         is_ray = self.engine == "ray"
         if is_ray and (self.slots is not None or self.nodes is not None or self.slots_per_gpu != 1):
@@ -88,6 +92,7 @@ class ClusterConfig:
     data_directory: Path
     secret: str  # jobs' tokens are made from it
     url: str = ""  # where jobs find the server
+    certificate: str = ""  # the server's, as text, with https
     policy: str = "pollux"
     settings: PolicySettings = LIVE_SETTINGS
     interval_s: float = 10.0

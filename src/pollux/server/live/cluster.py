@@ -496,6 +496,7 @@ def launch_settings(config: ClusterConfig) -> LaunchSettings:
     return LaunchSettings(
         secret=config.secret,
         url=config.url,
+        certificate=config.certificate,
         directory=config.data_directory,
         environment=config.environment,
         storage=config.storage,

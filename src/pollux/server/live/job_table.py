@@ -21,6 +21,7 @@ from pollux.api.kind import no_files
 from pollux.api.report import Report
 from pollux.api.request import Blocked, JobRequest, blocked_reason, check_dependencies, find_script, unique_name
 from pollux.api.round import Decision
+from pollux.api.tls import CA_VARIABLE, PLAIN_VARIABLE
 from pollux.engines.launch import Launch
 from pollux.engines.processes.identity import RUN_AS
 from pollux.errors import InvalidValueError
@@ -75,6 +76,7 @@ class LaunchSettings:
     url: str
     directory: Path
     environment: Mapping[str, str]
+    certificate: str = ""  # of the server, for jobs to trust; "": it serves plain http
     storage: str | None = None  # for checkpoints, a path or a URL; in the jobs' folders if left out
 
 
@@ -288,9 +290,16 @@ class JobTable:
                 "POLLUX_JOB_ID": name,
                 "POLLUX_URL": self._settings.url,
                 "POLLUX_TOKEN": self._token_of(name),
+                **self._way_to_server(),
             },
             max_restarts=request.num_restarts_allowed,
         )
+
+    def _way_to_server(self) -> dict[str, str]:
+        """Whom jobs trust. A server that is plain told its operator so; its jobs must not refuse it."""
+        if self._settings.certificate:
+            return {CA_VARIABLE: self._settings.certificate}
+        return {PLAIN_VARIABLE: "1"}
 
     def _token_of(self, job: str) -> str:
         return job_token(self._settings.secret, job)
