@@ -17,8 +17,8 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from typer.core import TyperGroup
 
-from pollux.api.tls import CA_VARIABLE, PLAIN_VARIABLE
 from pollux.errors import PolluxError
+from pollux.tls import CA_VARIABLE, PLAIN_VARIABLE
 from pollux.version import __version__
 
 EXIT_BAD_USAGE = 2

@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from pollux.api.tls import CA_VARIABLE, PLAIN_VARIABLE, check_plain, client_context, is_loopback_url
 from pollux.errors import AccessDeniedError, InvalidValueError, PolluxError, ServerNotFoundError
+from pollux.tls import CA_VARIABLE, PLAIN_VARIABLE, check_plain, client_context, is_loopback_url
 
 DATA_VARIABLE, URL_VARIABLE, TOKEN_VARIABLE = "POLLUX_DATA", "POLLUX_URL", "POLLUX_TOKEN"
 SERVER_FILE, TOKEN_FILE = "server.json", "token"

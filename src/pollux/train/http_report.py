@@ -20,8 +20,8 @@ from collections.abc import Callable, Mapping
 
 from pollux.api.codec import decode
 from pollux.api.report import MAX_NOTES, MAX_OBSERVED, MAX_TIMINGS, Report, ReportAnswer, write_report
-from pollux.api.tls import CA_VARIABLE, PLAIN_VARIABLE, check_plain, client_context
 from pollux.errors import InvalidValueError
+from pollux.tls import CA_VARIABLE, PLAIN_VARIABLE, check_plain, client_context
 from pollux.train.report import Advice, plain
 
 TIMEOUT_S = 10.0  # of one request

@@ -8,14 +8,15 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from pollux.api.report import Report
+from pollux.api.report import Report, encode_report
 from pollux.api.request import JobRequest
-from pollux.api.tls import client_context
 from pollux.cli.app import app
 from pollux.client import Client
+from pollux.elastic.sender import Address
 from pollux.errors import InvalidValueError, PolluxError
 from pollux.server.config import ServiceConfig
 from pollux.server.service import Service
+from pollux.tls import client_context
 from pollux.train.http_report import HttpReporter
 from tests.certificates import Certificate, make_certificate
 from tests.reports import report_fields
@@ -85,8 +86,12 @@ def test_a_job_reports_with_the_environment_that_it_is_given(service: Service) -
     assert reporter is not None
     reporter.send(Report(**report_fields(num_steps=7)))
     reporter.close()
+    address = Address.from_environment(env)  # of scripts that use pollux.elastic
+    assert address is not None
+    status, _ = address.post({**encode_report(Report(**report_fields(num_steps=8))), "job": name})
+    assert status == 200
     with Client(data_directory=service.config.data_directory) as client:
-        eventually(lambda: [one.num_steps for one in client.job(name).reports()] == [7], "the report is kept")
+        eventually(lambda: [one.num_steps for one in client.job(name).reports()] == [7, 8], "the report is kept")
         client.job(name).cancel()
 
 
@@ -99,6 +104,8 @@ def test_a_token_is_not_sent_to_another_machine_in_plain_http(monkeypatch: pytes
     monkeypatch.setenv("POLLUX_TOKEN", "t" * 32)
     refused = CliRunner().invoke(app, ["status", "--server", ELSEWHERE])
     assert refused.exit_code == 2 and "unencrypted" in refused.output
+    with pytest.raises(InvalidValueError, match="unencrypted"):
+        Address.from_environment(env)
     # Told so, they do.
     assert HttpReporter.from_environment({**env, "POLLUX_PLAIN_HTTP": "1"}) is not None
     Client(url=ELSEWHERE, token="t" * 32, allows_plain=True).close()

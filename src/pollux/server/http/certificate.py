@@ -5,8 +5,8 @@ from __future__ import annotations
 import ssl
 from pathlib import Path
 
-from pollux.api.tls import client_context
 from pollux.errors import InvalidValueError
+from pollux.tls import client_context
 
 _MAX_FLIGHTS = 10  # of a handshake; it has three
 

@@ -56,7 +56,10 @@ class _Watched:
 
 
 class HangWatch:
-    """Of jobs that report their steps: elastic ones, and others that have reported. Only the scheduler thread calls."""
+    """Of jobs that report their steps: elastic ones, and others whose usual step is known.
+
+    Only the scheduler thread calls it.
+    """
 
     def __init__(self, jobs: JobTable, engine: LiveEngine, timeout_s: float | None) -> None:
         """``timeout_s``: how long a job may make no step at least; None: for ever."""
@@ -84,7 +87,7 @@ class HangWatch:
             self._watched[job.name] = watched
             # The time of a job that cannot go on does not count: its disk is full, or its slots are not free yet.
             watched.see(job, record.state, 0.0 if self._engine.note(job.name) else passed_s)
-            if hang := self._judged(job, watched, self._timeout_s):
+            if (_is_elastic(job) or watched.usual_s) and (hang := self._judged(job, watched, self._timeout_s)):
                 found.append(hang)
         return found
 

@@ -21,7 +21,6 @@ from pollux.api.kind import no_files
 from pollux.api.report import Report
 from pollux.api.request import Blocked, JobRequest, blocked_reason, check_dependencies, find_script, unique_name
 from pollux.api.round import Decision
-from pollux.api.tls import CA_VARIABLE, PLAIN_VARIABLE
 from pollux.engines.launch import Launch
 from pollux.engines.processes.identity import RUN_AS
 from pollux.errors import InvalidValueError
@@ -31,6 +30,7 @@ from pollux.server.live.accounts import Accounts
 from pollux.server.live.unix_users import environment_of, give_folders
 from pollux.server.storage.records import StoredJob
 from pollux.server.storage.store import SqlStore
+from pollux.tls import CA_VARIABLE, PLAIN_VARIABLE
 from pollux.types import JobDecision, ThroughputParams
 
 MAX_SCRIPT_BYTES = 10_000_000
