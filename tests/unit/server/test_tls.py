@@ -15,6 +15,7 @@ from pollux.client import Client
 from pollux.elastic.sender import Address
 from pollux.errors import InvalidValueError, PolluxError
 from pollux.server.config import ServiceConfig
+from pollux.server.live.cluster import Cluster
 from pollux.server.service import Service
 from pollux.tls import client_context
 from pollux.train.http_report import HttpReporter
@@ -80,6 +81,7 @@ def test_the_command_line_takes_the_certificate(
 def test_a_job_reports_with_the_environment_that_it_is_given(service: Service) -> None:
     request = JobRequest(command=("sleep", "60"), name="reports")
     name = service.cluster.submit(request)[0].name
+    assert isinstance(service.cluster, Cluster)
     env = service.cluster._jobs.launch_of(name).env
     assert env["POLLUX_CA"].startswith("-----BEGIN CERTIFICATE-----") and "POLLUX_PLAIN_HTTP" not in env
     reporter = HttpReporter.from_environment(env)
