@@ -37,12 +37,9 @@ def resolved(version: str) -> dict[str, tuple[str, str]]:
         report = Path(folder) / "report.json"
         where = ["--target", folder, "--python-version", version, "--only-binary", ":all:"]
         what = ["--constraint", str(ROOT / "constraints.txt"), *wanted()]
-        subprocess.run(
-            [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--dry-run"]
-            + ["--ignore-installed", "--report", str(report), *where, *what],
-            check=True,
-            timeout=TIMEOUT_S,
-        )
+        install = ["install", "--quiet", "--disable-pip-version-check", "--dry-run", "--ignore-installed"]
+        command = [sys.executable, "-m", "pip", *install, "--report", str(report), *where, *what]
+        subprocess.run(command, check=True, timeout=TIMEOUT_S)
         found = {}
         for entry in json.loads(report.read_text())["install"]:
             digest = entry["download_info"]["archive_info"]["hashes"]["sha256"]
