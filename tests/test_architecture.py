@@ -30,7 +30,10 @@ MAY_IMPORT = {
     "integrations": {"train", "errors"},
     "engines": {"membership", "api", "scheduler", "model", "types", "errors", "version"},
     "tune": {"client", "api", "types", "errors"},
-    "server": {"tune", "reports", "engines", "api", "tls", "scheduler", "policy", "model", "types", "errors", "version"},
+    "server": {
+        *("tune", "reports", "engines", "api", "tls"),
+        *("scheduler", "policy", "model", "types", "errors", "version"),
+    },
     "client": {"api", "tls", "errors", "version"},
     "testing": {"scheduler", "policy", "types"},
     "check": {"api"},
