@@ -15,6 +15,7 @@ SOURCE = Path(__file__).resolve().parents[1] / "src" / "pollux"
 MAY_IMPORT = {
     "version": set(),
     "errors": set(),
+    "tls": {"errors"},
     "types": {"errors"},
     "model": {"types", "errors"},
     "api": {"model", "types", "errors"},
@@ -24,17 +25,20 @@ MAY_IMPORT = {
     "reports": {"simulator", "policy", "errors", "version"},
     "evaluation": {"reports", "simulator", "scheduler", "policy", "model", "types", "errors"},
     "membership": {"errors"},
-    "elastic": {"errors"},
-    "train": {"membership", "api", "model", "types", "errors"},
+    "elastic": {"tls", "errors"},
+    "train": {"membership", "api", "tls", "model", "types", "errors"},
     "integrations": {"train", "errors"},
     "engines": {"membership", "api", "scheduler", "model", "types", "errors", "version"},
     "tune": {"client", "api", "types", "errors"},
-    "server": {"tune", "reports", "engines", "api", "scheduler", "policy", "model", "types", "errors", "version"},
-    "client": {"api", "errors", "version"},
+    "server": {
+        *("tune", "reports", "engines", "api", "tls"),
+        *("scheduler", "policy", "model", "types", "errors", "version"),
+    },
+    "client": {"api", "tls", "errors", "version"},
     "testing": {"scheduler", "policy", "types"},
     "check": {"api"},
     "cli": {
-        *("check", "client", "server", "engines", "api", "simulator", "reports", "evaluation"),
+        *("check", "client", "server", "engines", "api", "tls", "simulator", "reports", "evaluation"),
         *("scheduler", "policy", "model", "types", "errors", "version"),
     },
 }

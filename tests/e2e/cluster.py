@@ -30,7 +30,8 @@ logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s
 options = json.loads(sys.argv[1])
 if "autoscale" in options:
     options["autoscale"] = AutoscaleConfig(**options["autoscale"])
-serve(ServiceConfig(**{**options, "data_directory": Path(options["data_directory"])}))
+paths = {name: Path(options[name]) for name in ("data_directory", "tls_cert", "tls_key") if name in options}
+serve(ServiceConfig(**{**options, **paths}))
 """
 
 

@@ -10,12 +10,15 @@ a bug and keeps its traceback.
 from __future__ import annotations
 
 import importlib
+import os
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
 from typer.core import TyperGroup
 
 from pollux.errors import PolluxError
+from pollux.tls import CA_VARIABLE, PLAIN_VARIABLE
 from pollux.version import __version__
 
 EXIT_BAD_USAGE = 2
@@ -185,8 +188,22 @@ def _options(
     version: Annotated[
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
     ] = False,
+    ca: Annotated[
+        Path | None,
+        typer.Option(
+            "--ca", metavar="FILE", help="Certificates to trust, in PEM, if the server's is not known to this system."
+        ),
+    ] = None,
+    allows_plain: Annotated[
+        bool, typer.Option("--plain-http", help="Send the token to another machine without encryption.")
+    ] = False,
 ) -> None:
     """A co-adaptive scheduler for deep-learning clusters."""
+    # Every command that asks a server reads the environment for these, as for its address and token.
+    if ca is not None:
+        os.environ[CA_VARIABLE] = str(ca)
+    if allows_plain:
+        os.environ[PLAIN_VARIABLE] = "1"
 
 
 def _stand_in() -> None:

@@ -12,6 +12,7 @@ import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, TypeVar
 
 import typer
@@ -99,6 +100,21 @@ class ClusterOptions:
             rich_help_panel=_CLUSTER,
         ),
     ] = None
+
+    hang_timeout: Annotated[
+        str | None,
+        typer.Option(
+            "--hang-timeout",
+            metavar="TIME|never",
+            help="Stop a job that holds slots and makes no step for so long; 30m if left out.",
+            rich_help_panel=_CLUSTER,
+        ),
+    ] = None
+
+    def hang_timeout_s(self, default_s: float | None) -> float | None:
+        if self.hang_timeout is None:
+            return default_s
+        return None if self.hang_timeout == "never" else parse_duration(self.hang_timeout)
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,6 +226,19 @@ class ServiceOptions:
             help="7077 if left out, or the next that is free; 0 is any.",
             rich_help_panel=_SERVICE,
         ),
+    ] = None
+    tls_cert: Annotated[
+        Path | None,
+        typer.Option(
+            "--tls-cert",
+            metavar="FILE",
+            help="Serve https with this PEM certificate, for the name of --host.",
+            rich_help_panel=_SERVICE,
+        ),
+    ] = None
+    tls_key: Annotated[
+        Path | None,
+        typer.Option("--tls-key", metavar="FILE", help="The certificate's key, in PEM.", rich_help_panel=_SERVICE),
     ] = None
     has_open_metrics: Annotated[
         bool,

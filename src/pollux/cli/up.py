@@ -98,18 +98,21 @@ def make_config(
     """Raises:
     InvalidValueError: an option makes no sense, or none without another.
     """
-    from pollux.server.config import LIVE_SETTINGS, ServiceConfig
+    from pollux.server.config import DEFAULT_HANG_S, LIVE_SETTINGS, ServiceConfig
 
     config = ServiceConfig(
         data_directory=directory,
         host=service.host,
         port=service.port,
+        tls_cert=None if service.tls_cert is None else service.tls_cert.absolute(),
+        tls_key=None if service.tls_key is None else service.tls_key.absolute(),
         has_open_metrics=service.has_open_metrics,
         slots=cluster.slots,
         nodes=cluster.nodes,
         slots_per_gpu=cluster.slots_per_gpu,
         policy=cluster.policy,
         storage=cluster.storage,
+        hang_timeout_s=cluster.hang_timeout_s(DEFAULT_HANG_S),
         settings=dataclasses.replace(LIVE_SETTINGS, weights=cluster.weights),
         engine=machines.engine.value,
         address=machines.address,
@@ -178,6 +181,8 @@ def arguments_of(config: ServiceConfig, log_format: LogFormat = LogFormat.TEXT) 
         "--data": config.data_directory,
         "--host": config.host,
         "--port": config.port,
+        "--tls-cert": config.tls_cert,
+        "--tls-key": config.tls_key,
         "--slots": config.slots,
         "--nodes": config.nodes,
         "--slots-per-gpu": config.slots_per_gpu if config.slots_per_gpu > 1 else None,
@@ -185,6 +190,7 @@ def arguments_of(config: ServiceConfig, log_format: LogFormat = LogFormat.TEXT) 
         "--weights": config.settings.weights,
         "--interval": config.interval_s,
         "--storage": config.storage,
+        "--hang-timeout": "never" if config.hang_timeout_s is None else f"{config.hang_timeout_s!r}s",
         "--engine": config.engine,
         "--address": config.address,
         "--name": config.name,

@@ -5,16 +5,17 @@ A data directory holds ``server.json`` (where the server of this machine listens
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import os
+import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from pollux.errors import AccessDeniedError, InvalidValueError, ServerNotFoundError
+from pollux.errors import AccessDeniedError, InvalidValueError, PolluxError, ServerNotFoundError
+from pollux.tls import CA_VARIABLE, PLAIN_VARIABLE, check_plain, client_context, is_loopback_url
 
 DATA_VARIABLE, URL_VARIABLE, TOKEN_VARIABLE = "POLLUX_DATA", "POLLUX_URL", "POLLUX_TOKEN"
 SERVER_FILE, TOKEN_FILE = "server.json", "token"
@@ -26,14 +27,25 @@ class Address:
     token: str = field(repr=False)
     data_directory: Path | None = None  # where it was found, if it was found in one
     pid: int | None = None  # of the server, if that is known
+    ca: str | None = None  # certificates to trust, a file or text; None: the system's
 
     @property
     def is_loopback(self) -> bool:
-        host = urlsplit(self.url).hostname or ""
-        try:
-            return ipaddress.ip_address(host).is_loopback
-        except ValueError:
-            return host == "localhost"
+        return is_loopback_url(self.url)
+
+    def context(self) -> ssl.SSLContext:
+        """Checks the server's certificate. Reading whom to trust takes long, and is left out for plain http."""
+        is_secured = self.url.startswith("https:")
+        return client_context(self.ca) if is_secured else ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+
+    def not_reached(self, error: Exception) -> PolluxError:
+        """What to raise when no connection could be made."""
+        if "CERTIFICATE_VERIFY_FAILED" in str(error):
+            return AccessDeniedError(
+                f"{self.url}: its certificate is not trusted, so nothing was sent to it ({error}); name the file that "
+                f"signed it: pollux --ca FILE, or {CA_VARIABLE}"
+            )
+        return ServerNotFoundError(self.no_answer)
 
     @property
     def no_answer(self) -> str:
@@ -53,36 +65,54 @@ def find_data_directory(given: str | Path | None = None) -> Path:
     return Path(chosen).expanduser().absolute()
 
 
-def find_address(url: str | None, token: str | None, data_directory: str | Path | None) -> Address:
-    """Of the server that is meant.
+def find_address(
+    url: str | None,
+    token: str | None,
+    data_directory: str | Path | None,
+    ca: str | Path | None = None,
+    allows_plain: bool = False,
+) -> Address:
+    """Of the server that is meant. ``ca``: certificates to trust; ``allows_plain``: a token may go unencrypted to
+    another machine. Both may also be said by the environment.
 
     Raises:
         ServerNotFoundError: none runs with that data directory.
         AccessDeniedError: its token cannot be found.
+        InvalidValueError: it is no URL, or the token would go unencrypted to another machine.
     """
     if url is None and data_directory is None and os.environ.get(URL_VARIABLE):
         url = os.environ[URL_VARIABLE]
     directory = find_data_directory(data_directory)
+    trusted = str(ca) if ca is not None else os.environ.get(CA_VARIABLE) or None
     if url is not None:
         if not _is_url(url):
             raise InvalidValueError(f"server {url!r}; a URL is needed, as in http://127.0.0.1:7077")
         url = url.rstrip("/")
+        told = read_server_file(directory) or {}
+        is_here = url == str(told.get("url")).rstrip("/")
         # A token found by chance goes only to the server that it is of: any other could be a thief's.
-        is_of_it = data_directory is not None or url == str((read_server_file(directory) or {}).get("url")).rstrip("/")
+        is_of_it = data_directory is not None or is_here
         token = token or os.environ.get(TOKEN_VARIABLE) or (_read_token(directory) if is_of_it else "")
         if not token:
             raise AccessDeniedError(
                 f"no token for {url}; set {TOKEN_VARIABLE} to the operator's (the server's data directory has it in "
                 f"the file {TOKEN_FILE!r}), or name the data directory"
             )
-        return Address(url=url, token=token)
-    told = read_server_file(directory)
-    if not (told and isinstance(told.get("url"), str) and is_alive(told.get("pid"))):
+        check_plain(url, allows_plain or is_here or os.environ.get(PLAIN_VARIABLE) == "1")
+        return Address(url=url, token=token, ca=trusted or (_ca_of(told) if is_here else None))
+    told = read_server_file(directory) or {}
+    if not (isinstance(told.get("url"), str) and is_alive(told.get("pid"))):
         raise ServerNotFoundError(no_server_in(directory))
     token = token or _read_token(directory)
     if not token:
         raise AccessDeniedError(f"the token in {directory / TOKEN_FILE} cannot be read; only its owner can")
-    return Address(url=told["url"].rstrip("/"), token=token, data_directory=directory, pid=told.get("pid"))
+    found = told["url"].rstrip("/")
+    return Address(url=found, token=token, data_directory=directory, pid=told.get("pid"), ca=trusted or _ca_of(told))
+
+
+def _ca_of(told: Mapping[str, Any]) -> str | None:
+    """The certificate of a server of this machine, by its own word."""
+    return told["certificate"] if isinstance(told.get("certificate"), str) else None
 
 
 def read_server_file(directory: Path) -> Mapping[str, Any] | None:

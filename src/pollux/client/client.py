@@ -9,7 +9,6 @@ import contextlib
 import json
 import math
 import re
-import ssl
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -263,18 +262,18 @@ class Client(Accounting):
         data_directory: str | Path | None = None,
         timeout_s: float = 30.0,
         patience_s: float = 600.0,
+        ca: str | Path | None = None,
+        allows_plain: bool = False,
     ) -> None:
-        self._asked_for = (url, token, data_directory)
+        self._asked_for = (url, token, data_directory, ca, allows_plain)
         self._timeout_s = timeout_s  # of one question
         self._patience_s = patience_s  # how long to wait for a server that does not answer
         self._silent_since = math.inf  # since when it has not
-        self.address: Address = find_address(url, token, data_directory)
-        # A proxy is for the way out; none may stand between two processes of one machine. Reading whom to trust takes
-        # longer than most questions, and is left out where nothing is encrypted.
-        is_secured = self.address.url.startswith("https:")
+        self.address: Address = find_address(*self._asked_for)
+        # A proxy is for the way out; none may stand between two processes of one machine.
         self._http = httpx.Client(
             timeout=timeout_s,
-            verify=is_secured or ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT),
+            verify=self.address.context(),
             trust_env=not self.address.is_loopback,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=8),  # each followed log holds one
         )
@@ -506,7 +505,7 @@ class Client(Accounting):
             if self._http.is_closed:  # by another thread
                 raise ServerError("this client was closed; make another") from error
             if isinstance(error, httpx.ConnectError):
-                raise ServerNotFoundError(self.address.no_answer) from error
+                raise self.address.not_reached(error) from error
             if not isinstance(error, httpx.HTTPError):
                 raise
             what = str(error) or type(error).__name__

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from pollux.errors import InvalidValueError
+from pollux.tls import CA_VARIABLE, PLAIN_VARIABLE, check_plain, client_context
 
 Fields = Mapping[str, Any]
 TIMEOUT_S = 10.0  # of one request
@@ -28,18 +29,24 @@ logger = logging.getLogger(__name__)
 class Address:
     """The server, and the job that reports, from the environment of a replica."""
 
-    def __init__(self, url: str, token: str, job: str) -> None:
+    def __init__(self, url: str, token: str, job: str, ca: str | None = None) -> None:
+        """``ca``: certificates to trust with https, a file or text; None: the system's."""
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise InvalidValueError(f"POLLUX_URL is {url!r}; an address as in http://127.0.0.1:7077 is needed")
-        self._is_secure, self._host, self._port = parts.scheme == "https", parts.hostname, parts.port
+        self._host, self._port = parts.hostname, parts.port
+        self._context = client_context(ca) if parts.scheme == "https" else None
         self._path = f"{parts.path.rstrip('/')}/api/v1/jobs/{urllib.parse.quote(job, safe='')}/reports"
         self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
 
     @classmethod
     def from_environment(cls, env: Mapping[str, str]) -> Address | None:
         url, token, job = (env.get(name, "") for name in ("POLLUX_URL", "POLLUX_TOKEN", "POLLUX_JOB_ID"))
-        return cls(url, token, job) if url and token and job else None
+        if not (url and token and job):
+            return None
+        made = cls(url, token, job, env.get(CA_VARIABLE) or None)
+        check_plain(url, env.get(PLAIN_VARIABLE) == "1")
+        return made
 
     def post(self, report: Fields, timeout_s: float = TIMEOUT_S) -> tuple[int, Fields]:
         """Status and answer.
@@ -47,8 +54,11 @@ class Address:
         Raises:
             OSError, http.client.HTTPException: there is no answer.
         """
-        kind = http.client.HTTPSConnection if self._is_secure else http.client.HTTPConnection
-        connection = kind(self._host, self._port, timeout=timeout_s)
+        connection: http.client.HTTPConnection
+        if self._context is None:
+            connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
+        else:
+            connection = http.client.HTTPSConnection(self._host, self._port, timeout=timeout_s, context=self._context)
         try:
             connection.request("POST", self._path, json.dumps(report, allow_nan=False), self._headers)
             response = connection.getresponse()

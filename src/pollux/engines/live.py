@@ -34,6 +34,9 @@ class LiveEngine(Engine, Protocol):
         Commands that never arrived are repeated. A job that no record names is stopped and forgotten.
         """
 
+    def dump_stacks(self, job: str) -> None:
+        """The replicas of an elastic job write the Python stacks of their threads to their logs."""
+
     def replicas(self, job: str) -> Sequence[ReplicaInfo]:
         """The processes of a job, members in rank order first; none for an unknown job."""
 

@@ -5,6 +5,7 @@ A supervisor of one machine first sends ``challenge{nonce}``, and the first hell
 
     hello{version, devices: [Device], takes_over?, proof?}      start{job, generation, launch, allocation}
     resize{job, generation, allocation}   stop{job, grace_s, reason}   forget{job, generation}   shutdown{grace_s}
+    dump{job}
 
 and the supervisor tells, with ``event``:
 

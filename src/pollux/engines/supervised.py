@@ -208,6 +208,11 @@ class SupervisedEngine:
             if not self._changed.wait_for(lambda: self._num_states > seen or self._is_closed, ADOPT_TIMEOUT_S):
                 raise EngineError(f"the supervisor did not answer for {ADOPT_TIMEOUT_S:g} s; see {self._connector.log}")
 
+    def dump_stacks(self, job: str) -> None:
+        with self._changed:
+            if job in self._jobs:
+                self._send({"op": "dump", "job": job})
+
     def replicas(self, job: str) -> Sequence[ReplicaInfo]:
         with self._changed:
             known = self._jobs.get(job)

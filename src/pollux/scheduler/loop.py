@@ -21,6 +21,7 @@ from pollux.scheduler.knowledge import Knowledge, ProfileMemory, learn_all, reca
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.nodes import SlotRules, placeable
 from pollux.scheduler.planner import Planner
+from pollux.scheduler.plausible import Plausibility
 from pollux.scheduler.ports import (
     Clock,
     Command,
@@ -38,7 +39,6 @@ from pollux.scheduler.ports import (
     StopJob,
     Store,
     TuneJob,
-    check_report,
 )
 from pollux.scheduler.quotas import Quotas
 from pollux.scheduler.reconcile import Actual, Change, Resize, Start, reconcile
@@ -106,7 +106,7 @@ class Scheduler:
         self.quotas = quotas
         self._planner = Planner(policy, rules, quotas, is_strict=config.is_strict)
         self._memory = ProfileMemory() if config.remembers_profiles else None
-        self._ratios = TypeRatios()
+        self._ratios, self._plausibility = TypeRatios(), Plausibility(store.save_job)
         self._active: dict[str, JobRecord] = {}  # in order of submission
         self._desired: dict[str, Allocation] = {}
         self._next_round_at = clock.now() + config.interval_s
@@ -239,9 +239,7 @@ class Scheduler:
         elif record.state is JobState.STOPPING:
             self._store.save_job(record)  # a restart must not make it wait again
         else:
-            record.move(JobState.STOPPING, now, reason)
-            self._store.save_job(record)
-            self._engine.apply([StopJob(job=name, reason=reason)])
+            self._stop(record, reason)
         self.reconsider("cancel")
 
     def reweigh(self, weights: Mapping[str, float]) -> None:
@@ -322,7 +320,7 @@ class Scheduler:
             return
         match event:
             case JobReport():
-                self._take_report(record, event)
+                self._take_report(record, event, now)
             case JobRuns(generation=generation, took_s=took_s):
                 if generation == record.generation and record.state in (JobState.STARTING, JobState.RESIZING):
                     record.trains(now, generation, took_s)
@@ -399,6 +397,7 @@ class Scheduler:
         why = record.reason.partition("\n")[0]
         self._departures.append(Departure(job=record.name, state=state, reason=why, num_slots=num_slots))
         self._desired.pop(record.name, None)
+        self._plausibility.forget(record.name)
         held = ((other.name, other.allocation) for other in self._active.values())
         for name, allocation in self._rules.changed_by_end(record.name, held).items():
             other = self._active[name]
@@ -407,13 +406,11 @@ class Scheduler:
         self._store.save_job(record)
         del self._active[record.name]  # after it is saved: a reader meanwhile finds it in one place or the other
 
-    def _take_report(self, record: JobRecord, report: JobReport) -> None:
+    def _take_report(self, record: JobRecord, report: JobReport, now: float) -> None:
         knowledge = record.knowledge
-        try:
-            check_report(report)
-        except InvalidValueError as error:
-            logger.warning("job %s: report refused: %s", record.name, error)
+        if (believed := self._plausibility.clip(report, record, now)) is None:
             return
+        report = believed
         for configuration, timing in report.timings:
             is_news = knowledge.observe(report.accelerator, configuration, timing)
             if is_news and self.config.decides_on_models:
@@ -450,11 +447,11 @@ class Scheduler:
             self._store.save_job(record)
             self.reconsider("update")
 
-    def requeue(self, name: str) -> None:
+    def requeue(self, name: str, reason: str = "requeued") -> None:
         """Let a job leave its slots and wait again; the next decision may start it anew."""
         self._desired.pop(name, None)
         if (record := self._active.get(name)) is not None:
-            self._stop(record, "requeued")
+            self._stop(record, reason)
 
     def reconsider(self, trigger: str) -> None:
         """Decide soon, because of this."""

@@ -122,6 +122,7 @@ class JobReport:
     remaining_examples: float | None = None
     progress: float | None = None  # share of its work that is done, 0..1
     total_batch: int | None = None
+    throughput: float | None = None  # examples per second
     batch: BatchLimits | None = None  # which batch sizes its script allows
 
 
@@ -144,7 +145,7 @@ def check_report(report: JobReport) -> None:
             check_measurement(configuration, timing)
     except ProfileError as error:
         raise InvalidValueError(str(error)) from error
-    for name in ("noise_scale", "noise_scale_error", "remaining_examples", "progress", "total_batch"):
+    for name in ("noise_scale", "noise_scale_error", "remaining_examples", "progress", "total_batch", "throughput"):
         value = getattr(report, name)
         if value is not None and not (math.isfinite(value) and value >= 0):
             raise InvalidValueError(f"{name} = {value}; a number of at least 0 is needed")

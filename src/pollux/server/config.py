@@ -15,6 +15,7 @@ from pollux.scheduler.autoscale import AutoscaleConfig
 from pollux.server.http.auth import check_host
 
 DEFAULT_HOST = "127.0.0.1"
+DEFAULT_HANG_S = 1800.0  # longer than evaluations and compilations mostly take
 SECRET_FILE = "secret"
 LIVE_SETTINGS = PolicySettings(resize_s=1.0)  # until a job's own resizes have been measured
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
@@ -28,6 +29,8 @@ class ServiceConfig:
     data_directory: Path
     host: str | None = None  # None: the loopback, or with Ray this machine's address among the others
     port: int | None = None
+    tls_cert: Path | None = None  # PEM; with tls_key it serves https
+    tls_key: Path | None = None
     reached_at: str | None = None  # by jobs, where it listens at every address
     slots: int | None = None  # CPU slots; None: the GPUs, or a slot per CPU where there are none
     nodes: str | None = None  # virtual nodes, as in "2x2"
@@ -37,6 +40,7 @@ class ServiceConfig:
     interval_s: float = 10.0  # decide at least this often
     needs_token: bool = True
     has_open_metrics: bool = False  # /metrics needs no token
+    hang_timeout_s: float | None = DEFAULT_HANG_S  # without a step, before a job is stopped; None: never
     grace_s: float = 30.0  # for a job that is told to stop, before it is killed
     min_free_mib: int = 64  # jobs pause when their disk has less
     stop_timeout_s: float = 60.0  # for all jobs to checkpoint and leave
@@ -56,6 +60,10 @@ class ServiceConfig:
         for name in ("interval_s", "grace_s", "stop_timeout_s", "hurry_timeout_s"):
             if not (math.isfinite(value := getattr(self, name)) and value > 0):
                 raise InvalidValueError(f"{name} = {value}; a positive number of seconds is needed")
+        if self.hang_timeout_s is not None and not (math.isfinite(self.hang_timeout_s) and self.hang_timeout_s > 0):
+            raise InvalidValueError(f"hang_timeout_s = {self.hang_timeout_s}; a positive number of seconds is needed")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise InvalidValueError("--tls-cert and --tls-key belong together: give both, or none for plain http")
         check_host(self.host or DEFAULT_HOST, self.needs_token)
         is_ray = self.engine == "ray"
         if is_ray and (self.slots is not None or self.nodes is not None or self.slots_per_gpu != 1):
@@ -84,6 +92,7 @@ class ClusterConfig:
     data_directory: Path
     secret: str  # jobs' tokens are made from it
     url: str = ""  # where jobs find the server
+    certificate: str = ""  # the server's, as text, with https
     policy: str = "pollux"
     settings: PolicySettings = LIVE_SETTINGS
     interval_s: float = 10.0
@@ -93,5 +102,6 @@ class ClusterConfig:
     storage: str | None = None  # for checkpoints, a path or a URL; None: the data directory
     autoscale: AutoscaleConfig | None = None
     node_price: float | None = None  # for an hour
+    hang_timeout_s: float | None = DEFAULT_HANG_S
     keep_rounds: int = 5000
     keep_reports: int = 5000  # of each job

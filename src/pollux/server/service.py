@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any, Self
+from urllib.parse import urlsplit
 
 import uvicorn
 from fastapi import FastAPI
@@ -36,6 +37,7 @@ from pollux.errors import DirectoryInUseError, InvalidValueError, ServerError, S
 from pollux.server.config import DEFAULT_HOST, ServiceConfig
 from pollux.server.http.app import create_app
 from pollux.server.http.auth import Access, is_loopback, load_token
+from pollux.server.http.certificate import check_certificate
 from pollux.server.http.connections import BoundedProtocol
 from pollux.server.http.dependencies import ServedCluster
 from pollux.server.live.factory import ClusterMaker, make_cluster, prepared
@@ -103,7 +105,8 @@ class Service:
             self.config = stack.enter_context(prepared(self.config))
             host = self.config.host or DEFAULT_HOST
             listener = stack.enter_context(_listen(host, self.config.port, directory / PORT_FILE))
-            self.url = _url_of(host, self.config.reached_at, listener)
+            self.url = _url_of(host, self.config.reached_at, listener, has_tls=self.config.tls_cert is not None)
+            certificate = self._checked_certificate()
             cluster = self._make_cluster(self.config, store, self.url)
             self._cluster = cluster
             stack.callback(self._stop_cluster)
@@ -119,19 +122,25 @@ class Service:
             studies.start()
             stack.callback(studies.stop)
             app = create_app(cluster, access, self.begin_stop, studies, has_open_metrics=self.config.has_open_metrics)
-            stack.enter_context(_http(app, listener))
+            stack.enter_context(_http(app, listener, self.config))
             stack.callback(self._stop_cluster)  # before HTTP: jobs report what they did last, logs are read to the end
             stack.callback(studies.stop)  # first of all: no trial is begun or ended while the cluster stops
-            write_whole(server_file, json.dumps(_describe(self.url)) + "\n")
+            write_whole(server_file, json.dumps(_describe(self.url, certificate)) + "\n")
             self._cleanup = stack.pop_all()
         logger.info("Pollux %s listens at %s; data in %s", __version__, self.url, directory)
-        if not is_loopback(host):
+        if not is_loopback(host) and not certificate:
             logger.warning(
                 "other machines reach this server at %s, and what they send is not encrypted, tokens included: "
-                "put TLS or a tunnel in front of it, or listen at 127.0.0.1",
+                "use --tls-cert and --tls-key, put a tunnel in front of it, or listen at 127.0.0.1",
                 host,
             )
         return self
+
+    def _checked_certificate(self) -> str:
+        """As text; "" without one."""
+        if self.config.tls_cert is None or self.config.tls_key is None:
+            return ""
+        return check_certificate(self.config.tls_cert, self.config.tls_key, urlsplit(self.url).hostname or "")
 
     def stop(self, *, keeps_jobs: bool = False) -> None:
         """Returns when all is over. Jobs checkpoint and leave, and go on with the next server; or they are kept."""
@@ -272,9 +281,10 @@ def _locked(directory: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
-def _describe(url: str) -> dict[str, str | int | float]:
+def _describe(url: str, certificate: str) -> dict[str, str | int | float]:
     """How clients find us."""
-    return {"url": url, "pid": os.getpid(), "version": __version__, "started_at": time.time()}
+    known = {"certificate": certificate} if certificate else {}
+    return {**known, "url": url, "pid": os.getpid(), "version": __version__, "started_at": time.time()}
 
 
 # HTTP -----------------------------------------------------------------------------------------
@@ -324,14 +334,14 @@ def _bind(host: str, port: int) -> socket.socket:
         raise InvalidValueError(f"cannot listen at port {port} of {host!r}; {advice}") from error
 
 
-def _url_of(host: str, reached_at: str | None, listener: socket.socket) -> str:
+def _url_of(host: str, reached_at: str | None, listener: socket.socket, *, has_tls: bool) -> str:
     """How jobs and clients reach it; ``reached_at`` where it listens at every address."""
     name = reached_at or {"::": "::1"}.get(host, DEFAULT_HOST) if host in ("0.0.0.0", "::", "") else host
-    return f"http://{f'[{name}]' if ':' in name else name}:{listener.getsockname()[1]}"
+    return f"{'https' if has_tls else 'http'}://{f'[{name}]' if ':' in name else name}:{listener.getsockname()[1]}"
 
 
 @contextlib.contextmanager
-def _http(app: FastAPI, listener: socket.socket) -> Iterator[None]:
+def _http(app: FastAPI, listener: socket.socket, config: ServiceConfig) -> Iterator[None]:
     """Serves in a thread."""
     settings: dict[str, Any] = dict(
         access_log=False,
@@ -343,6 +353,8 @@ def _http(app: FastAPI, listener: socket.socket) -> Iterator[None]:
         timeout_keep_alive=KEEP_ALIVE_S,
         ws="none",
         http=BoundedProtocol,
+        ssl_certfile=config.tls_cert,
+        ssl_keyfile=config.tls_key,
     )
     server = uvicorn.Server(uvicorn.Config(app, **settings))
     thread = threading.Thread(target=server.run, args=([listener],), name="pollux-http", daemon=True)

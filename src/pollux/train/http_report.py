@@ -21,6 +21,7 @@ from collections.abc import Callable, Mapping
 from pollux.api.codec import decode
 from pollux.api.report import MAX_NOTES, MAX_OBSERVED, MAX_TIMINGS, Report, ReportAnswer, write_report
 from pollux.errors import InvalidValueError
+from pollux.tls import CA_VARIABLE, PLAIN_VARIABLE, check_plain, client_context
 from pollux.train.report import Advice, plain
 
 TIMEOUT_S = 10.0  # of one request
@@ -41,11 +42,13 @@ class HttpReporter:
     It says whether it agrees; reports go on where it does not, at the usual pace.
     """
 
-    def __init__(self, url: str, token: str, job: str, replica: str | None = None) -> None:
+    def __init__(self, url: str, token: str, job: str, replica: str | None = None, ca: str | None = None) -> None:
+        """``ca``: certificates to trust with https, a file or text; None: the system's."""
         parts = urllib.parse.urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise InvalidValueError(f"POLLUX_URL is {url!r}; an address as in http://127.0.0.1:7077 is needed")
-        self._secure, self._host, self._port = parts.scheme == "https", parts.hostname, parts.port
+        self._host, self._port = parts.hostname, parts.port
+        self._context = client_context(ca) if parts.scheme == "https" else None
         self._path = f"{parts.path.rstrip('/')}/api/v1/jobs/{urllib.parse.quote(job, safe='')}/reports"
         self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         self._job, self._replica = job, replica
@@ -66,7 +69,11 @@ class HttpReporter:
     def from_environment(cls, environment: Mapping[str, str]) -> HttpReporter | None:
         names = ("POLLUX_URL", "POLLUX_TOKEN", "POLLUX_JOB_ID")
         url, token, job = (environment.get(name, "") for name in names)
-        return cls(url, token, job, environment.get("POLLUX_REPLICA_ID") or None) if url and token and job else None
+        if not (url and token and job):
+            return None
+        made = cls(url, token, job, environment.get("POLLUX_REPLICA_ID") or None, environment.get(CA_VARIABLE) or None)
+        check_plain(url, environment.get(PLAIN_VARIABLE) == "1")
+        return made
 
     def send(self, report: Report) -> None:
         with self._changed:
@@ -135,8 +142,13 @@ class HttpReporter:
 
     def _post(self, report: Report) -> None:
         if self._connection is None:
-            kind = http.client.HTTPSConnection if self._secure else http.client.HTTPConnection
-            self._connection = kind(self._host, self._port, timeout=LAST_WORD_S if self._is_closed else TIMEOUT_S)
+            timeout_s = LAST_WORD_S if self._is_closed else TIMEOUT_S
+            if self._context is None:
+                self._connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
+            else:
+                self._connection = http.client.HTTPSConnection(
+                    self._host, self._port, timeout=timeout_s, context=self._context
+                )
         self._connection.request(
             "POST",
             self._path,

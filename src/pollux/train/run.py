@@ -22,6 +22,7 @@ from torch.utils.data import Dataset
 
 from pollux.errors import InvalidValueError
 from pollux.membership.replica import Membership, membership_from_environment
+from pollux.membership.stacks import write_stacks_on_signal
 from pollux.membership.store import Group
 from pollux.train.batching import BatchChoice, BatchPolicy, batch_policy, make_limits, shape_of
 from pollux.train.checkpoint import CheckpointDirectory
@@ -66,6 +67,8 @@ def init(
     this replica's GPU if there is one. ``timeout_s`` bounds every wait for other replicas.
     """
     environment = os.environ
+    if environment.get("POLLUX_REPLICA_ID"):
+        write_stacks_on_signal()
     checkpoint_dir = checkpoint_dir or environment.get("POLLUX_CHECKPOINT_DIR") or None
     if reporter is None and environment.get("POLLUX_REPORT_FILE"):
         reporter = FileReporter(environment["POLLUX_REPORT_FILE"])

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from pollux.policy import make_policy
 from pollux.policy.speedups import speedup_tables
 from pollux.testing.snapshots import make_job, make_nodes
-from pollux.types import JobView, ShapeFactor, Snapshot, ThroughputParams
+from pollux.types import BatchLimits, JobSpec, JobView, ShapeFactor, Snapshot, ThroughputParams
 
 NODES = make_nodes(1)
 PARAMS = ThroughputParams(0.01, 0.001, 0.001, 1e-6, 0.01, 1e-6, 1.5)
@@ -38,3 +40,18 @@ def test_a_liar_gets_no_more_than_its_share(num_honest):
     jobs = (*(job(f"honest-{number}") for number in range(num_honest)), job("liar", LIE))
     plan = make_policy("pollux").decide(snapshot(*jobs))
     assert plan.allocations["liar"].num_replicas <= -(-4 // len(jobs))
+
+
+@pytest.mark.parametrize("total", [4, 5, 7, 512])
+@pytest.mark.parametrize("alone", [False, True])
+def test_batch_limits_that_a_job_reports_do_not_make_few_replicas_impossible(total, alone):
+    """Batches that only fit 4 devices are accumulated on one: a job cannot say that it needs 4."""
+    limits = BatchLimits(
+        initial=1, minimum=total, maximum=total, device_max=max(total // 4, 1), accumulates_alone=alone
+    )
+    liar = dataclasses.replace(job("liar"), spec=JobSpec(name="liar", batch=limits))
+    table = speedup_tables(snapshot(job("honest"), liar))[1]
+    assert table.speedups[0, 0, 1] > 0 or not table.speedups.any()
+    assert np.nanmax(table.speedups) <= 1.5 * 4
+    plan = make_policy("pollux").decide(snapshot(job("honest"), liar))
+    assert plan.allocations["honest"].num_replicas >= 2

@@ -173,7 +173,7 @@ def test_the_last_report_is_sent_when_the_run_is_over(listener):
 
 def test_the_environment_decides_who_is_told():
     assert HttpReporter.from_environment({"POLLUX_URL": "http://x", "POLLUX_TOKEN": "t"}) is None
-    env = {"POLLUX_URL": "http://x", "POLLUX_TOKEN": "t", "POLLUX_JOB_ID": "a"}
+    env = {"POLLUX_URL": "http://127.0.0.1:9", "POLLUX_TOKEN": "t", "POLLUX_JOB_ID": "a"}
     assert isinstance(HttpReporter.from_environment(env), HttpReporter)
     with pytest.raises(InvalidValueError, match="POLLUX_URL"):
         HttpReporter.from_environment({**env, "POLLUX_URL": "nowhere"})

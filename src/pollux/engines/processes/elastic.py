@@ -39,6 +39,7 @@ from pollux.engines.processes.starters import Command, ReplicaProcess, Starter
 from pollux.errors import InvalidValueError, MembershipError
 from pollux.membership.controller import JobController
 from pollux.membership.roster import Member
+from pollux.membership.stacks import STACK_SIGNAL
 
 MAX_SPAWN_FAILURES = 3  # in a row: a script that never gets ready is broken
 HEALTHY_S = 5.0  # training for so long makes the next pause short again
@@ -253,6 +254,10 @@ class ElasticJob:
             for process in self._all():
                 # A replica that was never in a group has nothing to save, and may wait for a group for a long time.
                 self._starter.signal(process.handle, signal.SIGTERM if process.was_member else signal.SIGKILL)
+
+    def dump_stacks(self) -> None:
+        for process in self._all():
+            self._starter.signal(process.handle, STACK_SIGNAL)
 
     def stop(self, grace_s: float = 30.0) -> int:
         """:meth:`request_stop`, and wait for it. 143, unless the job had ended before."""

@@ -128,6 +128,9 @@ class FixedJob:
             self._is_stopping = True
             self._ask_to_end(grace_s)
 
+    def dump_stacks(self) -> None:
+        """Not at all: the signal would end a command that does not expect it."""
+
     def hold(self) -> None:
         if self._held_since is None and not self._is_stopping:
             self._held_since = time.monotonic()

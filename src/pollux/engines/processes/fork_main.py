@@ -23,6 +23,7 @@ from pollux.engines.processes.fork_server import TERM_GRACE_S
 from pollux.engines.processes.identity import become, identity_of
 from pollux.engines.processes.trees import die_with, kill_group, reap, signal_tree
 from pollux.engines.transport import Channel, Message
+from pollux.membership.stacks import write_stacks_on_signal
 
 RUNNERS = (__file__, runpy.__file__, "<frozen runpy>")
 TURN_S = 60.0  # a bound on one wait; signals and messages end it at once
@@ -124,6 +125,7 @@ class ForkLoop:
             if (identity := identity_of(request["env"])) is not None:
                 become(identity)  # after the logs are open, which stay the server's
             die_with(owner)  # after the change of user, which would undo it
+            write_stacks_on_signal()
             os.environ.clear()
             os.environ.update(request["env"])
             os.chdir(request["cwd"])

@@ -237,6 +237,11 @@ class JobManager:
             logger.info("%s: stop: %s", entry.job, message["reason"])
             self._stop(entry, float(message["grace_s"]))
 
+    def dump(self, message: Message) -> None:
+        entry = self._entries.get(message["job"])
+        if entry is not None and entry.processes is not None:
+            entry.processes.dump_stacks()
+
     def forget(self, message: Message) -> None:
         """An end, if it is the one that is meant."""
         entry = self._entries.get(message["job"])

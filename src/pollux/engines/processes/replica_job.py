@@ -54,6 +54,9 @@ class ReplicaJob(Protocol):
     def request_stop(self, grace_s: float = GRACE_S) -> None:
         """SIGTERM to every replica now, SIGKILL to their trees after ``grace_s``. Again: no later than that."""
 
+    def dump_stacks(self) -> None:
+        """Replicas write the Python stacks of their threads to their logs, if they are known to be able to."""
+
     def hold(self) -> None:
         """Freeze every replica, and start none, until :meth:`release`."""
 

@@ -28,6 +28,7 @@ class RequestHandler:
             "start": manager.start,
             "resize": manager.resize,
             "stop": manager.stop,
+            "dump": manager.dump,
             "forget": manager.forget,
             "shutdown": lambda message: self.shut_down(float(message["grace_s"])),
         }

@@ -35,6 +35,7 @@ from pollux.scheduler.quotas import HALF_LIFE_S, Quotas
 from pollux.scheduler.record import JobRecord
 from pollux.server.config import ClusterConfig
 from pollux.server.live.clock import LiveClock
+from pollux.server.live.hangs import HangWatch
 from pollux.server.live.inbox import Inbox
 from pollux.server.live.job_table import JobTable, LaunchSettings, LiveJob
 from pollux.server.live.meter import Meter
@@ -57,6 +58,7 @@ LONGEST_PAUSE_S = 30.0  # between attempts to begin again
 TIDY_EVERY_S = 5.0
 NUM_HALF_LIVES = 6  # what was used before that counts for nothing
 SAMPLE_EVERY_S = 10.0
+LOOK_EVERY_S = 1.0  # for jobs that hang
 NUM_REPLAYED, MANY_JOBS = 20, 200  # reports of each job after a restart; of many jobs the last one alone
 DRAINING_FILE, NODE_SECONDS_FILE = "draining.json", "node-seconds.json"
 REPORTS_PER_S = 66.0  # of all jobs together: what they are asked to keep to
@@ -105,13 +107,14 @@ class Cluster:
         self.metrics.watch(self.measured)
         self.simulations = Simulations(config.data_directory / "simulations")
         self._pool, self._inbox = pool, Inbox(engine, self._jobs)
+        self._hangs = HangWatch(self._jobs, engine, config.hang_timeout_s)
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._woken = wakeup or threading.Event()
         self._thread: threading.Thread | None = None
         self._is_stopping = self._looks_at_dependencies = False
         self._stop_by = math.inf  # in monotonic time
         self._turn_s = 0.0  # what the last one took
-        self._tidy_at = self._sample_at = 0.0
+        self._tidy_at = self._sample_at = self._look_at = 0.0
         self._problem = "the scheduler has not begun yet"
         self.operations = Operations(self, self._jobs, store)
         self._meter = Meter(store, self.accounts.team_of, config.node_price)
@@ -363,6 +366,7 @@ class Cluster:
             self._looks_at_dependencies = False
             self._take_in(self._jobs.held)
         self._enforce_limits()
+        self._stop_hung()
         self._turn_s = min(time.perf_counter() - began, LONGEST_WAIT_S)
 
     def _save_reports(self) -> None:
@@ -449,6 +453,16 @@ class Cluster:
                 reason = f"stopped: its time limit of {limit_s:g} s is over"
                 self._working().cancel(record.name, reason, JobState.FAILED)
 
+    def _stop_hung(self) -> None:
+        if (now := self._clock.now()) < self._look_at:
+            return
+        self._look_at = now + LOOK_EVERY_S
+        for hang in self._hangs.look(self._state.records.values(), now):
+            if hang.is_last:
+                self._working().cancel(hang.job, hang.reason, JobState.FAILED)
+            else:
+                self._working().requeue(hang.job, hang.reason)
+
     # Inside -----------------------------------------------------------------------------------
 
     def _working(self) -> Scheduler:
@@ -482,6 +496,7 @@ def launch_settings(config: ClusterConfig) -> LaunchSettings:
     return LaunchSettings(
         secret=config.secret,
         url=config.url,
+        certificate=config.certificate,
         directory=config.data_directory,
         environment=config.environment,
         storage=config.storage,

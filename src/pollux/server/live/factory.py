@@ -145,6 +145,7 @@ def _cluster_config(config: ServiceConfig, store: SqlStore, url: str) -> Cluster
         data_directory=config.data_directory,
         secret=load_token(config.data_directory / SECRET_FILE),
         url=url,
+        certificate="" if config.tls_cert is None else config.tls_cert.read_text(encoding="ascii"),
         policy=config.policy,
         interval_s=config.interval_s,
         environment=environment_of_jobs(os.environ),
@@ -153,6 +154,7 @@ def _cluster_config(config: ServiceConfig, store: SqlStore, url: str) -> Cluster
         autoscale=config.autoscale,
         node_price=config.node_price,
         settings=config.settings,
+        hang_timeout_s=config.hang_timeout_s,
     )
 
 

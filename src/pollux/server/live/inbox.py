@@ -92,5 +92,6 @@ def _to_event(report: Report, accelerator: str | None) -> JobReport:
         remaining_examples=report.remaining_examples,
         progress=report.progress,
         total_batch=report.total_batch,
+        throughput=report.throughput,
         batch=report.batch,
     )

@@ -30,6 +30,7 @@ from pollux.server.live.accounts import Accounts
 from pollux.server.live.unix_users import environment_of, give_folders
 from pollux.server.storage.records import StoredJob
 from pollux.server.storage.store import SqlStore
+from pollux.tls import CA_VARIABLE, PLAIN_VARIABLE
 from pollux.types import JobDecision, ThroughputParams
 
 MAX_SCRIPT_BYTES = 10_000_000
@@ -63,6 +64,8 @@ class LiveJob:
     changes: deque[Decision] = field(default_factory=lambda: deque(maxlen=NUM_CHANGES))  # made by this server
     logged: Transition | None = None  # the last of its history that is in the server's log
     is_logged: bool = False  # its submission is in the log
+    stuck: str = ""  # how long it has made no step, when that is long
+    num_hangs: int = 0  # how often it was stopped for that
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +76,7 @@ class LaunchSettings:
     url: str
     directory: Path
     environment: Mapping[str, str]
+    certificate: str = ""  # of the server, for jobs to trust; "": it serves plain http
     storage: str | None = None  # for checkpoints, a path or a URL; in the jobs' folders if left out
 
 
@@ -286,9 +290,16 @@ class JobTable:
                 "POLLUX_JOB_ID": name,
                 "POLLUX_URL": self._settings.url,
                 "POLLUX_TOKEN": self._token_of(name),
+                **self._way_to_server(),
             },
             max_restarts=request.num_restarts_allowed,
         )
+
+    def _way_to_server(self) -> dict[str, str]:
+        """Whom jobs trust. A server that is plain told its operator so; its jobs must not refuse it."""
+        if self._settings.certificate:
+            return {CA_VARIABLE: self._settings.certificate}
+        return {PLAIN_VARIABLE: "1"}
 
     def _token_of(self, job: str) -> str:
         return job_token(self._settings.secret, job)

@@ -366,7 +366,7 @@ class Queries:
             known,
             self._clock.now(),
             reason=held_back or waiting_reason(record, capacity or self._capacity()) if is_waiting else "",
-            note="" if is_waiting else self._engine.note(record.name),
+            note="" if is_waiting else self._engine.note(record.name) or job.stuck,
         )
 
     def summary_of_held(self, job: LiveJob, now: float | None = None) -> JobSummary:

@@ -56,6 +56,8 @@ class ObedientEngine:
         self.adopted: list[list[str]] = []
         self.running: dict[str, int] = {}
         self.obeys_stops = True
+        self.notes: dict[str, str] = {}
+        self.dumped: list[str] = []
         self.is_closed: bool | None = None
         self.wake: Callable[[], None] = lambda: None
 
@@ -96,7 +98,10 @@ class ObedientEngine:
         return ()
 
     def note(self, job: str) -> str:
-        return ""
+        return self.notes.get(job, "")
+
+    def dump_stacks(self, job: str) -> None:
+        self.dumped.append(job)
 
     trouble = ""
 
