@@ -9,8 +9,9 @@ A supervisor of one machine first sends ``challenge{nonce}``, and the first hell
 and the supervisor tells, with ``event``:
 
     state{version, pid, jobs: [...]} or refused{version, reason} after a hello;
-    runs{job, generation}   stopped{job, generation}   ended{job, generation, state, exit_code, reason, at}
-    lost{job, generation, reason}   replicas{job, replicas: [...]}   note{job, text}   crashed{job, reason}   replaced{}
+    runs{job, generation}   stopped{job, generation}   ended{job, generation, state, exit_code, reason, at, node, cause}
+    lost{job, generation, reason}   replicas{job, replicas: [...]}   note{job, text}   crashed{job, reason}
+    gave_up{job, generation, node, reason, allocation}   replaced{}
 
 The supervisor keeps the end of a job, and tells it again after the next hello, until the engine says ``forget``.
 """

@@ -24,7 +24,7 @@ from typing import Protocol
 
 from pollux.engines.launch import Launch
 from pollux.engines.live import ReplicaInfo
-from pollux.engines.messages import allocation_to_list
+from pollux.engines.messages import allocation_from_list, allocation_to_list
 from pollux.engines.transport import Channel, Message
 from pollux.errors import EngineError
 from pollux.scheduler.lifecycle import JobState
@@ -37,6 +37,7 @@ from pollux.scheduler.ports import (
     JobRuns,
     JobStopped,
     NodesChanged,
+    ResizeFailed,
     ResizeJob,
     StartJob,
     StopJob,
@@ -335,6 +336,16 @@ class SupervisedEngine:
             known.note = message["text"]
         elif kind == "crashed":
             self._events.append((JobHurt(job=message["job"], reason=message["reason"]), None))
+        elif kind == "gave_up":
+            held = message["allocation"]
+            event = ResizeFailed(
+                job=message["job"],
+                generation=message["generation"],
+                allocation=None if held is None else allocation_from_list(held),
+                node=message["node"],
+                reason=message["reason"],
+            )
+            self._events.append((event, None))
 
     def _take_nodes(self, rows: Sequence[Message] | None) -> None:
         """None: the supervisor does not know; the nodes are those the engine was made with."""
@@ -357,6 +368,8 @@ class SupervisedEngine:
                     at=message["at"],
                     reason=message["reason"],
                     exit_code=message["exit_code"],
+                    node=message["node"],
+                    cause=message["cause"],
                 )
             case "stopped" if known.is_stopping:
                 event = JobStopped(job=job)

@@ -22,7 +22,7 @@ from pollux.engines.launch import Launch
 from pollux.engines.messages import allocation_from_list, allocation_to_list
 from pollux.engines.processes.devices import Device, slot_env
 from pollux.engines.processes.leftovers import MARK, kill_leftovers, mark_of
-from pollux.engines.processes.replica_job import STOPPED_CODE, JobFactory, JobOrder, ReplicaJob
+from pollux.engines.processes.replica_job import STOPPED_CODE, JobFactory, JobOrder, NodeFailure, ReplicaJob
 from pollux.engines.processes.slots import ReplicaView, Slot
 from pollux.engines.processes.space import SpaceWatch
 from pollux.engines.transport import Message
@@ -62,6 +62,7 @@ class _Entry:
     again: Message | None = None  # a start that came before the end
     living: frozenset[str] = frozenset()  # ids of replicas
     num_crashes: int = 0  # that were told
+    num_given_up: int = 0  # changes of its slots that failed and were told
 
 
 class JobManager:
@@ -273,11 +274,25 @@ class JobManager:
                 self._finish(entry, {"event": "stopped"})
             return
         result = processes.pump()
+        self._see_given_up(entry, processes)
         self._sweep(entry)
         if result is not None and not processes.replicas:
             processes.close()
             has_stopped = result == STOPPED_CODE and entry.is_stopping
-            self._finish(entry, {"event": "stopped"} if has_stopped else _ended(result, processes.failure))
+            ended = _ended(result, processes.failure, processes.blame)
+            self._finish(entry, {"event": "stopped"} if has_stopped else ended)
+
+    def _see_given_up(self, entry: _Entry, processes: ReplicaJob) -> None:
+        """A change that the job gave up: it holds what its members have, until the next command."""
+        for node, cause in processes.given_up[entry.num_given_up :]:
+            entry.num_given_up += 1
+            members = tuple(view.slot for view in processes.replicas if view.state == "member")
+            if entry.is_placed:  # else a newer command waits for its slots
+                entry.slots, entry.allocation = members, Allocation.of(*Counter(slot.node for slot in members).items())
+            logger.warning("%s: a change is given up: replicas fail on %s: %s", entry.job, node, cause)
+            told: Message = {"event": "gave_up", "job": entry.job, "generation": entry.generation}
+            held = allocation_to_list(entry.allocation)
+            self._tell({**told, "node": node, "reason": cause, "allocation": held if entry.is_placed else None})
 
     def _finish(self, entry: _Entry, end: Message) -> None:
         entry.processes, entry.slots = None, ()
@@ -450,6 +465,8 @@ def _shown(view: ReplicaView) -> Message:
     return {"replica_id": view.replica_id, "rank": view.rank, **place}
 
 
-def _ended(result: int, failure: str) -> Message:
+def _ended(result: int, failure: str, blame: NodeFailure | None = None) -> Message:
     state = "succeeded" if result == 0 else "failed"
-    return {"event": "ended", "state": state, "exit_code": result, "reason": failure, "at": time.time()}
+    node, cause = blame or ("", "")
+    end = {"event": "ended", "state": state, "exit_code": result, "reason": failure, "at": time.time()}
+    return {**end, "node": node, "cause": cause}
