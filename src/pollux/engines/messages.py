@@ -11,7 +11,8 @@ and the supervisor tells, with ``event``:
     state{version, pid, jobs: [...]} or refused{version, reason} after a hello;
     runs{job, generation}   stopped{job, generation}   ended{job, generation, state, exit_code, reason, at, node, cause}
     lost{job, generation, reason}   replicas{job, replicas: [...]}   note{job, text}   crashed{job, reason}
-    gave_up{job, generation, node, reason, allocation}   replaced{}
+    gave_up{job, generation, node, reason, allocation}   nodes{nodes: [...]}
+    unusable{nodes: [{name, reason}]}   replaced{}
 
 The supervisor keeps the end of a job, and tells it again after the next hello, until the engine says ``forget``.
 """

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Protocol
 
 from pollux.engines.launch import Launch
-from pollux.engines.live import ReplicaInfo
+from pollux.engines.live import ReplicaInfo, UnusableNode
 from pollux.engines.messages import allocation_from_list, allocation_to_list
 from pollux.engines.transport import Channel, Message
 from pollux.errors import EngineError
@@ -123,6 +123,7 @@ class SupervisedEngine:
         self._is_adopted = self._is_closed = False
         self._num_states = 0
         self._trouble = ""
+        self._unusable: tuple[UnusableNode, ...] = ()
         self._lost_at = math.inf  # in monotonic time; inf while there is a connection
         self._closing = threading.Event()
         self._channel: Channel | None
@@ -132,6 +133,7 @@ class SupervisedEngine:
             connector.close()
             raise
         self._take_nodes(state["nodes"])
+        self._take_unusable(state["unusable"])
         self._events.clear()  # the caller has not asked for the nodes before
         self._thread = threading.Thread(target=self._read, name="pollux-engine", daemon=True)
         self._thread.start()
@@ -226,6 +228,12 @@ class SupervisedEngine:
             is_late = time.monotonic() - self._lost_at > PATIENCE_S
             return self._trouble or ("paused: the supervisor does not answer" if is_late else "")
 
+    @property
+    def unusable(self) -> Sequence[UnusableNode]:
+        """See :class:`~pollux.engines.live.LiveEngine`."""
+        with self._changed:
+            return self._unusable
+
     def close(self, *, stops_jobs: bool, grace_s: float | None = None) -> None:
         with self._changed:
             if self._is_closed:
@@ -313,12 +321,16 @@ class SupervisedEngine:
         if kind == "log":
             logger.warning("%s", message["text"])
             return
+        if kind == "unusable":
+            self._take_unusable(message["nodes"])
+            return
         if kind == "nodes":
             self._take_nodes(message["nodes"])
             return
         if kind == "state":
             self._num_states += 1
             self._take_nodes(message["nodes"])
+            self._take_unusable(message["unusable"])
             if self._is_adopted:
                 self._compare(message["jobs"])
             self._changed.notify_all()
@@ -353,6 +365,12 @@ class SupervisedEngine:
         if nodes != self._nodes:
             self._nodes = nodes
             self._events.append((NodesChanged(), None))
+
+    def _take_unusable(self, rows: Sequence[Message]) -> None:
+        unusable = tuple(UnusableNode(**row) for row in rows)
+        for node in set(unusable).difference(self._unusable):
+            logger.warning("node %s gets no work: %s", node.name, node.reason)
+        self._unusable = unusable
 
     def _take_end(self, message: Message, known: _Known | None) -> None:
         job, generation = message["job"], message["generation"]

@@ -80,6 +80,7 @@ class JobManager:
         self._entries: dict[str, _Entry] = {}
         self._devices: dict[Slot, Device] = {}
         self._nodes: list[Message] | None = None
+        self.unusable: list[Message] = []  # nodes that get no work, as they were told
         self._factory: JobFactory | None = None
         self._is_warm = False
         self._closing_grace_s: float | None = None
@@ -135,6 +136,12 @@ class JobManager:
         if list(nodes) != self._nodes:
             self._nodes = list(nodes)
             self._tell({"event": "nodes", "nodes": self._nodes})
+
+    def tell_unusable(self, nodes: Sequence[Message]) -> None:
+        """Which nodes get no work, each with its reason."""
+        if list(nodes) != self.unusable:
+            self.unusable = list(nodes)
+            self._tell({"event": "unusable", "nodes": self.unusable})
 
     def lose(self, nodes: Collection[str], reason: str) -> None:
         """These nodes are gone with their replicas. A job goes on with those that are left; without any it is lost.

@@ -153,7 +153,9 @@ def test_restarts_are_bounded_and_excuses_do_not_count(bench):
     excuses = ["the disk is full", "the disk is full", ""]
     job = bench.job("import sys; sys.exit(7)", max_restarts=1, excuse=lambda: (excuses or [""]).pop(0))
     assert ended(job) == 7
-    assert "f: rank 0 on n0 exited with 7, after 1 restarts" in job.failure or "rank 1 on n1 exited with 7" in job.failure
+    assert (
+        "f: rank 0 on n0 exited with 7, after 1 restarts" in job.failure or "rank 1 on n1 exited with 7" in job.failure
+    )
     assert job.num_restarts == 1
     assert excuses == []
 
