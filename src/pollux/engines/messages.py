@@ -12,7 +12,7 @@ and the supervisor tells, with ``event``:
     runs{job, generation}   stopped{job, generation}   ended{job, generation, state, exit_code, reason, at, node, cause}
     lost{job, generation, reason}   replicas{job, replicas: [...]}   note{job, text}   crashed{job, reason}
     gave_up{job, generation, node, reason, allocation}   nodes{nodes: [...]}
-    unusable{nodes: [{name, reason}]}   replaced{}
+    unusable{nodes: [{name, reason}]}   head{problem}   replaced{}
 
 The supervisor keeps the end of a job, and tells it again after the next hello, until the engine says ``forget``.
 """

@@ -50,7 +50,7 @@ GRACE_S = 30.0
 LONGEST_PAUSE_S = 30.0  # between attempts to get a supervisor again
 ADOPT_TIMEOUT_S = 60.0
 RECEIVE_S = 5.0  # a bound on one wait; the thread then waits again
-PATIENCE_S = 5.0  # a new supervisor is usually there in one second; longer is worth telling
+PATIENCE_S = 4.0  # a new supervisor is usually there in one second; longer is worth telling
 REPLACED = "paused: another server commands its replicas"
 
 logger = logging.getLogger(__name__)
@@ -122,7 +122,7 @@ class SupervisedEngine:
         self._to_forget: list[tuple[str, int]] = []
         self._is_adopted = self._is_closed = False
         self._num_states = 0
-        self._trouble = ""
+        self._trouble = self._head_problem = ""
         self._unusable: tuple[UnusableNode, ...] = ()
         self._lost_at = math.inf  # in monotonic time; inf while there is a connection
         self._closing = threading.Event()
@@ -219,14 +219,14 @@ class SupervisedEngine:
     def note(self, job: str) -> str:
         with self._changed:
             known = self._jobs.get(job)
-            return "" if known is None else self._trouble or known.note
+            return "" if known is None else self._trouble or self._head_problem or known.note
 
     @property
     def trouble(self) -> str:
         """See :class:`~pollux.engines.live.LiveEngine`."""
         with self._changed:
             is_late = time.monotonic() - self._lost_at > PATIENCE_S
-            return self._trouble or ("paused: the supervisor does not answer" if is_late else "")
+            return self._trouble or self._head_problem or ("paused: the supervisor does not answer" if is_late else "")
 
     @property
     def unusable(self) -> Sequence[UnusableNode]:
@@ -310,7 +310,7 @@ class SupervisedEngine:
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                 continue
             with self._changed:
-                self._channel, self._trouble, self._lost_at = channel, "", math.inf
+                self._channel, self._trouble, self._head_problem, self._lost_at = channel, "", "", math.inf
                 self._take(state)
             self._on_event()
             return True
@@ -320,6 +320,10 @@ class SupervisedEngine:
         kind = message["event"]
         if kind == "log":
             logger.warning("%s", message["text"])
+            return
+        if kind == "head":
+            self._head_problem = f"paused: {message['problem']}" if message["problem"] else ""
+            logger.warning("%s", self._head_problem or "the head of the Ray cluster answers again")
             return
         if kind == "unusable":
             self._take_unusable(message["nodes"])
