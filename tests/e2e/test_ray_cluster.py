@@ -24,7 +24,8 @@ pytest.importorskip("ray")
 pytest.importorskip("torch")
 psutil = pytest.importorskip("psutil")
 
-from tests.e2e.cluster import SCRIPTS, LiveCluster  # noqa: E402
+from tests.e2e.cluster import LiveCluster  # noqa: E402
+from tests.e2e.jobs import SCRIPTS  # noqa: E402
 from tests.long import long  # noqa: E402
 from tests.ray_cluster import RayCluster  # noqa: E402
 

@@ -26,7 +26,7 @@ class HeadWatch:
         period_s: float = PERIOD_S,
         late_s: float = LATE_S,
     ) -> None:
-        """``ask`` returns when the head has answered, and may raise or block. ``tell`` gets the problem, "" at its end."""
+        """``ask`` returns when the head has answered; it may raise or block. ``tell`` gets the problem, then ""."""
         self._ask, self._tell, self._period_s, self._late_s = ask, tell, period_s, late_s
         self._answered_at = time.monotonic()
         self._closing = threading.Event()
