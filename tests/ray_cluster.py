@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -82,6 +83,8 @@ class RayCluster:
         self.temporary = Path(tempfile.mkdtemp(prefix="pollux-ray-", dir="/tmp"))
         self.port = _free_port()
         self.address = f"127.0.0.1:{self.port}"
+        # A token of its own, so that nothing outside the test decides whether nodes may join.
+        self.token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         self.env = {
             **{name: value for name, value in os.environ.items() if not name.startswith(("RAY_", "POLLUX_"))},
             "RAY_USAGE_STATS_ENABLED": "0",
@@ -89,6 +92,7 @@ class RayCluster:
             "RAY_memory_monitor_refresh_ms": "0",
             "RAY_worker_niceness": "0",
             "RAY_gcs_rpc_server_reconnect_timeout_s": "180",  # for so long nodes wait for a head that is gone
+            **self.token,
             **(env or {}),
         }
         self.nodes: dict[str, RayNode] = {}

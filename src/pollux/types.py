@@ -239,6 +239,9 @@ class JobSpec:
             f"job {self.name!r}: batch size {self.requested_batch_size} requested; at least 1 is needed",
         )
 
+    def may_use(self, node: Node) -> bool:
+        return self.accelerators is None or node.accelerator in self.accelerators
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobView:

@@ -101,7 +101,7 @@ class Chaos:
         return True
 
     def drain(self) -> bool:
-        nodes = [node.name for node in self.cluster.client.nodes()]
+        nodes = [node.name for node in self.cluster.client.nodes() if node.num_slots]
         node = self.rng.choice(nodes)
         self.cluster.client.drain(node)
         time.sleep(self.rng.uniform(0.2, 1.0))

@@ -126,7 +126,7 @@ def test_the_cluster_grows_with_its_jobs_and_shrinks_when_they_end(scaled: Scale
         live.start()
 
         def nodes() -> set[str]:
-            return {node.name for node in live.client.nodes()}
+            return {node.name for node in live.client.nodes() if node.health == "ok"}
 
         def nodes_of(name: str) -> set[str]:
             replicas = live.client.job(name).describe().replicas

@@ -25,6 +25,7 @@ pytest.importorskip("torch")
 psutil = pytest.importorskip("psutil")
 
 from tests.e2e.cluster import LiveCluster  # noqa: E402
+from tests.e2e.jobs import SCRIPTS  # noqa: E402
 from tests.long import long  # noqa: E402
 from tests.ray_cluster import RayCluster  # noqa: E402
 
@@ -33,6 +34,7 @@ pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="needs fork and
 
 NODES = ("a", "b", "c", "d")  # with a slot each
 EPOCHS, STEP_S = 16, 0.5  # of 20 steps: more than two minutes, unless a job is told to hurry
+SLACK_S = 3.0  # for a busy machine
 SEEN_S = 25.0  # a loss takes a second or two to be seen, on a machine with nothing else to do
 POLLUX = [sys.executable, "-m", "pollux.cli"]
 
@@ -66,7 +68,10 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
     with RayCluster(folder, env=books) as cluster:
         for name in NODES:
             cluster.add(name, 1)
-        yield cluster
+        with pytest.MonkeyPatch.context() as patch:  # the server joins with the cluster's token
+            for variable, value in cluster.token.items():
+                patch.setenv(variable, value)
+            yield cluster
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +109,12 @@ def cluster(nodes: RayCluster, server: LiveCluster) -> Iterator[LiveCluster]:
 
 
 def names_of(cluster: LiveCluster) -> set[str]:
-    return {node.name for node in cluster.client.nodes()}
+    """Nodes that can be used."""
+    return {node.name for node in cluster.client.nodes() if node.health in ("ok", "suspect")}
+
+
+def health_of(cluster: LiveCluster, name: str) -> tuple[str, str]:
+    return next(((node.health, node.problem) for node in cluster.client.nodes() if node.name == name), ("", ""))
 
 
 def submit(cluster: LiveCluster, name: str, **options: Any) -> None:
@@ -321,11 +331,39 @@ def test_a_node_without_the_storage_is_not_used(nodes: RayCluster, cluster: Live
     try:
         submit(cluster, "seeing")
         until_placed(cluster, "seeing", 4)
-        cluster.until(lambda: "blind does not see the storage" in errors_of_workers(nodes), "it is said")
+        cluster.until(lambda: health_of(cluster, "blind")[0] == "unusable", "it is shown")
+        assert "does not see the storage" in health_of(cluster, "blind")[1]
         assert names_of(cluster) == set(NODES)
         finish(cluster, "seeing")
     finally:
         nodes.nodes.pop("blind").kill()
+
+
+def test_a_node_without_the_script_fails_no_job(nodes: RayCluster, cluster: LiveCluster) -> None:
+    """A job that grows onto it goes on at its old size, a job that starts there starts elsewhere."""
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        pytest.skip("hiding a folder from a process needs root")
+    hide = f'mount -t tmpfs none "{SCRIPTS}" && exec "$@"'
+    if subprocess.run(["unshare", "-m", "sh", "-c", hide, "sh", "true"], capture_output=True).returncode:
+        pytest.skip("mounts cannot be hidden here")
+    submit(cluster, "healthy")
+    before = until_placed(cluster, "healthy", 4)
+    nodes.add("bad", 2, prefix=["unshare", "-m", "sh", "-c", hide, "sh"])
+    try:
+        cluster.until(lambda: health_of(cluster, "bad")[0] == "suspect", "the node is named")
+        assert "No such file or directory" in health_of(cluster, "bad")[1]
+        assert until_placed(cluster, "healthy", 4) == before  # the same replicas train on
+        told = [row.reason for row in cluster.client.job("healthy").describe().transitions]
+        assert any("replicas fail on bad" in reason for reason in told), told
+        script = str(SCRIPTS / "ledger.py")
+        names = [f"fixed-{number}" for number in range(3)]
+        for name in names:
+            cluster.submit("-c", f"open({script!r}).close()", name=name, kind="fixed")
+        for name in names:
+            assert cluster.until_over(name) == "succeeded", cluster.story(name)
+        finish(cluster, "healthy")
+    finally:
+        nodes.nodes.pop("bad").kill()
 
 
 # --- what carries it ----------------------------------------------------------------------------------------------
@@ -386,7 +424,15 @@ def test_the_head_is_lost_and_comes_back(nodes: RayCluster, cluster: LiveCluster
     before = set(until_placed(cluster, "headless", 4).values())
     saved = until_checkpoint(cluster, "headless")
     nodes.nodes["head"].kill()
-    note = cluster.until(lambda: cluster.client.job("headless").view().note, "what is wrong, told", 60.0)
+    killed_at = time.monotonic()
+    cluster.until(lambda: not cluster.client.is_ready(), "the server says that it is not ready")
+    assert time.monotonic() - killed_at < 5.0 + SLACK_S
+
+    def told() -> str:
+        note = cluster.client.job("headless").view().note
+        return note if "no Ray answers" in note else ""
+
+    note = cluster.until(told, "what is wrong, told", 60.0)
     assert "paused: " in note and "no Ray answers at " in note and f":{nodes.port} (" in note, note
     assert "see that the head runs" in note
     nodes.start_head()

@@ -13,6 +13,8 @@ from pollux.api.codec import about
 from pollux.api.job import JobRow, JobStateName, Shares
 from pollux.api.round import RoundSummary
 
+NodeHealthName = Literal["ok", "suspect", "quarantined", "unusable", "lost"]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ClusterSize:
@@ -63,6 +65,14 @@ class NodeSummary:
     is_leaving: bool = field(metadata=about("It is given back once it is empty."))
     used: int = field(metadata=about("Slots that jobs hold."))
     jobs: tuple[JobOnNode, ...]
+    health: NodeHealthName = field(
+        default="ok",
+        metadata=about(
+            "suspect: excluded for some jobs, quarantined: no new replica starts there, unusable: it joined but lacks "
+            "something that all jobs need, lost: it was there a while ago."
+        ),
+    )
+    problem: str = field(default="", metadata=about("What is wrong with it, and for which jobs."))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

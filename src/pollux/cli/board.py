@@ -201,7 +201,9 @@ def _node(node: NodeSummary, marks: Mapping[str, Text]) -> Text:
         else:
             for _ in range(count):
                 text.append_text(mark)
-    if is_leaving:
+    if node.health != "ok":
+        text.append(f" {node.health}", style="red")
+    elif is_leaving:
         text.append(" drained" if node.is_draining else " leaving", style="yellow")
     return text
 

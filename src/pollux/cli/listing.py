@@ -125,6 +125,8 @@ def node_table(nodes: Iterable[NodeSummary]) -> Table:
 
 
 def _node_state(node: NodeSummary) -> Text:
+    if node.health != "ok":
+        return Text(f"{node.health}: {plain(node.problem)}", style="yellow" if node.health == "suspect" else "red")
     if node.is_leaving:
         return Text("leaving", style="yellow")
     if node.is_draining:

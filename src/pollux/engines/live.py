@@ -24,6 +24,14 @@ class ReplicaInfo:
     state: ReplicaState
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnusableNode:
+    """A node that joined and gets no work."""
+
+    name: str
+    reason: str
+
+
 class LiveEngine(Engine, Protocol):
     """An engine whose jobs outlive the scheduler that commanded them."""
 
@@ -46,6 +54,10 @@ class LiveEngine(Engine, Protocol):
     @property
     def trouble(self) -> str:
         """Why no job can be started, resized or stopped now; "" when all is well. May be asked from any thread."""
+
+    @property
+    def unusable(self) -> Sequence[UnusableNode]:
+        """Nodes that get no work, and why; they are looked at again. May be asked from any thread."""
 
     def close(self, *, stops_jobs: bool, grace_s: float | None = None) -> None:
         """``stops_jobs``: all jobs checkpoint and leave, and nothing is left. Otherwise they train on.

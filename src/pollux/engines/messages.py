@@ -10,8 +10,10 @@ A supervisor of one machine first sends ``challenge{nonce}``, and the first hell
 and the supervisor tells, with ``event``:
 
     state{version, pid, jobs: [...]} or refused{version, reason} after a hello;
-    runs{job, generation}   stopped{job, generation}   ended{job, generation, state, exit_code, reason, at}
-    lost{job, generation, reason}   replicas{job, replicas: [...]}   note{job, text}   crashed{job, reason}   replaced{}
+    runs{job, generation}   stopped{job, generation}   ended{job, generation, state, exit_code, reason, at, node, cause}
+    lost{job, generation, reason}   replicas{job, replicas: [...]}   note{job, text}   crashed{job, reason}
+    gave_up{job, generation, node, reason, allocation}   nodes{nodes: [...]}
+    unusable{nodes: [{name, reason}]}   head{problem}   replaced{}
 
 The supervisor keeps the end of a job, and tells it again after the next hello, until the engine says ``forget``.
 """
@@ -25,7 +27,7 @@ from pollux.engines.transport import Channel, Message
 from pollux.errors import EngineError
 from pollux.types import Allocation
 
-PROTOCOL_VERSION = 5
+PROTOCOL_VERSION = 6
 
 
 def ask(channel: Channel, request: Message | None, event: str, deadline: float) -> Message | None:

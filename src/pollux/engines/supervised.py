@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Protocol
 
 from pollux.engines.launch import Launch
-from pollux.engines.live import ReplicaInfo
-from pollux.engines.messages import allocation_to_list
+from pollux.engines.live import ReplicaInfo, UnusableNode
+from pollux.engines.messages import allocation_from_list, allocation_to_list
 from pollux.engines.transport import Channel, Message
 from pollux.errors import EngineError
 from pollux.scheduler.lifecycle import JobState
@@ -37,6 +37,7 @@ from pollux.scheduler.ports import (
     JobRuns,
     JobStopped,
     NodesChanged,
+    ResizeFailed,
     ResizeJob,
     StartJob,
     StopJob,
@@ -49,7 +50,7 @@ GRACE_S = 30.0
 LONGEST_PAUSE_S = 30.0  # between attempts to get a supervisor again
 ADOPT_TIMEOUT_S = 60.0
 RECEIVE_S = 5.0  # a bound on one wait; the thread then waits again
-PATIENCE_S = 5.0  # a new supervisor is usually there in one second; longer is worth telling
+PATIENCE_S = 4.0  # a new supervisor is usually there in one second; longer is worth telling
 REPLACED = "paused: another server commands its replicas"
 
 logger = logging.getLogger(__name__)
@@ -121,7 +122,8 @@ class SupervisedEngine:
         self._to_forget: list[tuple[str, int]] = []
         self._is_adopted = self._is_closed = False
         self._num_states = 0
-        self._trouble = ""
+        self._trouble = self._head_problem = ""
+        self._unusable: tuple[UnusableNode, ...] = ()
         self._lost_at = math.inf  # in monotonic time; inf while there is a connection
         self._closing = threading.Event()
         self._channel: Channel | None
@@ -131,6 +133,7 @@ class SupervisedEngine:
             connector.close()
             raise
         self._take_nodes(state["nodes"])
+        self._take_unusable(state["unusable"])
         self._events.clear()  # the caller has not asked for the nodes before
         self._thread = threading.Thread(target=self._read, name="pollux-engine", daemon=True)
         self._thread.start()
@@ -221,14 +224,20 @@ class SupervisedEngine:
     def note(self, job: str) -> str:
         with self._changed:
             known = self._jobs.get(job)
-            return "" if known is None else self._trouble or known.note
+            return "" if known is None else self._trouble or self._head_problem or known.note
 
     @property
     def trouble(self) -> str:
         """See :class:`~pollux.engines.live.LiveEngine`."""
         with self._changed:
             is_late = time.monotonic() - self._lost_at > PATIENCE_S
-            return self._trouble or ("paused: the supervisor does not answer" if is_late else "")
+            return self._trouble or self._head_problem or ("paused: the supervisor does not answer" if is_late else "")
+
+    @property
+    def unusable(self) -> Sequence[UnusableNode]:
+        """See :class:`~pollux.engines.live.LiveEngine`."""
+        with self._changed:
+            return self._unusable
 
     def close(self, *, stops_jobs: bool, grace_s: float | None = None) -> None:
         with self._changed:
@@ -306,7 +315,7 @@ class SupervisedEngine:
                 pause_s = min(2 * pause_s, LONGEST_PAUSE_S)
                 continue
             with self._changed:
-                self._channel, self._trouble, self._lost_at = channel, "", math.inf
+                self._channel, self._trouble, self._head_problem, self._lost_at = channel, "", "", math.inf
                 self._take(state)
             self._on_event()
             return True
@@ -317,12 +326,20 @@ class SupervisedEngine:
         if kind == "log":
             logger.warning("%s", message["text"])
             return
+        if kind == "head":
+            self._head_problem = f"paused: {message['problem']}" if message["problem"] else ""
+            logger.warning("%s", self._head_problem or "the head of the Ray cluster answers again")
+            return
+        if kind == "unusable":
+            self._take_unusable(message["nodes"])
+            return
         if kind == "nodes":
             self._take_nodes(message["nodes"])
             return
         if kind == "state":
             self._num_states += 1
             self._take_nodes(message["nodes"])
+            self._take_unusable(message["unusable"])
             if self._is_adopted:
                 self._compare(message["jobs"])
             self._changed.notify_all()
@@ -340,6 +357,16 @@ class SupervisedEngine:
             known.note = message["text"]
         elif kind == "crashed":
             self._events.append((JobHurt(job=message["job"], reason=message["reason"]), None))
+        elif kind == "gave_up":
+            held = message["allocation"]
+            event = ResizeFailed(
+                job=message["job"],
+                generation=message["generation"],
+                allocation=None if held is None else allocation_from_list(held),
+                node=message["node"],
+                reason=message["reason"],
+            )
+            self._events.append((event, None))
 
     def _take_nodes(self, rows: Sequence[Message] | None) -> None:
         """None: the supervisor does not know; the nodes are those the engine was made with."""
@@ -347,6 +374,12 @@ class SupervisedEngine:
         if nodes != self._nodes:
             self._nodes = nodes
             self._events.append((NodesChanged(), None))
+
+    def _take_unusable(self, rows: Sequence[Message]) -> None:
+        unusable = tuple(UnusableNode(**row) for row in rows)
+        for node in set(unusable).difference(self._unusable):
+            logger.warning("node %s gets no work: %s", node.name, node.reason)
+        self._unusable = unusable
 
     def _take_end(self, message: Message, known: _Known | None) -> None:
         job, generation = message["job"], message["generation"]
@@ -362,6 +395,8 @@ class SupervisedEngine:
                     at=message["at"],
                     reason=message["reason"],
                     exit_code=message["exit_code"],
+                    node=message["node"],
+                    cause=message["cause"],
                 )
             case "stopped" if known.is_stopping:
                 event = JobStopped(job=job)

@@ -11,15 +11,16 @@ import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 from pollux.errors import InvalidValueError, UnknownNameError
 from pollux.model.transfer import TypeRatios
 from pollux.policy.base import Policy
-from pollux.scheduler.autoscale import AutoscaleConfig, SizeDecision
+from pollux.scheduler.autoscale import SizeDecision
+from pollux.scheduler.config import SchedulerConfig as SchedulerConfig
 from pollux.scheduler.knowledge import Knowledge, ProfileMemory, learn_all, recall_ratios
 from pollux.scheduler.lifecycle import JobState
-from pollux.scheduler.nodes import SlotRules, placeable
+from pollux.scheduler.node_health import NodeHealth
+from pollux.scheduler.nodes import SlotRules, placeable, shrunk
 from pollux.scheduler.planner import Planner
 from pollux.scheduler.plausible import Plausibility
 from pollux.scheduler.ports import (
@@ -35,6 +36,7 @@ from pollux.scheduler.ports import (
     JobStopped,
     NodePool,
     NodesChanged,
+    ResizeFailed,
     ResizeJob,
     StopJob,
     Store,
@@ -51,32 +53,6 @@ logger = logging.getLogger(__name__)
 _MAY_STOP = frozenset({JobState.STOPPING, JobState.RUNNING, JobState.RESIZING})
 _GOES_ON = frozenset({JobState.RUNNING, JobState.RESIZING})  # with the replicas that are left when nodes are lost
 _MAX_SETTLING = 8  # passes of reconcile in one tick; real engines need one, trades a few
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SchedulerConfig:
-    """How often to decide, and what to remember."""
-
-    interval_s: float = 60.0
-    decides_on_events: bool = False  # also when a job arrives or ends, or nodes change
-    decides_on_models: bool = False  # and when a job's configuration is measured first, or has become faster or slower
-    min_pause_s: float = 0.0  # from one decision to the next
-    max_duty: float = 1.0  # share of the time that deciding may take
-    remembers_profiles: bool = False
-    tunes_batches: bool = True  # hand fitted θ to jobs; off for policies that fix the batch
-    autoscale: AutoscaleConfig | None = None
-    pins_resizing: bool = False  # a job keeps what it holds until its start or resize is through
-    guesses_types: bool = True  # what is known of jobs is completed for types that they have not run on, or alone
-    fits_published: bool = False  # the paper's throughput model, without what measurements have added to it
-    is_strict: bool = False  # what a policy does wrong is raised; a cluster goes on with what its jobs hold
-
-    def __post_init__(self) -> None:
-        if not (math.isfinite(self.interval_s) and self.interval_s > 0):
-            raise InvalidValueError(f"scheduling interval of {self.interval_s} s; it must be a positive number")
-        if not (math.isfinite(self.min_pause_s) and self.min_pause_s >= 0):
-            raise InvalidValueError(f"a pause of {self.min_pause_s} s between decisions; a number >= 0 is needed")
-        if not 0 < self.max_duty <= 1:
-            raise InvalidValueError(f"max_duty = {self.max_duty}; a share above 0 and up to 1 is needed")
 
 
 class Scheduler:
@@ -125,6 +101,7 @@ class Scheduler:
         self._node_s = dict(node_s or {})
         self._nodes_up: Sequence[Node] | None = None  # since the last tick
         self._ticked_at = clock.now()
+        self.health = NodeHealth()
 
     @property
     def active_jobs(self) -> list[JobRecord]:
@@ -284,6 +261,7 @@ class Scheduler:
                 now, [(one.spec.owner, one.allocation.num_slots) for one in self._active.values()]
             )
         self._take_in(now)
+        self.health.see((node.name for node in self._engine.nodes()), self.releasing, now)
         for record in self._active.values():
             record.account(now)
         due = now >= self._next_round_at
@@ -323,6 +301,7 @@ class Scheduler:
                 self._take_report(record, event, now)
             case JobRuns(generation=generation, took_s=took_s):
                 if generation == record.generation and record.state in (JobState.STARTING, JobState.RESIZING):
+                    self.health.train(record.name, record.grown_nodes, now)
                     record.trains(now, generation, took_s)
                     self._store.save_job(record)
             case JobStopped() if record.state in _MAY_STOP:  # otherwise it is late: the job is starting again
@@ -334,20 +313,16 @@ class Scheduler:
                     record.move(JobState.PENDING, now, "stopped")
                     self._store.save_job(record)
                 self.reconsider("stop")
+            case ResizeFailed():
+                self._give_up_resize(record, event, now)
             case JobHurt(reason=reason):
                 record.num_crashes += 1
                 record.note(now, reason)
                 self._store.save_job(record)
             case JobLost(reason=reason) if record.state.holds_slots:
-                # Since when is unknown: perhaps the machine was off. That time is not the job's.
-                record.num_crashes += 1
-                if record.stops_as.is_final:
-                    self._end(record, record.stops_as, now, record.stop_reason)
-                else:
-                    record.allocation = record.leaving = NO_ALLOCATION
-                    record.move(JobState.PENDING, now, reason)
-                    self._store.save_job(record)
-                self.reconsider("loss")
+                self._lose(record, now, reason)
+            case JobEnded(node=node) if node and self._may_start_elsewhere(record, event, now):
+                self._lose(record, now, f"failed on {node} ({event.cause}): it starts on another node")
             case JobEnded(state=state, at=at, reason=reason, exit_code=exit_code):
                 # By another clock than ours, which may have been set meanwhile.
                 at = min(at if record.started_at is None else max(at, record.started_at), now)
@@ -358,6 +333,41 @@ class Scheduler:
                 record.exit_code = exit_code
                 self._end(record, state, at, reason)
                 self.reconsider("end")
+
+    def _lose(self, record: JobRecord, now: float, reason: str) -> None:
+        """Start a job again from its checkpoint. Since when it does not run is unknown: that time is not the job's."""
+        record.num_crashes += 1
+        if record.stops_as.is_final:
+            self._end(record, record.stops_as, now, record.stop_reason)
+        else:
+            record.allocation = record.leaving = NO_ALLOCATION
+            record.move(JobState.PENDING, now, reason)
+            self._store.save_job(record)
+        self.reconsider("loss")
+
+    def _may_start_elsewhere(self, record: JobRecord, end: JobEnded, now: float) -> bool:
+        """A node may be the cause of this failure, and there is another one that the job has not tried."""
+        self.health.fail(record.name, end.node, end.cause, now, is_proven=False)
+        barred = self._draining | self.releasing | self.health.excluded(record.name, now).keys()
+        others = [node for node in self._engine.nodes() if node.name not in barred and record.spec.may_use(node)]
+        return bool(others) and record.state.holds_slots and self.health.may_try_elsewhere(record.name)
+
+    def _give_up_resize(self, record: JobRecord, event: ResizeFailed, now: float) -> None:
+        """New replicas fail on a node. The job goes on with the replicas it had, and the node is excluded for it."""
+        self.health.fail(record.name, event.node, event.reason, now, is_proven=True)
+        why = f"replicas fail on {event.node} ({event.reason}): the job goes on without it"
+        is_current = event.generation == record.generation and record.state in _GOES_ON
+        if event.allocation is None or not is_current:
+            record.note(now, why)
+        else:
+            record.account(now)
+            self._desired[record.name] = record.allocation = event.allocation
+            record.generation, record.leaving = record.generation + 1, NO_ALLOCATION
+            record.move(JobState.RESIZING, now, why)
+            resize = ResizeJob(job=record.name, allocation=event.allocation, generation=record.generation)
+            self._engine.apply([resize])
+        self._store.save_job(record)
+        self.reconsider("node failure")
 
     def _keep_survivors(self, now: float) -> None:
         """Jobs that lost some of their nodes go on with the rest; one that was moving to a lost node stays.
@@ -391,6 +401,7 @@ class Scheduler:
             self._engine.apply([ResizeJob(job=record.name, allocation=allocation, generation=record.generation)])
 
     def _end(self, record: JobRecord, state: JobState, at: float, reason: str) -> None:
+        self.health.end(record.name)
         num_slots, record.allocation, record.leaving = record.allocation.num_slots, NO_ALLOCATION, NO_ALLOCATION
         record.finished_at = at
         record.move(state, at, reason or state.value)
@@ -415,18 +426,7 @@ class Scheduler:
             is_news = knowledge.observe(report.accelerator, configuration, timing)
             if is_news and self.config.decides_on_models:
                 self.reconsider("model")
-        if report.noise_scale is not None:
-            record.noise_scale, record.noise_scale_error = report.noise_scale, report.noise_scale_error
-            if knowledge.first_noise_scale is None:
-                knowledge.first_noise_scale = report.noise_scale
-        elif record.noise_scale is None and report.batch is not None and report.batch.maximum == report.batch.initial:
-            record.noise_scale = 0.0  # a batch that cannot change has efficiency 1 whatever the noise: none is measured
-        if report.remaining_examples is not None:
-            record.remaining_examples = report.remaining_examples
-        if report.progress is not None:
-            record.progress = report.progress
-        if report.total_batch is not None:
-            record.total_batch = report.total_batch
+        record.take(report)
         if report.batch is not None and report.batch != record.spec.batch:
             record.spec = dataclasses.replace(record.spec, batch=report.batch)
             self._store.save_job(record)
@@ -463,7 +463,10 @@ class Scheduler:
     def snapshot(self, now: float) -> Snapshot:
         """All that a policy may read, as of now."""
         leaving = self._draining | self.releasing
-        nodes, views = self._rules.usable(leaving, self._engine.nodes(), self._views(now))
+        views = self._views(now)
+        nodes, views = self._rules.usable(
+            leaving, shrunk(self._engine.nodes(), self.health.quarantined(now), views), views
+        )
         return self._rules.snapshot(now, nodes, views)
 
     def _views(self, now: float) -> list[JobView]:
@@ -531,7 +534,8 @@ class Scheduler:
     def _plan(self, snapshot: Snapshot) -> tuple[Plan, str]:
         """The policy's plan; what is held already if there is none that can be carried out."""
         known = self._sizer.plan_for(snapshot) if self._sizer is not None else None
-        plan, error = self._planner.checked(snapshot, known)
+        excluded = {job.name: self.health.excluded(job.name, snapshot.now) for job in snapshot.jobs}
+        plan, error = self._planner.checked(snapshot, known, excluded)
         return Plan(allocations=dict(self._desired)) if plan is None else plan, error
 
     def _learn(self) -> None:

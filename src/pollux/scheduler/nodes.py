@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from pollux.types import NO_ALLOCATION, Allocation, JobView, Node, Plan, Snapshot
+from pollux.types import NO_ALLOCATION, Allocation, JobView, Node, NodeShare, Plan, Snapshot
 
 
 def usable(
@@ -42,6 +42,96 @@ def placeable(snapshot: Snapshot) -> Snapshot:
         job for job in snapshot.jobs if job.spec.accelerators is None or not types.isdisjoint(job.spec.accelerators)
     )
     return snapshot if len(jobs) == len(snapshot.jobs) else dataclasses.replace(snapshot, jobs=jobs)
+
+
+def shrunk(nodes: Sequence[Node], quarantined: Collection[str], views: Iterable[JobView]) -> list[Node]:
+    """Of quarantined nodes, only the slots that jobs hold: replicas that train there stay, and no other comes."""
+    if not quarantined:
+        return list(nodes)
+    held: Counter[str] = Counter()
+    for view in views:
+        held.update(view.allocation.as_mapping())
+    found = []
+    for node in nodes:
+        num_slots = min(held[node.name], node.num_slots) if node.name in quarantined else node.num_slots
+        if num_slots:
+            found.append(dataclasses.replace(node, num_slots=num_slots))
+    return found
+
+
+def avoiding(snapshot: Snapshot, plan: Plan, excluded: Mapping[str, Mapping[str, str]]) -> Plan:
+    """The plan without new replicas on nodes that are excluded for their job. ``excluded``: why, by job and node.
+
+    Replicas that are there stay. The others go to slots of the same type that the plan leaves free. If a job has less
+    than its minimum then, it changes places with a job that has not started yet; otherwise it keeps what it holds, if
+    that is free, or waits.
+    """
+    if not any(excluded.values()):
+        return plan
+    allocations = {name: Counter(dict(allocation.own_shares)) for name, allocation in plan.allocations.items()}
+    free = Counter({node.name: node.num_slots for node in snapshot.nodes})
+    for counts in allocations.values():
+        free.subtract(counts)
+    type_of = {node.name: node.accelerator for node in snapshot.nodes}
+    views = {view.name: view for view in snapshot.jobs}
+    changed: dict[str, str] = {}
+    for name, counts in allocations.items():
+        view, barred = views[name], excluded.get(name, {})
+        held = view.allocation.as_mapping()
+        for node in [node for node in counts if node in barred and counts[node] > held.get(node, 0)]:
+            changed[name] = f"{node} is excluded: {barred[node]}"
+            num_moving = counts[node] - held.get(node, 0)
+            counts[node] -= num_moving
+            free[node] += num_moving
+            fit = [other for other in free if other not in barred and type_of[other] == type_of[node]]
+            for other in sorted(fit, key=lambda other: (-counts[other], -free[other])):
+                num_moved = min(free[other], num_moving)
+                counts[other] += num_moved
+                free[other] -= num_moved
+                num_moving -= num_moved
+            movable = [other for other in allocations if not views[other].has_started and not excluded.get(other)]
+            for donor in movable if counts.total() < view.spec.min_replicas else ():
+                for place in fit:
+                    num_moved = min(allocations[donor][place], num_moving, free[node])
+                    _exchange(allocations[donor], counts, place, node, num_moved)
+                    free[node] -= num_moved
+                    num_moving -= num_moved
+                    if num_moved:
+                        changed[donor] = f"takes slots on {node}, which {name} cannot use"
+        if name in changed and counts.total() < view.spec.min_replicas:
+            free.update(counts)
+            counts.clear()
+            if all(count <= free[node] for node, count in held.items()):
+                counts.update(held)
+                free.subtract(held)
+    return _rewritten(plan, {name: (allocations[name], note) for name, note in changed.items()})
+
+
+def _exchange(donor: Counter[str], taker: Counter[str], place: str, node: str, num_slots: int) -> None:
+    """The donor's slots at ``place`` go to the taker; the donor gets as many on ``node``."""
+    donor[place] -= num_slots
+    donor[node] += num_slots
+    taker[place] += num_slots
+
+
+def _rewritten(plan: Plan, changed: Mapping[str, tuple[Counter[str], str]]) -> Plan:
+    """The plan with these jobs' slots, and why they changed in its explanation."""
+    after = {
+        name: Allocation(tuple(NodeShare(node, count) for node, count in counts.items() if count > 0))
+        for name, (counts, _) in changed.items()
+    }
+    explanation = plan.explanation
+    if explanation is not None:
+        jobs = tuple(
+            dataclasses.replace(
+                job, after=after[job.job], note="; ".join(filter(None, (job.note, changed[job.job][1])))
+            )
+            if job.job in changed
+            else job
+            for job in explanation.jobs
+        )
+        explanation = dataclasses.replace(explanation, jobs=jobs)
+    return Plan(allocations={**plan.allocations, **after}, explanation=explanation)
 
 
 def survivors(nodes: Sequence[Node], views: Iterable[JobView]) -> dict[str, Allocation]:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections.abc import Mapping
 
 from pollux.errors import PolicyError, PolluxError
 from pollux.policy.base import Policy
-from pollux.scheduler.nodes import SlotRules
+from pollux.scheduler.nodes import SlotRules, avoiding
 from pollux.scheduler.quotas import Quotas
 from pollux.scheduler.reconcile import verify_plan
 from pollux.types import Plan, Snapshot
@@ -30,10 +31,15 @@ class Planner:
         """
         return self._ask(snapshot) if self._quotas is None else self._quotas.decide(snapshot, self._ask)
 
-    def checked(self, snapshot: Snapshot, known: Plan | None = None) -> tuple[Plan | None, str]:
-        """A plan that can be carried out, or why there is none. ``known``: one that was made for this snapshot."""
+    def checked(
+        self, snapshot: Snapshot, known: Plan | None, excluded: Mapping[str, Mapping[str, str]]
+    ) -> tuple[Plan | None, str]:
+        """A plan that can be carried out, or why there is none. ``known``: one that was made for this snapshot.
+
+        ``excluded``: nodes that a job may not use, see :func:`~pollux.scheduler.nodes.avoiding`.
+        """
         try:
-            plan = known or self.decide(snapshot)
+            plan = avoiding(snapshot, known or self.decide(snapshot), excluded)
             verify_plan(snapshot, plan, self._rules)
         except PolluxError as error:
             if self._is_strict:

@@ -92,6 +92,19 @@ class JobEnded:
     at: float
     reason: str = ""  # the first line is a summary; a traceback may follow
     exit_code: int | None = None
+    node: str = ""  # that may be the cause of a failure; "": the job itself is
+    cause: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ResizeFailed:
+    """New replicas ended on a node before they were ready. The job goes on with those it had."""
+
+    job: str
+    generation: int
+    allocation: Allocation | None  # what it holds now; None: a newer command is under way
+    node: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,7 +144,7 @@ class NodesChanged:
     """Nodes came or went; ask the engine which there are."""
 
 
-Event = JobRuns | JobStopped | JobEnded | JobLost | JobHurt | JobReport | NodesChanged
+Event = JobRuns | JobStopped | JobEnded | JobLost | JobHurt | JobReport | ResizeFailed | NodesChanged
 
 
 def check_report(report: JobReport) -> None:

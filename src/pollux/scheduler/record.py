@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from pollux.scheduler.knowledge import Knowledge
 from pollux.scheduler.lifecycle import JobState, Transition, check_transition
-from pollux.scheduler.ports import ResizeJob, StartJob
+from pollux.scheduler.ports import JobReport, ResizeJob, StartJob
 from pollux.scheduler.reconcile import together
 from pollux.types import NO_ALLOCATION, Allocation, JobSpec, JobView, Plan
 
@@ -67,6 +67,27 @@ class JobRecord:
         """Something to tell of in the job's history that does not change its state."""
         self.history.append(Transition(at, self.state, self.state, what))
         del self.history[:-_HISTORY_LENGTH]
+
+    @property
+    def grown_nodes(self) -> list[str]:
+        """Those on which it has more replicas than before its last start or resize."""
+        before = self.leaving.as_mapping()
+        return [node for node, count in self.allocation.shares if count > before.get(node, 0)]
+
+    def take(self, report: JobReport) -> None:
+        """What a job tells of itself, beside timings and the batch sizes it allows."""
+        if report.noise_scale is not None:
+            self.noise_scale, self.noise_scale_error = report.noise_scale, report.noise_scale_error
+            if self.knowledge.first_noise_scale is None:
+                self.knowledge.first_noise_scale = report.noise_scale
+        elif self.noise_scale is None and report.batch is not None and report.batch.maximum == report.batch.initial:
+            self.noise_scale = 0.0  # a batch that cannot change has efficiency 1 whatever the noise: none is measured
+        if report.remaining_examples is not None:
+            self.remaining_examples = report.remaining_examples
+        if report.progress is not None:
+            self.progress = report.progress
+        if report.total_batch is not None:
+            self.total_batch = report.total_batch
 
     def start(self, allocation: Allocation, now: float) -> StartJob:
         """Give it its first slots; the command that does it."""

@@ -12,6 +12,7 @@ from pollux.scheduler.knowledge import Knowledge
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.loop import Scheduler, SchedulerConfig
 from pollux.scheduler.ports import (
+    JobEnded,
     JobHurt,
     JobLost,
     JobReport,
@@ -19,6 +20,7 @@ from pollux.scheduler.ports import (
     JobStopped,
     MemoryStore,
     NodesChanged,
+    ResizeFailed,
     ResizeJob,
     StartJob,
     StopJob,
@@ -831,3 +833,118 @@ def test_crashes_that_the_engine_mends_are_told_and_change_nothing():
     assert world.replicas() == before and record.num_crashes == 1
     assert (record.history[-1].source, record.history[-1].target) == (JobState.RUNNING, JobState.RUNNING)
     assert record.history[-1].reason == "a-1 was killed by SIGKILL"
+
+
+class OnNodes:
+    """A policy that gives every job what a test says."""
+
+    name, needs_oracle, shares_slots = "on-nodes", False, False
+
+    def __init__(self, **allocations: Allocation) -> None:
+        self.allocations = allocations
+
+    def decide(self, snapshot: Snapshot) -> Plan:
+        there = {node.name for node in snapshot.nodes}
+        wanted = {job.name: self.allocations.get(job.name, Allocation()) for job in snapshot.jobs}
+        return Plan(
+            allocations={
+                job: Allocation(tuple(share for share in allocation.shares if share.node in there))
+                for job, allocation in wanted.items()
+            }
+        )
+
+    def reset(self) -> None: ...
+
+
+def fail_on(world: World, job: str, node: str) -> None:
+    """A job that was just started ends there before it is ready."""
+    del world.engine.held[job]
+    world.engine.under_way = [command for command in world.engine.under_way if command.job != job]
+    end = JobEnded(job=job, state=JobState.FAILED, at=world.clock.time, reason="x", node=node, cause="no script")
+    world.engine.events.append(end)
+
+
+def test_a_resize_that_fails_on_a_node_is_given_up_and_not_the_job() -> None:
+    policy = OnNodes(a=Allocation.of(("n0", 2)))
+    world = World(policy)
+    world.submit("a")
+    world.round()
+    policy.allocations["a"] = Allocation.of(("n0", 2), ("n1", 2))
+    world.clock.time += 60
+    world.scheduler.tick()
+    resize = world.engine.under_way.pop()
+    assert isinstance(resize, ResizeJob) and resize.generation == 2
+    world.engine.held["a"] = [Allocation.of(("n0", 2))]
+    failed = ResizeFailed(job="a", generation=2, allocation=Allocation.of(("n0", 2)), node="n1", reason="no GPU")
+    world.engine.events.append(failed)
+    world.scheduler.tick()
+    record = world.store.jobs["a"]
+    assert record.state is JobState.RESIZING and record.allocation == Allocation.of(("n0", 2))
+    assert "n1 (no GPU)" in record.reason
+    world.round()
+    assert record.state is JobState.RUNNING
+    assert record.allocation.as_mapping() == {"n0": 4}  # the policy wants n1; the job gets slots elsewhere
+    assert world.scheduler.health.conditions(world.clock.time)["n1"].state == "suspect"
+    policy.allocations["a"] = Allocation.of(("n0", 2), ("n1", 2))
+    world.clock.time += 120
+    world.round()
+    assert record.allocation.as_mapping() == {"n0": 2, "n1": 2}  # it is tried again
+    assert not world.scheduler.health.conditions(world.clock.time)
+
+
+def test_jobs_that_fail_on_a_bad_node_start_elsewhere_and_it_is_quarantined() -> None:
+    names = [f"j{number}" for number in range(3)]
+    world = World(OnNodes(**{name: Allocation.of(("n0", 1)) for name in names}))
+    for name in names:
+        world.submit(name, min_replicas=1, max_replicas=1)
+    world.clock.time += 60
+    world.scheduler.tick()
+    for name in names:
+        fail_on(world, name, "n0")
+    world.round()
+    assert {name: world.store.jobs[name].state for name in names} == dict.fromkeys(names, JobState.RUNNING)
+    assert all(world.store.jobs[name].allocation.as_mapping() == {"n1": 1} for name in names)
+    condition = world.scheduler.health.conditions(world.clock.time)["n0"]
+    assert condition.state == "quarantined" and "no script" in condition.reason
+    assert [node.name for node in world.scheduler.snapshot(world.clock.time).nodes] == ["n1"]
+
+
+def test_a_job_that_fails_on_every_node_has_failed_and_no_node_is_blamed() -> None:
+    policy = OnNodes(a=Allocation.of(("n0", 1)))
+    world = World(policy)
+    world.submit("a", max_replicas=1)
+    world.clock.time += 60
+    world.scheduler.tick()
+    fail_on(world, "a", "n0")
+    world.clock.time += 60
+    world.scheduler.tick()
+    assert world.store.jobs["a"].allocation.as_mapping() == {"n1": 1}
+    fail_on(world, "a", "n1")
+    world.scheduler.tick()
+    assert world.store.jobs["a"].state is JobState.FAILED
+    assert not world.scheduler.health.conditions(world.clock.time)
+
+
+def test_replicas_that_train_on_a_quarantined_node_stay() -> None:
+    world = World(OnNodes(a=Allocation.of(("n0", 2))))
+    world.submit("a")
+    world.round()
+    for job in ("x", "y"):
+        world.scheduler.health.fail(job, "n0", "no GPU", world.clock.time, is_proven=True)
+    world.round()
+    assert world.store.jobs["a"].allocation.as_mapping() == {"n0": 2}
+    snapshot = world.scheduler.snapshot(world.clock.time)
+    assert {node.name: node.num_slots for node in snapshot.nodes} == {"n0": 2, "n1": 4}
+
+
+def test_a_job_with_an_excluded_node_changes_places_with_one_that_has_not_started() -> None:
+    policy = OnNodes(a=Allocation.of(("n0", 4)), b=Allocation.of(("n1", 4)))
+    world = World(policy)
+    world.scheduler.health.fail("a", "n0", "no module", 0.0, is_proven=False)
+    world.scheduler.health.fail("a", "n0", "no module", 0.0, is_proven=False)
+    world.submit("a", min_replicas=4, max_replicas=4)
+    world.submit("b", min_replicas=4, max_replicas=4)
+    world.scheduler.health.see(["n0", "n1"], (), 0.0)
+    world.round()
+    assert world.store.jobs["a"].allocation.as_mapping() == {"n1": 4}
+    assert world.store.jobs["b"].allocation.as_mapping() == {"n0": 4}

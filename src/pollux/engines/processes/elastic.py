@@ -14,6 +14,8 @@ roster leaves it out, *leaving*. Rules:
 - A member that crashes is named as lost at once, in a roster of the survivors; its replacement joins later.
 - When no member survives, all start again from the checkpoint. The pause before that doubles from one time to the next,
   and is short again when there was training for a while in between.
+- A change that fails is given up: when newcomers end before they are ready the members go on in their own slots, and
+  the node is named in ``given_up``.
 - A script that raises is started again a limited number of times. Crashes before the others have formed a group without
   the crashed replica count once, and the traceback of the first is shown.
 - Losses are told while the job stops, too: survivors could not agree on a last checkpoint otherwise.
@@ -27,14 +29,15 @@ import logging
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
 
-from pollux.engines.processes.failure import describe_failure, how_it_ended
-from pollux.engines.processes.replica_job import FIRST_PAUSE_S, LONGEST_PAUSE_S, STOPPED_CODE
-from pollux.engines.processes.slots import ReplicaView, Slot
+from pollux.engines.processes.failure import describe_failure, how_it_ended, node_cause, read_failure
+from pollux.engines.processes.replica_job import FIRST_PAUSE_S, LONGEST_PAUSE_S, STOPPED_CODE, NodeFailure
+from pollux.engines.processes.slots import ReplicaView, Slot, checked
 from pollux.engines.processes.starters import Command, ReplicaProcess, Starter
 from pollux.errors import InvalidValueError, MembershipError
 from pollux.membership.controller import JobController
@@ -140,9 +143,10 @@ class ElasticJob:
         self._newcomers: list[_ElasticReplica] = []
         self._members: list[_ElasticReplica] = []
         self._leaving: list[_ElasticReplica] = []
-        self._requested = self._target = _checked(self._slots_for(num_replicas or 0) if slots is None else slots)
+        self._requested = self._target = checked(self._slots_for(num_replicas or 0) if slots is None else slots)
         self._controller = JobController(name, host)
-        self._num_spawned = self._num_restarts = self._num_rounds = self._num_failures = self._formed = 0
+        self._num_spawned = self._num_restarts = self._num_rounds = self._formed = 0
+        self._early_ends: Counter[str] = Counter()  # of newcomers, by node, since a group formed
         self._is_started = self._is_closed = False
         self._early_finishers = 0  # ended with 0 before there was any generation: a script that joins none
         self._num_pauses = 0
@@ -157,6 +161,8 @@ class ElasticJob:
         self._recent_crashes: list[_Crash] = []  # of the last minutes, the first of each formed generation
         self.events: list[JobEvent] = []
         self.failure = ""
+        self.blame: NodeFailure | None = None
+        self.given_up: list[NodeFailure] = []
 
     @property
     def result(self) -> int | None:
@@ -233,7 +239,7 @@ class ElasticJob:
 
         The latest target wins; replicas that were started for an older one and are not needed any more end.
         """
-        self._requested = self._target = _checked(slots)
+        self._requested = self._target = checked(slots)
         if self._is_started:
             self.pump()
 
@@ -335,7 +341,8 @@ class ElasticJob:
                 self._note("ready", process=process)
         generation = self._controller.generation
         if self._formed < generation and (at := self._controller.formed_at(generation)) is not None:
-            self._formed, self._num_failures = generation, 0
+            self._formed = generation
+            self._early_ends.clear()
             self._trained_since = self._trained_since or time.monotonic()
             self._note("formed", at=at)
 
@@ -357,14 +364,38 @@ class ElasticJob:
             if self._is_excused(process):
                 self._pause(1)
                 continue
-            self._num_failures += 1
-            if self._num_failures >= MAX_SPAWN_FAILURES:
-                why = f"{self._num_failures} replicas in a row ended before they were ready"
-                self._fail(f"{why}, the last ({process.member.replica_id}) {self._how(process)}", process)
+            self._early_ends[process.slot.node] += 1
+            num_ends = self._early_ends.total()
+            if num_ends >= MAX_SPAWN_FAILURES:
+                if any(member.exit_code is None for member in self._members):
+                    self._give_up_change(process)
+                    return
+                self.blame = self._blamed(process)
+                why = f"{num_ends} replicas in a row ended before they were ready"
+                where = f"{process.member.replica_id} on {process.slot.node}"
+                self._fail(f"{why}, the last ({where}) {self._how(process)}", process)
                 return
-            self._pause(self._num_failures)
+            self._pause(num_ends)
         if self._early_finishers and not self._newcomers and not self._members and self._result is None:
             self._end(0)
+
+    def _give_up_change(self, process: _ElasticReplica) -> None:
+        """Newcomers do not get ready: the members go on, each in its slot."""
+        cause = read_failure(self._starter.stderr_tail(self._stderr_of(process)))[0] or self._how(process)
+        self.given_up.append(NodeFailure(self._early_ends.most_common(1)[0][0], cause))
+        self._note("gave up", f"{self._early_ends.total()} newcomers ended before they were ready: {cause}", process)
+        self._early_ends.clear()
+        self._requested = self._target = tuple(member.slot for member in self._members if member.exit_code is None)
+
+    def _blamed(self, process: _ElasticReplica) -> NodeFailure | None:
+        """The node of an early end, if the cause looks like one of nodes, or others are ready elsewhere."""
+        cause = node_cause(process.exit_code or 1, self._starter.stderr_tail(self._stderr_of(process)))
+        if not cause and any(other.is_ready for other in self._newcomers):
+            cause = f"replicas {self._how(process)} before they were ready; those on other nodes were ready"
+        return NodeFailure(process.slot.node, cause) if cause else None
+
+    def _stderr_of(self, process: _ElasticReplica) -> str:
+        return str(self._log_dir / f"{process.member.replica_id}.err")
 
     def _see_ended_leavers(self) -> list[_ElasticReplica]:
         """Those that broke off while the members may still be in a collective with them."""
@@ -386,9 +417,8 @@ class ElasticJob:
                 self._note("exited", f"code {process.exit_code}", process)
                 if self._stop_by is None:
                     self._remember_crash(process)
-                    if (
-                        process.exit_code and not process.handle.is_orphan
-                    ):  # an orphan was lost with its node or its parent
+                    # An orphan was lost with its node or its parent.
+                    if process.exit_code and not process.handle.is_orphan:
                         self.crashes.append(f"{process.member.replica_id} {self._how(process)}")
         if self._stop_by is not None and survivors:
             gone = [process for process in self._members if process not in survivors]
@@ -409,12 +439,9 @@ class ElasticJob:
             self._finish_by = time.monotonic() + self._finish_grace_s
         if len(self._recent_crashes) > self._max_restarts:
             first = self._recent_crashes[0].process
-            num_times = (
-                "" if self._max_restarts == 0 else f", the first of {len(self._recent_crashes)} crashes in a row"
-            )
-            self._fail(
-                f"{first.member.replica_id} (rank {self._recent_crashes[0].rank}) {self._how(first)}{num_times}", first
-            )
+            which = f", the first of {len(self._recent_crashes)} crashes in a row" if self._max_restarts else ""
+            who = f"{first.member.replica_id} (rank {self._recent_crashes[0].rank})"
+            self._fail(f"{who} {self._how(first)}{which}", first)
         elif not survivors:
             self._restart(crashed)
         elif crashed or broken_leavers:
@@ -557,7 +584,7 @@ class ElasticJob:
         self._note("finished", f"code {code}")
 
     def _fail(self, why: str, process: _ElasticReplica) -> None:
-        path = str(self._log_dir / f"{process.member.replica_id}.err")
+        path = self._stderr_of(process)
         self.failure = describe_failure(f"{self._name}: {why}", path, self._starter.stderr_tail(path))
         self._note("failed", self.failure, process)
         code = process.exit_code or 1
@@ -566,11 +593,3 @@ class ElasticJob:
     @staticmethod
     def _how(process: _ElasticReplica) -> str:
         return how_it_ended(process.exit_code or 0)
-
-
-def _checked(slots: Sequence[Slot]) -> tuple[Slot, ...]:
-    if not slots:
-        raise InvalidValueError("a job has at least 1 replica, got 0; to end it use stop()")
-    if len(set(slots)) < len(slots):
-        raise InvalidValueError("a slot is named twice; it holds one replica")
-    return tuple(slots)

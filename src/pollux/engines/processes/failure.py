@@ -11,6 +11,12 @@ MOST_BYTES = 64_000  # how far back a traceback is looked for
 HEADER = "Traceback (most recent call last)"
 _LONGEST_HEADLINE = 300
 _RANKS = re.compile(r"^(\[rank\d+\]: ?)+", re.MULTILINE)  # torch's, before every line, once per group it has seen
+_CANNOT_START = (126, 127)  # what a shell says of a command that it may not or cannot start
+_OF_A_NODE = re.compile(
+    r"No such file or directory|ModuleNotFoundError|ImportError|Permission denied|Read-only file system|"
+    r"No space left on device|Stale file handle|Input/output error|cannot be started on this node|"
+    r"CUDA error|CUDA driver|No CUDA GPUs|NVIDIA driver|cuInit|DeviceUnavailable"
+)
 
 
 def how_it_ended(exit_code: int) -> str:
@@ -20,6 +26,15 @@ def how_it_ended(exit_code: int) -> str:
         return f"was killed by {signal.Signals(-exit_code).name}"
     except ValueError:  # a real-time signal
         return f"was killed by signal {-exit_code}"
+
+
+def node_cause(exit_code: int, stderr: str) -> str:
+    """In a line, why a replica failed, if the cause may be its node and not its script; "" otherwise."""
+    lines = [line.strip() for line in _RANKS.sub("", stderr).splitlines() if line.strip()]
+    headline = read_failure(stderr)[0] or (lines[-1] if lines else "")
+    if exit_code in _CANNOT_START or _OF_A_NODE.search(headline):
+        return (headline or how_it_ended(exit_code))[:_LONGEST_HEADLINE]
+    return ""
 
 
 def read_end(path: str | Path) -> str:

@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from pollux.engines.processes.failure import describe_failure, how_it_ended
-from pollux.engines.processes.replica_job import FIRST_PAUSE_S, LONGEST_PAUSE_S, STOPPED_CODE
+from pollux.engines.processes.failure import describe_failure, how_it_ended, node_cause
+from pollux.engines.processes.replica_job import FIRST_PAUSE_S, LONGEST_PAUSE_S, STOPPED_CODE, NodeFailure
 from pollux.engines.processes.slots import ReplicaView, Slot
 from pollux.engines.processes.starters import Command, ReplicaProcess, Starter
 from pollux.errors import EngineError, InvalidValueError
@@ -24,6 +24,7 @@ from pollux.errors import EngineError, InvalidValueError
 logger = logging.getLogger(__name__)
 
 HOST = "127.0.0.1"
+EARLY_S = 30.0  # a process that ends within this time may have found its node unfit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -32,6 +33,7 @@ class _FixedReplica:
     rank: int
     slot: Slot
     handle: ReplicaProcess
+    started_at: float  # in monotonic time
 
     @property
     def exit_code(self) -> int | None:
@@ -72,6 +74,7 @@ class FixedJob:
         self._processes: list[_FixedReplica] = []
         self._is_started = self._is_stopping = False
         self._first_failure: _FixedReplica | None = None
+        self._failed_at = 0.0
         self._kill_at: float | None = None  # while they are asked to end
         self._held_since: float | None = None
         self._spawn_at = 0.0
@@ -79,6 +82,8 @@ class FixedJob:
         self.crashes: list[str] = []  # who crashed, and how, since the beginning
         self.result: int | None = None
         self.failure = ""
+        self.blame: NodeFailure | None = None
+        self.given_up: tuple[NodeFailure, ...] = ()  # a fixed job has no members that could go on
 
     @property
     def is_settled(self) -> bool:
@@ -168,7 +173,7 @@ class FixedJob:
         if self._kill_at is None:
             failed = [process for process in self._processes if process.exit_code not in (None, 0)]
             if failed:
-                self._first_failure = failed[0]
+                self._first_failure, self._failed_at = failed[0], time.monotonic()
                 self._ask_to_end(self._grace_s)
 
     def _ask_to_end(self, grace_s: float) -> None:
@@ -197,9 +202,13 @@ class FixedJob:
             self._num_restarts += 1
         else:
             after = f", after {self._num_restarts} restarts" if self._num_restarts else ""
-            what = f"{self._name}: rank {failed.rank} {how_it_ended(code)}{after}"
+            what = f"{self._name}: rank {failed.rank} on {failed.slot.node} {how_it_ended(code)}{after}"
             path = str(self._log_dir / f"{failed.replica_id}.err")
-            self.failure = describe_failure(what, path, self._starter.stderr_tail(path))
+            stderr = self._starter.stderr_tail(path)
+            self.failure = describe_failure(what, path, stderr)
+            is_early = self._failed_at - failed.started_at < EARLY_S
+            if is_early and (cause := node_cause(code, stderr)):
+                self.blame = NodeFailure(failed.slot.node, cause)
             self._end(code if code > 0 else 128 - code)
             return
         pause_s = min(FIRST_PAUSE_S * 2 ** max(self._num_restarts - 1, 0), LONGEST_PAUSE_S)
@@ -246,7 +255,9 @@ class FixedJob:
                 node=slot.node,
             )
             handle = self._starter.spawn(command)
-            self._processes.append(_FixedReplica(replica_id=replica_id, rank=rank, slot=slot, handle=handle))
+            self._processes.append(
+                _FixedReplica(replica_id=replica_id, rank=rank, slot=slot, handle=handle, started_at=time.monotonic())
+            )
         logger.info("%s: %d processes started", self._name, len(nodes))
 
     def _signal(self, signum: int, *, group: bool | None = None) -> None:

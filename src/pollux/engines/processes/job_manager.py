@@ -22,7 +22,7 @@ from pollux.engines.launch import Launch
 from pollux.engines.messages import allocation_from_list, allocation_to_list
 from pollux.engines.processes.devices import Device, slot_env
 from pollux.engines.processes.leftovers import MARK, kill_leftovers, mark_of
-from pollux.engines.processes.replica_job import STOPPED_CODE, JobFactory, JobOrder, ReplicaJob
+from pollux.engines.processes.replica_job import STOPPED_CODE, JobFactory, JobOrder, NodeFailure, ReplicaJob
 from pollux.engines.processes.slots import ReplicaView, Slot
 from pollux.engines.processes.space import SpaceWatch
 from pollux.engines.transport import Message
@@ -62,6 +62,7 @@ class _Entry:
     again: Message | None = None  # a start that came before the end
     living: frozenset[str] = frozenset()  # ids of replicas
     num_crashes: int = 0  # that were told
+    num_given_up: int = 0  # changes of its slots that failed and were told
 
 
 class JobManager:
@@ -79,6 +80,7 @@ class JobManager:
         self._entries: dict[str, _Entry] = {}
         self._devices: dict[Slot, Device] = {}
         self._nodes: list[Message] | None = None
+        self.unusable: list[Message] = []  # nodes that get no work, as they were told
         self._factory: JobFactory | None = None
         self._is_warm = False
         self._closing_grace_s: float | None = None
@@ -134,6 +136,12 @@ class JobManager:
         if list(nodes) != self._nodes:
             self._nodes = list(nodes)
             self._tell({"event": "nodes", "nodes": self._nodes})
+
+    def tell_unusable(self, nodes: Sequence[Message]) -> None:
+        """Which nodes get no work, each with its reason."""
+        if list(nodes) != self.unusable:
+            self.unusable = list(nodes)
+            self._tell({"event": "unusable", "nodes": self.unusable})
 
     def lose(self, nodes: Collection[str], reason: str) -> None:
         """These nodes are gone with their replicas. A job goes on with those that are left; without any it is lost.
@@ -278,11 +286,25 @@ class JobManager:
                 self._finish(entry, {"event": "stopped"})
             return
         result = processes.pump()
+        self._see_given_up(entry, processes)
         self._sweep(entry)
         if result is not None and not processes.replicas:
             processes.close()
             has_stopped = result == STOPPED_CODE and entry.is_stopping
-            self._finish(entry, {"event": "stopped"} if has_stopped else _ended(result, processes.failure))
+            ended = _ended(result, processes.failure, processes.blame)
+            self._finish(entry, {"event": "stopped"} if has_stopped else ended)
+
+    def _see_given_up(self, entry: _Entry, processes: ReplicaJob) -> None:
+        """A change that the job gave up: it holds what its members have, until the next command."""
+        for node, cause in processes.given_up[entry.num_given_up :]:
+            entry.num_given_up += 1
+            members = tuple(view.slot for view in processes.replicas if view.state == "member")
+            if entry.is_placed:  # else a newer command waits for its slots
+                entry.slots, entry.allocation = members, Allocation.of(*Counter(slot.node for slot in members).items())
+            logger.warning("%s: a change is given up: replicas fail on %s: %s", entry.job, node, cause)
+            told: Message = {"event": "gave_up", "job": entry.job, "generation": entry.generation}
+            held = allocation_to_list(entry.allocation)
+            self._tell({**told, "node": node, "reason": cause, "allocation": held if entry.is_placed else None})
 
     def _finish(self, entry: _Entry, end: Message) -> None:
         entry.processes, entry.slots = None, ()
@@ -455,6 +477,8 @@ def _shown(view: ReplicaView) -> Message:
     return {"replica_id": view.replica_id, "rank": view.rank, **place}
 
 
-def _ended(result: int, failure: str) -> Message:
+def _ended(result: int, failure: str, blame: NodeFailure | None = None) -> Message:
     state = "succeeded" if result == 0 else "failed"
-    return {"event": "ended", "state": state, "exit_code": result, "reason": failure, "at": time.time()}
+    node, cause = blame or ("", "")
+    end = {"event": "ended", "state": state, "exit_code": result, "reason": failure, "at": time.time()}
+    return {**end, "node": node, "cause": cause}

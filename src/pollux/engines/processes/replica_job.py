@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from pollux.engines.launch import Launch
 from pollux.engines.processes.slots import ReplicaView, Slot
@@ -18,6 +18,13 @@ STOPPED_CODE = 143  # as after SIGTERM: checkpointed and left
 GRACE_S = 30.0  # what a job that stops has for its checkpoint, unless it is told otherwise
 FIRST_PAUSE_S = 0.5  # before a start after a crash; it doubles from one to the next
 LONGEST_PAUSE_S = 30.0
+
+
+class NodeFailure(NamedTuple):
+    """Replicas ended on a node before they were ready. ``cause`` is one line for people."""
+
+    node: str
+    cause: str
 
 
 class ReplicaJob(Protocol):
@@ -34,6 +41,14 @@ class ReplicaJob(Protocol):
     @property
     def crashes(self) -> Sequence[str]:
         """Which replicas crashed, and how, since the beginning."""
+
+    @property
+    def blame(self) -> NodeFailure | None:
+        """The node that may be the cause of the failure; None: the job itself is."""
+
+    @property
+    def given_up(self) -> Sequence[NodeFailure]:
+        """Changes of its slots that failed since the beginning. The job went on with the members it had."""
 
     @property
     def is_settled(self) -> bool:

@@ -83,5 +83,5 @@ class RequestHandler:
             rows = [Device(**row) for row in message["devices"]]
             self.manager.use(rows)
         self.is_introduced = True
-        told = {"jobs": self.manager.state(), "nodes": self.manager.nodes}
+        told = {"jobs": self.manager.state(), "nodes": self.manager.nodes, "unusable": self.manager.unusable}
         self.tell({"event": "state", "version": PROTOCOL_VERSION, "pid": os.getpid(), **told})

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple
+
+from pollux.errors import InvalidValueError
 
 
 class Slot(NamedTuple):
@@ -20,3 +23,16 @@ class ReplicaView(NamedTuple):
     slot: Slot
     pid: int | None
     state: Literal["starting", "member", "leaving"]
+
+
+def checked(slots: Sequence[Slot]) -> tuple[Slot, ...]:
+    """The slots of an elastic job.
+
+    Raises:
+        InvalidValueError: there is none, or one is named twice.
+    """
+    if not slots:
+        raise InvalidValueError("a job has at least 1 replica, got 0; to end it use stop()")
+    if len(set(slots)) < len(slots):
+        raise InvalidValueError("a slot is named twice; it holds one replica")
+    return tuple(slots)

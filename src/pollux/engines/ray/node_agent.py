@@ -33,12 +33,14 @@ from pollux.engines.processes.leftovers import MARK, REPLICA, kill_leftovers
 from pollux.engines.processes.starters import MISSING_CODE, ColdStarter, Command, ReplicaProcess, Starter
 from pollux.engines.ray.network import free_port, network_env
 from pollux.engines.ray.outbox import Numbered, Outbox
+from pollux.engines.ray.storage_probe import storage_problem
 from pollux.engines.transport import Message
 
 PERIOD_S = 0.02
 LEASE_S = 120.0  # after so long without a word the supervisor has given this node up
 CHUNK_BYTES = 1 << 20
 READ_PERIOD_S = 0.1
+SECRETS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")  # of the Ray cluster: no job may have them
 RAYS_OWN = ("RAY_", "PYTHONBREAKPOINT", "CUDA_VISIBLE_DEVICES")
 
 logger = logging.getLogger(__name__)
@@ -73,12 +75,9 @@ class NodeAgent:
         threading.Thread(target=self._run, name="pollux-agent", daemon=True).start()
 
     def describe(self, probe: str | None = None) -> Message:
-        """What this node is. ``probe``: a file of the storage, which all nodes should see."""
-        return {
-            "pid": os.getpid(),
-            "gpus": [gpu.name for gpu in find_gpus()],
-            "sees_storage": probe is None or os.path.exists(probe),
-        }
+        """What this node is, and why it can get no work. ``probe``: see :func:`storage_problem`."""
+        problem = "" if probe is None else storage_problem(probe)
+        return {"pid": os.getpid(), "gpus": [gpu.name for gpu in find_gpus()], "problem": problem}
 
     def port(self) -> int:
         """One that is free now, for a job's rendezvous."""
@@ -198,7 +197,8 @@ class NodeAgent:
         if order["key"] in self._seen:
             return  # asked twice
         self._seen.add(order["key"])
-        env = {**network_env(self._address), **order["env"], MARK: self._mark}
+        own = {name: value for name, value in order["env"].items() if name not in SECRETS}
+        env = {**network_env(self._address), **own, MARK: self._mark}
         start = plan_start(order["argv"], env, order["cwd"], parent_env=self._environment)
         files = {}
         for kind in ("stdout", "stderr"):

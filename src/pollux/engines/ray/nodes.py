@@ -39,6 +39,8 @@ EVENTS_S = 1.0
 SHRINK_S = 3.0  # for so long slots must be missing
 TALK_S = 0.05
 DESCRIBE_TIMEOUT_S = 60.0
+FIRST_PAUSE_S = 2.0  # before a node that gets no work is looked at again; doubles
+LONGEST_PAUSE_S = 60.0
 LINGER_S = 3.0  # a node must have been unwanted for so long: its last output is fetched meanwhile
 _GPU = "GPU"
 
@@ -69,7 +71,8 @@ class _NodeState:
     describing: Any = None
     asked_at: float = 0.0
     offer: RayNode | None = None  # when its agent has answered
-    is_useless: bool = False
+    problem: str = ""  # why it gets no work
+    num_problems: int = 0  # answers in a row that named one
     is_released: bool = False  # it has no agent
     unwanted_since: float | None = None
     missing_since: float | None = None
@@ -122,6 +125,11 @@ class NodeAgents:
             offers = tuple(node.offer for node in self._states.values() if node.offer is not None)
             lost, self._lost = self._lost, {}
         return Changes(nodes=tuple(offer for offer in offers if offer.num_slots), lost=lost)
+
+    def unusable(self) -> list[Message]:
+        """Nodes that get no work, each with why."""
+        with self._turn:
+            return [{"name": s.name, "reason": s.problem} for s in self._states.values() if s.problem]
 
     def take_events(self) -> Sequence[tuple[str, Message]]:
         """What agents told since this was asked last, each with the node's name."""
@@ -245,7 +253,7 @@ class NodeAgents:
         self._see_others(rows)
         self._ask_for_nodes()
         with self._turn:
-            is_asked = all(s.offer is not None or s.is_useless or s.is_released for s in self._states.values())
+            is_asked = all(s.offer is not None or s.problem or s.is_released for s in self._states.values())
         if is_asked:
             self.has_looked.set()
 
@@ -281,21 +289,31 @@ class NodeAgents:
 
     def _see_answers(self) -> None:
         for node in list(self._states.values()):
-            if node.describing is None or node.offer is not None or node.is_useless:
+            is_due = time.monotonic() >= node.asked_at + _pause(node.num_problems)
+            if node.describing is None and node.agent is not None and node.offer is None and is_due:
+                node.describing, node.asked_at = node.agent.describe.remote(self._probe), time.monotonic()
+            if node.describing is None or node.offer is not None:
                 continue
             try:
                 answer = ray.get(node.describing, timeout=0)
             except ray.exceptions.GetTimeoutError:
                 if time.monotonic() - node.asked_at > DESCRIBE_TIMEOUT_S:
                     logger.warning("%s: its agent does not answer; it is not used yet", node.name)
+                    with self._turn:
+                        node.problem = f"its agent has not answered for {DESCRIBE_TIMEOUT_S:g} s"
                     node.asked_at = time.monotonic()
                 continue
             except ray.exceptions.RayError as error:
                 self._dismiss(node, error)
                 continue
-            if not answer["sees_storage"]:
-                logger.warning("%s does not see the storage at %s: it is not used", node.name, self._probe)
-                node.is_useless = True
+            node.describing = None
+            with self._turn:
+                node.problem = answer["problem"]
+                node.num_problems = node.num_problems + 1 if node.problem else 0
+            if node.problem:
+                if node.num_problems == 1:
+                    logger.warning("%s gets no work: %s", node.name, node.problem)
+                node.asked_at = time.monotonic()
                 continue
             accelerator = answer["gpus"][0] if answer["gpus"] and self.resource == _GPU else CPU
             offer = RayNode(
@@ -399,6 +417,10 @@ class NodeAgents:
                 node.orders, node.sent = node.sent + node.orders, []
         except ray.exceptions.RayError as error:
             self._dismiss(node, error)
+
+
+def _pause(num_problems: int) -> float:
+    return float(min(FIRST_PAUSE_S * 2 ** max(num_problems - 1, 0), LONGEST_PAUSE_S))
 
 
 def _kill(actor: Any) -> None:

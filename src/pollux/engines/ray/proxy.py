@@ -29,6 +29,7 @@ from typing import Any
 
 from pollux.engines.messages import PROTOCOL_VERSION
 from pollux.engines.ray.connection import LAST_S, Refused, join
+from pollux.engines.ray.head_watch import HeadWatch
 from pollux.engines.transport import Channel, Message
 
 HEAR_S = 1.0
@@ -66,6 +67,7 @@ class Proxy:
         hello = {"version": PROTOCOL_VERSION, "takes_over": takes_over}
         if reason := ray.get(self._supervisor.greet.remote(self._client, owner, hello), timeout=START_S):
             raise Refused(reason)
+        HeadWatch(ray.nodes, lambda problem: self._channel.send({"event": "head", "problem": problem})).start()
         for target in (self._read, self._ask, self._fetch_logs):
             threading.Thread(target=self._guarded, args=(target,), daemon=True).start()
         heard, lost_at = 0, None

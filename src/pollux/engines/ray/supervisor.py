@@ -30,6 +30,7 @@ from pollux.engines.ray.nodes import NodeAgents, RayNode
 from pollux.engines.ray.outbox import Numbered, Outbox
 from pollux.engines.ray.scale import ScaleRequest
 from pollux.engines.ray.starter import RayStarter
+from pollux.engines.ray.storage_probe import write_probe
 from pollux.engines.transport import Message
 from pollux.version import __version__
 
@@ -87,7 +88,7 @@ class RaySupervisor:
         self._client = ""
         self._heard_at = time.monotonic()
         self.is_over = False
-        probe = _write_probe(storage, cluster)
+        probe = write_probe(storage, cluster)
         self._nodes = NodeAgents(cluster=cluster, resource=resource, probe=probe)
         self._cluster = cluster
         self._scale_request: ScaleRequest | None = None  # None: the server does not scale
@@ -204,6 +205,7 @@ class RaySupervisor:
                 for node in known.values()
             ]
             self._manager.tell_nodes(rows)
+        self._manager.tell_unusable(self._nodes.unusable())
         self._nodes.scale(self._scale_request, self._manager.nodes_in_use)
 
     def _devices_of(self, node: RayNode) -> list[Device]:
@@ -224,17 +226,6 @@ class RaySupervisor:
             num_more=int(message["num_more"]),
             num_slots=int(message["slots"]),
         )
-
-
-def _write_probe(storage: str | None, cluster: str) -> str | None:
-    """A file by which nodes see whether they share the storage; a URL is the same everywhere."""
-    if storage is None or "://" in storage:
-        return None
-    os.makedirs(storage, exist_ok=True)
-    path = os.path.join(storage, f".pollux-{cluster}")
-    with open(path, "w", encoding="utf-8") as file:
-        file.write("Pollux looks for this file to see whether a node shares this folder.\n")
-    return path
 
 
 def _free_at(path: str) -> float:

@@ -50,6 +50,7 @@ export function openNode(name) {
           node.accelerator,
           node.is_draining && "drained",
           node.is_leaving && "is given back once it is empty",
+          node.health !== "ok" && `${node.health}: ${node.problem}`,
         ]
           .filter(Boolean)
           .join(" · "),
@@ -96,7 +97,8 @@ export const nodeTable = () =>
         label: "State",
         class: "left",
         value: node => Number(node.is_draining),
-        cell: node => (node.is_leaving ? "leaving" : node.is_draining ? "drained" : "in use"),
+        cell: node =>
+          node.health !== "ok" ? node.health : node.is_leaving ? "leaving" : node.is_draining ? "drained" : "in use",
       },
       {
         key: "accelerator",

@@ -36,7 +36,8 @@ from pollux.types import Node
 
 STORAGE_FILE = "storage.json"
 _OWN_VARIABLE = re.compile(
-    "(POLLUX|TORCHELASTIC)_.*|MASTER_(ADDR|PORT)|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME"
+    "(POLLUX|TORCHELASTIC)_.*|MASTER_(ADDR|PORT)|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|"
+    "RAY_AUTH_TOKEN(_PATH)?"  # of the Ray cluster: no job may have it
 )
 _E = TypeVar("_E", bound=LiveEngine)
 

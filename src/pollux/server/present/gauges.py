@@ -15,12 +15,13 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 
 from pollux.api.report import Report
 from pollux.api.usage import UsageRow
+from pollux.scheduler.node_health import NodeCondition
 from pollux.scheduler.record import JobRecord
 from pollux.types import Node
 
 REPORTED_AT = "pollux_job_report_timestamp_seconds"
 _ACCELERATOR = ("accelerator",)
-_NODE_STATES = ("up", "draining", "leaving")
+_NODE_STATES = ("up", "draining", "leaving", "quarantined")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +32,8 @@ class Measured:
     nodes: Sequence[Node] = ()
     draining: Collection[str] = ()
     releasing: Collection[str] = ()
+    conditions: Mapping[str, NodeCondition] = field(default_factory=dict)  # of nodes that something is wrong with
+    num_unusable: int = 0  # nodes that joined and get no work
     jobs: Sequence[tuple[JobRecord, tuple[float, Report] | None]] = ()
     num_jobs: Mapping[str, int] = field(default_factory=dict)  # by state, also of those that are over
     node_s: Mapping[str, float] = field(default_factory=dict)  # by accelerator, since the server started
@@ -135,7 +138,10 @@ def _node_families(seen: Measured) -> Iterator[Metric]:
     for node in seen.nodes:
         slots[node.accelerator] += node.num_slots
         is_leaving, is_draining = node.name in seen.releasing, node.name in seen.draining
-        states[node.accelerator, "leaving" if is_leaving else "draining" if is_draining else "up"] += 1
+        condition = seen.conditions.get(node.name)
+        is_quarantined = condition is not None and condition.state == "quarantined"
+        state = "leaving" if is_leaving else "draining" if is_draining else "quarantined" if is_quarantined else "up"
+        states[node.accelerator, state] += 1
     for record, _ in seen.jobs:
         for name, count in record.allocation.shares:
             if name in type_of:
@@ -144,12 +150,16 @@ def _node_families(seen: Measured) -> Iterator[Metric]:
     yield _by_type("pollux_slots_used", "Slots that jobs hold.", {kind: used[kind] for kind in slots})
     nodes = GaugeMetricFamily(
         "pollux_nodes",
-        "Nodes; draining: emptied for the operator, leaving: emptied to be given back.",
+        "Nodes; draining: emptied for the operator, leaving: emptied to be given back, quarantined: several jobs "
+        "failed there, unusable: it lacks what all jobs need, lost: gone within the last 10 minutes.",
         labels=("accelerator", "state"),
     )
     for kind in slots:
         for state in _NODE_STATES:
             nodes.add_metric((kind, state), states[kind, state])
+    num_lost = sum(condition.state == "lost" for condition in seen.conditions.values())
+    for state, number in (("unusable", seen.num_unusable), ("lost", num_lost)):
+        nodes.add_metric(("unknown", state), number)
     yield nodes
     if seen.num_wanted_nodes is not None:
         wanted = GaugeMetricFamily("pollux_nodes_wanted", "Nodes that auto-scaling wants.")

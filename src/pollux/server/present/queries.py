@@ -20,6 +20,7 @@ from pollux.api.usage import UsageKey, UsageRow
 from pollux.engines.live import LiveEngine
 from pollux.errors import InvalidValueError, UnknownNameError
 from pollux.scheduler.lifecycle import JobState
+from pollux.scheduler.node_health import NodeCondition
 from pollux.scheduler.record import JobRecord
 from pollux.server.config import ClusterConfig
 from pollux.server.live.accounts import Accounts
@@ -162,7 +163,13 @@ class Queries:
 
     def nodes(self) -> list[NodeSummary]:
         allocations = {name: record.allocation for name, record in self._state.records.items()}
-        return node_summaries(self._engine.nodes(), self._state.draining, self._state.releasing, allocations)
+        nodes, unusable = self._engine.nodes(), self._engine.unusable
+        draining, releasing, conditions = self._state.draining, self._state.releasing, self._conditions()
+        return node_summaries(nodes, draining, releasing, allocations, conditions, unusable)
+
+    def _conditions(self) -> dict[str, NodeCondition]:
+        scheduler = self._state.scheduler
+        return {} if scheduler is None else scheduler.health.conditions(self._clock.now())
 
     def rounds(self, since: int | None, limit: int) -> list[RoundSummary]:
         return [round_summary(round_) for round_ in self._store.rounds(since, limit)]
@@ -209,6 +216,8 @@ class Queries:
             nodes=self._engine.nodes(),
             draining=self._state.draining,
             releasing=self._state.releasing,
+            conditions=self._conditions(),
+            num_unusable=len(self._engine.unusable),
             jobs=[
                 (record, None if job is None or job.report is None else (job.reported_at or 0.0, job.report))
                 for record, job in jobs
@@ -341,7 +350,11 @@ class Queries:
             self._store.job(name)  # which says what names there are
 
     def _capacity(self) -> Capacity:
-        return Capacity.of(self._engine.nodes(), self._state.draining)
+        nodes, autoscale = self._engine.nodes(), self._config.autoscale
+        most_slots = None
+        if autoscale is not None and nodes:
+            most_slots = autoscale.max_nodes * max(node.num_slots for node in nodes)
+        return Capacity.of(nodes, self._state.draining, most_slots=most_slots, unusable=self._engine.unusable)
 
     def _summary_of_record(self, record: JobRecord, capacity: Capacity | None = None) -> JobSummary:
         """``capacity``: of the nodes, where it is known already."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from pollux.api.access import OPERATOR
-from pollux.api.cluster import ClusterSize, JobOnNode, NodeSummary
+from pollux.api.cluster import ClusterSize, JobOnNode, NodeHealthName, NodeSummary
 from pollux.api.job import FittedModel, JobResize, JobRow, JobSummary, NonFinite, StateChange
 from pollux.api.report import Report
 from pollux.api.request import JobRequest
@@ -27,9 +27,11 @@ from pollux.api.round import (
     RoundNode,
     RoundSummary,
 )
+from pollux.engines.live import UnusableNode
 from pollux.scheduler.autoscale import AutoscaleConfig
 from pollux.scheduler.lifecycle import JobState, Transition
 from pollux.scheduler.loop import Scheduler
+from pollux.scheduler.node_health import NodeCondition
 from pollux.scheduler.quotas import Standing
 from pollux.scheduler.record import JobRecord, RoundRecord
 from pollux.server.present.explanations import changes_of, explain
@@ -196,15 +198,24 @@ class Capacity:
 
     num_slots: Mapping[str, int]
     num_drained: Mapping[str, int]
+    most_slots: int | None = None  # that auto-scaling may bring it to; None: it does not scale
+    unusable: tuple[UnusableNode, ...] = ()
 
     @classmethod
-    def of(cls, nodes: Iterable[Node], draining: Collection[str] = ()) -> Capacity:
+    def of(
+        cls,
+        nodes: Iterable[Node],
+        draining: Collection[str] = (),
+        *,
+        most_slots: int | None = None,
+        unusable: Sequence[UnusableNode] = (),
+    ) -> Capacity:
         slots: Counter[str] = Counter()
         drained: Counter[str] = Counter()
         for node in nodes:
             slots[node.accelerator] += node.num_slots
             drained[node.accelerator] += node.num_slots * (node.name in draining)
-        return cls(slots, drained)
+        return cls(slots, drained, most_slots, tuple(unusable))
 
 
 def waiting_reason(record: JobRecord, capacity: Capacity) -> str:
@@ -219,6 +230,11 @@ def waiting_reason(record: JobRecord, capacity: Capacity) -> str:
     kind = max(usable, key=lambda kind: there[kind] - capacity.num_drained[kind], default="")
     num_slots = max((there[kind] for kind in usable), default=0)
     slots = f"{least} slot{'s at once' * (least > 1)}"
+    if capacity.most_slots is not None and least > max(capacity.most_slots, num_slots):
+        return f"can never start: it needs {slots}, and auto-scaling may bring the cluster to {capacity.most_slots}"
+    if not there and capacity.unusable:
+        first = capacity.unusable[0]
+        return f"no node can be used ({len(capacity.unusable)} joined); {first.name}: {first.reason}"
     if least > num_slots:
         if len(there) == 1:
             return f"needs {slots}; the cluster has {num_slots}"
@@ -367,13 +383,19 @@ def job_resize(resize: StoredResize) -> JobResize:
 
 
 def node_summaries(
-    nodes: Iterable[Node], draining: Collection[str], leaving: Collection[str], allocations: Mapping[str, Allocation]
+    nodes: Iterable[Node],
+    draining: Collection[str],
+    leaving: Collection[str],
+    allocations: Mapping[str, Allocation],
+    conditions: Mapping[str, NodeCondition],
+    unusable: Iterable[UnusableNode] = (),
 ) -> list[NodeSummary]:
+    """Nodes that are there, then those that get no work and those that are lost, without slots."""
     jobs: dict[str, list[JobOnNode]] = {}
     for name, allocation in allocations.items():
         for node, count in allocation.shares:
             jobs.setdefault(node, []).append(JobOnNode(name=name, num_replicas=count))
-    return [
+    found = [
         NodeSummary(
             name=node.name,
             num_slots=node.num_slots,
@@ -382,8 +404,30 @@ def node_summaries(
             is_leaving=node.name in leaving,
             used=sum(job.num_replicas for job in jobs.get(node.name, ())),
             jobs=tuple(jobs.get(node.name, ())),
+            health=conditions[node.name].state if node.name in conditions else "ok",
+            problem=conditions[node.name].reason if node.name in conditions else "",
         )
         for node in nodes
+    ]
+    absent: dict[str, tuple[NodeHealthName, str]] = {node.name: ("unusable", node.reason) for node in unusable}
+    for name, condition in conditions.items():
+        if condition.state == "lost":
+            absent.setdefault(name, ("lost", condition.reason))
+    there = {summary.name for summary in found}
+    return found + [
+        NodeSummary(
+            name=name,
+            num_slots=0,
+            accelerator="",
+            is_draining=name in draining,
+            is_leaving=False,
+            used=0,
+            jobs=(),
+            health=health,
+            problem=problem,
+        )
+        for name, (health, problem) in absent.items()
+        if name not in there
     ]
 
 

@@ -380,3 +380,32 @@ def test_targets_and_ranks_that_cannot_be(bench):
         job.resize(0)
     with pytest.raises(InvalidValueError, match="no rank 3"):
         job.kill(3)
+
+
+def test_newcomers_that_never_get_ready_end_the_change_and_not_the_job(bench, tmp_path):
+    """A node without a file that the script needs: the members go on, and the node and the cause are told."""
+    (tmp_path / "good").write_text("")
+    code = "import os\nopen(os.environ['NEEDED']).close()\n" + SCRIPT
+
+    def slot_env(slot: Slot) -> dict[str, str]:
+        return {"NEEDED": str(tmp_path / slot.node)}
+
+    job = bench.job(code, slots=[Slot("good", 0)], slot_env=slot_env)
+    pump_until(job, lambda: job.is_settled)
+    job.place([Slot("good", 0), Slot("bad", 1)])
+    pump_until(job, lambda: job.given_up or job.result is not None)
+    assert job.result is None, job.failure
+    assert job.given_up[0].node == "bad" and "No such file or directory" in job.given_up[0].cause
+    assert job.is_settled and job.slots == (Slot("good", 0),)
+    before = bench.step()
+    pump_until(job, lambda: bench.step() > before)
+
+
+def test_a_start_that_fails_names_the_node_where_the_cause_may_be_there(bench):
+    job = bench.job("import no_such_package", slots=[Slot("bad", 0)])
+    assert job.wait(20.0) == 1
+    assert job.blame == ("bad", "ModuleNotFoundError: No module named 'no_such_package'")
+    assert " on bad) exited with 1" in job.failure
+    other = bench.job("raise ValueError('a bug')", slots=[Slot("bad", 0)])
+    assert other.wait(20.0) == 1
+    assert other.blame is None

@@ -127,7 +127,7 @@ time.sleep(300)
 def test_one_rank_that_fails_ends_all_and_is_told(bench):
     job = bench.job(FAILS)
     assert ended(job) == 1
-    assert job.failure.splitlines()[0] == "f: rank 1 exited with 1: KeyError: 'rank one lost its key'"
+    assert job.failure.splitlines()[0] == "f: rank 1 on n1 exited with 1: KeyError: 'rank one lost its key'"
     assert job.num_restarts == 0
     assert job.replicas == ()
 
@@ -153,7 +153,9 @@ def test_restarts_are_bounded_and_excuses_do_not_count(bench):
     excuses = ["the disk is full", "the disk is full", ""]
     job = bench.job("import sys; sys.exit(7)", max_restarts=1, excuse=lambda: (excuses or [""]).pop(0))
     assert ended(job) == 7
-    assert "f: rank 0 exited with 7, after 1 restarts" in job.failure or "rank 1 exited with 7" in job.failure
+    assert (
+        "f: rank 0 on n0 exited with 7, after 1 restarts" in job.failure or "rank 1 on n1 exited with 7" in job.failure
+    )
     assert job.num_restarts == 1
     assert excuses == []
 
@@ -236,6 +238,14 @@ def test_a_program_that_is_not_there(bench):
     missing.start()
     assert ended(missing) == 127
     assert "no-such-program: No such file or directory" in missing.failure
+    assert missing.blame is not None and missing.blame.node == "n0"
+    assert "No such file or directory" in missing.blame.cause
+
+
+def test_a_script_with_a_bug_blames_no_node(bench):
+    job = bench.job("raise ValueError('a bug')", slots=TWO[:1])
+    assert ended(job) == 1
+    assert job.blame is None and "rank 0 on n0 exited with 1" in job.failure
 
 
 def test_a_move_that_comes_after_its_end_does_not_start_it_again(bench):

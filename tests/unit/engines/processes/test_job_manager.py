@@ -14,7 +14,7 @@ pytest.importorskip("psutil")
 from pollux.engines.launch import Launch
 from pollux.engines.processes.devices import Device, detect_nodes
 from pollux.engines.processes.job_manager import JobManager
-from pollux.engines.processes.replica_job import JobOrder
+from pollux.engines.processes.replica_job import JobOrder, NodeFailure
 from pollux.engines.processes.slots import ReplicaView, Slot
 from pollux.engines.processes.space import SpaceWatch
 from pollux.engines.transport import Message
@@ -30,6 +30,8 @@ class FakeProcesses:
         self.result: int | None = None
         self.failure = ""
         self.crashes: list[str] = []
+        self.blame: NodeFailure | None = None
+        self.given_up: list[NodeFailure] = []
         self.is_stopping = False
 
     @property
@@ -353,3 +355,26 @@ def test_nobody_is_placed_on_a_lost_node_until_it_is_back(cluster):
     cluster.use(*detect_nodes(nodes="2x3", slots=6)[1])
     cluster.manager.turn()
     assert cluster.numbers("a") == [0, 3] and cluster.drain() == [("runs", "a", 2)]
+
+
+def test_a_change_that_is_given_up_is_told_with_its_node_and_the_job_keeps_its_members(cluster):
+    cluster.start("a", 1, ("node-0", 1))
+    cluster.resize("a", 2, ("node-0", 1), ("node-1", 2))
+    processes = cluster.processes("a")
+    processes.members = processes.target = processes.members[:1]
+    processes.given_up.append(NodeFailure("node-1", "ModuleNotFoundError: No module named 'x'"))
+    cluster.manager.turn()
+    (told,) = (message for message in cluster.told if message["event"] == "gave_up")
+    assert (told["node"], told["allocation"], told["generation"]) == ("node-1", [["node-0", 1]], 2)
+    cluster.start("b", 1, ("node-1", 3))
+    assert len(cluster.numbers("b")) == 3  # the slots are free again
+
+
+def test_an_end_says_which_node_may_be_its_cause(cluster):
+    cluster.start("a", 1, ("node-0", 1))
+    processes = cluster.processes("a")
+    processes.result, processes.members = 1, []
+    processes.blame = NodeFailure("node-0", "no script")
+    cluster.manager.turn()
+    (told,) = (message for message in cluster.told if message["event"] == "ended")
+    assert (told["state"], told["node"], told["cause"]) == ("failed", "node-0", "no script")

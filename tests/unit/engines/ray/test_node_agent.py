@@ -191,11 +191,20 @@ def test_replicas_know_their_interface_and_nothing_of_ray(host: Host, tmp_path: 
     assert not [variable for variable in seen if variable.startswith("RAY_")]
 
 
+def test_no_job_gets_the_token_of_the_ray_cluster(host: Host, tmp_path: Path) -> None:
+    command = ("sh", "-c", "env")
+    secrets = {"RAY_AUTH_TOKEN": "secret", "RAY_AUTH_TOKEN_PATH": "/root/token"}
+    host.ask("obey", [spawn(tmp_path, "no-python", *command, **secrets)])
+    host.until_told("exited", "no-python")
+    seen = host.output(f"{tmp_path}/jobs/no-python.out")
+    assert "PATH=" in seen and "RAY_AUTH" not in seen
+
+
 def test_what_a_node_says_of_itself(host: Host, tmp_path: Path) -> None:
     here, away = tmp_path / "here", tmp_path / "away"
     here.touch()
-    assert host.ask("describe", str(here))["sees_storage"] is host.ask("describe")["sees_storage"] is True
-    assert host.ask("describe", str(away))["sees_storage"] is False
+    assert host.ask("describe", str(here))["problem"] == host.ask("describe")["problem"] == ""
+    assert "does not see the storage" in host.ask("describe", str(away))["problem"]
     assert 1024 <= host.ask("port") <= 65535
 
 

@@ -21,12 +21,24 @@ from pollux.api.cluster import JobOnNode
 from pollux.api.job import JobSummary
 from pollux.api.report import Report
 from pollux.api.request import JobRequest
-from pollux.engines.live import ReplicaInfo
+from pollux.engines.live import ReplicaInfo, UnusableNode
 from pollux.errors import InvalidValueError, StoreError, UnknownNameError
 from pollux.model.profile import Configuration, Timing
 from pollux.scheduler.knowledge import Knowledge
 from pollux.scheduler.lifecycle import JobState
-from pollux.scheduler.ports import Command, Event, JobEnded, JobLost, JobRuns, JobStopped, ResizeJob, StartJob, StopJob
+from pollux.scheduler.ports import (
+    Command,
+    Event,
+    JobEnded,
+    JobLost,
+    JobRuns,
+    JobStopped,
+    NodesChanged,
+    ResizeFailed,
+    ResizeJob,
+    StartJob,
+    StopJob,
+)
 from pollux.scheduler.record import Departure, JobRecord, Reallocation, RoundRecord
 from pollux.server.config import ClusterConfig
 from pollux.server.live import recorder as recorder_module
@@ -58,6 +70,7 @@ class ObedientEngine:
         self.obeys_stops = True
         self.notes: dict[str, str] = {}
         self.dumped: list[str] = []
+        self.unusable_nodes: list[UnusableNode] = []
         self.is_closed: bool | None = None
         self.wake: Callable[[], None] = lambda: None
 
@@ -96,6 +109,10 @@ class ObedientEngine:
 
     def replicas(self, job: str) -> Sequence[ReplicaInfo]:
         return ()
+
+    @property
+    def unusable(self) -> list[UnusableNode]:
+        return self.unusable_nodes
 
     def note(self, job: str) -> str:
         return self.notes.get(job, "")
@@ -793,3 +810,41 @@ def test_weights_of_jobs_outside_of_a_study_and_new_ones(world):
     world.until(lambda: world.cluster.queries.summary_of(name).weight == 0.25)
     environment = world.cluster._jobs.launch_of(name).env
     assert (environment["POLLUX_PARAMS"], environment["POLLUX_METRIC"]) == ('{"lr": 0.1}', "loss")
+
+
+def test_a_node_without_the_storage_is_shown_with_the_reason(world):
+    world.engine.unusable_nodes = [UnusableNode(name="b", reason="it does not see the storage at /mnt")]
+    shown = {node.name: node for node in world.cluster.queries.nodes()}
+    assert (shown["a"].health, shown["a"].problem) == ("ok", "")
+    assert (shown["b"].health, shown["b"].num_slots) == ("unusable", 0)
+    assert shown["b"].problem == "it does not see the storage at /mnt"
+
+
+def test_a_cluster_without_usable_nodes_says_so(world):
+    world.engine._nodes = []
+    world.engine.unusable_nodes = [UnusableNode(name="b", reason="it cannot write to the storage at /mnt")]
+    name = world.submit()
+    reason = world.until(lambda: world.cluster.queries.summary_of(name).reason, "a reason")
+    world.until(lambda: "b: it cannot write" in world.cluster.queries.summary_of(name).reason, reason)
+
+
+def test_a_lost_node_is_shown_for_a_while(world):
+    both = [*world.engine._nodes, Node(name="b", num_slots=4, accelerator="cpu")]
+    world.engine._nodes = both
+    world.engine.say(NodesChanged())
+    world.until(lambda: "b" in world.cluster._state.scheduler.health._names, "it is seen")
+    world.engine._nodes = both[:1]
+    world.engine.say(NodesChanged())
+    world.until(lambda: [(n.name, n.health) for n in world.cluster.queries.nodes()] == [("a", "ok"), ("b", "lost")])
+
+
+def test_a_resize_that_failed_is_told_with_node_and_cause(world):
+    name = world.submit(kind="elastic")
+    world.until_state(name, "running")
+    held = world.cluster._state.records[name].allocation
+    world.engine.say(ResizeFailed(job=name, generation=1, allocation=held, node="bad", reason="no GPU"))
+    transitions = world.until(
+        lambda: [t for t in world.cluster.queries.job(name).transitions if "bad (no GPU)" in t.reason], "it is told"
+    )
+    assert transitions[0].target == "resizing"
+    world.until_state(name, "running")
