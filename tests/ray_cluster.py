@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Self
 
 import psutil
+import pytest
 
 RAY = str(Path(sys.executable).parent / "ray")
 # Of a machine on which many tests run at once, a node may be silent for seconds without being frozen.
@@ -96,8 +97,11 @@ class RayCluster:
             **(env or {}),
         }
         self.nodes: dict[str, RayNode] = {}
+        self._patch = pytest.MonkeyPatch()
 
     def __enter__(self) -> Self:
+        for variable, value in self.token.items():  # for what joins from this process
+            self._patch.setenv(variable, value)
         try:
             self.start_head()
         except BaseException:
@@ -106,6 +110,7 @@ class RayCluster:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._patch.undo()
         self.close()
 
     def start_head(self, *options: str) -> RayNode:

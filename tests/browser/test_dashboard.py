@@ -36,7 +36,7 @@ from tests.long import long
 DESKTOP = {"width": 1280, "height": 900}
 PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True, "device_scale_factor": 1.5}
 PAGES = {"cluster": "#/", "jobs": "#/jobs", "job": "#/jobs/train", "decisions": "#/decisions", "compare": "#/compare"}
-PAGES["studies"] = "#/studies"
+PAGES |= {"studies": "#/studies", "usage": "#/usage"}
 FIGURES_OF_A_JOB = (
     *("Replicas", "Batch size", "Accumulation", "Learning-rate gain", "Gradient noise scale", "Efficiency"),
     *("Throughput and goodput", "Progress", "Time of a step", "Measured against predicted", "Goodput by batch size"),
@@ -530,6 +530,8 @@ def take_pictures(page: Any, *modes: str) -> None:
         page.locator("main h1").first.wait_for(state="attached")
         if name == "job":
             page.locator("figure[aria-label=loss]").wait_for()
+        elif name in ("studies", "usage"):
+            page.locator("main h1").first.wait_for()
         elif name != "compare":
             page.locator("main :is(table[aria-label=Jobs], .round)").first.wait_for()
         else:

@@ -68,10 +68,7 @@ def nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RayCluster]:
     with RayCluster(folder, env=books) as cluster:
         for name in NODES:
             cluster.add(name, 1)
-        with pytest.MonkeyPatch.context() as patch:  # the server joins with the cluster's token
-            for variable, value in cluster.token.items():
-                patch.setenv(variable, value)
-            yield cluster
+        yield cluster
 
 
 @pytest.fixture(scope="module")

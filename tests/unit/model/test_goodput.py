@@ -156,7 +156,7 @@ def test_best_batch_is_the_best_candidate(theta, phi, replicas):
 
 @given(params, st.floats(1, 1e5), limits(), st.integers(1, 64))
 @settings(max_examples=60)
-def test_best_batch_is_within_three_percent_of_every_batch_there_is(theta, phi, bounds, replicas):
+def test_best_batch_is_within_five_percent_of_every_batch_there_is(theta, phi, bounds, replicas):
     """By brute force over all m and s: kinks at the device's limit lie between the totals of a grid.
 
     With passes that are convex in m, more and smaller ones may be faster; jobs do not train so.
@@ -173,7 +173,7 @@ def test_best_batch_is_within_three_percent_of_every_batch_there_is(theta, phi, 
         if bounds.accumulates_alone and replicas == 1 and accum == 0:
             allowed &= total <= bounds.initial
         values = goodput(theta, phi, bounds.initial, nodes, replicas, device, accum)
-        assert found > 0.97 * np.max(values, where=allowed, initial=0.0)
+        assert found > 0.95 * np.max(values, where=allowed, initial=0.0)
 
 
 def test_a_device_that_takes_any_batch_takes_it_in_one_pass():

@@ -77,7 +77,7 @@ def test_a_job_that_makes_steps_keeps_its_slots(world: World) -> None:
     tell = keep_reporting(world, name, lambda: next(count))
     waited = world.submit(name="idle", kind="elastic", max_restarts=0)  # it does nothing: this long is long enough
     world.until(lambda: (tell(), world.cluster.queries.summary_of(waited).state == "failed")[1], "the other failed")
-    assert world.cluster.queries.summary_of(name).state == "running"
+    assert world.cluster.queries.summary_of(name).state in ("running", "resizing")  # it gets the other's slots
     assert "no step" not in world.cluster.queries.summary_of(name).note
 
 
