@@ -26,9 +26,9 @@ def average_jct(run: SimulationRun) -> float:
 @pytest.mark.parametrize(
     ("workload", "weights", "config", "most"),
     [
-        pytest.param("workloads/workload-1", "equal", SimulationConfig(), 2040, marks=long),
+        pytest.param("workloads/workload-1", "equal", SimulationConfig(), 1990, marks=long),
         pytest.param("workloads/workload-3", "equal", SimulationConfig(), 2140, marks=long),
-        ("workloads/workload-6", "equal", SimulationConfig(), 2400),
+        ("workloads/workload-6", "equal", SimulationConfig(), 2350),
         ("workloads-0.5/workload-6", "equal", SimulationConfig(), 1210),
         pytest.param("workloads-1.5/workload-6", "equal", SimulationConfig(), 3380, marks=long),
         pytest.param("workloads-2.0/workload-6", "equal", SimulationConfig(), 4950, marks=long),
