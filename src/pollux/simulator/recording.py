@@ -166,7 +166,6 @@ def read_recording(
     span_s = max(job.finished_at for job in found)
     live_s = LIVE_INTERVAL_S if interval_s is None else interval_s
     config = SimulationConfig(
-        fits_published=False,  # as the live cluster that was recorded
         num_nodes=num_nodes,
         gpus_per_node=slots_per_node,
         interval_s=round(min(live_s, max(span_s / _MOST_ROUNDS, _SHORTEST_INTERVAL_S)), 2),
