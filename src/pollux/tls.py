@@ -6,6 +6,7 @@ The client, the reports of ``pollux.train`` and the server's own check of its ce
 from __future__ import annotations
 
 import ipaddress
+import socket
 import ssl
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -47,11 +48,23 @@ def is_loopback_url(url: str) -> bool:
         return host == "localhost"
 
 
+def _is_own_address(url: str) -> bool:
+    """Whether it is an address of this machine: what is sent there does not leave it."""
+    host = urlsplit(url).hostname or ""
+    try:
+        family = socket.AF_INET6 if ipaddress.ip_address(host).version == 6 else socket.AF_INET
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.bind((host, 0))  # only one's own can be bound
+    except (OSError, ValueError):
+        return False
+    return True
+
+
 def check_plain(url: str, allows_plain: bool) -> None:
     """Raises:
     InvalidValueError: a token would go to another machine without encryption, and that was not asked for.
     """
-    if not (url.startswith("https:") or allows_plain or is_loopback_url(url)):
+    if not (url.startswith("https:") or allows_plain or is_loopback_url(url) or _is_own_address(url)):
         raise InvalidValueError(
             f"server {url}: it is on another machine, and http would send the token unencrypted; use https "
             f"(pollux up --tls-cert FILE --tls-key FILE), an SSH tunnel, or, in a network that only you use, "

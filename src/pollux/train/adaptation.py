@@ -142,7 +142,7 @@ class Adaptation:
             self._norm_sample = state.trainee.norm_layers.take()
         if not self.adapts or self._team.rank != 0:
             return
-        if trainee.must_earn_rate and trainee.alignment.is_due(state.progress.num_steps):
+        if trainee.rate.is_earned and trainee.alignment.is_due(state.progress.num_steps):
             trainee.alignment.sample()
 
     def add_norms(self, norms: list[Norms | None], current: Pass, step: int) -> None:
@@ -207,7 +207,7 @@ class Adaptation:
     def direction(self, trainee: Trainee) -> int:
         """The evidence on the rate, as :class:`Alignment` gives it; +1 where there is none."""
         state = self._state
-        if not self.adapts or not trainee.must_earn_rate:
+        if not self.adapts or not trainee.rate.is_earned:
             return 1
         noise = state.exchange.channels[trainee.index].noise
         return trainee.alignment.verdict(noise.noise_scale_low / state.choice.total if noise is not None else 0.0)

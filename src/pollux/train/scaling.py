@@ -267,8 +267,8 @@ class ScaledRate:
     where a higher one has hurt.
     ``is_at_m0`` tells whether a step has M0 examples: most rules give 1 there, and are not called.
     ``direction`` is the evidence on the rate (see :mod:`pollux.train.alignment`): the factor rises only above 0, and
-    falls towards 1 with -1. With +2 it may rise beyond the rule's factor, up to the rule's ``most``; there it stays
-    while nothing speaks against it.
+    falls towards 1 with -1. Where ``is_earned``, with +2 it may rise beyond the rule's factor, up to the rule's
+    ``most``, and it stays where it is while nothing speaks against it.
     A hook does not notice a step that raises. The rate is then put back at the next step, when the optimizer's state is
     saved, or by :meth:`restore`, whichever comes first. (Loading a state replaces the groups, and so the rates.)
     """
@@ -291,6 +291,7 @@ class ScaledRate:
         self._is_at_m0 = is_at_m0
         self.cap = math.inf
         self.direction = 1
+        self.is_earned = False  # evidence may raise the rate beyond the rule: not of a rule that the user has named
         self.target = 1.0  # what the rule asked for in the last step
         self._optimizer = optimizer
         self._pending: list[_ScaledGroup] = []
@@ -396,7 +397,9 @@ class ScaledRate:
 
     def _with_evidence(self, factor: float, context: StepContext) -> float:
         """The rule's factor, or more where the last updates were clearly too short."""
-        if self.direction < 0 or not isinstance(self.rule, AdaScale | DampedRoot) or context.noise is None:
+        if not self.is_earned or self.direction < 0 or context.noise is None:
+            return factor
+        if not isinstance(self.rule, AdaScale | DampedRoot):
             return factor
         most = self.rule.most(context)
         return max(factor, most if self.direction > 1 else min(self._factor, most))

@@ -89,7 +89,7 @@ class Trainee:
         context = partial(steps.context, index)
         self.rate = ScaledRate(optimizer, scaling, context, glides=True, is_at_m0=steps.is_at_m0)
         self.alignment = Alignment(optimizer)
-        self.must_earn_rate = scaling == AUTO  # a rule that the user names is followed without evidence
+        self.rate.is_earned = scaling == AUTO  # a rule that the user names is followed without evidence
         self.norm_layers = NormLayers(
             model, optimizer, loss_scale=self.loss_scale, beta_exponent=lambda: self.rate.beta_exponent
         )
@@ -122,8 +122,8 @@ class Trainee:
 
     def follow(self, rule: str) -> None:
         """Use the learning-rate rule of a batch policy, unless the user named one."""
-        if self.must_earn_rate:
-            self.rate.rule, self.must_earn_rate = rule_for(rule, self.optimizer), False
+        if self.rate.is_earned:
+            self.rate.rule, self.rate.is_earned = rule_for(rule, self.optimizer), False
 
     # --- what the optimizer's gate asks and tells ----------------------------------------------------------------
 

@@ -31,7 +31,7 @@ def test_adascale_learns_at_eight_times_the_batch_what_m0_learns(rules, monkeypa
     # The rule itself, from the first step on. A run would get there by doublings, with the rate gliding after them.
     monkeypatch.setattr(scaling, "GLIDE", 1e9)
     monkeypatch.setattr(scaling, "MAX_GLIDE", 1e9)
-    monkeypatch.setattr(Adaptation, "direction", lambda self: 1)
+    monkeypatch.setattr(Adaptation, "direction", lambda self, trainee: 1)
     monkeypatch.setattr(adaptation, "MEASURING_BUDGET", 1e9)  # every step is measured, however busy the machine is
     num_epochs = 10
     grid = np.arange(6.0, num_epochs - 0.5, 0.25)  # before, both sit on the same plateau

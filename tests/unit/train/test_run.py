@@ -636,7 +636,7 @@ def test_seesaw_brings_its_own_rule_unless_another_is_named():
         assert run._trainees is not None
         assert (
             run._trainees.members[0].rate.rule == train.SquareRoot(scales_betas=False)
-            and not run._trainees.members[0].must_earn_rate
+            and not run._trainees.members[0].rate.is_earned
         )
     with train.init() as run:
         Script(run, max_batch_size=64, policy="seesaw", scaling="none").train(1)

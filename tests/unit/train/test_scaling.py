@@ -184,6 +184,7 @@ def test_a_rate_rises_only_where_that_is_earned_and_falls_back_where_it_hurts():
 def test_updates_that_are_clearly_too_short_let_the_rate_rise_beyond_the_rule():
     """A vision transformer reached its target a quarter sooner at 2.2 times its rate than at the rule's 1.4."""
     stepped = Stepped("damped")
+    stepped.rate.is_earned = True
     stepped.factors(1)
     stepped.total, stepped.noise = 128.0, NoiseStats(sqr=1.0, var=96.0)
     assert stepped.factors(60)[-1] == pytest.approx(2 * 128 / 224)
@@ -193,6 +194,15 @@ def test_updates_that_are_clearly_too_short_let_the_rate_rise_beyond_the_rule():
     assert stepped.factors(5) == [pytest.approx(2.0)] * 5  # it stays while nothing speaks against it
     stepped.rate.direction = -1
     assert stepped.factors(60)[-1] == 1.0
+
+
+def test_a_rule_that_the_user_names_is_followed_down_as_well_as_up():
+    stepped = Stepped("damped")
+    stepped.factors(1)
+    stepped.total, stepped.noise = 128.0, NoiseStats(sqr=1.0, var=1e6)
+    assert stepped.factors(60)[-1] == pytest.approx(2.0, rel=1e-3)
+    stepped.noise = NoiseStats(sqr=1.0, var=96.0)
+    assert stepped.factors(60)[-1] == pytest.approx(2 * 128 / 224)
 
 
 def test_an_epochs_short_last_step_says_nothing_about_the_rate_of_the_others():
