@@ -90,7 +90,7 @@ class TestSia:
         """With what the artifact's jobs know: nothing measured in advance, nothing carried over from others.
 
         And with its exploration: one replica at first, twice as many at most as were measured. It is 6 % faster than
-        the artifact, since batches are chosen on a finer grid and a job whose next size does not pay may take a larger one.
+        the artifact: batches are chosen on a finer grid, and a job whose next size does not pay may take a larger one.
         """
         config = dataclasses.replace(sia_config(), profiles_types=False, guesses_types=False)
         settings = PolicySettings(exploration=2.0, first_replicas=1)
