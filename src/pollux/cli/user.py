@@ -66,6 +66,25 @@ def slots_of(text: str | None) -> dict[str, int] | None:
     return None if text is None else parse_slots(text)
 
 
+def _change(
+    team: str | None,
+    role: str | None,
+    weight: float | None,
+    guarantee: str | None,
+    limit: str | None,
+    unix_user: str | None,
+) -> UserChange:
+    """What the options of ``user add`` and ``user set`` ask for."""
+    return UserChange(
+        team=team,
+        role=role_of(role),
+        weight=weight,
+        guarantee=slots_of(guarantee),
+        limit=slots_of(limit),
+        unix_user=unix_user,
+    )
+
+
 @app.command("add")
 def add(
     name: NameArgument,
@@ -81,14 +100,7 @@ def add(
     server: ServerOption = None,
 ) -> None:
     """Add a user, and print a token for it. The token is shown this once."""
-    change = UserChange(
-        team=team,
-        role=role_of(role),
-        weight=weight,
-        guarantee=slots_of(guarantee),
-        limit=slots_of(limit),
-        unix_user=unix_user,
-    )
+    change = _change(team, role, weight, guarantee, limit, unix_user)
     expires_s = lifetime_s(expires)
     with connect(data, server) as client:
         user = client.add_user(name, change)
@@ -114,14 +126,7 @@ def set_(
     server: ServerOption = None,
 ) -> None:
     """Change a user: team, role, weight, guarantee, limit. What is not named stays."""
-    change = UserChange(
-        team=team,
-        role=role_of(role),
-        weight=weight,
-        guarantee=slots_of(guarantee),
-        limit=slots_of(limit),
-        unix_user=unix_user,
-    )
+    change = _change(team, role, weight, guarantee, limit, unix_user)
     with connect(data, server) as client:
         user = client.change_user(name, change)
     if as_json:

@@ -22,7 +22,7 @@ class SchedulerConfig:
     tunes_batches: bool = True  # hand fitted θ to jobs; off for policies that fix the batch
     autoscale: AutoscaleConfig | None = None
     pins_resizing: bool = False  # a job keeps what it holds until its start or resize is through
-    guesses_types: bool = True  # what is known of jobs is completed for types that they have not run on, or alone
+    guesses_types: bool = True  # estimate a job's speed on accelerator types it has not run on
     fits_published: bool = False  # the paper's throughput model, without what measurements have added to it
     is_strict: bool = False  # what a policy does wrong is raised; a cluster goes on with what its jobs hold
 

@@ -250,6 +250,7 @@ def test_training_goes_on_without_a_server(server):
     server.close()
     with elastic.join(batch_size=1, env=server.env) as job:
         job.step()
+        assert job.num_steps == 1
 
 
 @pytest.mark.parametrize(

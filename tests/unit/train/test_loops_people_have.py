@@ -19,23 +19,13 @@ from pollux.errors import InvalidValueError
 from pollux.membership.replica import TORCHRUN
 from pollux.train.data import ElasticLoader
 from pollux.train.position import StepShape
-from tests.unit.train.processes import Rows, a_run, flat, refusal, replicas, small_model
+from tests.unit.train.processes import Rows, a_run, flat, loss_of, make_step, refusal, replicas, small_model
 
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*TORCHRUN, "POLLUX_STORE", "POLLUX_CHECKPOINT_DIR", "POLLUX_REPORT_FILE"):
         monkeypatch.delenv(name, raising=False)
-
-
-def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return (model(x) - y).square().mean()
-
-
-def make_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
-    optimizer.zero_grad()
-    loss_of(model, x, y).backward()
-    optimizer.step()
 
 
 # --- a GradScaler that is switched off -------------------------------------------------------------------------------

@@ -34,23 +34,24 @@ from pollux.train.run import Run
 from pollux.train.scaling import SquareRoot
 from pollux.train.step_timer import StepTimer
 from pollux.train.team import Team
-from tests.unit.train.processes import FOLDER, ReplicaFailed, Rows, a_run, flat, refusal, replicas, small_model
+from tests.unit.train.processes import (
+    FOLDER,
+    ReplicaFailed,
+    Rows,
+    a_run,
+    flat,
+    loss_of,
+    make_step,
+    refusal,
+    replicas,
+    small_model,
+)
 
 
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in (*TORCHRUN, "POLLUX_STORE", "POLLUX_CHECKPOINT_DIR", "POLLUX_REPORT_FILE"):
         monkeypatch.delenv(name, raising=False)
-
-
-def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    return (model(x) - y).square().mean()
-
-
-def make_step(model: nn.Module, optimizer: torch.optim.Optimizer, x: Tensor, y: Tensor) -> None:
-    optimizer.zero_grad()
-    loss_of(model, x, y).backward()
-    optimizer.step()
 
 
 def save_at_next_step(run: Run) -> None:
