@@ -3,7 +3,21 @@
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from types import FrameType
+
+
+class Interrupted(KeyboardInterrupt):
+    """Ctrl-C was pressed.
+
+    A type of its own, as Python notes a plain KeyboardInterrupt that passes through ``exec``, which dataclasses use at
+    import, and then ends ``python -m pollux.cli`` by the signal, though it was handled and another exit code was set.
+    """
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise Interrupted
 
 
 def main() -> None:
@@ -11,6 +25,8 @@ def main() -> None:
     # A scheduler's matrices are tiny: threads for them only burn time. Must be said before numpy is loaded.
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         os.environ.setdefault(name, "1")
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # else it is ignored, as under nohup
+        signal.signal(signal.SIGINT, _interrupt)
     try:
         import rich  # noqa: F401
         import typer  # noqa: F401

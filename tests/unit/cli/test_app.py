@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -55,3 +56,18 @@ def test_what_asks_a_server_loads_no_more_than_that() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == []
+
+
+def test_an_interrupt_while_a_module_is_imported_ends_with_130(tmp_path: Path) -> None:
+    # dataclasses are made by exec: Python notes a KeyboardInterrupt there, and ends by the signal in spite of our code
+    interrupt = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
+    lines = [
+        "import pollux.cli.app",
+        f"pollux.cli.app.app = lambda prog_name: exec({interrupt!r})",
+        "pollux.cli.main()",
+    ]
+    (tmp_path / "interrupted.py").write_text("\n".join(lines))
+    command = [sys.executable, "-m", "interrupted"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 130, done.stderr
+    assert done.stderr == ""
