@@ -19,7 +19,8 @@ test test-long test-all: export PYTHONDONTWRITEBYTECODE =
 PYTEST := $(BIN)/python -m pytest -n auto
 
 # What to run before every commit: style and types, and one of every kind of test. mypy runs beside the tests, as they
-# wait a lot; what it finds is shown last. PROFILE=thorough: as many examples of properties as test-all tries.
+# wait a lot; what it finds is shown last. PROFILE=thorough: as many examples of properties as test-all tries;
+# PROFILE=explore: more, and others in every run.
 PROFILE ?= quick
 test: style chromium
 	$(call beside_mypy,$(PROFILE),-m "not long")

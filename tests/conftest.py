@@ -32,8 +32,10 @@ for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, si
         signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
 signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
-settings.register_profile("thorough", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# The same examples in every run: a change passes or fails because of what it changed. "explore" looks for new ones.
+settings.register_profile("thorough", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.register_profile("quick", settings.get_profile("thorough"), max_examples=20)
+settings.register_profile("explore", settings.get_profile("thorough"), derandomize=False, max_examples=500)
 settings.load_profile(PROFILE)
 
 TESTS = Path(__file__).resolve().parent

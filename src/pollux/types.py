@@ -146,6 +146,11 @@ class BatchLimits:
             self.initial <= self.minimum <= self.maximum,
             f"min batch size {self.minimum} lies outside {self.initial}..{self.maximum}",
         )
+        _require(
+            not self.accumulates_alone or self.device_min <= self.initial or 2 * self.device_min <= self.maximum,
+            f"one replica has no batch: one pass of {self.device_min} exceeds the initial batch size {self.initial}, "
+            f"two exceed the max batch size {self.maximum}",
+        )
 
     def on(self, accelerator: str) -> BatchLimits:
         """The limits on slots of this type."""

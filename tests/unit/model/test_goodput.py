@@ -32,13 +32,22 @@ AS_THE_ARTIFACT = dataclasses.replace(LIMITS, accumulates_alone=True)
 def limits(draw: st.DrawFn) -> BatchLimits:
     initial = draw(st.integers(1, 512))
     device_min = draw(st.integers(1, 64))
+    accumulates_alone = draw(st.booleans())
+    least = 2 * device_min if accumulates_alone and device_min > initial else device_min
     return BatchLimits(
         initial=initial,
-        maximum=max(initial * draw(st.integers(1, 64)), device_min),
+        maximum=max(initial * draw(st.integers(1, 64)), least),
         device_min=device_min,
         device_max=device_min * draw(st.integers(2, 32)),
-        accumulates_alone=draw(st.booleans()),
+        accumulates_alone=accumulates_alone,
     )
+
+
+def test_limits_that_leave_one_replica_no_batch_are_refused():
+    bounds = {"initial": 1, "maximum": 3, "device_min": 2, "device_max": 4}
+    assert best_batch(PARAMS, 1.0, BatchLimits(**bounds), 1, 1)[1] > 0
+    with pytest.raises(InvalidValueError, match="one replica has no batch"):
+        BatchLimits(**bounds, accumulates_alone=True)
 
 
 @given(limits(), st.integers(1, 64))
