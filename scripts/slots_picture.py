@@ -61,7 +61,9 @@ def stays(jobs: Sequence[RecordedJob], num_slots: int) -> list[Stay]:
 def _batches(job: RecordedJob) -> str:
     """From which batch to which it went."""
     seen = [point.total_batch for point in job.points]
-    return f"batch {seen[0]} → {max(seen)}" if seen and max(seen) != seen[0] else "".join(f"batch {n}" for n in seen[:1])
+    if not seen:
+        return ""
+    return f"batch {seen[0]}" if max(seen) == seen[0] else f"batch {seen[0]} → {max(seen)}"
 
 
 def draw(recording: Recording) -> str:
@@ -78,7 +80,7 @@ def draw(recording: Recording) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height}" role="img" '
         f'font-family="system-ui, sans-serif" font-size="13">',
-        f"<title>{len(jobs)} training jobs share {num_slots} slots: each grows and shrinks as others come and go</title>",
+        f"<title>{len(jobs)} training jobs share {num_slots} slots; each grows and shrinks as others come</title>",
         "<style>.t{fill:#1f2328}.m{fill:#59636e}.f{fill:#f6f8fa}"
         "@media(prefers-color-scheme:dark){.t{fill:#f0f6fc}.m{fill:#9198a1}.f{fill:#161b22}}"
         f"@keyframes s{{0%{{width:0}}{100 * (1 - HOLD):.0f}%,100%{{width:{plot}px}}}}"
@@ -121,7 +123,9 @@ def draw(recording: Recording) -> str:
 def main() -> None:
     """Write the picture."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("data", nargs="?", type=Path, help="a server's data directory; the tests' recorded demo if left out")
+    parser.add_argument(
+        "data", nargs="?", type=Path, help="a server's data directory; the tests' recorded demo if left out"
+    )
     parser.add_argument("--output", type=Path, default=OUTPUT)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as made:

@@ -23,7 +23,9 @@ def test_console_blocks_run(block: Block, tmp_path: Path) -> None:
 
 def test_the_first_pages_show_the_commands_that_a_newcomer_needs() -> None:
     pages = (README, GETTING_STARTED)
-    commands = " ".join(command for page in pages for block in read_blocks(page, "console") for command in block.commands)
+    commands = " ".join(
+        command for page in pages for block in read_blocks(page, "console") for command in block.commands
+    )
     for verb in (
         "up --detach",
         "submit",
