@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-long test-all test-core check style chromium chaos bench clean
+.PHONY: demo docs test test-long test-all test-core check style chromium chaos bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -13,6 +13,11 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)
 	$(BIN)/pollux demo
+
+# The documentation as a site. Nothing is loaded from other hosts, so it can be read offline.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
+	@echo "out/site/index.html; with search: $(BIN)/python -m http.server --directory out/site"
 
 # Tests start hundreds of interpreters: these must not compile everything again, whatever the user likes elsewhere.
 test test-long test-all: export PYTHONDONTWRITEBYTECODE =

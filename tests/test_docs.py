@@ -19,7 +19,7 @@ from tests.pages import ROOT, Block, read_blocks, require_extras, session
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 SESSIONS = [page for page in PAGES if read_blocks(page, "console")]
-EVERY_TIME = {"http"}  # the README's blocks are run as well; other pages are long
+EVERY_TIME = {"getting-started", "http"}  # the README's blocks are run as well; other pages are long
 BLOCKS = [
     pytest.param(block, id=f"{page.stem}-{index}")
     for page in PAGES
@@ -47,6 +47,8 @@ def test_pages_run_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
         for block in blocks:
             printed = user.run(block)
             assert printed or block.file or block.language == "console"
+    for name in re.findall(r"^\$ .*--(?:html|output) (\S+)", "\n".join(block.text for block in blocks), re.MULTILINE):
+        assert (tmp_path / name).stat().st_size > 500, name
 
 
 def test_every_job_option_is_explained() -> None:

@@ -41,6 +41,10 @@ PANELS: dict[str, dict[str, Listed]] = {
         ),
         "down": Listed("down", "End the server. Its jobs checkpoint, leave, and go on at the next start."),
         "status": Listed("listing", "Say how the server is: its slots, jobs and decisions."),
+        "doctor": Listed(
+            "doctor",
+            "Say what is installed and found here, what is missing, and what to do. Ends with 1 if something is wrong.",
+        ),
         "dashboard": Listed(
             "dashboard",
             "Print the dashboard's address, and open it. Anyone who has this address may do what you may.",
