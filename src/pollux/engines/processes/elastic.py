@@ -366,12 +366,14 @@ class ElasticJob:
                 continue
             self._early_ends[process.slot.node] += 1
             num_ends = self._early_ends.total()
-            if num_ends >= MAX_SPAWN_FAILURES:
-                if any(member.exit_code is None for member in self._members):
+            is_training = any(member.exit_code is None for member in self._members)
+            if num_ends >= (MAX_SPAWN_FAILURES if is_training else min(MAX_SPAWN_FAILURES, self._max_restarts + 1)):
+                if is_training:
                     self._give_up_change(process)
                     return
                 self.blame = self._blamed(process)
-                why = f"{num_ends} replicas in a row ended before they were ready"
+                many = f"{num_ends} replicas in a row" if num_ends > 1 else "a replica"
+                why = f"{many} ended before {'they were' if num_ends > 1 else 'it was'} ready"
                 where = f"{process.member.replica_id} on {process.slot.node}"
                 self._fail(f"{why}, the last ({where}) {self._how(process)}", process)
                 return

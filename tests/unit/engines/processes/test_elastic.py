@@ -248,6 +248,13 @@ def test_a_script_that_cannot_start_fails_the_job_with_its_stderr(bench):
     assert len(of_kind(job, "spawned")) == 3
 
 
+def test_a_script_that_cannot_start_is_started_once_if_it_may_not_restart(bench):
+    job = bench.job("raise ImportError('no module named nonsense')", max_restarts=0)
+    assert job.wait(60.0) == 1
+    assert "a replica ended before it was ready" in job.failure
+    assert len(of_kind(job, "spawned")) == 1
+
+
 def test_a_script_that_joins_nothing_may_end_well(bench):
     job = bench.job("print('hello')", num_replicas=2)
     assert job.wait(20.0) == 0
