@@ -164,7 +164,7 @@ def test_the_cluster_grows_with_its_jobs_and_shrinks_when_they_end(scaled: Scale
             assert live.client.job(name).view().num_crashes == 0, live.story(name)
         assert any("resizing" in {row.target for row in transitions(name)} for name in names), live.log()
         shrinking = [row for row in transitions("a") if row.at > alone_at]
-        assert {row.target for row in shrinking} == UNBROKEN, live.story("a")
+        assert {row.target for row in shrinking} <= UNBROKEN, live.story("a")
         assert any(len(set(generations)) > 1 for generations in generations_of(tmp_path / "a-trace"))
         quiet_until = time.monotonic() + 1.5 * IDLE_S
         while time.monotonic() < quiet_until:  # nobody is on it, but our agent, and that is enough

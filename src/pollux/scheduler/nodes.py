@@ -9,7 +9,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
-from pollux.types import NO_ALLOCATION, Allocation, JobView, Node, NodeShare, Plan, Snapshot
+from pollux.types import NO_ALLOCATION, Allocation, JobSpec, JobView, Node, NodeShare, Plan, Snapshot
 
 
 def usable(
@@ -36,12 +36,22 @@ def usable(
 
 
 def placeable(snapshot: Snapshot) -> Snapshot:
-    """Without the jobs that may run on none of the accelerators there are: they wait, and delay no other job."""
-    types = {node.accelerator for node in snapshot.nodes}
-    jobs = tuple(
-        job for job in snapshot.jobs if job.spec.accelerators is None or not types.isdisjoint(job.spec.accelerators)
-    )
+    """Without the jobs that cannot run on the nodes there are: they wait, delay no other job, and count in no share.
+
+    Those are jobs that may use none of the accelerator types, or need more slots of one type than there are. A job that
+    holds slots stays.
+    """
+    there: Counter[str] = Counter()
+    for node in snapshot.nodes:
+        there[node.accelerator] += node.num_slots
+    jobs = tuple(job for job in snapshot.jobs if job.allocation.shares or _fits(job.spec, there))
     return snapshot if len(jobs) == len(snapshot.jobs) else dataclasses.replace(snapshot, jobs=jobs)
+
+
+def _fits(spec: JobSpec, there: Mapping[str, int]) -> bool:
+    """Whether it could start if it had all slots of a type to itself."""
+    usable = [num for kind, num in there.items() if spec.accelerators is None or kind in spec.accelerators]
+    return max(usable, default=0) >= spec.min_replicas
 
 
 def shrunk(nodes: Sequence[Node], quarantined: Collection[str], views: Iterable[JobView]) -> list[Node]:
@@ -63,8 +73,8 @@ def avoiding(snapshot: Snapshot, plan: Plan, excluded: Mapping[str, Mapping[str,
     """The plan without new replicas on nodes that are excluded for their job. ``excluded``: why, by job and node.
 
     Replicas that are there stay. The others go to slots of the same type that the plan leaves free. If a job has less
-    than its minimum then, it changes places with a job that has not started yet; otherwise it keeps what it holds, if
-    that is free, or waits.
+    than its minimum then, it changes places with a job that has not started yet, or others that can do with less give
+    it slots; otherwise it keeps what it holds, if that is free, or waits.
     """
     if not any(excluded.values()):
         return plan
@@ -98,6 +108,11 @@ def avoiding(snapshot: Snapshot, plan: Plan, excluded: Mapping[str, Mapping[str,
                     num_moving -= num_moved
                     if num_moved:
                         changed[donor] = f"takes slots on {node}, which {name} cannot use"
+            if (num_short := view.spec.min_replicas - counts.total()) > 0:
+                for donor, place, num_given in _spared(allocations, views, name, fit, num_short):
+                    allocations[donor][place] -= num_given
+                    counts[place] += num_given
+                    changed[donor] = f"gives slots to {name}, which cannot use {node}"
         if name in changed and counts.total() < view.spec.min_replicas:
             free.update(counts)
             counts.clear()
@@ -105,6 +120,27 @@ def avoiding(snapshot: Snapshot, plan: Plan, excluded: Mapping[str, Mapping[str,
                 counts.update(held)
                 free.subtract(held)
     return _rewritten(plan, {name: (allocations[name], note) for name, note in changed.items()})
+
+
+def _spared(
+    allocations: Mapping[str, Counter[str]],
+    views: Mapping[str, JobView],
+    taker: str,
+    places: Sequence[str],
+    num_short: int,
+) -> list[tuple[str, str, int]]:
+    """(job, node, slots) of those that may shrink, the largest first, which together are enough; else nothing."""
+    found: list[tuple[str, str, int]] = []
+    donors = [name for name in allocations if name != taker and not views[name].is_fixed]
+    for donor in sorted(donors, key=lambda name: (-allocations[name].total(), name)):
+        num_spare = allocations[donor].total() - views[donor].spec.min_replicas
+        for place in places:
+            num_given = min(allocations[donor][place], num_spare, num_short)
+            if num_given > 0:
+                found.append((donor, place, num_given))
+                num_spare -= num_given
+                num_short -= num_given
+    return found if num_short == 0 else []
 
 
 def _exchange(donor: Counter[str], taker: Counter[str], place: str, node: str, num_slots: int) -> None:
