@@ -227,6 +227,23 @@ def test_the_cluster(visitor: Visitor) -> None:
         assert page.locator(f"figure[aria-label='{name}'] .main-svg").count() > 0, name
 
 
+def test_filters_and_order_are_in_the_address(visitor: Visitor) -> None:
+    page = visitor.open("#/jobs")
+    page.wait_for_function("() => document.title.startsWith('Jobs')")  # the cluster's page has such a table, too
+    page.get_by_label("Filter jobs").fill("wai")
+    page.get_by_label("Which jobs").select_option("active")
+    page.get_by_role("button", name="Submitted", exact=True).click()
+    address = page.evaluate("location.hash")
+    assert address == "#/jobs?find=wai&which=active&sort=-submitted"
+    page.reload()
+    page.get_by_label("Filter jobs").wait_for()
+    assert page.get_by_label("Filter jobs").input_value() == "wai"
+    assert page.get_by_label("Which jobs").input_value() == "active"
+    page.get_by_label("Filter jobs").fill("")
+    page.get_by_label("Which jobs").select_option("all")
+    assert page.evaluate("location.hash") == "#/jobs?sort=-submitted"
+
+
 def test_colours_are_the_same_after_a_reload_and_differ(visitor: Visitor) -> None:
     page = visitor.open()
     read = """() => Object.fromEntries([...document.querySelectorAll("table[aria-label=Jobs] .job-link")].map(

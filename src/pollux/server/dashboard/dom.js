@@ -85,8 +85,8 @@ export class KeyedList {
 /* A table whose columns are {key, label, title, value(item), cell(item) -> text or nodes, class}. At most `step` rows
    stand in the page; a button shows more. Sorting is by the column's value; null comes last either way. */
 export class DataTable {
-  constructor({columns, keyOf, step = 100, sort = null, empty = "Nothing here.", label = ""}) {
-    Object.assign(this, {columns, keyOf, step, limit: step, sort, items: []});
+  constructor({columns, keyOf, step = 100, sort = null, empty = "Nothing here.", label = "", onsort = () => {}}) {
+    Object.assign(this, {columns, keyOf, step, limit: step, sort, items: [], onsort});
     this.head = h("tr");
     for (const column of columns) {
       const button =
@@ -140,6 +140,7 @@ export class DataTable {
     const isSame = this.sort?.key === column.key;
     this.sort = {key: column.key, isDown: isSame ? !this.sort.isDown : Boolean(column.isDown)};
     this.update(this.items);
+    this.onsort();
   }
 
   update(items) {

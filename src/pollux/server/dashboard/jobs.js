@@ -121,17 +121,19 @@ const columns = () => [
 ];
 
 export class JobsTable {
-  constructor({step = 100} = {}) {
+  /* `keep` is called with the filters and the order whenever the user has changed them. */
+  constructor({step = 100, keep = () => {}} = {}) {
     this.all = [];
+    this.keep = keep;
     this.search = h("input", {
       type: "search",
       placeholder: "Filter by name, state, reason …",
       "aria-label": "Filter jobs",
-      oninput: () => this.show(),
+      oninput: () => this.change(),
     });
     this.which = h(
       "select",
-      {"aria-label": "Which jobs", onchange: () => this.show()},
+      {"aria-label": "Which jobs", onchange: () => this.change()},
       [
         ["all", "All jobs"],
         ["active", "Active"],
@@ -146,6 +148,7 @@ export class JobsTable {
       sort: {key: "state", isDown: false},
       step,
       label: "Jobs",
+      onsort: () => this.keep(this.filters()),
     });
     this.element = h("div", {}, h("div", {class: "tools"}, this.search, this.which, this.tally), this.table.element);
   }
@@ -153,6 +156,29 @@ export class JobsTable {
   update(jobs) {
     this.all = jobs;
     this.show();
+  }
+
+  change() {
+    this.show();
+    this.keep(this.filters());
+  }
+
+  /* What differs from what is shown at first, as the address has it. */
+  filters() {
+    const {key, isDown} = this.table.sort,
+      chosen = new URLSearchParams();
+    if (this.search.value) chosen.set("find", this.search.value);
+    if (this.which.value !== "all") chosen.set("which", this.which.value);
+    if (key !== "state" || isDown) chosen.set("sort", `${isDown ? "-" : ""}${key}`);
+    return chosen;
+  }
+
+  restore(chosen) {
+    this.search.value = chosen.get("find") ?? "";
+    const which = chosen.get("which");
+    if ([...this.which.options].some(option => option.value === which)) this.which.value = which;
+    const [, minus, key] = /^(-?)(\w+)$/.exec(chosen.get("sort") ?? "") ?? [];
+    if (this.table.columns.some(column => column.key === key)) this.table.sort = {key, isDown: Boolean(minus)};
   }
 
   show() {
@@ -206,11 +232,14 @@ export function queueTable() {
   });
 }
 
-/* The page: what is live, and on request what ended long ago. */
-export function jobsPage() {
+/* The page: what is live, and on request what ended long ago. `query`: the filters that the address has. */
+export function jobsPage(query = "") {
   const leaving = new AbortController(),
     older = new Map(),
-    table = new JobsTable();
+    // Replaced, not pushed: "back" leaves the page, it does not take letters away.
+    keep = chosen => history.replaceState(history.state, "", chosen.size ? `#/jobs?${chosen}` : "#/jobs"),
+    table = new JobsTable({keep});
+  table.restore(new URLSearchParams(query));
   const more = h("button", {type: "button", class: "ghost", onclick: load}, "Load older jobs");
   const note = h("p", {class: "muted"});
   let offset = 0,

@@ -25,7 +25,8 @@ const go = hash => {
 };
 
 function makePage(hash) {
-  const parts = hash
+  const [path, query = ""] = hash.split("?");
+  const parts = path
     .replace(/^#\/?/, "")
     .split("/")
     .filter(Boolean)
@@ -37,7 +38,7 @@ function makePage(hash) {
       }
     });
   if (!parts.length) return clusterPage({go});
-  if (parts[0] === "jobs") return parts.length > 1 ? jobPage({name: parts.slice(1).join("/"), go}) : jobsPage();
+  if (parts[0] === "jobs") return parts.length > 1 ? jobPage({name: parts.slice(1).join("/"), go}) : jobsPage(query);
   if (parts[0] === "decisions") return decisionsPage();
   if (parts[0] === "studies") return parts.length > 1 ? studyPage({name: parts.slice(1).join("/")}) : studiesPage();
   if (parts[0] === "compare") return comparePage();
