@@ -142,10 +142,13 @@ def read_recording(
         num_nodes, slots_per_node = _cluster(jobs, nodes, rounds, notes)
         found: list[RecordedJob] = []
         usual_join_s = _join_s(jobs) or 0.0
+        ends = {job["name"]: job["finished_at"] for job in jobs}
         for job in sorted(jobs, key=lambda job: job["sequence"]):
             try:
                 own = reports.get(job["name"], ())
-                found.append(_read_job(job, own, began_at, num_nodes * slots_per_node, usual_join_s))
+                released = max([job["submitted_at"], *(ends.get(other) or 0.0 for other in job["after"])])
+                row = {**job, "submitted_at": released}
+                found.append(_read_job(row, own, began_at, num_nodes * slots_per_node, usual_join_s))
             except SimulationError as error:
                 missing[job["name"]] = str(error)
         num_resizes = sum(1 for job in jobs for entry in job["resizes"] if entry["before"])
@@ -155,6 +158,8 @@ def read_recording(
     if not found:
         reasons = "; ".join(f"{name}: {reason}" for name, reason in missing.items()) or "there are none"
         raise SimulationError(f"no recorded job can be simulated: {reasons}")
+    if num_after := sum(bool(job["after"]) for job in jobs):
+        notes.append(f"{num_after} jobs waited for others (--after): they count from when these ended, as recorded.")
     if policy is None:
         notes.append("The policy that decided is not on record; pollux is assumed.")
     # A server measures from the command to the first step of the last new replica; for most of that the job trains on.

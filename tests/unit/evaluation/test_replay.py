@@ -95,6 +95,7 @@ def job(name: str, submitted_at: float, finished_at: float, **others: Any) -> di
             {"at": submitted_at, "before": [], "after": [["here", 1]], "runs_at": None, "took_s": START_S},
         ],
         "transitions": [],
+        "after": [],
         **others,
     }
 
@@ -256,6 +257,13 @@ def test_a_command_that_is_one_example_runs_under_every_policy(policy):
     found = read_recording([job("sh", 0, 30)], {}, NODES)
     (outcome,) = replay(found, policy).jobs
     assert outcome.jct_s == pytest.approx(30.0, abs=1.0)
+
+
+def test_a_job_that_waited_for_another_comes_when_that_one_has_ended():
+    first, second = job("first", 0.0, 100.0), job("second", 0.0, 160.0, after=["first"])
+    made = recording(first, second)
+    assert [one.spec.submitted_at for one in made.jobs] == [0.0, 100.0]
+    assert any("--after" in note for note in made.assumptions)
 
 
 def test_jobs_that_never_ran_are_left_out_and_named():

@@ -121,7 +121,7 @@ def job_summary(job: KnownJob, now: float, *, reason: str = "", note: str = "") 
         num_resizes=0 if record is None else record.num_restarts or 0,
         num_crashes=0 if record is None else record.num_crashes,
         exit_code=None if record is None else record.exit_code,
-        after=() if request is None else request.after,
+        after=() if request is None else request.waits_for,
         standing=job.standing,
         held_back=job.held_back,
         time_limit_s=None if request is None else request.time_limit_s,
