@@ -5,11 +5,15 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from pollux.engines.processes.fork_server import ForkServer
 
 # "quick" is what ``make test`` takes; without a word it is the thorough one.
 PROFILE = os.environ.get("POLLUX_TEST_PROFILE", "thorough")
@@ -139,3 +143,16 @@ def instances() -> Path:
     if not path.is_dir():
         pytest.skip("scheduling instances not found in ../shared/instances")
     return path
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    """A fork server that is ready. Tests that end one start their own."""
+    pytest.importorskip("torch")
+    if not hasattr(os, "fork"):
+        pytest.skip("needs fork")
+    from pollux.engines.processes.fork_server import ForkServer
+
+    with ForkServer() as fork_server:
+        fork_server.wait_ready(60.0)
+        yield fork_server
