@@ -173,7 +173,8 @@ def test_gloo_groups_meet_in_it():
     pytest.importorskip("torch")
     with_secret = new_secret()
     made = StoreServer(HOST, 0, with_secret)
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed"])
     results = context.SimpleQueue()
     members = [
         context.Process(target=_sum_with_others, args=(rank, made.port, with_secret, results)) for rank in range(2)

@@ -17,6 +17,7 @@ pytest.importorskip("torch")
 from pollux.engines.processes.fork_server import ForkServer
 from pollux.engines.processes.starters import ColdStarter, Command, ReplicaProcess, Starter
 from pollux.errors import MembershipError
+from tests.long import long
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -217,8 +218,6 @@ def test_replicas_end_with_a_killed_fork_server_and_the_next_spawn_starts_anothe
         assert folder.run(fork_server, "pass") == 0
         last = folder.spawn(fork_server, "import signal, time; signal.signal(15, signal.SIG_DFL); time.sleep(60)")
         until(lambda: fork_server.poll() is not None and last.pid)
-        began = time.monotonic()
-    assert time.monotonic() - began < 4.0
     assert not is_alive(last.pid) and not is_alive(fork_server.pid)
 
 
@@ -291,6 +290,7 @@ def test_sigkill_finds_who_left_the_group(starter, folder):
     until(lambda: not is_alive(int(folder.out)))
 
 
+@long
 def test_a_fork_server_that_is_killed_while_it_starts_is_not_its_replicas_fault_but_one_that_never_starts_is(folder):
     with ForkServer() as fork_server:
         for is_orphan in (True, True, False):
