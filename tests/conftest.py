@@ -89,8 +89,9 @@ def pytest_xdist_auto_num_workers() -> int | None:
     return min(num_cores + (num_cores + 1) // 2, MOST_WORKERS)
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow tests first: begun last, all would wait for them."""
+    """Slow tests first: begun last, all would wait for them. Those of hypothesis are known by a marker."""
 
     def turn(item: pytest.Item) -> int:
         place = item.path.relative_to(TESTS)
@@ -101,6 +102,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return len(SLOW) + (place.as_posix() not in SLOW_FILES)
 
     items.sort(key=turn)
+    for item in items:
+        if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+            item.add_marker(pytest.mark.property)
 
 
 def _needs_ray(nodeid: str) -> bool:

@@ -333,7 +333,7 @@ def refused_start(*arguments: str) -> str:
 
 
 def test_a_server_that_cannot_start_says_why(alone: Path) -> None:
-    assert "3y" in refused_start("--nodes", "3y")
+    assert "3y" in refusal("up", "--nodes", "3y")
     with socket.create_server(("127.0.0.1", 0)) as somebody:
         port = str(somebody.getsockname()[1])
         assert port in refused_start("--port", port, "--slots", "1", "--detach")

@@ -179,16 +179,15 @@ def test_sigkill_takes_the_whole_tree(starter, folder):
 
 def test_a_fork_is_ready_for_torch_at_once_and_knows_its_threads(fork_server, folder):
     code = """
-import os, time
-import numpy as np, torch, torch.distributed, torch._dynamo
+import sys
+assert {"numpy", "torch", "torch.distributed", "torch._dynamo"} <= {*sys.modules}
+import numpy as np, torch
 assert not torch.cuda.is_initialized()
-print(time.time(), torch.get_num_threads(), torch.rand(1).item(), np.random.rand())
+print(torch.get_num_threads(), torch.rand(1).item(), np.random.rand())
 """
-    began = time.time()
     assert folder.run(fork_server, code, OMP_NUM_THREADS="3") == 0, folder.err
     assert folder.run(fork_server, code, OMP_NUM_THREADS="3") == 0, folder.err
-    (at, threads, *first), (_, _, *second) = (line.split() for line in folder.out.splitlines())
-    assert float(at) - began < 2.0
+    (threads, *first), (_, *second) = (line.split() for line in folder.out.splitlines())
     assert threads == "3"
     assert first != second
     assert len(os.listdir(f"/proc/{fork_server.pid}/task")) == 1

@@ -33,6 +33,7 @@ OPERATIONS = [
     for method in sorted(route.methods)
 ]
 
+pytestmark = pytest.mark.property
 bounded = examples(
     30,
     derandomize=True,
