@@ -24,15 +24,16 @@ test test-long test-all: export PYTHONDONTWRITEBYTECODE =
 PYTEST := $(BIN)/python -m pytest -n auto
 
 # What to run before every commit: style and types, and one of every kind of test. mypy runs beside the tests, as they
-# wait a lot; what it finds is shown last. PROFILE=thorough: as many examples of properties as test-all tries;
-# PROFILE=explore: more, and others in every run.
+# wait a lot; what it finds is shown last. Of properties it tries a few examples; with
+# PROFILE=explore many, and others in every run.
 PROFILE ?= quick
 test: style chromium
 	$(call beside_mypy,$(PROFILE),-m "not long")
 
-# Repetitions, soak runs and further variants: with PROFILE=thorough before it, test-all in two parts.
+# Repetitions, soak runs and further variants, and many examples of every property: after make test, what is left of
+# test-all.
 test-long: $(STAMP) chromium
-	POLLUX_TEST_PROFILE=thorough $(PYTEST) -m long
+	POLLUX_TEST_PROFILE=thorough $(PYTEST) -m "long or property"
 
 test-all: style chromium
 	$(call beside_mypy,thorough,)

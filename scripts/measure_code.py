@@ -3,6 +3,7 @@
     python scripts/measure_code.py                    # of the working tree
     python scripts/measure_code.py --before 0308a93   # a table: that revision, the working tree
     python scripts/measure_code.py --json
+    python scripts/measure_code.py --walks            # with the hops of three walks, traced: see walks.py
 
 Lines are those of Python files, blank ones and comments included. A function's length is from ``def`` to its last line.
 Repeated lines: lines of code in a run of at least eight (blanks, comments and imports left out) that
@@ -22,8 +23,11 @@ import tarfile
 import tempfile
 import tokenize
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
+
+import walks
 
 ROOT = Path(__file__).resolve().parents[1]
 WINDOW = 8  # lines that count as repeated
@@ -128,28 +132,39 @@ def measure(folder: Path) -> Measures:
     )
 
 
-def measure_revision(revision: str) -> Measures:
+@contextmanager
+def source_of(revision: str) -> Iterator[Path]:
+    """The ``src`` of a git revision, while it is needed."""
     archive = subprocess.run(["git", "archive", revision, "src"], cwd=ROOT, capture_output=True, check=True).stdout
     with tempfile.TemporaryDirectory() as folder:
         with tarfile.open(fileobj=io.BytesIO(archive)) as files:
             files.extractall(folder, filter="data")
-        return measure(Path(folder) / "src")
+        yield Path(folder) / "src"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--before", help="a git revision to compare with")
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--walks", action="store_true", help="trace a submission, a report and a simulated round")
     options = parser.parse_args()
-    columns = {options.before: measure_revision(options.before)} if options.before else {}
-    columns["now"] = measure(ROOT / "src")
+    columns: dict[str, Measures] = {}
+    hops: dict[str, dict[str, dict[str, list[str]]]] = {}  # by column, walk and stage
+    with source_of(options.before) if options.before else nullcontext() as before:
+        for name, source in ((options.before, before), ("now", ROOT / "src")):
+            if source is not None:
+                columns[name] = measure(source)
+                hops[name] = walks.walks_of(source) if options.walks else {}
     if options.json:
-        print(json.dumps({name: asdict(measures) for name, measures in columns.items()}, indent=1))
+        found = {name: asdict(measures) | {"walks": hops[name]} for name, measures in columns.items()}
+        print(json.dumps(found, indent=1))
         return
     print(f"{'':30}" + "".join(f"{name:>12}" for name in columns))
     for field in asdict(columns["now"]):
         if field != "names":
             print(f"{field.replace('_', ' '):30}" + "".join(f"{getattr(one, field):12}" for one in columns.values()))
+    for walk in hops["now"]:
+        print(f"{'hops of a ' + walk:30}" + "".join(f"{walks.num_hops(found[walk]):12}" for found in hops.values()))
     print("repeated names:", ", ".join(columns["now"].names))
 
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import importlib.util
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+if TYPE_CHECKING:
+    from pollux.engines.processes.fork_server import ForkServer
 
 # "quick" is what ``make test`` takes; without a word it is the thorough one.
 PROFILE = os.environ.get("POLLUX_TEST_PROFILE", "thorough")
@@ -87,8 +91,9 @@ def pytest_xdist_auto_num_workers() -> int | None:
     return min(num_cores + (num_cores + 1) // 2, MOST_WORKERS)
 
 
+@pytest.hookimpl(tryfirst=True)  # before -m selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Slow tests first: begun last, all would wait for them."""
+    """Slow tests first: begun last, all would wait for them. Those of hypothesis are known by a marker."""
 
     def turn(item: pytest.Item) -> int:
         place = item.path.relative_to(TESTS)
@@ -99,6 +104,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return len(SLOW) + (place.as_posix() not in SLOW_FILES)
 
     items.sort(key=turn)
+    for item in items:
+        if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
+            item.add_marker(pytest.mark.property)
 
 
 def _needs_ray(nodeid: str) -> bool:
@@ -141,3 +149,16 @@ def instances() -> Path:
     if not path.is_dir():
         pytest.skip("scheduling instances not found in ../shared/instances")
     return path
+
+
+@pytest.fixture(scope="session")
+def fork_server() -> Iterator[ForkServer]:
+    """A fork server that is ready. Tests that end one start their own."""
+    pytest.importorskip("torch")
+    if not hasattr(os, "fork"):
+        pytest.skip("needs fork")
+    from pollux.engines.processes.fork_server import ForkServer
+
+    with ForkServer() as fork_server:
+        fork_server.wait_ready(60.0)
+        yield fork_server

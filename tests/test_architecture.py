@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -81,6 +82,12 @@ def modules() -> list[Path]:
     return sorted(SOURCE.rglob("*.py"))
 
 
+@functools.cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
 def imports(path: Path) -> set[str]:
     """Full names of all that a module imports, at the top or inside functions, in any form that names it."""
     package = ["pollux", *path.relative_to(SOURCE).parent.parts] if path.is_relative_to(SOURCE) else []
@@ -141,20 +148,27 @@ def package_of(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
-def test_imports_point_left(path):
-    package = package_of(path)
+PACKAGES = sorted({package_of(path) for path in modules()})
+
+
+def modules_of(package: str) -> list[Path]:
+    return [path for path in modules() if package_of(path) == package]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_imports_point_left(package):
     if package == "__init__":
         return
     assert package in MAY_IMPORT, (
         f"{package} has no place in the arrows yet: add it to MAY_IMPORT and to docs/internals/architecture.md"
     )
-    where = str(path.relative_to(SOURCE))
-    allowed = MAY_IMPORT[package] | EXCEPTIONS.get(where, set()) | {package}
-    for name in imports(path):
-        parts = name.split(".")
-        if parts[0] == "pollux" and len(parts) > 1 and is_part(parts[1]):
-            assert parts[1] in allowed, f"{where} may not import {name}"
+    for path in modules_of(package):
+        where = str(path.relative_to(SOURCE))
+        allowed = MAY_IMPORT[package] | EXCEPTIONS.get(where, set()) | {package}
+        for name in imports(path):
+            parts = name.split(".")
+            if parts[0] == "pollux" and len(parts) > 1 and is_part(parts[1]):
+                assert parts[1] in allowed, f"{where} may not import {name}"
 
 
 def is_part(name: str) -> bool:
@@ -165,13 +179,14 @@ def is_part(name: str) -> bool:
 RUNS_WHAT_IT_READS = ("pickle", "marshal", "shelve", "dill", "cloudpickle", "joblib", "torch.distributed.checkpoint")
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
-def test_nothing_is_read_that_could_run_code(path):
+@pytest.mark.parametrize("package", PACKAGES)
+def test_nothing_is_read_that_could_run_code(package):
     """Files and messages that another process wrote are JSON, or tensors without code."""
-    found = {name for name in imports(path) if name.startswith(RUNS_WHAT_IT_READS)}
-    called = {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)}
-    calls = called & {"torch.load", "np.load", "numpy.load", "eval", "exec"}
-    assert not found | calls
+    for path in modules_of(package):
+        found = {name for name in imports(path) if name.startswith(RUNS_WHAT_IT_READS)}
+        called = {ast.unparse(node.func) for node in ast.walk(tree_of(path)) if isinstance(node, ast.Call)}
+        calls = called & {"torch.load", "np.load", "numpy.load", "eval", "exec"}
+        assert not found | calls, path
 
 
 def test_membership_is_free_of_torch_until_a_group_forms():
@@ -203,7 +218,7 @@ def test_no_two_classes_of_the_engines_share_a_name():
     """Nor does one of them share its name with a class elsewhere."""
     homes: dict[str, list[str]] = {}
     for path in modules():
-        for node in ast.parse(path.read_text()).body:
+        for node in tree_of(path).body:
             if isinstance(node, ast.ClassDef):
                 homes.setdefault(node.name, []).append(str(path.relative_to(SOURCE)))
     ours = {
@@ -224,7 +239,7 @@ def test_servers_take_the_look_of_reports_and_no_pages():
     for path in sorted((SOURCE / "server").rglob("*.py")):
         taken = [
             name
-            for node in ast.walk(ast.parse(path.read_text()))
+            for node in ast.walk(tree_of(path))
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("pollux.reports")
             for name in ([alias.name for alias in node.names] if node.module == "pollux.reports" else [node.module])
         ]
@@ -237,19 +252,21 @@ def test_the_command_line_knows_the_server_by_http_but_where_it_starts_one(path)
     assert not imported or path.stem in STARTS_SERVERS, f"{path.name} may not import {sorted(imported)}"
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
-def test_heavy_libraries_stay_where_they_belong(path):
-    where = str(path.relative_to(SOURCE))
-    for name in imports(path):
-        allowed = ONLY_IN.get(name.split(".")[0])
-        assert allowed is None or where.startswith(allowed), f"{where} may not import {name}"
+@pytest.mark.parametrize("package", PACKAGES)
+def test_heavy_libraries_stay_where_they_belong(package):
+    for path in modules_of(package):
+        where = str(path.relative_to(SOURCE))
+        for name in imports(path):
+            allowed = ONLY_IN.get(name.split(".")[0])
+            assert allowed is None or where.startswith(allowed), f"{where} may not import {name}"
 
 
-@pytest.mark.parametrize("path", modules(), ids=lambda path: str(path.relative_to(SOURCE)))
-def test_the_pure_core_reads_no_clock_and_no_environment(path):
-    where = str(path.relative_to(SOURCE))
-    if where.startswith(PURE) and where != "errors.py":
-        assert not {name.split(".")[0] for name in imports(path)} & IMPURE
+@pytest.mark.parametrize("package", PACKAGES)
+def test_the_pure_core_reads_no_clock_and_no_environment(package):
+    for path in modules_of(package):
+        where = str(path.relative_to(SOURCE))
+        if where.startswith(PURE) and where != "errors.py":
+            assert not {name.split(".")[0] for name in imports(path)} & IMPURE, where
 
 
 def test_importing_pollux_needs_numpy_and_scipy_alone():

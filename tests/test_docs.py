@@ -21,7 +21,7 @@ PAGES = sorted(DOCS.glob("*.md"))
 SESSIONS = [page for page in PAGES if read_blocks(page, "console")]
 EVERY_TIME = {"getting-started", "http"}  # the README's blocks are run as well; other pages are long
 BLOCKS = [
-    pytest.param(block, id=f"{page.stem}-{index}")
+    pytest.param(block, id=f"{page.stem}-{index}", marks=() if index == 0 and page.stem == "training" else long)
     for page in PAGES
     if page not in SESSIONS
     for index, block in enumerate(read_blocks(page, "python"))

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.long import long
 from tests.pages import ROOT, Block, read_blocks, require_extras, session
 
 README = ROOT / "README.md"
@@ -14,7 +15,18 @@ CONSOLE = read_blocks(README, "console")
 GETTING_STARTED = ROOT / "docs/getting-started.md"
 
 
-@pytest.mark.parametrize("block", CONSOLE, ids=lambda block: block.commands[0][:30])
+EVERY_TIME = ("pollux submit", "pollux run")  # studies and simulations are tried in many other tests
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        pytest.param(
+            block, id=block.commands[0][:30], marks=() if any(verb in block.text for verb in EVERY_TIME) else long
+        )
+        for block in CONSOLE
+    ],
+)
 def test_console_blocks_run(block: Block, tmp_path: Path) -> None:
     require_extras([block])
     with session(tmp_path) as user:

@@ -135,14 +135,14 @@ def test_a_study(visitor: Visitor) -> None:
     script = visitor.server.folder / "study.py"
     script.write_text(ELASTIC_JOB)
     with visitor.server.client as client:
-        command = [sys.executable, str(script), "3"]
+        command = [sys.executable, str(script), "1"]
         space = {"lr": "log:1e-4..1e-1", "kind": "choice:a,b"}
-        Study(command, space=space, metric="loss", trials=3, pruner="none", parallel=1, client=client).start()
+        Study(command, space=space, metric="loss", trials=2, pruner="none", parallel=1, client=client).start()
         visitor.server.until(lambda _: Study.attach("study", client).describe().is_over, "the study is over", 120)
     page = visitor.open("#/studies")
     page.get_by_role("link", name="study", exact=True).click()
     page.get_by_role("heading", name="study").wait_for()
-    page.locator("table[aria-label=Trials] tbody tr").nth(2).wait_for()
+    page.locator("table[aria-label=Trials] tbody tr").nth(1).wait_for()
     assert "finished" in text_of(page, "main")
     draw_all(page)
     for name in ("Curves by trial", "Parameters of all trials", "Cost by rung"):

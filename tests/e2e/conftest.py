@@ -1,8 +1,7 @@
-"""Fixtures of the end-to-end tests: one warm parent of replicas per session, one bench per test."""
+"""Fixtures of the end-to-end tests: one bench per test, on the fork server that all tests share."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,18 +11,6 @@ import pytest
 if TYPE_CHECKING:
     from pollux.engines.processes.fork_server import ForkServer
     from tests.e2e.jobs import Bench
-
-
-@pytest.fixture(scope="session")
-def fork_server() -> Iterator[ForkServer]:
-    pytest.importorskip("torch")
-    if not hasattr(os, "fork"):
-        pytest.skip("needs fork")
-    from pollux.engines.processes.fork_server import ForkServer
-
-    with ForkServer() as fork_server:
-        fork_server.wait_ready(60.0)
-        yield fork_server
 
 
 @pytest.fixture

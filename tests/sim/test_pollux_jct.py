@@ -28,7 +28,7 @@ def average_jct(run: SimulationRun) -> float:
     [
         pytest.param("workloads/workload-1", "equal", SimulationConfig(), 1990, marks=long),
         pytest.param("workloads/workload-3", "equal", SimulationConfig(), 2140, marks=long),
-        ("workloads/workload-6", "equal", SimulationConfig(), 2350),
+        pytest.param("workloads/workload-6", "equal", SimulationConfig(), 2350, marks=long),
         ("workloads-0.5/workload-6", "equal", SimulationConfig(), 1210),
         pytest.param("workloads-1.5/workload-6", "equal", SimulationConfig(), 3380, marks=long),
         pytest.param("workloads-2.0/workload-6", "equal", SimulationConfig(), 4950, marks=long),

@@ -17,7 +17,7 @@ import math
 import reprlib
 import types
 import typing
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 from typing import Any, Literal, TypeVar
@@ -29,7 +29,9 @@ MAX_INTEGER = (1 << 53) - 1  # the largest that every reader of JSON keeps exact
 
 _T = TypeVar("_T")
 _Decode = Callable[[object, str], Any]
-_Metadata = Mapping[str, Any]
+_Metadata = Mapping[str, Any]  # of a field
+_Limits = Mapping[str, float]  # by the names of a field's metadata
+_Hint = object  # an annotation: a class, a union, a generic alias
 
 
 def about(description: str = "", *, schema: Json = None, **limits: float) -> Mapping[str, object]:
@@ -119,9 +121,7 @@ def read_text(value: object, where: str, min_length: int = 0, max_length: int | 
     raise InvalidValueError(f"{where} = {shown(value)}; a text of at least {min_length}{length} characters is needed")
 
 
-def read_list(
-    value: object, where: str, max_length: int | None = None, length: int | None = None
-) -> list[Any] | tuple[Any, ...]:
+def read_list(value: object, where: str, max_length: int | None = None, length: int | None = None) -> Sequence[object]:
     """A list of JSON, or a tuple that was made here."""
     if not isinstance(value, list | tuple):
         raise InvalidValueError(f"{where} = {shown(value)}; a list is needed")
@@ -132,7 +132,7 @@ def read_list(
     return value
 
 
-def read_mapping(value: object, where: str, max_length: int | None = None) -> Mapping[str, Any]:
+def read_mapping(value: object, where: str, max_length: int | None = None) -> Mapping[str, object]:
     if not isinstance(value, Mapping):
         raise InvalidValueError(f"{where} = {shown(value)}; an object is needed")
     for key in value:
@@ -293,7 +293,7 @@ class Codec:
             }
         return {name: decoders[name](value, f"{where}.{name}") for name, value in values.items()}
 
-    def _decoder(self, kind: Any, metadata: _Metadata, lenient: bool) -> _Decode:
+    def _decoder(self, kind: _Hint, metadata: _Metadata, lenient: bool) -> _Decode:
         limits = tuple((name, metadata[name]) for name in ("ge", "le", "min_length", "max_length") if name in metadata)
         key = (kind, limits, lenient)
         known = self._decoders.get(key)
@@ -301,7 +301,7 @@ class Codec:
             known = self._decoders[key] = self._make_decoder(kind, dict(limits), lenient)
         return known
 
-    def _make_decoder(self, kind: Any, limits: dict[str, Any], lenient: bool) -> _Decode:
+    def _make_decoder(self, kind: _Hint, limits: _Limits, lenient: bool) -> _Decode:
         if kind in self._special:
             return self._special[kind].decode
         plain = _plain_decoder(kind, limits, lenient)
@@ -346,8 +346,8 @@ class Codec:
 
         return decode
 
-    def _sequence(self, origin: Any, inside: tuple[Any, ...], limits: dict[str, Any], lenient: bool) -> _Decode:
-        max_length = limits.get("max_length")
+    def _sequence(self, origin: type, inside: tuple[_Hint, ...], limits: _Limits, lenient: bool) -> _Decode:
+        max_length = _max_length(limits)
         if origin is tuple and not (len(inside) == 2 and inside[1] is Ellipsis):
             parts = [self._decoder(one, {}, lenient) for one in inside]
 
@@ -370,8 +370,8 @@ class Codec:
 
         return decode
 
-    def _mapping(self, inside: Any, limits: dict[str, Any], lenient: bool) -> _Decode:
-        entry_decoder, max_length = self._decoder(inside, {}, lenient), limits.get("max_length")
+    def _mapping(self, inside: _Hint, limits: _Limits, lenient: bool) -> _Decode:
+        entry_decoder, max_length = self._decoder(inside, {}, lenient), _max_length(limits)
 
         def decode(value: object, where: str) -> object:
             entries = read_mapping(value, where, max_length)
@@ -379,7 +379,7 @@ class Codec:
 
         return decode
 
-    def _union(self, inside: tuple[Any, ...], limits: dict[str, Any], lenient: bool) -> _Decode:
+    def _union(self, inside: tuple[_Hint, ...], limits: _Limits, lenient: bool) -> _Decode:
         has_none = types.NoneType in inside
         parts = [self._decoder(one, limits, lenient) for one in inside if one is not types.NoneType]
 
@@ -404,11 +404,15 @@ def _written(value: float, is_nonfinite: bool) -> Json:
     return "inf" if value > 0 else "-inf"
 
 
-def _has_default(entry: dataclasses.Field[Any]) -> bool:
+def _has_default(entry: dataclasses.Field[object]) -> bool:
     return entry.default is not dataclasses.MISSING or entry.default_factory is not dataclasses.MISSING
 
 
-def _plain_decoder(kind: Any, limits: Mapping[str, Any], lenient: bool) -> _Decode | None:
+def _max_length(limits: _Limits) -> int | None:
+    return int(limits["max_length"]) if "max_length" in limits else None
+
+
+def _plain_decoder(kind: _Hint, limits: _Limits, lenient: bool) -> _Decode | None:
     if kind is int:
         least, most = int(limits.get("ge", -MAX_INTEGER)), int(limits.get("le", MAX_INTEGER))
         return lambda value, where: read_integer(value, where, least, most)
@@ -418,7 +422,7 @@ def _plain_decoder(kind: Any, limits: Mapping[str, Any], lenient: bool) -> _Deco
             return read_estimate
         return lambda value, where: read_number(value, where, low, high)
     if kind is str:
-        shortest, longest = int(limits.get("min_length", 0)), limits.get("max_length")
+        shortest, longest = int(limits.get("min_length", 0)), _max_length(limits)
         if longest is not None:
             return lambda value, where: read_unicode(read_text(value, where, shortest, longest), where)
         return lambda value, where: read_text(value, where, shortest, longest)
@@ -446,9 +450,9 @@ def read_estimate(value: object, where: str) -> float:
     return read_number(value, where)
 
 
-def _literal(allowed: tuple[Any, ...], make: Callable[[Any], object] | None = None) -> _Decode:
+def _literal(allowed: tuple[object, ...], make: type[Enum] | None = None) -> _Decode:
     def decode(value: object, where: str) -> object:
-        if make is not None and isinstance(value, typing.cast(type, make)):
+        if make is not None and isinstance(value, make):
             return value
         if any(value == one and type(value) is type(one) for one in allowed):
             return value if make is None else make(value)

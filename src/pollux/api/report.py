@@ -141,8 +141,9 @@ def encode_measurement(measurement: Measurement) -> list[Json]:
 def decode_measurement(value: object, where: str) -> Measurement:
     """From such a list, or from the pair itself."""
     values = read_list(value, where)
-    if len(values) == 2 and all(isinstance(part, tuple) for part in values):
-        values = [number for part in values for number in part]
+    pair = [part for part in values if isinstance(part, tuple)]
+    if len(values) == len(pair) == 2:
+        values = [number for part in pair for number in part]
     read_list(values, where, length=len(_TIMING_FIELDS))
     numbers = [
         (read_number if name in ("grad_s", "step_s") else read_integer)(

@@ -19,8 +19,9 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from ctypes import Array, c_byte, c_int
 from pathlib import Path
-from typing import Any
+from types import FrameType
 
 from rich.progress import Progress
 
@@ -203,7 +204,7 @@ def _terminate_as_interrupt() -> Iterator[None]:
         yield
         return
 
-    def leave(number: int, frame: Any) -> None:
+    def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
     handler = signal.signal(signal.SIGTERM, leave)
@@ -219,14 +220,14 @@ def _is_main_thread() -> bool:
 
 # In a worker ----------------------------------------------------------------------------------
 
-_shared: tuple[Any, Any] | None = None  # (jobs done by setup, whether to stop)
+_shared: tuple[Array[c_int], c_byte] | None = None  # (jobs done by setup, whether to stop)
 
 
 class _Stopped(Exception):
     """The comparison is over; the result of this simulation is not needed."""
 
 
-def _begin_work(done: Any, stop: Any) -> None:
+def _begin_work(done: Array[c_int], stop: c_byte) -> None:
     global _shared
     _shared = done, stop
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})

@@ -8,6 +8,7 @@ import logging
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import FrameType
@@ -30,6 +31,10 @@ from pollux.errors import InvalidValueError
 if TYPE_CHECKING:
     from pollux.server.config import ServiceConfig
     from pollux.server.service import Service
+
+REMOVE_S = 5.0  # until what still writes into a folder that is removed has ended
+
+logger = logging.getLogger(__name__)
 
 
 class Ended(SystemExit):
@@ -77,7 +82,18 @@ def data_directory(given: Path | None) -> Iterator[Path]:
     try:
         yield made
     finally:
-        shutil.rmtree(made, ignore_errors=True)
+        _remove(made)
+
+
+def _remove(folder: Path) -> None:
+    """With all that is in it. A process that is just ending may still write there, so one attempt is not enough."""
+    ends_at = time.monotonic() + REMOVE_S
+    while folder.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        if time.monotonic() > ends_at:
+            logger.error("%s cannot be removed: remove it by hand", folder)
+            return
+        time.sleep(0.05)
 
 
 @contextlib.contextmanager

@@ -67,7 +67,7 @@ class SimulationOption:
     panel: str = CLUSTER_PANEL
     metavar: str | None = None
     kind: type | None = None  # what is typed; None: what the field is
-    read: Callable[[Any], Mapping[str, Any]] | None = None  # the fields that a typed value sets; None: the one
+    read: Callable[[Any], Mapping[str, object]] | None = None  # the fields that a typed value sets; None: the one
     said: Callable[[SimulationConfig, PolicySettings], object] | None = None  # see said_options; None: the field
 
     @property
@@ -75,7 +75,7 @@ class SimulationOption:
         return self.flag.removeprefix("--").replace("-", "_")
 
     @property
-    def default(self) -> Any:
+    def default(self) -> object:
         return getattr(self.owner(), self.field)
 
     def parameter(self) -> inspect.Parameter:
@@ -100,14 +100,14 @@ class SimulationOption:
         kinds = [kind for kind in get_args(hint) if kind is not type(None)] or [hint]
         return Switch if kinds[0] is bool else kinds[0]
 
-    def fields(self, value: Any) -> Mapping[str, Any]:
+    def fields(self, value: object) -> Mapping[str, object]:
         """The fields that a typed value sets."""
         if self.read is not None:
             return self.read(value)
         return {self.field: value is Switch.ON if isinstance(value, Switch) else value}
 
 
-def _typed(kind: type, default: Any) -> Any:
+def _typed(kind: type, default: object) -> object:
     """A field's default as a user would type it: the name of a record, ``off`` for False."""
     if kind is Switch:
         return Switch.ON if default else Switch.OFF

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Literal, get_args
+from typing import Literal, cast, get_args
 
-from pollux.api.codec import read_integer, read_list, read_mapping, read_text, shown
+from pollux.api.codec import Json, read_integer, read_list, read_mapping, read_text, shown
 from pollux.errors import InvalidValueError
 
 Kind = Literal["elastic", "fixed"]
@@ -36,7 +36,7 @@ class Launch:
         if self.max_restarts < 0:
             raise InvalidValueError(f"max_restarts = {self.max_restarts}; a number of at least 0 is needed")
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, Json]:
         return {
             "command": list(self.command),
             "kind": self.kind,
@@ -59,7 +59,7 @@ class Launch:
             )
         return cls(
             command=tuple(read_text(word, "a word of launch.command") for word in read_list(row["command"], "command")),
-            kind=row["kind"],
+            kind=cast(Kind, row["kind"]),  # the constructor checks it
             directory=read_text(row["directory"], "launch.directory", 1),
             checkpoint_dir=read_text(row["checkpoint_dir"], "launch.checkpoint_dir", 1),
             cwd=read_text(row["cwd"], "launch.cwd", 1),

@@ -21,7 +21,6 @@ The supervisor keeps the end of a job, and tells it again after the next hello, 
 from __future__ import annotations
 
 import time
-from typing import Any
 
 from pollux.engines.transport import Channel, Message
 from pollux.errors import EngineError
@@ -56,9 +55,9 @@ def ask(channel: Channel, request: Message | None, event: str, deadline: float) 
                 return message
 
 
-def allocation_to_list(allocation: Allocation) -> list[list[Any]]:
+def allocation_to_list(allocation: Allocation) -> list[list[str | int]]:
     return [[share.node, share.num_replicas] for share in allocation.shares]
 
 
-def allocation_from_list(value: list[list[Any]]) -> Allocation:
+def allocation_from_list(value: list[list[str | int]]) -> Allocation:
     return Allocation.of(*((str(node), int(num_replicas)) for node, num_replicas in value))

@@ -6,9 +6,9 @@ gathering for metrics returns what it was given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -23,6 +23,8 @@ with needs("accelerate", "hf"):
 
 __all__ = ["Accelerator"]
 
+_T = TypeVar("_T")
+_Collate = Callable[[list[Any]], object]
 _REFUSED = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "parallelism_config")
 
 
@@ -63,7 +65,7 @@ class Accelerator(accelerate.Accelerator):
 
     # --- what is prepared ---------------------------------------------------------------------------------------
 
-    def prepare(self, *objects: Any, **_: Any) -> Any:
+    def prepare(self, *objects: Any, **_: object) -> Any:
         """The objects in their order. The first loader is that of training; others come as they are.
 
         Raises:
@@ -78,7 +80,7 @@ class Accelerator(accelerate.Accelerator):
                 f"prepare was given {len(models)} models, {len(optimizers)} optimizers and {len(loaders)} loaders: "
                 "give each model with its optimizer, and the training loader, in one call"
             )
-        made: dict[int, Any] = {}
+        made: dict[int, object] = {}
         if models:
             for model in models:
                 model.to(self.device)
@@ -92,7 +94,7 @@ class Accelerator(accelerate.Accelerator):
         result = tuple(made.get(id(one), one) for one in objects)
         return result if len(result) != 1 else result[0]
 
-    def _loader(self, loader: DataLoader[Any]) -> Any:
+    def _loader(self, loader: DataLoader[Any]) -> train.AdaptiveLoader:
         plain = isinstance(loader.batch_sampler, BatchSampler) and loader.batch_size is not None
         if not plain:
             raise InvalidValueError("the training loader has a batch_sampler of its own; give it batch_size instead")
@@ -109,7 +111,7 @@ class Accelerator(accelerate.Accelerator):
             drop_last=loader.drop_last,
         )
 
-    def _on_device(self, collate: Callable[[list[Any]], Any]) -> Callable[[list[Any]], Any]:
+    def _on_device(self, collate: _Collate) -> _Collate:
         """Batches arrive on the device, as people are used to; from workers they come as they are."""
         if self.device.type == "cpu":
             return collate
@@ -129,22 +131,24 @@ class Accelerator(accelerate.Accelerator):
         """Whether this pass is the last of its step: where to clip."""
         return self.run.is_last_pass
 
-    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+    def clip_grad_norm_(
+        self, parameters: torch.Tensor | Iterable[torch.Tensor], max_norm: float, norm_type: float = 2
+    ) -> torch.Tensor | None:
         """In the last pass of a step; nothing in the others."""
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type) if self.sync_gradients else None
 
-    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+    def gather_for_metrics(self, input_data: _T, use_gather_object: bool = False) -> _T:
         return input_data
 
-    def gather(self, tensor: Any) -> Any:
+    def gather(self, tensor: _T) -> _T:
         return tensor
 
-    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+    def reduce(self, tensor: torch.Tensor | float, reduction: str = "sum", scale: float = 1.0) -> torch.Tensor:
         """Over all replicas; a tensor of one number."""
         total = self.run.sum(float(tensor)) if reduction == "sum" else self.run.mean(float(tensor))
         return torch.tensor(total * scale, device=self.device)
 
-    def unwrap_model(self, model: Any, *_: Any, **__: Any) -> Any:
+    def unwrap_model(self, model: nn.Module, *_: object, **__: object) -> nn.Module:
         return getattr(model, "module", model)
 
     # --- who this replica is ------------------------------------------------------------------------------------
@@ -165,13 +169,13 @@ class Accelerator(accelerate.Accelerator):
     def num_processes(self) -> int:
         return self.run.world_size
 
-    def print(self, *values: Any, **options: Any) -> None:
+    def print(self, *values: object, **options: Any) -> None:
         self.run.print(*values, **options)
 
-    def save(self, obj: Any, f: Any, safe_serialization: bool = False) -> None:
+    def save(self, obj: object, f: str | Path, safe_serialization: bool = False) -> None:
         self.run.save(obj, f)
 
-    def save_state(self, *_: Any, **__: Any) -> str:
+    def save_state(self, *_: object, **__: object) -> str:
         raise InvalidValueError(
             "save_state: Pollux saves and resumes by itself; give checkpoint_dir, or run in a cluster"
         )

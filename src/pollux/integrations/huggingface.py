@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -25,8 +25,13 @@ from pollux.integrations.one_process import needs, one_process
 
 with needs("transformers", "hf"):
     import transformers
-    from transformers.trainer_callback import TrainerState
+    from transformers.trainer_callback import TrainerControl, TrainerState
     from transformers.trainer_utils import TrainOutput
+
+if TYPE_CHECKING:
+    from transformers import Trainer as _Base  # what subclasses mix it into
+else:
+    _Base = object
 
 __all__ = ["ElasticArguments", "ElasticTrainer", "Seq2SeqTrainer", "Trainer", "TrainingArguments"]
 
@@ -36,10 +41,10 @@ _KEPT = ("epoch", "global_step", "log_history", "best_metric", "best_global_step
 class _TrainerProgress:
     """What the trainer remembers, in Pollux's checkpoints and for replicas that join."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: ElasticTrainer) -> None:
         self._trainer = trainer
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self) -> dict[str, str | int]:
         state: TrainerState = self._trainer.state
         kept = {name: getattr(state, name) for name in (*_KEPT, "total_flos", "num_input_tokens_seen")}
         return {"state": json.dumps(kept), "last_logged": self._trainer._globalstep_last_logged}
@@ -50,29 +55,33 @@ class _TrainerProgress:
         self._trainer._globalstep_last_logged = saved["last_logged"]
 
 
-class ElasticTrainer:
+class ElasticTrainer(_Base):
     """A mix-in for ``transformers.Trainer`` and its subclasses (TRL's, too), to be named before them."""
 
-    def __init__(self, model: Any = None, args: Any = None, *more: Any, **options: Any) -> None:
+    control: TrainerControl
+    optimizer: torch.optim.Optimizer
+
+    def __init__(
+        self, model: torch.nn.Module | str | None = None, args: Any = None, *more: Any, **options: Any
+    ) -> None:
         """``args`` are :class:`TrainingArguments` of this module, or another class with :class:`ElasticArguments`."""
         check_arguments(args)
         self.run = train.init()
         args.follow(lambda: int(self.run.rank))
         with one_process():
-            super().__init__(model, args, *more, **options)  # type: ignore[call-arg]
+            super().__init__(model, args, *more, **options)
         self._loss_sum, self._num_losses = 0.0, 0
 
     # --- data, model, optimizer ---------------------------------------------------------------------------------
 
-    def get_train_dataloader(self) -> Any:
-        trainer: Any = self
-        args, dataset = trainer.args, trainer.train_dataset
+    def get_train_dataloader(self) -> train.AdaptiveLoader:
+        args, dataset = self.args, self.train_dataset
         if dataset is None:
             raise InvalidValueError("Trainer was given no train_dataset; training needs one")
         if hasattr(dataset, "column_names") and hasattr(dataset, "remove_columns"):
-            dataset, collate = trainer._remove_unused_columns(dataset, "training"), trainer.data_collator
+            dataset, collate = self._remove_unused_columns(dataset, "training"), self.data_collator
         else:
-            collate = trainer._get_collator_with_removed_columns(trainer.data_collator, "training")
+            collate = self._get_collator_with_removed_columns(self.data_collator, "training")
         return self.run.dataloader(
             dataset,
             batch_size=args.per_device_train_batch_size,
@@ -86,23 +95,23 @@ class ElasticTrainer:
             drop_last=args.dataloader_drop_last,
         )
 
-    def _prepare(self, max_steps: int, loader: Any) -> Any:
-        trainer: Any = self
-        trainer.create_optimizer()
-        check_optimizer(trainer.optimizer)
-        trainer.create_scheduler(num_training_steps=max_steps)
-        unused = trainer.args.ddp_find_unused_parameters
-        model, trainer.optimizer = self.run.prepare(
-            trainer.model,
-            trainer.optimizer,
-            trainer.lr_scheduler,
-            scaling=trainer.args.scaling,
+    def _prepare(self, max_steps: int, loader: train.AdaptiveLoader) -> torch.nn.Module:
+        self.create_optimizer()
+        check_optimizer(self.optimizer)
+        self.create_scheduler(num_training_steps=max_steps)
+        unused = self.args.ddp_find_unused_parameters
+        model: torch.nn.Module
+        model, self.optimizer = self.run.prepare(
+            self.model,
+            self.optimizer,
+            self.lr_scheduler,
+            scaling=self.args.scaling,
             **({} if unused is None else {"find_unused_parameters": unused}),
         )
-        trainer.model_wrapped = model
+        self.model_wrapped = model
         for name in ("model", "optimizer", "lr_scheduler"):
-            setattr(trainer.callback_handler, name, getattr(trainer, name))
-        trainer.callback_handler.train_dataloader = loader
+            setattr(self.callback_handler, name, getattr(self, name))
+        self.callback_handler.train_dataloader = loader
         return model
 
     # --- the loop -----------------------------------------------------------------------------------------------
@@ -112,7 +121,7 @@ class ElasticTrainer:
         batch_size: int | None = None,
         args: Any = None,
         resume_from_checkpoint: str | None = None,
-        trial: Any = None,
+        trial: object = None,
         ignore_keys_for_eval: list[str] | None = None,
     ) -> TrainOutput:
         if resume_from_checkpoint is not None or trial is not None:
@@ -120,109 +129,104 @@ class ElasticTrainer:
             raise InvalidValueError(
                 f"{what} cannot be used with an elastic trainer: it resumes by itself, from POLLUX_CHECKPOINT_DIR"
             )
-        trainer: Any = self
         run, loader = self.run, self.get_train_dataloader()
         num_epochs = int(-(-args.num_train_epochs // 1))
         max_steps = args.max_steps if args.max_steps > 0 else int(len(loader) * args.num_train_epochs)
         num_epochs = max(num_epochs, -(-max_steps // len(loader)))
-        trainer._init_training_state(max_steps, len(loader), num_epochs, None, None)
+        self._init_training_state(max_steps, len(loader), num_epochs, None, None)
         model = self._prepare(max_steps, loader)
-        trainer._tr_loss = torch.tensor(0.0, device=args.device)
-        trainer._total_loss_scalar, trainer._globalstep_last_logged = 0.0, 0
-        trainer._initial_global_step = trainer._initial_num_input_tokens_seen = 0
-        trainer.current_gradient_accumulation_steps = 1
+        self._tr_loss = torch.tensor(0.0, device=args.device)
+        self._total_loss_scalar, self._globalstep_last_logged = 0.0, 0
+        self._initial_global_step = self._initial_num_input_tokens_seen = 0
+        self.current_gradient_accumulation_steps = 1
         run.track("trainer", _TrainerProgress(self))
         began_at, has_begun = time.time(), False
         for epoch in run.epochs(num_epochs):
             if not has_begun:  # the state of an interrupted run is there now
-                has_begun, trainer._initial_global_step = True, trainer.state.global_step
+                has_begun, self._initial_global_step = True, self.state.global_step
                 self._follow_rank()
-                trainer.control = trainer.callback_handler.on_train_begin(args, trainer.state, trainer.control)
+                self.control = self.callback_handler.on_train_begin(args, self.state, self.control)
                 if args.eval_on_start:
-                    trainer._evaluate(None, ignore_keys_for_eval, skip_scheduler=True)
-            trainer.control = trainer.callback_handler.on_epoch_begin(args, trainer.state, trainer.control)
+                    self._evaluate(None, ignore_keys_for_eval, skip_scheduler=True)
+            self.control = self.callback_handler.on_epoch_begin(args, self.state, self.control)
             for inputs in loader:
                 with run.attempt():
                     self._train_pass(model, inputs, epoch, ignore_keys_for_eval, began_at)
-                if trainer.control.should_epoch_stop or trainer.control.should_training_stop:
+                if self.control.should_epoch_stop or self.control.should_training_stop:
                     break
-            trainer.control = trainer.callback_handler.on_epoch_end(args, trainer.state, trainer.control)
+            self.control = self.callback_handler.on_epoch_end(args, self.state, self.control)
             self._look_after(model, None, epoch, ignore_keys_for_eval, began_at)
-            if trainer.control.should_training_stop and epoch + 1 < num_epochs:
+            if self.control.should_training_stop and epoch + 1 < num_epochs:
                 break
         self._gather_loss()
-        output: TrainOutput = trainer._finalize_training(None, len(loader.dataset) * num_epochs, began_at)
+        output: TrainOutput = self._finalize_training(None, len(self.train_dataset) * num_epochs, began_at)
         return output
 
-    def _train_pass(self, model: Any, inputs: Any, epoch: int, ignore: list[str] | None, began_at: float) -> None:
-        trainer: Any = self
+    def _train_pass(
+        self, model: torch.nn.Module, inputs: Any, epoch: int, ignore: list[str] | None, began_at: float
+    ) -> None:
         run = self.run
-        args, state = trainer.args, trainer.state
+        args, state = self.args, self.state
         is_last = run.is_last_pass
-        with trainer.accelerator.autocast():
-            loss = trainer.training_step(model, inputs)
+        with self.accelerator.autocast():
+            loss = self.training_step(model, inputs)
         self._loss_sum, self._num_losses = self._loss_sum + float(loss), self._num_losses + 1
-        trainer.current_flos += float(trainer.floating_point_ops(inputs))
-        norm = trainer._clip_grad_norm(model) if is_last and args.max_grad_norm > 0 else None
+        self.current_flos += float(self.floating_point_ops(inputs))
+        norm = self._clip_grad_norm(model) if is_last and args.max_grad_norm > 0 else None
         if is_last:
-            trainer.control = trainer.callback_handler.on_pre_optimizer_step(args, state, trainer.control)
-        trainer.optimizer.step()
-        rate = trainer._get_learning_rate()
-        trainer.lr_scheduler.step()
-        trainer.optimizer.zero_grad()
+            self.control = self.callback_handler.on_pre_optimizer_step(args, state, self.control)
+        self.optimizer.step()
+        rate = self._get_learning_rate()
+        self.lr_scheduler.step()
+        self.optimizer.zero_grad()
         if not is_last:
-            trainer.control = trainer.callback_handler.on_substep_end(args, state, trainer.control)
+            self.control = self.callback_handler.on_substep_end(args, state, self.control)
             return
         self._follow_rank()
         state.global_step = run.num_steps + 1
         state.epoch = min(max((run.progress.step_number + 1) / run.steps_per_epoch, epoch), epoch + 1.0)
-        trainer.control = trainer.callback_handler.on_step_end(args, state, trainer.control)
+        self.control = self.callback_handler.on_step_end(args, state, self.control)
         self._look_after(model, norm, epoch, ignore, began_at, rate)
 
     def _look_after(
         self,
-        model: Any,
-        norm: Any,
+        model: torch.nn.Module,
+        norm: torch.Tensor | float | None,
         epoch: int,
         ignore: list[str] | None,
         began_at: float,
         rate: float | None = None,
     ) -> None:
         """Log, evaluate and save where it is due, as the trainer does; the loss is that of all replicas."""
-        trainer: Any = self
-        if trainer.control.should_log:
+        if self.control.should_log:
             self._gather_loss()
-        trainer._maybe_log_save_evaluate(
-            trainer._tr_loss, norm, model, None, epoch, ignore, began_at, learning_rate=rate
-        )
+        self._maybe_log_save_evaluate(self._tr_loss, norm, model, None, epoch, ignore, began_at, learning_rate=rate)
 
     def _gather_loss(self) -> None:
         """Give the trainer the mean loss of all replicas since it logged last, as its sum over steps."""
-        trainer: Any = self
-        num_steps = trainer.state.global_step - trainer._globalstep_last_logged
+        num_steps = self.state.global_step - self._globalstep_last_logged
         if num_steps > 0:
             total, count = self.run.sum(self._loss_sum, float(self._num_losses))
             self._loss_sum, self._num_losses = 0.0, 0
-            trainer._tr_loss.fill_(total / max(count, 1.0) * num_steps)
+            self._tr_loss.fill_(total / max(count, 1.0) * num_steps)
 
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+    def _save_checkpoint(self, model: torch.nn.Module, trial: object) -> None:
         """By one replica; the others wait, as they may load it at the end."""
-        trainer: Any = self
         if self.run.is_main:
-            super()._save_checkpoint(model, trial)  # type: ignore[misc]
+            super()._save_checkpoint(model, trial)
         self.run.sum(0.0)
-        if trainer.state.best_global_step:
-            best = os.path.join(trainer.args.output_dir, f"checkpoint-{trainer.state.best_global_step}")
-            trainer.state.best_model_checkpoint = best if os.path.exists(best) else None
+        if self.state.best_global_step:
+            best = os.path.join(self.args.output_dir, f"checkpoint-{self.state.best_global_step}")
+            self.state.best_model_checkpoint = best if os.path.exists(best) else None
 
     def log(self, logs: dict[str, float], *more: Any, **options: Any) -> None:
-        super().log(logs, *more, **options)  # type: ignore[misc]
+        super().log(logs, *more, **options)
         self.run.log(**{name: value for name, value in logs.items() if isinstance(value, int | float)})
 
     # --- who this replica is ------------------------------------------------------------------------------------
 
     def _follow_rank(self) -> None:
-        state: TrainerState = self.state  # type: ignore[attr-defined]
+        state: TrainerState = self.state
         state.is_world_process_zero = state.is_local_process_zero = bool(self.run.is_main)
 
     def is_world_process_zero(self) -> bool:

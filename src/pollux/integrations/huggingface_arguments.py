@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from pollux.errors import InvalidValueError
 from pollux.integrations.one_process import needs, one_process
 
@@ -61,7 +63,7 @@ class TrainingArguments(ElasticArguments, transformers.TrainingArguments):
     """``transformers.TrainingArguments`` with ``max_batch_size``, ``device_batch_size`` and ``scaling``."""
 
 
-def check_arguments(args: Any) -> None:
+def check_arguments(args: object) -> None:
     """Refuse what cannot be elastic, before anything is trained.
 
     Raises:
@@ -113,7 +115,7 @@ def _check_options(args: Any) -> None:
             raise InvalidValueError(f"{what} cannot be used with an elastic trainer: {advice}")
 
 
-def check_optimizer(optimizer: Any) -> None:
+def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
     """A group without a parameter that trains has no gradient, and so no noise scale.
 
     Raises:

@@ -148,7 +148,7 @@ class SimulationResult:
     def to_json(self, *, with_series: bool = True) -> dict[str, Any]:
         """Plain data for ``json``; what is not a number (an efficiency while nothing runs) becomes None."""
         jct, rho = self.jct_s, self.rho
-        data: dict[str, Any] = {
+        data: dict[str, object] = {
             "format": FORMAT,
             "pollux_version": self.pollux_version,
             "policy": self.policy,
@@ -196,8 +196,7 @@ class SimulationResult:
                 "allocations": {job.name: job.allocations for job in self.jobs},
                 "decisions": dataclasses.asdict(self.decisions),
             }
-        plain: dict[str, Any] = _finite(data)
-        return plain
+        return {name: _finite(value) for name, value in data.items()}
 
 
 def summarise(run: SimulationRun, settings: PolicySettings | None = None) -> SimulationResult:
@@ -319,7 +318,7 @@ def write_text(path: str | Path, text: str) -> None:
         raise InputFileError(path, f"cannot be written: {error.strerror or error}") from error
 
 
-def _finite(data: Any) -> Any:
+def _finite(data: object) -> object:
     if isinstance(data, Mapping):
         return {str(key): _finite(value) for key, value in data.items()}
     if isinstance(data, list | tuple):

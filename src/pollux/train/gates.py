@@ -8,26 +8,31 @@ and :meth:`Gate.open` undoes it. ``trainee`` calls these functions.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 
 from pollux.errors import InvalidValueError
 
+Method = Callable[..., Any]  # of the user's object
+Arguments = tuple[object, ...]
+Options = dict[str, object]
+Decide = Callable[[Method, Arguments, Options], object]
+
 
 class Gate:
     """Wraps methods of one object; each call is decided on when it comes."""
 
-    def __init__(self, target: Any) -> None:
+    def __init__(self, target: object) -> None:
         self.target = target
-        self._wrapped: dict[str, Any] = {}
+        self._wrapped: dict[str, Method | None] = {}
 
-    def guard(self, name: str, decide: Callable[[Callable[..., Any], tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    def guard(self, name: str, decide: Decide) -> None:
         """``decide(original, args, kwargs)`` is called instead of ``target.name``."""
-        original = getattr(self.target, name)
+        original: Method = getattr(self.target, name)
         self._wrapped[name] = self.target.__dict__.get(name)
 
-        def gated(*args: Any, **kwargs: Any) -> Any:
+        def gated(*args: object, **kwargs: object) -> object:
             return decide(original, args, kwargs)
 
         gated.__wrapped__ = original  # type: ignore[attr-defined]
@@ -67,8 +72,8 @@ def gate_optimizer(optimizer: torch.optim.Optimizer, turns: Turns) -> Gate:
     A closure is called first, in every pass: its backward pass is the pass's gradient.
     """
 
-    def step(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        closure = args[0] if args else kwargs.get("closure")
+    def step(original: Method, args: Arguments, kwargs: Options) -> object:
+        closure = cast("Callable[[], object] | None", args[0] if args else kwargs.get("closure"))
         loss = None
         if closure is not None:
             if not _calls_closure_once(optimizer):
@@ -113,17 +118,17 @@ def _check_closure(optimizer: torch.optim.Optimizer, turns: Turns) -> None:
         )
 
 
-def gate_scheduler(scheduler: Any, num_steps: Callable[[], int]) -> Gate:
+def gate_scheduler(scheduler: object, num_steps: Callable[[], int]) -> Gate:
     """``step`` is carried out ``num_steps()`` times: 0 in a pass that accumulates, more where a step teaches more.
 
     ``state_dict`` must not carry the wrapper: schedulers put every attribute of theirs into it.
     """
 
-    def step(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def step(original: Method, args: Arguments, kwargs: Options) -> None:
         for _ in range(num_steps()):
             original(*args, **kwargs)
 
-    def state_dict(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def state_dict(original: Method, args: Arguments, kwargs: Options) -> object:
         state = original(*args, **kwargs)
         return {key: value for key, value in state.items() if key not in ("step", "state_dict")}
 
@@ -133,13 +138,13 @@ def gate_scheduler(scheduler: Any, num_steps: Callable[[], int]) -> Gate:
     return gate
 
 
-def gate_scaler(scaler: Any, is_last_pass: Callable[[], bool], is_good: Callable[[], bool]) -> Gate:
+def gate_scaler(scaler: object, is_last_pass: Callable[[], bool], is_good: Callable[[], bool]) -> Gate:
     """``unscale_``, ``step`` and ``update`` do nothing in passes that accumulate: the loss scale is a step's.
 
     They also do nothing when the gradients cannot be used: replicas would come to different scales.
     """
 
-    def wait(original: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def wait(original: Method, args: Arguments, kwargs: Options) -> object:
         return original(*args, **kwargs) if is_last_pass() and is_good() else None
 
     gate = Gate(scaler)

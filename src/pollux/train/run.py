@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
@@ -431,7 +431,13 @@ class Run:
 
     # --- results ------------------------------------------------------------------------------------------------
 
-    def sum(self, *values: float | Tensor) -> Any:
+    @overload
+    def sum(self, value: float | Tensor, /) -> float: ...
+
+    @overload
+    def sum(self, *values: float | Tensor) -> list[float]: ...
+
+    def sum(self, *values: float | Tensor) -> float | list[float]:
         """The values added up over all replicas: one number, or a list for several.
 
         All replicas must call it at the same point of the script, in the loop or after it. It survives a lost peer.

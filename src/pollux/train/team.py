@@ -13,7 +13,7 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -30,6 +30,8 @@ POLL_S = 0.2
 MAX_MESSAGE_BYTES = 1 << 30  # of what replicas tell each other beside tensors: more than any order of a dataset takes
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 
 class BrokenGroup(PeerLostError):
@@ -132,11 +134,11 @@ class Team:
 
     # --- messages between hosts ---------------------------------------------------------------------------------
 
-    def gather(self, value: Any) -> list[Any]:
+    def gather(self, value: _T) -> list[_T]:
         """The values of all ranks, by rank. Raises BrokenGroup."""
         return [self.share(value, source) for source in range(self.size)]
 
-    def share(self, value: Any, source: int = 0) -> Any:
+    def share(self, value: _T, source: int = 0) -> _T:
         """``source``'s value, on every rank. Raises BrokenGroup."""
         if self.size == 1:
             return value
@@ -148,7 +150,7 @@ class Team:
                 raise BrokenGroup(f"rank {source} announces a message of {int(size)} bytes")
             data = bytearray(int(size))
         self.broadcast(torch.frombuffer(data, dtype=torch.uint8), source)
-        return value if self.rank == source else decode(data)
+        return value if self.rank == source else cast(_T, decode(data))
 
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """``source``'s values into the tensor of every rank. Raises BrokenGroup."""
@@ -211,7 +213,7 @@ class _Watch:
         if self._error is not None:
             raise BrokenGroup(f"the group broke: {self._error}") from self._error
 
-    def _end(self, future: torch.futures.Future[Any]) -> None:
+    def _end(self, future: torch.futures.Future[object]) -> None:
         try:
             future.value()
         except BaseException as error:

@@ -101,9 +101,7 @@ def test_waiting_says_by_its_exit_code_how_it_went(data: Path) -> None:
     assert shown[0] == f"{good} succeeded"
     assert shown[1].startswith(f"{bad} failed: ")
     endless = submit("--", "sleep", "600")
-    begun_at = time.monotonic()
     pollux("wait", endless, "--timeout", "0.5", code=124)
-    assert time.monotonic() - begun_at < 20
     assert pollux("cancel", endless, good) == ""
     assert read("wait", endless, code=1)["jobs"][0]["state"] == "cancelled"
 
@@ -299,10 +297,7 @@ def test_up_detached_and_down(alone: Path) -> None:
     name = submit("--", "sleep", "600")
     eventually(lambda: read("describe", name)["state"] == "running", "the job runs")
 
-    second = subprocess.run([*POLLUX, "up", "--detach"], capture_output=True, text=True, timeout=90)
-    assert second.returncode == 2
-    assert str(told["pid"]) in second.stderr
-    assert "Traceback" not in second.stderr
+    assert str(told["pid"]) in refusal("up", "--detach")
     assert is_alive(told["pid"])
 
     result = runner.invoke(app, ["down"])
@@ -338,7 +333,7 @@ def refused_start(*arguments: str) -> str:
 
 
 def test_a_server_that_cannot_start_says_why(alone: Path) -> None:
-    assert "3y" in refused_start("--nodes", "3y")
+    assert "3y" in refusal("up", "--nodes", "3y")
     with socket.create_server(("127.0.0.1", 0)) as somebody:
         port = str(somebody.getsockname()[1])
         assert port in refused_start("--port", port, "--slots", "1", "--detach")
@@ -366,6 +361,7 @@ def test_run_prints_what_the_job_prints_and_ends_as_it_does(alone: Path) -> None
     assert list(temporary.glob("pollux-run-*")) == []
 
 
+@long
 def test_run_trains(alone: Path) -> None:
     (alone / "train.py").write_text(ELASTIC + "print('trained')\n")
     with run("--slots", "2", "--data", "kept", "--", PYTHON, "train.py", "1") as process:
@@ -375,6 +371,7 @@ def test_run_trains(alone: Path) -> None:
     assert (alone / "kept" / "jobs").is_dir()
 
 
+@long
 def test_a_job_that_a_signal_ended_is_told_by_the_exit_code(alone: Path) -> None:
     code = "import os; os.kill(os.getpid(), 9)"
     with run("--slots", "1", "--max-restarts", "0", "--", PYTHON, "-c", code) as process:
@@ -400,6 +397,7 @@ def test_an_interrupted_run_leaves_nothing(alone: Path, number: signal.Signals, 
     assert "Traceback" not in err
 
 
+@long
 def test_a_run_that_is_interrupted_while_it_starts_leaves_nothing(alone: Path) -> None:
     temporary = alone / "tmp"
     temporary.mkdir()

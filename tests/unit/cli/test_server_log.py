@@ -22,6 +22,7 @@ from pollux.cli.up import arguments_of
 from pollux.client import Client
 from pollux.errors import ServerNotFoundError
 from pollux.server.config import ServiceConfig
+from tests.long import long
 from tests.unit.live_server import WAIT_S, eventually
 
 
@@ -83,6 +84,7 @@ def test_another_format_is_refused(tmp_path):
     assert not (tmp_path / "data").exists()
 
 
+@long
 def test_a_server_writes_nothing_but_objects(tmp_path: Path) -> None:
     """From its start to its end; and one that cannot start says so in the same way."""
     command = [sys.executable, "-m", "pollux.cli", "up", "--data", str(tmp_path), "--port", "0", "--slots", "1"]

@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 from pollux import __version__
 from pollux.cli import setups
 from pollux.cli.app import app
+from tests.long import long
 
 runner = CliRunner()
 
@@ -107,6 +108,7 @@ def test_options_reach_the_simulation(here: Path) -> None:
     assert (settings["seed"], settings["weights"], settings["resize_s"]) == (7, "remaining", 10.0)
 
 
+@long
 def test_what_a_policy_charges_for_a_resize_is_what_was_said(here: Path) -> None:
     """Even where resizes are measured to cost something else; without the option it is what they cost."""
     found = {}

@@ -1,21 +1,27 @@
-"""Fixtures that several test files of the training library share."""
+"""Fixtures of the tests of the training library."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
-
 import pytest
 
-if TYPE_CHECKING:
-    from pollux.engines.processes.fork_server import ForkServer
+from pollux.membership.replica import TORCHRUN
+from tests.long import first_of
 
 
-@pytest.fixture(scope="module")
-def fork_server() -> Iterator[ForkServer]:
-    """A fork server that is ready."""
-    from pollux.engines.processes.fork_server import ForkServer
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test's process is no replica of a job, whatever an earlier test has left in the environment."""
+    for name in (*TORCHRUN, "POLLUX_STORE", "POLLUX_CHECKPOINT_DIR", "POLLUX_REPORT_FILE"):
+        monkeypatch.delenv(name, raising=False)
 
-    with ForkServer() as fork_server:
-        fork_server.wait_ready(60.0)
-        yield fork_server
+
+@pytest.fixture(params=first_of(["folder", "URL"]))
+def at(request):
+    """Makes the CheckpointDirectory of a folder, by its path or by its URL, which goes the way of object stores."""
+    from pollux.train.checkpoint import CheckpointDirectory
+
+    def make(path, **options):
+        return CheckpointDirectory(f"file://{path}" if request.param == "URL" else path, **options)
+
+    make.is_url = request.param == "URL"
+    return make

@@ -19,16 +19,9 @@ from torch import Tensor, nn
 
 from pollux import train
 from pollux.errors import InvalidValueError
-from pollux.membership.replica import TORCHRUN
 from pollux.train import tuner
 from pollux.train.batching import AdaptiveBatch, FixedBatch, RampBatch
 from tests.unit.train.processes import Rows, a_run, replicas, small_model
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*TORCHRUN, "POLLUX_STORE", "POLLUX_CHECKPOINT_DIR", "POLLUX_REPORT_FILE"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:

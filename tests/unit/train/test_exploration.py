@@ -17,19 +17,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pollux import train
-from pollux.membership.replica import TORCHRUN
 from pollux.model.profile import Timing
 from pollux.train import exploration
 from pollux.train.exploration import MAX_PROBE_STEPS, MEMORY_SHARE, WORTH, Explorer, Ladder, MemoryWatch
 from tests.unit.train.processes import Rows, a_run, replicas, small_model
 
 GIB = 2**30
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*TORCHRUN, "POLLUX_STORE", "POLLUX_CHECKPOINT_DIR", "POLLUX_REPORT_FILE"):
-        monkeypatch.delenv(name, raising=False)
 
 
 # --- which batch is timed next -------------------------------------------------------------------------------------

@@ -144,9 +144,9 @@ def test_nobody_there_is_no_reason_to_wait():
     begun = time.monotonic()
     for step in range(100):
         reporter.send(a_report(num_steps=step))
-    assert time.monotonic() - begun < 1
+    assert time.monotonic() - begun < 30  # one that waits for each would take minutes
     reporter.close()
-    assert time.monotonic() - begun < http_report.LAST_WORD_S + 1
+    assert time.monotonic() - begun < http_report.LAST_WORD_S + 60
 
 
 def test_a_refused_report_is_dropped_and_said(listener, caplog):

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from pollux import train
-from pollux.membership.replica import TORCHRUN
 from pollux.train import adaptation
 from pollux.train.batching import FixedBatch
 from tests.unit.train.processes import Rows, small_model, twin
@@ -24,9 +23,8 @@ MAX_NORM = 0.05
 
 
 @pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*TORCHRUN, "POLLUX_STORE", "POLLUX_CHECKPOINT_DIR", "POLLUX_REPORT_FILE"):
-        monkeypatch.delenv(name, raising=False)
+def early_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The batch is chosen after two steps."""
     monkeypatch.setattr(adaptation, "FIRST_INTERVAL", 2)
 
 

@@ -16,17 +16,9 @@ from torch.utils.data import IterableDataset, RandomSampler, TensorDataset
 
 from pollux import train
 from pollux.errors import InvalidValueError
-from pollux.membership.replica import TORCHRUN
 from pollux.train.data import ElasticLoader
 from pollux.train.position import StepShape
 from tests.unit.train.processes import Rows, a_run, flat, loss_of, make_step, refusal, replicas, small_model
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*TORCHRUN, "POLLUX_STORE", "POLLUX_CHECKPOINT_DIR", "POLLUX_REPORT_FILE"):
-        monkeypatch.delenv(name, raising=False)
-
 
 # --- a GradScaler that is switched off -------------------------------------------------------------------------------
 

@@ -9,17 +9,14 @@ pytest.importorskip("torch")
 import torch
 
 from pollux import train
-from pollux.membership.replica import TORCHRUN
 from pollux.train.batching import BatchChoice, BatchSituation
 from pollux.types import BatchConfig
 from tests.unit.train.processes import Rows, small_model
 
 
 @pytest.mark.parametrize(("device_batch", "num_passes"), [(49, 2), (98, 2), (47, 3), (39, 8)])
-def test_the_noise_is_measured_whatever_the_size_of_equal_passes(monkeypatch, device_batch, num_passes):
+def test_the_noise_is_measured_whatever_the_size_of_equal_passes(device_batch, num_passes):
     """The harmonic mean of two 49s is a little more than 49 in floating point: 98 examples are not quite two of it."""
-    for name in (*TORCHRUN, "POLLUX_STORE", "POLLUX_CHECKPOINT_DIR", "POLLUX_REPORT_FILE"):
-        monkeypatch.delenv(name, raising=False)
     total = device_batch * num_passes
     choice = BatchChoice(config=BatchConfig(device_batch, num_passes - 1), total=total)
 

@@ -183,6 +183,7 @@ def test_phi_of_a_real_model_does_not_depend_on_how_its_batch_is_divided(task):
         assert distance < 3, (one, a, other, b)
 
 
+@long
 def test_a_split_step_measures_what_two_passes_measure():
     """The same halves of the same examples: not just close, but equal."""
     states = trained("CNN, SGD")

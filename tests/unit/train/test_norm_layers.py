@@ -24,7 +24,7 @@ from pollux.train.batching import FixedBatch
 from pollux.train.moments import NoiseStats
 from pollux.train.noise import Preconditioner
 from pollux.train.norm_layers import NormLayers, NormNoise, NormSample
-from tests.long import first_of
+from tests.long import first_of, long
 from tests.unit.train.processes import a_run, replicas
 
 N, CHANNELS = 6, 8
@@ -475,6 +475,7 @@ def measured_gpt() -> dict[str, Any]:
         }  # fmt: skip
 
 
+@long
 @pytest.mark.parametrize("num_replicas", first_of([1, 2]))
 def test_beside_the_noise_scale_of_a_real_gpt(num_replicas):
     results = replicas(num_replicas, measured_gpt)

@@ -25,7 +25,6 @@ from torch.utils.data import Dataset, IterableDataset
 
 from pollux import train
 from pollux.errors import CheckpointError, InvalidValueError, PolluxError, UnknownNameError
-from pollux.membership.replica import TORCHRUN
 from pollux.train.batching import SAME_RATE, AdaptiveBatch, BatchChoice, BatchSituation, FixedBatch
 from pollux.train.leaving import EXIT_CODE, SIGNALS, Leave
 from pollux.train.report import FileReporter, Report
@@ -34,12 +33,6 @@ from pollux.types import BatchConfig
 from tests.unit.train.processes import Rows, flat, small_model
 
 NUM_ROWS = 37
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*TORCHRUN, "POLLUX_STORE", "POLLUX_CHECKPOINT_DIR", "POLLUX_REPORT_FILE"):
-        monkeypatch.delenv(name, raising=False)
 
 
 class Script:

@@ -16,16 +16,9 @@ from torch.utils.data import RandomSampler, SequentialSampler, TensorDataset
 
 from pollux import train
 from pollux.errors import InvalidValueError
-from pollux.membership.replica import TORCHRUN
 from pollux.train.batching import FixedBatch
 from pollux.train.live import LiveFlag, Rank
 from tests.unit.train.processes import Rows, a_run, flat, replicas, small_model
-
-
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*TORCHRUN, "POLLUX_STORE", "POLLUX_CHECKPOINT_DIR", "POLLUX_REPORT_FILE"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def test_a_rank_that_was_kept_before_a_resize_stays_right():

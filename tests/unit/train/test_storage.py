@@ -30,8 +30,8 @@ from pollux.train.checkpoint import AsyncSaver, CheckpointDirectory  # noqa: E40
 from pollux.train.checkpoint_files import FileRecord, Manifest  # noqa: E402
 from pollux.train.checkpoint_remote import RemoteStorage, is_url, without_secrets  # noqa: E402
 from pollux.train.leaving import Leave  # noqa: E402
+from tests.unit.train.checkpoints import assert_same, info, save, state, step_of  # noqa: E402
 from tests.unit.train.processes import Rows, flat, small_model  # noqa: E402
-from tests.unit.train.test_checkpoint import assert_same, info, save, state, step_of  # noqa: E402
 
 
 @pytest.fixture(autouse=True)

@@ -48,12 +48,6 @@ from tests.unit.train.processes import (
 )
 
 
-@pytest.fixture(autouse=True)
-def alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in (*TORCHRUN, "POLLUX_STORE", "POLLUX_CHECKPOINT_DIR", "POLLUX_REPORT_FILE"):
-        monkeypatch.delenv(name, raising=False)
-
-
 def save_at_next_step(run: Run) -> None:
     checkpointer = run._session.checkpointer
     assert checkpointer is not None

@@ -12,9 +12,12 @@ import signal
 import sys
 import threading
 import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pollux.engines.ray.network import can_connect
+
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
 from pollux.errors import EngineError
 
 NAMESPACE = "pollux"
@@ -35,7 +38,7 @@ def supervisor_name(cluster: str) -> str:
     return f"pollux:{cluster}:supervisor"
 
 
-def join(settings: dict[str, Any]) -> Any:
+def join(settings: dict[str, Any]) -> ActorHandle:
     """The supervisor's handle. ``settings``: address, and what a supervisor is made with.
 
     Raises:
@@ -112,7 +115,7 @@ def connect(address: str) -> None:
             signal.signal(signal.SIGTERM, handler)  # Ray puts its own there
 
 
-def _find(name: str) -> Any | None:
+def _find(name: str) -> ActorHandle | None:
     import ray
 
     try:
@@ -121,14 +124,14 @@ def _find(name: str) -> Any | None:
         return None
 
 
-def _make(name: str, settings: dict[str, Any]) -> Any:
+def _make(name: str, settings: dict[str, Any]) -> ActorHandle:
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     from pollux.engines.ray.supervisor import RaySupervisor
 
     actor = ray.remote(num_cpus=0, max_concurrency=32, max_restarts=0)(RaySupervisor)
-    options: dict[str, Any] = {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True}
+    options: dict[str, object] = {"name": name, "namespace": NAMESPACE, "lifetime": "detached", "get_if_exists": True}
     head = head_node()
     if head is not None:
         options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(head, soft=False)

@@ -20,11 +20,12 @@ import logging
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypedDict
 
 import ray
+from ray.actor import ActorHandle
 from ray.autoscaler.sdk import request_resources
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -59,6 +60,16 @@ class RayNode:
     accelerator: str
 
 
+class _RayRow(TypedDict):
+    """What is read of an entry of ``ray.nodes()``."""
+
+    NodeID: str
+    NodeName: str
+    NodeManagerAddress: str
+    NodeManagerHostname: str
+    Resources: dict[str, float]
+
+
 @dataclass(slots=True, kw_only=True, eq=False)
 class _NodeState:
     """What is known of a living node."""
@@ -67,8 +78,8 @@ class _NodeState:
     name: str
     address: str
     num_total: int  # slots
-    agent: Any = None
-    describing: Any = None
+    agent: ActorHandle | None = None
+    describing: ray.ObjectRef | None = None
     asked_at: float = 0.0
     offer: RayNode | None = None  # when its agent has answered
     problem: str = ""  # why it gets no work
@@ -77,9 +88,9 @@ class _NodeState:
     unwanted_since: float | None = None
     missing_since: float | None = None
     orders: list[Message] = field(default_factory=list)
-    ordering: Any = None
+    ordering: ray.ObjectRef | None = None
     sent: list[Message] = field(default_factory=list)
-    listening: Any = None
+    listening: ray.ObjectRef | None = None
     num_heard: int = 0
 
 
@@ -101,7 +112,7 @@ class NodeAgents:
         self._scale_request: ScaleRequest | None = None  # None: the server does not scale
         self._bundles: list[dict[str, int]] | None = None  # what Ray's auto-scaler is to be asked for
         self._bundles_asked: list[dict[str, int]] | None = None
-        self._leaving: list[Any] = []  # agents of nodes that are let go
+        self._leaving: list[ActorHandle] = []  # agents of nodes that are let go
         self._held: Counter[str] = Counter()  # node ids -> slots that we hold
         self._lost: dict[str, str] = {}
         self._events: deque[tuple[str, Message]] = deque()
@@ -149,10 +160,11 @@ class NodeAgents:
         """
         with self._turn:
             node = self._states.get(self._names.get(name, ""))
-        if node is None:
+            agent = node.agent if node is not None else None
+        if node is None or agent is None:
             raise EngineError(f"node {name} is gone")
         try:
-            return node.address, int(ray.get(node.agent.port.remote(), timeout=5.0))
+            return node.address, int(ray.get(agent.port.remote(), timeout=5.0))
         except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:
             raise EngineError(f"node {name} does not answer: {str(error).splitlines()[0]}") from error
 
@@ -214,7 +226,7 @@ class NodeAgents:
             for node in self._states.values()
         ]
 
-    def agents(self) -> dict[str, Any]:
+    def agents(self) -> dict[str, ActorHandle]:
         """Handles by node name."""
         with self._turn:
             return {node.name: node.agent for node in self._states.values() if node.offer is not None}
@@ -226,7 +238,7 @@ class NodeAgents:
 
     # --- the threads ----------------------------------------------------------------------------------------------
 
-    def _loop(self, step: Any, period_s: float) -> None:
+    def _loop(self, step: Callable[[], None], period_s: float) -> None:
         while not self._closing.wait(period_s):
             try:
                 step()
@@ -250,14 +262,14 @@ class NodeAgents:
         for node in vacant:
             self._join(node)
         self._see_answers()
-        self._see_others(rows)
+        self._see_others()
         self._ask_for_nodes()
         with self._turn:
             is_asked = all(s.offer is not None or s.problem or s.is_released for s in self._states.values())
         if is_asked:
             self.has_looked.set()
 
-    def _slots_of(self, row: Mapping[str, Any]) -> int:
+    def _slots_of(self, row: _RayRow) -> int:
         return int(row["Resources"].get(self.resource, 0))
 
     def _lose(self, node_id: str, reason: str) -> None:
@@ -266,7 +278,7 @@ class NodeAgents:
         if not node.is_released:
             self._lost[node.name] = f"node {node.name} is lost: {reason}"
 
-    def _add(self, row: Mapping[str, Any]) -> None:
+    def _add(self, row: _RayRow) -> None:
         node_id, address = row["NodeID"], row["NodeManagerAddress"]
         name = row["NodeName"] if row["NodeName"] != address else row["NodeManagerHostname"] or address
         if name in self._names:
@@ -337,7 +349,7 @@ class NodeAgents:
                 if not was_used:
                     self._lost.pop(node.name, None)
 
-    def _see_others(self, rows: Mapping[str, Any]) -> None:
+    def _see_others(self) -> None:
         """Slots of a node that others use are not offered."""
         available = ray._private.state.available_resources_per_node()
         now = time.monotonic()
@@ -374,12 +386,14 @@ class NodeAgents:
         with self._turn:
             nodes = [node for node in self._states.values() if node.offer is not None]
         for node in nodes:
+            if (agent := node.agent) is None:
+                continue  # it was let go just now
             if node.listening is None:
-                node.listening = node.agent.events.remote(node.num_heard, EVENTS_S)
+                node.listening = agent.events.remote(node.num_heard, EVENTS_S)
             with self._turn:
                 if node.ordering is None and node.orders:
                     node.sent, node.orders = node.orders, []
-                    node.ordering = node.agent.obey.remote(node.sent)
+                    node.ordering = agent.obey.remote(node.sent)
         waiting = [ref for s in nodes for ref in (s.listening, s.ordering) if ref is not None]
         if not waiting:
             self._closing.wait(TALK_S)
@@ -423,6 +437,6 @@ def _pause(num_problems: int) -> float:
     return float(min(FIRST_PAUSE_S * 2 ** max(num_problems - 1, 0), LONGEST_PAUSE_S))
 
 
-def _kill(actor: Any) -> None:
+def _kill(actor: ActorHandle) -> None:
     with contextlib.suppress(Exception):
         ray.kill(actor)

@@ -23,14 +23,18 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from pollux.engines.messages import PROTOCOL_VERSION
 from pollux.engines.ray.connection import LAST_S, Refused, join
 from pollux.engines.ray.head_watch import HeadWatch
 from pollux.engines.transport import Channel, Message
+
+if TYPE_CHECKING:
+    from ray import ObjectRef
+    from ray.actor import ActorHandle
 
 HEAR_S = 1.0
 START_S = 60.0
@@ -47,11 +51,11 @@ logger = logging.getLogger(__name__)
 
 
 class Proxy:
-    def __init__(self, channel: Channel, supervisor: Any, directory: Path) -> None:
+    def __init__(self, channel: Channel, supervisor: ActorHandle, directory: Path) -> None:
         self._channel, self._supervisor, self._directory = channel, supervisor, directory
         self._client = secrets.token_hex(8)
         self._questions: queue.SimpleQueue[Message] = queue.SimpleQueue()
-        self._agents: dict[str, Any] = {}
+        self._agents: dict[str, ActorHandle] = {}
         self._known: dict[str, dict[str, int]] = {}  # node -> log file -> how much of it is here
         self._writing = threading.Lock()
         self._end_by = math.inf  # in monotonic time: all should be over by then
@@ -94,7 +98,7 @@ class Proxy:
                 if not self._channel.send(message):
                     return  # the engine is gone
 
-    def _guarded(self, target: Any) -> None:
+    def _guarded(self, target: Callable[[], None]) -> None:
         """When one thread ends, the process ends: the engine starts another proxy."""
         try:
             target()
@@ -133,7 +137,7 @@ class Proxy:
         """With one question to each agent under way."""
         import ray
 
-        asked: dict[str, Any] = {}
+        asked: dict[str, ObjectRef] = {}
         seen_at = -LOG_PERIOD_S
         while True:
             if time.monotonic() - seen_at > LOG_PERIOD_S:

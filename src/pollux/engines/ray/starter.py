@@ -16,10 +16,10 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
 
 import ray
-from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+from ray.actor import ActorHandle
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from pollux.engines.processes.starters import Command, ReplicaProcess, StarterEvent
@@ -57,10 +57,10 @@ SlotHolderActor = ray.remote(max_concurrency=2, max_restarts=0)(SlotHolder)
 class _HeldSlot:
     """What Ray gave for a slot."""
 
-    group: Any
-    actor: Any
-    devices: Any
-    holding: Any
+    group: PlacementGroup
+    actor: ActorHandle
+    devices: ray.ObjectRef
+    holding: ray.ObjectRef
     is_known: bool  # the slot is ours, and it has no device that only the actor would know
 
 
@@ -229,7 +229,7 @@ def _take_slot(node_id: str, resource: str, name: str) -> _HeldSlot:
     )
 
 
-def _has_slot(group: Any) -> bool:
+def _has_slot(group: PlacementGroup) -> bool:
     """In a thread, too."""
     try:
         return bool(placement_group_table(group).get("state") == "CREATED")

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import ray
+from ray.actor import ActorHandle
 
 from pollux.engines.processes.devices import Device
 from pollux.engines.processes.elastic import ElasticJob
@@ -142,7 +143,7 @@ class RaySupervisor:
                 return [(after + 1, {"event": "replaced"})]
             return told
 
-    def agents(self) -> dict[str, Any]:
+    def agents(self) -> dict[str, ActorHandle]:
         return self._nodes.agents()
 
     # --- the thread -----------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ pytest.importorskip("torch")
 from pollux.engines.processes.fork_server import ForkServer
 from pollux.engines.processes.starters import ColdStarter, Command, ReplicaProcess, Starter
 from pollux.errors import MembershipError
+from tests.long import long
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -178,16 +179,15 @@ def test_sigkill_takes_the_whole_tree(starter, folder):
 
 def test_a_fork_is_ready_for_torch_at_once_and_knows_its_threads(fork_server, folder):
     code = """
-import os, time
-import numpy as np, torch, torch.distributed, torch._dynamo
+import sys
+assert {"numpy", "torch", "torch.distributed", "torch._dynamo"} <= {*sys.modules}
+import numpy as np, torch
 assert not torch.cuda.is_initialized()
-print(time.time(), torch.get_num_threads(), torch.rand(1).item(), np.random.rand())
+print(torch.get_num_threads(), torch.rand(1).item(), np.random.rand())
 """
-    began = time.time()
     assert folder.run(fork_server, code, OMP_NUM_THREADS="3") == 0, folder.err
     assert folder.run(fork_server, code, OMP_NUM_THREADS="3") == 0, folder.err
-    (at, threads, *first), (_, _, *second) = (line.split() for line in folder.out.splitlines())
-    assert float(at) - began < 2.0
+    (threads, *first), (_, *second) = (line.split() for line in folder.out.splitlines())
     assert threads == "3"
     assert first != second
     assert len(os.listdir(f"/proc/{fork_server.pid}/task")) == 1
@@ -217,8 +217,6 @@ def test_replicas_end_with_a_killed_fork_server_and_the_next_spawn_starts_anothe
         assert folder.run(fork_server, "pass") == 0
         last = folder.spawn(fork_server, "import signal, time; signal.signal(15, signal.SIG_DFL); time.sleep(60)")
         until(lambda: fork_server.poll() is not None and last.pid)
-        began = time.monotonic()
-    assert time.monotonic() - began < 4.0
     assert not is_alive(last.pid) and not is_alive(fork_server.pid)
 
 
@@ -291,6 +289,7 @@ def test_sigkill_finds_who_left_the_group(starter, folder):
     until(lambda: not is_alive(int(folder.out)))
 
 
+@long
 def test_a_fork_server_that_is_killed_while_it_starts_is_not_its_replicas_fault_but_one_that_never_starts_is(folder):
     with ForkServer() as fork_server:
         for is_orphan in (True, True, False):

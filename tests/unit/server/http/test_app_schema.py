@@ -21,7 +21,7 @@ from pollux.server.http.auth import Access
 from pollux.server.live.trials import ClusterJobs
 from pollux.testing.examples import examples
 from pollux.tune.studies import Studies
-from tests.unit.server.live.test_cluster import World
+from tests.unit.server.live.world import World
 
 TOKEN = "operator-token-0123456789"
 OPERATOR = {"Authorization": f"Bearer {TOKEN}"}
@@ -33,6 +33,7 @@ OPERATIONS = [
     for method in sorted(route.methods)
 ]
 
+pytestmark = pytest.mark.property
 bounded = examples(
     30,
     derandomize=True,

@@ -12,7 +12,7 @@ from pollux.server.config import ClusterConfig, ServiceConfig
 from pollux.server.live.cluster import Cluster
 from pollux.server.service import Service
 from pollux.types import Node
-from tests.unit.server.live.test_cluster import ObedientEngine, report
+from tests.unit.server.live.world import ObedientEngine, report
 
 
 class ListingEngine(ObedientEngine):

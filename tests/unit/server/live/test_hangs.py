@@ -13,7 +13,7 @@ from pollux.server.config import ClusterConfig
 from pollux.server.live import cluster as cluster_module
 from pollux.server.live import hangs as hangs_module
 from pollux.server.live.cluster import Cluster
-from tests.unit.server.live.test_cluster import World, report
+from tests.unit.server.live.world import World, report
 
 TIMEOUT_S = 0.6
 

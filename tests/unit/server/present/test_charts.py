@@ -32,7 +32,7 @@ from pollux.server.service import Service
 from pollux.server.storage import simulations as simulations_
 from pollux.server.storage.simulations import MAX_BYTES, Simulations
 from pollux.types import Allocation, BatchLimits, JobDecision, JobSpec, Node, ThroughputParams
-from tests.unit.server.live.test_cluster import ObedientEngine, report
+from tests.unit.server.live.world import ObedientEngine, report
 
 PATIENCE_S = 20.0
 LIMITS = BatchLimits(initial=32, maximum=1024, device_min=8, device_max=128)

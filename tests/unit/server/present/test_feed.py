@@ -348,11 +348,9 @@ def test_a_stream_ends_with_the_server(service):
     deadline = time.monotonic() + PATIENCE_S
     while service.cluster.num_summaries == 0 and time.monotonic() < deadline:
         time.sleep(0.01)
-    began = time.monotonic()
     service.stop()
     thread.join(PATIENCE_S)
     assert ended.is_set()
-    assert time.monotonic() - began < 5.0
 
 
 def test_nobody_looks_where_nobody_listens(service):

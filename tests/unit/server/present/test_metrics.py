@@ -34,7 +34,7 @@ from pollux.types import Explanation, Node, Plan
 from pollux.version import __version__
 from tests.reports import report_fields
 from tests.unit.live_server import eventually
-from tests.unit.server.live.test_cluster import ObedientEngine
+from tests.unit.server.live.world import ObedientEngine
 
 SECRET = "s" * 32
 PATIENCE_S = 20.0

@@ -14,7 +14,7 @@ from pollux.scheduler.lifecycle import JobState
 from pollux.server.storage.store import SqlStore
 from pollux.server.storage.time_series import TimeSeries, thinned
 from pollux.types import NO_ALLOCATION, Allocation
-from tests.unit.server.storage.test_store import make_record, report_of
+from tests.unit.server.storage.values import make_record, report_of
 
 on = Allocation.of
 
