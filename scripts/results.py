@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pollux.evaluation.catalogue import SUITES
+from pollux.evaluation.registry import SUITES
 from pollux.evaluation.suites import Column, by_table
 from pollux.policy import policy_names
 

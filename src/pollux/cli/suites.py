@@ -24,7 +24,8 @@ from pollux.cli.progress import Tally, progress_bar, telling
 from pollux.cli.setups import Setup, summary_row
 from pollux.errors import InputFileError, InvalidValueError, UnknownNameError
 from pollux.evaluation import scale, truth
-from pollux.evaluation.catalogue import SCALE_TABLE, SUITES, Artifacts, make_suite
+from pollux.evaluation.catalogue import SCALE_TABLE, Artifacts
+from pollux.evaluation.registry import SUITES, make_suite
 from pollux.evaluation.scale import Size
 from pollux.evaluation.suite_page import suite_report
 from pollux.evaluation.suites import Case, Row, Suite, all_rows

@@ -15,7 +15,7 @@ from pollux.policy.fitness import EPSILON
 from pollux.types import Plan, Snapshot
 
 WEIGHTINGS = ("equal", "learnt", "remaining")
-OBJECTIVES = ("max_min_fairness", "max_sum_throughput")  # of Gavel
+OBJECTIVES = ("max_min_fairness", "max_sum_throughput", "max_sum_steps", "finish_time_fairness")  # of Gavel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
