@@ -5,11 +5,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 
 from pollux.errors import InputFileError
-from pollux.evaluation.catalogue import Artifacts, Source
-from pollux.evaluation.suites import Chart, Column, Published, Suite
+from pollux.evaluation.catalogue import COLUMNS, Artifacts, Source, plain, sources_of
+from pollux.evaluation.suites import Case, Chart, Column, Published, Suite
 from pollux.policy import PolicySettings
 from pollux.simulator.config import SimulationConfig
 from pollux.simulator.csvfile import read_rows, to_float
@@ -17,6 +18,88 @@ from pollux.simulator.physics import NodeGroup
 
 _BARS = Chart(title="Average job completion time", key="avg_jct_s", factor=1 / 60, unit="min")
 _RHO_BARS = Chart(title="Worst finish-time fairness ρ", key="rho_max", is_log=True)
+
+# Ablations ------------------------------------------------------------------------------------
+
+_INTERFERENCE = 0.5  # slowdown of jobs that span nodes and share one, for the two rows about avoiding it
+
+
+def ablation(artifacts: Artifacts, is_quick: bool) -> Suite:
+    sources, notes = sources_of(artifacts, is_quick)
+    whole, slowed = SimulationConfig(), SimulationConfig(interference=_INTERFERENCE)
+    rows: dict[str, tuple[PolicySettings, SimulationConfig]] = {
+        "pollux": (PolicySettings(), whole),
+        "batch sizes as asked": (PolicySettings(adapts_batch=False), whole),
+        "replicas as asked": (PolicySettings(is_elastic=False), whole),
+        "both as asked": (PolicySettings(adapts_batch=False, is_elastic=False), whole),
+        "throughput instead of goodput": (PolicySettings(counts_efficiency=False), whole),
+        "the same, jobs too": (PolicySettings(), SimulationConfig(counts_efficiency=False)),
+        "moves cost nothing": (PolicySettings(resize_s=0.0, charges_measured=False), whole),
+        "jobs slow each other": (PolicySettings(), slowed),
+        "the same, not avoided": (PolicySettings(avoid_interference=False), slowed),
+    }
+    cases: list[Case] = []
+    for source in sources:
+        cases += [
+            source.case("pollux", label, settings, config, is_aside=config is slowed)
+            for label, (settings, config) in rows.items()
+        ]
+    return Suite(
+        name="ablation",
+        title="Pollux without its parts",
+        about="Each row is pollux with one part left out, in the configuration of the suite osdi21: jobs train with "
+        "the batch sizes that users asked for, or on as many GPUs; the fitness counts throughput alone (jobs choose "
+        "the batches that fit their GPUs); decisions do not know that moves cost time. In the last two rows jobs "
+        f"that span nodes and share one are {_INTERFERENCE:.0%} slower, which is avoided or not.",
+        cases=tuple(cases),
+        base="pollux",
+        columns=(
+            COLUMNS[0],
+            Column(heading="× pollux", key="jct_ratio", form=".2f"),
+            *(column for column in COLUMNS[1:] if column.key != "ratio_to_published"),
+        ),
+        charts=(_BARS, _RHO_BARS),
+        notes=notes,
+    )
+
+
+# Realistic configurations ---------------------------------------------------------------------
+
+_REALISTIC = "workloads-realistic/workload-6"
+
+
+def realistic(artifacts: Artifacts, is_quick: bool) -> Suite:
+    osdi21 = artifacts.part("osdi21")
+    if osdi21 is None:
+        raise InputFileError(
+            artifacts.folder or "osdi21",
+            f"the suite realistic needs {_REALISTIC}.csv of the OSDI'21 artifact; say where osdi21/ is with "
+            "--artifacts DIR",
+        )
+    tuned = Source(table="tuned", workload=f"{osdi21 / 'workloads/workload-6'}.csv", traces=str(osdi21 / "traces"))
+    untuned = dataclasses.replace(tuned, table="as users would", workload=f"{osdi21 / _REALISTIC}.csv")
+    names = ("optimus", "tiresias") if is_quick else ("sia", "optimus", "tiresias", "gavel", "themis", "srtf")
+    cases: list[Case] = []
+    for source in (untuned, tuned):
+        cases.append(source.case("pollux"))
+        cases += [plain(source, name) for name in names]
+    return Suite(
+        name="realistic",
+        title="Jobs as users configure them",
+        about="Workload 6 of the OSDI'21 artifact with the GPUs and batch sizes that users chose, and the same with "
+        "those that were tuned for each job in advance, as in the suite osdi21. Policies that adapt both "
+        "read neither.",
+        cases=tuple(cases),
+        base="pollux",
+        has_means=False,
+        columns=(
+            COLUMNS[0],
+            Column(heading="× pollux", key="jct_ratio", form=".2f"),
+            *(column for column in COLUMNS[1:] if column.key != "ratio_to_published"),
+        ),
+        charts=(_BARS, _RHO_BARS),
+    )
+
 
 # Shockwave ------------------------------------------------------------------------------------
 

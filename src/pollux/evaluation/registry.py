@@ -29,6 +29,10 @@ SUITES: dict[str, SuiteEntry] = {
     "load": SuiteEntry("half to twice as many jobs", main.load),
     "interference": SuiteEntry("jobs that span nodes and slow each other down, avoided and not", main.interference),
     "interval": SuiteEntry("rounds of half a minute to eight, with and without decisions on events", main.interval),
+    "ablation": SuiteEntry("pollux with each of its parts left out", experiments.ablation),
+    "realistic": SuiteEntry(
+        "jobs as users configure them, beside tuned ones; needs the OSDI'21 artifact's data", experiments.realistic
+    ),
     "hetero": SuiteEntry("Sia's cluster of three GPU types; needs that artifact's data", main.hetero),
     "truth": SuiteEntry("models against measurements of Zeus, ElasticFlow and Gavel; needs their data", main.truth),
     "shockwave": SuiteEntry(

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from pollux.policy.ablation import ablated
 from pollux.policy.base import Policy, PolicySettings
 from pollux.policy.dense import types_of
 from pollux.policy.lengths import Lengths
@@ -35,6 +36,7 @@ class PolluxPolicy(Policy):
 
     def __init__(self, settings: PolicySettings) -> None:
         self._settings = settings
+        self.adapts_batch = settings.adapts_batch
         self._speedups = Speedups(settings)
         self._lengths = Lengths()
         self._rng = np.random.default_rng(settings.seed)
@@ -51,6 +53,7 @@ class PolluxPolicy(Policy):
     def decide(self, snapshot: Snapshot) -> Plan:
         if not snapshot.jobs or not snapshot.nodes:
             return Plan(allocations={}, explanation=Explanation(fitness_before=0, fitness=0, upper_bound=0))
+        snapshot = ablated(snapshot, self._settings)
         if self._settings.weights != "equal":
             self._lengths.look(snapshot.jobs)
         if self._settled is not None:

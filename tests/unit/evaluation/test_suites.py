@@ -30,7 +30,7 @@ from pollux.simulator.source import load_source
 
 ROOT = Path(__file__).resolve().parents[3]
 NOWHERE = Artifacts(folder=None)
-WITHOUT_DATA = [name for name in SUITES if name not in ("hetero", "truth", "shockwave")]
+WITHOUT_DATA = [name for name in SUITES if name not in ("hetero", "truth", "shockwave", "realistic")]
 
 COLUMNS = (
     Column(heading="avg JCT s", key="avg_jct_s", form=",.0f"),
@@ -100,6 +100,20 @@ def test_a_suite_that_needs_data_says_which(tmp_path: Path) -> None:
         make_suite("truth", Artifacts(folder=tmp_path))
     with pytest.raises(InputFileError, match=r"needs trace_120.csv.*--artifacts DIR"):
         make_suite("shockwave", Artifacts(folder=tmp_path))
+
+
+def test_each_ablation_leaves_out_one_part(artifacts: Artifacts) -> None:
+    cases = {case.label: case for case in make_suite("ablation", artifacts, is_quick=True).cases}
+    usual = PolicySettings()
+    left_out = {label: case.settings for label, case in cases.items() if case.settings != usual}
+    assert {label for label, settings in left_out.items() if not settings.adapts_batch} == {
+        "batch sizes as asked",
+        "both as asked",
+    }
+    assert not left_out["replicas as asked"].is_elastic and not left_out["both as asked"].is_elastic
+    assert not left_out["throughput instead of goodput"].counts_efficiency
+    assert left_out["moves cost nothing"].resize_s == 0.0
+    assert cases["the same, not avoided"].config.interference > 0
 
 
 def test_physical_runs_are_ratios_to_one_of_them(artifacts: Artifacts) -> None:
