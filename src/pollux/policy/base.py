@@ -26,7 +26,7 @@ class PolicySettings:
     epsilon: float = EPSILON  # added to every speedup, so that waiting has a finite cost
     resize_s: float = 30.0  # δ: what a resize costs a job, in seconds
     charges_measured: bool = True  # what a job's resizes were seen to cost goes before ``resize_s``
-    weights: str = "equal"  # or one of WEIGHTINGS: shorter remaining work weighs more
+    weights: str = "equal"  # or one of WEIGHTINGS: shorter remaining work weighs more; auto: as far as it is known
     avoid_interference: bool = True  # at most one spanning job per node
     charges_starts: bool = False  # charge δ to a job that holds nothing, as the OSDI'21 artifact does
     exploration: float = 4.0  # a job may ask for this many times the replicas it was measured with

@@ -19,7 +19,7 @@ from pollux.policy.mixed import homes, keep_costs
 from pollux.policy.placement import PlacementProblem, Shares
 from pollux.policy.solver import Solution
 from pollux.policy.speedups import SpeedupTable
-from pollux.policy.weights import job_weights, remaining_seconds, scaling_exponent
+from pollux.policy.weights import job_weights, remaining_seconds
 from pollux.types import (
     NO_ALLOCATION,
     Allocation,
@@ -110,8 +110,7 @@ class RoundProblem:
                 allowed[row, [name not in job.spec.accelerators for name in types]] = False
         fair_goodputs = np.array([table.fair_goodput for table in tables])
         remaining_s = remaining_seconds(jobs, fair_goodputs, settings, learnt_s)
-        q = _scaling(snapshot, tables) if settings.weights == "auto" else {}
-        weights = job_weights(jobs, remaining_s, settings.p, **q)
+        weights = job_weights(jobs, remaining_s, settings.p)
         factors = _move_factors(jobs, remaining_s, settled, settings)
         column = weights[:, None, None, None]
         settled_cost = costs(settled, column, settings.p, settings.epsilon)
@@ -228,15 +227,6 @@ class RoundProblem:
         if accelerator in job.guessed or accelerator not in job.params:
             return f"not measured on {accelerator} yet: judged by other types"
         return ""
-
-
-def _scaling(snapshot: Snapshot, tables: Sequence[SpeedupTable]) -> dict[str, float]:
-    fair = max(round(snapshot.num_slots / max(len(tables), 1)), 1)
-    return {
-        "q": scaling_exponent(
-            [table.speedups[..., : table.max_replicas + 1].max(axis=(0, 1)) for table in tables], fair
-        )
-    }
 
 
 def _must_change(jobs: Sequence[JobView], exclusive_spans: bool) -> list[int]:

@@ -1,25 +1,20 @@
 """How much each job counts in the fitness: equally, or more for jobs with less work left, where that is known.
 
 The second is the rule of heSRPT (Berg, Vesilo and Harchol-Balter, 2020), the optimal way to share servers among jobs
-of known sizes whose speedup is a power of their number, k^q: of n jobs, the longest first, the i-th gets a share of
-(i/n)^c - ((i-1)/n)^c, with c = 1/(1 - q). A power mean with exponent p of w·k^q makes k proportional to
-w^(1/(1 - q·p)), which gives the weights. Ranks, unlike powers of the remaining time, do not starve a job that is a
-hundred times longer than the others. q is 1/2, or with ``auto`` as jobs scale just beyond their fair share: where
-more slots are of little use, as on a cluster with few jobs, q is near 0 and all weights are near 1.
+of known sizes whose speedup is a power of their number: of n jobs, the longest first, the i-th gets a share of
+(i/n)^c - ((i-1)/n)^c, with c = 2 for a speedup of √k, that is (2i - 1)/n². A power mean with exponent p of w·√k makes
+k proportional to w^(1/(1 - p/2)), which gives the weights. Ranks, unlike powers of the remaining time, do not starve a
+job that is a hundred times longer than the others.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import numpy as np
 
 from pollux.policy.base import PolicySettings
 from pollux.types import FloatArray, JobView
-
-_USUAL_Q = 0.5  # of a speedup of √k
-_MOST_Q = 0.8  # beyond it the shortest job would have nearly everything
 
 
 def remaining_seconds(
@@ -28,9 +23,9 @@ def remaining_seconds(
     """(num_jobs,) on its fair share, as each has declared, or as others have shown; nan where neither is known.
 
     ``fair_goodputs``: of each job on its fair share, nan where that is not known yet; ``learnt_s``: seconds that jobs
-    like it have shown it to need yet.
+    like it have shown it to need yet. With "remaining" and "auto" what was declared goes first.
     """
-    if settings.weights == "equal":  # "auto" is as "remaining": declared, or else learnt
+    if settings.weights == "equal":
         return np.full(len(jobs), np.nan)
     learnt_s = np.full(len(jobs), np.nan) if learnt_s is None else learnt_s
     if settings.weights == "learnt":
@@ -61,23 +56,8 @@ def entitled_weights(jobs: Sequence[JobView], p: float) -> FloatArray:
     return found
 
 
-def scaling_exponent(speedups: Sequence[FloatArray], fair: int) -> float:
-    """q: how the typical job scales just beyond its fair share, as a power of its slots; within 0..``_MOST_Q``.
-
-    ``speedups``: by job over its number of slots, the best of all types and placements.
-    """
-    found = []
-    for mine in speedups:
-        low, high = min(fair, len(mine) - 1), min(2 * fair, len(mine) - 1)
-        if high > low and mine[low] > 0:
-            found.append(math.log(max(float(mine[low:].max() / mine[low]), 1.0)) / math.log(high / low))
-        elif low >= 1:
-            found.append(0.0)  # it cannot use more
-    return min(float(np.median(found)), _MOST_Q) if found else _USUAL_Q
-
-
-def job_weights(jobs: Sequence[JobView], remaining_s: FloatArray, p: float, q: float = _USUAL_Q) -> FloatArray:
-    """(num_jobs,), of jobs with so much left; nan: not known. ``q``: see :func:`scaling_exponent`."""
+def job_weights(jobs: Sequence[JobView], remaining_s: FloatArray, p: float) -> FloatArray:
+    """(num_jobs,), of jobs with so much left; nan: not known."""
     weights = entitled_weights(jobs, p)
     is_known = np.isfinite(remaining_s)
     if not is_known.any():
@@ -86,5 +66,4 @@ def job_weights(jobs: Sequence[JobView], remaining_s: FloatArray, p: float, q: f
     remaining_s = np.where(is_known, remaining_s, np.median(remaining_s[is_known]))
     rank = np.empty(len(jobs))
     rank[np.argsort(-remaining_s, kind="stable")] = np.arange(1, len(jobs) + 1)
-    share = (rank / len(jobs)) ** (1 / (1 - q)) - ((rank - 1) / len(jobs)) ** (1 / (1 - q))
-    return weights * (len(jobs) * share) ** (1 - q * p)
+    return weights * ((2 * rank - 1) / len(jobs)) ** (1 - p / 2)

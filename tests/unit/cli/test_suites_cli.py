@@ -14,9 +14,10 @@ from typer.testing import CliRunner
 from pollux.cli import outputs, parallel
 from pollux.cli.app import app
 from pollux.cli.setups import Setup, run_setup
+from pollux.cli.suites import first_workloads
 from pollux.evaluation import catalogue, registry
 from pollux.evaluation.catalogue import COLUMNS, Artifacts
-from pollux.evaluation.registry import SuiteEntry
+from pollux.evaluation.registry import SuiteEntry, make_suite
 from pollux.evaluation.scale import Size
 from pollux.evaluation.suites import Case, Chart, Published, Suite
 from pollux.simulator.config import SimulationConfig
@@ -166,3 +167,11 @@ def test_the_folder_of_artifacts_may_be_set_once(here: Path, monkeypatch: pytest
     plain = ["compare", "--workload", "jobs.csv", "--policy", "fifo", "--jobs", "1", "--nodes", "2"]
     assert runner.invoke(app, plain).exit_code == 0
     assert runner.invoke(app, ["compare", "--suite", "tiny", "--quick", "--jobs", "1"]).exit_code == 0
+
+
+def test_fewer_workloads_are_told() -> None:
+    suite = make_suite("ablation", Artifacts(folder=None))
+    first = first_workloads(suite, 1)
+    assert {case.table for case in first.cases} == {"day, seed 0"}
+    assert first.notes[-1] == "Run on day, seed 0 alone; left out: day, seed 1, day, seed 2."
+    assert first_workloads(suite, 3) is suite
