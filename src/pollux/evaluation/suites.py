@@ -122,8 +122,8 @@ def all_rows(suite: Suite, measured: Sequence[Row]) -> list[_NewRow]:
         for row in rows if reference_s else ():
             row["ratio_to_published"] = row["avg_jct_s"] / reference_s
         base = next((row for row in rows if suite.base and row["policy"] == suite.base), None)
-        for row in rows if base else ():
-            if not row["is_published"]:
+        for row in rows:
+            if base is not None and not row["is_published"]:
                 row["makespan_ratio"] = row["makespan_s"] / base["makespan_s"]
                 row["jct_ratio"] = row["avg_jct_s"] / base["avg_jct_s"]
     return [row for rows in tables.values() for row in rows]

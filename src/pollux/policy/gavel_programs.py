@@ -95,7 +95,8 @@ class Work:
     def needed(self, rho: float) -> FloatArray:
         """(num_jobs,) steps per second with which each ends at ``rho`` times its time alone; inf if none is enough."""
         left_s = rho * self.alone_s - self.ages_s
-        return np.divide(self.steps_left, left_s, out=np.full(len(left_s), np.inf), where=left_s > 0)
+        rates: FloatArray = np.divide(self.steps_left, left_s, out=np.full(len(left_s), np.inf), where=left_s > 0)
+        return rates
 
 
 def fair_finish_shares(throughputs: FloatArray, demands: IntArray, work: Work, capacity: IntArray) -> FloatArray:
