@@ -25,6 +25,9 @@ class Speeds:
     def remaining_iterations(self) -> float:
         return 1000.0
 
+    def loss(self, share_done: float) -> float | None:
+        return None
+
     def load(self, num_replicas: int, accelerator: str = "gpu") -> float:
         return 1.0
 
