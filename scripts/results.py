@@ -1,6 +1,6 @@
 """Runs the suites and writes what came out into docs/results.md and docs/policies.md.
 
-    python scripts/results.py [--suite NAME ...] [--folder out/results] [--keep]
+    python scripts/results.py [--suite NAME ...] [--workloads N] [--folder out/results] [--keep]
 
 Each suite is ``pollux compare --suite NAME``; its JSON stays in the folder until it is run again. With ``--keep`` a
 suite that is there is not run again. The published data is looked for as that command does (``--artifacts``,
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pollux.evaluation.catalogue import SUITES
+from pollux.evaluation.registry import SUITES
 from pollux.evaluation.suites import Column, by_table
 from pollux.policy import policy_names
 
@@ -36,6 +36,7 @@ def main() -> int:
     parser.add_argument("--suite", action="append", choices=list(SUITES), help="only this; may be repeated")
     parser.add_argument("--folder", type=Path, default=ROOT / "out" / "results", help="where the suites' JSON is")
     parser.add_argument("--artifacts", type=Path, help="folder with osdi21/ and sia/")
+    parser.add_argument("--workloads", type=int, help="only the first so many workloads of each; the page says so")
     parser.add_argument("--keep", action="store_true", help="do not run a suite again whose JSON is there")
     arguments = parser.parse_args()
     folder: Path = arguments.folder
@@ -43,7 +44,7 @@ def main() -> int:
     failures = []
     for name in arguments.suite or SUITES:
         if not (arguments.keep and (folder / f"{name}.json").is_file()):
-            failures += run(name, folder, arguments.artifacts)
+            failures += run(name, folder, arguments.artifacts, arguments.workloads)
     if failures:
         print(f"no page: {'; '.join(failures)}; --keep runs only what is missing", file=sys.stderr)
         return 1
@@ -60,7 +61,7 @@ def main() -> int:
     return 0
 
 
-def run(name: str, folder: Path, artifacts: Path | None) -> list[str]:
+def run(name: str, folder: Path, artifacts: Path | None, most_workloads: int | None = None) -> list[str]:
     """Why it failed, if it did: the suite's document is there only if this run has written it.
 
     A policy that fails makes the command fail with 1, but the document tells so, and the rest is there.
@@ -69,6 +70,7 @@ def run(name: str, folder: Path, artifacts: Path | None) -> list[str]:
     document.unlink(missing_ok=True)  # or an older run's figures would be published as this one's
     words = [sys.executable, "-m", "pollux.cli", "compare", "--suite", name, "--output", str(document)]
     words += ["--artifacts", str(artifacts)] if artifacts is not None else []
+    words += ["--workloads", str(most_workloads)] if most_workloads is not None else []
     print(" ".join(words[1:]), flush=True)
     try:
         code = subprocess.run(words, cwd=ROOT, timeout=SUITE_TIMEOUT_S, check=False).returncode

@@ -134,7 +134,7 @@ def comparison_json(results: Sequence[SimulationResult], failed: Mapping[str, st
 
 # Beside --suite, which says all else itself.
 _WITH_SUITE = {
-    *("suite", "is_quick", "artifacts", "policy", "jobs"),
+    *("suite", "is_quick", "most_workloads", "artifacts", "policy", "jobs"),
     *("output", "html", "is_published", "as_json", "data", "server"),
 }
 
@@ -154,7 +154,7 @@ def check_suite_options(context: typer.Context) -> None:
             raise InvalidValueError(
                 f"{parameter.opts[0]} is not for --suite, which says its own; leave one of them out"
             )
-        if not is_suite and is_given and name in ("is_quick", "artifacts"):
+        if not is_suite and is_given and name in ("is_quick", "most_workloads", "artifacts"):
             raise InvalidValueError(f"{parameter.opts[0]} is for suites; add --suite NAME")
 
 
@@ -175,6 +175,10 @@ def compare(
         typer.Option("--suite", metavar="NAME", help="Instead of both: a published evaluation; list: which there are."),
     ] = None,
     is_quick: Annotated[bool, typer.Option("--quick", help="Fewer cases of the suite.")] = False,
+    most_workloads: Annotated[
+        int | None,
+        typer.Option("--workloads", metavar="N", min=1, help="Only the first N workloads of the suite."),
+    ] = None,
     artifacts: Annotated[
         Path | None,
         typer.Option(
@@ -201,6 +205,7 @@ def compare(
             artifacts=artifacts,
             policies=policy or (),
             is_quick=is_quick,
+            most_workloads=most_workloads,
             num_processes=num_processes,
             outputs=outputs,
         )

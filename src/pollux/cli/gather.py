@@ -168,6 +168,7 @@ def _from_directory(directory: Path, window: Window, show: Callable[[int, int], 
         interval_s=settings.interval_s,
         charge_s=settings.resize_s,
         weights=settings.weights,
+        p=settings.p,
         node_price=settings.node_price,
         left_out=kept.unread,
     )

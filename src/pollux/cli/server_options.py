@@ -21,7 +21,6 @@ from pollux.api.request import parse_duration
 from pollux.cli.ranges import parse_band, parse_nodes
 from pollux.cli.server_log import LogFormat
 from pollux.errors import InvalidValueError
-from pollux.policy import WEIGHTINGS
 from pollux.scheduler.autoscale import DEFAULT_BAND, AutoscaleConfig
 
 _CLUSTER, _SERVICE, _MANY = "Cluster", "Service", "Many machines"
@@ -57,16 +56,6 @@ NodesOption = Annotated[
 PolicyOption = Annotated[
     str, typer.Option("--policy", metavar="NAME", help="Which policy decides.", rich_help_panel=_CLUSTER)
 ]
-WeightsOption = Annotated[
-    str,
-    typer.Option(
-        "--weights",
-        metavar="|".join(WEIGHTINGS),
-        help="For pollux: all jobs count the same, or more the less is left of them, as they have declared (remaining) "
-        "or jobs of their name have shown (learnt).",
-        rich_help_panel=_CLUSTER,
-    ),
-]
 IntervalOption = Annotated[
     float | None,
     typer.Option("--interval", metavar="S", help="Decide at least every so many seconds.", rich_help_panel=_CLUSTER),
@@ -89,7 +78,6 @@ class ClusterOptions:
         ),
     ] = 1
     policy: PolicyOption = "pollux"
-    weights: WeightsOption = "equal"
     interval: IntervalOption = None
     storage: Annotated[
         str | None,

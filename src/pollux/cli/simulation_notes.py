@@ -17,7 +17,17 @@ from pollux.simulator.result import SimulationResult, group_results
 from pollux.simulator.workload import Workload
 
 # Our policies that read what an option sets.
-_READERS = {"--p": ("pollux",), "--weights": ("pollux",), "--charge-s": ("gandiva", "pollux", "sia")}
+_READERS = {
+    "--p": ("pollux",),
+    "--weights": ("pollux",),
+    "--charge-s": ("gandiva", "pollux", "sia"),
+    "--exploration": ("pollux", "sia"),
+    "--first-replicas": ("pollux", "sia"),
+    "--avoid-interference": ("pollux",),
+    "--adapt-batches": ("pollux",),
+    "--elastic": ("pollux",),
+    "--efficiency": ("pollux",),
+}
 
 
 def say(notes: Iterable[str]) -> None:
@@ -53,6 +63,12 @@ def unread_settings(policies: Sequence[str], settings: PolicySettings) -> list[s
         "--p": settings.p != usual.p,
         "--weights": settings.weights != usual.weights,
         "--charge-s": not settings.charges_measured,
+        "--exploration": settings.exploration != usual.exploration,
+        "--first-replicas": settings.first_replicas != usual.first_replicas,
+        "--avoid-interference": settings.avoid_interference != usual.avoid_interference,
+        "--adapt-batches": settings.adapts_batch != usual.adapts_batch,
+        "--elastic": settings.is_elastic != usual.is_elastic,
+        "--efficiency": settings.counts_efficiency != usual.counts_efficiency,
     }
     if any(not type(make_policy(name, settings)).__module__.startswith("pollux.") for name in policies):
         return []

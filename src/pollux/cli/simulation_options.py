@@ -7,15 +7,15 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, Optional, Self, get_args, get_type_hints
+from typing import Annotated, Any, Self
 
 import typer
 
 from pollux.cli.option_groups import OptionGroup
+from pollux.cli.policy_options import POLICY_OPTIONS, POLICY_PANEL, SettingOption, fields_of
 from pollux.cli.ranges import parse_band, parse_cluster, parse_nodes
 from pollux.errors import InvalidValueError
 from pollux.policy import PolicySettings, policy_names
@@ -27,19 +27,6 @@ from pollux.simulator.generate import BUILTIN_WORKLOADS
 from pollux.simulator.physics import PHYSICS, SIA, SIA_CLUSTER
 
 
-class Switch(StrEnum):
-    ON = "on"
-    OFF = "off"
-
-
-class Weights(StrEnum):
-    """The names in :data:`pollux.policy.WEIGHTINGS`."""
-
-    EQUAL = "equal"
-    LEARNT = "learnt"
-    REMAINING = "remaining"
-
-
 class PhysicsName(StrEnum):
     """The names in :data:`pollux.simulator.physics.PHYSICS`."""
 
@@ -47,71 +34,12 @@ class PhysicsName(StrEnum):
     SIA = "sia"
 
 
-CLUSTER_PANEL, POLICY_PANEL = "Cluster", "Policy"
 WORKLOAD_HELP = f"A CSV file, or one of {', '.join(f'builtin:{name}' for name in BUILTIN_WORKLOADS)}."
 POLICY_HELP = f"Which policy decides: {', '.join(policy_names())}."
 TracesOption = Annotated[
     str | None,
     typer.Option("--traces", metavar="DIR", help="Traces of the applications; built-in profiles if left out."),
 ]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimulationOption:
-    """One option, and the field that it sets. Left out, the field stays as by default."""
-
-    flag: str
-    field: str
-    help: str  # {default} is the field's
-    owner: type = SimulationConfig
-    panel: str = CLUSTER_PANEL
-    metavar: str | None = None
-    kind: type | None = None  # what is typed; None: what the field is
-    read: Callable[[Any], Mapping[str, object]] | None = None  # the fields that a typed value sets; None: the one
-    said: Callable[[SimulationConfig, PolicySettings], object] | None = None  # see said_options; None: the field
-
-    @property
-    def name(self) -> str:
-        return self.flag.removeprefix("--").replace("-", "_")
-
-    @property
-    def default(self) -> object:
-        return getattr(self.owner(), self.field)
-
-    def parameter(self) -> inspect.Parameter:
-        """As typer reads it from a command."""
-        default, kind = self.default, self._kind()
-        is_left_out = default is None or self.metavar is not None or "{default" in self.help
-        option = typer.Option(
-            None if is_left_out else _typed(kind, default),
-            self.flag,
-            metavar=self.metavar,
-            help=self.help.format(default=default),
-            rich_help_panel=self.panel,
-        )
-        # A type made at run time: typer takes it, a type checker has nothing to check.
-        annotation: Any = Optional[kind]  # noqa: UP045
-        return inspect.Parameter(self.name, inspect.Parameter.KEYWORD_ONLY, default=option, annotation=annotation)
-
-    def _kind(self) -> type:
-        if self.kind is not None:
-            return self.kind
-        hint: Any = get_type_hints(self.owner)[self.field]
-        kinds = [kind for kind in get_args(hint) if kind is not type(None)] or [hint]
-        return Switch if kinds[0] is bool else kinds[0]
-
-    def fields(self, value: object) -> Mapping[str, object]:
-        """The fields that a typed value sets."""
-        if self.read is not None:
-            return self.read(value)
-        return {self.field: value is Switch.ON if isinstance(value, Switch) else value}
-
-
-def _typed(kind: type, default: object) -> object:
-    """A field's default as a user would type it: the name of a record, ``off`` for False."""
-    if kind is Switch:
-        return Switch.ON if default else Switch.OFF
-    return kind(getattr(default, "name", default))
 
 
 def _said_nodes(config: SimulationConfig, settings: PolicySettings) -> object:
@@ -135,14 +63,21 @@ def _said_band(config: SimulationConfig, settings: PolicySettings) -> object:
 
 
 OPTIONS = (
-    SimulationOption(
+    SettingOption(
+        owner=SimulationConfig,
         flag="--nodes",
         field="num_nodes",
         help="Nodes (not with auto-scaling); {default} if left out.",
         said=_said_nodes,
     ),
-    SimulationOption(flag="--gpus-per-node", field="gpus_per_node", help="GPUs of each node; {default} if left out."),
-    SimulationOption(
+    SettingOption(
+        owner=SimulationConfig,
+        flag="--gpus-per-node",
+        field="gpus_per_node",
+        help="GPUs of each node; {default} if left out.",
+    ),
+    SettingOption(
+        owner=SimulationConfig,
         flag="--cluster",
         field="cluster",
         metavar="TYPE:NODESxGPUS,..",
@@ -151,7 +86,8 @@ OPTIONS = (
         read=lambda text: {"cluster": parse_cluster(text)},
         said=_said_cluster,
     ),
-    SimulationOption(
+    SettingOption(
+        owner=SimulationConfig,
         flag="--physics",
         field="physics",
         help="Of which published simulator; sia: its restart delays, slowdowns and, unless you name one, its cluster.",
@@ -159,18 +95,23 @@ OPTIONS = (
         read=lambda name: {"physics": PHYSICS[name]},
         said=lambda config, _: None if config.physics == SimulationConfig().physics else config.physics.name,
     ),
-    SimulationOption(flag="--interval", field="interval_s", help="Seconds between decisions."),
-    SimulationOption(
+    SettingOption(owner=SimulationConfig, flag="--interval", field="interval_s", help="Seconds between decisions."),
+    SettingOption(
+        owner=SimulationConfig,
         flag="--resize-s",
         field="resize_s",
         metavar="S",
         help="Seconds that a start or resize takes; {default:g} if left out. Not with --physics sia, which has its "
         "own.",
     ),
-    SimulationOption(
-        flag="--interference", field="interference", help="Slowdown (0..1) of jobs that span nodes and share a node."
+    SettingOption(
+        owner=SimulationConfig,
+        flag="--interference",
+        field="interference",
+        help="Slowdown (0..1) of jobs that span nodes and share a node.",
     ),
-    SimulationOption(
+    SettingOption(
+        owner=SimulationConfig,
         flag="--shared-speeds",
         field="shared_speeds",
         metavar="FILE",
@@ -179,7 +120,8 @@ OPTIONS = (
         read=lambda path: {"shared_speeds": read_shared_speeds(path)},
         said=lambda config, settings: None,  # the configuration does not know the file: see said_options
     ),
-    SimulationOption(
+    SettingOption(
+        owner=SimulationConfig,
         flag="--autoscale",
         field="min_nodes",
         metavar="MIN..MAX",
@@ -188,7 +130,8 @@ OPTIONS = (
         read=lambda text: dict(zip(("min_nodes", "max_nodes"), parse_nodes(text), strict=True)),
         said=lambda config, _: f"{config.min_nodes}..{config.max_nodes}" if config.autoscale else None,
     ),
-    SimulationOption(
+    SettingOption(
+        owner=SimulationConfig,
         flag="--band",
         field="low",
         metavar="LOW..HIGH",
@@ -197,49 +140,30 @@ OPTIONS = (
         read=lambda text: dict(zip(("low", "high"), parse_band(text), strict=True)),
         said=_said_band,
     ),
-    SimulationOption(
+    SettingOption(
+        owner=SimulationConfig,
         flag="--budget",
         field="budget_slots",
         metavar="GPUS",
         help="GPUs that may be up on average over a day.",
     ),
-    SimulationOption(
-        flag="--node-price", field="node_price", metavar="P", help="Price of a node for an hour: shows the cost."
+    SettingOption(
+        owner=SimulationConfig,
+        flag="--node-price",
+        field="node_price",
+        metavar="P",
+        help="Price of a node for an hour: shows the cost.",
     ),
-    SimulationOption(
-        flag="--charge-s",
-        field="resize_s",
-        owner=PolicySettings,
-        panel=POLICY_PANEL,
-        metavar="S",
-        help="Seconds that the policy charges for a resize; as long as it takes if left out.",
-        read=lambda charge_s: {"resize_s": charge_s, "charges_measured": False},
-        said=lambda _, settings: None if settings.charges_measured else settings.resize_s,
-    ),
-    SimulationOption(
-        flag="--p",
-        field="p",
-        owner=PolicySettings,
-        panel=POLICY_PANEL,
-        help="Exponent of the fitness: 1 is greedy, -10 very fair.",
-    ),
-    SimulationOption(
-        flag="--weights",
-        field="weights",
-        owner=PolicySettings,
-        panel=POLICY_PANEL,
-        help="All jobs count the same; or jobs with less work left count more, as declared (remaining) or as ended "
-        "jobs of the same application have shown (learnt).",
-        kind=Weights,
-        read=lambda name: {"weights": name.value},
-    ),
-    SimulationOption(
+    *POLICY_OPTIONS,
+    SettingOption(
+        owner=SimulationConfig,
         flag="--events",
         field="decides_on_events",
         panel=POLICY_PANEL,
         help="Also decide when a job arrives or ends.",
     ),
-    SimulationOption(
+    SettingOption(
+        owner=SimulationConfig,
         flag="--profile-memory",
         field="remembers_profiles",
         panel=POLICY_PANEL,
@@ -291,11 +215,7 @@ class SimulationOptions(OptionGroup):
         return PolicySettings(**{"resize_s": config.resize_s, "seed": seed} | self._fields(PolicySettings))
 
     def _fields(self, owner: type) -> dict[str, Any]:
-        found: dict[str, Any] = {}
-        for option in OPTIONS:
-            if option.owner is owner and option.name in self._values:
-                found |= option.fields(self._values[option.name])
-        return found
+        return fields_of([option for option in OPTIONS if option.owner is owner], self._values)
 
     def _check(self) -> None:
         """Refuse options that contradict each other."""
@@ -326,13 +246,7 @@ def said_options(
     """The options, with their values, that make this configuration and these settings: those not as by default."""
     found: list[tuple[str, object]] = []
     for option in OPTIONS:
-        if option.said is not None:
-            value = option.said(config, settings)
-        else:
-            value = getattr(config if option.owner is SimulationConfig else settings, option.field)
-            value = None if value == option.default else value
-        if option.name == "shared_speeds":
-            value = shared_speeds
+        value = shared_speeds if option.name == "shared_speeds" else option.said_value(config, settings)
         if value is not None:
-            found.append((option.flag, "on" if value is True else value))
+            found.append((option.flag, value))
     return found

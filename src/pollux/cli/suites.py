@@ -24,7 +24,8 @@ from pollux.cli.progress import Tally, progress_bar, telling
 from pollux.cli.setups import Setup, summary_row
 from pollux.errors import InputFileError, InvalidValueError, UnknownNameError
 from pollux.evaluation import scale, truth
-from pollux.evaluation.catalogue import SCALE_TABLE, SUITES, Artifacts, make_suite
+from pollux.evaluation.catalogue import SCALE_TABLE, Artifacts
+from pollux.evaluation.registry import SUITES, make_suite
 from pollux.evaluation.scale import Size
 from pollux.evaluation.suite_page import suite_report
 from pollux.evaluation.suites import Case, Row, Suite, all_rows
@@ -76,6 +77,20 @@ def choose_suite(name: str, artifacts: Artifacts, policies: Sequence[str], *, is
         suite,
         cases=tuple(case for case in suite.cases if case.policy in policies),
         sizes=suite.sizes if scale.POLICY in policies else (),
+    )
+
+
+def first_workloads(suite: Suite, most: int) -> Suite:
+    """The suite with its first workloads alone, and a note that says so."""
+    tables = list(dict.fromkeys(case.table for case in suite.cases))
+    if len(tables) <= most:
+        return suite
+    kept = set(tables[:most])
+    return dataclasses.replace(
+        suite,
+        cases=tuple(case for case in suite.cases if case.table in kept),
+        published=tuple(row for row in suite.published if row.table in kept),
+        notes=(*suite.notes, f"Run on {', '.join(tables[:most])} alone; left out: {', '.join(tables[most:])}."),
     )
 
 
@@ -229,6 +244,7 @@ def compare_suite(
     artifacts: Path | None,
     policies: Sequence[str],
     is_quick: bool,
+    most_workloads: int | None = None,
     num_processes: int,
     outputs: Outputs,
 ) -> None:
@@ -241,12 +257,14 @@ def compare_suite(
         list_suites(as_json=outputs.as_json)
         return
     suite = choose_suite(name, find_artifacts(artifacts), policies, is_quick=is_quick)
+    suite = suite if most_workloads is None else first_workloads(suite, most_workloads)
     for note in suite.notes:
         typer.echo(f"note: {note}", err=True)
     began = time.perf_counter()
     measured, results, failed = run_cases(suite.cases, num_processes)
     rows = all_rows(suite, [*measured, *run_sizes(suite.sizes), *run_truth(suite.measurements)])
     words = ["pollux", "compare", "--suite", name, *(["--quick"] if is_quick else [])]
+    words += [] if most_workloads is None else ["--workloads", str(most_workloads)]
     words += [word for policy in policies for word in ("--policy", policy)]
     command = shlex.join([*words, *(["--artifacts", str(artifacts)] if artifacts is not None else [])])
 

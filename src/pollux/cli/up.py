@@ -21,6 +21,8 @@ import typer
 
 from pollux.cli.connect import DataOption, say
 from pollux.cli.dashboard import link
+from pollux.cli.option_groups import expanded
+from pollux.cli.policy_options import PolicyOptions, said_settings
 from pollux.cli.server_log import LogFormat, show_log
 from pollux.cli.server_options import ClusterOptions, ManyMachinesOptions, ServiceOptions, takes_records
 from pollux.client import Client
@@ -58,9 +60,11 @@ def require_server_libraries() -> None:
             )
 
 
+@expanded
 @takes_records
 def up(
     cluster: ClusterOptions,
+    decides: PolicyOptions,
     machines: ManyMachinesOptions,
     service: ServiceOptions,
     is_detached: Annotated[bool, typer.Option("--detach", "-d", help="Run it in the background.")] = False,
@@ -68,7 +72,7 @@ def up(
 ) -> None:
     """Start the server, here or in the background. Ctrl-C: its jobs checkpoint, leave, and go on at the next start."""
     require_server_libraries()
-    config = make_config(find_data_directory(data), cluster, machines, service)
+    config = make_config(find_data_directory(data), cluster, decides, machines, service)
     if cluster.policy not in policy_names():
         raise UnknownNameError("policy", cluster.policy, policy_names())
     if is_detached:
@@ -93,7 +97,11 @@ def up(
 
 
 def make_config(
-    directory: Path, cluster: ClusterOptions, machines: ManyMachinesOptions, service: ServiceOptions
+    directory: Path,
+    cluster: ClusterOptions,
+    decides: PolicyOptions,
+    machines: ManyMachinesOptions,
+    service: ServiceOptions,
 ) -> ServiceConfig:
     """Raises:
     InvalidValueError: an option makes no sense, or none without another.
@@ -113,7 +121,7 @@ def make_config(
         policy=cluster.policy,
         storage=cluster.storage,
         hang_timeout_s=cluster.hang_timeout_s(DEFAULT_HANG_S),
-        settings=dataclasses.replace(LIVE_SETTINGS, weights=cluster.weights),
+        settings=decides.settings(LIVE_SETTINGS),
         engine=machines.engine.value,
         address=machines.address,
         name=machines.name,
@@ -177,6 +185,8 @@ def start_detached(config: ServiceConfig, log_format: LogFormat = LogFormat.TEXT
 
 def arguments_of(config: ServiceConfig, log_format: LogFormat = LogFormat.TEXT) -> list[str]:
     """The command line of a server with this configuration."""
+    from pollux.server.config import LIVE_SETTINGS
+
     options: dict[str, object] = {
         "--data": config.data_directory,
         "--host": config.host,
@@ -187,7 +197,7 @@ def arguments_of(config: ServiceConfig, log_format: LogFormat = LogFormat.TEXT) 
         "--nodes": config.nodes,
         "--slots-per-gpu": config.slots_per_gpu if config.slots_per_gpu > 1 else None,
         "--policy": config.policy,
-        "--weights": config.settings.weights,
+        **said_settings(config.settings, LIVE_SETTINGS),
         "--interval": config.interval_s,
         "--storage": config.storage,
         "--hang-timeout": "never" if config.hang_timeout_s is None else f"{config.hang_timeout_s!r}s",

@@ -1,6 +1,6 @@
-"""The catalogue of suites: their policies, workloads, configurations and published figures.
+"""The main suites: their policies, workloads, configurations and published figures.
 
-``pollux compare --suite`` and ``scripts/results.py`` read it; :mod:`pollux.evaluation.suites` defines what a suite is.
+:mod:`pollux.evaluation.registry` names them; :mod:`pollux.evaluation.suites` defines what a suite is.
 The data of the OSDI'21 and Sia artifacts is not part of the project: it is read from a folder with ``osdi21/`` and
 ``sia/`` below. Without it suites use generated workloads and built-in profiles where that makes sense.
 """
@@ -8,12 +8,12 @@ The data of the OSDI'21 and Sia artifacts is not part of the project: it is read
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pollux.errors import InputFileError, UnknownNameError
+from pollux.errors import InputFileError
 from pollux.evaluation.scale import SIZES
 from pollux.evaluation.suites import Case, Chart, Column, Published, Suite
 from pollux.policy import WEIGHTINGS, PolicySettings, policy_names
@@ -59,7 +59,7 @@ class Artifacts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Source:
+class Source:
     """A workload, and the average JCT of the artifact's Pollux on it."""
 
     table: str
@@ -113,7 +113,7 @@ NO_OSDI21 = (
 )
 
 
-def _published(sources: Iterable[_Source], x: float | None = None, line: str = "") -> tuple[Published, ...]:
+def _published(sources: Iterable[Source], x: float | None = None, line: str = "") -> tuple[Published, ...]:
     return tuple(
         Published(table=source.table, label=ARTIFACT, values={"avg_jct_s": source.published_s}, x=x, line=line)
         for source in sources
@@ -121,16 +121,16 @@ def _published(sources: Iterable[_Source], x: float | None = None, line: str = "
     )
 
 
-def _sources(artifacts: Artifacts, is_quick: bool) -> tuple[list[_Source], tuple[str, ...]]:
+def sources_of(artifacts: Artifacts, is_quick: bool) -> tuple[list[Source], tuple[str, ...]]:
     """Workloads 6, 1 and 3 (quick: 6 alone), or generated ones; and notes about that."""
     osdi21 = artifacts.part("osdi21")
     if osdi21 is None:
         seeds = range(1 if is_quick else 3)
-        return [_Source(table=f"day, seed {s}", workload="builtin:day", traces=None, seed=s) for s in seeds], (
+        return [Source(table=f"day, seed {s}", workload="builtin:day", traces=None, seed=s) for s in seeds], (
             NO_OSDI21,
         )
     found = [
-        _Source(
+        Source(
             table=Path(name).name, workload=f"{osdi21 / name}.csv", traces=str(osdi21 / "traces"), published_s=published
         )
         for name, published in ARTIFACT_JCT_S.items()
@@ -138,16 +138,16 @@ def _sources(artifacts: Artifacts, is_quick: bool) -> tuple[list[_Source], tuple
     return found[:1] if is_quick else found, ()
 
 
-def _loads(artifacts: Artifacts, is_quick: bool) -> tuple[dict[float, _Source], tuple[str, ...]]:
+def _loads(artifacts: Artifacts, is_quick: bool) -> tuple[dict[float, Source], tuple[str, ...]]:
     osdi21 = artifacts.part("osdi21")
     if osdi21 is None:
         names = {1.0: "day", 2.0: "heavy"}
         return {
-            load: _Source(table=f"load {load}", workload=f"builtin:{name}", traces=None) for load, name in names.items()
+            load: Source(table=f"load {load}", workload=f"builtin:{name}", traces=None) for load, name in names.items()
         }, (NO_OSDI21,)
     found = {}
     for load, published in ARTIFACT_LOAD_JCT_S.items():
-        found[load] = _Source(
+        found[load] = Source(
             table=f"load {load}",
             workload=f"{osdi21 / workload_at(load)}.csv",
             traces=str(osdi21 / "traces"),
@@ -177,7 +177,7 @@ def variants() -> dict[str, tuple[PolicySettings, SimulationConfig]]:
 GAVEL_INTERVAL_S = 360.0  # between two rounds, as its authors have it
 
 
-def _plain(source: _Source, name: str, config: SimulationConfig | None = None, **more: Any) -> Case:
+def plain(source: Source, name: str, config: SimulationConfig | None = None, **more: Any) -> Case:
     """A policy as its authors run it."""
     config = config or SimulationConfig()
     if name == "gavel":
@@ -188,8 +188,8 @@ def _plain(source: _Source, name: str, config: SimulationConfig | None = None, *
 _QUICK_POLICIES = ("equal", "optimus", "sia", "tiresias")
 
 
-def _osdi21(artifacts: Artifacts, is_quick: bool) -> Suite:
-    sources, notes = _sources(artifacts, is_quick)
+def osdi21(artifacts: Artifacts, is_quick: bool) -> Suite:
+    sources, notes = sources_of(artifacts, is_quick)
     others = _QUICK_POLICIES if is_quick else [name for name in policy_names() if name != "pollux"]
     cases = []
     for source in sources:
@@ -197,10 +197,10 @@ def _osdi21(artifacts: Artifacts, is_quick: bool) -> Suite:
             source.case("pollux", label, settings, config, is_aside=config is OUR_PHYSICS)
             for label, (settings, config) in variants().items()
         ]
-        cases += [_plain(source, name) for name in others]
+        cases += [plain(source, name) for name in others]
         settings = PolicySettings(resize_s=OUR_PHYSICS.resize_s)
         cases += [
-            _plain(source, name, OUR_PHYSICS, label=f"{name}, our physics", settings=settings, is_aside=True)
+            plain(source, name, OUR_PHYSICS, label=f"{name}, our physics", settings=settings, is_aside=True)
             for name in others
         ]
     return Suite(
@@ -224,12 +224,12 @@ def _osdi21(artifacts: Artifacts, is_quick: bool) -> Suite:
     )
 
 
-def _fairness(artifacts: Artifacts, is_quick: bool) -> Suite:
-    sources, notes = _sources(artifacts, is_quick)
+def fairness(artifacts: Artifacts, is_quick: bool) -> Suite:
+    sources, notes = sources_of(artifacts, is_quick)
     cases = []
     for source in sources:
         cases += [source.case("pollux", f"pollux, p = {p:g}", PolicySettings(p=p)) for p in (1.0, 0.0, -1.0, -10.0)]
-        cases += [_plain(source, name) for name in ("themis", "equal", "gavel")]
+        cases += [plain(source, name) for name in ("themis", "equal", "gavel")]
     shares = tuple(Column(heading=f"ρ > {most}", key=f"rho_above_{most}", form=".1%", rank=most) for most in (1, 2))
     return Suite(
         name="fairness",
@@ -249,7 +249,7 @@ def _fairness(artifacts: Artifacts, is_quick: bool) -> Suite:
     )
 
 
-def _load(artifacts: Artifacts, is_quick: bool) -> Suite:
+def load(artifacts: Artifacts, is_quick: bool) -> Suite:
     sources, notes = _loads(artifacts, is_quick)
     cases: list[Case] = []
     published: list[Published] = []
@@ -274,8 +274,8 @@ def _load(artifacts: Artifacts, is_quick: bool) -> Suite:
     )
 
 
-def _interference(artifacts: Artifacts, is_quick: bool) -> Suite:
-    sources, notes = _sources(artifacts, is_quick)
+def interference(artifacts: Artifacts, is_quick: bool) -> Suite:
+    sources, notes = sources_of(artifacts, is_quick)
     cases = []
     for source in sources:
         for slowdown in (0.0, 0.5) if is_quick else (0.0, 0.25, 0.5):
@@ -305,8 +305,8 @@ def _interference(artifacts: Artifacts, is_quick: bool) -> Suite:
     )
 
 
-def _interval(artifacts: Artifacts, is_quick: bool) -> Suite:
-    sources, notes = _sources(artifacts, is_quick)
+def interval(artifacts: Artifacts, is_quick: bool) -> Suite:
+    sources, notes = sources_of(artifacts, is_quick)
     intervals_s = (60, 480) if is_quick else (30, 60, 120, 240, 480)
     cases = []
     for source in sources:
@@ -330,7 +330,7 @@ def _interval(artifacts: Artifacts, is_quick: bool) -> Suite:
     )
 
 
-def _hetero(artifacts: Artifacts, is_quick: bool) -> Suite:
+def hetero(artifacts: Artifacts, is_quick: bool) -> Suite:
     sia = artifacts.part("sia")
     if sia is None:
         raise InputFileError(
@@ -339,7 +339,7 @@ def _hetero(artifacts: Artifacts, is_quick: bool) -> Suite:
             "with traces/ and workloads/; say where it is with --artifacts DIR",
         )
     workload = sia / "workloads" / "philly" / "workload-1.csv"
-    source = _Source(table="philly/workload-1", workload=str(workload), traces=str(sia / "traces"))
+    source = Source(table="philly/workload-1", workload=str(workload), traces=str(sia / "traces"))
     world = sia_config()
     cases = [source.case("pollux", label, settings, world) for label, settings in _ours().items()]
     cases += [source.case(name, config=world) for name in ("sia", "tiresias")]
@@ -387,7 +387,7 @@ SCALE_TABLE = "clusters of three and four GPU types"
 _MOST_GPUS, _QUICK_GPUS = 10_000, 1024  # larger sizes are for benchmarks/scale.py: they take minutes and gigabytes
 
 
-def _scale(artifacts: Artifacts, is_quick: bool) -> Suite:
+def scale(artifacts: Artifacts, is_quick: bool) -> Suite:
     sizes = tuple(size for size in SIZES if size.num_gpus <= (_QUICK_GPUS if is_quick else _MOST_GPUS))
     return Suite(
         name="scale",
@@ -422,7 +422,7 @@ def _scale(artifacts: Artifacts, is_quick: bool) -> Suite:
     )
 
 
-def _truth(artifacts: Artifacts, is_quick: bool) -> Suite:
+def truth(artifacts: Artifacts, is_quick: bool) -> Suite:
     folder = None if artifacts.folder is None else artifacts.folder / "thirdparty"
     if folder is None or not folder.is_dir():
         raise InputFileError(
@@ -448,37 +448,3 @@ def _truth(artifacts: Artifacts, is_quick: bool) -> Suite:
         ),
         charts=(Chart(title="Mean error", key="mean_error", factor=100, unit="%"),),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class SuiteEntry:
-    """A suite, made when it is asked for."""
-
-    summary: str
-    make: Callable[[Artifacts, bool], Suite]
-
-
-SUITES: dict[str, SuiteEntry] = {
-    "osdi21": SuiteEntry(
-        "every policy on the published workloads: JCT, makespan, fairness, restarts, decisions", _osdi21
-    ),
-    "fairness": SuiteEntry("finish-time fairness by the exponent p, beside themis, equal and gavel", _fairness),
-    "load": SuiteEntry("half to twice as many jobs", _load),
-    "interference": SuiteEntry("jobs that span nodes and slow each other down, avoided and not", _interference),
-    "interval": SuiteEntry("rounds of half a minute to eight, with and without decisions on events", _interval),
-    "hetero": SuiteEntry("Sia's cluster of three GPU types; needs that artifact's data", _hetero),
-    "truth": SuiteEntry("models against measurements of Zeus, ElasticFlow and Gavel; needs their data", _truth),
-    "scale": SuiteEntry("time and quality of decisions from 64 to 10,000 GPUs", _scale),
-}
-
-
-def make_suite(name: str, artifacts: Artifacts, *, is_quick: bool = False) -> Suite:
-    """The suite of that name; ``is_quick``: fewer cases.
-
-    Raises:
-        UnknownNameError: there is none.
-        InputFileError: it needs data that is not there.
-    """
-    if name not in SUITES:
-        raise UnknownNameError("suite", name, SUITES)
-    return dataclasses.replace(SUITES[name].make(artifacts, is_quick), is_quick=is_quick)

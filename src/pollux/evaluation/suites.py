@@ -3,7 +3,7 @@
 A suite is a list of cases (a policy with its settings on a workload in a configuration), the published figures beside
 them, and what to plot. Cases with the same ``table`` are compared with each other; one ``label`` means the same
 in every table. Rows of tables are plain mappings from a column's key to its value, so that terminal, page
-and file show the same. :mod:`pollux.evaluation.catalogue` has the suites, :mod:`pollux.evaluation.verdicts` says which
+and file show the same. :mod:`pollux.evaluation.registry` names the suites, :mod:`pollux.evaluation.verdicts` says which
 policy is first, :mod:`pollux.evaluation.suite_page` draws them.
 """
 
@@ -88,6 +88,7 @@ class Suite:
     measurements: Path | None = None  # of others, that models are compared with, instead of simulations
     published: tuple[Published, ...] = ()
     reference: str = ""  # label of the published row that others are compared with
+    base: str = ""  # label of the row of this run that makespans and average JCTs are ratios to
     has_means: bool = True  # means over tables make sense
     columns: tuple[Column, ...] = ()
     charts: tuple[Chart, ...] = ()
@@ -120,6 +121,11 @@ def all_rows(suite: Suite, measured: Sequence[Row]) -> list[_NewRow]:
         reference_s = next((row["avg_jct_s"] for row in rows if row["policy"] == suite.reference), None)
         for row in rows if reference_s else ():
             row["ratio_to_published"] = row["avg_jct_s"] / reference_s
+        base = next((row for row in rows if suite.base and row["policy"] == suite.base), None)
+        for row in rows:
+            if base is not None and not row["is_published"]:
+                row["makespan_ratio"] = row["makespan_s"] / base["makespan_s"]
+                row["jct_ratio"] = row["avg_jct_s"] / base["avg_jct_s"]
     return [row for rows in tables.values() for row in rows]
 
 

@@ -14,8 +14,8 @@ from pollux.errors import InvalidValueError
 from pollux.policy.fitness import EPSILON
 from pollux.types import Plan, Snapshot
 
-WEIGHTINGS = ("equal", "learnt", "remaining")
-OBJECTIVES = ("max_min_fairness", "max_sum_throughput")  # of Gavel
+WEIGHTINGS = ("auto", "equal", "learnt", "remaining")
+OBJECTIVES = ("max_min_fairness", "max_sum_throughput", "max_sum_steps", "finish_time_fairness")  # of Gavel
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,11 +26,14 @@ class PolicySettings:
     epsilon: float = EPSILON  # added to every speedup, so that waiting has a finite cost
     resize_s: float = 30.0  # δ: what a resize costs a job, in seconds
     charges_measured: bool = True  # what a job's resizes were seen to cost goes before ``resize_s``
-    weights: str = "equal"  # or "remaining": shorter remaining work weighs more
+    weights: str = "equal"  # or one of WEIGHTINGS: shorter remaining work weighs more; auto: as far as it is known
     avoid_interference: bool = True  # at most one spanning job per node
     charges_starts: bool = False  # charge δ to a job that holds nothing, as the OSDI'21 artifact does
     exploration: float = 4.0  # a job may ask for this many times the replicas it was measured with
     first_replicas: int = 4  # and for so many before it was measured
+    adapts_batch: bool = True  # off: jobs keep the batch size they asked for
+    is_elastic: bool = True  # off: and the replicas
+    counts_efficiency: bool = True  # off: jobs are weighed by throughput, as if all examples were equally useful
     objective: str = OBJECTIVES[0]  # of gavel
     seed: int = 0
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from pollux.policy.ablation import ablated
 from pollux.policy.base import Policy, PolicySettings
 from pollux.policy.dense import types_of
 from pollux.policy.lengths import Lengths
@@ -35,6 +36,7 @@ class PolluxPolicy(Policy):
 
     def __init__(self, settings: PolicySettings) -> None:
         self._settings = settings
+        self.adapts_batch = settings.adapts_batch
         self._speedups = Speedups(settings)
         self._lengths = Lengths()
         self._rng = np.random.default_rng(settings.seed)
@@ -51,6 +53,7 @@ class PolluxPolicy(Policy):
     def decide(self, snapshot: Snapshot) -> Plan:
         if not snapshot.jobs or not snapshot.nodes:
             return Plan(allocations={}, explanation=Explanation(fitness_before=0, fitness=0, upper_bound=0))
+        snapshot = ablated(snapshot, self._settings)
         if self._settings.weights != "equal":
             self._lengths.look(snapshot.jobs)
         if self._settled is not None:
@@ -94,12 +97,20 @@ class PolluxPolicy(Policy):
         declared = [job.remaining_examples for job in jobs]
         return [other if own is None else own for own, other in zip(declared, learnt, strict=True)]
 
+    def _learns(self, types: tuple[str, ...]) -> bool:
+        """Whether ended jobs say how long others are.
+
+        Slots of several types are not worth the same: with "auto" what was served there is not compared. On the Sia
+        artifact's cluster "learnt" costs 9 % of JCT, on clusters of one type it saves some.
+        """
+        weights = self._settings.weights
+        return weights in ("learnt", "remaining") or (weights == "auto" and len(types) == 1)
+
     def _solve(self, snapshot: Snapshot) -> Plan:
-        learnt_s = None
-        if self._settings.weights != "equal":
+        learnt_s, types = None, types_of(snapshot.nodes)
+        if self._learns(types):
             learnt_s = self._lengths.left(snapshot.jobs) * len(snapshot.jobs) / snapshot.num_slots
         round_ = RoundProblem.of(snapshot, self._speedups.tables(snapshot), self._settings, learnt_s)
-        types = types_of(snapshot.nodes)
         if len(types) == 1:
             return round_.plan(solve(round_.problems[0], self._rng))
         found = solve_mixed(round_.problems, round_.nodes, self._memory if types == self._types else None, self._rng)

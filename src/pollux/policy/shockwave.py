@@ -1,26 +1,30 @@
 """Shockwave: a market that plans ahead for jobs whose batch sizes change (Zheng et al., NSDI'23).
 
-Jobs keep the replicas they asked for. For a window of rounds ahead the policy chooses how many of them each job runs,
-such that the sum over jobs of
+Jobs keep the replicas they asked for. For a window of T rounds ahead the policy chooses how many of them each of the n
+jobs runs, such that
 
-    (expected ρ)^k · log(share of its work done by the end of the window)
+    sum over jobs of w·log(share of its work done by the end of the window) / (n·T)  -  k·(longest time left then, in s)
 
-is largest. That is the Nash welfare of a market in which all jobs have the same to spend, with a weight that lifts jobs
-about to end later than their fair share would let them. With weight λ comes the makespan that the window leaves:
-rounds of jobs that will run longest count more. ρ is the time from submission to the expected end over the time that
-the whole run would take on one of as many shares of the cluster as there are jobs. The plan is made again when jobs or
-nodes come and go, and at the window's end.
+is largest: the Nash welfare of a market in which all jobs have the same to spend, and the makespan. w is 1 for a job
+that is in time and ρ^λ for one that will end later than its fair share would let it, with more for a job that a single
+round would end. ρ is the time from submission to the expected end over the time that the whole run would take on one of
+as many shares of the cluster as there were jobs. The plan is made again when jobs or nodes come and go, and at the
+window's end.
 
 What a round is worth depends on when it comes: batch sizes grow with the noise scale, and speed with them. The noise
 scales seen so far, of a job or of earlier ones of its application, give their growth over the share of work done (a
 line in the logarithm), and the work left is priced at the goodput of each stretch to come.
 
+Constants are the authors': T = 20, k = 0.001 (the least of theirs), λ = 5, the logarithm as a line between six points.
+Their first program, in which every job must end in time, is left out: it has no solution on a busy cluster, and then
+they solve this one. ρ is of times since submission; theirs is of the clock's.
+
 Simplifications: that line replaces the paper's regimes and their Bayesian durations. Batch sizes follow goodput,
-not the user's own rule. The program is solved greedily, a round at a time to the job that gains most per slot, which
-is exact but for the last rounds that do not fit. Only how many rounds a job runs matters to the market, so they are
-dealt such that jobs run without a break and end early: first jobs that need every round left, then jobs that run
-already, then those that need fewest; slots that are not planned for go to the others in this order. Accelerator
-types make no difference to the plan, only to the speeds that it expects.
+not the user's own rule. The program is solved for each time left that the window can reach: jobs that are longer get
+the rounds they need for it, and the others are dealt a round at a time to the job that gains most per slot, which is
+exact but for the last rounds that do not fit. Within the window jobs that need every round left come first, then jobs
+with the most weight for the slots they still need, as published; slots that are not planned for go to the jobs with
+most left. Accelerator types make no difference to the plan, only to the speeds that it expects.
 """
 
 from __future__ import annotations
@@ -39,15 +43,16 @@ from pollux.policy.estimates import largest_nodes, remaining_steps, step_s
 from pollux.policy.gangs import demand, gang_plan
 from pollux.types import FloatArray, JobView, Plan, Snapshot
 
-# Chosen by hand. On the OSDI'21 workloads 6 and 1 other values move average JCTs by up to 6 % for one workload, mostly
-# the other way for the second: no value is better on both. Longer windows have fewer restarts.
-_WINDOW = 20  # rounds that are planned ahead; tried: 10, 40
-_FAIRNESS = 5.0  # k; tried: 1, 10
-_MAKESPAN = 1e-3  # λ; tried: 0, 0.01
+_WINDOW = 20  # T: rounds that are planned ahead
+_LATE = 5.0  # λ: how steeply the weight of late jobs rises
+_ENDING = 100.0  # the same for a late job that one round would end
+_MAX_WEIGHT = 1e9  # more would make all other terms vanish in rounding
+_MAKESPAN = 1e-3  # k, per second
+_BASES = np.array([0.0, 0.2, 0.4, 0.6, 0.8, 1.0])  # shares of work between which the logarithm is a line
+_LOGS = np.log([1e-6, *_BASES[1:]])
 _STRETCHES = 5  # of the work left, each with its own noise scale; tried: 1, 10
 _UNKNOWN_S = 3600.0  # assumed work left of a job of which nothing is known; 600 and 14,400 give the same there
 _ROUND_S = 60.0  # assumed length of a round until the second one has shown it: the default interval
-_LEAST_DONE = 1e-3  # share of work that counts as done at the least: the logarithm of 0 is -inf
 _MAX_GROWTH = 10.0  # of the noise scale's logarithm over a run; a line through few points may be much steeper
 _MAX_KNOWN = 2048  # applications that are remembered, the latest; bounds memory
 
@@ -127,6 +132,9 @@ class ShockwavePolicy(Policy):
         self._slopes: dict[str, tuple[int, float]] = {}  # by application: jobs that are over, sum of their slopes
         self._applications: dict[str, str] = {}  # of jobs that are not
         self._rounds: dict[str, int] = {}  # by job, still to run in this window
+        self._weights: dict[str, float] = {}  # by job, in this window's plan
+        self._left_s: dict[str, float] = {}  # by job, work left when it was planned
+        self._contention: dict[str, tuple[int, float]] = {}  # by job: decisions seen, sum of jobs per slot at them
         self._rounds_left = 0
         self._round_s = _ROUND_S
         self._last_at: float | None = None
@@ -137,9 +145,10 @@ class ShockwavePolicy(Policy):
             return Plan(allocations={})
         self._pass_time(snapshot)
         self._learn(snapshot.jobs)
+        self._count(snapshot)
         basis = (tuple(job.name for job in snapshot.jobs), snapshot.nodes)
         if basis != self._planned_for or self._rounds_left <= 0:
-            self._rounds = self._plan(snapshot)
+            self._plan(snapshot)
             self._rounds_left, self._planned_for = _WINDOW, basis
         return gang_plan(snapshot, self._order(snapshot.jobs))
 
@@ -201,51 +210,110 @@ class ShockwavePolicy(Policy):
         phis = [model.phi * math.exp(growth * float(start - begun[0])) for start in begun]
         return [GoodputModel(model.params, phi, model.limits, model.factors) for phi in phis]
 
-    def _plan(self, snapshot: Snapshot) -> dict[str, int]:
+    def _count(self, snapshot: Snapshot) -> None:
+        """How many jobs there are for each slot, for the mean over each job's life."""
+        now = max(len(snapshot.jobs) / snapshot.num_slots, 1.0)
+        before = self._contention
+        self._contention = {}
+        for job in snapshot.jobs:
+            number, total = before.get(job.name, (0, 0.0))
+            self._contention[job.name] = (number + 1, total + now)
+
+    def _plan(self, snapshot: Snapshot) -> None:
         """Rounds of the coming window for each job."""
         jobs = [job for job in snapshot.jobs if not (job.is_fixed and not job.allocation)]
         cluster = NodeTypes(snapshot)
         outlooks = self.outlooks(jobs, cluster)
-        longest = max((outlook.remaining_s for outlook in outlooks), default=1.0)
         ahead = np.linspace(0.0, _WINDOW * self._round_s, _WINDOW + 1)
-        gains = {}
+        contention = max(len(snapshot.jobs) / cluster.num_slots, 1.0)
+        gains: dict[str, FloatArray] = {}
+        self._left_s, self._weights = {}, {}
         for job, outlook in zip(jobs, outlooks, strict=True):
-            whole_s = job.attained_s + outlook.remaining_s
-            contention = max(demand(job) * len(jobs) / cluster.num_slots, 1.0)
-            rho = (job.age_s + outlook.remaining_s * contention) / (whole_s * contention)
-            welfare = np.log(outlook.after(ahead) + _LEAST_DONE)
-            shorter = np.minimum(ahead, outlook.remaining_s) / longest * (outlook.remaining_s / longest)
-            worth = job.spec.weight * rho**_FAIRNESS * welfare / len(jobs) + _MAKESPAN * shorter
-            gains[job.name] = np.diff(worth) / demand(job)
-        return deal(gains, {job.name: demand(job) for job in jobs}, cluster.num_slots)
+            number, total = self._contention[job.name]
+            fair_s = (job.attained_s + outlook.remaining_s) * total / number
+            rho = (job.age_s + outlook.remaining_s * contention) / fair_s
+            weight = late_weight(rho, ends_soon=outlook.remaining_s < self._round_s)
+            welfare = np.interp(outlook.after(ahead), _BASES, _LOGS)
+            gains[job.name] = job.spec.weight * weight * np.diff(welfare) / (max(len(jobs), 1) * _WINDOW)
+            self._left_s[job.name], self._weights[job.name] = outlook.remaining_s, job.spec.weight * weight
+        demands = {job.name: demand(job) for job in jobs}
+        self._rounds = plan_rounds(gains, self._left_s, demands, cluster.num_slots, self._round_s)
 
     def _order(self, jobs: Sequence[JobView]) -> list[JobView]:
         """The order of jobs this round; ties by submission."""
 
-        def key(job: JobView) -> tuple[bool, bool, bool, int]:
+        def key(job: JobView) -> tuple[bool, bool, float]:
             rounds = self._rounds.get(job.name, 0)
-            return rounds < self._rounds_left, rounds == 0 or not job.allocation, rounds == 0, rounds
+            if rounds == 0:
+                return True, True, -self._left_s.get(job.name, 0.0)
+            return rounds < self._rounds_left, False, -self._weights[job.name] / (rounds * demand(job))
 
         return sorted(jobs, key=key)
 
 
-def deal(gains: Mapping[str, FloatArray], demands: Mapping[str, int], num_slots: int) -> dict[str, int]:
-    """Rounds by job: one at a time to the job that gains most per slot, until the window's slots are used up.
+def late_weight(rho: float, *, ends_soon: bool) -> float:
+    """The weight of a job that would end at ``rho`` times its fair time."""
+    if rho <= 1:
+        return 1.0
+    return math.exp(min((_ENDING if ends_soon else _LATE) * math.log(rho), math.log(_MAX_WEIGHT)))
 
-    ``gains``: by job what each further round brings, falling.
+
+def plan_rounds(
+    gains: Mapping[str, FloatArray],
+    left_s: Mapping[str, float],
+    demands: Mapping[str, int],
+    num_slots: int,
+    round_s: float,
+) -> dict[str, int]:
+    """Rounds by job in the window that make welfare less the weighted longest time left largest.
+
+    ``gains``: by job what each further round adds to the welfare; ``left_s``: the time each has left. What is gained is
+    concave in the longest time that may be left, so that the search ends where it falls.
     """
-    left = num_slots * max((len(mine) for mine in gains.values()), default=0)
-    rounds = dict.fromkeys(gains, 0)
-    queue = [(-float(mine[0]), place, name) for place, (name, mine) in enumerate(gains.items()) if len(mine)]
-    heapq.heapify(queue)
+    window = max((len(mine) for mine in gains.values()), default=0)
+    left_s = {name: left for name, left in left_s.items() if demands[name] <= num_slots}  # others cannot run
+    longest_s = max(left_s.values(), default=0.0)
+    best: tuple[float, dict[str, int]] | None = None
+    for shorter in range(window, -1, -1):  # by how many rounds the longest time left falls
+        target_s = longest_s - shorter * round_s
+        needed = {name: min(max(math.ceil((left - target_s) / round_s), 0), window) for name, left in left_s.items()}
+        if sum(demands[name] * count for name, count in needed.items()) > num_slots * window:
+            continue
+        rounds = deal(gains, demands, num_slots, needed)
+        after_s = max((left - rounds[name] * round_s for name, left in left_s.items()), default=0.0)
+        worth = sum(float(gains[name][:count].sum()) for name, count in rounds.items())
+        worth -= _MAKESPAN * max(after_s, 0.0)
+        if best is not None and worth <= best[0]:
+            break
+        best = (worth, rounds)
+    return best[1] if best is not None else {}
+
+
+def deal(
+    gains: Mapping[str, FloatArray], demands: Mapping[str, int], num_slots: int, needed: Mapping[str, int]
+) -> dict[str, int]:
+    """Rounds by job: those it needs, then one at a time to the job that gains most per slot, until all slots are used.
+
+    ``gains``: by job what each further round brings, falling. A job that needs more slots than there are gets none.
+    """
+    window = max((len(mine) for mine in gains.values()), default=0)
+    rounds = {name: needed.get(name, 0) if demands[name] <= num_slots else 0 for name in gains}
+    left = num_slots * window - sum(demands[name] * count for name, count in rounds.items())
+    queue: list[tuple[float, int, str]] = []
+
+    def offer(place: int, name: str) -> None:
+        if rounds[name] < len(gains[name]):
+            heapq.heappush(queue, (-float(gains[name][rounds[name]]) / demands[name], place, name))
+
+    for place, name in enumerate(gains):
+        offer(place, name)
     while queue:
         gain, place, name = heapq.heappop(queue)
         if gain >= 0 or demands[name] > min(left, num_slots):
             continue
         left -= demands[name]
         rounds[name] += 1
-        if rounds[name] < len(gains[name]):
-            heapq.heappush(queue, (-float(gains[name][rounds[name]]), place, name))
+        offer(place, name)
     return rounds
 
 

@@ -23,6 +23,9 @@ class Oracle(Protocol):
     def remaining_iterations(self) -> float:
         """True number of steps left at the requested batch size."""
 
+    def loss(self, share_done: float) -> float | None:
+        """Of its first loss, what is left after so much of its work, by measured metrics; None: not measured."""
+
     def load(self, num_replicas: int, accelerator: str = DEFAULT_ACCELERATOR) -> float:
         """Share of a step, 0..1, in which it keeps its accelerators busy; see :mod:`pollux.model.sharing`."""
 

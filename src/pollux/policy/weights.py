@@ -23,7 +23,7 @@ def remaining_seconds(
     """(num_jobs,) on its fair share, as each has declared, or as others have shown; nan where neither is known.
 
     ``fair_goodputs``: of each job on its fair share, nan where that is not known yet; ``learnt_s``: seconds that jobs
-    like it have shown it to need yet.
+    like it have shown it to need yet. With "remaining" and "auto" what was declared goes first.
     """
     if settings.weights == "equal":
         return np.full(len(jobs), np.nan)

@@ -75,6 +75,8 @@ class Application(Protocol):
     max_replicas: int
     num_epochs: int
     habits: Habits
+    losses: tuple[float, ...]
+    """(num_epochs + 1,) shares of the first loss before training and after each epoch; empty: not measured."""
 
     @property
     def accelerators(self) -> tuple[str, ...]:

@@ -108,6 +108,7 @@ class ProfiledApplication:
     ) -> None:
         self.name, self.limits, self.max_replicas, self.habits = name, limits, max_replicas, habits
         self.min_replicas = 1
+        self.losses: tuple[float, ...] = ()
         self.num_epochs = len(epoch_ends)
         self._params = dict(params)
         self._corrections = dict(corrections or {})

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import io
+import statistics
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -161,19 +162,54 @@ def throughput_tables(folder: Path, accelerator: str) -> dict[str, StepTable]:
 
 def _read_gavel(path: Path, throughputs: Path, accelerator: str) -> ImportedTrace:
     """``total_steps`` and throughputs are summed over GPUs, as Gavel counts; here a step is one of all GPUs."""
-    tables = _file_tables(throughputs, accelerator)
-    columns = ("job", "model", "total_steps", "scale_factor", "arrival_s")
-    has_durations = "duration_s" in next(read_rows(path, columns))[1]
+    return _gavel_jobs(path, _file_tables(throughputs, accelerator), lambda number, row, step_s: None)
+
+
+RUNS_FILE = "runs_jobs.csv"  # beside a trace of Shockwave: what its jobs took
+
+
+def _read_shockwave(path: Path, throughputs: Path, accelerator: str) -> ImportedTrace:
+    """Jobs that change their batch by a rule of their own: as long as they took, at the speed of their first batch.
+
+    The time is that on their GPUs in the authors' runs, where ``runs_jobs.csv`` is beside the trace, else the trace's
+    ``duration_s``. What the file says of replicas on several machines was measured on another cluster: left out.
+    """
+    tables = _file_tables(throughputs, accelerator, with_spans=False)
+    took_s = _run_times(path.parent / RUNS_FILE, path) if (path.parent / RUNS_FILE).is_file() else {}
+
+    def steps(number: int, row: dict[str, str], step_s: float) -> float:
+        return (took_s.get(row["job"]) or to_float(path, number, row, "duration_s")) / step_s
+
+    return _gavel_jobs(path, tables, steps, more=("duration_s",))
+
+
+def _run_times(path: Path, trace: Path) -> dict[str, float]:
+    """Seconds by job: the median over the authors' simulations, which have no restarts to pay for."""
+    counts = {row["job"]: _positive(trace, number, row, "scale_factor") for number, row in read_rows(trace, ("job",))}
+    found: dict[str, list[float]] = {}
+    for number, row in read_rows(path, ("kind", "job", "gpu_time_s")):
+        if row["kind"] == "simulation" and row["job"] in counts:
+            found.setdefault(row["job"], []).append(to_float(path, number, row, "gpu_time_s") / counts[row["job"]])
+    return {job: statistics.median(times) for job, times in found.items()}
+
+
+def _gavel_jobs(
+    path: Path,
+    tables: Mapping[str, StepTable],
+    steps_of: Callable[[int, dict[str, str], float], float | None],
+    more: tuple[str, ...] = (),
+) -> ImportedTrace:
+    """``steps_of``: of a row, given its number and the time of a step; None: as ``total_steps`` says."""
+    columns = ("job", "model", "total_steps", "scale_factor", "arrival_s", *more)
     jobs = []
     clock = _Clock(path, may_go_back=True)
     for number, row in read_rows(path, columns):
         table = _require_measured(path, number, row["model"], tables)
         count = _positive(path, number, row, "scale_factor")
         device_batch = _positive(path, number, row, "batch_size") if row.get("batch_size") else _NO_BATCH
-        steps = _positive(path, number, row, "total_steps") / count
-        if has_durations:  # jobs that change their batch by a rule of their own: as long as they took alone
-            fastest = table.accelerators[0] if accelerator == ALL_TYPES else accelerator
-            steps = to_float(path, number, row, "duration_s") / table.step_s(fastest, False, count, device_batch)
+        steps = steps_of(number, row, table.step_s(table.accelerators[0], False, count, device_batch))
+        if steps is None:
+            steps = _positive(path, number, row, "total_steps") / count
         jobs.append(
             ImportedJob(
                 name=f"job-{row['job']}",
@@ -190,7 +226,7 @@ def _read_gavel(path: Path, throughputs: Path, accelerator: str) -> ImportedTrac
 ALL_TYPES = "all"
 
 
-def _file_tables(path: Path, accelerator: str) -> dict[str, StepTable]:
+def _file_tables(path: Path, accelerator: str, *, with_spans: bool = True) -> dict[str, StepTable]:
     """One file: ``gpu,model,batch_size,scale_factor,steps_per_s``, the last summed over GPUs."""
     tables: dict[str, StepTable] = {}
     seen: set[str] = set()
@@ -198,7 +234,9 @@ def _file_tables(path: Path, accelerator: str) -> dict[str, StepTable]:
         kind, spans = row["gpu"].removesuffix(_UNCONSOLIDATED), row["gpu"].endswith(_UNCONSOLIDATED)
         seen.add(kind)
         per_s = to_float(path, number, row, "steps_per_s")
-        if accelerator not in (ALL_TYPES, kind) or per_s <= 0:  # 0: it does not fit, or was not measured
+        if accelerator not in (ALL_TYPES, kind) or (spans and not with_spans):
+            continue
+        if per_s <= 0:  # 0: it does not fit, or was not measured
             continue
         count = _positive(path, number, row, "scale_factor")
         batch = _positive(path, number, row, "batch_size") if row.get("batch_size") else _NO_BATCH
@@ -266,8 +304,8 @@ FORMATS: Mapping[str, TraceFormat] = {
         accelerator=ALL_TYPES,
     ),
     "shockwave": TraceFormat(
-        summary="the same, with duration_s alone on its GPUs",
-        read=_read_gavel,
+        summary="the same, with duration_s alone on its GPUs; runs_jobs.csv beside it has what jobs took",
+        read=_read_shockwave,
         category="rigid",
         accelerator="v100",
     ),

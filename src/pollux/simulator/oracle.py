@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
+import numpy as np
+
 from pollux.model.goodput import fixed_batch
 from pollux.simulator.application import Application, dense_placement
 from pollux.simulator.colocation import load
@@ -73,6 +75,12 @@ class JobOracle:
         placement = dense_placement(num_replicas, self._slots_per_node[accelerator])
         times = self._application.step_time(accelerator, placement, device_batch)
         return times.iteration_s(accum_steps)
+
+    def loss(self, share_done: float) -> float | None:
+        losses = self._application.losses
+        if not losses:
+            return None
+        return float(np.interp(share_done, np.linspace(0.0, 1.0, len(losses)), losses))
 
     def remaining_iterations(self) -> float:
         last = self._application.num_epochs - 1

@@ -123,13 +123,14 @@ def read_recording(
     interval_s: float | None = None,
     charge_s: float | None = None,
     weights: str | None = None,
+    p: float | None = None,
     left_out: Mapping[str, str] | None = None,
     node_price: float | None = None,
 ) -> Recording:
     """The recording of a cluster, of its job details, reports by job, nodes and rounds.
 
-    ``policy``, ``interval_s``, ``charge_s`` (for a resize) and ``weights`` are the server's, as far as they are on
-    record; ``left_out`` are jobs that could not even be read, with the reason.
+    ``policy``, ``interval_s``, ``charge_s`` (for a resize), ``weights`` and ``p`` are the server's, as far as they are
+    on record; ``left_out`` are jobs that could not even be read, with the reason.
 
     Raises:
         SimulationError: no job can be simulated; the message says why.
@@ -167,6 +168,7 @@ def read_recording(
         resize_s=LIVE_CHARGE_S if charge_s is None else charge_s,
         charges_measured=False,
         weights=weights if weights in WEIGHTINGS else "equal",
+        p=PolicySettings().p if p is None else p,
     )
     span_s = max(job.finished_at for job in found)
     live_s = LIVE_INTERVAL_S if interval_s is None else interval_s

@@ -96,6 +96,7 @@ class TabledJob:
         self.limits = BatchLimits(initial=batch_size, maximum=batch_size, device_max=device_max)
         self.min_replicas, self.max_replicas = 1, min(table.max_replicas, batch_size)
         self.num_epochs, self.habits = _NUM_EPOCHS, _HABITS
+        self.losses: tuple[float, ...] = ()
         self.accelerators, self.step_time = table.accelerators, table.step_time
         self._steps = steps
 

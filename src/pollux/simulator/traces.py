@@ -214,6 +214,22 @@ def _read(path: Path, has_whole_steps: bool) -> list[_Row]:
 _RunRow = tuple[float, float, float, float]  # progress, iteration, |G|², variance; after each epoch
 
 
+def _losses(metrics: Sequence[float]) -> tuple[float, ...]:
+    """Shares of the first loss before training and after each epoch, by a validation metric that rises or falls.
+
+    The best value counts as no loss, and no later one as worse than an earlier one. Before the first epoch nothing was
+    measured: as if that epoch had changed as much as the second.
+    """
+    if len(metrics) < 2 or not np.isfinite(metrics).all():
+        return ()
+    begin = max(2 * metrics[0] - metrics[1], 0.0)
+    best = max(metrics) if metrics[-1] > metrics[0] else min(metrics)
+    if begin == best:
+        return ()
+    shares = np.minimum.accumulate([abs(value - best) / abs(begin - best) for value in (begin, *metrics)])
+    return tuple(float(share) for share in shares)
+
+
 class TrainingRuns:
     """How an application learns: one training run per batch size, interpolated between them."""
 
@@ -224,6 +240,7 @@ class TrainingRuns:
             InputFileError: a file cannot be used, or there is none.
         """
         runs: dict[int, list[_RunRow]] = {}
+        metrics: dict[int, list[float]] = {}  # after each epoch, by batch size; where they were measured
         for path in sorted(folder.glob("validation-*.csv")):
             size = path.stem.rsplit("-", 1)[-1]
             if not (size.isascii() and size.isdecimal()) or int(size) < 1:
@@ -238,6 +255,9 @@ class TrainingRuns:
                 for number, row in read_rows(path, ("progress", "iteration", "grad_sqr", "grad_var"))
             ]
             _check_run(path, runs[int(size)])
+            rows = list(read_rows(path, ("progress",)))
+            if all("metric" in row for _, row in rows):
+                metrics[int(size)] = [to_float(path, number, row, "metric") for number, row in rows]
         if not runs:
             raise InputFileError(folder, "no validation-<batch size>.csv; at least one is needed")
         self.batch_sizes = sorted(runs)
@@ -246,6 +266,7 @@ class TrainingRuns:
         if shortest < self.num_epochs:
             raise InputFileError(folder, f"{self.num_epochs} epochs are needed, a validation file has {shortest} rows")
         self._runs = runs
+        self.losses = _losses(metrics.get(self.batch_sizes[0], [])[: self.num_epochs])
         self._ends = [min(rows[epoch][0] for rows in runs.values()) for epoch in range(self.num_epochs)]
 
     def epoch_end(self, epoch: int) -> float:
@@ -329,7 +350,7 @@ class TraceApplication:
         self.max_replicas = limits.max_replicas if max_replicas is None else max_replicas
         self.accelerators = tuple(kind for kind in times if kind)
         self.epoch_end, self.gradient = runs.epoch_end, runs.gradient
-        self.iterations_between = runs.iterations_between
+        self.iterations_between, self.losses = runs.iterations_between, runs.losses
         self._times, self._bounds_placements = times, bounds_placements
 
     def step_time(self, accelerator: str, placement: Placement, device_batch: int) -> StepTime:

@@ -446,7 +446,7 @@ def test_a_detached_server_is_started_with_the_same_settings(nowhere: Path) -> N
     from pollux.policy import PolicySettings
     from pollux.server.config import ServiceConfig
 
-    settings = PolicySettings(weights="learnt")
+    settings = PolicySettings(weights="learnt", p=-2.0, avoid_interference=False)
     config = ServiceConfig(data_directory=nowhere, port=0, slots=3, policy="fifo", interval_s=5.0, settings=settings)
     words = arguments_of(config)
     given = dict(zip(words[1::2], words[2::2], strict=True))
@@ -455,6 +455,8 @@ def test_a_detached_server_is_started_with_the_same_settings(nowhere: Path) -> N
         "--data": str(nowhere),
         "--engine": "local",
         "--weights": "learnt",
+        "--p": "-2.0",
+        "--avoid-interference": "off",
         "--name": "pollux",
         "--port": "0",
         "--slots": "3",

@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 import pollux.policy as registry
 from pollux.cli import progress, simulation_notes
 from pollux.cli.app import app
+from pollux.cli.policy_options import POLICY_OPTIONS
 from pollux.cli.progress import Tally, telling
 from pollux.policy import PolicySettings, make_policy, policy_names
 from pollux.simulator.config import SimulationConfig
@@ -75,14 +76,15 @@ def test_who_reads_which_option_is_as_we_say() -> None:
 
     workload, applications = load_source("builtin:small", None, 0)
     some = dataclasses.replace(workload, jobs=workload.jobs[:6])
-    readers: dict[str, set[str]] = {"p": set(), "weights": set(), "resize_s": set()}
+    fields = {option.flag: option.field for option in POLICY_OPTIONS}
+    readers: dict[str, set[str]] = {field: set() for field in fields.values()}
     settings = Watched(weights="remaining", charges_measured=False)
     for name in policy_names():
         looked_at.clear()
         simulate(some, applications, make_policy(name, settings), SimulationConfig(num_nodes=4))
         for field in readers.keys() & looked_at:
             readers[field].add(name)
-    told = dict(zip(("p", "weights", "resize_s"), simulation_notes._READERS.values(), strict=True))
+    told = {fields[flag]: names for flag, names in simulation_notes._READERS.items()}
     assert {field: tuple(sorted(names)) for field, names in readers.items()} == told
 
 

@@ -11,7 +11,8 @@ import typer
 from typer.testing import CliRunner
 
 from pollux.cli.option_groups import OptionGroup, expanded
-from pollux.cli.simulation_options import OPTIONS, PhysicsName, SimulationOptions, Switch, Weights, said_options
+from pollux.cli.policy_options import POLICY_OPTIONS, PolicyOptions, Switch, Weights, said_settings
+from pollux.cli.simulation_options import OPTIONS, PhysicsName, SimulationOptions, said_options
 from pollux.errors import InvalidValueError
 from pollux.policy import WEIGHTINGS, PolicySettings
 from pollux.simulator.config import SimulationConfig
@@ -47,6 +48,8 @@ GIVEN: list[dict[str, Any]] = [
     {"physics": PhysicsName.SIA},
     {"physics": PhysicsName.SIA, "nodes": 16},
     {"charge_s": 12.0, "p": -2.0, "weights": Weights.REMAINING},
+    {"exploration": 2.0, "first_replicas": 1, "avoid_interference": Switch.OFF},
+    {"adapt_batches": Switch.OFF, "elastic": Switch.OFF, "efficiency": Switch.OFF, "weights": Weights.AUTO},
 ]
 
 
@@ -69,6 +72,28 @@ def test_what_a_report_says_makes_the_same_simulation(given: dict[str, Any]):
     assert again[0].config() == config
     assert again[0].settings(config, seed=3) == settings
     assert bool(said) == bool(given)
+
+
+def test_a_server_takes_the_same_options_of_the_policy_and_says_them_again():
+    """With its own settings where nothing is said: ``pollux up`` starts a detached server with what this says."""
+    usual = PolicySettings(resize_s=1.0)
+    typed = {"p": -2.0, "weights": Weights.AUTO, "exploration": 2.0, "elastic": Switch.OFF, "first_replicas": None}
+    settings = PolicyOptions(typed).settings(usual)
+    assert settings == dataclasses.replace(usual, p=-2.0, weights="auto", exploration=2.0, is_elastic=False)
+    assert said_settings(settings, usual) == {
+        "--p": -2.0,
+        "--weights": "auto",
+        "--exploration": 2.0,
+        "--elastic": "off",
+    }
+    assert said_settings(usual, usual) == {} and PolicyOptions({}).settings(usual) == usual
+    charged = PolicyOptions({"charge_s": 0.0}).settings(usual)
+    assert (charged.resize_s, charged.charges_measured) == (0.0, False)
+    assert said_settings(charged, usual) == {"--charge-s": 0.0}
+    with pytest.raises(InvalidValueError, match="exploration by a factor of 0"):
+        PolicyOptions({"exploration": 0.0}).settings(usual)
+    names = {parameter.name for parameter in SimulationOptions.parameters()}
+    assert {option.name for option in POLICY_OPTIONS} <= names
 
 
 def test_both_ends_of_auto_scaling_are_needed():

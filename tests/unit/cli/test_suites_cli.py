@@ -14,8 +14,10 @@ from typer.testing import CliRunner
 from pollux.cli import outputs, parallel
 from pollux.cli.app import app
 from pollux.cli.setups import Setup, run_setup
-from pollux.evaluation import catalogue
-from pollux.evaluation.catalogue import COLUMNS, Artifacts, SuiteEntry
+from pollux.cli.suites import first_workloads
+from pollux.evaluation import catalogue, registry
+from pollux.evaluation.catalogue import COLUMNS, Artifacts
+from pollux.evaluation.registry import SuiteEntry, make_suite
 from pollux.evaluation.scale import Size
 from pollux.evaluation.suites import Case, Chart, Published, Suite
 from pollux.simulator.config import SimulationConfig
@@ -51,7 +53,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir()
     monkeypatch.chdir(folder)
     monkeypatch.delenv("POLLUX_ARTIFACTS", raising=False)
-    monkeypatch.setitem(catalogue.SUITES, "tiny", SuiteEntry("two jobs", _tiny))
+    monkeypatch.setitem(registry.SUITES, "tiny", SuiteEntry("two jobs", _tiny))
     (folder / "jobs.csv").write_text(JOBS)
     return folder
 
@@ -127,10 +129,10 @@ def test_decisions_are_measured_where_a_suite_says_sizes(here: Path, monkeypatch
 def test_the_list(here: Path) -> None:
     shown = runner.invoke(app, ["compare", "--suite", "list"])
     assert shown.exit_code == 0
-    for name in catalogue.SUITES:
+    for name in registry.SUITES:
         assert name in shown.stdout
     plain = json.loads(runner.invoke(app, ["compare", "--suite", "list", "--json"]).stdout)
-    assert list(plain) == list(catalogue.SUITES)
+    assert list(plain) == list(registry.SUITES)
 
 
 @pytest.mark.parametrize(
@@ -165,3 +167,11 @@ def test_the_folder_of_artifacts_may_be_set_once(here: Path, monkeypatch: pytest
     plain = ["compare", "--workload", "jobs.csv", "--policy", "fifo", "--jobs", "1", "--nodes", "2"]
     assert runner.invoke(app, plain).exit_code == 0
     assert runner.invoke(app, ["compare", "--suite", "tiny", "--quick", "--jobs", "1"]).exit_code == 0
+
+
+def test_fewer_workloads_are_told() -> None:
+    suite = make_suite("ablation", Artifacts(folder=None))
+    first = first_workloads(suite, 1)
+    assert {case.table for case in first.cases} == {"day, seed 0"}
+    assert first.notes[-1] == "Run on day, seed 0 alone; left out: day, seed 1, day, seed 2."
+    assert first_workloads(suite, 3) is suite

@@ -16,7 +16,8 @@ from typing import Any
 import pytest
 
 from pollux.errors import InputFileError, UnknownNameError
-from pollux.evaluation.catalogue import NO_OSDI21, SUITES, Artifacts, make_suite
+from pollux.evaluation.catalogue import NO_OSDI21, Artifacts
+from pollux.evaluation.registry import SUITES, make_suite
 from pollux.evaluation.scale import ChangingCluster, Size, measure
 from pollux.evaluation.suite_page import suite_report
 from pollux.evaluation.suites import Case, Chart, Column, Published, Suite, all_rows, by_table
@@ -29,7 +30,7 @@ from pollux.simulator.source import load_source
 
 ROOT = Path(__file__).resolve().parents[3]
 NOWHERE = Artifacts(folder=None)
-WITHOUT_DATA = [name for name in SUITES if name not in ("hetero", "truth")]
+WITHOUT_DATA = [name for name in SUITES if name not in ("hetero", "truth", "shockwave", "realistic")]
 
 COLUMNS = (
     Column(heading="avg JCT s", key="avg_jct_s", form=",.0f"),
@@ -39,10 +40,14 @@ COLUMNS = (
 
 @pytest.fixture
 def artifacts(tmp_path: Path) -> Artifacts:
-    """Where the data would be; nothing of it is read when a suite is made."""
+    """Where the data would be; nothing but published figures is read when a suite is made."""
     for part in ("osdi21", "sia"):
         (tmp_path / part / "traces").mkdir(parents=True)
-    (tmp_path / "thirdparty").mkdir()
+    (tmp_path / "thirdparty" / "shockwave").mkdir(parents=True)
+    (tmp_path / "thirdparty" / "shockwave" / "runs_summary.csv").write_text(
+        "policy,kind,makespan_s,avg_jct_s\nshockwave,physical,75,90\nshockwave,simulation,1,1\n"
+        "max_min_fairness,physical,100,120\n"
+    )
     return Artifacts(folder=tmp_path)
 
 
@@ -93,6 +98,36 @@ def test_a_suite_that_needs_data_says_which(tmp_path: Path) -> None:
         make_suite("hetero", Artifacts(folder=tmp_path))
     with pytest.raises(InputFileError, match=r"needs measurements of others.*--artifacts DIR"):
         make_suite("truth", Artifacts(folder=tmp_path))
+    with pytest.raises(InputFileError, match=r"needs trace_120.csv.*--artifacts DIR"):
+        make_suite("shockwave", Artifacts(folder=tmp_path))
+
+
+def test_each_ablation_leaves_out_one_part(artifacts: Artifacts) -> None:
+    cases = {case.label: case for case in make_suite("ablation", artifacts, is_quick=True).cases}
+    usual = PolicySettings()
+    left_out = {label: case.settings for label, case in cases.items() if case.settings != usual}
+    assert {label for label, settings in left_out.items() if not settings.adapts_batch} == {
+        "batch sizes as asked",
+        "both as asked",
+    }
+    assert not left_out["replicas as asked"].is_elastic and not left_out["both as asked"].is_elastic
+    assert not left_out["throughput instead of goodput"].counts_efficiency
+    assert left_out["moves cost nothing"].resize_s == 0.0
+    assert cases["the same, not avoided"].config.interference > 0
+
+
+def test_physical_runs_are_ratios_to_one_of_them(artifacts: Artifacts) -> None:
+    """And what is simulated to the same policy of the simulation."""
+    suite = make_suite("shockwave", artifacts)
+    ratios = {row.label: row.values["makespan_ratio"] for row in suite.published}
+    assert ratios == {"shockwave, physical": 0.75, "gavel, max-min fairness, physical": 1.0}
+    here = [
+        {"workload": suite.cases[0].table, "policy": label, "makespan_s": time_s, "avg_jct_s": time_s}
+        for label, time_s in ((suite.base, 200.0), ("shockwave", 50.0))
+    ]
+    rows = {row["policy"]: row for row in all_rows(suite, here)}
+    assert rows["shockwave"]["makespan_ratio"] == rows["shockwave"]["jct_ratio"] == 0.25
+    assert rows["shockwave, physical"]["makespan_ratio"] == 0.75
 
 
 def test_an_unknown_suite_is_answered_with_those_there_are() -> None:

@@ -7,7 +7,8 @@ import pytest
 
 from pollux.errors import InvalidValueError
 from pollux.policy import PolicySettings, make_policy
-from pollux.policy.gavel import GavelPolicy, max_min_shares, max_sum_shares
+from pollux.policy.gavel import GavelPolicy
+from pollux.policy.gavel_programs import Work, fair_finish_shares, isolated, max_min_shares, max_sum_shares
 from pollux.testing.snapshots import make_job, make_mixed, make_nodes
 from pollux.types import Allocation, JobView, Node, Plan, Snapshot
 
@@ -23,6 +24,9 @@ class Speeds:
 
     def remaining_iterations(self) -> float:
         return 1000.0
+
+    def loss(self, share_done: float) -> float | None:
+        return None
 
     def load(self, num_replicas: int, accelerator: str = "gpu") -> float:
         return 1.0
@@ -142,3 +146,56 @@ def test_the_largest_sum_of_throughputs_goes_to_who_gains_most_and_ties_are_spli
 def test_an_unknown_objective_is_refused():
     with pytest.raises(InvalidValueError, match="max_sum_throughput"):
         PolicySettings(objective="makespan")
+
+
+class TestFinishTimeFairness:
+    def test_the_largest_rho_is_as_small_as_can_be(self):
+        """Two jobs and one slot: who is older and has more left needs more; both then end equally late."""
+        work = Work(
+            ages_s=np.array([0.0, 600.0]), steps_left=np.array([100.0, 400.0]), alone_s=np.array([200.0, 900.0])
+        )
+        found = fair_finish_shares(np.ones((2, 1)), np.array([1, 1]), work, np.array([1]))
+        rho = (work.ages_s + work.steps_left / found[:, 0]) / work.alone_s
+        assert found.sum() == pytest.approx(1.0, rel=1e-3)
+        assert rho[0] == pytest.approx(rho[1], rel=1e-2)
+
+    def test_who_is_too_late_anyway_has_all_its_time_and_the_rest_is_shared(self):
+        work = Work(
+            ages_s=np.array([1e6, 0.0, 0.0]), steps_left=np.array([100.0, 100.0, 300.0]), alone_s=np.full(3, 900.0)
+        )
+        found = fair_finish_shares(np.ones((3, 1)), np.ones(3, dtype=int), work, np.array([2]))
+        assert found[0, 0] == pytest.approx(1.0, rel=1e-3)
+        assert found[1:, 0].sum() == pytest.approx(1.0, rel=1e-3) and found[2, 0] > 2 * found[1, 0]
+
+    def test_several_types_are_used_where_they_are_fast(self):
+        throughputs = np.array([[4.0, 1.0], [1.0, 1.0]])
+        work = Work(ages_s=np.zeros(2), steps_left=np.full(2, 100.0), alone_s=np.full(2, 100.0))
+        found = fair_finish_shares(throughputs, np.ones(2, dtype=int), work, np.array([1, 1]))
+        assert found[0, 0] > 0.5 and found[1, 1] > 0.5
+        assert (found.sum(axis=1) <= 1 + 1e-6).all() and (found.sum(axis=0) <= 1 + 1e-6).all()
+
+    def test_a_job_that_can_run_nowhere_is_passed_over(self):
+        work = Work(ages_s=np.zeros(2), steps_left=np.ones(2), alone_s=np.ones(2))
+        found = fair_finish_shares(np.array([[0.0], [1.0]]), np.array([8, 1]), work, np.array([4]))
+        assert found[:, 0] == pytest.approx([0.0, 1.0])
+
+    def test_alone_means_one_part_in_as_many_as_there_are_jobs(self):
+        assert isolated(np.full((4, 1), 2.0), np.array([1, 2, 4, 1]), np.array([4])) == pytest.approx(
+            [2.0, 1.0, 0.5, 2.0]
+        )
+
+    def test_the_policy_lets_a_late_job_go_first(self):
+        oracle = Speeds({"gpu": 1.0})
+        settings = PolicySettings(objective="finish_time_fairness")
+        late, new = (
+            make_job(name, requested_replicas=4, oracle=oracle, age_s=age_s)
+            for name, age_s in (("late", 90_000.0), ("new", 1.0))
+        )
+        plan = make_policy("gavel", settings).decide(Snapshot(now=0.0, nodes=make_nodes(1), jobs=(new, late)))
+        assert plan.allocations.keys() == {"late"}
+
+
+def test_most_steps_go_to_the_quickest_steps():
+    """As the authors' program has it, a job of short steps has all its time before one of long ones has any."""
+    found = max_sum_shares(np.array([[10.0], [1.0]]), np.ones(2, dtype=int), np.ones(2), np.array([1]), is_plain=True)
+    assert found[:, 0] == pytest.approx([1.0, 0.0], abs=1e-6)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pollux.policy import PolicySettings, make_policy
-from pollux.policy.shockwave import Line, NodeTypes, ShockwavePolicy, deal, share_done
+from pollux.policy.shockwave import Line, NodeTypes, ShockwavePolicy, deal, late_weight, plan_rounds, share_done
 from pollux.testing.snapshots import make_job, make_mixed, make_nodes
 from pollux.types import Allocation, JobView, Node, Plan, Snapshot
 
@@ -28,14 +28,61 @@ def job(name: str, *, left: float = 1e6, done: float = 0.0, **view: object) -> J
 class TestDeal:
     def test_rounds_go_to_whom_they_bring_most_by_slot(self):
         gains = {"a": np.array([4.0, 2.0, 1.0]), "b": np.array([3.0, 0.5, 0.1])}
-        assert deal(gains, {"a": 1, "b": 1}, 1) == {"a": 2, "b": 1}
+        assert deal(gains, {"a": 1, "b": 1}, 1, {}) == {"a": 2, "b": 1}
 
     def test_nobody_gets_rounds_that_bring_nothing(self):
-        assert deal({"a": np.array([1.0, 0.0, 0.0])}, {"a": 1}, 4) == {"a": 1}
+        assert deal({"a": np.array([1.0, 0.0, 0.0])}, {"a": 1}, 4, {}) == {"a": 1}
 
     def test_who_does_not_fit_is_passed_over(self):
         gains = {"large": np.array([9.0, 9.0]), "small": np.array([1.0, 1.0])}
-        assert deal(gains, {"large": 5, "small": 4}, 4) == {"large": 0, "small": 2}
+        assert deal(gains, {"large": 5, "small": 4}, 4, {}) == {"large": 0, "small": 2}
+
+    def test_rounds_that_are_needed_come_first(self):
+        gains = {"a": np.array([4.0, 2.0, 1.0]), "b": np.array([3.0, 0.5, 0.1])}
+        assert deal(gains, {"a": 1, "b": 1}, 1, {"b": 2}) == {"a": 1, "b": 2}
+
+
+class TestProgram:
+    def test_the_longest_job_runs_in_every_round(self):
+        """A second of makespan outweighs all welfare: the job with most left has the window, others share the rest."""
+        gains = {"long": np.full(3, 1e-5), "short": np.full(3, 1e-2), "other": np.full(3, 1e-3)}
+        left_s = {"long": 9000.0, "short": 300.0, "other": 300.0}
+        found = plan_rounds(gains, left_s, dict.fromkeys(gains, 1), 2, 120.0)
+        assert found == {"long": 3, "short": 3, "other": 0}
+
+    def test_what_the_window_cannot_reach_is_not_asked_for(self):
+        """Two jobs of the same length and one slot: the longest time left falls by one of three rounds only."""
+        gains = {name: np.array([3e-3, 2e-3, 1e-3]) for name in "ab"}
+        found = plan_rounds(gains, {"a": 9000.0, "b": 9000.0}, {"a": 1, "b": 1}, 1, 120.0)
+        assert sorted(found.values()) == [1, 2]
+
+    def test_a_job_larger_than_the_cluster_holds_up_no_other(self):
+        gains = {"large": np.full(2, 1.0), "small": np.full(2, 1e-3)}
+        found = plan_rounds(gains, {"large": 9000.0, "small": 900.0}, {"large": 8, "small": 4}, 4, 60.0)
+        assert found == {"large": 0, "small": 2}
+
+    @given(st.data())
+    def test_no_other_plan_is_better(self, data):
+        """Against all plans of three jobs on one slot, whose gains fall."""
+        names = ("a", "b", "c")
+        falls = st.lists(st.floats(1e-4, 1e-1), min_size=3, max_size=3).map(lambda found: sorted(found, reverse=True))
+        gains = {name: np.array(data.draw(falls)) for name in names}
+        left_s = {name: data.draw(st.floats(60.0, 2000.0)) for name in names}
+
+        def worth(rounds: dict[str, int]) -> float:
+            longest = max(left_s[name] - 60.0 * rounds[name] for name in names)
+            return sum(gains[name][: rounds[name]].sum() for name in names) - 1e-3 * max(longest, 0.0)
+
+        everything = (dict(zip(names, counts, strict=True)) for counts in itertools.product(range(4), repeat=3))
+        best = max(worth(rounds) for rounds in everything if sum(rounds.values()) <= 3)
+        # Targets are whole rounds below the longest time left: the best may lie within one of them.
+        assert worth(plan_rounds(gains, left_s, dict.fromkeys(names, 1), 1, 60.0)) >= best - 1e-3 * 60.0 - 1e-9
+
+    def test_only_late_jobs_weigh_more(self):
+        assert late_weight(0.3, ends_soon=True) == late_weight(1.0, ends_soon=False) == 1.0
+        assert late_weight(2.0, ends_soon=False) == pytest.approx(32.0)
+        assert late_weight(1.1, ends_soon=True) == pytest.approx(1.1**100)
+        assert late_weight(50.0, ends_soon=True) == pytest.approx(1e9)
 
 
 def remaining_s(policy: ShockwavePolicy, one: JobView) -> float:

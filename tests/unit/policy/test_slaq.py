@@ -60,3 +60,12 @@ def test_within_an_epoch_nobody_is_changed_and_newcomers_get_what_is_free():
     assert found.allocation_of("first") == started
     assert counts(found) == {"first": 6, "new0": 1, "new1": 1}
     assert counts(policy.decide(Snapshot(now=EPOCH_S, nodes=nodes, jobs=jobs)))["new2"] >= 1
+
+
+def test_measured_metrics_go_before_the_assumed_curve():
+    """Half done, one job has reached its best metric already; the other's still falls."""
+    reached = job("reached", done=50_000, left=50_000, oracle=Perfect(50_000, losses=(1.0, 0.2, 0.0, 0.0, 0.0, 0.0)))
+    slow = tuple(1.0 - part / 1000 for part in range(1000))
+    falling = job("falling", done=50_000, left=50_000, oracle=Perfect(50_000, losses=slow))
+    found = counts(make_policy("slaq").decide(Snapshot(now=0, nodes=make_nodes(2), jobs=(reached, falling))))
+    assert found == {"reached": 1, "falling": 7}

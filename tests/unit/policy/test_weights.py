@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pollux.policy import PolicySettings
+from pollux.policy.dense import types_of
 from pollux.policy.lengths import Lengths
 from pollux.policy.pollux import PolluxPolicy
 from pollux.policy.weights import job_weights, remaining_seconds
-from pollux.testing.snapshots import PARAMS, make_job, make_nodes
-from pollux.types import FloatArray, JobSpec, JobView, Snapshot
+from pollux.testing.snapshots import PARAMS, make_job, make_mixed, make_nodes
+from pollux.types import FloatArray, JobSpec, JobView, Node, Plan, Snapshot
 
 REMAINING = PolicySettings(weights="remaining")
 
@@ -131,3 +132,34 @@ def test_weights_are_positive_finite_and_fall_with_what_is_left(left, p):
     order = np.argsort(left, kind="stable")
     for one, other in pairwise(order):
         assert left[one] == left[other] or weights[one] > weights[other]
+
+
+def test_auto_learns_from_ended_jobs_where_slots_are_alike():
+    """Jobs that declare nothing: short applications weigh more on one type; on several, all weigh the same."""
+
+    def weights_on(nodes: tuple[Node, ...]) -> list[float]:
+        seen: list[FloatArray] = []
+
+        class Watched(PolluxPolicy):
+            def _solve(self, snapshot: Snapshot) -> Plan:
+                learnt = self._learns(types_of(snapshot.nodes))
+                left = self._lengths.left(snapshot.jobs) if learnt else None
+                seen.append(weigh(list(snapshot.jobs), np.full(2, np.nan), self._settings, left))
+                return super()._solve(snapshot)
+
+        policy = Watched(PolicySettings(weights="auto"))
+        ended = [make_job(name, application=name, attained_slot_s=served) for name, served in (("s", 60.0), ("l", 6e4))]
+        policy.decide(Snapshot(now=0.0, nodes=nodes, jobs=tuple(ended)))
+        now = [make_job(f"{name}2", application=name) for name in "sl"]
+        policy.decide(Snapshot(now=60.0, nodes=nodes, jobs=tuple(now)))
+        return list(seen[-1])
+
+    short, long = weights_on(make_nodes(2))
+    assert short > long
+    assert weights_on(make_mixed(big=4, small=4)) == [1.0, 1.0]
+
+
+def test_auto_takes_what_was_declared_first():
+    rules = PolicySettings(weights="auto")
+    given = jobs(10, 1000)
+    assert weigh(given, np.ones(2), rules).tolist() == weigh(given, np.ones(2), REMAINING).tolist()

@@ -33,6 +33,7 @@ class Toy:
     num_epochs: int = 2
     var: float = 1e12
     habits: Habits = NO_HABITS
+    losses: tuple[float, ...] = ()
     accelerators: tuple[str, ...] = ()
     across: int = 64  # the largest device batch on more than one node
 

@@ -124,3 +124,29 @@ def test_the_published_traces_are_read(kind: str, trace: str, throughputs: str, 
     imported, category = import_trace(kind, folder / trace, folder / throughputs)
     assert len(imported.jobs) == num_jobs and category == FORMATS[kind].category
     assert all(job.steps >= 1 and job.time_s >= 0 for job in imported.jobs)
+
+
+def test_shockwaves_jobs_take_as_long_as_they_took(tmp_path: Path) -> None:
+    """At the trace's duration, or that of the authors' runs; spanning nodes was measured elsewhere and is left out."""
+    throughputs = tmp_path / "throughputs.csv"
+    throughputs.write_text(
+        "gpu,model,batch_size,scale_factor,steps_per_s\nv100,LM,10,2,4.0\nv100_unconsolidated,LM,10,2,1.0\n"
+    )
+    header = "job,model,batch_size,total_steps,scale_factor,duration_s,arrival_s\n"
+    trace = written(tmp_path, header + "0,LM,10,999,2,300,5\n1,LM,10,999,2,300,6\n")
+    by_trace, _ = import_trace("shockwave", trace, throughputs)
+    assert [job.steps for job in by_trace.jobs] == [600.0, 600.0]  # of 0.5 s each
+    assert by_trace.tables["LM"].points.keys() == {("v100", False)}
+    (tmp_path / "runs_jobs.csv").write_text(
+        "policy,kind,job,gpu_time_s\na,simulation,0,100\nb,simulation,0,300\nc,simulation,0,200\nc,physical,0,900\n"
+    )
+    by_runs, _ = import_trace("shockwave", trace, throughputs)
+    assert [job.steps for job in by_runs.jobs] == [200.0, 600.0]
+
+
+def test_a_trace_can_be_named_as_a_workload(tmp_path: Path) -> None:
+    throughputs = tmp_path / "throughputs.csv"
+    throughputs.write_text("gpu,model,batch_size,scale_factor,steps_per_s\nv100,LM,10,1,2.0\n")
+    trace = written(tmp_path, GAVEL + "0,LM,10,6000,1,5.0\n")
+    workload, applications = load_source(f"gavel:{trace}", str(throughputs))
+    assert [job.name for job in workload.jobs] == ["job-0"] and applications.keys() == {"LM/job-0"}

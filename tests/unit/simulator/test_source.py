@@ -10,7 +10,7 @@ from pollux.errors import InputFileError, UnknownNameError
 from pollux.simulator.builtin import load_builtin
 from pollux.simulator.generate import builtin_workload
 from pollux.simulator.source import load_source
-from pollux.simulator.traces import TraceApplication
+from pollux.simulator.traces import TraceApplication, _losses
 
 ROWS = "name,time,application,num_replicas,batch_size\ncifar10-0,53,cifar10,6,2048\n"
 
@@ -46,3 +46,10 @@ def test_missing_files(tmp_path: Path) -> None:
         load_source(str(tmp_path / "none.csv"), None)
     with pytest.raises(InputFileError, match="not a directory"):
         load_source("builtin:small", str(tmp_path / "none"))
+
+
+def test_losses_fall_from_one_by_metrics_that_rise_or_fall():
+    rising = _losses([0.4, 0.6, 0.5, 0.8])
+    assert rising == pytest.approx((1.0, 2 / 3, 1 / 3, 1 / 3, 0.0))  # from 0.2, which was never measured, to 0.8
+    assert _losses([20.0, 15.0, 10.0]) == pytest.approx((1.0, 2 / 3, 1 / 3, 0.0))
+    assert _losses([0.5]) == _losses([]) == _losses([0.5, float("nan")]) == _losses([0.5, 0.5]) == ()

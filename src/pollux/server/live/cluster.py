@@ -286,6 +286,7 @@ class Cluster:
                 min_pause_s=config.min_pause_s,
                 max_duty=MAX_DUTY,
                 remembers_profiles=True,
+                tunes_batches=config.settings.adapts_batch,
                 autoscale=config.autoscale,
             ),
             pool=self._pool,

@@ -133,6 +133,7 @@ def _make(
                 resize_s=described.settings.resize_s,
                 node_price=described.node_price,
                 weights=described.settings.weights,
+                p=described.settings.p,
             ),
         )
         return Cluster(store=store, engine=engine, config=described, jobs=jobs, wakeup=wakeup, pool=pool_of(engine))

@@ -84,6 +84,7 @@ class DecisionSettings:
     resize_s: float | None = None  # charged for a resize
     node_price: float | None = None
     weights: str | None = None
+    p: float | None = None
 
 
 def read_decision_settings(path: Path) -> DecisionSettings:
@@ -107,6 +108,7 @@ def read_decision_settings(path: Path) -> DecisionSettings:
         resize_s=number("resize_s"),
         node_price=number("node_price"),
         weights=text("weights"),
+        p=number("p"),
     )
 
 
