@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 import json
 import os
@@ -81,3 +82,25 @@ def test_an_accelerate_loop_ends_as_if_alone(bench: Bench, tmp_path: Path) -> No
     assert told["steps"] == expected["steps"] == 100
     assert told["loss"] == pytest.approx(expected["loss"], rel=1e-4)
     assert told["rate"] == pytest.approx(expected["rate"])
+
+
+@long
+def test_lightnings_trainer_ends_as_if_alone(bench: Bench, tmp_path: Path) -> None:
+    needs("lightning")
+    expected = alone("lightning_loop.py", tmp_path, "--epochs", 5)
+    told = resized_and_killed(bench, "lightning_loop.py", "--epochs", 5)
+    assert told["steps"] == expected["steps"] == 100
+    assert told["epochs"] == expected["epochs"] == 5
+    assert told["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+    assert told["rate"] == pytest.approx(expected["rate"], abs=1e-12)
+    places = [[[epoch, step] for epoch, step, _ in one["history"]] for one in (told, expected)]
+    assert places[0] == places[1] == [[epoch, 20 * (epoch + 1)] for epoch in range(5)]  # validated once an epoch
+    losses = [[loss for _, _, loss in one["history"]] for one in (told, expected)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    logs = Path(f"{bench.out}-logs") / "run"
+    assert [path.name for path in logs.iterdir()] == ["version_0"]
+    assert Path(told["best"]).name == Path(expected["best"]).name
+    assert [path.name for path in (logs / "version_0" / "checkpoints").iterdir()] == [Path(told["best"]).name]
+    with (logs / "version_0" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows if row["val_loss"]][:5] == [19, 39, 59, 79, 99]

@@ -15,6 +15,7 @@ with needs("lightning", "lightning"):
         LearningRateFinder,
         StochasticWeightAveraging,
     )
+    from lightning.pytorch.core.optimizer import _MockOptimizer
 
 _CALLBACKS = {
     BatchSizeFinder: "Pollux finds the batch size",
@@ -26,15 +27,19 @@ Problem = tuple[str, str]  # the option with its value, and what to do instead
 
 
 def check_trainer(trainer: Any, max_batch_size: int | None) -> None:
-    """Raises:
-    InvalidValueError: names the first option that cannot be used, its value, and what to do instead.
+    """Check what does not depend on the optimizer.
+
+    Raises:
+        InvalidValueError: names the first option that cannot be used, its value, and what to do instead.
     """
     _refuse(_trainer_problems(trainer, max_batch_size))
 
 
 def check_optimizers(optimizers: list[Any], schedulers: list[Any]) -> None:
-    """Raises:
-    InvalidValueError: there is not one optimizer with at most one scheduler that is stepped every time.
+    """Check what ``configure_optimizers`` has returned.
+
+    Raises:
+        InvalidValueError: there is not one optimizer with at most one scheduler that is stepped every time.
     """
     _refuse(_optimizer_problems(optimizers, schedulers))
 
@@ -72,7 +77,7 @@ def _trainer_problems(trainer: Any, max_batch_size: int | None) -> Iterator[Prob
     if trainer.reload_dataloaders_every_n_epochs:
         yield "reload_dataloaders_every_n_epochs", "a run trains on one loader"
     if getattr(trainer, "_val_check_time_interval", None) is not None:
-        yield f"val_check_interval={trainer.val_check_interval!r}", "replicas have different clocks: give a number"
+        yield "val_check_interval as a time", "replicas have different clocks: give a number"
     if connector._layer_sync is not None:
         yield "sync_batchnorm", "its collectives do not survive a lost replica; leave it out"
     if getattr(trainer.precision_plugin, "scaler", None) is not None:
@@ -90,10 +95,11 @@ def _trainer_problems(trainer: Any, max_batch_size: int | None) -> Iterator[Prob
 
 
 def _optimizer_problems(optimizers: list[Any], schedulers: list[Any]) -> Iterator[Problem]:
-    if len(optimizers) != 1:
-        yield f"configure_optimizers with {len(optimizers)} optimizers", "return one, or use pollux.train itself"
+    made = [one for one in optimizers if not isinstance(one, _MockOptimizer)]  # Lightning's, where there is none
+    if len(made) != 1:
+        yield f"configure_optimizers with {len(made)} optimizers", "return one, or use pollux.train itself"
     if len(schedulers) > 1:
-        yield f"configure_optimizers with {len(schedulers)} schedulers", "chain them: torch.optim.lr_scheduler.ChainedScheduler"
+        yield f"configure_optimizers with {len(schedulers)} schedulers", "chain them by ChainedScheduler or SequentialLR"
     for config in schedulers:
         if config.interval == "step" and config.frequency != 1:
             yield f"a scheduler with frequency={config.frequency} steps", "let the scheduler itself count"
