@@ -104,3 +104,15 @@ def test_lightnings_trainer_ends_as_if_alone(bench: Bench, tmp_path: Path) -> No
     with (logs / "version_0" / "metrics.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert [int(row["step"]) for row in rows if row["val_loss"]][:5] == [19, 39, 59, 79, 99]
+
+
+@long
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_trls_trainers_end_as_if_alone(bench: Bench, tmp_path: Path, kind: str) -> None:
+    needs("trl", "datasets", "transformers", "accelerate")
+    expected = alone("trl_trainer.py", tmp_path, "--kind", kind)
+    told = resized_and_killed(bench, "trl_trainer.py", "--kind", kind)
+    assert told["steps"] == expected["steps"] == 80
+    assert told["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-3)
+    steps = [[row["step"] for row in one["history"] if "eval_loss" in row] for one in (told, expected)]
+    assert steps[0] == steps[1]

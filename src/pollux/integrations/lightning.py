@@ -167,6 +167,10 @@ class PolluxStrategy(Strategy):  # type: ignore[misc, unused-ignore]
                 logger.log_hyperparams(self._trainer.lightning_module.hparams_initial)
         self._was_main = is_main
 
+    def on_exception(self, exception: BaseException) -> None:
+        """A replica that leaves writes nothing more, unless it was the one that writes."""
+        self._has_joined = self._was_main
+
     # --- one replica ----------------------------------------------------------------------------------------------
 
     @property

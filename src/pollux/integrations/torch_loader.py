@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypedDict
 
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler, SequentialSampler
 
 from pollux.errors import InvalidValueError
 from pollux.train.loader import AdaptiveLoader
@@ -37,7 +37,7 @@ def elastic_loader(
         raise InvalidValueError("the training loader has a batch_sampler of its own; give it batch_size instead")
     is_random = isinstance(loader.sampler, RandomSampler)
     is_known = is_random or isinstance(loader.sampler, SequentialSampler)
-    is_stream = not hasattr(loader.dataset, "__getitem__")
+    is_stream = isinstance(loader.dataset, IterableDataset)
     return run.dataloader(
         loader.dataset,
         loader.batch_size or 1,

@@ -225,3 +225,24 @@ def test_a_strategy_trains_once(fit):
     trainer = fit()
     with pytest.raises(InvalidValueError, match="twice"):
         trainer.fit(Regression(), loaders()[0])
+
+
+def test_a_csv_logger_goes_on_with_the_file_of_the_replica_before(tmp_path):
+    from lightning.pytorch.loggers import CSVLogger
+    from lightning.pytorch.utilities.rank_zero import rank_zero_only
+
+    from pollux.integrations.lightning_state import continue_csv
+
+    before, rank_zero_only.rank = getattr(rank_zero_only, "rank", 0), 0
+    try:
+        first = CSVLogger(tmp_path, name="run", version=0)
+        first.log_metrics({"loss": 3.0}, step=0)
+        first.save()
+        second = CSVLogger(tmp_path, name="run", version=0)
+        continue_csv(second)
+        second.log_metrics({"loss": 2.0, "rate": 0.1}, step=1)
+        second.save()
+    finally:
+        rank_zero_only.rank = before
+    rows = (tmp_path / "run" / "version_0" / "metrics.csv").read_text().splitlines()
+    assert rows == ["loss,rate,step", "3.0,,0", "2.0,0.1,1"]
