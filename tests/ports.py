@@ -16,7 +16,18 @@ NEEDS = {
 }
 # What a run may reach, plain, alone with Pollux, or resized and killed: wider than several seeds of the plain script.
 BOUNDS = {
-    "actor_critic": (0.5, 1.0),
+    "actor_critic": (0.4, 1.0),  # share of the longest episode
+    "dcgan": (0.0, 0.6),  # distance from the data's mean; 1 without training
+    "hf_trainer": (0.8, 1.6),  # loss; 3.5 without training
+    "imagenet": (0.85, 1.0),  # accuracy; 0.25 by chance
+    "lightning_classifier": (0.3, 0.6),  # loss; 1.1 without training
+    "min_gpt": (0.9, 1.0),  # accuracy; 0.33 by chance
+    "mnist": (0.6, 1.0),  # accuracy; 0.25 by chance
+    "nano_gpt": (0.0, 0.4),  # loss; 3.3 without training
+    "nlp_example": (0.9, 1.0),  # accuracy; 0.5 by chance
+    "reinforce": (0.5, 1.0),  # return; 0.73 at best
+    "vae": (14.0, 26.0),  # loss; 44 without training
+    "word_language_model": (0.8, 1.5),  # loss; 3.0 without training
 }
 
 

@@ -8,6 +8,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,7 @@ import pytest
 pytest.importorskip("torch")
 
 from pollux.engines.processes.elastic import ElasticJob
+from tests.e2e.cluster import LiveCluster
 from tests.e2e.jobs import Bench, is_formed, of_kind, pump_until
 from tests.long import first_of, long
 from tests.ports import BOUNDS, NEEDS, PORTS
@@ -82,3 +84,22 @@ def test_a_ported_script_runs_alone_and_is_as_good_as_the_plain_one(name: str, t
         )
         assert done.returncode == 0, done.stderr[-3000:]
         assert lowest <= result_of(done.stdout) <= highest
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+    made = LiveCluster(tmp_path_factory.mktemp("cluster"), slots=2).start()
+    yield made
+    made.stop()
+
+
+@long
+@pytest.mark.parametrize("name", NAMES)
+def test_a_ported_script_trains_in_a_cluster_with_two_replicas(cluster: LiveCluster, name: str) -> None:
+    needs(name)
+    called = name.replace("_", "-")
+    job = cluster.submit(PORTS / f"{name}.py", name=called, min_replicas=2, max_replicas=2)
+    assert job.wait(300) == "succeeded", cluster.story(called)
+    logs = (cluster.data / "jobs" / called / "logs").glob("*/*.out")
+    lowest, highest = BOUNDS[name]
+    assert lowest <= result_of("\n".join(path.read_text() for path in sorted(logs))) <= highest
