@@ -46,7 +46,7 @@ for epoch in run.epochs(opt.niter):
         errG.backward()
         optimizerG.step()
         if run.every(10):
-            print(f"[{epoch}/{opt.niter}][{i}/{len(dataloader)}] Loss_D: {errD_real + errD_fake:.4f} Loss_G: {errG:.4f}")
+            print(f"[{epoch}/{opt.niter}][{i}/{len(dataloader)}] D: {errD_real + errD_fake:.4f} G: {errG:.4f}")
     run.save(netG.state_dict(), "netG.pth")
     run.save(netD.state_dict(), "netD.pth")
 distance = (netG(fixed_noise).mean(0) - images.mean(0)).norm() / images.mean(0).norm()

@@ -71,7 +71,7 @@ class Trainer:
         data_iter = iter(train_loader)
         for self.iter_num in run.steps(config.max_iters):
             x, y = next(data_iter)
-            logits, self.loss = model(x, y)
+            _, self.loss = model(x, y)
             model.zero_grad(set_to_none=True)
             self.loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -42,7 +42,7 @@ for epoch in range(opt.niter):
         errG.backward()
         optimizerG.step()
         if i % 10 == 0:
-            print(f"[{epoch}/{opt.niter}][{i}/{len(dataloader)}] Loss_D: {errD_real + errD_fake:.4f} Loss_G: {errG:.4f}")
+            print(f"[{epoch}/{opt.niter}][{i}/{len(dataloader)}] D: {errD_real + errD_fake:.4f} G: {errG:.4f}")
     torch.save(netG.state_dict(), "netG.pth")
     torch.save(netD.state_dict(), "netD.pth")
 distance = (netG(fixed_noise).mean(0) - images.mean(0)).norm() / images.mean(0).norm()

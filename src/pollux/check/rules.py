@@ -253,7 +253,7 @@ def device_ids(script: Script) -> Iterator[Found]:
 
 def every_replica_writes(script: Script) -> Iterator[Found]:
     prints_once = any(
-        name == "pollux.train.init" and _is_true(call, "print_once") or script.is_of_run(call.func, "print_once")
+        (name == "pollux.train.init" and _is_true(call, "print_once")) or script.is_of_run(call.func, "print_once")
         for call, name in script.calls()
     )
     for call, name in script.calls():

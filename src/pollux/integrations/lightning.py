@@ -227,4 +227,3 @@ class PolluxStrategy(Strategy):  # type: ignore[misc, unused-ignore]
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
         with self.precision_plugin.predict_step_context():
             return self.lightning_module.predict_step(*args, **kwargs)
-

@@ -99,7 +99,10 @@ def _optimizer_problems(optimizers: list[Any], schedulers: list[Any]) -> Iterato
     if len(made) != 1:
         yield f"configure_optimizers with {len(made)} optimizers", "return one, or use pollux.train itself"
     if len(schedulers) > 1:
-        yield f"configure_optimizers with {len(schedulers)} schedulers", "chain them by ChainedScheduler or SequentialLR"
+        yield (
+            f"configure_optimizers with {len(schedulers)} schedulers",
+            "chain them by ChainedScheduler or SequentialLR",
+        )
     for config in schedulers:
         if config.interval == "step" and config.frequency != 1:
             yield f"a scheduler with frequency={config.frequency} steps", "let the scheduler itself count"
