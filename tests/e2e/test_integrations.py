@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.jobs import SCRIPTS, Bench, is_formed, pump_until
+from tests.e2e.jobs import SCRIPTS, Bench, pump_until, resize_waiting
 from tests.long import long
 
 
@@ -45,8 +45,7 @@ def resized_and_killed(bench: Bench, script: str, *args: object) -> dict[str, An
     for size in (2, 4, 1, 2):
         reached = step_of(bench) + 3
         pump_until(bench, job, lambda reached=reached: step_of(bench) >= reached, 120)
-        job.resize(size)
-        pump_until(bench, job, lambda size=size: is_formed(job, size), 120)
+        resize_waiting(bench, job, size)
     reached = step_of(bench) + 2
     pump_until(bench, job, lambda: step_of(bench) >= reached, 60)
     pid = job.replicas[0].pid

@@ -17,7 +17,7 @@ pytest.importorskip("torch")
 
 from pollux.engines.processes.elastic import ElasticJob
 from tests.e2e.cluster import LiveCluster
-from tests.e2e.jobs import Bench, is_formed, of_kind, pump_until
+from tests.e2e.jobs import Bench, is_formed, of_kind, pump_until, resize_waiting
 from tests.long import first_of, long
 from tests.ports import BOUNDS, NEEDS, PORTS
 
@@ -53,8 +53,7 @@ def test_a_ported_script_is_resized_and_loses_a_replica(bench: Bench, name: str)
     job = bench.start(1, "paced.py", args=[PORTS / f"{name}.py"])
     pump_until(bench, job, lambda: is_formed(job, 1), 120)
     train_on(bench, job, 3)
-    job.resize(2)
-    pump_until(bench, job, lambda: is_formed(job, 2), 120)
+    resize_waiting(bench, job, 2)
     train_on(bench, job, 6)
     pid = job.replicas[0].pid
     assert pid is not None

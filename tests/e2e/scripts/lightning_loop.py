@@ -60,6 +60,8 @@ class Slow(Callback):
     def on_train_batch_end(self, trainer, *_):
         if self.options.hurry and trainer.is_global_zero:
             Path(f"{self.options.out}-step").write_text(str(trainer.global_step))
+        while Path(f"{self.options.out}-pause").exists():
+            time.sleep(0.01)
         if self.options.hurry and not Path(self.options.hurry).exists():
             time.sleep(self.options.step_s)
 

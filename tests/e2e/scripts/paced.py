@@ -1,5 +1,7 @@
 """Runs another script, slowly until the file HURRY is there: every step of an optimizer waits a little.
 
+While there is a file OUT-pause, steps wait for its end.
+
 Appends a byte to OUT-steps for each, so that a test sees how far the replicas are together.
 """
 
@@ -24,8 +26,10 @@ def main():
 
     def pause(*_):
         os.write(number, b".")
+        while os.path.exists(f"{args.out}-pause"):
+            time.sleep(0.01)
         if not args.hurry.exists():
-            time.sleep(0.1)
+            time.sleep(0.2)
 
     register_optimizer_step_post_hook(pause)
     sys.argv = [args.script, *args.rest]
