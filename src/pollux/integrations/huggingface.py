@@ -66,8 +66,8 @@ class ElasticTrainer(_Base):
 
         Its place differs between trainers: DPO's has the reference model before it.
         """
-        named = options.get("args", given[1] if len(given) > 1 else None)
-        args = next((one for one in given if isinstance(one, ElasticArguments)), named)
+        named: Any = options.get("args", given[1] if len(given) > 1 else None)
+        args: Any = next((one for one in given if isinstance(one, ElasticArguments)), named)
         check_arguments(args)
         self.run = train.init()
         args.follow(lambda: int(self.run.rank))

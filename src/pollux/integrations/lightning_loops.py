@@ -170,7 +170,8 @@ class ElasticFitLoop(_FitLoop):
 
     def setup_data(self) -> None:
         """The user's loader, and how often to validate. The strategy makes the run's loader from it."""
-        if self._combined_loader is not None:
+        loaded: CombinedLoader | None = self._combined_loader  # type: ignore[has-type]
+        if loaded is not None:
             return
         trainer = self.trainer
         if is_param_in_hook_signature(trainer.lightning_module.training_step, "dataloader_iter", explicit=True):

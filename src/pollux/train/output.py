@@ -20,15 +20,15 @@ class PrintOnce:
 
     def __init__(self, is_main: LiveFlag) -> None:
         self._is_main, self._print = is_main, builtins.print
-        builtins.print = self  # type: ignore[assignment]
+        setattr(builtins, "print", self)  # noqa: B010  # an assignment would make this its type, for mypy
 
     def __call__(self, *values: object, **options: Any) -> None:
         if self._is_main:
             self._print(*values, **options)
 
     def end(self) -> None:
-        if builtins.print is self:
-            builtins.print = self._print
+        if getattr(builtins, "print") is self:  # noqa: B009
+            setattr(builtins, "print", self._print)  # noqa: B010
 
 
 def save_file(obj: object, path: str | Path) -> None:
