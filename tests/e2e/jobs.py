@@ -142,6 +142,20 @@ def pump_for(job: ElasticJob, duration_s: float) -> None:
         time.sleep(0.002)
 
 
+def resize_waiting(bench: Bench, job: ElasticJob, size: int) -> None:
+    """Resize a script that waits in its steps while the file OUT-pause is there, until the newcomers are ready.
+
+    They may take as long to start as they need: the job does not end meanwhile.
+    """
+    pause = bench.out.with_name(f"{bench.out.name}-pause")
+    num_ready = len(of_kind(job, "ready")) + max(size - len(job.members), 0)
+    pause.touch()
+    job.resize(size)
+    pump_until(bench, job, lambda: len(of_kind(job, "ready")) >= num_ready, 300)
+    pause.unlink()
+    pump_until(bench, job, lambda: is_formed(job, size), 120)
+
+
 def of_kind(job: ElasticJob, kind: str) -> list[JobEvent]:
     return [event for event in job.events if event.kind == kind]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 import json
 import os
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from tests.e2e.jobs import SCRIPTS, Bench, is_formed, pump_until
+from tests.e2e.jobs import SCRIPTS, Bench, pump_until, resize_waiting
 from tests.long import long
 
 
@@ -44,8 +45,7 @@ def resized_and_killed(bench: Bench, script: str, *args: object) -> dict[str, An
     for size in (2, 4, 1, 2):
         reached = step_of(bench) + 3
         pump_until(bench, job, lambda reached=reached: step_of(bench) >= reached, 120)
-        job.resize(size)
-        pump_until(bench, job, lambda size=size: is_formed(job, size), 120)
+        resize_waiting(bench, job, size)
     reached = step_of(bench) + 2
     pump_until(bench, job, lambda: step_of(bench) >= reached, 60)
     pid = job.replicas[0].pid
@@ -81,3 +81,37 @@ def test_an_accelerate_loop_ends_as_if_alone(bench: Bench, tmp_path: Path) -> No
     assert told["steps"] == expected["steps"] == 100
     assert told["loss"] == pytest.approx(expected["loss"], rel=1e-4)
     assert told["rate"] == pytest.approx(expected["rate"])
+
+
+@long
+def test_lightnings_trainer_ends_as_if_alone(bench: Bench, tmp_path: Path) -> None:
+    needs("lightning")
+    expected = alone("lightning_loop.py", tmp_path, "--epochs", 5)
+    told = resized_and_killed(bench, "lightning_loop.py", "--epochs", 5)
+    assert told["steps"] == expected["steps"] == 100
+    assert told["epochs"] == expected["epochs"] == 5
+    assert told["loss"] == pytest.approx(expected["loss"], rel=1e-4)
+    assert told["rate"] == pytest.approx(expected["rate"], abs=1e-12)
+    places = [[[epoch, step] for epoch, step, _ in one["history"]] for one in (told, expected)]
+    assert places[0] == places[1] == [[epoch, 20 * (epoch + 1)] for epoch in range(5)]  # validated once an epoch
+    losses = [[loss for _, _, loss in one["history"]] for one in (told, expected)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-3)
+    logs = Path(f"{bench.out}-logs") / "run"
+    assert [path.name for path in logs.iterdir()] == ["version_0"]
+    assert Path(told["best"]).name == Path(expected["best"]).name
+    assert [path.name for path in (logs / "version_0" / "checkpoints").iterdir()] == [Path(told["best"]).name]
+    with (logs / "version_0" / "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [int(row["step"]) for row in rows if row["val_loss"]][:5] == [19, 39, 59, 79, 99]
+
+
+@long
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_trls_trainers_end_as_if_alone(bench: Bench, tmp_path: Path, kind: str) -> None:
+    needs("trl", "datasets", "transformers", "accelerate")
+    expected = alone("trl_trainer.py", tmp_path, "--kind", kind)
+    told = resized_and_killed(bench, "trl_trainer.py", "--kind", kind)
+    assert told["steps"] == expected["steps"] == 80
+    assert told["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-3)
+    steps = [[row["step"] for row in one["history"] if "eval_loss" in row] for one in (told, expected)]
+    assert steps[0] == steps[1]

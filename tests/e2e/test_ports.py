@@ -1,33 +1,104 @@
-"""Scripts in the style of public ones: resized, one replica killed, and as good as without."""
+"""Scripts in the shape of public ones (examples/ports): resized, one replica killed, and as good as the plain ones."""
 
 from __future__ import annotations
 
-import json
+import importlib.util
 import os
+import re
 import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
 
-from tests.e2e.jobs import Bench, is_formed, of_kind, pump_for, pump_until
-from tests.long import first_of
+from pollux.engines.processes.elastic import ElasticJob
+from tests.e2e.cluster import LiveCluster
+from tests.e2e.jobs import Bench, is_formed, of_kind, pump_until, resize_waiting
+from tests.long import first_of, long
+from tests.ports import BOUNDS, NEEDS, PORTS
 
-# Measured alone, with four seeds: dcgan 0.12 to 0.31, mnist 0.89 to 0.91, nano_gpt 0.91 to 0.92, reinforce 0.89.
-# Without training: 0, 0, 0.38, 0.51. The short GAN differs much by seed, so its bound says only that it has learnt.
-LEAST = {"dcgan": 0.05, "mnist": 0.85, "nano_gpt": 0.85, "reinforce": 0.8}
+NAMES = ["mnist", *sorted(BOUNDS.keys() - {"mnist"})]
 
 
-@pytest.mark.parametrize("kind", first_of(["dcgan", "mnist", "nano_gpt", "reinforce"]))
-def test_a_ported_script_is_resized_and_loses_a_replica(bench: Bench, kind: str) -> None:
-    job = bench.start(1, "ports.py", args=["--kind", kind])
-    pump_until(bench, job, lambda: is_formed(job, 1))
-    pump_for(job, 0.5)
-    job.resize(2)
-    pump_until(bench, job, lambda: is_formed(job, 2))
-    pump_for(job, 0.5)
-    os.kill(job.replicas[0].pid, signal.SIGKILL)
-    pump_until(bench, job, lambda: len(of_kind(job, "formed")) >= 3)
-    bench.finish(job)
-    result = json.loads((bench.folder / f"out-{kind}.json").read_text())
-    assert result["quality"] >= LEAST[kind], bench.story(job)
+def needs(name: str) -> None:
+    for package in NEEDS.get(name, ()):
+        if importlib.util.find_spec(package) is None:
+            pytest.skip(f"needs {package}")
+
+
+def num_steps(bench: Bench) -> int:
+    """Of all replicas together."""
+    path = bench.out.with_name(f"{bench.out.name}-steps")
+    return path.stat().st_size if path.exists() else 0
+
+
+def train_on(bench: Bench, job: ElasticJob, more: int) -> None:
+    reached = num_steps(bench) + more
+    pump_until(bench, job, lambda: num_steps(bench) >= reached, 120)
+
+
+def result_of(text: str) -> float:
+    found = re.findall(r"^result (\S+)$", text, re.MULTILINE)
+    assert len(found) == 1, f"{len(found)} results in {text[-2000:]!r}"
+    return float(found[0])
+
+
+@pytest.mark.parametrize("name", first_of(NAMES))
+def test_a_ported_script_is_resized_and_loses_a_replica(bench: Bench, name: str) -> None:
+    needs(name)
+    job = bench.start(1, "paced.py", args=[PORTS / f"{name}.py"])
+    pump_until(bench, job, lambda: is_formed(job, 1), 120)
+    train_on(bench, job, 3)
+    resize_waiting(bench, job, 2)
+    train_on(bench, job, 6)
+    pid = job.replicas[0].pid
+    assert pid is not None
+    os.kill(pid, signal.SIGKILL)
+    pump_until(bench, job, lambda: len(of_kind(job, "formed")) >= 3, 120)
+    train_on(bench, job, 2)
+    bench.finish(job, 240)
+    printed = "\n".join(path.read_text() for path in sorted(bench.folder.glob("logs/*/*.out")))
+    lowest, highest = BOUNDS[name]
+    assert lowest <= result_of(printed) <= highest, bench.story(job)
+
+
+@long
+@pytest.mark.parametrize("name", NAMES)
+def test_a_ported_script_runs_alone_and_is_as_good_as_the_plain_one(name: str, tmp_path: Path) -> None:
+    needs(name)
+    lowest, highest = BOUNDS[name]
+    env = {key: value for key, value in os.environ.items() if not key.startswith(("POLLUX_", "TORCH"))}
+    for script in (PORTS / "plain" / f"{name}.py", PORTS / f"{name}.py"):
+        done = subprocess.run(
+            [sys.executable, str(script)],
+            cwd=tmp_path,
+            env={**env, "OMP_NUM_THREADS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=240,
+        )
+        assert done.returncode == 0, done.stderr[-3000:]
+        assert lowest <= result_of(done.stdout) <= highest
+
+
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveCluster]:
+    made = LiveCluster(tmp_path_factory.mktemp("cluster"), slots=2).start()
+    yield made
+    made.stop()
+
+
+@long
+@pytest.mark.parametrize("name", NAMES)
+def test_a_ported_script_trains_in_a_cluster_with_two_replicas(cluster: LiveCluster, name: str) -> None:
+    needs(name)
+    called = name.replace("_", "-")
+    job = cluster.submit(PORTS / f"{name}.py", name=called, min_replicas=2, max_replicas=2)
+    assert job.wait(300) == "succeeded", cluster.story(called)
+    logs = (cluster.data / "jobs" / called / "logs").glob("*/*.out")
+    lowest, highest = BOUNDS[name]
+    assert lowest <= result_of("\n".join(path.read_text() for path in sorted(logs))) <= highest

@@ -210,6 +210,8 @@ def local_averages(script: Script) -> Iterator[Found]:
     for node in ast.walk(script.tree):
         if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Div):
             divisor = node.right
+            if isinstance(node.left, ast.Call) and script.is_of_run(node.left.func, "sum"):
+                continue
         elif isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Div):
             divisor = node.value
         else:
@@ -250,10 +252,14 @@ def device_ids(script: Script) -> Iterator[Found]:
 
 
 def every_replica_writes(script: Script) -> Iterator[Found]:
+    prints_once = any(
+        (name == "pollux.train.init" and _is_true(call, "print_once")) or script.is_of_run(call.func, "print_once")
+        for call, name in script.calls()
+    )
     for call, name in script.calls():
         if not script.is_in_training(call) or script.is_for_one_replica(call):
             continue
-        if name == "print":
+        if name == "print" and not prints_once:
             yield Found(call, "every replica prints this", "use run.print(...)", "warning")
         if name == "torch.save":
             yield Found(call, "every replica writes this file, at the same time", "use run.save(obj, path)")
@@ -366,6 +372,10 @@ def _index_of(script: Script, loop: ast.For) -> str | None:
 
 def _divides(test: ast.expr) -> bool:
     return any(isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) for node in ast.walk(test))
+
+
+def _is_true(call: ast.Call, option: str) -> bool:
+    return any(word.arg == option and ast.unparse(word.value) == "True" for word in call.keywords)
 
 
 def _method(call: ast.Call) -> str:

@@ -12,11 +12,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torch.utils.data import BatchSampler, DataLoader, RandomSampler, SequentialSampler
+from torch.utils.data import DataLoader
 
 from pollux import train
 from pollux.errors import InvalidValueError
 from pollux.integrations.one_process import needs, one_process
+from pollux.integrations.torch_loader import BatchOptions, elastic_loader
 
 with needs("accelerate", "hf"):
     import accelerate
@@ -58,7 +59,7 @@ class Accelerator(accelerate.Accelerator):
         if options.get("mixed_precision") == "fp16":
             raise InvalidValueError("mixed_precision='fp16' needs loss scaling; use 'bf16'")
         self.run = train.init(checkpoint_dir=checkpoint_dir, device="cpu" if options.get("cpu") else None)
-        self._batch = {"max_batch_size": max_batch_size, "device_batch_size": device_batch_size}
+        self._batch: BatchOptions = {"max_batch_size": max_batch_size, "device_batch_size": device_batch_size}
         self._scaling = scaling
         with one_process():
             super().__init__(**options)
@@ -84,7 +85,9 @@ class Accelerator(accelerate.Accelerator):
         if models:
             for model in models:
                 model.to(self.device)
-            made[id(loaders[0])] = self._loader(loaders[0])
+            made[id(loaders[0])] = elastic_loader(
+                self.run, loaders[0], self._batch, collate_fn=self._on_device(loaders[0].collate_fn)
+            )
             many = len(models) > 1
             given: Any = tuple(models) if many else models[0]
             steppers: Any = tuple(optimizers) if many else optimizers[0]
@@ -93,23 +96,6 @@ class Accelerator(accelerate.Accelerator):
             made.update(zip(map(id, models), prepared if many else (prepared,), strict=True))
         result = tuple(made.get(id(one), one) for one in objects)
         return result if len(result) != 1 else result[0]
-
-    def _loader(self, loader: DataLoader[Any]) -> train.AdaptiveLoader:
-        plain = isinstance(loader.batch_sampler, BatchSampler) and loader.batch_size is not None
-        if not plain:
-            raise InvalidValueError("the training loader has a batch_sampler of its own; give it batch_size instead")
-        is_random = isinstance(loader.sampler, RandomSampler)
-        is_known = is_random or isinstance(loader.sampler, SequentialSampler)
-        return self.run.dataloader(
-            loader.dataset,
-            loader.batch_size or 1,
-            **self._batch,  # type: ignore[arg-type]
-            shuffle=is_random,
-            sampler=None if is_known else loader.sampler,
-            collate_fn=self._on_device(loader.collate_fn),
-            num_workers=loader.num_workers,
-            drop_last=loader.drop_last,
-        )
 
     def _on_device(self, collate: _Collate) -> _Collate:
         """Batches arrive on the device, as people are used to; from workers they come as they are."""

@@ -61,15 +61,18 @@ class ElasticTrainer(_Base):
     control: TrainerControl
     optimizer: torch.optim.Optimizer
 
-    def __init__(
-        self, model: torch.nn.Module | str | None = None, args: Any = None, *more: Any, **options: Any
-    ) -> None:
-        """``args`` are :class:`TrainingArguments` of this module, or another class with :class:`ElasticArguments`."""
+    def __init__(self, *given: Any, **options: Any) -> None:
+        """One of them is ``args``: of this module's :class:`TrainingArguments`, or with :class:`ElasticArguments`.
+
+        Its place differs between trainers: DPO's has the reference model before it.
+        """
+        named: Any = options.get("args", given[1] if len(given) > 1 else None)
+        args: Any = next((one for one in given if isinstance(one, ElasticArguments)), named)
         check_arguments(args)
         self.run = train.init()
         args.follow(lambda: int(self.run.rank))
         with one_process():
-            super().__init__(model, args, *more, **options)
+            super().__init__(*given, **options)
         self._loss_sum, self._num_losses = 0.0, 0
 
     # --- data, model, optimizer ---------------------------------------------------------------------------------

@@ -1,15 +1,34 @@
-"""Files that a script writes through ``run.save``: by one replica, whole or not at all, without wrappers."""
+"""What a script writes: files through ``run.save``, whole or not at all, and ``print`` on one replica."""
 
 from __future__ import annotations
 
+import builtins
 import os
 import tempfile
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
 from pollux.train.elastic_model import ElasticModel
+from pollux.train.live import LiveFlag
+
+
+class PrintOnce:
+    """Stands for Python's ``print`` in this process, and prints only where ``is_main`` says so."""
+
+    def __init__(self, is_main: LiveFlag) -> None:
+        self._is_main, self._print = is_main, builtins.print
+        setattr(builtins, "print", self)  # noqa: B010  # an assignment would make this its type, for mypy
+
+    def __call__(self, *values: object, **options: Any) -> None:
+        if self._is_main:
+            self._print(*values, **options)
+
+    def end(self) -> None:
+        if getattr(builtins, "print") is self:  # noqa: B009
+            setattr(builtins, "print", self._print)  # noqa: B010
 
 
 def save_file(obj: object, path: str | Path) -> None:

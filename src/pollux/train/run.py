@@ -33,7 +33,7 @@ from pollux.train.leaving import LeaveSignals
 from pollux.train.live import LiveFlag, Rank
 from pollux.train.loader import AdaptiveLoader
 from pollux.train.order import length_of
-from pollux.train.output import save_file
+from pollux.train.output import PrintOnce, save_file
 from pollux.train.progress import Goal, Progress
 from pollux.train.report import FileReporter, Reporter
 from pollux.train.run_state import RunState
@@ -58,13 +58,15 @@ def init(
     membership: Membership | None = None,
     reporter: Reporter | None = None,
     timeout_s: float = 600.0,
+    print_once: bool = False,
 ) -> Run:
     """Begin a run: alone, under torchrun, or in a cluster, depending on the environment.
 
     ``checkpoint_dir`` (or POLLUX_CHECKPOINT_DIR) is where checkpoints are saved and where an interrupted run resumes;
     without it there are no checkpoints. It is a folder, or a URL that fsspec opens, such as s3://bucket/path.
     ``checkpoint_every_s`` sets the interval between checkpoints, which otherwise follows from their cost. ``device`` is
-    this replica's GPU if there is one. ``timeout_s`` bounds every wait for other replicas.
+    this replica's GPU if there is one. ``timeout_s`` bounds every wait for other replicas. ``print_once``: Python's
+    ``print`` prints on one replica, wherever the script calls it.
     """
     environment = os.environ
     if environment.get("POLLUX_REPLICA_ID"):
@@ -91,7 +93,10 @@ def init(
     if checkpoint_dir is not None:
         directory = CheckpointDirectory(checkpoint_dir, may_publish=partial(_may_publish, membership))
         checkpointer = Checkpointer(directory, checkpoint_every_s)
-    return Run(membership, device, checkpointer, reporter, timeout_s, Trial.from_environment(environment))
+    run = Run(membership, device, checkpointer, reporter, timeout_s, Trial.from_environment(environment))
+    if print_once:
+        run.print_once()
+    return run
 
 
 class Run:
@@ -142,6 +147,7 @@ class Run:
         self._tuner: Tuner | None = None
         self._trainees: Trainees | None = None
         self._is_closed = False
+        self._printing: PrintOnce | None = None
         self._signals.install()
         atexit.register(self.close)
 
@@ -461,6 +467,11 @@ class Run:
         if self.is_main:
             print(*values, **{"flush": True, **options})
 
+    def print_once(self) -> None:
+        """Make Python's ``print`` print on one replica, until :meth:`close`."""
+        if self._printing is None:
+            self._printing = PrintOnce(self.is_main)
+
     def save(self, obj: object, path: str | Path) -> None:
         """``torch.save`` on one replica, whole or not at all, with the user's own modules and the plain names.
 
@@ -520,6 +531,8 @@ class Run:
             self._session.membership.close()
             self._team.close()
             self._session.fence.end()
+            if self._printing is not None:
+                self._printing.end()
 
     def __enter__(self) -> Run:
         return self

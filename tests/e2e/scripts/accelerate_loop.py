@@ -45,6 +45,8 @@ def main():
             optimizer.zero_grad()
             if accelerator.is_main_process and options.hurry:
                 Path(f"{options.out}-step").write_text(str(accelerator.run.num_steps + 1))
+            while Path(f"{options.out}-pause").exists():
+                time.sleep(0.01)
             if options.hurry and not Path(options.hurry).exists():
                 time.sleep(options.step_s)
     model.eval()

@@ -35,6 +35,8 @@ class Slow(TrainerCallback):
     def on_step_end(self, args, state, control, **_):
         if state.is_world_process_zero and self.options.hurry:
             Path(f"{self.options.out}-step").write_text(str(state.global_step))
+        while Path(f"{self.options.out}-pause").exists():
+            time.sleep(0.01)
         if self.options.hurry and not Path(self.options.hurry).exists():
             time.sleep(self.options.step_s)
 

@@ -209,3 +209,15 @@ def test_the_command(tmp_path):
     assert [(one["line"], one["rule"], one["severity"]) for one in told["findings"]] == [(18, "stale-rank", "error")]
     answer = runner.invoke(app, ["check", str(tmp_path / "none.py")])
     assert answer.exit_code == 2 and "No such file" in answer.stderr
+
+
+def test_print_once_lets_every_replica_call_print():
+    text, line = with_line("loss.backward()", "print(loss)")
+    assert found(text) == [(line, "every-replica-writes")]
+    assert found(text.replace("train.init()", "train.init(print_once=True)")) == []
+
+
+def test_a_sum_over_replicas_may_be_divided_by_the_length_of_the_data():
+    text, line = with_line("loss.backward()", "mean = total / len(loader.dataset)")
+    assert found(text) == [(line, "local-averages")]
+    assert found(text.replace("total / len", "run.sum(total) / len")) == []
