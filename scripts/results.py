@@ -4,8 +4,9 @@
 
 Each suite is ``pollux compare --suite NAME``; its JSON stays in the folder until it is run again. With ``--keep`` a
 suite that is there is not run again. The published data is looked for as that command does (``--artifacts``,
-``../shared``). The pages are only written once all suites are there and none failed. Text between the marks in
-docs/policies.md is replaced; the rest is by hand.
+``../shared``). No page is written if one of the suites that were run failed. A suite whose JSON is not in the folder
+keeps its part of docs/results.md, and the page says so; without any part there it is an error. Text between the marks
+in docs/policies.md is replaced, once ``osdi21`` and ``hetero`` are there; the rest is by hand.
 """
 
 from __future__ import annotations
@@ -48,16 +49,20 @@ def main() -> int:
     if failures:
         print(f"no page: {'; '.join(failures)}; --keep runs only what is missing", file=sys.stderr)
         return 1
-    missing = [name for name in SUITES if not (folder / f"{name}.json").is_file()]
-    if missing:
-        print(f"no page yet: {', '.join(missing)} not run", file=sys.stderr)
-        return 1
-    documents = {name: json.loads((folder / f"{name}.json").read_text()) for name in SUITES}
+    there = [name for name in SUITES if (folder / f"{name}.json").is_file()]
     results, policies = DOCS / "results.md", DOCS / "policies.md"
-    made = results_page(documents), with_blocks(policies.read_text(), policy_blocks(documents))
-    for page, text in zip((results, policies), made, strict=True):
+    before = earlier_parts(results.read_text() if results.is_file() else "")
+    missing = [name for name in SUITES if name not in there and name not in before]
+    if missing or not there:
+        print(f"no page yet: {', '.join(missing or SUITES)} not run", file=sys.stderr)
+        return 1
+    documents = {name: json.loads((folder / f"{name}.json").read_text()) for name in there}
+    made = {results: results_page(documents, before)}
+    if {claim.suite for claim in CLAIMS} <= documents.keys():
+        made[policies] = with_blocks(policies.read_text(), policy_blocks(documents))
+    for page, text in made.items():
         page.write_text(text)
-    print(f"wrote {results} and {policies}")
+    print(f"wrote {' and '.join(map(str, made))}")
     return 0
 
 
@@ -87,7 +92,16 @@ def run(name: str, folder: Path, artifacts: Path | None, most_workloads: int | N
 # docs/results.md ------------------------------------------------------------------------------
 
 
-def results_page(documents: Mapping[str, Document]) -> str:
+def earlier_parts(page: str) -> dict[str, str]:
+    """The parts of a page that was written before, by suite; each begins with its title and names its command."""
+    parts = {}
+    for part in re.split(r"^(?=## )", page, flags=re.MULTILINE)[1:]:
+        if (command := re.search(r"^    pollux compare --suite (\w+)", part, re.MULTILINE)) is not None:
+            parts[command[1]] = part.rstrip()
+    return parts
+
+
+def results_page(documents: Mapping[str, Document], before: Mapping[str, str] | None = None) -> str:
     some = next(iter(documents.values()))
     versions = ", ".join(f"{name} {number}" for name, number in some["versions"].items())
     parts = [
@@ -104,7 +118,14 @@ def results_page(documents: Mapping[str, Document]) -> str:
         "",
         f"Made with {versions} on a machine with {some['machine']}.",
     ]
-    for document in documents.values():
+    kept = [name for name in SUITES if name in (before or {}) and name not in documents]
+    if kept:
+        parts += ["", _wrapped(f"Not run again with this version, and as they were before: {', '.join(kept)}.")]
+    for name in [name for name in SUITES if name in documents or name in kept] or documents:
+        if name not in documents:
+            parts += ["", (before or {})[name]]
+            continue
+        document = documents[name]
         parts += ["", f"## {document['title']}", "", f"    {document['command']}", "", _wrapped(document["about"])]
         parts += [f"\n{_wrapped(note)}" for note in document["notes"]]
         parts += [f"\nLeft out: {name} ({reason})." for name, reason in document["failed"].items()]
@@ -214,10 +235,11 @@ CLAIMS = (
         policy="shockwave",
         says="makespan 1.3 times, fairness 2 times better than fair schedulers",
         source="NSDI'23, abstract",
-        against=("gavel", "themis"),
+        suite="shockwave",
+        against=("gavel, max-min fairness", "gavel, finish-time fairness"),
         key="makespan_s",
         of="makespan",
-        word="Agrees for Gavel; Themis is as quick here. Fairness does not agree: its worst ρ is above both.",
+        word="Agrees, on the authors' trace; their physical runs are beside it in the suite.",
     ),
     Claim(
         policy="gandiva",

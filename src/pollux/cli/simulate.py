@@ -11,9 +11,10 @@ from rich.text import Text
 from pollux.cli import simulation_notes as notes
 from pollux.cli.option_groups import expanded
 from pollux.cli.outputs import Outputs
+from pollux.cli.policy_options import POLICY_PANEL
 from pollux.cli.progress import Tally, progress_bar, telling
 from pollux.cli.setups import Setup, check_setup, command_line, load_setup, make_setup, run_setup, summary_row
-from pollux.cli.simulation_options import POLICY_HELP, POLICY_PANEL, WORKLOAD_HELP, SimulationOptions, TracesOption
+from pollux.cli.simulation_options import POLICY_HELP, WORKLOAD_HELP, SimulationOptions, TracesOption
 from pollux.reports.page import Heading
 from pollux.reports.simulation_page import html_report
 from pollux.simulator.result import SimulationResult

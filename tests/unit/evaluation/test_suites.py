@@ -303,7 +303,7 @@ def test_every_policy_is_explained(script: Any) -> None:
     claimed = {claim.policy for claim in script.CLAIMS}
     without_paper = {"las", "srtf", "fifo", "equal"}
     assert set(policy_names()) - claimed == without_paper, "a new policy needs a Claim, or its name in without_paper"
-    assert {name for claim in script.CLAIMS for name in claim.against} <= set(policy_names())
+    assert {name.partition(",")[0] for claim in script.CLAIMS for name in claim.against} <= set(policy_names())
 
 
 def test_results_become_a_page(script: Any) -> None:
@@ -324,6 +324,31 @@ def test_results_become_a_page(script: Any) -> None:
     assert "| *theirs* | 200 | 1.00 |" in page and "| ours | 100 | 0.50 |" in page
     assert page.index("*mean of 2*") < page.index("<details><summary>b</summary>")
     assert "Left out: x (it broke)." in page
+
+
+def test_a_part_that_was_not_run_again_stays_and_is_told(script: Any) -> None:
+    page = (
+        "# Results\n\nOld words.\n\n## Loads\n\n    pollux compare --suite load\n\n*a*\n\n"
+        "## Old fairness\n\n    pollux compare --suite fairness --workloads 1\n\n*b*\n"
+    )
+    before = script.earlier_parts(page)
+    assert before.keys() == {"load", "fairness"}
+    document = {
+        "title": "New fairness",
+        "command": "pollux compare --suite fairness",
+        "about": "New.",
+        "notes": [],
+        "failed": {},
+        "rows": [],
+        "columns": [],
+        "wall_s": 1.0,
+        "versions": {},
+        "machine": "x",
+    }
+    made = script.results_page({"fairness": document}, before)
+    assert "## New fairness" in made and "Old fairness" not in made and "Old words" not in made
+    assert "as they were before: load." in made
+    assert script.earlier_parts(made)["load"] == before["load"]
 
 
 def test_figures_of_an_older_run_are_not_published(
