@@ -17,13 +17,11 @@ import pytest
 pytest.importorskip("torch")
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from pollux import train
-from pollux.errors import InvalidValueError, PeerLostError
+from pollux.errors import InvalidValueError
 from pollux.membership.replica import TORCHRUN
-from pollux.membership.store import Group
 from pollux.model.profile import Configuration
 from pollux.train import step_timer
 from pollux.train.batching import FixedBatch
@@ -31,227 +29,17 @@ from pollux.train.checkpointer import Checkpointer
 from pollux.train.leaving import Leave
 from pollux.train.report import FileReporter
 from pollux.train.run import Run
-from pollux.train.scaling import SquareRoot
 from pollux.train.step_timer import StepTimer
-from pollux.train.team import Team
 from tests.unit.train.processes import (
-    FOLDER,
     ReplicaFailed,
     Rows,
     a_run,
-    flat,
     loss_of,
     make_step,
-    refusal,
     replicas,
     small_model,
 )
-
-
-def save_at_next_step(run: Run) -> None:
-    checkpointer = run._session.checkpointer
-    assert checkpointer is not None
-    checkpointer._saved_s = -math.inf
-
-
-def wait_for_save(run: Run) -> None:
-    """Until the background save is over; how it went is still to be told."""
-    checkpointer = run._session.checkpointer
-    assert checkpointer is not None and checkpointer._saver._thread is not None
-    checkpointer._saver._thread.join()
-
-
-def fail_half_way(run: Run, module: nn.Module, optimizer: torch.optim.Optimizer, at: int) -> list[int]:
-    """Memory runs out inside ``optimizer.step()``, once, when one of the parameters has been changed already."""
-    failed: list[int] = []
-
-    def fail(*_: Any) -> None:
-        if run.num_steps == at and not failed:
-            failed.append(at)
-            with torch.no_grad():
-                next(module.parameters()).add_(1.0)
-            raise torch.OutOfMemoryError("no room for the optimizer's state")
-
-    optimizer.register_step_pre_hook(fail)
-    return failed
-
-
-# --- memory runs out inside optimizer.step() -----------------------------------------------------------------------
-
-
-def train_with_a_step_that_fails(failing_rank: int | None) -> tuple[int, int, int, Tensor]:
-    module = small_model()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-    with a_run() as run:
-        loader = run.dataloader(Rows(80), 8, device_batch_size=8)
-        model, _ = run.prepare(module, optimizer, scaling="none")
-        failed = fail_half_way(run, module, optimizer, at=3) if run.rank == failing_rank else []
-        for _ in run.epochs(1, by="passes"):
-            for _, x, y in loader:
-                with run.attempt():
-                    make_step(model, optimizer, x, y)
-        return len(failed), run.num_steps, run.progress.num_examples, flat(module)
-
-
-@pytest.mark.parametrize("failing_rank", [0, 1])
-def test_a_rank_whose_step_failed_half_way_takes_the_state_of_the_other(failing_rank):
-    expected = replicas(2, train_with_a_step_that_fails, None)[0]
-    results = replicas(2, train_with_a_step_that_fails, failing_rank)
-    assert [result[0] for result in results] == [int(rank == failing_rank) for rank in range(2)]
-    for _, num_steps, num_examples, parameters in results:
-        assert (num_steps, num_examples) == (10, 80)
-        assert torch.equal(parameters, results[0][3])
-        torch.testing.assert_close(parameters, expected[3])
-
-
-def test_alone_a_step_that_failed_half_way_goes_back_to_the_checkpoint(tmp_path):
-    parameters = []
-    for fails in (False, True):
-        module = small_model()
-        optimizer = torch.optim.SGD(module.parameters(), lr=0.1, momentum=0.9)
-        steps = []
-        with train.init(device="cpu", checkpoint_dir=tmp_path / str(fails)) as run:
-            loader = run.dataloader(Rows(80), 8, device_batch_size=8, shuffle=True)
-            model, _ = run.prepare(module, optimizer, scaling="none")
-            failed = fail_half_way(run, module, optimizer, at=5) if fails else []
-            for _ in run.epochs(1, by="passes"):
-                for _, x, y in loader:
-                    steps.append(run.num_steps)
-                    with run.attempt():
-                        make_step(model, optimizer, x, y)
-                    if run.num_steps == 2:
-                        save_at_next_step(run)
-                    if run.num_steps == 4:
-                        wait_for_save(run)
-        if fails:
-            assert failed and steps == [0, 1, 2, 3, 4, 5, *_passes(range(3, 10))]
-        parameters.append(flat(module))
-    torch.testing.assert_close(*parameters)  # not bit-equal: passes are smaller after the retry
-
-
-def _passes(steps: range) -> list[int]:
-    return [step for step in steps for _ in range(2)]
-
-
-def test_alone_without_a_checkpoint_a_step_that_failed_half_way_is_an_error_that_says_so():
-    module = small_model()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    with train.init(device="cpu") as run:
-        loader = run.dataloader(Rows(80), 8, device_batch_size=8)
-        model, _ = run.prepare(module, optimizer)
-        fail_half_way(run, module, optimizer, at=3)
-        with pytest.raises(PeerLostError, match=r"a step failed half-way.*no checkpoint to resume from"):
-            for _ in run.epochs(1):
-                for _, x, y in loader:
-                    with run.attempt():
-                        make_step(model, optimizer, x, y)
-
-
-# --- a GradScaler, and a step that is tried again ------------------------------------------------------------------
-
-
-def train_scaled(run: Run, is_failing: bool, moment: str) -> tuple[list[tuple[int, float, int]], Tensor]:
-    """A loss scale that grows every few steps; memory runs out once, in the fifth."""
-    module = small_model()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
-    scaler = torch.amp.GradScaler("cpu", init_scale=4.0, growth_interval=7)
-    loader = run.dataloader(Rows(200), 8, device_batch_size=8)
-    model, _ = run.prepare(module, optimizer, grad_scaler=scaler, scaling="none")
-    failed: list[str] = []
-
-    def maybe_fail(here: str) -> None:
-        if is_failing and here == moment and run.num_steps == 4 and not failed:
-            failed.append(here)
-            raise torch.OutOfMemoryError("pretended")
-
-    scales = []
-    for _ in run.epochs(1, by="passes"):
-        for _, x, y in loader:
-            if loader.elastic.current.index == 0:
-                scales.append((run.num_steps, scaler.get_scale(), scaler._get_growth_tracker()))
-            with run.attempt():
-                optimizer.zero_grad()
-                maybe_fail("before")
-                scaler.scale(loss_of(model, x, y)).backward()
-                scaler.unscale_(optimizer)
-                maybe_fail("unscaled")
-                scaler.step(optimizer)
-                scaler.update()
-    assert bool(failed) == is_failing
-    return scales, flat(module)
-
-
-def train_scaled_together(moment: str) -> tuple[list[tuple[int, float, int]], Tensor]:
-    with a_run() as run:
-        return train_scaled(run, run.rank == 1, moment)
-
-
-@pytest.mark.parametrize("moment", ["before", "unscaled"])
-def test_loss_scales_stay_equal_when_a_step_is_tried_again(moment):
-    (scales, parameters), (other_scales, other_parameters) = replicas(2, train_scaled_together, moment)
-    assert torch.equal(parameters, other_parameters)
-    assert set(scales) == set(other_scales)  # some may be there twice: an attempt that failed, and the next one
-    assert set(scales) == {(step, 4.0 * 2 ** (step // 7), step % 7) for step in range(25)}
-
-
-@pytest.mark.parametrize("moment", ["before", "unscaled"])
-def test_gradients_may_be_unscaled_again_when_a_step_is_tried_again(moment):
-    with train.init(device="cpu") as run:
-        scales, _ = train_scaled(run, True, moment)
-        assert run.num_steps == 25
-    assert scales[-1] == (24, 4.0 * 2**3, 3)
-
-
-# --- Adam with scaled betas, saved now and then --------------------------------------------------------------------
-
-
-def train_by_scaled_betas(scale: int, folder: str) -> dict[str, Any]:
-    module = small_model()
-    optimizer = torch.optim.Adam(module.parameters(), lr=0.01)
-    total = 6 * scale
-    trajectory, counts, saved = [], [], []
-    with a_run(checkpoint_dir=folder) as run:
-        loader = run.dataloader(
-            Rows(total * 30), 6, max_batch_size=total, policy=FixedBatch(total), device_batch_size=(1, total)
-        )
-        model, _ = run.prepare(module, optimizer, scaling=SquareRoot(scales_betas=True))
-        if run.rank == 1:
-            fail_half_way(run, module, optimizer, at=17)
-        first = next(module.parameters())
-        checkpointer = run._session.checkpointer
-        assert checkpointer is not None
-        begin = checkpointer.begin
-
-        def watched(*args: Any) -> None:
-            before = optimizer.state[first]["step"].clone()
-            begin(*args)
-            saved.append((before, optimizer.state[first]["step"].clone()))
-
-        checkpointer.begin = watched  # type: ignore[method-assign]
-        for _ in run.epochs(1, by="passes"):
-            for _, x, y in loader:
-                with run.attempt():
-                    make_step(model, optimizer, x, y)
-                if run.rank == 0 and run.num_steps % 3 == 2:
-                    wait_for_save(run) if saved else None
-                    save_at_next_step(run)
-                if loader.elastic.current.is_last:
-                    trajectory.append((run.num_steps, flat(module).clone()))
-                    counts.append((run.num_steps, optimizer.state[first]["step"].clone()))
-    return {"trajectory": dict(trajectory), "counts": dict(counts), "saved": saved, "steps": run.num_steps}
-
-
-@pytest.mark.parametrize("scale", [3, 7])
-def test_saving_on_one_rank_and_a_hand_over_leave_adam_equal_bit_by_bit(tmp_path, scale):
-    """Steps converted by a power of two and back stay what they were; by 3 or 7 they do not."""
-    first, second = replicas(2, train_by_scaled_betas, scale, str(tmp_path))
-    assert first["steps"] == second["steps"] == 30
-    assert len(first["saved"]) >= 8 and not second["saved"]
-    assert all(torch.equal(before, after) for before, after in first["saved"])
-    for step in set(range(30)) - {17}:  # which the second has taken over from the first
-        assert torch.equal(first["counts"][step], second["counts"][step]), step
-        assert torch.equal(first["trajectory"][step], second["trajectory"][step]), step
-
+from tests.unit.train.saves import save_at_next_step, wait_for_save
 
 # --- schedulers ----------------------------------------------------------------------------------------------------
 
@@ -451,96 +239,6 @@ def test_a_batch_larger_than_the_dataset_trains_and_is_measured(initial, options
         assert run._tuner is not None and list(run._tuner.profile)
         if initial >= 100:
             assert num_passes == 40
-
-
-# --- groups --------------------------------------------------------------------------------------------------------
-
-
-def train_in_a_group_that_the_environment_does_not_know() -> str:
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    for name in TORCHRUN:
-        del os.environ[name]
-    dist.init_process_group("gloo", init_method=f"file://{os.environ[FOLDER]}/own", rank=rank, world_size=size)
-    dist.barrier()  # nobody may leave while another is still connecting
-    try:
-        return refusal(train.init, device="cpu")
-    finally:
-        dist.destroy_process_group()
-
-
-def test_a_process_group_that_the_environment_does_not_know_is_refused():
-    for rank, message in enumerate(replicas(2, train_in_a_group_that_the_environment_does_not_know)):
-        assert message.startswith("InvalidValueError")
-        assert f"torch.distributed says rank {rank} of 2, the environment rank 0 of 1" in message
-        assert "set RANK and WORLD_SIZE" in message
-
-
-def lose_memory_in_a_group_of_ones_own() -> tuple[str, float]:
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", init_method=f"file://{os.environ[FOLDER]}/own", rank=rank, world_size=size)
-    module = small_model()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    with a_run(timeout_s=50.0) as run:
-        loader = run.dataloader(Rows(80), 8, device_batch_size=8)
-        model, _ = run.prepare(module, optimizer)
-        begun = 0.0
-        try:
-            for _ in run.epochs(1):
-                for _, x, y in loader:
-                    with run.attempt():
-                        if run.num_steps == 3:
-                            begun = time.monotonic()
-                            if rank == 1:
-                                raise torch.OutOfMemoryError("pretended")
-                        make_step(model, optimizer, x, y)
-        except PeerLostError as error:
-            if rank == 1:  # as it is when the script ends
-                dist.destroy_process_group()
-            return str(error), time.monotonic() - begun
-    raise AssertionError("trained on")
-
-
-def test_trouble_in_a_process_group_of_ones_own_is_told_at_once():
-    for message, waited_s in replicas(2, lose_memory_in_a_group_of_ones_own):
-        assert "the script made the process group" in message
-        assert "let train.init() call torch.distributed.init_process_group" in message
-        assert waited_s < 20.0  # and not the 50 s that a peer is waited for
-
-
-def be_told_late() -> tuple[int, int, Tensor]:
-    os.environ["TORCHELASTIC_RESTART_COUNT"] = "4"
-    module = small_model()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    with a_run() as run:
-        loader = run.dataloader(Rows(80), 8)
-        model, _ = run.prepare(module, optimizer)
-        for _ in run.epochs(1):
-            for _, x, y in loader:
-                assert run.generation == 5
-                run._session._on_lost(3 + run.num_steps % 3)  # up to the roster that this group comes from
-                make_step(model, optimizer, x, y)
-                assert not run._session.has_failed() and not run._team.is_lost()
-        group = run._team.group
-        assert group is not None
-        return run.num_steps, group.attempt, flat(module)
-
-
-def test_a_loss_told_late_is_none_of_the_newer_groups_business():
-    results = replicas(2, be_told_late)
-    for num_steps, attempt, parameters in results:
-        assert (num_steps, attempt) == (10, 0)  # nobody has formed the group anew
-        assert torch.equal(parameters, results[0][2])
-
-
-def test_a_group_has_lost_a_member_if_it_is_older_than_the_roster_that_says_so():
-    team = Team(torch.device("cpu"), 5.0)
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    for generation, told, is_lost in ((3, 2, False), (3, 3, False), (3, 4, True), (4, 3, False), (4, 5, True)):
-        team.group = Group(
-            generation=generation, attempt=0, rank=0, world_size=2, local_rank=0, num_nodes=1, store=store
-        )
-        team.give_up(told)
-        assert team.is_lost() == is_lost
 
 
 # --- checkpoints and reports ---------------------------------------------------------------------------------------
@@ -775,32 +473,3 @@ def test_a_loop_without_optimizer_step_is_warned_of_once(caplog):
     assert [record.getMessage() for record in caplog.records] == [
         "20 batches without optimizer.step(); call it in the loop"
     ]
-
-
-def lose_the_other(folder: str) -> int | None:
-    """Rank 1 goes; rank 0 waits for it in vain, and is told to end."""
-    module = small_model()
-    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
-    with a_run(checkpoint_dir=folder, timeout_s=30.0) as run:
-        loader = run.dataloader(Rows(64), 4)
-        model, _ = run.prepare(module, optimizer)
-        try:
-            for _ in run.epochs(2):
-                for _, x, y in loader:
-                    if run.num_steps == 3 and run.rank == 1:
-                        return None
-                    if run.num_steps == 3:
-                        signal.setitimer(signal.ITIMER_REAL, 1.0)
-                        signal.signal(signal.SIGALRM, lambda *_: os.kill(os.getpid(), signal.SIGTERM))
-                    make_step(model, optimizer, x, y)
-        except Leave as leave:
-            return int(leave.code)
-    raise AssertionError("it trained on alone")
-
-
-def test_a_survivor_that_nobody_comes_to_saves_and_leaves_when_told(tmp_path):
-    begun = time.monotonic()
-    assert replicas(2, lose_the_other, str(tmp_path)) == [143, None]
-    assert time.monotonic() - begun < 20.0  # not the time-out
-    latest = train.CheckpointDirectory(tmp_path).latest()
-    assert latest is not None and latest.step == 3
