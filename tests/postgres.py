@@ -45,7 +45,8 @@ class PostgresServer:
         binaries = _binaries()
         assert binaries is not None, "why_not() comes first"
         self._binaries, self._user = binaries, _user() if os.getuid() == 0 else None
-        self.folder = Path(tempfile.mkdtemp(prefix="pollux-pg-"))
+        memory = "/dev/shm" if os.access("/dev/shm", os.W_OK) and shutil.disk_usage("/dev/shm").free > 1 << 30 else None
+        self.folder = Path(tempfile.mkdtemp(prefix="pollux-pg-", dir=memory))
         if self._user is not None:
             os.chown(self.folder, self._user.pw_uid, self._user.pw_gid)
         self.port = _free_port()

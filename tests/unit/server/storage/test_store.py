@@ -942,18 +942,15 @@ def test_a_read_only_file_is_reported():
 
 def test_two_thousand_jobs_report(path, capsys):
     with SqlStore(path) as sql:
-        report_of_each(sql, capsys)
-
-
-def report_of_each(sql, capsys):
-    for index in range(2000):
-        sql.add_request(f"job-{index}", {}, f"hash-{index}")
-    taken = []
-    for index in range(2000):
-        report = report_of(f"job-{index}")
-        began = time.perf_counter()
-        sql.save_report(report.job, 1.0, report)
-        taken.append(time.perf_counter() - began)
-    with capsys.disabled():
-        print(f"\nsave_report: {statistics.mean(taken) * 1e3:.2f} ms mean, {statistics.median(taken) * 1e3:.2f} median")
-    assert len(sql.reports("job-1999")) == 1
+        for index in range(2000):
+            sql.add_request(f"job-{index}", {}, f"hash-{index}")
+        taken = []
+        for index in range(2000):
+            report = report_of(f"job-{index}")
+            began = time.perf_counter()
+            sql.save_report(report.job, 1.0, report)
+            taken.append(time.perf_counter() - began)
+        mean, median = statistics.mean(taken) * 1e3, statistics.median(taken) * 1e3
+        with capsys.disabled():
+            print(f"\nsave_report: {mean:.2f} ms mean, {median:.2f} median")
+        assert len(sql.reports("job-1999")) == 1
