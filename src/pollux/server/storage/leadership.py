@@ -15,6 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError
@@ -44,6 +45,7 @@ class Leader:
     url: str  # "": it is starting
     host: str
     engine: str
+    owner: str  # of the data directory
     since: float
 
 
@@ -96,13 +98,11 @@ class Leadership:
         """
         _leadership.metadata.create_all(connection)
         row = connection.execute(sa.select(_leadership).with_for_update()).first()
-        if row is not None and row.owner != self._owner:
-            raise StoreError(
-                f"{self.place}: this database belongs to another data directory (its secret is another): use that "
-                "directory, which all servers of one database share, or another database"
-            )
+        if row is not None:
+            self.require_owner(_leader(row))
+        epoch = 1 if row is None else int(row.epoch) + 1
         values = {
-            "epoch": 1 if row is None else row.epoch + 1,
+            "epoch": epoch,
             "url": "",
             "host": socket.gethostname(),
             "engine": self._engine_name,
@@ -113,7 +113,17 @@ class Leadership:
             connection.execute(_leadership.insert().values(id=_ROW, **values))
         else:
             connection.execute(_leadership.update().values(**values))
-        self._epoch = int(values["epoch"])  # type: ignore[call-overload]
+        self._epoch = epoch
+
+    def require_owner(self, leader: Leader) -> None:
+        """Raises:
+        StoreError: the database is another data directory's.
+        """
+        if leader.owner != self._owner:
+            raise StoreError(
+                f"{self.place}: this database belongs to another data directory (its secret is another): use that "
+                "directory, which all servers of one database share, or another database"
+            )
 
     def announce(self, url: str) -> None:
         """Tell the other servers where this one is reached."""
@@ -128,7 +138,7 @@ class Leadership:
             row = connection.execute(sa.select(_leadership)).first()
         if row is None:
             return None
-        return Leader(epoch=row.epoch, url=row.url, host=row.host, engine=row.engine, since=row.since)
+        return _leader(row)
 
     def close(self) -> None:
         """Let go of it: another server takes over at once."""
@@ -224,9 +234,9 @@ class Leadership:
                 raise
 
     def _check_version(self, connection: sa.Connection) -> None:
-        version = connection.dialect.server_version_info or (0,)
-        if version[0] < MIN_VERSION:
-            raise StoreError(f"{self.place}: PostgreSQL {version[0]} is too old; {MIN_VERSION} or newer is needed")
+        version = int((connection.dialect.server_version_info or (0,))[0])
+        if version < MIN_VERSION:
+            raise StoreError(f"{self.place}: PostgreSQL {version} is too old; {MIN_VERSION} or newer is needed")
 
     def _drop(self) -> None:
         connection, self._connection, self._has_lock = self._connection, None, False
@@ -234,3 +244,7 @@ class Leadership:
             with contextlib.suppress(DBAPIError):
                 connection.invalidate()
                 connection.close()
+
+
+def _leader(row: sa.Row[Any]) -> Leader:
+    return Leader(epoch=row.epoch, url=row.url, host=row.host, engine=row.engine, owner=row.owner, since=row.since)

@@ -37,8 +37,8 @@ from pollux.server.storage import records as kept
 from pollux.server.storage.store import SqlStore
 from pollux.testing.examples import examples
 from pollux.types import Allocation, JobSpec, JobView, Node, Plan, ShapeFactor, Snapshot, ThroughputParams
-from tests.postgres import open_store
 from tests.fakes import HandClock, SlowEngine
+from tests.postgres import open_store
 from tests.unit.api.test_codec import (
     PLAN,
     REPORT,

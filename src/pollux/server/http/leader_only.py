@@ -1,0 +1,33 @@
+"""Refuses changes on a standby, with the address of the server that leads. :mod:`pollux.server.standby` adds it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from pollux.errors import NotLeaderError
+from pollux.server.http.errors import RETRY_AFTER_S, refuse
+
+LEADER_HEADER = "Pollux-Leader"
+_READS = ("GET", "HEAD", "OPTIONS")
+_OWN = ("/api/v1/shutdown",)  # the standby's own end
+
+
+class LeaderOnly:
+    def __init__(self, app: ASGIApp, leader_of: Callable[[], str]) -> None:
+        """``leader_of``: the URL of the leader; "": no server leads at the moment."""
+        self._app, self._leader_of = app, leader_of
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] in _READS or scope["path"] in _OWN:
+            await self._app(scope, receive, send)
+            return
+        leader = self._leader_of()
+        message = f"this server stands by and changes nothing; {leader or 'no server'} leads"
+        headers = {"Retry-After": str(RETRY_AFTER_S), "Connection": "close"}  # the body is not read
+        if leader:
+            headers[LEADER_HEADER] = leader
+        else:
+            message += " at the moment: try again in a few seconds"
+        await refuse(503, NotLeaderError.__name__, message, headers)(scope, receive, send)
