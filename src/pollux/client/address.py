@@ -33,6 +33,10 @@ class Address:
     def is_loopback(self) -> bool:
         return is_loopback_url(self.url)
 
+    def may_follow(self, leader: str) -> bool:
+        """Whether a standby's word for the server that leads is one to go by: never from https to http."""
+        return _is_url(leader) and urlsplit(leader).scheme == urlsplit(self.url).scheme
+
     def context(self) -> ssl.SSLContext:
         """Checks the server's certificate. Reading whom to trust takes long, and is left out for plain http."""
         is_secured = self.url.startswith("https:")

@@ -36,8 +36,8 @@ from pollux.server.listener import checked_certificate, describe, listen, servin
 from pollux.server.live.factory import ClusterMaker, make_cluster, owner_of, prepared
 from pollux.server.live.trials import ClusterJobs
 from pollux.server.present.metrics import counted_log
-from pollux.server.standby import SERVER_FILE, TOKEN_FILE, Standby
-from pollux.server.storage.files import locked, make_directory, read_object, write_whole
+from pollux.server.standby import TOKEN_FILE, Standby
+from pollux.server.storage.files import SERVER_FILE, locked, make_directory, read_object, write_whole
 from pollux.server.storage.leadership import Leadership
 from pollux.server.storage.store import SqlStore
 from pollux.tune.studies import Studies

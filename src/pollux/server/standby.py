@@ -23,7 +23,7 @@ from pollux.server.storage.leadership import Leader, Leadership
 from pollux.server.storage.store import SqlStore
 from pollux.tune.studies import Studies
 
-TOKEN_FILE, SERVER_FILE = "token", "server.json"
+TOKEN_FILE = "token"
 STANDBY_FILE, STANDBY_PORT_FILE = "standby.json", "standby-port"
 POLL_S, LONGEST_PAUSE_S = 0.5, 4.0
 START_S = 60.0  # for the leader to make its tables

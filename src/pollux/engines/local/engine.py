@@ -25,9 +25,7 @@ logger = logging.getLogger(__name__)
 class LocalConnector:
     """The supervisor of one directory on this machine."""
 
-    def __init__(
-        self, directory: Path, devices: Sequence[Device], options: Mapping[str, str], epoch: int = 0
-    ) -> None:
+    def __init__(self, directory: Path, devices: Sequence[Device], options: Mapping[str, str], epoch: int = 0) -> None:
         self._process, self._devices, self._epoch = SupervisorProcess(directory, options), list(devices), epoch
         self._mark = mark_of(directory)
         self._supervisor: psutil.Process | None = None
@@ -86,8 +84,9 @@ class LocalEngine(SupervisedEngine):
         supervisor_options: Mapping[str, str] | None = None,
         epoch: int = 0,
     ) -> None:
-        """``epoch``: of the server that leads; a supervisor obeys none of an earlier one. ``nodes`` and ``devices`` as of :func:`~pollux.engines.processes.devices.detect_nodes`.
+        """``nodes`` and ``devices`` as of :func:`~pollux.engines.processes.devices.detect_nodes`.
 
+        ``epoch``: of the server that leads; a supervisor obeys none of an earlier one.
         ``supervisor_options`` are given to a supervisor that is started, as ``--name value``. For the rest see
         :class:`~pollux.engines.supervised.SupervisedEngine`.
         """

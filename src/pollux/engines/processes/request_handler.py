@@ -29,7 +29,7 @@ class RequestHandler:
         epoch: int = 0,
         on_epoch: Callable[[int], None] = lambda epoch: None,
     ) -> None:
-        """``where``: whose jobs these are, for people. ``epoch``: of the last leader; ``on_epoch`` is told of the next."""
+        """``where``: whose jobs these are, for people. ``epoch``: of the last leader; a newer one is told to ``on_epoch``."""
         self.manager, self._send, self._where = manager, send, where
         self._epoch, self._on_epoch = epoch, on_epoch
         self.is_introduced = self.is_closing = False
@@ -67,8 +67,8 @@ class RequestHandler:
         version, epoch = hello.get("version"), _epoch(hello)
         if version == PROTOCOL_VERSION and epoch < self._epoch:
             return (
-                f"the jobs in {self._where} obey the server of epoch {self._epoch}, and this one is of epoch {epoch}: it "
-                "does not lead any more"
+                f"the jobs in {self._where} obey the server of epoch {self._epoch}, and this one is of epoch {epoch}: "
+                "it does not lead any more"
             )
         if version == PROTOCOL_VERSION:
             return ""

@@ -8,8 +8,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from pollux.errors import NotLeaderError
 from pollux.server.http.errors import RETRY_AFTER_S, refuse
+from pollux.server_address import LEADER_HEADER
 
-LEADER_HEADER = "Pollux-Leader"
 _READS = ("GET", "HEAD", "OPTIONS")
 _OWN = ("/api/v1/shutdown",)  # the standby's own end
 

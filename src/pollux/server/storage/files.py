@@ -20,6 +20,7 @@ from pollux.errors import DirectoryInUseError, StoreError
 
 LOCK_FILE = "lock"  # held by the server that the directory belongs to
 SETTINGS_FILE = "settings.json"
+SERVER_FILE = "server.json"  # where the server listens
 
 logger = logging.getLogger(__name__)
 

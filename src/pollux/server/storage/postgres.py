@@ -55,8 +55,9 @@ def check_address(place: str) -> sa.URL:
 
 
 def shown(url: sa.URL) -> str:
-    """How to call it in messages."""
-    return url.set(drivername="postgresql").render_as_string(hide_password=True)
+    """How to call it in messages, which all who can reach the server may read."""
+    host = url.host or url.query.get("host") or "localhost"
+    return f"database {url.database!r} at {host}"
 
 
 def connect_arguments(url: sa.URL, **settings: int) -> tuple[sa.URL, dict[str, Any]]:
@@ -85,6 +86,8 @@ _BY_TEXT = {
     "password authentication failed": "the password is wrong: see PGPASSWORD, or the file that PGPASSFILE names",
     "no password supplied": "it wants a password: put it into ~/.pgpass (mode 0600), the file that PGPASSFILE names, "
     "or PGPASSWORD",
+    "not yet accepting connections": "the database is starting: it is tried again",
+    "starting up": "the database is starting: it is tried again",
     "does not exist": "make it first: createdb, and createuser for its owner",
     "Connection refused": "no database answers there: see that PostgreSQL runs and that the address is right",
     "No such file or directory": "no database answers there: see that PostgreSQL runs and that the address is right",
