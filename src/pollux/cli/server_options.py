@@ -212,8 +212,8 @@ class ServiceOptions:
         typer.Option(
             "--database",
             metavar="URL",
-            help="Keep jobs in PostgreSQL: postgresql://USER@HOST/DB, the password in ~/.pgpass or $PGPASSWORD. A second "
-            "server there stands by and takes over. A file in the data directory if left out.",
+            help="Keep jobs in PostgreSQL: postgresql://USER@HOST/DB, the password in ~/.pgpass or $PGPASSWORD. "
+            "A second server there stands by. If left out, they are kept in a file of the data directory.",
             rich_help_panel=_SERVICE,
         ),
     ] = None

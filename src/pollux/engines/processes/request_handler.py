@@ -29,7 +29,7 @@ class RequestHandler:
         epoch: int = 0,
         on_epoch: Callable[[int], None] = lambda epoch: None,
     ) -> None:
-        """``where``: whose jobs these are, for people. ``epoch``: of the last leader; a newer one is told to ``on_epoch``."""
+        """``where``: whose jobs these are, for people. ``epoch``: of the last leader; ``on_epoch`` hears of a newer."""
         self.manager, self._send, self._where = manager, send, where
         self._epoch, self._on_epoch = epoch, on_epoch
         self.is_introduced = self.is_closing = False
