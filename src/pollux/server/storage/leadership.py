@@ -198,7 +198,8 @@ class Leadership:
         with self._asking() as connection:
             has_lock = self._has_lock or bool(connection.scalar(_try_lock))
             self._has_lock = has_lock
-            epoch = None if self._epoch is None else connection.scalar(_read_epoch)
+            # Before the first claim there may be no table; the session must not fall silent all the same.
+            epoch = connection.scalar(_read_epoch if self._epoch is not None else sa.select(sa.null()))
         if epoch != self._epoch:
             self._lose()
         elif not has_lock:
