@@ -132,11 +132,11 @@ class Service:
             stack.enter_context(serving(app, listener, self.config))
             stack.callback(self._stop_cluster)  # before HTTP: jobs report what they did last, logs are read to the end
             stack.callback(studies.stop)  # first of all: no trial is begun or ended while the cluster stops
+            if self._leadership is not None:
+                self._leadership.announce(self.url)
             # Jobs of other Unix users look there for the server that leads now; nothing in it is secret.
             mode = 0o600 if self.config.database is None else 0o644
             write_whole(server_file, json.dumps(describe(self.url, certificate)) + "\n", mode=mode)
-            if self._leadership is not None:
-                self._leadership.announce(self.url)
             self._cleanup = stack.pop_all()
         logger.info("Pollux %s listens at %s; data in %s", __version__, self.url, directory)
         if not is_loopback(host) and not certificate:
@@ -283,7 +283,8 @@ def _stand_by(
         port = 0
         if not leadership.try_take():
             with Standby(config, leadership) as standby:
-                on_ready(standby)
+                if standby.url:  # else the leader went while this one was looking
+                    on_ready(standby)
                 while not standby.try_take():
                     if standby.is_asked_to_end:
                         return None

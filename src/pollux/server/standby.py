@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import socket
-import threading
+import time
 from typing import Self
 from urllib.parse import urlsplit
 
@@ -115,14 +115,13 @@ class Standby:
 
     def _wait_for_leader(self) -> Leader | None:
         """The one that leads, when it can be reached; None: this server leads."""
-        ending = threading.Event()
         for _ in range(int(START_S / POLL_S)):
             leader = self._leadership.leader()
             if leader is not None and leader.url:
                 return leader
             if self.try_take():
                 return None
-            ending.wait(POLL_S)
+            time.sleep(POLL_S)
         raise StoreError(f"{self._leadership.place}: another server has had the lock for {START_S:g} s without leading")
 
     def _check(self, leader: Leader) -> None:

@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import sqlalchemy as sa
 from sqlalchemy.exc import DBAPIError
@@ -126,9 +126,16 @@ class Leadership:
             )
 
     def announce(self, url: str) -> None:
-        """Tell the other servers where this one is reached."""
+        """Tell the other servers where this one is reached.
+
+        Raises:
+            NotLeaderError: the epoch is over.
+        """
+        told = _leadership.update().where(_leadership.c.epoch == self._epoch).values(url=url)
         with self._asking() as connection:
-            connection.execute(_leadership.update().where(_leadership.c.epoch == self._epoch).values(url=url))
+            is_leader = connection.execute(told).rowcount == 1
+        if not is_leader:
+            self._refuse()
 
     def leader(self) -> Leader | None:
         """Who leads, or led last; None: this database has never had a leader."""
@@ -176,10 +183,7 @@ class Leadership:
             NotLeaderError: the epoch is over.
         """
         if connection.execute(_check_epoch, {"epoch": self._epoch}).first() is None:
-            self._lose()
-            raise NotLeaderError(
-                f"{self.place}: epoch {self._epoch} is over: another server leads now, and nothing was written"
-            )
+            self._refuse()
 
     def _beat(self) -> None:
         pause_s = BEAT_S
@@ -210,6 +214,12 @@ class Leadership:
                 self._problem = ""
                 logger.info("the leader's lock is held again, in epoch %s", self._epoch)
                 self.on_change()
+
+    def _refuse(self) -> NoReturn:
+        self._lose()
+        raise NotLeaderError(
+            f"{self.place}: epoch {self._epoch} is over: another server leads now, and nothing was written"
+        )
 
     def _lose(self) -> None:
         if not self._is_lost:
