@@ -1,10 +1,12 @@
 """A busy server: thousands of jobs report, new ones arrive, and decisions must keep up.
 
     python benchmarks/server.py [--jobs 2000] [--report-every 30] [--submissions 100] [--seconds 60] [--json]
+                                [--database postgresql://USER@HOST/DB]
 
 The server is the shipped one, in its own process: HTTP, database, scheduler. Only the engine is a fake: jobs run at
 once, and as many end as arrive. The load comes from this process over real connections, one per job. The same requests
-are timed first on the same idle server; ratios are against that.
+are timed first on the same idle server; ratios are against that. An empty PostgreSQL database takes the place of SQLite
+if it is named.
 """
 
 from __future__ import annotations
@@ -99,7 +101,7 @@ class PretendedEngine:
     def close(self, *, stops_jobs: bool, grace_s: float | None = None) -> None: ...
 
 
-def serve(folder: Path, submissions_per_min: float) -> None:
+def serve(folder: Path, submissions_per_min: float, database: str | None) -> None:
     engines: list[PretendedEngine] = []
 
     def make(config: ServiceConfig, store: Any, url: str) -> Cluster:
@@ -110,7 +112,7 @@ def serve(folder: Path, submissions_per_min: float) -> None:
         return cluster
 
     prefer_answers()  # as serve() does
-    with Service(ServiceConfig(data_directory=folder, port=0), make) as service:
+    with Service(ServiceConfig(data_directory=folder, database=database, port=0), make) as service:
         print(json.dumps({"url": service.url, "token": service.token}), flush=True)
         ends = threading.Event()
         threading.Thread(target=lambda: (sys.stdin.read(), ends.set()), daemon=True).start()
@@ -291,14 +293,16 @@ def main() -> None:
     parser.add_argument("--report-every", type=float, default=30.0)
     parser.add_argument("--submissions", type=float, default=100.0, help="per minute")
     parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--database", metavar="URL", help="of an empty PostgreSQL database; SQLite if left out")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--serve", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        serve(args.serve, args.submissions)
+        serve(args.serve, args.submissions, args.database)
         return
     with tempfile.TemporaryDirectory(prefix="pollux-benchmark-") as folder:
         command = [sys.executable, __file__, "--serve", folder, "--submissions", str(args.submissions)]
+        command += [] if args.database is None else ["--database", args.database]
         with serving(command) as (url, token):
             result = asyncio.run(load(url, token, args))
     if args.json:

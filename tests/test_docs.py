@@ -6,6 +6,7 @@ On a page with console blocks the blocks belong together: one user types them on
 
 from __future__ import annotations
 
+import importlib.util
 import re
 import shutil
 from pathlib import Path
@@ -15,6 +16,11 @@ import pytest
 from pollux.api.request import OPTIONS
 from tests.long import long
 from tests.pages import ROOT, Block, read_blocks, require_extras, session
+
+if importlib.util.find_spec("sqlalchemy") is not None:
+    from tests.postgres import PostgresServer, postgres
+
+    __all__ = ["postgres"]
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
@@ -38,8 +44,13 @@ def test_python_blocks_run(block: Block, tmp_path: Path) -> None:
     "page",
     [pytest.param(page, id=page.stem, marks=() if page.stem in EVERY_TIME else long) for page in SESSIONS],
 )
-def test_pages_run_from_top_to_bottom(page: Path, tmp_path: Path) -> None:
+def test_pages_run_from_top_to_bottom(
+    page: Path, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
     blocks = read_blocks(page, "console", "python")
+    if any("$DATABASE" in block.text for block in blocks):
+        server: PostgresServer = request.getfixturevalue("postgres")
+        monkeypatch.setenv("DATABASE", server.url(server.new_database()))
     if any("curl " in block.text for block in blocks) and shutil.which("curl") is None:
         pytest.skip("curl is not installed")
     require_extras(blocks)

@@ -15,6 +15,7 @@
     ├── FencedError (RuntimeError)         a replica that its owner has given up must neither report nor save
     ├── EngineError (RuntimeError)         the jobs' processes cannot be reached: no supervisor, or another's
     ├── StoreError (RuntimeError)          the server's database cannot be used: damaged, of another version, disk full
+    │   └── NotLeaderError                 another server leads: this one may only read
     ├── DirectoryInUseError (RuntimeError)  another server has this data directory
     ├── ServerError (RuntimeError)         the server cannot be reached, or its answer is not understood
     │   ├── ServerNotFoundError            no server answers at the address
@@ -110,6 +111,10 @@ class EngineError(PolluxError, RuntimeError):
 
 
 class StoreError(PolluxError, RuntimeError):
+    pass
+
+
+class NotLeaderError(StoreError):
     pass
 
 

@@ -48,6 +48,9 @@ class ClusterSummary:
     sizing: ClusterSize
     data_directory: str
     interval_s: float
+    standby_of: str | None = field(
+        default=None, metadata=about("On a standby, the URL of the server that leads; empty while none does.")
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

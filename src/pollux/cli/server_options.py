@@ -193,8 +193,18 @@ class ManyMachinesOptions:
 
 @dataclass(frozen=True, slots=True)
 class ServiceOptions:
-    """Where the server listens, and what it tells."""
+    """Where the server listens, where it keeps jobs, and what it tells."""
 
+    database: Annotated[
+        str | None,
+        typer.Option(
+            "--database",
+            metavar="URL",
+            help="Keep jobs in PostgreSQL: postgresql://USER@HOST/DB, the password in ~/.pgpass or $PGPASSWORD. "
+            "A second server there stands by. If left out, they are kept in a file of the data directory.",
+            rich_help_panel=_SERVICE,
+        ),
+    ] = None
     host: Annotated[
         str | None,
         typer.Option(

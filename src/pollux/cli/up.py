@@ -26,7 +26,7 @@ from pollux.cli.policy_options import PolicyOptions, said_settings
 from pollux.cli.server_log import LogFormat, show_log
 from pollux.cli.server_options import ClusterOptions, ManyMachinesOptions, ServiceOptions, takes_records
 from pollux.client import Client
-from pollux.client.address import find_address, find_data_directory
+from pollux.client.address import STANDBY_FILE, find_address, find_data_directory, read_server_file
 from pollux.errors import (
     InputFileError,
     InvalidValueError,
@@ -39,6 +39,7 @@ from pollux.policy import policy_names
 if TYPE_CHECKING:
     from pollux.server.config import ServiceConfig
     from pollux.server.service import Service
+    from pollux.server.standby import Standby
 
 EXIT_FAILED, EXIT_BAD_USAGE = 1, 2
 LOG_FILE = "server.log"
@@ -110,6 +111,7 @@ def make_config(
 
     config = ServiceConfig(
         data_directory=directory,
+        database=service.database,
         host=service.host,
         port=service.port,
         tls_cert=None if service.tls_cert is None else service.tls_cert.absolute(),
@@ -133,7 +135,10 @@ def make_config(
     return config if cluster.interval is None else dataclasses.replace(config, interval_s=cluster.interval)
 
 
-def _say_where(service: Service) -> None:
+def _say_where(service: Service | Standby) -> None:
+    if service.is_standby:
+        say(f"Pollux stands by at {service.url}: it answers reads, and takes over when the leader is gone.")
+        return
     data = shlex.quote(str(service.config.data_directory))
     option = "" if service.config.data_directory == find_data_directory() else f" --data {data}"
     say(f"Pollux runs at {service.url}, with its data in {data}.")
@@ -189,6 +194,7 @@ def arguments_of(config: ServiceConfig, log_format: LogFormat = LogFormat.TEXT) 
 
     options: dict[str, object] = {
         "--data": config.data_directory,
+        "--database": config.database,
         "--host": config.host,
         "--port": config.port,
         "--tls-cert": config.tls_cert,
@@ -223,6 +229,9 @@ def arguments_of(config: ServiceConfig, log_format: LogFormat = LogFormat.TEXT) 
 def _wait_until_ready(process: subprocess.Popen[bytes], directory: Path) -> str:
     ends_at = time.monotonic() + START_TIMEOUT_S
     while process.poll() is None:
+        if (told := read_server_file(directory, STANDBY_FILE) or {}).get("pid") == process.pid:
+            say("another server leads: this one stands by")
+            return str(told["url"])
         with contextlib.suppress(ServerNotFoundError), Client(data_directory=directory, timeout_s=5.0) as client:
             if client.address.pid == process.pid and client.is_ready():
                 return client.address.url

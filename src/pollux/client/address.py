@@ -18,7 +18,7 @@ from pollux.errors import AccessDeniedError, InvalidValueError, PolluxError, Ser
 from pollux.tls import CA_VARIABLE, PLAIN_VARIABLE, check_plain, client_context, is_loopback_url
 
 DATA_VARIABLE, URL_VARIABLE, TOKEN_VARIABLE = "POLLUX_DATA", "POLLUX_URL", "POLLUX_TOKEN"
-SERVER_FILE, TOKEN_FILE = "server.json", "token"
+SERVER_FILE, STANDBY_FILE, TOKEN_FILE = "server.json", "standby.json", "token"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +32,10 @@ class Address:
     @property
     def is_loopback(self) -> bool:
         return is_loopback_url(self.url)
+
+    def may_follow(self, leader: str) -> bool:
+        """Whether a standby's word for the server that leads is one to go by: never from https to http."""
+        return _is_url(leader) and urlsplit(leader).scheme == urlsplit(self.url).scheme
 
     def context(self) -> ssl.SSLContext:
         """Checks the server's certificate. Reading whom to trust takes long, and is left out for plain http."""
@@ -115,10 +119,10 @@ def _ca_of(told: Mapping[str, Any]) -> str | None:
     return told["certificate"] if isinstance(told.get("certificate"), str) else None
 
 
-def read_server_file(directory: Path) -> Mapping[str, Any] | None:
+def read_server_file(directory: Path, name: str = SERVER_FILE) -> Mapping[str, Any] | None:
     """What the server wrote of itself; None: nothing that can be read."""
     try:
-        told = json.loads((directory / SERVER_FILE).read_text(encoding="utf-8"))
+        told = json.loads((directory / name).read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return None
     return told if isinstance(told, dict) else None

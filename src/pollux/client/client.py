@@ -8,11 +8,12 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -66,6 +67,8 @@ from pollux.errors import (
     ServerUnavailableError,
     UnknownNameError,
 )
+from pollux.server_address import LEADER_HEADER
+from pollux.tls import PLAIN_VARIABLE, check_plain
 from pollux.version import __version__
 
 if TYPE_CHECKING:
@@ -452,9 +455,21 @@ class Client(Accounting):
             PolluxError: the kind the server named, or a :class:`ServerError`.
         """
         given = {key: value for key, value in params.items() if value is not None}
+        asked: dict[str, Any] = {"params": given, "json": body, "headers": self._headers()}
         with self._asking():
-            response = self._http.request(method, self._url(path), params=given, json=body, headers=self._headers())
+            response = self._http.request(method, self._url(path), **asked)
+            if self._follow(response):
+                response = self._http.request(method, self._url(path), **asked)
         return _answer(response)
+
+    def _follow(self, response: httpx.Response) -> bool:
+        """Whether a standby has refused a change, and this client asks the server that leads from now on."""
+        leader = response.headers.get(LEADER_HEADER, "")
+        if response.status_code != httpx.codes.SERVICE_UNAVAILABLE or not self.address.may_follow(leader):
+            return False
+        check_plain(leader, self._asked_for[-1] or os.environ.get(PLAIN_VARIABLE) == "1")
+        self.address = replace(self.address, url=leader, pid=None)
+        return True
 
     @contextlib.contextmanager
     def open(self, method: str, path: str, body: str | None = None) -> Iterator[Answer]:

@@ -9,12 +9,11 @@ import http.client
 import json
 import logging
 import threading
-import urllib.parse
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pollux.errors import InvalidValueError
-from pollux.tls import CA_VARIABLE, PLAIN_VARIABLE, check_plain, client_context
+from pollux.server_address import LEADER_HEADER, ServerAddress
+from pollux.tls import CA_VARIABLE
 
 Fields = Mapping[str, Any]
 TIMEOUT_S = 10.0  # of one request
@@ -31,12 +30,7 @@ class Address:
 
     def __init__(self, url: str, token: str, job: str, ca: str | None = None) -> None:
         """``ca``: certificates to trust with https, a file or text; None: the system's."""
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise InvalidValueError(f"POLLUX_URL is {url!r}; an address as in http://127.0.0.1:7077 is needed")
-        self._host, self._port = parts.hostname, parts.port
-        self._context = client_context(ca) if parts.scheme == "https" else None
-        self._path = f"{parts.path.rstrip('/')}/api/v1/jobs/{urllib.parse.quote(job, safe='')}/reports"
+        self._server, self._job = ServerAddress(url, ca), job
         self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
 
     @classmethod
@@ -45,26 +39,28 @@ class Address:
         if not (url and token and job):
             return None
         made = cls(url, token, job, env.get(CA_VARIABLE) or None)
-        check_plain(url, env.get(PLAIN_VARIABLE) == "1")
+        made._server = ServerAddress.from_environment(url, env)
         return made
 
     def post(self, report: Fields, timeout_s: float = TIMEOUT_S) -> tuple[int, Fields]:
-        """Status and answer.
+        """Status and answer. After a failure the next call goes to the server that leads by then.
 
         Raises:
             OSError, http.client.HTTPException: there is no answer.
         """
-        connection: http.client.HTTPConnection
-        if self._context is None:
-            connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
-        else:
-            connection = http.client.HTTPSConnection(self._host, self._port, timeout=timeout_s, context=self._context)
+        connection = self._server.connection(timeout_s)
+        path, body = self._server.reports_of(self._job), json.dumps(report, allow_nan=False)
         try:
-            connection.request("POST", self._path, json.dumps(report, allow_nan=False), self._headers)
+            connection.request("POST", path, body, self._headers)
             response = connection.getresponse()
             text = response.read()
+        except (OSError, http.client.HTTPException):
+            self._server.look_again()
+            raise
         finally:
             connection.close()
+        if response.status >= 500:
+            self._server.look_again(response.headers.get(LEADER_HEADER))
         try:
             answer = json.loads(text)
         except ValueError:

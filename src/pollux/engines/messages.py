@@ -3,7 +3,7 @@
 A supervisor of one machine first sends ``challenge{nonce}``, and the first hello answers it with ``proof``
 (:mod:`pollux.engines.local.secret`). The engine asks, with ``op``:
 
-    hello{version, devices: [Device], takes_over?, proof?}      start{job, generation, launch, allocation}
+    hello{version, epoch?, devices: [Device], takes_over?, proof?}    start{job, generation, launch, allocation}
     resize{job, generation, allocation}   stop{job, grace_s, reason}   forget{job, generation}   shutdown{grace_s}
     dump{job}
 
@@ -14,6 +14,8 @@ and the supervisor tells, with ``event``:
     lost{job, generation, reason}   replicas{job, replicas: [...]}   note{job, text}   crashed{job, reason}
     gave_up{job, generation, node, reason, allocation}   nodes{nodes: [...]}
     unusable{nodes: [{name, reason}]}   head{problem}   replaced{}
+
+``epoch`` counts the servers that have led. A supervisor refuses a hello of an earlier one than it has obeyed.
 
 The supervisor keeps the end of a job, and tells it again after the next hello, until the engine says ``forget``.
 """

@@ -27,6 +27,7 @@ class ServiceConfig:
     """``port`` None: the one used before here, else 7077 or the next that is free; 0: any that is free."""
 
     data_directory: Path
+    database: str | None = None  # the URL of a PostgreSQL database, without a password; None: SQLite in the directory
     host: str | None = None  # None: the loopback, or with Ray this machine's address among the others
     port: int | None = None
     tls_cert: Path | None = None  # PEM; with tls_key it serves https
@@ -64,6 +65,12 @@ class ServiceConfig:
             raise InvalidValueError(f"hang_timeout_s = {self.hang_timeout_s}; a positive number of seconds is needed")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise InvalidValueError("--tls-cert and --tls-key belong together: give both, or none for plain http")
+        if self.database is not None:
+            from pollux.server.storage.postgres import (
+                check_address,
+            )  # brings SQLAlchemy, which other configurations lack
+
+            check_address(self.database)
         check_host(self.host or DEFAULT_HOST, self.needs_token)
         is_ray = self.engine == "ray"
         if is_ray and (self.slots is not None or self.nodes is not None or self.slots_per_gpu != 1):

@@ -4,56 +4,46 @@
 that lasts until a signal ends it (``pollux up``).
 
 A data directory belongs to one server at a time. What a server leaves there when it is killed is all that the next
-one needs: the database, the token, the port (replicas that train on report to that), and the jobs' folders.
+one needs: the database, the token, the port (replicas that train on report to that), and the jobs' folders. Servers on
+one PostgreSQL database share a directory: one leads, the others stand by (:mod:`pollux.server.standby`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
-import fcntl
+import dataclasses
 import gc
 import json
 import logging
-import math
 import os
 import queue
 import resource
 import signal
-import socket
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
-from typing import Any, Self
+from typing import Self
 from urllib.parse import urlsplit
 
-import uvicorn
-from fastapi import FastAPI
-
-from pollux.errors import DirectoryInUseError, InvalidValueError, ServerError, StoreError
+from pollux.errors import NotLeaderError
 from pollux.server.config import DEFAULT_HOST, ServiceConfig
 from pollux.server.http.app import create_app
 from pollux.server.http.auth import Access, is_loopback, load_token
-from pollux.server.http.certificate import check_certificate
-from pollux.server.http.connections import BoundedProtocol
 from pollux.server.http.dependencies import ServedCluster
-from pollux.server.live.factory import ClusterMaker, make_cluster, prepared
+from pollux.server.listener import checked_certificate, describe, listen, serving, url_of
+from pollux.server.live.factory import ClusterMaker, make_cluster, owner_of, prepared
 from pollux.server.live.trials import ClusterJobs
 from pollux.server.present.metrics import counted_log
-from pollux.server.storage.files import LOCK_FILE, make_directory, write_whole
+from pollux.server.standby import TOKEN_FILE, Standby
+from pollux.server.storage.files import SERVER_FILE, locked, make_directory, read_object, write_whole
+from pollux.server.storage.leadership import Leadership
 from pollux.server.storage.store import SqlStore
 from pollux.tune.studies import Studies
 from pollux.version import __version__
 
-DEFAULT_PORT = 7077
-NUM_PORTS_TRIED = 100
-TOKEN_FILE, PORT_FILE = "token", "port"
-SERVER_FILE, STORE_FILE = "server.json", "pollux.db"
-HTTP_START_S, HTTP_STOP_S = 30.0, 10.0
-KEEP_ALIVE_S = 120  # longer than jobs take from one report to the next
+PORT_FILE, STORE_FILE = "port", "pollux.db"
 MAX_OPEN_FILES = 65536  # a connection for every job
 
 logger = logging.getLogger(__name__)
@@ -68,11 +58,24 @@ class Service:
     Raises:
         DirectoryInUseError: another server has the data directory.
         StoreError: its database cannot be used.
+        NotLeaderError: another server leads on its database.
         InvalidValueError: the address cannot be listened at.
     """
 
-    def __init__(self, config: ServiceConfig, make_cluster: ClusterMaker = make_cluster) -> None:
-        self.config, self._make_cluster = config, make_cluster
+    is_standby = False
+
+    def __init__(
+        self,
+        config: ServiceConfig,
+        make_cluster: ClusterMaker = make_cluster,
+        leadership: Leadership | None = None,
+    ) -> None:
+        """``leadership``: taken already, and given back with the service. Without it the service takes it, if need be.
+
+        A service that loses it ends by itself; jobs train on.
+        """
+        self.config, self._make_cluster, self._leadership = config, make_cluster, leadership
+        self.steps_down = False  # it ends because another server leads
         self.url = self.token = ""
         self._cleanup = contextlib.ExitStack()
         self._beginning, self._stopping = threading.Lock(), threading.Lock()
@@ -88,6 +91,10 @@ class Service:
         return self._cluster
 
     @property
+    def port(self) -> int:
+        return urlsplit(self.url).port or 0
+
+    @property
     def is_stopping(self) -> bool:
         return self._is_asked.is_set()
 
@@ -96,17 +103,17 @@ class Service:
         directory = self.config.data_directory
         with self._beginning, contextlib.ExitStack() as stack:
             make_directory(directory)
-            stack.enter_context(_locked(directory))
+            stack.enter_context(locked(directory, is_shared=self.config.database is not None))
+            self.token = load_token(directory / TOKEN_FILE)
+            store = self._open_store(stack)
             server_file = directory / SERVER_FILE
             server_file.unlink(missing_ok=True)  # of one that was killed
-            stack.callback(server_file.unlink, missing_ok=True)
-            self.token = load_token(directory / TOKEN_FILE)
-            store = stack.enter_context(SqlStore(directory / STORE_FILE))
+            stack.callback(_remove_own, server_file)
             self.config = stack.enter_context(prepared(self.config))
             host = self.config.host or DEFAULT_HOST
-            listener = stack.enter_context(_listen(host, self.config.port, directory / PORT_FILE))
-            self.url = _url_of(host, self.config.reached_at, listener, has_tls=self.config.tls_cert is not None)
-            certificate = self._checked_certificate()
+            listener = stack.enter_context(listen(host, self.config.port, directory / PORT_FILE))
+            self.url = url_of(host, self.config.reached_at, listener, has_tls=self.config.tls_cert is not None)
+            certificate = checked_certificate(self.config, self.url)
             cluster = self._make_cluster(self.config, store, self.url)
             self._cluster = cluster
             stack.callback(self._stop_cluster)
@@ -122,10 +129,14 @@ class Service:
             studies.start()
             stack.callback(studies.stop)
             app = create_app(cluster, access, self.begin_stop, studies, has_open_metrics=self.config.has_open_metrics)
-            stack.enter_context(_http(app, listener, self.config))
+            stack.enter_context(serving(app, listener, self.config))
             stack.callback(self._stop_cluster)  # before HTTP: jobs report what they did last, logs are read to the end
             stack.callback(studies.stop)  # first of all: no trial is begun or ended while the cluster stops
-            write_whole(server_file, json.dumps(_describe(self.url, certificate)) + "\n")
+            if self._leadership is not None:
+                self._leadership.announce(self.url)
+            # Jobs of other Unix users look there for the server that leads now; nothing in it is secret.
+            mode = 0o600 if self.config.database is None else 0o644
+            write_whole(server_file, json.dumps(describe(self.url, certificate)) + "\n", mode=mode)
             self._cleanup = stack.pop_all()
         logger.info("Pollux %s listens at %s; data in %s", __version__, self.url, directory)
         if not is_loopback(host) and not certificate:
@@ -136,11 +147,29 @@ class Service:
             )
         return self
 
-    def _checked_certificate(self) -> str:
-        """As text; "" without one."""
-        if self.config.tls_cert is None or self.config.tls_key is None:
-            return ""
-        return check_certificate(self.config.tls_cert, self.config.tls_key, urlsplit(self.url).hostname or "")
+    def _open_store(self, stack: contextlib.ExitStack) -> SqlStore:
+        directory, database = self.config.data_directory, self.config.database
+        if database is None:
+            return stack.enter_context(SqlStore(directory / STORE_FILE))
+        if (directory / STORE_FILE).exists():
+            logger.warning("jobs of before are in %s, and not in %s", directory / STORE_FILE, database)
+        leadership = self._leadership or leadership_of(self.config)
+        stack.callback(leadership.close)
+        if self._leadership is None and not leadership.try_take():
+            raise NotLeaderError(f"{leadership.place}: another server leads; stop it, or start a standby: pollux up")
+        self._leadership = leadership
+        store = stack.enter_context(SqlStore(database, leadership))
+        leadership.on_change = self._look_at_leadership
+        return store
+
+    def _look_at_leadership(self) -> None:
+        """It was lost, or the database answers again."""
+        if self._leadership is not None and self._leadership.is_lost:
+            with self._stopping:
+                self.steps_down = not self._is_asked.is_set()
+            self.begin_stop(True)
+        elif self._cluster is not None:
+            self._cluster.wake()
 
     def stop(self, *, keeps_jobs: bool = False) -> None:
         """Returns when all is over. Jobs checkpoint and leave, and go on with the next server; or they are kept."""
@@ -192,10 +221,13 @@ class Service:
 
 def serve(
     config: ServiceConfig,
-    on_ready: Callable[[Service], None] = lambda service: None,
+    on_ready: Callable[[Service | Standby], None] = lambda service: None,
     make_cluster: ClusterMaker = make_cluster,
 ) -> None:
     """A server until SIGINT or SIGTERM, or until a client ends it. To be called in the main thread.
+
+    With PostgreSQL it stands by while another server leads, and again when another has taken over. ``on_ready`` is
+    called each time.
 
     At the first signal jobs checkpoint and leave; at the second they get little time for that. SIGHUP is ignored: a
     server that was begun in a terminal does not end with it.
@@ -204,22 +236,77 @@ def serve(
     _allow_many_connections()
     prefer_answers()
     with _handling(arrived):
-        service = Service(config, make_cluster).start()
-        try:
-            on_ready(service)
-            while not service.wait(0):
-                with contextlib.suppress(queue.Empty):
-                    name = signal.Signals(arrived.get(timeout=0.2)).name
-                    if service.is_stopping:
-                        logger.warning(
-                            "%s again: jobs that are not gone in %g s are killed", name, config.hurry_timeout_s
-                        )
-                        service.hurry()
-                    else:
-                        logger.info("%s: the server ends", name)
-                        service.begin_stop(False)
-        finally:
-            service.stop()
+        while True:
+            leadership = None
+            if config.database is not None:
+                leadership = leadership_of(config)
+                port = _stand_by(config, leadership, arrived, on_ready)
+                if port is None:
+                    return
+                config = dataclasses.replace(config, port=port or config.port)
+            service = Service(config, make_cluster, leadership).start()
+            _run(service, arrived, on_ready)
+            if not service.steps_down:
+                return
+            config = dataclasses.replace(config, port=service.port)
+
+
+def _run(service: Service, arrived: queue.SimpleQueue[int], on_ready: Callable[[Service | Standby], None]) -> None:
+    try:
+        on_ready(service)
+        while not service.wait(0):
+            with contextlib.suppress(queue.Empty):
+                name = signal.Signals(arrived.get(timeout=0.2)).name
+                if service.is_stopping:
+                    hurry_s = service.config.hurry_timeout_s
+                    logger.warning("%s again: jobs that are not gone in %g s are killed", name, hurry_s)
+                    service.hurry()
+                else:
+                    logger.info("%s: the server ends", name)
+                    service.begin_stop(False)
+    finally:
+        service.stop()
+
+
+def _stand_by(
+    config: ServiceConfig,
+    leadership: Leadership,
+    arrived: queue.SimpleQueue[int],
+    on_ready: Callable[[Service | Standby], None],
+) -> int | None:
+    """Wait until this server leads: the port that it was reached at meanwhile, 0 if it did not have to wait.
+
+    None: it was told to end.
+    """
+    with contextlib.ExitStack() as stack:
+        stack.callback(leadership.close)
+        port = 0
+        if not leadership.try_take():
+            with Standby(config, leadership) as standby:
+                if standby.url:  # else the leader went while this one was looking
+                    on_ready(standby)
+                while not standby.try_take():
+                    if standby.is_asked_to_end:
+                        return None
+                    with contextlib.suppress(queue.Empty):
+                        logger.info("%s: the standby ends", signal.Signals(arrived.get(timeout=standby.pause_s)).name)
+                        return None
+                port = standby.port
+        stack.pop_all()
+        return port
+
+
+def leadership_of(config: ServiceConfig) -> Leadership:
+    """Not taken yet."""
+    assert config.database is not None, "SQLite has no leaders"
+    make_directory(config.data_directory)
+    return Leadership(config.database, owner=owner_of(config), engine=config.engine)
+
+
+def _remove_own(server_file: Path) -> None:
+    """Not that of a server that has taken over."""
+    if read_object(server_file).get("pid") == os.getpid():
+        server_file.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -250,127 +337,3 @@ def _allow_many_connections() -> None:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-# The data directory ---------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """The lock goes with the process, however that ends; the file stays."""
-    path = directory / LOCK_FILE
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        raise StoreError(f"{path}: {error.strerror}; it must be writable for this user") from error
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            pid = os.read(descriptor, 20).decode(errors="replace").strip() or "not known yet"
-            raise DirectoryInUseError(
-                f"{directory} is used by a server with pid {pid}; use that one, end it (pollux down), "
-                "or name another data directory"
-            ) from None
-        except OSError as error:
-            raise StoreError(f"{path}: it cannot be locked: {error.strerror}; name a folder on a local disk") from error
-        os.ftruncate(descriptor, 0)
-        os.write(descriptor, f"{os.getpid()}\n".encode())
-        yield
-    finally:
-        os.close(descriptor)
-
-
-def _describe(url: str, certificate: str) -> dict[str, str | int | float]:
-    """How clients find us."""
-    known = {"certificate": certificate} if certificate else {}
-    return {**known, "url": url, "pid": os.getpid(), "version": __version__, "started_at": time.time()}
-
-
-# HTTP -----------------------------------------------------------------------------------------
-
-
-def _listen(host: str, port: int | None, port_file: Path) -> socket.socket:
-    """A socket where the server before listened, if possible: its replicas look for us there."""
-    if port:
-        listener = _bind(host, port)
-        write_whole(port_file, f"{port}\n")
-        return listener
-    with contextlib.suppress(OSError, ValueError, InvalidValueError):
-        return _bind(host, int(port_file.read_text()))
-    ports = [0] if port == 0 else [*range(DEFAULT_PORT, DEFAULT_PORT + NUM_PORTS_TRIED), 0]
-    for port in ports:
-        try:
-            listener = _bind(host, port)
-        except InvalidValueError as error:
-            cause = error.__cause__
-            if port == ports[-1] or not isinstance(cause, OSError) or cause.errno != errno.EADDRINUSE:
-                raise
-        else:
-            write_whole(port_file, f"{listener.getsockname()[1]}\n")
-            return listener
-    raise AssertionError("the last port is taken or raises")
-
-
-def _bind(host: str, port: int) -> socket.socket:
-    listener: socket.socket | None = None
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(1024)  # from now on it is ours; who comes early waits
-        return listener
-    except (OSError, UnicodeError) as error:
-        if listener is not None:
-            listener.close()
-        advice = {
-            errno.EADDRINUSE: "another program listens there: name another port, or 0 for any",
-            errno.EACCES: "ports below 1024 need root: name another",
-            errno.EADDRNOTAVAIL: "this machine has no such address: name one of its own, as in 127.0.0.1 or 0.0.0.0",
-        }.get(getattr(error, "errno", None) or 0, f"{error}")
-        raise InvalidValueError(f"cannot listen at port {port} of {host!r}; {advice}") from error
-
-
-def _url_of(host: str, reached_at: str | None, listener: socket.socket, *, has_tls: bool) -> str:
-    """How jobs and clients reach it; ``reached_at`` where it listens at every address."""
-    name = reached_at or {"::": "::1"}.get(host, DEFAULT_HOST) if host in ("0.0.0.0", "::", "") else host
-    return f"{'https' if has_tls else 'http'}://{f'[{name}]' if ':' in name else name}:{listener.getsockname()[1]}"
-
-
-@contextlib.contextmanager
-def _http(app: FastAPI, listener: socket.socket, config: ServiceConfig) -> Iterator[None]:
-    """Serves in a thread."""
-    settings: dict[str, Any] = dict(
-        access_log=False,
-        lifespan="off",
-        log_config=None,
-        log_level=logging.WARNING,
-        server_header=False,
-        timeout_graceful_shutdown=math.ceil(HTTP_STOP_S / 2),
-        timeout_keep_alive=KEEP_ALIVE_S,
-        ws="none",
-        http=BoundedProtocol,
-        ssl_certfile=config.tls_cert,
-        ssl_keyfile=config.tls_key,
-    )
-    server = uvicorn.Server(uvicorn.Config(app, **settings))
-    thread = threading.Thread(target=server.run, args=([listener],), name="pollux-http", daemon=True)
-    thread.start()
-    ends_at = time.monotonic() + HTTP_START_S
-    while not server.started:
-        if not thread.is_alive() or time.monotonic() > ends_at:
-            server.should_exit = server.force_exit = True
-            raise ServerError("the HTTP server did not start; the log says why")
-        time.sleep(0.005)
-    try:
-        yield
-    finally:
-        app.state.is_ending = True
-        server.should_exit = True
-        thread.join(HTTP_STOP_S)
-        if thread.is_alive():
-            server.force_exit = True
-            thread.join(HTTP_STOP_S)

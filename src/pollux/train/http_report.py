@@ -15,25 +15,32 @@ import logging
 import math
 import threading
 import time
-import urllib.parse
 from collections.abc import Callable, Mapping
 
 from pollux.api.codec import decode
 from pollux.api.report import MAX_NOTES, MAX_OBSERVED, MAX_TIMINGS, Report, ReportAnswer, write_report
-from pollux.errors import InvalidValueError
-from pollux.tls import CA_VARIABLE, PLAIN_VARIABLE, check_plain, client_context
+from pollux.server_address import LEADER_HEADER, ServerAddress
+from pollux.tls import CA_VARIABLE
 from pollux.train.report import Advice, plain
 
 TIMEOUT_S = 10.0  # of one request
 URGENT_EVERY_S = 0.1  # between reports with a value that a study waits for
 FIRST_EVERY_S = 1.0  # between reports, until the server says otherwise
-LONGEST_PAUSE_S = 15.0  # when the server is away
+FIRST_PAUSE_S, LONGEST_PAUSE_S = 0.5, 15.0  # when the server is away
 LAST_WORD_S = 3.0  # for what is left when the run is over
 LAST_VALUE_S = 120.0  # the same for values that a study waits for: a server that is restarted must not lose them
 LAST_PAUSE_S = 0.5  # between attempts then
 FENCED = 409
 
 logger = logging.getLogger(__name__)
+
+
+class _NotTaken(http.client.HTTPException):
+    """``leader``: the server that would take it, as a standby says."""
+
+    def __init__(self, message: str, leader: str | None) -> None:
+        super().__init__(message)
+        self.leader = leader
 
 
 class HttpReporter:
@@ -44,12 +51,7 @@ class HttpReporter:
 
     def __init__(self, url: str, token: str, job: str, replica: str | None = None, ca: str | None = None) -> None:
         """``ca``: certificates to trust with https, a file or text; None: the system's."""
-        parts = urllib.parse.urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise InvalidValueError(f"POLLUX_URL is {url!r}; an address as in http://127.0.0.1:7077 is needed")
-        self._host, self._port = parts.hostname, parts.port
-        self._context = client_context(ca) if parts.scheme == "https" else None
-        self._path = f"{parts.path.rstrip('/')}/api/v1/jobs/{urllib.parse.quote(job, safe='')}/reports"
+        self._server = ServerAddress(url, ca)
         self._headers = {"Authorization": f"Bearer {token}", "Content-Type": "application/json"}
         self._job, self._replica = job, replica
         self.on_fenced: Callable[[str], bool] = lambda message: True
@@ -72,7 +74,7 @@ class HttpReporter:
         if not (url and token and job):
             return None
         made = cls(url, token, job, environment.get("POLLUX_REPLICA_ID") or None, environment.get(CA_VARIABLE) or None)
-        check_plain(url, environment.get(PLAIN_VARIABLE) == "1")
+        made._server = ServerAddress.from_environment(url, environment)
         return made
 
     def send(self, report: Report) -> None:
@@ -112,7 +114,10 @@ class HttpReporter:
                 self._disconnect()
                 if self._pause_s == 0.0:
                     logger.info("the server does not take reports (%s); trying again, training goes on", error)
-                self._pause_s = min(max(2 * self._pause_s, 0.5), LONGEST_PAUSE_S)
+                self._pause_s = min(max(2 * self._pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
+                if self._server.look_again(getattr(error, "leader", None)):
+                    logger.info("another server leads now: reports go there")
+                    self._pause_s = FIRST_PAUSE_S
                 self._put_back(report)
                 if self._is_closed:
                     if not report.observed or time.monotonic() - self._closed_at > LAST_VALUE_S:
@@ -142,23 +147,17 @@ class HttpReporter:
 
     def _post(self, report: Report) -> None:
         if self._connection is None:
-            timeout_s = LAST_WORD_S if self._is_closed else TIMEOUT_S
-            if self._context is None:
-                self._connection = http.client.HTTPConnection(self._host, self._port, timeout=timeout_s)
-            else:
-                self._connection = http.client.HTTPSConnection(
-                    self._host, self._port, timeout=timeout_s, context=self._context
-                )
+            self._connection = self._server.connection(LAST_WORD_S if self._is_closed else TIMEOUT_S)
         self._connection.request(
             "POST",
-            self._path,
+            self._server.reports_of(self._job),
             body=write_report(addressed(report, self._job, self._replica)),
             headers=self._headers,
         )
         response = self._connection.getresponse()
         text = response.read()
         if response.status >= 500 or response.status == 429:
-            raise http.client.HTTPException(f"it answered {response.status} {response.reason}")
+            raise _NotTaken(f"it answered {response.status} {response.reason}", response.headers.get(LEADER_HEADER))
         if response.status == FENCED and self.on_fenced(f"the server says: {_message(text)}"):
             with self._changed:
                 self._is_fenced, self._pending = True, None

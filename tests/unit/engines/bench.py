@@ -48,9 +48,9 @@ class Bench:
         self.seen: list[Event] = []
         self.engine = self.open()
 
-    def open(self) -> LocalEngine:
+    def open(self, **more: Any) -> LocalEngine:
         nodes, devices = detect_nodes(nodes="2x2", slots=4)
-        options = {"grace_s": 10.0, **self.options}
+        options = {"grace_s": 10.0, **self.options, **more}
         return LocalEngine(self.directory, nodes=nodes, devices=devices, launch_of=self.launches.__getitem__, **options)
 
     # --- jobs -----------------------------------------------------------------------------------------------------

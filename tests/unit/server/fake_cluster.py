@@ -62,6 +62,9 @@ class FakeCluster:
     def hurry(self, timeout_s: float) -> None:
         pass
 
+    def wake(self) -> None:
+        pass
+
     # Jobs
 
     def submit(self, request: JobRequest) -> list[JobSummary]:

@@ -26,8 +26,9 @@ from pollux.api.job import JobDetail
 from pollux.api.round import RoundList
 from pollux.errors import DirectoryInUseError, InputFileError, InvalidValueError, StoreError
 from pollux.server.config import ServiceConfig
+from pollux.server.listener import DEFAULT_PORT
 from pollux.server.live.factory import environment_of_jobs
-from pollux.server.service import DEFAULT_PORT, Service, serve
+from pollux.server.service import Service, serve
 from pollux.version import __version__
 from tests.leftovers import processes_in
 from tests.unit.server.fake_cluster import FakeCluster

@@ -27,6 +27,7 @@ from pollux.errors import EngineError
 START_TIMEOUT_S = 90.0  # importing torch may take long on a busy machine
 TAIL_BYTES = 2000
 _PAUSE_S = 0.02
+_NOT_FOR_JOBS = (MARK, "PGPASSWORD", "PGPASSFILE")  # the server's way into its database
 
 
 class SupervisorProcess:
@@ -37,9 +38,9 @@ class SupervisorProcess:
         self._options = dict(options)
         self._child: int | None = None
 
-    def hello(self, devices: Sequence[Device]) -> Message:
+    def hello(self, devices: Sequence[Device], epoch: int) -> Message:
         rows = [asdict(device) for device in devices]
-        return {"op": "hello", "version": PROTOCOL_VERSION, "devices": rows}
+        return {"op": "hello", "version": PROTOCOL_VERSION, "epoch": epoch, "devices": rows}
 
     def start(self) -> None:
         """In a session of its own: it outlives this process, and hears nothing of its terminal."""
@@ -47,7 +48,7 @@ class SupervisorProcess:
         argv = [sys.executable, "-P", "-m", "pollux.engines.local.supervisor", "--directory", str(self.directory)]
         for name, value in self._options.items():
             argv += [f"--{name}", value]
-        env = {name: value for name, value in os.environ.items() if name != MARK}
+        env = {name: value for name, value in os.environ.items() if name not in _NOT_FOR_JOBS}
         to_log = os.O_WRONLY | os.O_CREAT | os.O_APPEND
         # Not subprocess, which would warn that it is left running.
         self._child = os.posix_spawn(

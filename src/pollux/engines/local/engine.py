@@ -25,8 +25,8 @@ logger = logging.getLogger(__name__)
 class LocalConnector:
     """The supervisor of one directory on this machine."""
 
-    def __init__(self, directory: Path, devices: Sequence[Device], options: Mapping[str, str]) -> None:
-        self._process, self._devices = SupervisorProcess(directory, options), list(devices)
+    def __init__(self, directory: Path, devices: Sequence[Device], options: Mapping[str, str], epoch: int = 0) -> None:
+        self._process, self._devices, self._epoch = SupervisorProcess(directory, options), list(devices), epoch
         self._mark = mark_of(directory)
         self._supervisor: psutil.Process | None = None
         self._stops_jobs = False
@@ -41,7 +41,7 @@ class LocalConnector:
         return self._supervisor
 
     def hello(self) -> Message:
-        return self._process.hello(self._devices)
+        return self._process.hello(self._devices, self._epoch)
 
     def connect(self, giving_up: threading.Event, *, takes_over: bool = True) -> tuple[Channel, Message]:
         channel, state = connect(self._process, {**self.hello(), "takes_over": takes_over}, giving_up)
@@ -66,7 +66,7 @@ class LocalConnector:
     def close(self) -> None:
         if self._stops_jobs or self._supervisor is None:
             self._process.end()  # one that was just being started, perhaps in place of one that died
-        if self._stops_jobs:
+        if self._stops_jobs and not self._process.is_locked():  # else they are another server's, which leads now
             kill_leftovers(self._mark)
         self._process.reap()
 
@@ -82,9 +82,11 @@ class LocalEngine(SupervisedEngine):
         on_event: Callable[[], None] = lambda: None,
         grace_s: float = GRACE_S,
         supervisor_options: Mapping[str, str] | None = None,
+        epoch: int = 0,
     ) -> None:
         """``nodes`` and ``devices`` as of :func:`~pollux.engines.processes.devices.detect_nodes`.
 
+        ``epoch``: of the server that leads; a supervisor obeys none of an earlier one.
         ``supervisor_options`` are given to a supervisor that is started, as ``--name value``. For the rest see
         :class:`~pollux.engines.supervised.SupervisedEngine`.
         """
@@ -94,7 +96,7 @@ class LocalEngine(SupervisedEngine):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         require_free(path, LOCAL)
         note_engine(path, LOCAL)
-        self._local = LocalConnector(path, devices, supervisor_options or {})
+        self._local = LocalConnector(path, devices, supervisor_options or {}, epoch)
         super().__init__(self._local, nodes=nodes, launch_of=launch_of, on_event=on_event, grace_s=grace_s)
 
     @property

@@ -11,6 +11,7 @@ from pathlib import Path
 SOCKET = "supervisor.sock"
 LOCK = "supervisor.pid"  # locked while the supervisor lives
 LOG = "supervisor.log"
+EPOCH = "supervisor-epoch"  # of the last server that was obeyed
 
 
 @contextlib.contextmanager
@@ -24,3 +25,23 @@ def socket_address(directory: Path) -> Iterator[str]:
         yield f"/proc/self/fd/{folder}/{SOCKET}"
     finally:
         os.close(folder)
+
+
+def read_epoch(directory: Path) -> int:
+    """0: none has been obeyed since a supervisor last ended in order."""
+    try:
+        return int((directory / EPOCH).read_text(encoding="ascii"))
+    except (OSError, ValueError):
+        return 0
+
+
+def write_epoch(directory: Path, epoch: int) -> None:
+    """A supervisor that starts after this one was killed obeys no earlier server either. Raises OSError."""
+    beside = directory / f"{EPOCH}.new"
+    beside.write_text(f"{epoch}\n", encoding="ascii")
+    beside.replace(directory / EPOCH)
+
+
+def forget_epoch(directory: Path) -> None:
+    """No job runs: any server may begin."""
+    (directory / EPOCH).unlink(missing_ok=True)

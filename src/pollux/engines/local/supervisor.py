@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from pollux.engines.local.clients import Clients
-from pollux.engines.local.files import LOCK
+from pollux.engines.local.files import LOCK, forget_epoch, read_epoch, write_epoch
 from pollux.engines.processes.job_manager import JobManager
 from pollux.engines.processes.leftovers import MARK, kill_leftovers, mark_of
 from pollux.engines.processes.replica_job import GRACE_S
@@ -48,7 +48,16 @@ class Supervisor:
         self._idle_s = idle_s
         space = SpaceWatch(min_free_bytes, free_at)
         manager = JobManager(directory, space, lambda message: self._handler.tell(message))
-        self._manager, self._handler = manager, RequestHandler(manager, self._send, where=str(directory))
+        self._manager, self._handler = (
+            manager,
+            RequestHandler(
+                manager,
+                self._send,
+                where=str(directory),
+                epoch=read_epoch(directory),
+                on_epoch=lambda epoch: write_epoch(directory, epoch),
+            ),
+        )
         self._clients = Clients(directory, self._handler.refusal_of)
         self._idle_since = self._heard_at = time.monotonic()
 
@@ -137,6 +146,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         signal.signal(signum, lambda *_: supervisor.shut_down())
     try:
         supervisor.serve()
+        forget_epoch(directory)
     finally:
         supervisor.close()
         os.close(held)

@@ -20,9 +20,18 @@ logger = logging.getLogger(__name__)
 
 
 class RequestHandler:
-    def __init__(self, manager: JobManager, send: Callable[[Message], None], *, where: str) -> None:
-        """``where``: whose jobs these are, for people."""
+    def __init__(
+        self,
+        manager: JobManager,
+        send: Callable[[Message], None],
+        *,
+        where: str,
+        epoch: int = 0,
+        on_epoch: Callable[[int], None] = lambda epoch: None,
+    ) -> None:
+        """``where``: whose jobs these are, for people. ``epoch``: of the last leader; ``on_epoch`` hears of a newer."""
         self.manager, self._send, self._where = manager, send, where
+        self._epoch, self._on_epoch = epoch, on_epoch
         self.is_introduced = self.is_closing = False
         self._ops: Mapping[str, Callable[[Message], None]] = {
             "start": manager.start,
@@ -55,7 +64,12 @@ class RequestHandler:
 
     def refusal_of(self, hello: Message) -> str:
         """Why this hello cannot be accepted; "" if it can."""
-        version = hello.get("version")
+        version, epoch = hello.get("version"), _epoch(hello)
+        if version == PROTOCOL_VERSION and epoch < self._epoch:
+            return (
+                f"the jobs in {self._where} obey the server of epoch {self._epoch}, and this one is of epoch {epoch}: "
+                "it does not lead any more"
+            )
         if version == PROTOCOL_VERSION:
             return ""
         return (
@@ -79,9 +93,18 @@ class RequestHandler:
         if reason := self.refusal_of(message):
             self._send({"event": "refused", "version": PROTOCOL_VERSION, "reason": reason})
             return
+        if (epoch := _epoch(message)) > self._epoch:
+            self._epoch = epoch
+            self._on_epoch(epoch)
         if message["devices"] is not None:
             rows = [Device(**row) for row in message["devices"]]
             self.manager.use(rows)
         self.is_introduced = True
         told = {"jobs": self.manager.state(), "nodes": self.manager.nodes, "unusable": self.manager.unusable}
         self.tell({"event": "state", "version": PROTOCOL_VERSION, "pid": os.getpid(), **told})
+
+
+def _epoch(hello: Message) -> int:
+    """0: of a server that shares its database with no other."""
+    epoch = hello.get("epoch", 0)
+    return epoch if isinstance(epoch, int) else 0

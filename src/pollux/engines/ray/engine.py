@@ -50,6 +50,7 @@ class RaySettings:
     min_free_bytes: int = MIN_FREE_BYTES
     makes_supervisor: bool = True  # if there is none
     is_scaled: bool = False  # nodes come and go as the server says
+    epoch: int = 0  # of the server that leads
 
     def to_json(self, where: str, *, takes_over: bool) -> str:
         supervisor = {
@@ -61,6 +62,7 @@ class RaySettings:
             "min_free_bytes": self.min_free_bytes,
         }
         about = {"address": self.address, "makes_supervisor": self.makes_supervisor, "takes_over": takes_over}
+        about["epoch"] = self.epoch
         return json.dumps({**about, "supervisor": supervisor})
 
 
@@ -74,7 +76,7 @@ class RayConnector:
         return self._directory / LOG
 
     def hello(self) -> Message:
-        about = {"devices": None, "is_scaled": self._settings.is_scaled}
+        about = {"devices": None, "is_scaled": self._settings.is_scaled, "epoch": self._settings.epoch}
         return {"op": "hello", "version": PROTOCOL_VERSION, **about}
 
     def connect(self, giving_up: threading.Event, *, takes_over: bool = True) -> tuple[Channel, Message]:

@@ -60,7 +60,7 @@ class Proxy:
         self._writing = threading.Lock()
         self._end_by = math.inf  # in monotonic time: all should be over by then
 
-    def run(self, owner: str, takes_over: bool) -> None:
+    def run(self, owner: str, takes_over: bool, epoch: int) -> None:
         """Until the engine or the supervisor has ended.
 
         Raises:
@@ -68,7 +68,7 @@ class Proxy:
         """
         import ray
 
-        hello = {"version": PROTOCOL_VERSION, "takes_over": takes_over}
+        hello = {"version": PROTOCOL_VERSION, "takes_over": takes_over, "epoch": epoch}
         if reason := ray.get(self._supervisor.greet.remote(self._client, owner, hello), timeout=START_S):
             raise Refused(reason)
         HeadWatch(ray.nodes, lambda problem: self._channel.send({"event": "head", "problem": problem})).start()
@@ -216,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         settings = json.loads(options.settings)
         proxy = Proxy(channel, join(settings), options.directory)
-        proxy.run(settings["supervisor"]["owner"], settings["takes_over"])
+        proxy.run(settings["supervisor"]["owner"], settings["takes_over"], settings["epoch"])
     except Refused as error:
         channel.send({"event": "refused", "version": PROTOCOL_VERSION, "reason": str(error)})
         return 1

@@ -48,12 +48,16 @@ class Accounts:
         self._store, self._now = AccountStore(database), clock
         self.nodes: Callable[[], Iterable[Node]] = lambda: ()  # of the cluster: guarantees must fit into them
         self._turn = threading.Lock()
+        self.reload()
+        self.standing: Callable[[str], Standing | None] = lambda team: None  # as of the last decision
+        self.on_change: Callable[[], None] = lambda: None
+
+    def reload(self) -> None:
+        """From the database."""
         self._teams, self._users = self._store.teams(), self._store.users()
         self._tokens = self._store.tokens()
         self._by_hash = {token.token_hash: token for token in self._tokens.values()}
         self._entitlements = self._entitle()
-        self.standing: Callable[[str], Standing | None] = lambda team: None  # as of the last decision
-        self.on_change: Callable[[], None] = lambda: None
 
     @property
     def entitlements(self) -> Entitlements:

@@ -134,6 +134,8 @@ class Cluster:
 
     def stop(self, *, keeps_jobs: bool, timeout_s: float = 60.0) -> None:
         """End the thread. Jobs train on (``keeps_jobs``), or checkpoint and leave, and wait for the next start."""
+        if not keeps_jobs and not self._leads():
+            keeps_jobs = True  # they are the other leader's now
         logger.info("stopping: jobs %s", "train on" if keeps_jobs else "checkpoint and leave")
         self._is_stopping = True
         self.wake()
@@ -147,6 +149,7 @@ class Cluster:
                 scheduler.suspend("the server is stopping")
                 while not (is_settled := scheduler.settle()) and time.monotonic() < self._stop_by:
                     time.sleep(SHORTEST_TICK_S)
+            self._store.require_leader()
             self._save_reports()
             self._save_node_s()
             self._save_usage()
@@ -155,6 +158,14 @@ class Cluster:
         finally:  # whatever happened, nothing runs on that should not
             # Those that are not gone have had their time.
             self._engine.close(stops_jobs=not keeps_jobs, grace_s=None if is_settled else 0.0)
+
+    def _leads(self) -> bool:
+        try:
+            self._store.require_leader()
+        except StoreError as error:
+            logger.error("jobs are left alone: %s", error)
+            return False
+        return True
 
     def hurry(self, timeout_s: float) -> None:
         """A stop under way, or to come, gives jobs this long and no longer."""
@@ -170,7 +181,7 @@ class Cluster:
 
     @property
     def problem(self) -> str:
-        return self._problem or self._engine.trouble
+        return self._store.trouble or self._problem or self._engine.trouble
 
     def measured(self) -> Measured:
         """What is there at this moment, for the metrics."""
@@ -208,6 +219,7 @@ class Cluster:
             raise UnknownNameError("node", node, known)
 
         def change() -> None:
+            self._store.require_leader()
             draining = self._state.draining | {node} if is_draining else self._state.draining - {node}
             write_names(self._config.data_directory / DRAINING_FILE, draining)  # it outlives the server
             self._state.draining = draining
@@ -231,7 +243,10 @@ class Cluster:
 
         Raises:
             FencedError: it comes from a replica that was replaced: its machine was frozen, say, and woke up.
+            StoreError: this server may not lead any more, and what it knows of replicas may be old.
         """
+        if trouble := self._store.trouble:
+            raise StoreError(trouble)
         if report.job in self._jobs:
             self._require_current(report.job, report.replica)
             at = self._clock.now()
@@ -355,6 +370,7 @@ class Cluster:
         if self._clock.now() >= self._tidy_at:
             self._tidy_at = self._clock.now() + TIDY_EVERY_S
             self._store.tidy()
+            self._store.require_leader()
             self._save_node_s()
             self._save_usage()
         self.metrics.saw_nodes(self._engine.nodes(), self._state.draining | self._state.releasing)

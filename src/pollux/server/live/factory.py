@@ -37,7 +37,7 @@ from pollux.types import Node
 STORAGE_FILE = "storage.json"
 _OWN_VARIABLE = re.compile(
     "(POLLUX|TORCHELASTIC)_.*|MASTER_(ADDR|PORT)|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|"
-    "RAY_AUTH_TOKEN(_PATH)?"  # of the Ray cluster: no job may have it
+    "RAY_AUTH_TOKEN(_PATH)?|PGPASS(WORD|FILE)"  # of the Ray cluster and the database: no job may have them
 )
 _E = TypeVar("_E", bound=LiveEngine)
 
@@ -69,6 +69,7 @@ def make_local_cluster(config: ServiceConfig, store: SqlStore, url: str) -> Serv
             on_event=on_event,
             grace_s=config.grace_s,
             supervisor_options={"min-free-bytes": str(config.min_free_mib << 20)},
+            epoch=store.epoch,
         )
 
     def no_pool(engine: LocalEngine) -> NodePool | None:
@@ -85,11 +86,12 @@ def make_ray_cluster(config: ServiceConfig, store: SqlStore, url: str) -> Served
     settings = RaySettings(
         address=config.address,
         name=config.name,
-        owner=_owner(config),
+        owner=owner_of(config),
         resource=config.resource,
         storage=keep_storage(config, store) or str(config.data_directory / "jobs"),
         min_free_bytes=config.min_free_mib << 20,
         is_scaled=config.autoscale is not None,
+        epoch=store.epoch,
     )
     template = None
     if config.node_slots is not None:
@@ -198,7 +200,7 @@ def keep_storage(config: ServiceConfig, store: SqlStore) -> str | None:
     """
     path = config.data_directory / STORAGE_FILE
     kept = read_object(path)
-    wanted = None if config.storage is None else f"{config.storage.rstrip('/')}/{config.name}-{_owner(config)}"
+    wanted = None if config.storage is None else f"{config.storage.rstrip('/')}/{config.name}-{owner_of(config)}"
     if config.storage is None:
         before = kept.get("storage")
         wanted = before if isinstance(before, str) else None
@@ -223,7 +225,7 @@ def environment_of_jobs(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if not _OWN_VARIABLE.fullmatch(name)}
 
 
-def _owner(config: ServiceConfig) -> str:
+def owner_of(config: ServiceConfig) -> str:
     """What tells the jobs of this data directory from all others."""
     secret = load_token(config.data_directory / SECRET_FILE)
     return hashlib.sha256(f"owner {secret}".encode()).hexdigest()[:12]

@@ -28,8 +28,10 @@ from pollux.scheduler.lifecycle import JobState, Transition
 from pollux.scheduler.record import RoundRecord
 from pollux.server.live.accounts import Accounts
 from pollux.server.live.unix_users import environment_of, give_folders
+from pollux.server.storage.files import SERVER_FILE
 from pollux.server.storage.records import StoredJob
 from pollux.server.storage.store import SqlStore
+from pollux.server_address import FILE_VARIABLE
 from pollux.tls import CA_VARIABLE, PLAIN_VARIABLE
 from pollux.types import JobDecision, ThroughputParams
 
@@ -290,6 +292,7 @@ class JobTable:
                 "POLLUX_JOB_ID": name,
                 "POLLUX_URL": self._settings.url,
                 "POLLUX_TOKEN": self._token_of(name),
+                FILE_VARIABLE: str(self._settings.directory / SERVER_FILE),
                 **self._way_to_server(),
             },
             max_restarts=request.num_restarts_allowed,

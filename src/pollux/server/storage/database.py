@@ -1,7 +1,8 @@
 """Opens a server's database and runs transactions on it. The base of :class:`pollux.server.storage.store.SqlStore`.
 
 A path means an SQLite file in WAL mode: readers never wait for the writer, and what a call wrote is there when it
-returns, even if the process is killed at once. Any other SQLAlchemy URL is taken as it is.
+returns, even if the process is killed at once. A URL means PostgreSQL, where only the server that leads may write
+(:mod:`pollux.server.storage.leadership`).
 
 Every call is one transaction on a connection of its own, so any thread may call; writers take turns.
 """
@@ -18,10 +19,13 @@ from pathlib import Path
 from typing import Self
 
 import sqlalchemy as sa
-from sqlalchemy.exc import ArgumentError, DBAPIError, NoSuchModuleError
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
-from pollux.errors import InvalidValueError, StoreError
+from pollux.errors import InvalidValueError, NotLeaderError, StoreError
+from pollux.server.storage import postgres
 from pollux.server.storage.fair_lock import FairLock
+from pollux.server.storage.leadership import Leadership
 from pollux.server.storage.tables import meta as _meta
 from pollux.server.storage.tables import tables as _tables
 
@@ -33,32 +37,54 @@ _MAX_WAL_PAGES = 16_384  # 64 MiB
 class Database:
     """Opens the database, and makes its tables in a new one.
 
+    ``leadership``: on PostgreSQL, taken already; without it a database there can only be read.
+
     Raises:
         StoreError: from every method: the database cannot be used, and what to do about it.
     """
 
-    def __init__(self, place: str | Path) -> None:
+    def __init__(self, place: str | Path, leadership: Leadership | None = None) -> None:
         self._url, self.place = _url_of(place)
         self._is_closed = False
-        self._turn = FairLock()
+        self._turn, self._leadership = FairLock(), leadership
         self._batch = threading.local()
-        is_sqlite = self._url.get_backend_name() == "sqlite"
-        if is_sqlite:
+        self._is_sqlite = self._url.get_backend_name() == "sqlite"
+        if self._is_sqlite:
             _make_private(self._url)
-        # Connections beyond the pool's size are closed after use; no caller waits for one.
-        try:
+            # Connections beyond the pool's size are closed after use; no caller waits for one.
             self._engine = sa.create_engine(self._url, pool_size=8, max_overflow=-1)
-        except (NoSuchModuleError, ImportError) as error:
-            raise StoreError(f"{self.place}: no driver for this database: {error}") from error
-        if is_sqlite:
             sa.event.listen(self._engine, "connect", _set_up_sqlite)
             sa.event.listen(self._engine, "begin", _begin_sqlite)
-        self._writer = self._engine.execution_options(writes=True)
+            self._writer = self._engine.execution_options(writes=True)
+        else:
+            self._engine = _postgres_engine(self._url)
+            # One that wants to write must see the epoch as it is, not as it was when its transaction began.
+            self._writer = self._engine.execution_options(isolation_level="READ COMMITTED")
         try:
             self._open()
         except BaseException:
             self.close()
             raise
+
+    @property
+    def epoch(self) -> int:
+        """Of the leader that this is. 0 for SQLite, where there is one server."""
+        return 0 if self._leadership is None else self._leadership.epoch
+
+    @property
+    def trouble(self) -> str:
+        """Why nothing can be written now; "" if that is not known to be so. Returns at once."""
+        return "" if self._leadership is None else self._leadership.trouble
+
+    def require_leader(self) -> None:
+        """Before anything is written beside the database.
+
+        Raises:
+            NotLeaderError: another server leads.
+        """
+        if self._leadership is not None:
+            with self.writing():
+                pass
 
     def close(self) -> None:
         """Let go of the file. Calling it twice does no harm; calling anything else afterwards does."""
@@ -73,28 +99,34 @@ class Database:
 
     def tidy(self) -> None:
         """Now and then: bring what SQLite has in its log to its file. Readers and writers go on meanwhile."""
-        if self._url.get_backend_name() == "sqlite" and not self._is_closed:
+        if self._is_sqlite and not self._is_closed:
             with self._engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
                 connection.exec_driver_sql("PRAGMA wal_checkpoint(PASSIVE)")
 
     def _open(self) -> None:
-        with self.writing() as connection:
-            tables = set(sa.inspect(connection).get_table_names())
-            if not tables:
-                _tables.create_all(connection)
-                connection.execute(_meta.insert().values(version=SCHEMA_VERSION, created=time.time()))
-                return
-            if _meta.name not in tables:
-                raise StoreError(
-                    f"{self.place}: this database is not Pollux's: it holds {', '.join(sorted(tables)[:5])}; "
-                    "name another place"
-                )
-            version: int = connection.execute(sa.select(_meta.c.version)).scalar_one()
-            if version != SCHEMA_VERSION:
-                raise StoreError(
-                    f"{self.place}: written by another Pollux (schema version {version}; this one reads "
-                    f"{SCHEMA_VERSION}); nothing was changed: use that Pollux, or name another place"
-                )
+        may_write = self._is_sqlite or self._leadership is not None
+        with self._turn, self._transaction(self._writer) as connection:
+            self._check_tables(connection, makes_them=may_write)
+            if self._leadership is not None:
+                self._leadership.claim(connection)
+
+    def _check_tables(self, connection: sa.Connection, *, makes_them: bool) -> None:
+        tables = set(sa.inspect(connection).get_table_names())
+        if not tables and makes_them:
+            _tables.create_all(connection)
+            connection.execute(_meta.insert().values(version=SCHEMA_VERSION, created=time.time()))
+            return
+        if _meta.name not in tables:
+            raise StoreError(
+                f"{self.place}: this database is not Pollux's: it holds {', '.join(sorted(tables)[:5]) or 'nothing'}; "
+                "name another place"
+            )
+        version: int = connection.execute(sa.select(_meta.c.version)).scalar_one()
+        if version != SCHEMA_VERSION:
+            raise StoreError(
+                f"{self.place}: written by another Pollux (schema version {version}; this one reads "
+                f"{SCHEMA_VERSION}); nothing was changed: use that Pollux, or name another place"
+            )
 
     @contextmanager
     def batched(self) -> Iterator[None]:
@@ -111,7 +143,11 @@ class Database:
         if (batch := getattr(self._batch, "connection", None)) is not None:
             yield batch
             return
+        if not self._is_sqlite and self._leadership is None:
+            raise NotLeaderError(f"{self.place}: this server does not lead, and may only read")
         with self._turn, self._transaction(self._writer) as connection:
+            if self._leadership is not None:
+                self._leadership.check(connection)
             yield connection
 
     @contextmanager
@@ -131,6 +167,8 @@ class Database:
                 yield connection
         except (DBAPIError, sqlite3.Error) as error:
             raise StoreError(f"{self.place}: {_advice(error)}") from error
+        except PoolTimeoutError as error:
+            raise StoreError(f"{self.place}: all connections were busy for {postgres.POOL_S:g} s: try again") from error
 
     @contextmanager
     def interpreting(self, what: str) -> Iterator[None]:
@@ -146,13 +184,29 @@ def _url_of(place: str | Path) -> tuple[sa.URL, str]:
     """What to connect to, and how to call it in messages."""
     if isinstance(place, Path) or "://" not in place:
         return sa.URL.create("sqlite", database=str(place)), str(place)
-    try:
-        url = sa.make_url(place)
-    except ArgumentError as error:
+    if postgres.is_postgres(place):
+        url = postgres.check_address(place)
+        return url, postgres.shown(url)
+    if not place.startswith("sqlite:"):
+        kind = place.partition("://")[0]  # the rest may hold a password
         raise InvalidValueError(
-            f"{place!r} is no place for a database: {error}; a path or an SQLAlchemy URL is"
-        ) from error
-    return url, url.render_as_string(hide_password=True)
+            f"{kind}://... is no place for a database; a path is, or postgresql://USER@HOST/DATABASE"
+        )
+    url = sa.make_url(place)
+    return url, url.render_as_string()
+
+
+def _postgres_engine(url: sa.URL) -> sa.Engine:
+    """A transaction that only reads sees one moment, as with SQLite."""
+    url, arguments = postgres.connect_arguments(url)
+    return sa.create_engine(
+        url,
+        connect_args=arguments,
+        isolation_level="REPEATABLE READ",
+        pool_size=8,
+        max_overflow=postgres.SPARE_CONNECTIONS,
+        pool_timeout=postgres.POOL_S,
+    )
 
 
 def _make_private(url: sa.URL) -> None:
@@ -202,5 +256,7 @@ _ADVICE = {
 def _advice(error: DBAPIError | sqlite3.Error) -> str:
     cause = error.orig if isinstance(error, DBAPIError) else error
     code = getattr(cause, "sqlite_errorcode", None)
+    if code is None and isinstance(error, DBAPIError):
+        return postgres.advice(error)
     advice = None if code is None else _ADVICE.get(code & 0xFF)  # the rest of the code tells details
     return f"{cause}" if advice is None else f"{advice} ({cause})"

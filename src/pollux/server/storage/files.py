@@ -1,23 +1,26 @@
 """Small files in the data directory: drained nodes, node-seconds, settings; each written whole or not at all.
 
-Also makes the data directory itself. A file that cannot be read counts as missing.
+Also makes the data directory itself, and locks it. A file that cannot be read counts as missing.
 """
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import logging
 import os
 import stat
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from pollux.api.codec import Json, encode
-from pollux.errors import StoreError
+from pollux.errors import DirectoryInUseError, StoreError
 
 LOCK_FILE = "lock"  # held by the server that the directory belongs to
 SETTINGS_FILE = "settings.json"
+SERVER_FILE = "server.json"  # where the server listens
 
 logger = logging.getLogger(__name__)
 
@@ -36,6 +39,38 @@ def make_directory(directory: Path) -> None:
         raise StoreError(
             f"{directory}: {error.strerror}; a data directory must be a folder that this user can write to"
         ) from error
+
+
+@contextlib.contextmanager
+def locked(directory: Path, *, is_shared: bool = False) -> Iterator[None]:
+    """Keep other servers out of a data directory. The lock goes with the process, however that ends; the file stays.
+
+    ``is_shared``: servers that take turns by their database may come in; one that has the directory alone may not.
+
+    Raises:
+        DirectoryInUseError: another server has it.
+    """
+    path = directory / LOCK_FILE
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    except OSError as error:
+        raise StoreError(f"{path}: {error.strerror}; it must be writable for this user") from error
+    try:
+        try:
+            fcntl.flock(descriptor, (fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+        except BlockingIOError:
+            pid = os.read(descriptor, 20).decode(errors="replace").strip() or "not known yet"
+            raise DirectoryInUseError(
+                f"{directory} is used by a server with pid {pid}; use that one, end it (pollux down), "
+                "or name another data directory"
+            ) from None
+        except OSError as error:
+            raise StoreError(f"{path}: it cannot be locked: {error.strerror}; name a folder on a local disk") from error
+        os.ftruncate(descriptor, 0)
+        os.write(descriptor, f"{os.getpid()}\n".encode())
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def write_whole(path: Path, text: str, *, mode: int = 0o600) -> None:

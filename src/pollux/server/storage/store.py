@@ -25,6 +25,7 @@ from pollux.scheduler.knowledge import Knowledge
 from pollux.scheduler.lifecycle import JobState, Transition
 from pollux.scheduler.record import JobRecord, RoundRecord
 from pollux.server.storage.database import Database
+from pollux.server.storage.leadership import Leadership
 from pollux.server.storage.records import (
     STORED,
     StoredJob,
@@ -67,8 +68,8 @@ class SqlStore(Database):
         UnknownNameError: from those that are asked about one job: there is none of that name.
     """
 
-    def __init__(self, place: str | Path) -> None:
-        super().__init__(place)
+    def __init__(self, place: str | Path, leadership: Leadership | None = None) -> None:
+        super().__init__(place, leadership)
         self._written_knowledge: dict[str, int] = {}  # by label, hash of its form: most saves do not change it
 
     @contextmanager

@@ -8,6 +8,8 @@ from __future__ import annotations
 import sqlalchemy as sa
 
 tables = sa.MetaData()
+_leadership_tables = sa.MetaData()  # for PostgreSQL alone: an SQLite file has one server
+_Id = sa.BigInteger().with_variant(sa.Integer, "sqlite")  # which counts the ids of an INTEGER PRIMARY KEY in 64 bits
 
 
 def _of_job(is_key: bool = False) -> sa.Column[str]:
@@ -23,7 +25,7 @@ meta = sa.Table(
 jobs = sa.Table(
     "jobs",
     tables,
-    sa.Column("sequence", sa.Integer, primary_key=True),  # order of arrival
+    sa.Column("sequence", _Id, primary_key=True),  # order of arrival
     sa.Column("name", sa.Text, nullable=False, unique=True),
     sa.Column("request", sa.Text),  # JSON; null: the scheduler was given the job by a program, not over HTTP
     sa.Column("record", sa.Text),  # JSON without its knowledge; null: the scheduler has not taken it in yet
@@ -43,7 +45,7 @@ knowledge = sa.Table(  # shared by the jobs of an application, where profiles ar
 transitions = sa.Table(
     "transitions",
     tables,
-    sa.Column("id", sa.Integer, primary_key=True),
+    sa.Column("id", _Id, primary_key=True),
     _of_job(),
     sa.Column("at", sa.Float, nullable=False),
     *(sa.Column(name, sa.Text, nullable=False) for name in ("source", "target", "reason")),
@@ -53,7 +55,7 @@ transitions = sa.Table(
 rounds = sa.Table(
     "rounds",
     tables,
-    sa.Column("id", sa.Integer, primary_key=True),
+    sa.Column("id", _Id, primary_key=True),
     sa.Column("number", sa.Integer, nullable=False),  # of the scheduler: may begin again with a restart
     sa.Column("at", sa.Float, nullable=False),
     *(sa.Column(name, sa.Text, nullable=False) for name in ("trigger", "plan", "error", "snapshot")),
@@ -65,7 +67,7 @@ rounds = sa.Table(
 reports = sa.Table(
     "reports",
     tables,
-    sa.Column("id", sa.Integer, primary_key=True),
+    sa.Column("id", _Id, primary_key=True),
     _of_job(),
     sa.Column("at", sa.Float, nullable=False),
     sa.Column("report", sa.Text, nullable=False),
@@ -75,7 +77,7 @@ reports = sa.Table(
 training_notes = sa.Table(  # what runs told of their decisions: the last ones of each job
     "training_notes",
     tables,
-    sa.Column("id", sa.Integer, primary_key=True),
+    sa.Column("id", _Id, primary_key=True),
     _of_job(),
     sa.Column("at", sa.Float, nullable=False),
     sa.Column("text", sa.Text, nullable=False),
@@ -101,7 +103,7 @@ secrets = sa.Table(
 samples = sa.Table(  # the cluster over time
     "samples",
     tables,
-    sa.Column("id", sa.Integer, primary_key=True),
+    sa.Column("id", _Id, primary_key=True),
     sa.Column("at", sa.Float, nullable=False, index=True),
     *(
         sa.Column(name, sa.Integer, nullable=False)
@@ -128,7 +130,7 @@ users = sa.Table(
 tokens = sa.Table(  # of people; those of jobs are in "secrets"
     "tokens",
     tables,
-    sa.Column("id", sa.Integer, primary_key=True),
+    sa.Column("id", _Id, primary_key=True),
     sa.Column("user", sa.Text, sa.ForeignKey("users.name")),  # null: a link that belongs to no user
     *(sa.Column(name, sa.Text, nullable=False) for name in ("role", "label")),
     sa.Column("token_hash", sa.Text, nullable=False, unique=True),
@@ -146,4 +148,12 @@ usage = sa.Table(  # what jobs used, by day
     ),
     *(sa.Column(name, sa.Float, nullable=False) for name in ("slot_s", "useful_s", "cost")),
     sa.Index("usage_by_day", "day"),
+)
+leadership = sa.Table(  # one row: who leads
+    "leadership",
+    _leadership_tables,
+    sa.Column("id", sa.Integer, primary_key=True, autoincrement=False),
+    sa.Column("epoch", sa.BigInteger, nullable=False),  # counted up by every new leader
+    *(sa.Column(name, sa.Text, nullable=False) for name in ("url", "host", "engine", "owner")),
+    sa.Column("since", sa.Float, nullable=False),
 )

@@ -345,6 +345,21 @@ def answer(channel: Channel, event: str) -> Message:
     raise AssertionError(f"no {event} came")
 
 
+def test_a_leader_of_an_earlier_epoch_does_not_take_the_place_of_the_next(own_bench):
+    """It was frozen, say, and woke up; it knows the secret."""
+    own_bench.prepare("a", ("sleep", "300"), kind="fixed")
+    own_bench.run("a", ("node-0", 1))
+    own_bench.engine.close(stops_jobs=False)
+    own_bench.options["epoch"] = 2
+    own_bench.engine = own_bench.open()
+    own_bench.engine.adopt([own_bench.record("a", JobState.RUNNING, 1, ("node-0", 1))])
+    own_bench.wait_runs("a", 1)
+    with pytest.raises(EngineError, match="obey the server of epoch 2, and this one is of epoch 1"):
+        own_bench.open(epoch=1)
+    assert own_bench.engine.trouble == "" and len(own_bench.engine.replicas("a")) == 1
+    assert (own_bench.directory / "supervisor-epoch").read_text() == "2\n"
+
+
 HELLO = {"op": "hello", "version": PROTOCOL_VERSION, "devices": []}
 
 

@@ -47,6 +47,26 @@ def test_another_version_is_refused_and_may_not_command(supervisor):
     assert not supervisor.handler.is_closing
 
 
+def test_a_server_of_an_earlier_epoch_is_refused_and_may_not_command(supervisor):
+    epochs: list[int] = []
+    supervisor.handler = RequestHandler(
+        supervisor.manager, supervisor.told.append, where="here", epoch=2, on_epoch=epochs.append
+    )
+    supervisor.handler.obey({**HELLO, "epoch": 1})
+    (refused,) = supervisor.told
+    assert refused["event"] == "refused"
+    assert "obey the server of epoch 2, and this one is of epoch 1: it does not lead any more" in refused["reason"]
+    supervisor.handler.obey({"op": "shutdown", "grace_s": 1.0})
+    assert not supervisor.handler.is_closing
+    for epoch in (2, 4):  # the same leader again, and the next one
+        supervisor.handler.obey({**HELLO, "epoch": epoch})
+        assert supervisor.told[-1]["event"] == "state"
+    assert epochs == [4]
+    supervisor.handler.obey({**HELLO, "epoch": 3})
+    supervisor.handler.obey(HELLO)  # of a server with a database of its own
+    assert [message["event"] for message in supervisor.told[-2:]] == ["refused", "refused"]
+
+
 @pytest.mark.parametrize("message", [{"op": "dance"}, {}, {"op": "stop"}, {"op": "forget", "job": "a"}])
 def test_what_is_not_understood_changes_nothing(supervisor, message):
     supervisor.handler.obey(HELLO)

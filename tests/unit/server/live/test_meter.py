@@ -9,9 +9,9 @@ import pytest
 from pollux.scheduler.knowledge import Knowledge
 from pollux.scheduler.record import JobRecord
 from pollux.server.live.meter import Meter
-from pollux.server.storage.store import SqlStore
 from pollux.server.storage.usage import UsageStore
 from pollux.types import Allocation, JobSpec, Node
+from tests.postgres import open_store
 
 NODES = [Node(name="a", num_slots=4, accelerator="a100"), Node(name="c", num_slots=2, accelerator="cpu")]
 NOON = datetime(2026, 11, 30, 12).timestamp()
@@ -19,8 +19,8 @@ DAY_S = 86400.0
 
 
 @pytest.fixture
-def store(tmp_path):
-    with SqlStore(tmp_path / "pollux.db") as store:
+def store(place):
+    with open_store(place) as store:
         yield store
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pollux.server.storage.store import SqlStore
+from tests.postgres import open_store
 
 
 @pytest.fixture
@@ -15,6 +15,6 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def sql(path: Path):
-    with SqlStore(path) as opened:
+def sql(place: str | Path):
+    with open_store(place) as opened:
         yield opened

@@ -1,4 +1,4 @@
-"""The SQL store on real SQLite files: what goes in comes out."""
+"""The SQL store on real SQLite files and a real PostgreSQL: what goes in comes out."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from pollux.testing.examples import examples
 from pollux.types import Allocation, JobSpec, Node
 from tests.fakes import HandClock, SlowEngine
 from tests.long import long
+from tests.postgres import open_store
 from tests.unit.api.test_codec import (
     REPORT,
     same,
@@ -64,8 +65,8 @@ def test_records_come_back_from_the_file_as_they_were(found):
                 assert_same_record(restored, record)
 
 
-def test_a_request_waits_until_the_scheduler_takes_it_in(path):
-    with SqlStore(path) as sql:
+def test_a_request_waits_until_the_scheduler_takes_it_in(place):
+    with open_store(place) as sql:
         sequence = sql.add_request("resnet", {"command": ["python", "train.py"], "env": {"A": "ü"}}, "hash-1", at=5.0)
         assert sql.records() == []
         [waiting] = sql.requests()
@@ -73,7 +74,7 @@ def test_a_request_waits_until_the_scheduler_takes_it_in(path):
         assert (waiting.state, waiting.submitted_at) == (JobState.PENDING, 5.0)
         sql.save_job(make_record(sequence=sequence))
         assert sql.requests() == []
-    with SqlStore(path) as sql:
+    with open_store(place) as sql:
         stored = sql.job("resnet")
         assert stored.request == {"command": ["python", "train.py"], "env": {"A": "ü"}}
         assert stored.record is not None
@@ -163,16 +164,16 @@ def test_jobs_are_listed_by_state_and_page(sql):
             sql.jobs(limit=bad)
 
 
-def test_records_that_share_their_knowledge_share_it_again(path):
+def test_records_that_share_their_knowledge_share_it_again(place):
     memory = ProfileMemory()
     shared = memory.of("bert")
-    with SqlStore(path) as sql:
+    with open_store(place) as sql:
         for name in "abc":
             shared.observe("gpu", Configuration(1, 1, 8), Timing(0.1, 0.2, 3))
             sql.save_job(JobRecord(spec=JobSpec(name=name, application="bert"), sequence=ord(name), knowledge=shared))
         done = make_record("d", state=JobState.SUCCEEDED)
         sql.save_job(done)
-    with SqlStore(path) as sql:
+    with open_store(place) as sql:
         restored = sql.records()
         assert len({id(record.knowledge) for record in restored}) == 1
         assert learnt(restored[0].knowledge) == learnt(shared)  # the newest, though "a" was saved before
@@ -216,10 +217,10 @@ def test_reasons_that_no_database_takes_are_kept_readable(sql):
     assert_same_record(sql.job("resnet").record, record)
 
 
-def test_a_scheduler_leaves_its_whole_story(path):
+def test_a_scheduler_leaves_its_whole_story(place):
     """The loop itself with this store: starts, resizes, restarts of the server, the end."""
     clock, engine = HandClock(), SlowEngine([Node(name="n0", num_slots=4)])
-    with SqlStore(path) as sql:
+    with open_store(place) as sql:
         scheduler = Scheduler(
             policy=make_policy("equal"), engine=engine, store=sql, clock=clock, config=SchedulerConfig(interval_s=10)
         )
@@ -237,7 +238,7 @@ def test_a_scheduler_leaves_its_whole_story(path):
         kept = {record.name: record for record in scheduler.active_jobs}
         engine_saw = [command for command in engine.commands if getattr(command, "job", "") == "a"]
 
-    with SqlStore(path) as sql:
+    with open_store(place) as sql:
         [restored] = sql.records()
         saved = sql.job("a").record
         assert saved is not None
@@ -276,12 +277,12 @@ def test_a_start_after_a_stop_begins_from_nothing(sql):
     assert not second.before
 
 
-def test_rounds_are_kept_though_their_numbers_begin_again(path):
+def test_rounds_are_kept_though_their_numbers_begin_again(place):
     for _ in range(2):  # the server restarts
-        with SqlStore(path) as sql:
+        with open_store(place) as sql:
             for number in (1, 2, 3):
                 sql.save_round(make_round(number), EMPTY)
-    with SqlStore(path) as sql:
+    with open_store(place) as sql:
         found = sql.rounds()
         assert [entry.record.number for entry in found] == [1, 2, 3, 1, 2, 3]
         assert same(found[0].record, make_round(1))

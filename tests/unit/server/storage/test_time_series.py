@@ -11,17 +11,17 @@ from hypothesis import strategies as st
 
 from pollux.api.cluster import ClusterSample
 from pollux.scheduler.lifecycle import JobState
-from pollux.server.storage.store import SqlStore
 from pollux.server.storage.time_series import TimeSeries, thinned
 from pollux.types import NO_ALLOCATION, Allocation
+from tests.postgres import open_store
 from tests.unit.server.storage.values import make_record, report_of
 
 on = Allocation.of
 
 
 @pytest.fixture
-def store(tmp_path):
-    with SqlStore(tmp_path / "pollux.db") as store:
+def store(place):
+    with open_store(place) as store:
         yield store
 
 
