@@ -1,6 +1,6 @@
 """How long a resize stops training: in place, with new replicas warm or cold, and by checkpoint and restart.
 
-    python benchmarks/resize.py [--sizes 1 2 4 2 1] [--width N] [--json]
+    python benchmarks/resize.py [--sizes 1 2 4 2 1] [--width N] [--shard] [--json]
 
 Every replica notes the time of each step. *Stall*: the longest pause between two steps around the resize, less an
 ordinary step. *Total*: from the request to the first step of the new size. All in one run, on this machine; on a GPU
@@ -27,6 +27,8 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
 
 from pollux import train
 from pollux.client import Client, Job
@@ -38,6 +40,8 @@ from pollux.server.service import Service
 
 STEPS_BETWEEN = 25
 TIMEOUT_S = 180.0
+KEPT = ("PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONPATH")
+SHARDED = "RESIZE_SHARDED"  # an environment variable: the replicas shard the model by fully_shard
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,13 @@ class Row:
 # --- the job ---------------------------------------------------------------------------------------------------------
 
 
+def shard(model: nn.Module, mesh: DeviceMesh) -> None:
+    for layer in model:  # type: ignore[attr-defined]
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
 def train_and_note(folder: Path, width: int, pause_s: float = 0.0) -> None:
     """Trains until the folder says stop; one line per step, which waits for ``pause_s``."""
     torch.set_num_threads(1)
@@ -60,7 +71,8 @@ def train_and_note(folder: Path, width: int, pause_s: float = 0.0) -> None:
     loader = run.dataloader(data, 16, max_batch_size=64, device_batch_size=(1, 64), policy="linear", shuffle=True)
     model = nn.Sequential(nn.Linear(256, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
     model = model.to(run.device)
-    model, optimizer = run.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
+    function = shard if os.environ.get(SHARDED) else None
+    model, optimizer = run.prepare(model, torch.optim.AdamW(model.parameters(), lr=1e-4), shard=function)
     with (folder / f"steps-{os.getpid()}").open("w", buffering=1) as notes:
         for _ in run.epochs(10**6, by="passes"):
             for x, y in loader:
@@ -114,7 +126,7 @@ def longest_pause(folder: Path, since: float, until: float) -> float:
 
 
 def environment(folder: Path) -> dict[str, str]:
-    kept = {name: os.environ[name] for name in ("PATH", "HOME", "LD_LIBRARY_PATH", "PYTHONPATH") if name in os.environ}
+    kept = {name: os.environ[name] for name in (*KEPT, SHARDED) if name in os.environ}
     return {**kept, "OMP_NUM_THREADS": "1", "POLLUX_CHECKPOINT_DIR": str(folder / "checkpoints")}
 
 
@@ -246,6 +258,7 @@ def main() -> None:
         "--width", type=int, default=2170, help="of the hidden layers; 2170 gives 5.3 M parameters, 63 MB"
     )
     parser.add_argument("--skip-cold", action="store_true", help="leave out in-place resizes with cold newcomers")
+    parser.add_argument("--shard", action="store_true", help="the model over the replicas, by fully_shard")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--logs", action="store_true", help="show what the replicas wrote")
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
@@ -255,6 +268,8 @@ def main() -> None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
         train_and_note(options.train, options.width, options.pause_s)
         return
+    if options.shard:
+        os.environ[SHARDED] = "1"
     # Asking torch whether there is a GPU may touch it, and the fork server is our child; a look at the device does not.
     is_gpu = Path("/dev/nvidia0").exists()
     sizes = [1] if is_gpu else options.sizes
@@ -273,7 +288,8 @@ def main() -> None:
                 with ColdStarter() as cold:
                     rows += in_place(folder("cold"), options.width, sizes, cold, "in place, cold")
             rows += by_restart(folder("restart"), options.width, sizes)
-            rows += live(folder("live"), options.width)
+            if not options.shard:  # a live job's environment is its submitter's
+                rows += live(folder("live"), options.width)
         else:
             with ColdStarter() as cold:
                 for index in range(2):

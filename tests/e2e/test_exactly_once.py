@@ -27,8 +27,8 @@ EVENTS = st.one_of(
 )
 
 
-def train_through(bench: Bench, num_epochs: int, num_replicas: int, events: Iterable[Event]) -> None:
-    args = ["--epochs", num_epochs, "--step-s", 0.01, "--after-s", 0.005, "--save-s", 0.4]
+def train_through(bench: Bench, num_epochs: int, num_replicas: int, events: Iterable[Event], *options: str) -> None:
+    args = ["--epochs", num_epochs, "--step-s", 0.01, "--after-s", 0.005, "--save-s", 0.4, *options]
     job = bench.start(num_replicas, args=args, max_restarts=1000)
     for kind, number, delay_s in events:
         pump_for(job, delay_s)
@@ -76,5 +76,30 @@ def test_exactly_once_through_many_events(tmp_path: Path, fork_server: ForkServe
     bench = Bench(tmp_path, fork_server)
     try:
         train_through(bench, 30, 3, events)
+    finally:
+        bench.close()
+
+
+def test_exactly_once_of_a_sharded_model(tmp_path: Path, fork_server: ForkServer) -> None:
+    """Shards move at the resizes; after the kill all go back to the last checkpoint."""
+    events = [("resize", 3, 0.5), ("kill", 1, 1.5), ("resize", 1, 1.0), ("preempt", 2, 0.5)]
+    bench = Bench(tmp_path, fork_server)
+    try:
+        train_through(bench, 8, 2, events, "--shard")
+    finally:
+        bench.close()
+
+
+@pytest.mark.parametrize("seed", [12])
+@long
+def test_exactly_once_of_a_sharded_model_through_many_events(
+    tmp_path: Path, fork_server: ForkServer, seed: int
+) -> None:
+    chance = random.Random(seed)
+    kinds = chance.choices(["resize", "kill", "preempt"], [3, 2, 1], k=20)
+    events = [(kind, chance.randint(1, 4), chance.expovariate(1.0)) for kind in kinds]
+    bench = Bench(tmp_path, fork_server)
+    try:
+        train_through(bench, 30, 3, events, "--shard")
     finally:
         bench.close()

@@ -16,7 +16,8 @@ zero, not even the lowest point along their direction is reached: the rate is to
 The direction is the optimizer's first moment (momentum, exp_avg), divided as its step is. It comes from earlier
 batches, so its noise is independent of the new gradient's, and the average is unbiased. For an optimizer without a
 first moment there is no evidence, and the learning-rate rule decides alone. Of a large model only some parameters are
-measured: an average over a few million elements has the same sign as one over all.
+measured: an average over a few million elements has the same sign as one over all. Of a sharded model these are rows of
+rank 0's shard.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from pollux.train.noise import GroupOptions, ParameterState
+from pollux.train.noise import GroupOptions, ParameterState, local_part
 from pollux.train.pending_scalars import PendingScalars
 
 logger = logging.getLogger(__name__)
@@ -89,6 +90,10 @@ class Alignment:
         dot = _sum_of_products(directions, grads)
         size = (_sum_of_products(scaled, grads) * _sum_of_products(directions, moments)).sqrt()
         self._pending.send(torch.where(size > 0, dot / size, torch.zeros_like(dot)))
+
+    def reset(self) -> None:
+        """The optimizer has other parameter objects now."""
+        self._chosen = None
 
     def clear(self) -> None:
         """Drop all samples: the batch has changed, and they were measured with another."""
@@ -169,10 +174,10 @@ def _gather(
         moment = _moment_of(state)
         if grad is None or grad.is_sparse or moment is None or moment.shape != grad.shape:
             continue
-        grads.append(grad)
-        moments.append(moment)
+        grads.append(local_part(grad))
+        moments.append(local_part(moment))
         if "exp_avg_sq" in state:
-            variances.append(state["exp_avg_sq"])
+            variances.append(local_part(state["exp_avg_sq"]))
     if not moments or len(variances) != len(moments):
         return grads, moments, grads, moments
     roots = torch._foreach_sqrt(variances)

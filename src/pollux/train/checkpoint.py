@@ -32,7 +32,7 @@ import math
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -42,6 +42,9 @@ from torch import Tensor
 from pollux.errors import CheckpointError, FencedError, ForeignCheckpointError, InvalidValueError
 from pollux.train import checkpoint_files as files
 from pollux.train.checkpoint_remote import RemoteStorage, is_url
+from pollux.train.checkpoint_shards import ENTRIES as SHARD_INDEX
+from pollux.train.checkpoint_shards import ShardFiles, is_shard, open_shards
+from pollux.train.shards import Cut
 
 logger = logging.getLogger(__name__)
 
@@ -78,9 +81,12 @@ class CheckpointInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checkpoint:
+    """``name`` is its folder's. Shards of a sharded model are not read: see :mod:`pollux.train.checkpoint_shards`."""
+
     tensors: dict[str, Tensor]
     blob: bytes
     info: CheckpointInfo
+    name: str = field(default="", compare=False)
 
 
 class CheckpointDirectory:
@@ -105,8 +111,15 @@ class CheckpointDirectory:
         self.keep = keep
         self._may_publish = may_publish
 
-    def save(self, tensors: Mapping[str, Tensor], blob: bytes, info: CheckpointInfo) -> None:
-        """Write a checkpoint and wait until it is on the disk.
+    def save(
+        self,
+        tensors: Mapping[str, Tensor],
+        blob: bytes,
+        info: CheckpointInfo,
+        draft: Path | None = None,
+        shards: Mapping[str, files.FileRecord] | None = None,
+    ) -> None:
+        """Write a checkpoint and wait until it is on the disk. ``shards`` are files in ``draft`` already.
 
         Raises :class:`CheckpointError` if the write fails, :class:`FencedError` if ``may_publish`` says no. The earlier
         checkpoints are then unchanged.
@@ -118,7 +131,7 @@ class CheckpointDirectory:
             torch.frombuffer(bytearray(blob), dtype=torch.uint8) if blob else torch.empty(0, dtype=torch.uint8)
         )
         try:
-            final = self._write(state, info)
+            final = self._write(state, info, draft, shards)
         except FencedError:
             raise
         except (OSError, RuntimeError) as error:
@@ -129,12 +142,15 @@ class CheckpointDirectory:
         self._remove_older(final, info)
         logger.info("%s/%s: saved step %d", self.path, final, info.step)
 
-    def load(self, signature: str, device: str | torch.device = "cpu") -> Checkpoint | None:
+    def load(
+        self, signature: str, device: str | torch.device = "cpu", *, but: Collection[str] = ()
+    ) -> Checkpoint | None:
         """The newest checkpoint that is complete and of this model, or None if there are no checkpoints.
 
-        Raises :class:`ForeignCheckpointError` or :class:`CheckpointError` if there are some but none is usable.
+        ``but`` names checkpoints to pass over. Raises :class:`ForeignCheckpointError` or :class:`CheckpointError` if
+        there are some but none is usable.
         """
-        refused: dict[str, CheckpointError] = {}
+        refused = {name: CheckpointError("a replica cannot read its shard") for name in but}
         # Listed anew each time: a writer elsewhere may have removed what was listed, and added a newer one.
         while untried := [name for name in self._names() if name not in refused]:
             try:
@@ -202,18 +218,49 @@ class CheckpointDirectory:
                 f"it belongs to another model or optimizer (signature {info.signature!r} instead of {signature!r})"
             )
         with self._storage.fetch(name, manifest) as folder:
-            files.check_digests(folder, manifest)
+            # Shards are checked by the replicas that read them.
+            files.check_digests(folder, manifest, [one for one in manifest.records if not is_shard(one)])
             state = files.read_tensors(folder, device)
         if BLOB not in state:
             raise CheckpointError(f"it holds no {BLOB}")
-        return Checkpoint(blob=state.pop(BLOB).cpu().numpy().tobytes(), tensors=state, info=info)
+        return Checkpoint(blob=state.pop(BLOB).cpu().numpy().tobytes(), tensors=state, info=info, name=name)
 
-    def _write(self, state: Mapping[str, Tensor], info: CheckpointInfo) -> str:
+    # --- sharded models: all replicas write and read ------------------------------------------------------------
+
+    @property
+    def is_folder(self) -> bool:
+        return isinstance(self._storage, files.LocalStorage)
+
+    def begin_shared(self) -> Path:
+        """A draft that all replicas write their shards to, before :meth:`save` is given it. Raises CheckpointError."""
+        try:
+            return self._storage.make_draft()
+        except OSError as error:
+            raise CheckpointError(f"{self.path}: no draft of a checkpoint could be made: {error}") from error
+
+    def folder(self, name: str) -> Path:
+        return Path(self.path) / name
+
+    def open_shards(self, name: str, cut: Cut) -> ShardFiles:
+        """The shards of a checkpoint, checked as far as ``cut`` needs them. Raises CheckpointError."""
+        manifest = self._read_info(name)[1]
+        index = files.read_tensors(self.folder(name), torch.device("cpu")).get(SHARD_INDEX)
+        if index is None:
+            raise CheckpointError(f"it holds no {SHARD_INDEX}")
+        return open_shards(self.folder(name), index, manifest.records, cut)
+
+    def _write(
+        self,
+        state: Mapping[str, Tensor],
+        info: CheckpointInfo,
+        draft: Path | None,
+        shards: Mapping[str, files.FileRecord] | None,
+    ) -> str:
         storage, brought = self._storage, None
-        draft = storage.make_draft()
+        draft = draft or storage.make_draft()
         try:
             files.write_tensors(state, draft)
-            files.seal(draft, asdict(info))
+            files.seal(draft, asdict(info), shards)
             like = (info.lineage, info.generation, info.step)
             repetition = 1 + max((_order(name)[3] for name in self._names() if _order(name)[:3] == like), default=-1)
             while True:

@@ -18,7 +18,7 @@ import secrets
 import shutil
 import socket
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -137,10 +137,13 @@ def read_tensors(folder: Path, device: torch.device) -> dict[str, Tensor]:
     return tensor_file.read_tensors(folder / TENSORS, device)
 
 
-def seal(folder: Path, info: Mapping[str, object]) -> None:
-    """Sync every file of ``folder`` to the disk, and add the manifest with their sizes and digests."""
-    records = {}
-    for name in sorted(os.listdir(folder)):
+def seal(folder: Path, info: Mapping[str, object], known: Mapping[str, FileRecord] | None = None) -> None:
+    """Sync every file of ``folder`` to the disk, and add the manifest with their sizes and digests.
+
+    ``known`` are files that others have written and synced, such as shards.
+    """
+    records = {name: asdict(record) for name, record in (known or {}).items()}
+    for name in sorted(set(os.listdir(folder)) - set(records)):
         with open(folder / name, "rb") as file:
             digest = hashlib.file_digest(file, ALGORITHM).hexdigest()
             os.fsync(file.fileno())
@@ -198,16 +201,21 @@ def parse_manifest(text: bytes, size_of: Callable[[str], int]) -> Manifest:
     return manifest
 
 
-def check_digests(folder: Path, manifest: Manifest) -> None:
-    """Read all files, and raise :class:`CheckpointError` unless each has its recorded digest."""
+def check_digests(folder: Path, manifest: Manifest, names: Collection[str] | None = None) -> None:
+    """Read the files, all if no names are given; CheckpointError unless each has its recorded digest."""
     for name, record in manifest.records.items():
-        try:
-            with open(folder / name, "rb") as file:
-                digest = hashlib.file_digest(file, manifest.algorithm).hexdigest()
-        except (OSError, ValueError, TypeError) as error:
-            raise CheckpointError(f"its file {name} cannot be checked: {error}") from error
-        if digest != record.digest:
-            raise CheckpointError(f"the content of its file {name} has changed (its {manifest.algorithm} differs)")
+        if names is None or name in names:
+            check_digest(folder / name, record, manifest.algorithm)
+
+
+def check_digest(path: Path, record: FileRecord, algorithm: str) -> None:
+    try:
+        with open(path, "rb") as file:
+            digest = hashlib.file_digest(file, algorithm).hexdigest()
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"its file {path.name} cannot be checked: {error}") from error
+    if digest != record.digest:
+        raise CheckpointError(f"the content of its file {path.name} has changed (its {algorithm} differs)")
 
 
 def list_names(root: Path) -> list[str]:

@@ -35,31 +35,16 @@ DDPOptions = dict[str, Any]  # of DistributedDataParallel, checked by name
 _OWN_OPTIONS = {"module", "process_group", "init_sync", "gradient_as_bucket_view"}
 
 
-class ElasticModel(nn.Module):
-    """What ``run.prepare`` returns. ``.module`` is the user's module."""
+class PreparedModel(nn.Module):
+    """What ``run.prepare`` returns, replicated or sharded. ``.module`` is the user's module."""
 
-    def __init__(
-        self,
-        module: nn.Module,
-        reduce: Reduce,
-        process_group: dist.ProcessGroup,
-        *,
-        on_lone_forward: Callable[[], None] = lambda: None,
-        **options: Any,
-    ) -> None:
+    def __init__(self, module: nn.Module) -> None:
         super().__init__()
         self.training = module.training
         self.on_forward: OnForward | None = None
         self.on_rebuild: Callable[[], None] | None = None
         self.watch_outputs: Callable[[object], None] | None = None  # set for the passes whose outputs are measured
-        self._reduce, self._options, self._on_lone_forward = reduce, _checked(options), on_lone_forward
-        self._ddp: list[DistributedDataParallel] = []  # in a list, so that it is no submodule: none or one
-        self._has_reduced = threading.Event()
-        self._is_rebuilt = False
         self.module = module  # last: from here on, attributes that the module has are set there
-        self.move(process_group)
-
-    # --- the user's module ----------------------------------------------------------------------------------------
 
     def __getattr__(self, name: str) -> Any:
         try:
@@ -108,6 +93,27 @@ class ElasticModel(nn.Module):
 
     def __bool__(self) -> bool:
         return True
+
+
+class ElasticModel(PreparedModel):
+    """A replicated model."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        reduce: Reduce,
+        process_group: dist.ProcessGroup,
+        *,
+        on_lone_forward: Callable[[], None] = lambda: None,
+        **options: Any,
+    ) -> None:
+        # Before the user's module is set: see PreparedModel.__setattr__.
+        self._reduce, self._options, self._on_lone_forward = reduce, _checked(options), on_lone_forward
+        self._ddp: list[DistributedDataParallel] = []  # in a list, so that it is no submodule: none or one
+        self._has_reduced = threading.Event()
+        self._is_rebuilt = False
+        super().__init__(module)
+        self.move(process_group)
 
     # --- groups ---------------------------------------------------------------------------------------------------
 

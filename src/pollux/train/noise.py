@@ -31,6 +31,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from pollux.errors import InvalidValueError, UnknownNameError
 from pollux.train.moments import DEFAULT_SMOOTHING, GradientMoments, NoiseStats, entry, require_positive
@@ -398,8 +399,14 @@ def _harmonic_mean(sizes: Sequence[int]) -> float:
     return len(sizes) / sum(1.0 / size for size in sizes)
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """This rank's rows of a sharded tensor; any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _widened(moment: Tensor) -> Tensor:
     """An optimizer's second moment as real float32 or float64: 1/ε overflows in half precision."""
+    moment = local_part(moment)
     moment = torch.view_as_real(moment) if moment.is_complex() else moment
     return moment.float() if moment.dtype in (torch.float16, torch.bfloat16) else moment
 

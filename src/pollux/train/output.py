@@ -5,13 +5,16 @@ from __future__ import annotations
 import builtins
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from pollux.train.elastic_model import ElasticModel
+from pollux.errors import InvalidValueError
+from pollux.train.elastic_model import PreparedModel
 from pollux.train.live import LiveFlag
 
 
@@ -47,9 +50,23 @@ def save_file(obj: object, path: str | Path) -> None:
         raise
 
 
+def check_whole(obj: object) -> None:
+    """Raises InvalidValueError for values of a sharded model, of which a replica has only its shard."""
+    if isinstance(obj, nn.Module):
+        obj = list(obj.parameters())
+    if isinstance(obj, DTensor):
+        raise InvalidValueError(
+            "run.save was given values of a sharded model, of which each replica has only its shard: gather them "
+            "before, on all replicas, by torch.distributed.checkpoint.state_dict.get_model_state_dict(model.module, "
+            "options=StateDictOptions(full_state_dict=True, cpu_offload=True))"
+        )
+    for inner in obj.values() if isinstance(obj, Mapping) else obj if isinstance(obj, list | tuple) else ():
+        check_whole(inner)
+
+
 def unwrapped(obj: object) -> object:
     """The user's own modules in place of prepared ones, in dictionaries and lists too."""
-    if isinstance(obj, ElasticModel):
+    if isinstance(obj, PreparedModel):
         module: nn.Module = obj.module
         return module
     if type(obj) is dict:

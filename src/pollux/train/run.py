@@ -33,16 +33,18 @@ from pollux.train.leaving import LeaveSignals
 from pollux.train.live import LiveFlag, Rank
 from pollux.train.loader import AdaptiveLoader
 from pollux.train.order import length_of
-from pollux.train.output import PrintOnce, save_file
+from pollux.train.output import PrintOnce, check_whole, save_file
 from pollux.train.progress import Goal, Progress
 from pollux.train.report import FileReporter, Reporter
 from pollux.train.run_state import RunState
 from pollux.train.scaling import ScalingRule
 from pollux.train.session import Session
+from pollux.train.sharded_gradients import ShardedGradients
+from pollux.train.sharded_module import ShardFunction
 from pollux.train.state import Stateful, flatten
 from pollux.train.step_exchange import StepExchange
 from pollux.train.team import Team
-from pollux.train.trainees import Trainees, index_of, pair_up
+from pollux.train.trainees import Trainees, index_of, parts_of
 from pollux.train.trial import Trial
 from pollux.train.tuner import Tuner, device_shares
 
@@ -316,6 +318,8 @@ class Run:
         scaling: str | ScalingRule | Sequence[str | ScalingRule] = "auto",
         grad_scaler: torch.amp.GradScaler | None = None,
         drives: nn.Module | None = None,
+        shard: ShardFunction | None = None,
+        shard_copies: int = 1,
         **ddp_options: Any,
     ) -> tuple[Any, Any]:
         """Returns the replicated model and the optimizer. Several models: tuples of models and of their optimizers.
@@ -327,16 +331,22 @@ class Run:
         the batch; without it, the one with the largest. Other options go to
         DistributedDataParallel (``find_unused_parameters``, ``static_graph``, ``bucket_cap_mb``). Compile the model
         before, not after.
+
+        ``shard`` is a function of the model and a mesh that calls torch's ``fully_shard``: the model is then sharded
+        over the replicas instead of replicated, and again at each resize. ``shard_copies`` replicas hold each shard,
+        where their number allows it. See docs/fsdp.md.
         """
         if self._trainees is not None:
             raise InvalidValueError(
                 "run.prepare was called before: give it all models at once, as tuples: "
                 "(a, b), (opt_a, opt_b) = run.prepare((a, b), (opt_a, opt_b))"
             )
-        parts = pair_up(model, optimizer, lr_scheduler, scaling)
+        parts = parts_of(model, optimizer, lr_scheduler, scaling, shard, shard_copies)
+        if shard is not None and self._session.checkpointer is not None:
+            self._session.checkpointer.check_shared()
         driver = index_of(drives, parts)
         self._trainees = Trainees(parts, grad_scaler, self._team, self._session, ddp_options, driver)
-        self._exchange.open(len(parts), driver)
+        self._exchange.open(len(parts), driver, is_sharded=shard is not None)
         if not isinstance(model, list | tuple):
             return self._trainees.members[0].model, optimizer
         return tuple(member.model for member in self._trainees.members), optimizer
@@ -477,6 +487,7 @@ class Run:
 
         For results; checkpoints are written by themselves (``train.init(checkpoint_dir=...)``).
         """
+        check_whole(obj)
         if self.is_main and _may_publish(self._session.membership):
             save_file(obj, path)
 
@@ -495,6 +506,18 @@ class Run:
             )
             logger.info("epoch %d, step %d: %s", self._progress.num_epochs, self.num_steps, text)
             self._session.report()
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """``torch.nn.utils.clip_grad_norm_`` for the prepared model, sharded or not; the norm before.
+
+        torch's own function works too. For a sharded model it is a collective that raises if a peer is lost in it.
+        """
+        if self._trainees is None or len(self._trainees) != 1:
+            raise InvalidValueError("run.clip_grad_norm_ is for one prepared model; use torch.nn.utils for several")
+        trainee = self._trainees.members[0]
+        if isinstance(trainee.hook, ShardedGradients):
+            return trainee.hook.clip(max_norm)
+        return torch.nn.utils.clip_grad_norm_(trainee.module.parameters(), max_norm)
 
     @contextmanager
     def attempt(self) -> Iterator[None]:

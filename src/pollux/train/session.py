@@ -7,7 +7,7 @@ The loader and the model in the user's loop call it. A boundary is the moment wh
 2. Otherwise the step is committed: position, progress, statistics.
 3. If any replica asked for a decision (by a flag in the step's small all-reduce), all agree on what to do: leave with a
    checkpoint, move to another generation, or train with another batch.
-4. When one is due, rank 0 starts a checkpoint in the background.
+4. When one is due, rank 0 starts a checkpoint in the background; of a sharded model, all ranks save theirs.
 
 A fenced replica (:mod:`pollux.train.fence`), whose owner has replaced it, saves nothing and leaves. When a group forms,
 :mod:`pollux.train.handover` gives all replicas the same state.
@@ -76,6 +76,7 @@ class Session:
         self.sums = ReplicaSums(team)
         self._handover = Handover(team, self.sums, checkpointer)
         self._wanted_change: BatchChange | None = None  # on rank 0
+        self._wants_save = False  # a checkpoint of a sharded model is due
         self._reported_s = time.monotonic()
         self._last_generation = 0  # of the last group that this replica was in
         membership.on_lost(self._on_lost)
@@ -269,19 +270,26 @@ class Session:
             self._reported_s = now
             self.report()
         if self.checkpointer is not None and self.checkpointer.is_due():
+            self._wants_save = state.trainees.shards is not None  # all ranks save their shards together
             with self.fence.respected():
-                self.checkpointer.begin(state, self._last_generation, self.team.size)
+                if not self._wants_save:
+                    self.checkpointer.begin(state, self._last_generation, self.team.size)
             state.tuner.timer.disturb()
 
     def _attend(self) -> None:
         """A replica asked for a decision: all learn why, and act together."""
-        mine = self.signals.received, self.membership.has_newer(), self._wanted_change if self.team.rank == 0 else None
-        wants = self.team.gather(mine)
-        signals = [received for received, _, _ in wants if received is not None]
+        change = self._wanted_change if self.team.rank == 0 else None
+        wants = self.team.gather((self.signals.received, self.membership.has_newer(), change, self._wants_save))
+        signals = [received for received, *_ in wants if received is not None]
         if signals:
             self._leave(signals[0])
-        if any(newer for _, newer, _ in wants):
+        if any(newer for _, newer, *_ in wants):
             self._resize()
+        elif wants[0][3]:
+            try:
+                self._save()
+            except CheckpointError as error:
+                logger.error("the checkpoint could not be written; training continues: %s", error)
         elif wants[0][2] is not None:
             self._rebatch(wants[0][2])
 
@@ -290,22 +298,31 @@ class Session:
         num_steps = self._state.progress.num_steps
         if self.checkpointer is None:
             logger.warning("%s: leaving without a checkpoint; pass checkpoint_dir to train.init() to have one", name)
-        elif self.team.rank == 0:
+        else:
             try:
-                with self.fence.respected():
-                    self.checkpointer.save(self._state, self._last_generation, self.team.size)
-                logger.warning("%s: saved after step %d, leaving with code %d", name, num_steps, EXIT_CODE)
+                self._save()
+                if self.team.rank == 0:
+                    logger.warning("%s: saved after step %d, leaving with code %d", name, num_steps, EXIT_CODE)
             except CheckpointError as error:
                 logger.error("%s: leaving without a new checkpoint: %s", name, error)
         self.team.share(None)
         raise Leave(f"{name}: left after step {num_steps}")
+
+    def _save(self) -> None:
+        """Save and wait: on rank 0, or on all ranks if the model is sharded. Raises CheckpointError."""
+        assert self.checkpointer is not None
+        self._wants_save = False
+        with self.fence.respected():
+            self.checkpointer.save(self._state, self._last_generation, self.team)
 
     def _resize(self) -> None:
         begun = time.monotonic()
         if self.checkpointer is not None and self.team.rank == 0:
             with self.fence.respected():
                 self.checkpointer.wait()  # another replica may become rank 0, and write to the same place
-        self._enter(self.membership.advance(self._timeout_s))
+        group = self.membership.advance(self._timeout_s)
+        self._handover.hand_off(self._state.trainees.shards, group)
+        self._enter(group)
         self._state.stalled_s += time.monotonic() - begun
 
     def _recover(self, reason: str) -> None:
@@ -338,8 +355,8 @@ class Session:
             with self.signals.raising():
                 return self.membership.recover(self._timeout_s)
         except Leave:
-            if self.checkpointer is not None and self._handover.has_state:
-                self.checkpointer.save(self._state, self._last_generation, 1)
+            if self.checkpointer is not None and self._handover.has_state and self._state.trainees.shards is None:
+                self.checkpointer.save_whole(self._state, self._last_generation, 1)
             raise
 
     def _break_up(self) -> None:
@@ -370,7 +387,7 @@ class Session:
                     state.trainees.release()
                     self.team.form(group)
                 formed = time.perf_counter()
-                if forms:
+                if forms or state.trainees.shards is not None:
                     state.trainees.move(self.team)
                 moved = time.perf_counter()
                 state.exchange.reset()
@@ -417,9 +434,8 @@ class Session:
     def finish(self) -> None:
         """Training is over: save the result. All wait for that, as the end of one may end the others."""
         self.end_pass()
-        if self.team.rank == 0 and self.checkpointer is not None:
-            with self.fence.respected():
-                self.checkpointer.save(self._state, self._last_generation, self.team.size)
+        if self.checkpointer is not None:
+            self._save()
         self._state.is_finished = True
         self.report()
         try:
@@ -568,8 +584,8 @@ class Session:
 
     def _start_exchange(self) -> None:
         state = self._state
-        wants = self.signals.received is not None or self.membership.has_newer() or self._wanted_change is not None
-        adaptation = self._adaptation
+        has_news = self.signals.received is not None or self.membership.has_newer()
+        wants, adaptation = has_news or self._wants_save or self._wanted_change is not None, self._adaptation
         state.exchange.start(
             state.progress.num_steps,
             wants_attention=wants,

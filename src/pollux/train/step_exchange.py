@@ -3,7 +3,7 @@
 The session starts it when a step's gradients are complete, and reads it at the step boundary, when it has long ended.
 Norms are read from the device a fixed number of steps late, when they have arrived, so nothing waits for the device.
 The number is fixed because learning rates depend on the norms: all ranks must use the same statistics in the same step.
-For the same reason all ranks use rank 0's norm of the mean gradient.
+For the same reason all ranks use rank 0's norm of the mean gradient; of a sharded model, the sum over all rows.
 """
 
 from __future__ import annotations
@@ -109,11 +109,13 @@ class StepExchange:
         self.channels = [NoiseChannel()]
         self.drives: int | None = 0
         self.lead = 0
+        self.is_sharded = False  # each rank has the norm of its own rows of the mean gradient
         self._sum: Sum | None = None
         self.cost_s = 0.0  # time that the last measurement took
 
-    def open(self, num_models: int, drives: int | None) -> None:
+    def open(self, num_models: int, drives: int | None, is_sharded: bool = False) -> None:
         """Make a channel for each model."""
+        self.is_sharded = is_sharded
         self.channels = [NoiseChannel() for _ in range(num_models)]
         self.drives = 0 if num_models == 1 else drives
         self.lead = self.drives or 0
@@ -156,7 +158,8 @@ class StepExchange:
         cost_s = 0.0
         for channel, direction in zip(self.channels, directions, strict=True):
             sum_sqr, sqr_mean = channel.take_due(step, self._lag)
-            vector += (sum_sqr, sqr_mean, float(direction)) if is_first else (sum_sqr, 0.0, 0.0)
+            has_share = is_first or self.is_sharded
+            vector += (sum_sqr, sqr_mean if has_share else 0.0, float(direction) if is_first else 0.0)
             cost_s += 0.0 if channel.sent is None else channel.sent.cost_s()
         self.cost_s = cost_s or self.cost_s
         self._sum = self._team.start_sum(vector)

@@ -155,12 +155,30 @@ class Team:
     def broadcast(self, tensor: Tensor, source: int) -> None:
         """``source``'s values into the tensor of every rank. Raises BrokenGroup."""
         with _broken("a message to the others"):
-            work = dist.broadcast(tensor, src=source, async_op=True)
-            assert work is not None
-            if tensor.is_cuda:
-                work.wait()  # for the stream alone; what never ends there is aborted
-            else:
-                _Watch(self, work).wait()
+            self.finish(dist.broadcast(tensor, src=source, async_op=True), tensor)
+
+    def all_to_all(self, output: Tensor, data: Tensor, output_sizes: list[int], sizes: list[int]) -> None:
+        """Send ``sizes[r]`` elements of ``data`` to each rank r, in order, and receive as many. Raises BrokenGroup."""
+        if self.size == 1:
+            output.copy_(data)
+            return
+        with _broken("moving shards"):
+            self.finish(dist.all_to_all_single(output, data, output_sizes, sizes, async_op=True), output)
+
+    def make_groups(self, members: list[list[int]]) -> dist.ProcessGroup:
+        """Process groups of some ranks each; the one that this rank is in. Raises BrokenGroup."""
+        with _broken("forming a group of some replicas"):
+            groups = [dist.new_group(ranks, timeout=timedelta(seconds=self.timeout_s)) for ranks in members]
+        own: dist.ProcessGroup = next(one for one, ranks in zip(groups, members, strict=True) if self.rank in ranks)
+        return own
+
+    def finish(self, work: dist.Work | None, tensor: Tensor) -> None:
+        """Wait for a collective on ``tensor``. Raises RuntimeError, or BrokenGroup when the owner names a lost peer."""
+        assert work is not None
+        if tensor.is_cuda:
+            work.wait()  # for the stream alone; what never ends there is aborted
+        else:
+            _Watch(self, work).wait()
 
     def start_sum(self, values: list[float]) -> Sum:
         """Begin to add ``values`` up over all ranks."""

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from io import FileIO
 from pathlib import Path
 
@@ -64,24 +65,43 @@ def write_tensors(tensors: Mapping[str, Tensor], path: Path) -> None:
             _write(file, _bytes_of(tensor.detach().cpu().contiguous()))
 
 
+def read_rows(path: Path, name: str, begin: int, end: int) -> Tensor:
+    """Some rows of one tensor of a file, without reading the others. Raises CheckpointError."""
+    with _reading(path), open(path, "rb", buffering=0) as file:
+        entries, start = _read_header(file)
+        dtype, shape, at = next(entry[1:] for entry in entries if entry[0] == name)
+        if not 0 <= begin <= end <= shape[0]:
+            raise ValueError(f"{name} has {shape[0]} rows, not {begin} to {end}")
+        rows = torch.empty((end - begin, *shape[1:]), dtype=dtype)
+        file.seek(start + at + begin * math.prod(shape[1:]) * dtype.itemsize)
+        _read(file, _bytes_of(rows))
+        return rows
+
+
 def read_tensors(path: Path, device: torch.device) -> dict[str, Tensor]:
     """Raises CheckpointError for a file that is damaged or no such file, and MemoryError or the device's own."""
+    with _reading(path), open(path, "rb", buffering=0) as file:
+        entries, begin = _read_header(file)
+        tensors = {}
+        for name, dtype, shape, at in entries:
+            tensor = torch.empty(shape, dtype=dtype)
+            file.seek(begin + at)
+            _read(file, _bytes_of(tensor))
+            tensors[name] = tensor.to(device)
+        return tensors
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Raises CheckpointError for all that may be wrong with a file."""
     try:
-        with open(path, "rb", buffering=0) as file:
-            entries, begin = _read_header(file)
-            tensors = {}
-            for name, dtype, shape, at in entries:
-                tensor = torch.empty(shape, dtype=dtype)
-                file.seek(begin + at)
-                _read(file, _bytes_of(tensor))
-                tensors[name] = tensor.to(device)
+        yield
     except FileNotFoundError as error:
         raise CheckpointError(f"it has no {path.name}") from error
     except OSError as error:
         raise CheckpointError(f"its {path.name} cannot be read: {error}") from error
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OverflowError, StopIteration) as error:
         raise CheckpointError(f"its {path.name} is no file of tensors: {error!r}") from error
-    return tensors
 
 
 _Entry = tuple[str, torch.dtype, list[int], int]

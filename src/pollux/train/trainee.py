@@ -22,6 +22,9 @@ from pollux.train.gates import Gate, gate_optimizer, gate_scheduler
 from pollux.train.gradients import GradientHook
 from pollux.train.norm_layers import NormLayers
 from pollux.train.scaling import AUTO, RateState, ScaledRate, ScalingRule, StepContext, rule_for
+from pollux.train.sharded_gradients import ShardedGradients
+from pollux.train.sharded_model import ModelShards, ShardedModel, SmallState, check_shardable
+from pollux.train.sharded_module import WAY, ShardFunction
 from pollux.train.state import Stateful, load_optimizer, signature_of
 from pollux.train.team import Team
 
@@ -47,8 +50,9 @@ class Steps(Protocol):
 
 
 class TraineeState(TypedDict):
-    model: dict[str, Any]
-    optimizer: dict[str, Any]
+    model: dict[str, Any] | None  # None for a sharded model
+    optimizer: dict[str, Any] | None
+    sharded: SmallState | None  # without the shards: see :attr:`Trainee.shards`
     rate: RateState
     scheduler: dict[str, Any] | None
     credited_epoch: int
@@ -62,6 +66,8 @@ class Parts:
     optimizer: torch.optim.Optimizer
     lr_scheduler: Stateful | None
     scaling: str | ScalingRule
+    shard: ShardFunction | None = None
+    shard_copies: int = 1
 
 
 class Trainee:
@@ -79,6 +85,8 @@ class Trainee:
     ) -> None:
         model, optimizer, lr_scheduler, scaling = parts.model, parts.optimizer, parts.lr_scheduler, parts.scaling
         check_trainable(model, optimizer, lr_scheduler)
+        if parts.shard is not None:
+            check_shardable(model, optimizer, parts.shard, parts.shard_copies)
         self.module, self.optimizer, self.index = model, optimizer, index
         self._scheduler, self._scaler, self._steps, self._closes = lr_scheduler, grad_scaler, steps, closes
         self.is_applied = False  # the optimizer has made the step under way
@@ -93,23 +101,14 @@ class Trainee:
         self.norm_layers = NormLayers(
             model, optimizer, loss_scale=self.loss_scale, beta_exponent=lambda: self.rate.beta_exponent
         )
-        self.hook = GradientHook(
-            optimizer,
-            parameters=model.parameters(),
-            loss_scale=self.loss_scale,
-            beta_exponent=lambda: self.rate.beta_exponent,
-            on_ready=steps.on_ready,
-            on_last=steps.on_last,
-            keeps_views=self._may_skip,
-        )
+        self.hook: GradientHook | ShardedGradients
+        self.model: ElasticModel | ShardedModel
+        self.shards: ModelShards | None = None
         try:
-            self.model = ElasticModel(
-                model,
-                self.hook.reduce,
-                team.process_group,
-                on_lone_forward=self.hook.begin_lone_forward,
-                **ddp_options,
-            )
+            if parts.shard is None:
+                self.hook, self.model = self._replicate(team, ddp_options)
+            else:
+                self.hook, self.model, self.shards = self._shard(parts, team, ddp_options)
         except BaseException:
             self.rate.detach()  # a second call of run.prepare would scale twice
             raise
@@ -119,6 +118,48 @@ class Trainee:
         self._gates: list[Gate] = [gate_optimizer(optimizer, self)]
         if lr_scheduler is not None:
             self._gates.append(gate_scheduler(lr_scheduler, partial(steps.num_scheduler_steps, self)))
+
+    def _replicate(self, team: Team, options: DDPOptions) -> tuple[GradientHook, ElasticModel]:
+        hook = GradientHook(
+            self.optimizer,
+            parameters=self.module.parameters(),
+            loss_scale=self.loss_scale,
+            beta_exponent=lambda: self.rate.beta_exponent,
+            on_ready=self._steps.on_ready,
+            on_last=self._steps.on_last,
+            keeps_views=self._may_skip,
+        )
+        lone = hook.begin_lone_forward
+        return hook, ElasticModel(self.module, hook.reduce, team.process_group, on_lone_forward=lone, **options)
+
+    def _shard(
+        self, parts: Parts, team: Team, options: DDPOptions
+    ) -> tuple[ShardedGradients, ShardedModel, ModelShards]:
+        if options:
+            raise InvalidValueError(
+                f"{', '.join(map(repr, options))}: an option of DistributedDataParallel; a sharded model has no DDP, "
+                "so set it in fully_shard instead"
+            )
+        if self._scaler is not None and self._scaler.is_enabled():
+            raise InvalidValueError(
+                "a GradScaler cannot be used with shard=: train in bfloat16, with "
+                "fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16)), which needs none"
+            )
+        assert parts.shard is not None
+        hook = ShardedGradients(
+            self.optimizer,
+            team,
+            beta_exponent=lambda: self.rate.beta_exponent,
+            on_ready=self._steps.on_ready,
+            on_last=self._steps.on_last,
+        )
+        self.norm_layers.layers.clear()  # their weights' gradients exist for a moment only, and are not seen by hooks
+        self.signature = f"{self.signature}-sharded"
+        return (
+            hook,
+            ShardedModel(self.module),
+            ModelShards(self.module, self.optimizer, parts.shard, hook, parts.shard_copies),
+        )
 
     def follow(self, rule: str) -> None:
         """Use the learning-rate rule of a batch policy, unless the user named one."""
@@ -170,9 +211,20 @@ class Trainee:
         return 1
 
     def move(self, team: Team) -> None:
-        """Move to the team's new process group."""
+        """Move to the team's new process group. A sharded model has no values until it receives its shard."""
         self.hook.reset()
-        self.model.move(team.process_group)
+        if isinstance(self.model, ElasticModel):
+            self.model.move(team.process_group)
+        if self.shards is not None:
+            self.shards.attach(team)
+            self.alignment.reset()
+
+    def release(self) -> None:
+        """Drop all references to the process group, so that its connections close and peers notice."""
+        if isinstance(self.model, ElasticModel):
+            self.model.release()
+        if self.shards is not None:
+            self.shards.release()
 
     def begin_again(self) -> None:
         """Remove what a failed step has left in the user's objects, before the step is repeated."""
@@ -182,17 +234,22 @@ class Trainee:
 
     def state_dict(self) -> TraineeState:
         self.rate.restore()
+        is_whole = self.shards is None
         return {
-            "model": self.module.state_dict(),
-            "optimizer": self.optimizer.state_dict(),
+            "model": self.module.state_dict() if is_whole else None,
+            "optimizer": self.optimizer.state_dict() if is_whole else None,
+            "sharded": None if self.shards is None else self.shards.small_state(),
             "rate": self.rate.state_dict(),
             "scheduler": None if self._scheduler is None else self._scheduler.state_dict(),
             "credited_epoch": self.credited_epoch,
         }
 
     def load_state_dict(self, state: TraineeState) -> None:
-        self.module.load_state_dict(state["model"])
-        load_optimizer(self.optimizer, state["optimizer"])
+        if self.shards is not None and state["sharded"] is not None:
+            self.shards.load_small_state(state["sharded"])
+        elif state["model"] is not None and state["optimizer"] is not None:
+            self.module.load_state_dict(state["model"])
+            load_optimizer(self.optimizer, state["optimizer"])
         self.rate.load_state_dict(state["rate"])  # after the optimizer's, whose hook resets it
         if self._scheduler is not None and state["scheduler"] is not None:
             self._scheduler.load_state_dict(state["scheduler"])
@@ -224,8 +281,8 @@ def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, lr_sched
     sharded = next((name for name, one in model.named_parameters() if isinstance(one, DTensor)), None)
     if sharded is not None:
         raise InvalidValueError(
-            f"the model is sharded already ({sharded!r} is a DTensor, as fully_shard and tensor parallelism make it): "
-            "pass the plain model; run.prepare replicates it, and sharded models cannot be resized in place yet"
+            f"the model is sharded already ({sharded!r} is a DTensor, as fully_shard and tensor parallelism make it), "
+            f"over a mesh that a resize ends: {WAY}. To have it replicated, pass the plain model alone"
         )
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise InvalidValueError(f"the optimizer is a {type(optimizer).__name__}; a torch.optim.Optimizer is needed")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, TypedDict
 
 import torch
@@ -20,6 +21,8 @@ from pollux.train.elastic_model import DDPOptions
 from pollux.train.gates import Gate, gate_scaler
 from pollux.train.gradients import Norms, PassPlan
 from pollux.train.scaling import RateState
+from pollux.train.sharded_model import ModelShards
+from pollux.train.sharded_module import ShardFunction
 from pollux.train.team import Team
 from pollux.train.trainee import Parts, Steps, Trainee, TraineeState
 
@@ -68,6 +71,11 @@ class Trainees:
             return self.members[0].signature
         text = " ".join(member.signature for member in self.members)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+
+    @property
+    def shards(self) -> ModelShards | None:
+        """Of the one model, if it is sharded."""
+        return self.members[0].shards
 
     @property
     def has_batch_norm(self) -> bool:
@@ -144,7 +152,7 @@ class Trainees:
 
     def release(self) -> None:
         for member in self.members:
-            member.model.release()
+            member.release()
 
     def move(self, team: Team) -> None:
         for member in self.members:
@@ -183,6 +191,27 @@ class Trainees:
             self._gate.open()
         if self._watch is not None:
             self._watch.remove()
+
+
+def parts_of(
+    models: object,
+    optimizers: object,
+    schedulers: object,
+    scaling: object,
+    shard: ShardFunction | None,
+    shard_copies: int,
+) -> list[Parts]:
+    """What ``run.prepare`` was given, by model. Raises InvalidValueError if it does not fit together."""
+    if shard is None:
+        if shard_copies != 1:
+            raise InvalidValueError(f"shard_copies={shard_copies} says how often shards are kept: pass shard= too")
+        return pair_up(models, optimizers, schedulers, scaling)
+    if isinstance(models, list | tuple):
+        raise InvalidValueError(
+            f"shard= is for one model, and {len(models)} were given: put them into one torch.nn.Module"
+        )
+    parts = pair_up(models, optimizers, schedulers, scaling)
+    return [replace(one, shard=shard, shard_copies=shard_copies) for one in parts]
 
 
 def pair_up(models: object, optimizers: object, schedulers: object, scaling: object) -> list[Parts]:

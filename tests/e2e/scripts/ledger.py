@@ -45,6 +45,12 @@ class Ledger(torch.nn.Module):
         return self.counts[indices]
 
 
+def shard(model, mesh):
+    from torch.distributed.fsdp import fully_shard
+
+    fully_shard(model, mesh=mesh)
+
+
 def noise_of(run):
     """What the noise scale comes from, as one word."""
     state = run._session.state.exchange.moments.state_dict()
@@ -75,6 +81,7 @@ def main():
     parser.add_argument("--timeout-s", type=float, default=600.0)
     parser.add_argument("--oom-at", type=int, help="the step in which rank 1 pretends to have no memory left, once")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--shard", action="store_true", help="over the replicas, by fully_shard")
     parser.add_argument("--deaf-at", type=int, help="the step whose small all-reduce fails on rank 1 alone")
     args = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s %(message)s")
@@ -84,7 +91,7 @@ def main():
     loader = run.dataloader(Numbers(args.length), args.batch, shuffle=True, seed=3)
     model = Ledger(args.length)
     optimizer = torch.optim.SGD(model.parameters(), lr=args.batch, momentum=0.0)
-    model, optimizer = run.prepare(model, optimizer, scaling="none")
+    model, optimizer = run.prepare(model, optimizer, scaling="none", shard=shard if args.shard else None)
     traces = args.out.with_name(f"{args.out.name}-trace")
     traces.mkdir(parents=True, exist_ok=True)
     trace = (traces / str(os.getpid())).open("a", buffering=1)
@@ -113,8 +120,9 @@ def main():
                     exchange._sum = Deaf(exchange._sum)
                 pause(args.after_s)
                 optimizer.zero_grad()
+    counts = model.module.counts.detach()
     result = {
-        "counts": model.module.counts.tolist(),
+        "counts": (counts.full_tensor() if args.shard else counts).tolist(),
         "epochs": epochs,
         "steps": run.num_steps,
         "rank": run.rank,

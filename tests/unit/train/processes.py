@@ -16,7 +16,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -51,8 +51,17 @@ class ReplicaFailed(AssertionError):
     """A replica raised, or did not end in time."""
 
 
-def replicas(num_replicas: int, function: Callable[..., Any], *args: Any, timeout_s: float = TIMEOUT_S) -> list[Any]:
-    """What ``function(*args)`` returned on each of ``num_replicas`` replicas. It must be importable by name."""
+def replicas(
+    num_replicas: int,
+    function: Callable[..., Any],
+    *args: Any,
+    timeout_s: float = TIMEOUT_S,
+    killed: Sequence[int] = (),
+) -> list[Any]:
+    """What ``function(*args)`` returned on each of ``num_replicas`` replicas. It must be importable by name.
+
+    ``killed`` are replicas that kill themselves; their value is None.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
     processes, pipes = [], []
@@ -74,7 +83,7 @@ def replicas(num_replicas: int, function: Callable[..., Any], *args: Any, timeou
         processes.append(process)
         pipes.append(ours)
     try:
-        return _collect(pipes, time.monotonic() + timeout_s)
+        return _collect(pipes, time.monotonic() + timeout_s, killed)
     finally:
         for process, pipe in zip(processes, pipes, strict=True):
             pipe.close()
@@ -86,7 +95,7 @@ def replicas(num_replicas: int, function: Callable[..., Any], *args: Any, timeou
         shutil.rmtree(folder)
 
 
-def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
+def _collect(pipes: list[Connection], deadline: float, killed: Sequence[int]) -> list[Any]:
     values: dict[int, Any] = {}
     failures: dict[int, str] = {}
     open_pipes = {pipe: rank for rank, pipe in enumerate(pipes)}
@@ -100,7 +109,7 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
             try:
                 value, failure = pickle.loads(pipe.recv_bytes())
             except EOFError:
-                value, failure = None, "ended without a word"
+                value, failure = None, None if rank in killed else "ended without a word"
             if failure is None:
                 values[rank] = value
             else:
