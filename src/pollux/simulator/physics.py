@@ -78,7 +78,7 @@ class _Adjusted:
         self.min_replicas, self.max_replicas = application.min_replicas, application.max_replicas
         self.accelerators, self.device_max = application.accelerators, application.device_max
         self.epoch_end, self.gradient = application.epoch_end, application.gradient
-        self.iterations_between = application.iterations_between
+        self.iterations_between, self.placements = application.iterations_between, application.placements
         self.habits = application.habits
         if resize_s is not None:
             self.habits = dataclasses.replace(self.habits, start_s=resize_s, resize_s=resize_s)
