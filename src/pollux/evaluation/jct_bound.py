@@ -1,8 +1,8 @@
 """A proven lower bound on the average JCT of a workload: no schedule of it on that cluster can be faster.
 
-``pollux compare --bound`` calls it. The mathematics and the proof are in docs/bounds.md; letters are as there. Jobs know
-the future, are placed perfectly and resize for nothing. What is left, GPUs that two jobs cannot both have, is priced:
-for any prices λ(t) >= 0 the dual value is below every schedule, so prices are only searched well, never trusted.
+``pollux compare --bound`` calls it. The proof is in docs/bounds.md; letters are as there. Jobs know the future, are
+placed perfectly and resize for nothing. What is left, GPUs that two jobs cannot both have, is priced: for any prices
+λ(t) >= 0 the dual value is below every schedule, so prices are only searched well, never trusted.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from pollux.evaluation.rate_curves import CurveLibrary, RateCurves
+from pollux.evaluation.rate_curves import ROUNDED_S, CurveLibrary, RateCurves
 from pollux.simulator.application import Application
 from pollux.simulator.config import SimulationConfig
 from pollux.simulator.run import restricted
@@ -53,22 +53,35 @@ class BoundedJob:
     curves: RateCurves
 
 
-def jct_bound(
-    workload: Workload,
-    applications: Mapping[str, Application],
-    config: SimulationConfig,
-    *,
-    shares_slots: bool = False,
-) -> JctBound:
-    """The bound for a simulation. ``shares_slots``: for policies that put two jobs on one slot.
+class Bounds:
+    """Bounds of simulations with the same applications; what several of them need is computed once."""
 
-    Raises:
-        SimulationError: a job can run on no type of the cluster.
-    """
-    library = CurveLibrary(applications, config, shares_slots=shares_slots)
-    jobs = [BoundedJob(job.submitted_at, library.of(job)) for job in restricted(workload, applications, config).jobs]
-    capacity = np.array([group.num_slots for group in config.full.groups], dtype=float)
-    return bound_of(jobs, capacity * (_SHARED_SLOTS if shares_slots else 1))
+    def __init__(self, applications: Mapping[str, Application]) -> None:
+        self._applications = applications
+        self._libraries: dict[tuple[object, ...], CurveLibrary] = {}
+        self._found: dict[tuple[object, ...], JctBound] = {}
+
+    def of(self, workload: Workload, config: SimulationConfig, *, shares_slots: bool = False) -> JctBound:
+        """The bound for a simulation. ``shares_slots``: for policies that put two jobs on one slot.
+
+        Raises:
+            SimulationError: a job can run on no type of the cluster.
+        """
+        config = config.full
+        delays = config.resize_s if config.start_s is None else min(config.resize_s, config.start_s)
+        world = (config.groups, config.physics, config.counts_efficiency, config.rounds_epochs, delays < ROUNDED_S)
+        key = (*world, shares_slots)
+        if key not in self._libraries:
+            self._libraries[key] = CurveLibrary(self._applications, config, shares_slots=shares_slots)
+        library = self._libraries[key]
+        if (*key, workload.jobs) not in self._found:
+            allowed = restricted(workload, self._applications, config).jobs
+            capacity = np.array([group.num_slots for group in config.groups], dtype=float)
+            self._found[(*key, workload.jobs)] = bound_of(
+                [BoundedJob(job.submitted_at, library.of(job)) for job in allowed],
+                capacity * (_SHARED_SLOTS if shares_slots else 1),
+            )
+        return self._found[(*key, workload.jobs)]
 
 
 def bound_of(jobs: Sequence[BoundedJob], capacity: FloatArray, num_steps: int = _NUM_STEPS) -> JctBound:

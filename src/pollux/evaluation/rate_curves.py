@@ -6,8 +6,9 @@ those that are searched, so no simulated job is ever faster.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -18,7 +19,7 @@ from pollux.simulator.physics import NodeGroup
 from pollux.types import BatchLimits, FloatArray, IntArray, JobSpec
 
 _MORE_PASSES = 2  # no batch is cut into more passes than its devices need and so many: see model/goodput.py
-_ROUNDED_S = 0.5  # an epoch's last stretch is rounded to whole seconds: at most so much of it is not simulated
+ROUNDED_S = 0.5  # an epoch's last stretch is rounded to whole seconds: at most so much of it is not simulated
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +61,7 @@ class CurveLibrary:
         self._config, self._shares_slots = config.full, shares_slots
         self._applications = self._config.physics.applied_to(applications)
         self._curves: dict[tuple[object, ...], RateCurves] = {}
-        self._gains: dict[str, FloatArray] = {}
+        self._gains: dict[str, dict[int, FloatArray]] = {}
 
     def of(self, spec: JobSpec) -> RateCurves:
         """Curves of one job."""
@@ -87,7 +88,7 @@ class CurveLibrary:
                 times = _shortest_steps(application, spec, group, num_replicas, lowest)
                 totals = np.flatnonzero(np.isfinite(times))
                 if len(totals):
-                    gains = self._gains_of(key, int(totals[-1]))[:, totals]
+                    gains = self._gains_of(key, totals)
                     gpus.append(num_replicas)
                     types.append(index)
                     columns.append((gains / times[totals]).max(axis=1))
@@ -96,37 +97,31 @@ class CurveLibrary:
         work = np.diff(ends, prepend=0.0)
         if self._config.rounds_epochs and application.habits.rounds_epochs:
             work, rates = self._rounded(application, work, rates)
-        return RateCurves(work, np.array(gpus, dtype=float), np.array(types), rates)
+        rates, where = np.unique(rates, axis=0, return_inverse=True)  # epochs that are alike count as one
+        return RateCurves(np.bincount(where, work), np.array(gpus, dtype=float), np.array(types), rates)
 
-    def _rounded(
-        self, application: Application, work: FloatArray, rates: FloatArray
-    ) -> tuple[FloatArray, FloatArray]:
+    def _rounded(self, application: Application, work: FloatArray, rates: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Work and rates that no simulated job beats although its epochs end on whole seconds (docs/bounds.md)."""
         shortest = (work[:, None] / rates).min(axis=1)
-        work = np.where(shortest > _ROUNDED_S, work, 0.0)  # an epoch of half a second may take none
+        work = np.where(shortest > ROUNDED_S, work, 0.0)  # an epoch of half a second may take none
         habits, config = application.habits, self._config
         delays = [config.resize_s if habits.resize_s is None else habits.resize_s]
         delays.append(next(s for s in (habits.start_s, config.start_s, config.resize_s) if s is not None))
-        if min(delays) < _ROUNDED_S or self._shares_slots:
-            return np.maximum(work - _ROUNDED_S * rates.max(axis=1), 0.0), rates
+        if min(delays) < ROUNDED_S or self._shares_slots:
+            return np.maximum(work - ROUNDED_S * rates.max(axis=1), 0.0), rates
         is_left = work > 0
-        rates[is_left] = work[is_left, None] / (work[is_left, None] / rates[is_left] - _ROUNDED_S)
+        rates[is_left] = work[is_left, None] / (work[is_left, None] / rates[is_left] - ROUNDED_S)
         return work, rates
 
-    def _gains_of(self, key: str, most: int) -> FloatArray:
-        """(num_epochs, most + 1): progress of one step by total batch."""
+    def _gains_of(self, key: str, totals: IntArray) -> FloatArray:
+        """(num_epochs, num_totals): progress of one step with each total batch."""
         application = self._applications[key]
-        known = self._gains.get(key)
-        if known is None or known.shape[1] <= most:
-            initial, most = application.limits.initial, max(most, application.limits.maximum)
-            known = np.array(
-                [
-                    [application.gradient(epoch, total).gain(total / initial) for total in range(1, most + 1)]
-                    for epoch in range(application.num_epochs)
-                ]
-            )
-            known = self._gains[key] = np.concatenate([np.zeros((len(known), 1)), known], axis=1)
-        return known
+        known, initial = self._gains.setdefault(key, {}), application.limits.initial
+        for total in totals.tolist():
+            if total not in known:
+                stats = [application.gradient(epoch, total) for epoch in range(application.num_epochs)]
+                known[total] = np.array([found.gain(total / initial) for found in stats])
+        return np.stack([known[total] for total in totals.tolist()], axis=1)
 
 
 def _shortest_steps(
@@ -134,31 +129,32 @@ def _shortest_steps(
 ) -> FloatArray:
     """(maximum + 1,): the shortest iteration with each total batch, over placements and passes; inf: there is none."""
     found: FloatArray = np.full((spec.batch or application.limits).maximum + 1, np.inf)
-    for placement in application.placements(
-        group.accelerator, num_replicas, group.slots_per_node, group.num_nodes
-    ):
-        limits = limits_in(application, group.accelerator, placement, spec.batch)
-        most = min(limits.device_max, -(-limits.maximum // num_replicas))
-        times = [application.step_time(group.accelerator, placement, batch) for batch in range(1, most + 1)]
-        steps, passes = np.array([time.step_s for time in times]), np.array([time.grad_s for time in times])
-        for totals, batches, num_passes in _batches(limits, num_replicas, most):
-            is_allowed = totals >= lowest
-            if limits.accumulates_alone and num_replicas == 1 and num_passes == 1:
-                is_allowed &= totals <= limits.initial
-            chosen = batches[is_allowed] - 1
-            np.minimum.at(found, totals[is_allowed], steps[chosen] + (num_passes - 1) * passes[chosen])
+    accelerator = group.accelerator
+    for placement in application.placements(accelerator, num_replicas, group.slots_per_node, group.num_nodes):
+        limits = limits_in(application, accelerator, placement, spec.batch)
+        totals, batches, passes = _batches(limits, num_replicas, lowest)
+        used, place = np.unique(batches, return_inverse=True)
+        times = [application.step_time(accelerator, placement, batch) for batch in used.tolist()]
+        step_s, pass_s = np.array([time.step_s for time in times]), np.array([time.grad_s for time in times])
+        np.minimum.at(found, totals, step_s[place] + (passes - 1) * pass_s[place])
     return found
 
 
-def _batches(limits: BatchLimits, num_replicas: int, most: int) -> Sequence[tuple[IntArray, IntArray, int]]:
+@functools.lru_cache(maxsize=4096)
+def _batches(limits: BatchLimits, num_replicas: int, lowest: int) -> tuple[IntArray, IntArray, IntArray]:
     """(totals, device batches, passes): every way to make up a batch that a job may choose."""
     found = []
+    most = min(limits.device_max, -(-limits.maximum // num_replicas))
     for num_passes in range(1, math.ceil(limits.maximum / num_replicas / limits.device_max) + _MORE_PASSES + 2):
         batches = np.arange(1, most + 1)
         needed = -(-(batches * num_passes) // limits.device_max)
         batches = batches[num_passes <= needed + _MORE_PASSES]
-        # A total beyond the maximum counts as the maximum; a smaller device batch that reaches it too is faster.
+        # A total beyond the maximum counts as the maximum; the smallest device batch that reaches it is the fastest.
         batches = batches[(batches - 1) * num_passes * num_replicas < limits.maximum]
-        if len(batches):
-            found.append((np.minimum(batches * num_passes * num_replicas, limits.maximum), batches, num_passes))
-    return found
+        totals = np.minimum(batches * num_passes * num_replicas, limits.maximum)
+        is_allowed = totals >= lowest
+        if limits.accumulates_alone and num_replicas == 1 and num_passes == 1:
+            is_allowed &= totals <= limits.initial
+        found.append((totals[is_allowed], batches[is_allowed], np.full(int(is_allowed.sum()), num_passes)))
+    totals, batches, passes = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    return totals, batches, passes

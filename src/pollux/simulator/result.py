@@ -110,6 +110,7 @@ class SimulationResult:
     gpu_hours_by_type: Mapping[str, float] = field(default_factory=dict)  # held; empty where there is one type
     config: Mapping[str, Any] = field(default_factory=dict)
     pollux_version: str = __version__
+    bound_jct_s: float | None = None  # no schedule has a lower average JCT; None: not computed
 
     @property
     def num_jobs(self) -> int:
@@ -122,6 +123,11 @@ class SimulationResult:
     @property
     def avg_jct_s(self) -> float:
         return self.jct_s.mean
+
+    @property
+    def above_bound(self) -> float | None:
+        """By what share the average JCT is above the proven lower bound."""
+        return None if self.bound_jct_s is None else self.avg_jct_s / max(self.bound_jct_s, 1e-9) - 1
 
     @property
     def rho(self) -> Spread:
@@ -158,6 +164,8 @@ class SimulationResult:
             "avg_jct_s": jct.mean,
             "p50_jct_s": jct.p50,
             "p99_jct_s": jct.p99,
+            "bound_jct_s": self.bound_jct_s,
+            "above_bound": self.above_bound,
             "makespan_s": self.makespan_s,
             "restarts_mean": self.restarts_mean,
             "gpu_hours": self.gpu_hours,
