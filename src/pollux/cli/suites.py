@@ -115,6 +115,7 @@ def run_cases(
                 summary_row(table, label, [result], best_s)
                 | {"rho_p50": result.rho.p50, "x": case.x, "line": case.line}
                 | {"policy_name": case.policy, "is_aside": case.is_aside}
+                | {"deadlines_met": result.deadlines_met, "best_effort_jct_s": result.best_effort_jct_s}
                 | {f"rho_above_{most}": sum(value > most for value in rho) / len(rho) for most in (1, 2)}
             )
     return rows, results, failed

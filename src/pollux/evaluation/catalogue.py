@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from pollux.errors import InputFileError, UnknownNameError
+from pollux.evaluation.deadlines import deadline_workloads
 from pollux.evaluation.scale import SIZES
 from pollux.evaluation.suites import Case, Chart, Column, Published, Suite
 from pollux.policy import WEIGHTINGS, PolicySettings, policy_names
@@ -450,6 +451,49 @@ def _truth(artifacts: Artifacts, is_quick: bool) -> Suite:
     )
 
 
+def _deadlines(artifacts: Artifacts, is_quick: bool) -> Suite:
+    folder = None if artifacts.folder is None else artifacts.folder / "thirdparty" / "elasticflow"
+    if folder is None or not (folder / "traces" / "195job.csv").is_file():
+        raise InputFileError(
+            folder or "thirdparty/elasticflow",
+            "the suite deadlines needs ElasticFlow's trace (traces/195job.csv, throughputs_A100/); say where "
+            "thirdparty/ is with --artifacts DIR",
+        )
+    cases = []
+    for table, path in deadline_workloads(folder, num_jobs=60 if is_quick else None).items():
+        source = _Source(table=table, workload=str(path), traces=str(path.parent))
+        world = SimulationConfig(num_nodes=16, gpus_per_node=8)
+        alone = dataclasses.replace(world, keeps_deadlines=False)
+        cases += [
+            source.case("pollux", "pollux, deadlines kept", config=world),
+            source.case("pollux", "pollux, without deadlines", config=alone),
+            source.case("elasticflow", config=alone),
+            source.case("edf", config=alone),
+        ]
+        if not is_quick:
+            cases.append(source.case("tiresias", "tiresias, deadlines kept", config=world))
+    return Suite(
+        name="deadlines",
+        title="Deadlines of ElasticFlow's trace",
+        about="195 jobs of two days on 128 A100s (Microsoft ITP, ElasticFlow), with the deadlines and throughputs of "
+        "its authors; in the second table every second job has none. Jobs keep their batch, their length is known. "
+        "elasticflow and edf decide by deadlines themselves; for the others a layer around the policy gives promised "
+        "jobs their minimum share, or does not. No job is dropped: one whose deadline cannot be met still runs.",
+        cases=tuple(cases),
+        columns=(
+            Column(heading="deadlines met", key="deadlines_met", form=".1%"),
+            _JCT,
+            Column(heading="JCT of the rest s", key="best_effort_jct_s", form=",.0f"),
+            _P99,
+            _MAKESPAN,
+            _RESTARTS,
+            _DECISION,
+        ),
+        charts=(Chart(title="Deadlines met", key="deadlines_met", factor=100, unit="%"), _JCT_BARS),
+        has_means=False,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class SuiteEntry:
     """A suite, made when it is asked for."""
@@ -468,6 +512,7 @@ SUITES: dict[str, SuiteEntry] = {
     "interval": SuiteEntry("rounds of half a minute to eight, with and without decisions on events", _interval),
     "hetero": SuiteEntry("Sia's cluster of three GPU types; needs that artifact's data", _hetero),
     "truth": SuiteEntry("models against measurements of Zeus, ElasticFlow and Gavel; needs their data", _truth),
+    "deadlines": SuiteEntry("deadlines met on ElasticFlow's trace, by the layer and by others; needs it", _deadlines),
     "scale": SuiteEntry("time and quality of decisions from 64 to 10,000 GPUs", _scale),
 }
 

@@ -98,7 +98,7 @@ class CurveLibrary:
         if self._config.rounds_epochs and application.habits.rounds_epochs:
             work, rates = self._rounded(application, work, rates)
         rates, where = np.unique(rates, axis=0, return_inverse=True)  # epochs that are alike count as one
-        return RateCurves(np.bincount(where, work), np.array(gpus, dtype=float), np.array(types), rates)
+        return RateCurves(np.bincount(where, work).astype(float), np.array(gpus, dtype=float), np.array(types), rates)
 
     def _rounded(self, application: Application, work: FloatArray, rates: FloatArray) -> tuple[FloatArray, FloatArray]:
         """Work and rates that no simulated job beats although its epochs end on whole seconds (docs/bounds.md)."""

@@ -17,6 +17,7 @@ from pollux.model.transfer import TypeRatios
 from pollux.policy.base import Policy
 from pollux.scheduler.autoscale import SizeDecision
 from pollux.scheduler.config import SchedulerConfig as SchedulerConfig
+from pollux.scheduler.deadlines import Deadlines
 from pollux.scheduler.knowledge import Knowledge, ProfileMemory, learn_all, recall_ratios
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.node_health import NodeHealth
@@ -80,7 +81,8 @@ class Scheduler:
         self.policy, self.config = policy, config
         self._engine, self._store, self._clock, self._rules = engine, store, clock, rules
         self.quotas = quotas
-        self._planner = Planner(policy, rules, quotas, is_strict=config.is_strict)
+        self.deadlines = Deadlines() if config.keeps_deadlines else None
+        self._planner = Planner(policy, rules, quotas, self.deadlines, is_strict=config.is_strict)
         self._memory = ProfileMemory() if config.remembers_profiles else None
         self._ratios, self._plausibility = TypeRatios(), Plausibility(store.save_job)
         self._active: dict[str, JobRecord] = {}  # in order of submission
@@ -471,7 +473,7 @@ class Scheduler:
 
     def _views(self, now: float) -> list[JobView]:
         make, pins_resizing = self._rules.make_view, self.config.pins_resizing
-        records = [record for record in self._active.values() if record.name not in self._on_hold]
+        records = [one for one in self._active.values() if one.name not in self._on_hold and not one.is_spent]
         return [record.view(now, make, pins_resizing=pins_resizing) for record in records]
 
     def drain(self, nodes: Iterable[str]) -> None:
