@@ -17,7 +17,8 @@ from pollux.policy.dense import Budget, may_use, place_counts
 from pollux.policy.estimates import largest_nodes, remaining_steps, step_s
 from pollux.policy.simulated import oracle_of
 from pollux.scheduler.caps import Demand, allot
-from pollux.types import NO_ALLOCATION, Allocation, JobView, Plan, Snapshot
+from pollux.scheduler.record import JobRecord
+from pollux.types import NO_ALLOCATION, Allocation, BatchLimits, JobView, Plan, Snapshot
 
 _SPARE_S = 120.0  # a deadline is planned for so much earlier: rounds, starts and resizes take time
 _SPARE_SHARE = 0.03  # and for this share of the time that is left: models are no more accurate
@@ -46,15 +47,29 @@ class Verdict:
 
 
 class Deadlines:
-    """One for a scheduler."""
+    """One for a scheduler. Unless it ``is_active``, deadlines count for nothing."""
 
-    def __init__(self) -> None:
-        self._promises = Promises()
+    def __init__(self, *, is_active: bool = True) -> None:
+        self._is_active, self._promises = is_active, Promises()
+        self._lengths: dict[str, tuple[float, BatchLimits]] = {}  # by application: of its last job, and its batches
         self.standings: Mapping[str, DeadlineStanding] = {}  # by job, as of the last round
+
+    def learn(self, record: JobRecord) -> None:
+        """How long jobs of this application are."""
+        left, progress, batch = record.remaining_examples, record.progress, record.spec.batch
+        if record.spec.application and batch is not None and left and progress is not None and progress < 1:
+            self._lengths[record.spec.application] = (left / (1 - progress), batch)
+
+    def prepare(self, record: JobRecord) -> None:
+        """Let a job with a deadline be as long as the last one of its application, until it tells its own length."""
+        known = self._lengths.get(record.spec.application)
+        if record.spec.deadline_at is not None and record.remaining_examples is None and known is not None:
+            record.remaining_examples, batch = known
+            record.spec = replace(record.spec, batch=record.spec.batch or batch)
 
     def decide(self, snapshot: Snapshot, ask: Ask) -> Plan:
         """A plan that keeps promises, by asking the policy once."""
-        due = [job for job in snapshot.jobs if (job.spec.deadline_at or 0.0) > snapshot.now]
+        due = [job for job in snapshot.jobs if (job.spec.deadline_at or 0.0) > snapshot.now] if self._is_active else []
         plan = ask(snapshot)
         if not due:
             self.standings = {}

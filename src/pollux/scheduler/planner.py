@@ -18,10 +18,10 @@ logger = logging.getLogger(__name__)
 
 
 class Planner:
-    """``is_strict``: what a policy does wrong is raised as it is. Without ``deadlines`` they count for nothing."""
+    """``is_strict``: what a policy does wrong is raised as it is."""
 
     def __init__(
-        self, policy: Policy, rules: SlotRules, quotas: Quotas | None, deadlines: Deadlines | None, *, is_strict: bool
+        self, policy: Policy, rules: SlotRules, quotas: Quotas | None, deadlines: Deadlines, *, is_strict: bool
     ) -> None:
         self._policy, self._rules, self._quotas, self._is_strict = policy, rules, quotas, is_strict
         self._deadlines = deadlines
@@ -36,7 +36,7 @@ class Planner:
         return self._in_time(snapshot) if self._quotas is None else self._quotas.decide(snapshot, self._in_time)
 
     def _in_time(self, snapshot: Snapshot) -> Plan:
-        return self._ask(snapshot) if self._deadlines is None else self._deadlines.decide(snapshot, self._ask)
+        return self._deadlines.decide(snapshot, self._ask)
 
     def checked(
         self, snapshot: Snapshot, known: Plan | None, excluded: Mapping[str, Mapping[str, str]]
