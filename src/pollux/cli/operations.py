@@ -118,7 +118,7 @@ def update(
     data: DataOption = None,
     server: ServerOption = None,
 ) -> None:
-    """Change a job that is not over: weight, priority, bounds, limits, deadline, budget. It counts with the next round."""
+    """Change a job that is not over: weight, priority, bounds, limits, deadline, budget. They count next round."""
     change = JobUpdate(
         weight=weight,
         priority=priority,

@@ -42,8 +42,27 @@ def artifacts(tmp_path: Path) -> Artifacts:
     """Where the data would be; nothing of it is read when a suite is made."""
     for part in ("osdi21", "sia"):
         (tmp_path / part / "traces").mkdir(parents=True)
-    (tmp_path / "thirdparty").mkdir()
+    trace = tmp_path / "thirdparty" / "elasticflow"
+    for folder in (trace / "traces", trace / "throughputs_A100"):
+        folder.mkdir(parents=True)
+    (trace / "traces" / "195job.csv").write_text(ELASTICFLOW)
+    (trace / "throughputs_A100" / "vgg16.csv").write_text("global_batch_size,1,2\n64,1.5,2.5\n")
     return Artifacts(folder=tmp_path)
+
+
+ELASTICFLOW = """job_id,submission_time,num_iteration,model_name,deadline,batch_size,num_gpu,duration
+a,100,30,vgg16,200,64,1,20
+b,110,30,vgg16,150,64,2,12
+"""
+
+
+def test_deadlines_come_from_the_trace_and_half_of_them_go(artifacts: Artifacts) -> None:
+    suite = make_suite("deadlines", artifacts)
+    both = {case.table: load_source(case.workload, case.traces)[0] for case in suite.cases}
+    assert [[job.deadline_at for job in workload.jobs] for workload in both.values()] == [[100.0, 50.0], [100.0, None]]
+    assert {case.label for case in suite.cases if not case.config.keeps_deadlines} == {
+        *("pollux, without deadlines", "elasticflow", "edf"),
+    }
 
 
 @pytest.mark.parametrize("name", SUITES)
@@ -266,7 +285,7 @@ def test_every_policy_is_explained(script: Any) -> None:
     for name in policy_names():
         assert f"`{name}`" in page.split("## The policies and their sources")[1], name
     claimed = {claim.policy for claim in script.CLAIMS}
-    without_paper = {"las", "srtf", "fifo", "equal"}
+    without_paper = {"las", "srtf", "fifo", "equal", "edf", "elasticflow"}  # those two are for deadlines
     assert set(policy_names()) - claimed == without_paper, "a new policy needs a Claim, or its name in without_paper"
     assert {name for claim in script.CLAIMS for name in claim.against} <= set(policy_names())
 

@@ -682,7 +682,10 @@ def test_a_database_of_another_version_is_left_alone(path, version):
         connection.execute(f"UPDATE meta SET version = {version}")
     connection.close()
     before = path.read_bytes()
-    with pytest.raises(StoreError, match=rf"written by another Pollux \(schema version {version}; this one reads 2\)"):
+    with pytest.raises(
+        StoreError,
+        match=rf"written by another Pollux \(schema version {version}; this one reads {database.SCHEMA_VERSION}\)",
+    ):
         SqlStore(path)
     assert path.read_bytes() == before
 
