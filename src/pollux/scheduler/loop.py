@@ -432,12 +432,12 @@ class Scheduler:
             if is_news and self.config.decides_on_models:
                 self.reconsider("model")
         record.take(report)
-        self.deadlines.learn(record)
         if report.batch is not None and report.batch != record.spec.batch:
             record.spec = dataclasses.replace(record.spec, batch=report.batch)
             self._store.save_job(record)
             if self.config.decides_on_models:
                 self.reconsider("model")
+        self.deadlines.learn(record)
 
     def hold(self, jobs: Iterable[str]) -> None:
         """These jobs get nothing, and no others are held; those that run checkpoint and leave."""
