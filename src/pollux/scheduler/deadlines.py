@@ -82,8 +82,13 @@ class Deadlines:
         for job, known in zip(due, jobs, strict=True):
             if not known.is_known and not job.has_started:  # it has to run before anything can be said of it
                 needed[job.name] = job.spec.min_replicas
-        if all(plan.allocation_of(name).num_slots >= count for name, count in needed.items()):
+        if _is_enough(plan, needed):
             return plan
+        held = Plan(allocations={job.name: job.allocation for job in snapshot.jobs if job.allocation})
+        num_held = sum(allocation.num_slots for allocation in held.allocations.values())
+        if num_held == snapshot.num_slots and _is_enough(held, needed):
+            # The policy would take back what deadlines were given before: each resize of that kind costs both sides.
+            return replace(plan, allocations=held.allocations)
         return _with_shares(snapshot, plan, needed)
 
     def assess(self, snapshot: Snapshot, job: JobView) -> Verdict:
@@ -155,6 +160,10 @@ def finish_s(job: JobView, count: int, largest: Mapping[str, int], accelerator: 
         return job.remaining_examples / goodput if goodput > 0 else math.inf
     steps, time_s = remaining_steps(job), step_s(job, count, largest, accelerator)
     return steps * time_s if math.isfinite(steps) and math.isfinite(time_s) else math.inf
+
+
+def _is_enough(plan: Plan, needed: Mapping[str, int]) -> bool:
+    return all(plan.allocation_of(name).num_slots >= count for name, count in needed.items())
 
 
 def _with_shares(snapshot: Snapshot, plan: Plan, needed: Mapping[str, int]) -> Plan:

@@ -29,7 +29,7 @@ from pollux.simulator.source import load_source
 
 ROOT = Path(__file__).resolve().parents[3]
 NOWHERE = Artifacts(folder=None)
-WITHOUT_DATA = [name for name in SUITES if name not in ("hetero", "truth")]
+WITHOUT_DATA = [name for name in SUITES if name not in ("hetero", "truth", "deadlines")]
 
 COLUMNS = (
     Column(heading="avg JCT s", key="avg_jct_s", form=",.0f"),
