@@ -220,6 +220,8 @@ class JobSpec:
     accelerators: frozenset[str] | None = None
     owner: str = ""  # the user who submitted it
     priority: int = 0  # of two jobs of one team, the one with less is stopped first
+    deadline_at: float | None = None  # by when it should be through; None: no deadline
+    budget_slot_s: float | None = None  # slot-seconds that it may hold; None: no budget
 
     def __post_init__(self) -> None:
         _require(bool(self.name), "a job needs a name")
@@ -230,6 +232,14 @@ class JobSpec:
         _require(
             math.isfinite(self.submitted_at) and self.submitted_at >= 0,
             f"job {self.name!r}: submission time {self.submitted_at}; it must be a number >= 0",
+        )
+        _require(
+            self.deadline_at is None or self.deadline_at > self.submitted_at,
+            f"job {self.name!r}: deadline at {self.deadline_at}, submitted at {self.submitted_at}; it must be later",
+        )
+        _require(
+            self.budget_slot_s is None or self.budget_slot_s > 0,
+            f"job {self.name!r}: budget of {self.budget_slot_s} slot-seconds; a positive number is needed",
         )
         _require(
             math.isfinite(self.weight) and self.weight > 0,

@@ -79,6 +79,9 @@ class JobSummary(JobRow):
     standing: str = field(metadata=about("What its team has of its guarantee, in words; empty: it has none."))
     held_back: str = field(metadata=about("Why a limit, guarantee or priority keeps it from having more, if one does."))
     time_limit_s: float | None
+    deadline_at: float | None = field(metadata=about("By when it should be through; None: no deadline."))
+    deadline: str = field(metadata=about("Whether it can be, or was, in words; empty: no deadline."))
+    budget_slot_s: float | None = field(metadata=about("Slot-seconds that it may hold; None: no budget."))
     study: str = field(metadata=about("The study that it is a trial of; empty: none."))
     num_steps: int | None
     metrics: Mapping[str, object] = field(metadata=about("What the script logged last: any JSON values."))
@@ -215,6 +218,8 @@ class JobUpdate:
     max_replicas: int | None = None
     time_limit_s: float | None = None
     max_restarts: int | None = None
+    deadline_s: float | None = field(default=None, metadata=about("After its submission."))
+    budget_hours: float | None = field(default=None, metadata=about("Slot-hours, what it has held included."))
 
 
 # Over time ------------------------------------------------------------------------------------

@@ -209,6 +209,8 @@ class JobRequest:
     params: Mapping[str, Any] = field(default_factory=dict, hash=False)  # for run.param, by name: plain values
     study: str = ""  # that it is a trial of; set by the server, as the next
     metric: str = ""  # that the study reads
+    deadline_s: float | None = None  # after its submission
+    budget_hours: float | None = None  # slot-hours
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -229,6 +231,9 @@ class JobRequest:
             _whole("max restarts", self.max_restarts, 0)
         _require(self.cwd is None or _text("cwd", self.cwd)[:1] == "/", "cwd", self.cwd, "an absolute path is needed")
         put(self, "time_limit_s", None if self.time_limit_s is None else _positive("time limit", self.time_limit_s))
+        for key, what in (("deadline_s", "deadline"), ("budget_hours", "budget")):
+            if (value := getattr(self, key)) is not None:
+                put(self, key, _positive(what, value))
         for key in ("after", "after_any", "after_fail"):
             put(self, key, tuple(dict.fromkeys(_name(f"{key}: job", name) for name in _texts(key, getattr(self, key)))))
         if _text("array", self.array):
@@ -319,6 +324,8 @@ class JobRequest:
             accelerators=frozenset(self.accelerators) or None,
             owner=self.owner,
             priority=self.priority,
+            deadline_at=None if self.deadline_s is None else submitted_at + self.deadline_s,
+            budget_slot_s=None if self.budget_hours is None else 3600 * self.budget_hours,
         )
 
     def to_dict(self) -> dict[str, Json]:
@@ -384,6 +391,12 @@ OPTIONS = (
     Option("cwd", "cwd", "text", "DIR", "Working directory, an absolute path; where it is submitted by default."),
     Option("env", "env", "pairs", "KEY=VALUE", "An environment variable; may be given several times."),
     Option("time-limit", "time_limit_s", "duration", "TIME", "Stop it after this long: 90 (seconds), 10m, 2h30m, 1d."),
+    Option(
+        "deadline", "deadline_s", "duration", "TIME", "Be through after this long; refused if it cannot be: 6h, 1d."
+    ),
+    Option(
+        "budget", "budget_hours", "float", "HOURS", "Hold so many slot-hours at most; then it waits, with a reason."
+    ),
     Option("after", "after", "list", "JOB,...", "Start only when these jobs have succeeded."),
     Option("after-any", "after_any", "list", "JOB,...", "Start only when these jobs are over, however they ended."),
     Option("after-fail", "after_fail", "list", "JOB,...", "Start only when these jobs have failed."),

@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 
 from pollux.cli import simulation_notes as notes
+from pollux.cli.bounds import BoundFinder
 from pollux.cli.option_groups import expanded
 from pollux.cli.outputs import Outputs
 from pollux.cli.parallel import run_all
@@ -69,8 +70,12 @@ def check_all(setups: Sequence[Setup]) -> tuple[list[int], list[str]]:
     return [len(workload.jobs) for workload in workloads], names
 
 
-def run_setups(setups: Sequence[Setup], num_processes: int) -> tuple[list[SimulationResult], dict[str, str]]:
+def run_setups(
+    setups: Sequence[Setup], num_processes: int, *, is_bounded: bool = False
+) -> tuple[list[SimulationResult], dict[str, str]]:
     """Check all, then run all: results in the order of the setups, and why each policy that failed did.
+
+    ``is_bounded``: results come with the lower bound of their workload.
 
     Results have the names of their setups. A policy that failed once has no results at all: a mean over fewer runs
     would mislead.
@@ -87,8 +92,14 @@ def run_setups(setups: Sequence[Setup], num_processes: int) -> tuple[list[Simula
     }
     if all(setup.name in errors for setup in setups):
         raise errors[setups[0].name]
+    bounds = BoundFinder(is_active=is_bounded)
     results = [
-        dataclasses.replace(outcome, workload=setup.table or name, policy=setup.label or outcome.policy)
+        dataclasses.replace(
+            outcome,
+            workload=setup.table or name,
+            policy=setup.label or outcome.policy,
+            bound_jct_s=bounds.of(setup),
+        )
         for setup, outcome, name in zip(setups, outcomes, names, strict=True)
         if setup.name not in errors and not isinstance(outcome, SimulationError)
     ]
@@ -134,7 +145,7 @@ def comparison_json(results: Sequence[SimulationResult], failed: Mapping[str, st
 
 # Beside --suite, which says all else itself.
 _WITH_SUITE = {
-    *("suite", "is_quick", "most_workloads", "artifacts", "policy", "jobs"),
+    *("suite", "is_quick", "most_workloads", "artifacts", "policy", "jobs", "is_bounded"),
     *("output", "html", "is_published", "as_json", "data", "server"),
 }
 
@@ -191,6 +202,12 @@ def compare(
     traces: TracesOption = None,
     seeds: Annotated[str | None, typer.Option("--seeds", metavar="0,1,..", help="Seeds to average over.")] = None,
     seed: Annotated[list[int] | None, typer.Option("--seed", help="One seed. May be repeated.")] = None,
+    is_bounded: Annotated[
+        bool,
+        typer.Option(
+            "--bound", help="Also a proven lower bound on the average JCT, and each policy's distance from it."
+        ),
+    ] = False,
     jobs: Annotated[int | None, typer.Option("--jobs", help="Processes; one per core if left out.", min=1)] = None,
 ) -> None:
     """Run every policy on every workload and print them side by side."""
@@ -206,6 +223,7 @@ def compare(
             policies=policy or (),
             is_quick=is_quick,
             most_workloads=most_workloads,
+            is_bounded=is_bounded,
             num_processes=num_processes,
             outputs=outputs,
         )
@@ -219,14 +237,15 @@ def compare(
         for source, name, number in itertools.product(workloads, policies, all_seeds)
     ]
     notes.say(notes.unread_settings(policies, setups[0].settings))
-    results, failed = run_setups(setups, num_processes)
+    results, failed = run_setups(setups, num_processes, is_bounded=is_bounded)
     notes.say(notes.equal_seeds(results))
     arguments = [
         *(("--workload", source) for source in workloads),
         *(("--policy", name) for name in policies),
         ("--seeds", ",".join(map(str, all_seeds))),
     ]
-    heading = Heading(title=report_title(results), command=command_line("compare", arguments, setups[0]))
+    flags = " --bound" * is_bounded
+    heading = Heading(title=report_title(results), command=command_line("compare", arguments, setups[0]) + flags)
     outputs.deliver(
         heading,
         kind="compare",

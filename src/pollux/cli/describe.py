@@ -77,6 +77,11 @@ def facts(job: JobDetail, now: float) -> Iterator[tuple[str, str]]:
     yield "submitted", f"{moment(job.submitted_at)}{started}{ended} ({numbers.duration(age_s(job, now))})"
     if job.time_limit_s is not None:
         yield "time limit", f"{numbers.duration(job.time_limit_s)}, ran for {numbers.duration(job.running_s)}"
+    if job.deadline_at is not None:
+        yield "deadline", f"{moment(job.deadline_at)}{f': {job.deadline}' if job.deadline else ''}"
+    if job.budget_slot_s is not None:
+        used_h = (job.attained_slot_s or 0.0) / 3600
+        yield "budget", f"{job.budget_slot_s / 3600:g} slot-hours, {used_h:.2f} used"
     if job.num_crashes:
         yield "crashes", str(job.num_crashes)
     if job.exit_code is not None:

@@ -62,6 +62,16 @@ def reason(view: JobSummary) -> str:
     return plain((view.reason or "").split("\n", 1)[0])
 
 
+def deadline(view: JobSummary, now: float) -> str:
+    """Time to it, or by how much it was missed."""
+    if view.deadline_at is None:
+        return ""
+    left_s = view.deadline_at - (now if view.finished_at is None else view.finished_at)
+    if view.finished_at is not None and left_s >= 0:
+        return "met"
+    return f"in {numbers.duration(left_s)}" if left_s >= 0 else f"{numbers.duration(-left_s)} late"
+
+
 _Column = tuple[str, Literal["left", "right"], Callable[[JobSummary, float], str]]
 COLUMNS: tuple[_Column, ...] = (
     ("replicas", "right", lambda view, now: replicas(view)),
@@ -72,6 +82,7 @@ COLUMNS: tuple[_Column, ...] = (
     ("progress", "right", lambda view, now: numbers.share(view.progress)),
     ("age", "right", lambda view, now: numbers.duration(age_s(view, now))),
 )
+_DEADLINE: _Column = ("deadline", "right", lambda view, now: deadline(view, now))
 _LEFT_OUT_IN_TURN = ("noise scale", "efficiency", "age", "batch", "goodput")  # where the terminal is too narrow
 _SHORTEST_NAME, _SHORTEST_REASON = 16, 12
 _GAP = 2
@@ -119,7 +130,7 @@ def job_table(
 
 def _fitting(views: Sequence[JobSummary], now: float, width: int | None, *, has_marks: bool) -> list[_Column]:
     """As many columns as there is room for beside names and reasons, which give way to a certain point."""
-    columns = list(COLUMNS)
+    columns = [*COLUMNS, *([_DEADLINE] if any(view.deadline_at is not None for view in views) else [])]
     if width is None:
         return columns
 

@@ -110,11 +110,15 @@ def update(
     max_replicas: Annotated[int | None, typer.Option("--max-replicas", metavar="N", help="Never more.")] = None,
     time_limit: Annotated[str | None, typer.Option("--time-limit", metavar="TIME", help="In all: 2h30m.")] = None,
     max_restarts: Annotated[int | None, typer.Option("--max-restarts", metavar="N", help="After crashes.")] = None,
+    deadline: Annotated[
+        str | None, typer.Option("--deadline", metavar="TIME", help="After its submission: 6h, 1d.")
+    ] = None,
+    budget: Annotated[float | None, typer.Option("--budget", metavar="HOURS", help="Slot-hours in all.")] = None,
     as_json: JsonOption = False,
     data: DataOption = None,
     server: ServerOption = None,
 ) -> None:
-    """Change a job that is not over: weight, priority, bounds, time limit. They count with the next decision."""
+    """Change a job that is not over: weight, priority, bounds, limits, deadline, budget. They count next round."""
     change = JobUpdate(
         weight=weight,
         priority=priority,
@@ -122,6 +126,8 @@ def update(
         max_replicas=max_replicas,
         time_limit_s=None if time_limit is None else parse_duration(time_limit),
         max_restarts=max_restarts,
+        deadline_s=None if deadline is None else parse_duration(deadline),
+        budget_hours=budget,
     )
     with connect(data, server) as client:
         view = client.update(name, change)

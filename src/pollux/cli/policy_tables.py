@@ -75,6 +75,8 @@ def _table(title: str, by_policy: ByPolicy, max_rank: int) -> Table:
     is_one_workload = len({result.workload for results in by_policy.values() for result in results}) == 1
     spreads = {policy: half_range_s(results) * is_one_workload for policy, results in by_policy.items()}
     columns = [column for column in _COLUMNS if column[-1] <= max_rank]
+    if all(result.above_bound is not None for results in by_policy.values() for result in results):
+        columns.insert(1, ("above bound %", "above_bound", ",.0f", 100, 0))
     if all(result.cost is not None for results in by_policy.values() for result in results):
         columns.append(("cost", "cost", ",.2f", 1, 0))
     table = Table(title=Text(title), title_justify="left")

@@ -132,6 +132,7 @@ def summary_row(workload: str, policy: str, seeds: Sequence[SimulationResult], b
         "seeds": [result.config["policy_settings"]["seed"] for result in seeds],
         "ratio_to_best": average / best_s if best_s > 0 else 1.0,
         "avg_jct_s": average,
+        **_bound_of(seeds),
         "p50_jct_s": mean_of(seeds, "jct_s.p50"),
         "p99_jct_s": mean_of(seeds, "jct_s.p99"),
         "makespan_s": mean_of(seeds, "makespan_s"),
@@ -145,3 +146,10 @@ def summary_row(workload: str, policy: str, seeds: Sequence[SimulationResult], b
         "efficiency_mean": mean_of(seeds, "efficiency_mean"),
         "decision_s": mean_of(seeds, "decision_s.mean"),
     }
+
+
+def _bound_of(seeds: Sequence[SimulationResult]) -> dict[str, float | None]:
+    """The proven lower bound, where it was computed, and the distance from it."""
+    if any(result.bound_jct_s is None for result in seeds):
+        return {"bound_jct_s": None, "above_bound": None}
+    return {"bound_jct_s": mean_of(seeds, "bound_jct_s"), "above_bound": mean_of(seeds, "above_bound")}

@@ -30,6 +30,8 @@ def submit(
         jobs = client.submit_all(request)
         for job in jobs:
             typer.echo(job.name, err=follows)  # stdout is the logs'
+            if job.last_seen is not None and job.last_seen.deadline:
+                say(f"{job.name}: deadline {job.last_seen.deadline}")
         if follows:
             follow_jobs(jobs)
         if waits or follows:

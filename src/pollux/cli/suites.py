@@ -28,7 +28,7 @@ from pollux.evaluation.catalogue import SCALE_TABLE, Artifacts
 from pollux.evaluation.registry import SUITES, make_suite
 from pollux.evaluation.scale import Size
 from pollux.evaluation.suite_page import suite_report
-from pollux.evaluation.suites import Case, Row, Suite, all_rows
+from pollux.evaluation.suites import BOUND_COLUMN, Case, Row, Suite, all_rows
 from pollux.evaluation.verdicts import MARKED, label_of, shown_tables, verdicts
 from pollux.reports.page import Heading
 from pollux.reports.versions import versions
@@ -102,7 +102,7 @@ def _policies(suite: Suite) -> set[str]:
 
 
 def run_cases(
-    cases: Sequence[Case], num_processes: int
+    cases: Sequence[Case], num_processes: int, *, is_bounded: bool = False
 ) -> tuple[list[dict[str, Any]], list[SimulationResult], dict[str, str]]:
     """Rows, results, and the reasons of labels that failed."""
     if not cases:
@@ -119,7 +119,7 @@ def run_cases(
         )
         for case in cases
     ]
-    results, failed = run_setups(setups, num_processes)
+    results, failed = run_setups(setups, num_processes, is_bounded=is_bounded)
     places = {(case.table, case.label): case for case in cases}
     rows = []
     for table, by_label in group_results(results).items():
@@ -130,6 +130,7 @@ def run_cases(
                 summary_row(table, label, [result], best_s)
                 | {"rho_p50": result.rho.p50, "x": case.x, "line": case.line}
                 | {"policy_name": case.policy, "is_aside": case.is_aside}
+                | {"deadlines_met": result.deadlines_met, "best_effort_jct_s": result.best_effort_jct_s}
                 | {f"rho_above_{most}": sum(value > most for value in rho) / len(rho) for most in (1, 2)}
             )
     return rows, results, failed
@@ -245,6 +246,7 @@ def compare_suite(
     policies: Sequence[str],
     is_quick: bool,
     most_workloads: int | None = None,
+    is_bounded: bool = False,
     num_processes: int,
     outputs: Outputs,
 ) -> None:
@@ -258,13 +260,16 @@ def compare_suite(
         return
     suite = choose_suite(name, find_artifacts(artifacts), policies, is_quick=is_quick)
     suite = suite if most_workloads is None else first_workloads(suite, most_workloads)
+    if is_bounded and suite.cases:
+        suite = dataclasses.replace(suite, columns=(suite.columns[0], BOUND_COLUMN, *suite.columns[1:]))
     for note in suite.notes:
         typer.echo(f"note: {note}", err=True)
     began = time.perf_counter()
-    measured, results, failed = run_cases(suite.cases, num_processes)
+    measured, results, failed = run_cases(suite.cases, num_processes, is_bounded=is_bounded)
     rows = all_rows(suite, [*measured, *run_sizes(suite.sizes), *run_truth(suite.measurements)])
     words = ["pollux", "compare", "--suite", name, *(["--quick"] if is_quick else [])]
     words += [] if most_workloads is None else ["--workloads", str(most_workloads)]
+    words += ["--bound"] if is_bounded else []
     words += [word for policy in policies for word in ("--policy", policy)]
     command = shlex.join([*words, *(["--artifacts", str(artifacts)] if artifacts is not None else [])])
 

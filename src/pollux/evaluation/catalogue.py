@@ -19,28 +19,28 @@ from pollux.evaluation.suites import Case, Chart, Column, Published, Suite
 from pollux.policy import WEIGHTINGS, PolicySettings, policy_names
 from pollux.simulator.config import SimulationConfig, sia_config
 
-_JCT = Column(heading="avg JCT s", key="avg_jct_s", form=",.0f")
+JCT = Column(heading="avg JCT s", key="avg_jct_s", form=",.0f")
 _RATIO = Column(heading="× artifact", key="ratio_to_published", form=".2f")
-_P99 = Column(heading="p99 JCT s", key="p99_jct_s", form=",.0f", rank=1)
-_MAKESPAN = Column(heading="makespan h", key="makespan_s", form=".2f", factor=1 / 3600, rank=2)
+P99 = Column(heading="p99 JCT s", key="p99_jct_s", form=",.0f", rank=1)
+MAKESPAN = Column(heading="makespan h", key="makespan_s", form=".2f", factor=1 / 3600, rank=2)
 _RHO = (
     Column(heading="ρ p99", key="rho_p99", form=".2f", rank=4),
     Column(heading="ρ worst", key="rho_max", form=".2f", rank=2),
 )
-_RESTARTS = Column(heading="restarts", key="restarts_mean", form=".2f", rank=3)
-_DECISION = Column(heading="decision ms", key="decision_s", form=".2f", factor=1000, rank=6)
+RESTARTS = Column(heading="restarts", key="restarts_mean", form=".2f", rank=3)
+DECISION = Column(heading="decision ms", key="decision_s", form=".2f", factor=1000, rank=6)
 COLUMNS = (
-    _JCT,
+    JCT,
     _RATIO,
     Column(heading="p50 JCT s", key="p50_jct_s", form=",.0f", rank=7),
-    _P99,
-    _MAKESPAN,
+    P99,
+    MAKESPAN,
     *_RHO,
-    _RESTARTS,
+    RESTARTS,
     Column(heading="GPU-h", key="gpu_hours", form=",.0f", rank=5),
-    _DECISION,
+    DECISION,
 )
-_JCT_BARS = Chart(title="Average job completion time", key="avg_jct_s", factor=1 / 60, unit="min")
+JCT_BARS = Chart(title="Average job completion time", key="avg_jct_s", factor=1 / 60, unit="min")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -215,7 +215,7 @@ def osdi21(artifacts: Artifacts, is_quick: bool) -> Suite:
         reference=ARTIFACT,
         columns=COLUMNS,
         charts=(
-            _JCT_BARS,
+            JCT_BARS,
             Chart(title="Worst finish-time fairness ρ", key="rho_max", is_log=True),
             Chart(title="Makespan", key="makespan_s", factor=1 / 3600, unit="h"),
             Chart(title="Restarts of a job", key="restarts_mean"),
@@ -238,9 +238,9 @@ def fairness(artifacts: Artifacts, is_quick: bool) -> Suite:
         "mean of speedups: with p = 1 the sum counts, towards -10 the worst job. Beside it policies that aim "
         "at fairness.",
         cases=tuple(cases),
-        columns=(_JCT, _P99, Column(heading="ρ p50", key="rho_p50", form=".2f", rank=3), *_RHO, *shares, _RESTARTS),
+        columns=(JCT, P99, Column(heading="ρ p50", key="rho_p50", form=".2f", rank=3), *_RHO, *shares, RESTARTS),
         charts=(
-            _JCT_BARS,
+            JCT_BARS,
             Chart(title="Worst finish-time fairness ρ", key="rho_max"),
             Chart(title="Jobs with ρ above 1", key="rho_above_1", factor=100, unit="%"),
             Chart(title="Jobs with ρ above 2", key="rho_above_2", factor=100, unit="%"),
@@ -267,7 +267,7 @@ def load(artifacts: Artifacts, is_quick: bool) -> Suite:
         has_means=False,
         columns=COLUMNS,
         charts=(
-            dataclasses.replace(_JCT_BARS, x="load"),
+            dataclasses.replace(JCT_BARS, x="load"),
             Chart(title="Worst finish-time fairness ρ", key="rho_max", x="load", is_log=True),
         ),
         notes=notes,
@@ -296,9 +296,9 @@ def interference(artifacts: Artifacts, is_quick: bool) -> Suite:
         about="Jobs that span nodes and share one are slower by so much. pollux puts at most one of them on a "
         "node, or does not avoid it.",
         cases=tuple(cases),
-        columns=(_JCT, _P99, _MAKESPAN, *_RHO, _RESTARTS),
+        columns=(JCT, P99, MAKESPAN, *_RHO, RESTARTS),
         charts=(
-            dataclasses.replace(_JCT_BARS, x="slowdown, %"),
+            dataclasses.replace(JCT_BARS, x="slowdown, %"),
             Chart(title="Makespan", key="makespan_s", factor=1 / 3600, unit="h", x="slowdown, %"),
         ),
         notes=notes,
@@ -321,9 +321,9 @@ def interval(artifacts: Artifacts, is_quick: bool) -> Suite:
         about=f"pollux with a round every {intervals_s[0]} to {intervals_s[-1]} s; and the same with decisions "
         "also when a job comes or ends.",
         cases=tuple(cases),
-        columns=(_JCT, _P99, _MAKESPAN, *_RHO, _RESTARTS, _DECISION),
+        columns=(JCT, P99, MAKESPAN, *_RHO, RESTARTS, DECISION),
         charts=(
-            dataclasses.replace(_JCT_BARS, x="minutes between rounds"),
+            dataclasses.replace(JCT_BARS, x="minutes between rounds"),
             Chart(title="Restarts of a job", key="restarts_mean", x="minutes between rounds"),
         ),
         notes=notes,
@@ -379,7 +379,7 @@ def hetero(artifacts: Artifacts, is_quick: bool) -> Suite:
         ),
         reference="sia, the artifact",
         columns=COLUMNS,
-        charts=(_JCT_BARS, Chart(title="Worst finish-time fairness ρ", key="rho_max", is_log=True)),
+        charts=(JCT_BARS, Chart(title="Worst finish-time fairness ρ", key="rho_max", is_log=True)),
     )
 
 

@@ -10,6 +10,7 @@ from pollux.errors import UnknownNameError
 from pollux.evaluation import catalogue as main
 from pollux.evaluation import experiments
 from pollux.evaluation.catalogue import Artifacts
+from pollux.evaluation.deadline_suite import deadlines_suite
 from pollux.evaluation.suites import Suite
 
 
@@ -37,6 +38,9 @@ SUITES: dict[str, SuiteEntry] = {
     "truth": SuiteEntry("models against measurements of Zeus, ElasticFlow and Gavel; needs their data", main.truth),
     "shockwave": SuiteEntry(
         "four policies beside their authors' physical runs on 32 V100s; needs their data", experiments.shockwave
+    ),
+    "deadlines": SuiteEntry(
+        "deadlines met on ElasticFlow's trace, by the layer and by others; needs it", deadlines_suite
     ),
     "scale": SuiteEntry("time and quality of decisions from 64 to 10,000 GPUs", main.scale),
 }

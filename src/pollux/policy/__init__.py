@@ -8,6 +8,7 @@ from importlib.metadata import entry_points
 from pollux.errors import InvalidValueError, UnknownNameError
 from pollux.policy.antman import AntManPolicy
 from pollux.policy.base import WEIGHTINGS, Policy, PolicySettings
+from pollux.policy.elasticflow import ElasticFlowPolicy
 from pollux.policy.gandiva import GandivaPolicy
 from pollux.policy.gavel import GavelPolicy
 from pollux.policy.gittins import GittinsPolicy
@@ -15,7 +16,7 @@ from pollux.policy.las import LasPolicy
 from pollux.policy.lucid import LucidPolicy
 from pollux.policy.optimus import OptimusPolicy
 from pollux.policy.pollux import PolluxPolicy
-from pollux.policy.queueing import EqualPolicy, FifoPolicy, SrtfPolicy
+from pollux.policy.queueing import EdfPolicy, EqualPolicy, FifoPolicy, SrtfPolicy
 from pollux.policy.shockwave import ShockwavePolicy
 from pollux.policy.sia import SiaPolicy
 from pollux.policy.slaq import SlaqPolicy
@@ -28,6 +29,8 @@ ENTRY_POINT_GROUP = "pollux.policies"
 
 _BUILT_IN: dict[str, PolicyFactory] = {
     "antman": AntManPolicy,
+    "edf": EdfPolicy,
+    "elasticflow": ElasticFlowPolicy,
     "equal": EqualPolicy,
     "fifo": FifoPolicy,
     "gandiva": GandivaPolicy,

@@ -1,4 +1,4 @@
-"""The textbook baselines: FIFO, shortest remaining time first, equal shares."""
+"""The textbook baselines: FIFO, shortest remaining time first, earliest deadline first, equal shares."""
 
 from __future__ import annotations
 
@@ -37,6 +37,20 @@ class SrtfPolicy(StatelessPolicy):
         # The sort is stable: ties go by submission.
         order = sorted(snapshot.jobs, key=lambda job: _remaining_s(job, largest))
         return gang_plan(snapshot, order)
+
+
+class EdfPolicy(StatelessPolicy):
+    """Earliest deadline first, preemptive, at the requested replicas; jobs without one, or past it, come last."""
+
+    name = "edf"
+    adapts_batch = False
+
+    def decide(self, snapshot: Snapshot) -> Plan:
+        def due(job: JobView) -> float:
+            deadline_at = job.spec.deadline_at
+            return math.inf if deadline_at is None or deadline_at <= snapshot.now else deadline_at
+
+        return gang_plan(snapshot, sorted(snapshot.jobs, key=due))
 
 
 class EqualPolicy(StatelessPolicy):

@@ -12,6 +12,8 @@ from pollux.policy import Policy, make_policy
 # By a word of a heading. docs/simulation.md explains them at more length.
 WORDS = {
     "JCT": "job completion time: from a job's submission to its end",
+    "above bound": "by how much the average JCT is above a proven lower bound: no schedule of these jobs on this "
+    "cluster is faster than the bound, even one that knows the future",
     "p50": "half of the jobs are at or below this",
     "p99": "99 of 100 jobs are at or below this",
     "makespan": "from the first submission to the last end",

@@ -212,13 +212,18 @@ _COLUMNS: tuple[tuple[str, str, str, str, bool], ...] = (
     ("efficiency", "mean statistical efficiency", "efficiency_mean", ".0%", False),
     ("decision", "mean time of one scheduling decision", "decision_s.mean", "duration", False),
 )
+_BOUND = ("above bound", "by how much the mean is above a proven lower bound", "above_bound", ".0%", False)
 _COST = ("cost", "of all node-hours, at the price that was given", "cost", ",.2f", False)
 _HIGHER_IS_BETTER = {"efficiency_mean"}
 
 
 def _table(by_policy: ByPolicy, slot: str, colours: Mapping[str, int]) -> str:
-    has_cost = all(result.cost is not None for seeds in by_policy.values() for result in seeds)
-    columns = (*_COLUMNS, _COST) if has_cost else _COLUMNS
+    results = [result for seeds in by_policy.values() for result in seeds]
+    columns = list(_COLUMNS)
+    if all(result.above_bound is not None for result in results):
+        columns.insert(1, _BOUND)
+    if all(result.cost is not None for result in results):
+        columns.append(_COST)
     heads = "".join(
         f'<th title="{html.escape(tip.format(slot=slot))}">{html.escape(head.format(slot=slot))}</th>'
         for head, tip, *_ in columns

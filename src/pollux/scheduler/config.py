@@ -24,6 +24,7 @@ class SchedulerConfig:
     pins_resizing: bool = False  # a job keeps what it holds until its start or resize is through
     guesses_types: bool = True  # estimate a job's speed on accelerator types it has not run on
     fits_published: bool = False  # the paper's throughput model, without what measurements have added to it
+    keeps_deadlines: bool = True  # jobs with a deadline get what they need to meet it, whatever the policy
     is_strict: bool = False  # what a policy does wrong is raised; a cluster goes on with what its jobs hold
 
     def __post_init__(self) -> None:

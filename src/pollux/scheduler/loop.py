@@ -17,6 +17,7 @@ from pollux.model.transfer import TypeRatios
 from pollux.policy.base import Policy
 from pollux.scheduler.autoscale import SizeDecision
 from pollux.scheduler.config import SchedulerConfig as SchedulerConfig
+from pollux.scheduler.deadlines import Deadlines, Verdict
 from pollux.scheduler.knowledge import Knowledge, ProfileMemory, learn_all, recall_ratios
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.node_health import NodeHealth
@@ -80,7 +81,8 @@ class Scheduler:
         self.policy, self.config = policy, config
         self._engine, self._store, self._clock, self._rules = engine, store, clock, rules
         self.quotas = quotas
-        self._planner = Planner(policy, rules, quotas, is_strict=config.is_strict)
+        self.deadlines = Deadlines(is_active=config.keeps_deadlines)
+        self._planner = Planner(policy, rules, quotas, self.deadlines, is_strict=config.is_strict)
         self._memory = ProfileMemory() if config.remembers_profiles else None
         self._ratios, self._plausibility = TypeRatios(), Plausibility(store.save_job)
         self._active: dict[str, JobRecord] = {}  # in order of submission
@@ -157,17 +159,7 @@ class Scheduler:
         """
         if spec.name in self._active:
             raise InvalidValueError(f"a job named {spec.name!r} is active; names must be unique")
-        if self._memory is not None and spec.application:
-            knowledge = self._memory.of(spec.application)
-        else:
-            knowledge = Knowledge(f"job {spec.name}")
-        record = JobRecord(
-            spec=spec,
-            sequence=self._next_sequence if sequence is None else sequence,
-            knowledge=knowledge,
-            noise_scale=knowledge.first_noise_scale,
-            accounted_at=self._clock.now(),
-        )
+        record = self._new_record(spec, self._next_sequence if sequence is None else sequence)
         self._next_sequence = max(self._next_sequence, record.sequence) + 1
         in_order = not self._active or next(reversed(self._active.values())).sequence <= record.sequence
         self._active[spec.name] = record
@@ -176,6 +168,19 @@ class Scheduler:
         self._store.save_job(record)
         self.reconsider("submit")
         return record
+
+    def _new_record(self, spec: JobSpec, sequence: int) -> JobRecord:
+        remembers = self._memory is not None and spec.application
+        knowledge = self._memory.of(spec.application) if self._memory and remembers else Knowledge(f"job {spec.name}")
+        now, noise_scale = self._clock.now(), knowledge.first_noise_scale
+        record = JobRecord(spec=spec, sequence=sequence, knowledge=knowledge, noise_scale=noise_scale, accounted_at=now)
+        self.deadlines.prepare(record)
+        return record
+
+    def assess(self, spec: JobSpec) -> Verdict:
+        """Whether a job that is not here yet could be promised its deadline; nothing changes."""
+        now, record = self._clock.now(), self._new_record(spec, self._next_sequence)
+        return self.deadlines.assess(self.snapshot(now), record.view(now, self._rules.make_view))
 
     def restore(self, records: Iterable[JobRecord], learnt: Iterable[Knowledge] = ()) -> None:
         """Take over jobs of a scheduler that is gone; the engine will say what has become of them.
@@ -432,6 +437,7 @@ class Scheduler:
             self._store.save_job(record)
             if self.config.decides_on_models:
                 self.reconsider("model")
+        self.deadlines.learn(record)
 
     def hold(self, jobs: Iterable[str]) -> None:
         """These jobs get nothing, and no others are held; those that run checkpoint and leave."""
@@ -439,10 +445,11 @@ class Scheduler:
         self.reconsider("hold")
 
     def update(self, name: str, spec: JobSpec) -> None:
-        """Take over weight, priority and bounds of a job; nothing if it is not here yet."""
+        """Take over what of a job may be changed; nothing if it is not here yet."""
         record = self._active.get(name)
         if record is not None:
-            kept = {key: getattr(spec, key) for key in ("weight", "priority", "min_replicas", "max_replicas")}
+            changing = ("weight", "priority", "min_replicas", "max_replicas", "deadline_at", "budget_slot_s")
+            kept = {key: getattr(spec, key) for key in changing}
             record.spec = dataclasses.replace(record.spec, **kept)
             self._store.save_job(record)
             self.reconsider("update")
@@ -471,7 +478,7 @@ class Scheduler:
 
     def _views(self, now: float) -> list[JobView]:
         make, pins_resizing = self._rules.make_view, self.config.pins_resizing
-        records = [record for record in self._active.values() if record.name not in self._on_hold]
+        records = [one for one in self._active.values() if one.name not in self._on_hold and not one.is_spent]
         return [record.view(now, make, pins_resizing=pins_resizing) for record in records]
 
     def drain(self, nodes: Iterable[str]) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 from pollux.errors import PolicyError, PolluxError
 from pollux.policy.base import Policy
+from pollux.scheduler.deadlines import Deadlines
 from pollux.scheduler.nodes import SlotRules, avoiding
 from pollux.scheduler.quotas import Quotas
 from pollux.scheduler.reconcile import verify_plan
@@ -19,17 +20,23 @@ logger = logging.getLogger(__name__)
 class Planner:
     """``is_strict``: what a policy does wrong is raised as it is."""
 
-    def __init__(self, policy: Policy, rules: SlotRules, quotas: Quotas | None, *, is_strict: bool) -> None:
+    def __init__(
+        self, policy: Policy, rules: SlotRules, quotas: Quotas | None, deadlines: Deadlines, *, is_strict: bool
+    ) -> None:
         self._policy, self._rules, self._quotas, self._is_strict = policy, rules, quotas, is_strict
+        self._deadlines = deadlines
         self._said_error = ""  # what was wrong with the last plan, as logged
 
     def decide(self, snapshot: Snapshot) -> Plan:
-        """The policy's plan, within the quotas.
+        """The policy's plan, within the quotas and, as far as they let it, with what deadlines need.
 
         Raises:
             PolluxError: it made none.
         """
-        return self._ask(snapshot) if self._quotas is None else self._quotas.decide(snapshot, self._ask)
+        return self._in_time(snapshot) if self._quotas is None else self._quotas.decide(snapshot, self._in_time)
+
+    def _in_time(self, snapshot: Snapshot) -> Plan:
+        return self._deadlines.decide(snapshot, self._ask)
 
     def checked(
         self, snapshot: Snapshot, known: Plan | None, excluded: Mapping[str, Mapping[str, str]]

@@ -52,6 +52,12 @@ class JobRecord:
         return self.spec.name
 
     @property
+    def is_spent(self) -> bool:
+        """Whether it has held all the slot-seconds that its budget allows."""
+        budget = self.spec.budget_slot_s
+        return budget is not None and self.attained_slot_s >= budget
+
+    @property
     def num_restarts(self) -> int | None:
         """Starts and resizes after the first start; None before it."""
         return None if self.generation == 0 else self.generation - 1

@@ -7,7 +7,7 @@ There are two kinds: traces measured by others (:mod:`pollux.simulator.traces`) 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -45,6 +45,13 @@ def dense_placement(num_replicas: int, gpus_per_node: int) -> tuple[int, ...]:
     """Full nodes first, the rest on one more."""
     full, rest = divmod(num_replicas, gpus_per_node)
     return (gpus_per_node,) * full + ((rest,) if rest else ())
+
+
+def spread_placements(num_replicas: int, slots_per_node: int, num_nodes: int) -> Iterator[tuple[int, ...]]:
+    """One placement on every number of nodes that can hold the replicas, as even as possible."""
+    for nodes in range(-(-num_replicas // slots_per_node), min(num_replicas, num_nodes) + 1):
+        least, rest = divmod(num_replicas, nodes)
+        yield (least,) * (nodes - rest) + (least + 1,) * rest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,6 +94,11 @@ class Application(Protocol):
 
     def step_time(self, accelerator: str, placement: tuple[int, ...], device_batch: int) -> StepTime:
         """Of one step with ``placement`` replicas per node (in rank order) and ``device_batch`` examples each."""
+
+    def placements(
+        self, accelerator: str, num_replicas: int, slots_per_node: int, num_nodes: int
+    ) -> Iterator[tuple[int, ...]]:
+        """Enough placements that every other one on such nodes has the step times of one of them."""
 
     def epoch_end(self, epoch: int) -> float:
         """Progress at which epoch ``epoch`` (from 0) ends."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
@@ -23,7 +23,7 @@ import numpy as np
 from pollux.errors import InputFileError, InvalidValueError, UnknownNameError
 from pollux.model.efficiency import MAX_NOISE_SCALE
 from pollux.model.throughput import grad_s, overlap, sync_s
-from pollux.simulator.application import NO_HABITS, GradientStats, Habits, StepTime
+from pollux.simulator.application import NO_HABITS, GradientStats, Habits, StepTime, spread_placements
 from pollux.types import BatchLimits, ThroughputParams
 
 BUILTIN_PROFILES = "osdi21.json"  # in the folder profiles/ of this package
@@ -183,6 +183,11 @@ class ProfiledApplication:
         if found is None:
             found = self._step_times[key] = self._predict(accelerator, placement, device_batch)
         return found
+
+    def placements(
+        self, accelerator: str, num_replicas: int, slots_per_node: int, num_nodes: int
+    ) -> Iterator[tuple[int, ...]]:
+        return spread_placements(num_replicas, slots_per_node, num_nodes)
 
     def _predict(self, accelerator: str, placement: tuple[int, ...], device_batch: int) -> StepTime:
         theta = self._params.get(accelerator)

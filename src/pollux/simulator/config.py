@@ -46,6 +46,7 @@ class SimulationConfig:
     node_price: float | None = None  # of a node for an hour, in any currency
     counts_efficiency: bool = True  # off: jobs and scheduler go by throughput, and batches grow with replicas
     entitlements: Entitlements | None = None  # of teams and users; None: all jobs are one user's
+    keeps_deadlines: bool = True  # jobs with a deadline get what they need to meet it, whatever the policy
     rounds_epochs: bool = True  # an epoch's last stretch takes whole seconds; off for jobs of minutes
     fits_published: bool = True  # the scheduler fits the paper's throughput model, as its artifact; live ones fit ours
 

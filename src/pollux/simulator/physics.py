@@ -79,6 +79,7 @@ class _Adjusted:
         self.accelerators, self.device_max = application.accelerators, application.device_max
         self.epoch_end, self.gradient = application.epoch_end, application.gradient
         self.iterations_between, self.losses = application.iterations_between, application.losses
+        self.placements = application.placements
         self.habits = application.habits
         if resize_s is not None:
             self.habits = dataclasses.replace(self.habits, start_s=resize_s, resize_s=resize_s)

@@ -63,6 +63,7 @@ class JobOutcome:
     gpu_s: float
     rho: float
     allocations: tuple[tuple[float, float, int], ...]  # (from, to, replicas) in order of time
+    deadline_at: float | None = None
 
     @property
     def jct_s(self) -> float:
@@ -110,6 +111,7 @@ class SimulationResult:
     gpu_hours_by_type: Mapping[str, float] = field(default_factory=dict)  # held; empty where there is one type
     config: Mapping[str, Any] = field(default_factory=dict)
     pollux_version: str = __version__
+    bound_jct_s: float | None = None  # no schedule has a lower average JCT; None: not computed
 
     @property
     def num_jobs(self) -> int:
@@ -122,6 +124,23 @@ class SimulationResult:
     @property
     def avg_jct_s(self) -> float:
         return self.jct_s.mean
+
+    @property
+    def deadlines_met(self) -> float | None:
+        """The share of jobs with a deadline that were through by then; None: no job has one."""
+        due = [job.finished_at <= job.deadline_at for job in self.jobs if job.deadline_at is not None]
+        return sum(due) / len(due) if due else None
+
+    @property
+    def best_effort_jct_s(self) -> float | None:
+        """The average JCT of jobs without a deadline, where others have one."""
+        rest = [job.jct_s for job in self.jobs if job.deadline_at is None]
+        return math.fsum(rest) / len(rest) if rest and len(rest) < len(self.jobs) else None
+
+    @property
+    def above_bound(self) -> float | None:
+        """By what share the average JCT is above the proven lower bound."""
+        return None if self.bound_jct_s is None else self.avg_jct_s / max(self.bound_jct_s, 1e-9) - 1
 
     @property
     def rho(self) -> Spread:
@@ -158,6 +177,10 @@ class SimulationResult:
             "avg_jct_s": jct.mean,
             "p50_jct_s": jct.p50,
             "p99_jct_s": jct.p99,
+            "bound_jct_s": self.bound_jct_s,
+            "above_bound": self.above_bound,
+            "deadlines_met": self.deadlines_met,
+            "best_effort_jct_s": self.best_effort_jct_s,
             "makespan_s": self.makespan_s,
             "restarts_mean": self.restarts_mean,
             "gpu_hours": self.gpu_hours,
@@ -186,6 +209,7 @@ class SimulationResult:
                     "restarts": job.restarts,
                     "gpu_s": job.gpu_s,
                     "rho": job.rho,
+                    "deadline_at_s": job.deadline_at,
                 }
                 for job in self.jobs
             },
@@ -230,6 +254,7 @@ def summarise(run: SimulationRun, settings: PolicySettings | None = None) -> Sim
             gpu_s=record.attained_slot_s,
             rho=float(fairness),
             allocations=allocations.get(record.name, ()),
+            deadline_at=record.spec.deadline_at,
         )
         for record, begin, end, fairness in zip(records, begins, ends, rho, strict=True)
     )

@@ -191,6 +191,7 @@ def _scheduler_config(config: SimulationConfig, policy: Policy) -> SchedulerConf
         pins_resizing=config.physics.pins_resizing,
         guesses_types=config.guesses_types,
         fits_published=config.fits_published,
+        keeps_deadlines=config.keeps_deadlines,
         is_strict=True,
     )
 

@@ -15,7 +15,7 @@ Where the artifact has no answer (slots on other nodes than were measured) the n
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -103,6 +103,9 @@ class _PipelineTimes:
 
     def device_max(self, placement: Placement) -> int:
         return _MICRO_BATCHES // self.num_stages
+
+    def placements(self, num_replicas: int, slots_per_node: int, num_nodes: int) -> Iterator[Placement]:
+        return self.stages.placements(num_replicas, slots_per_node, num_nodes)
 
 
 def _pipeline(folder: Path, measured: Mapping[str, StepTimes], runs: TrainingRuns) -> TraceApplication:

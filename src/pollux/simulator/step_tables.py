@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import bisect
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
 
 from pollux.errors import InputFileError
-from pollux.simulator.application import GradientStats, Habits, StepTime
+from pollux.simulator.application import GradientStats, Habits, StepTime, spread_placements
 from pollux.simulator.csvfile import read_rows, to_float, to_int
 from pollux.types import BatchLimits
 
@@ -102,6 +102,11 @@ class TabledJob:
 
     def device_max(self, accelerator: str, placement: tuple[int, ...]) -> int:
         return self.limits.device_max
+
+    def placements(
+        self, accelerator: str, num_replicas: int, slots_per_node: int, num_nodes: int
+    ) -> Iterator[tuple[int, ...]]:
+        return spread_placements(num_replicas, slots_per_node, num_nodes)
 
     def epoch_end(self, epoch: int) -> float:
         return self._steps * (epoch + 1) / _NUM_EPOCHS

@@ -10,6 +10,7 @@ measured shape is taken, and its line over device batches is extended, kept posi
 from __future__ import annotations
 
 import contextlib
+import itertools
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property
@@ -37,6 +38,9 @@ class TypeTimes(Protocol):
 
     def device_max(self, placement: Placement) -> int:
         """The largest device batch that was measured in this placement."""
+
+    def placements(self, num_replicas: int, slots_per_node: int, num_nodes: int) -> Iterator[Placement]:
+        """Enough placements that every other one on such nodes has the step times of one of them."""
 
 
 class _Row(NamedTuple):
@@ -119,6 +123,7 @@ class StepTimes:
         self._scaled = [row.key for row in scaled]
         self._max_nodes = max_nodes or max(key[0] for key in points)
         self._cache: dict[tuple[Placement, int], StepTime] = {}
+        self._nearest: dict[tuple[int, int], _Line] = {}
 
     @property
     def device_bounds(self) -> tuple[int, int]:
@@ -141,6 +146,16 @@ class StepTimes:
         if found is None:
             found = self._cache[key] = self._look_up(placement, device_batch)
         return found
+
+    def placements(self, num_replicas: int, slots_per_node: int, num_nodes: int) -> Iterator[Placement]:
+        """Every measured placement, and one that was not measured for each number of nodes, where there is one."""
+        for digits in self._lines:
+            placement = tuple(map(int, digits))
+            if sum(placement) == num_replicas and len(placement) <= num_nodes and max(placement) <= slots_per_node:
+                yield placement
+        for nodes in range(-(-num_replicas // slots_per_node), min(num_replicas, num_nodes) + 1):
+            others = (found for found in _all_placements(num_replicas, nodes, slots_per_node) if not self._line(found))
+            yield from itertools.islice(others, 1)
 
     def _line(self, placement: Placement) -> _Line | None:
         smallest = min(placement[i:] + placement[:i] for i in range(len(placement)))
@@ -172,12 +187,48 @@ class StepTimes:
 
     def _beyond(self, num_nodes: int, num_replicas: int, device_batch: int) -> StepTime:
         """Outside what was measured: the nearest (nodes, replicas) that was, extended in the device batch."""
+        line = self._nearest.get((num_nodes, num_replicas))
+        if line is None:
+            line = self._nearest[num_nodes, num_replicas] = self._nearest_line(num_nodes, num_replicas)
+        return line.at(device_batch)
+
+    def _nearest_line(self, num_nodes: int, num_replicas: int) -> _Line:
         keys = np.unique(self._points[:, :2], axis=0)
         distance = np.abs(np.log(keys[:, 0] / num_nodes)) + np.abs(np.log(keys[:, 1] / num_replicas))
         nearest = keys[int(np.argmin(distance))]
         rows = np.flatnonzero((self._points[:, :2] == nearest).all(axis=1))
-        line = _Line([(int(self._points[i, 2]), float(self._values[i, 0]), float(self._values[i, 1])) for i in rows])
-        return line.at(device_batch)
+        return _Line([(int(self._points[i, 2]), float(self._values[i, 0]), float(self._values[i, 1])) for i in rows])
+
+
+def _partitions(num_replicas: int, num_nodes: int, most: int) -> Iterator[Placement]:
+    """Replicas per node in descending order, at least one and at most ``most`` on each."""
+    if num_nodes == 1:
+        if 1 <= num_replicas <= most:
+            yield (num_replicas,)
+        return
+    for first in range(min(most, num_replicas - num_nodes + 1), 0, -1):
+        if first * num_nodes < num_replicas:
+            return
+        for rest in _partitions(num_replicas - first, num_nodes - 1, first):
+            yield (first, *rest)
+
+
+def _all_placements(num_replicas: int, num_nodes: int, slots_per_node: int) -> Iterator[Placement]:
+    """One of each set of counts first, then all orders: placements that were not measured come early."""
+    yield from _partitions(num_replicas, num_nodes, slots_per_node)
+    for found in _partitions(num_replicas, num_nodes, slots_per_node):
+        yield from _orders(found)
+
+
+def _orders(counts: Placement) -> Iterator[Placement]:
+    """All different orders of some numbers."""
+    if not counts:
+        yield ()
+    for first in sorted(set(counts)):
+        rest = list(counts)
+        rest.remove(first)
+        for order in _orders(tuple(rest)):
+            yield (first, *order)
 
 
 def _read(path: Path, has_whole_steps: bool) -> list[_Row]:
@@ -364,6 +415,11 @@ class TraceApplication:
     def device_max(self, accelerator: str, placement: Placement) -> int:
         most = self.limits.on(accelerator).device_max
         return min(most, self._on(accelerator).device_max(placement)) if self._bounds_placements else most
+
+    def placements(
+        self, accelerator: str, num_replicas: int, slots_per_node: int, num_nodes: int
+    ) -> Iterator[Placement]:
+        return self._on(accelerator).placements(num_replicas, slots_per_node, num_nodes)
 
     def _on(self, accelerator: str) -> TypeTimes:
         times = self._times.get(accelerator) or self._times.get("")

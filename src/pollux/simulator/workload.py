@@ -4,7 +4,8 @@ Columns: ``name,time,application,num_replicas,batch_size`` (the OSDI'21 artifact
 would have asked for; policies that tune jobs themselves ignore them. The order of rows breaks ties. Four more columns
 may be there, for jobs that a live cluster recorded: ``min_replicas,max_replicas,weight,is_preemptible``. And one of the
 Sia artifact, ``category``: ``adaptive`` jobs are as without it, ``scale-gpus`` keep the batch size that they ask for,
-``rigid`` ones the number of replicas too, whatever the policy. ``owner`` and ``priority`` may be there too.
+``rigid`` ones the number of replicas too, whatever the policy. ``owner`` and ``priority`` may be there too, and
+``deadline_s``: by when after its submission a job should be through.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ COLUMNS = ("name", "time", "application", "num_replicas", "batch_size")
 CATEGORIES = ("adaptive", "scale-gpus", "rigid")
 MORE_COLUMNS = ("min_replicas", "max_replicas", "weight", "is_preemptible")
 OWNER_COLUMNS = ("owner", "priority")
+DEADLINE_COLUMN = "deadline_s"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +93,7 @@ def load_workload(path: str | Path, applications: Mapping[str, Application]) -> 
             )
             spec = _categorised(path, number, row, spec)
             spec = replace(spec, application=row["application"], **_more(path, number, row))
+            spec = replace(spec, deadline_at=_deadline(path, number, row, time_s))
         except InvalidValueError as error:
             raise InputFileError(path, str(error), number) from error
         jobs.append(spec)
@@ -111,6 +114,15 @@ def _categorised(path: Path, number: int, row: dict[str, str], spec: JobSpec) ->
     if category == "rigid":
         return replace(spec, batch=batch, min_replicas=replicas, max_replicas=replicas)
     return replace(spec, batch=batch, max_replicas=min(spec.max_replicas, max(batch.max_replicas, spec.min_replicas)))
+
+
+def _deadline(path: Path, number: int, row: dict[str, str], time_s: float) -> float | None:
+    if row.get(DEADLINE_COLUMN) in (None, "", "None"):
+        return None
+    seconds = to_float(path, number, row, DEADLINE_COLUMN)
+    if seconds <= 0:
+        raise InputFileError(path, f"{DEADLINE_COLUMN} = {seconds:g}; seconds after the submission, above 0", number)
+    return time_s + seconds
 
 
 def _more(path: Path, number: int, row: dict[str, str]) -> dict[str, Any]:

@@ -50,6 +50,18 @@ def test_a_table_of_policies(here: Path) -> None:
     assert "1.00" in result.stdout
 
 
+def test_the_distance_from_the_bound_is_in_table_json_and_page(here: Path) -> None:
+    arguments = compare("--policy", "fifo", "--policy", "pollux", "--bound", "--jobs", "1", "--html", "c.html")
+    result = runner.invoke(app, [*arguments, "--output", "c.json"])
+    assert result.exit_code == 0, result.output
+    assert "above bound %" in result.stdout
+    assert "above bound" in (here / "c.html").read_text()
+    rows = json.loads((here / "c.json").read_text())["summary"]
+    for row in rows:
+        assert 0 < row["bound_jct_s"] < row["avg_jct_s"]
+        assert row["above_bound"] == pytest.approx(row["avg_jct_s"] / row["bound_jct_s"] - 1)
+
+
 def test_every_combination_in_processes(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two processes, so that what is asked of a worker is really pickled, sent and brought back."""
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "3")

@@ -30,7 +30,7 @@ from pollux.simulator.source import load_source
 
 ROOT = Path(__file__).resolve().parents[3]
 NOWHERE = Artifacts(folder=None)
-WITHOUT_DATA = [name for name in SUITES if name not in ("hetero", "truth", "shockwave", "realistic")]
+WITHOUT_DATA = [name for name in SUITES if name not in ("hetero", "truth", "shockwave", "realistic", "deadlines")]
 
 COLUMNS = (
     Column(heading="avg JCT s", key="avg_jct_s", form=",.0f"),
@@ -48,7 +48,27 @@ def artifacts(tmp_path: Path) -> Artifacts:
         "policy,kind,makespan_s,avg_jct_s\nshockwave,physical,75,90\nshockwave,simulation,1,1\n"
         "max_min_fairness,physical,100,120\n"
     )
+    trace = tmp_path / "thirdparty" / "elasticflow"
+    for folder in (trace / "traces", trace / "throughputs_A100"):
+        folder.mkdir(parents=True)
+    (trace / "traces" / "195job.csv").write_text(ELASTICFLOW)
+    (trace / "throughputs_A100" / "vgg16.csv").write_text("global_batch_size,1,2\n64,1.5,2.5\n")
     return Artifacts(folder=tmp_path)
+
+
+ELASTICFLOW = """job_id,submission_time,num_iteration,model_name,deadline,batch_size,num_gpu,duration
+a,100,30,vgg16,200,64,1,20
+b,110,30,vgg16,150,64,2,12
+"""
+
+
+def test_deadlines_come_from_the_trace_and_half_of_them_go(artifacts: Artifacts) -> None:
+    suite = make_suite("deadlines", artifacts)
+    both = {case.table: load_source(case.workload, case.traces)[0] for case in suite.cases}
+    assert [[job.deadline_at for job in workload.jobs] for workload in both.values()] == [[100.0, 50.0], [100.0, None]]
+    assert {case.label for case in suite.cases if not case.config.keeps_deadlines} == {
+        *("pollux, without deadlines", "elasticflow", "edf"),
+    }
 
 
 @pytest.mark.parametrize("name", SUITES)
@@ -301,7 +321,7 @@ def test_every_policy_is_explained(script: Any) -> None:
     for name in policy_names():
         assert f"`{name}`" in page.split("## The policies and their sources")[1], name
     claimed = {claim.policy for claim in script.CLAIMS}
-    without_paper = {"las", "srtf", "fifo", "equal"}
+    without_paper = {"las", "srtf", "fifo", "equal", "edf", "elasticflow"}  # those two are for deadlines
     assert set(policy_names()) - claimed == without_paper, "a new policy needs a Claim, or its name in without_paper"
     assert {name.partition(",")[0] for claim in script.CLAIMS for name in claim.against} <= set(policy_names())
 

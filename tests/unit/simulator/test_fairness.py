@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 
 from pollux.errors import InvalidValueError, SimulationError
 from pollux.model.goodput import candidate_batches
-from pollux.simulator.application import NO_HABITS, GradientStats, Habits, StepTime, dense_placement
+from pollux.simulator.application import NO_HABITS, GradientStats, Habits, StepTime, dense_placement, spread_placements
 from pollux.simulator.builtin import load_builtin
 from pollux.simulator.fairness import SoloTimes, finish_time_fairness, mean_jobs_present
 from pollux.simulator.physics import NodeGroup
@@ -42,6 +43,11 @@ class Toy:
 
     def step_time(self, accelerator: str, placement: tuple[int, ...], device_batch: int) -> StepTime:
         return StepTime(float(len(placement)) + device_batch / sum(placement), 0.0)
+
+    def placements(
+        self, accelerator: str, num_replicas: int, slots_per_node: int, num_nodes: int
+    ) -> Iterator[tuple[int, ...]]:
+        return spread_placements(num_replicas, slots_per_node, num_nodes)
 
     def epoch_end(self, epoch: int) -> float:
         return 100.0 * (epoch + 1)

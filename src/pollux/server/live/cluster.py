@@ -10,6 +10,7 @@ the database holds and what the engine says, exactly as after a restart of the s
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import threading
@@ -26,8 +27,9 @@ from pollux.api.job import JobSummary
 from pollux.api.report import Report, ReportAnswer
 from pollux.api.request import JobRequest
 from pollux.engines.live import LiveEngine
-from pollux.errors import FencedError, PolluxError, StoreError, UnknownNameError
+from pollux.errors import FencedError, InvalidValueError, PolluxError, StoreError, UnknownNameError
 from pollux.policy import make_policy
+from pollux.scheduler.deadlines import Verdict
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.loop import Scheduler, SchedulerConfig
 from pollux.scheduler.ports import NodePool
@@ -42,6 +44,7 @@ from pollux.server.live.meter import Meter
 from pollux.server.live.operations import Operations
 from pollux.server.live.recorder import DecisionLog, Recorder
 from pollux.server.live.state import ClusterState
+from pollux.server.present.deadlines import verdict_in_words
 from pollux.server.present.gauges import Measured
 from pollux.server.present.metrics import Metrics
 from pollux.server.present.queries import Queries
@@ -193,12 +196,23 @@ class Cluster:
         """Take in a job, or those of an array; they are kept when this returns.
 
         Raises:
-            InvalidValueError: it cannot ever run; nothing of it was kept.
+            InvalidValueError: it cannot ever run, or not by its deadline; nothing of it was kept.
         """
         now = self._clock.now()
+        answer = "" if request.deadline_s is None else self._assess(request, now)
         admitted = self._jobs.admit(request, now)
         self._queue(lambda: self._take_in(admitted))
-        return [self.queries.summary_of_held(job, now) for job in admitted]
+        found = [self.queries.summary_of_held(job, now) for job in admitted]
+        return [dataclasses.replace(summary, deadline=answer) for summary in found]
+
+    def _assess(self, request: JobRequest, now: float) -> str:
+        """What can be said of the deadline; of an array as of its first job."""
+        first = dataclasses.replace(request.expand()[0], kind="elastic" if request.kind == "auto" else request.kind)
+        verdict: Verdict = self._ask(lambda: self._working().assess(first.to_spec(first.name, now)))
+        words = verdict_in_words(verdict, request.deadline_s or 0.0, now)
+        if verdict.is_possible is False:
+            raise InvalidValueError(f"deadline {words}; give it more time, or leave --deadline out")
+        return words
 
     def _reconsider(self) -> None:
         self._queue(lambda: self._working().reconsider("quota"))

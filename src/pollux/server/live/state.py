@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pollux.scheduler.deadlines import DeadlineStanding
 from pollux.scheduler.loop import Scheduler
 from pollux.scheduler.quotas import Standing
 from pollux.scheduler.record import JobRecord, RoundRecord
@@ -35,6 +36,10 @@ class ClusterState:
         """Why quotas keep a job from having more, as of the last decision; empty: they do not."""
         quotas = None if self.scheduler is None else self.scheduler.quotas
         return "" if quotas is None else quotas.reasons.get(job, "")
+
+    def deadline_of(self, job: str) -> DeadlineStanding | None:
+        """How a job stands to its deadline, as of the last decision; None: it has none."""
+        return None if self.scheduler is None else self.scheduler.deadlines.standings.get(job)
 
     @property
     def releasing(self) -> frozenset[str]:

@@ -29,6 +29,7 @@ from pollux.server.live.job_table import LiveJob
 from pollux.server.live.recorder import DecisionLog
 from pollux.server.live.state import ClusterState
 from pollux.server.present.charts import job_curves, job_model, useful_slots
+from pollux.server.present.deadlines import deadline_in_words, spent_in_words
 from pollux.server.present.gauges import Measured
 from pollux.server.present.views import (
     Capacity,
@@ -373,7 +374,8 @@ class Queries:
             reported_at=job.reported_at,
             team=(team := self._team_of(job.request)),
             standing=standing_in_words(self._state.standing_of(team)),
-            held_back=(held_back := _HELD if is_held else self._state.held_back(record.name)),
+            held_back=(held_back := _HELD if is_held else spent_in_words(record) or self._state.held_back(record.name)),
+            deadline=deadline_in_words(self._state.deadline_of(record.name), self._clock.now()),
         )
         return job_summary(
             known,

@@ -34,6 +34,7 @@ from pollux.scheduler.loop import Scheduler
 from pollux.scheduler.node_health import NodeCondition
 from pollux.scheduler.quotas import Standing
 from pollux.scheduler.record import JobRecord, RoundRecord
+from pollux.server.present.deadlines import ended_in_words
 from pollux.server.present.explanations import changes_of, explain
 from pollux.server.storage.records import StoredResize, StoredRound
 from pollux.types import NO_ALLOCATION, Allocation, JobDecision, Node
@@ -77,6 +78,7 @@ class KnownJob:
     team: str = ""
     standing: str = ""
     held_back: str = ""
+    deadline: str = ""
 
 
 def shown_request(request: Mapping[str, object]) -> dict[str, object]:
@@ -125,6 +127,9 @@ def job_summary(job: KnownJob, now: float, *, reason: str = "", note: str = "") 
         standing=job.standing,
         held_back=job.held_back,
         time_limit_s=None if request is None else request.time_limit_s,
+        deadline_at=None if spec is None else spec.deadline_at,
+        deadline=job.deadline or ended_in_words(spec, record),
+        budget_slot_s=None if spec is None else spec.budget_slot_s,
         study="" if request is None else request.study,
         progress=report.progress,
         epoch=report.epoch if has_report else None,

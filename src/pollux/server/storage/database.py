@@ -29,7 +29,7 @@ from pollux.server.storage.leadership import Leadership
 from pollux.server.storage.tables import meta as _meta
 from pollux.server.storage.tables import tables as _tables
 
-SCHEMA_VERSION = 2  # of the tables and of the records in them; a database of another version is refused
+SCHEMA_VERSION = 3  # of the tables and of the records in them; a database of another version is refused
 _BUSY_TIMEOUT_S = 10.0
 _MAX_WAL_PAGES = 16_384  # 64 MiB
 

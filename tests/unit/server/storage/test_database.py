@@ -75,7 +75,10 @@ def test_a_database_of_another_version_is_left_alone(path, version):
         connection.execute(f"UPDATE meta SET version = {version}")
     connection.close()
     before = path.read_bytes()
-    with pytest.raises(StoreError, match=rf"written by another Pollux \(schema version {version}; this one reads 2\)"):
+    read = database.SCHEMA_VERSION
+    with pytest.raises(
+        StoreError, match=rf"written by another Pollux \(schema version {version}; this one reads {read}\)"
+    ):
         SqlStore(path)
     assert path.read_bytes() == before
 

@@ -1,0 +1,226 @@
+"""Deadlines around any policy: jobs that were promised one get at least the share that meets it.
+
+The planner (:mod:`pollux.scheduler.planner`) calls :meth:`Deadlines.decide`. The policy is asked first, and its plan is
+kept if every promised job has its minimum share. Otherwise promised jobs get theirs, and the other jobs keep what is
+left in proportion to what the policy gave them: they shrink before they stop. Deadlines in the past count for nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from pollux.model.goodput import GoodputModel, best_batch
+from pollux.policy.deadlines import DeadlineJob, Promises, Shares, can_admit, earliest_deadline
+from pollux.policy.dense import Budget, may_use, place_counts
+from pollux.policy.estimates import largest_nodes, remaining_steps, step_s
+from pollux.policy.simulated import oracle_of
+from pollux.scheduler.caps import Demand, allot
+from pollux.scheduler.record import JobRecord
+from pollux.types import NO_ALLOCATION, Allocation, BatchLimits, JobView, Plan, Snapshot
+
+_SPARE_S = 120.0  # a deadline is planned for so much earlier: rounds, starts and resizes take time
+_SPARE_SHARE = 0.03  # and for this share of the time that is left: models are no more accurate
+
+Ask = Callable[[Snapshot], Plan]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeadlineStanding:
+    """How a job stands to its deadline, as of the last round."""
+
+    deadline_at: float
+    is_promised: bool
+    num_needed: int  # replicas now
+    ends_at: float | None  # with no more than it needs; None: not known
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The answer to a deadline: whether it can be met, and what that takes."""
+
+    is_possible: bool | None  # None: nothing is known of the job's speed or length yet
+    best_at: float | None = None  # the earliest deadline that could be promised
+    num_needed: int = 0  # replicas now
+    num_left: int = 0  # slots for all other jobs meanwhile
+
+
+class Deadlines:
+    """One for a scheduler. Unless it ``is_active``, deadlines count for nothing."""
+
+    def __init__(self, *, is_active: bool = True) -> None:
+        self._is_active, self._promises = is_active, Promises()
+        self._lengths: dict[str, tuple[float, BatchLimits]] = {}  # by application: of its last job, and its batches
+        self.standings: Mapping[str, DeadlineStanding] = {}  # by job, as of the last round
+
+    def learn(self, record: JobRecord) -> None:
+        """How long jobs of this application are."""
+        left, progress, batch = record.remaining_examples, record.progress, record.spec.batch
+        if record.spec.application and batch is not None and left and progress is not None and progress < 1:
+            self._lengths[record.spec.application] = (left / (1 - progress), batch)
+
+    def prepare(self, record: JobRecord) -> None:
+        """Let a job with a deadline be as long as the last one of its application, until it tells its own length."""
+        known = self._lengths.get(record.spec.application)
+        if record.spec.deadline_at is not None and record.remaining_examples is None and known is not None:
+            record.remaining_examples, batch = known
+            record.spec = replace(record.spec, batch=record.spec.batch or batch)
+
+    def decide(self, snapshot: Snapshot, ask: Ask) -> Plan:
+        """A plan that keeps promises, by asking the policy once."""
+        due = [job for job in snapshot.jobs if (job.spec.deadline_at or 0.0) > snapshot.now] if self._is_active else []
+        plan = ask(snapshot)
+        if not due:
+            self.standings = {}
+            return plan
+        num_slots = snapshot.num_slots
+        jobs = [deadline_job(job, snapshot) for job in due]
+        shares = self._promises.shares(snapshot.now, num_slots, jobs)
+        self.standings = {job.name: self._standing(job, shares) for job in due}
+        needed = {name: count for name, count in shares.now.items() if self._promises.has(name) and count}
+        for job, known in zip(due, jobs, strict=True):
+            if not known.is_known and not job.has_started:  # it has to run before anything can be said of it
+                needed[job.name] = job.spec.min_replicas
+        if _is_enough(plan, needed):
+            return plan
+        held = Plan(allocations={job.name: job.allocation for job in snapshot.jobs if job.allocation})
+        num_held = sum(allocation.num_slots for allocation in held.allocations.values())
+        if num_held == snapshot.num_slots and _is_enough(held, needed):
+            # The policy would take back what deadlines were given before: each resize of that kind costs both sides.
+            return replace(plan, allocations=held.allocations)
+        return _with_shares(snapshot, plan, needed)
+
+    def assess(self, snapshot: Snapshot, job: JobView) -> Verdict:
+        """Whether a job that is not in the snapshot could be promised its deadline now."""
+        held = [one for one in snapshot.jobs if self._promises.has(one.name)]
+        promised = [deadline_job(one, snapshot) for one in held]
+        wanted = deadline_job(job, snapshot)
+        now, num_slots = snapshot.now, snapshot.num_slots
+        if not wanted.is_known:
+            return Verdict(is_possible=None)
+        best_at = earliest_deadline(now, num_slots, promised, wanted)
+        spare_s = (job.spec.deadline_at or 0.0) - wanted.deadline_at
+        trial = Promises()
+        shares = trial.shares(now, num_slots, [*promised, wanted])
+        return Verdict(
+            is_possible=can_admit(now, num_slots, promised, wanted),
+            best_at=best_at + spare_s if math.isfinite(best_at) else None,
+            num_needed=shares.now.get(job.name, 0),
+            num_left=num_slots - sum(shares.now.values()),
+        )
+
+    def _standing(self, job: JobView, shares: Shares) -> DeadlineStanding:
+        end = shares.ends_at.get(job.name, math.inf)
+        return DeadlineStanding(
+            deadline_at=job.spec.deadline_at or 0.0,
+            is_promised=self._promises.has(job.name) and job.name not in shares.missed,
+            num_needed=shares.now.get(job.name, 0) if self._promises.has(job.name) else 0,
+            ends_at=end if math.isfinite(end) else None,
+        )
+
+
+def deadline_job(job: JobView, snapshot: Snapshot) -> DeadlineJob:
+    """What is known of a job's speed and length, on the type that it holds or the fastest it may use."""
+    deadline_at = job.spec.deadline_at or 0.0
+    left_s = max(deadline_at - snapshot.now, 0.0)
+    planned_at = deadline_at - min(_SPARE_S + _SPARE_SHARE * left_s, left_s / 2)
+    largest = largest_nodes(snapshot.nodes)
+    slots: dict[str, int] = {}
+    for node in snapshot.nodes:
+        slots[node.accelerator] = slots.get(node.accelerator, 0) + node.num_slots
+    types = [kind for kind in slots if may_use(job, kind)]
+    held = Budget(snapshot).type_of(job.allocation)
+    best: DeadlineJob | None = None
+    for kind in [held] if held in types else types:
+        assert kind is not None
+        most = min(job.spec.max_replicas, slots[kind])
+        if job.spec.batch is not None:
+            most = min(most, max(job.spec.batch.max_replicas, job.spec.min_replicas))
+        if most < job.spec.min_replicas:
+            continue
+        found = DeadlineJob.of(
+            job.name,
+            planned_at,
+            (job.spec.min_replicas, most),
+            lambda count, kind=kind: finish_s(job, count, largest, kind),  # type: ignore[misc]
+        )
+        if best is None or min(found.finish_s, default=math.inf) < min(best.finish_s, default=math.inf):
+            best = found
+    return best or DeadlineJob(job.name, planned_at, (), ())
+
+
+def finish_s(job: JobView, count: int, largest: Mapping[str, int], accelerator: str) -> float:
+    """Seconds to do all that is left with so many replicas; infinite if speed or length are not known."""
+    if oracle_of(job) is None and (model := GoodputModel.of(job, accelerator)) is not None:
+        if job.remaining_examples is None:
+            return math.inf
+        num_nodes = -(-count // max(largest.get(accelerator, 1), 1))
+        _, goodput = best_batch(model.params, model.phi, model.limits, num_nodes, count)
+        return job.remaining_examples / goodput if goodput > 0 else math.inf
+    steps, time_s = remaining_steps(job), step_s(job, count, largest, accelerator)
+    return steps * time_s if math.isfinite(steps) and math.isfinite(time_s) else math.inf
+
+
+def _is_enough(plan: Plan, needed: Mapping[str, int]) -> bool:
+    return all(plan.allocation_of(name).num_slots >= count for name, count in needed.items())
+
+
+def _with_shares(snapshot: Snapshot, plan: Plan, needed: Mapping[str, int]) -> Plan:
+    """The plan with at least ``needed``; what others must give comes from those that have more, in proportion."""
+    budget = Budget(snapshot)
+    type_of = {job.name: _type(job, plan, budget) for job in snapshot.jobs}
+    counts: dict[str, int] = {}
+    types: dict[str, str] = {}
+    for kind, num_slots in budget.total.items():
+        mine = [job for job in snapshot.jobs if type_of[job.name] == kind]
+        demands = list(_demands(mine, plan, needed))
+        counts |= allot(demands, num_slots)
+        types |= {job.name: kind for job in mine}
+    order = sorted(_staying(snapshot, plan, counts), key=lambda job: job.name not in needed)  # promised ones first
+    return replace(plan, allocations=place_counts(snapshot.nodes, order, counts, types))
+
+
+def _staying(snapshot: Snapshot, plan: Plan, counts: Mapping[str, int]) -> list[JobView]:
+    """Jobs where the policy put them, if their count is the policy's; then where they are, if that is still free."""
+    free = {node.name: node.num_slots for node in snapshot.nodes}
+
+    def fits(allocation: Allocation) -> bool:
+        if any(count > free[node] for node, count in allocation.own_shares):
+            return False
+        for node, count in allocation.own_shares:
+            free[node] -= count
+        return True
+
+    found: dict[str, JobView] = {}
+    for job in sorted(snapshot.jobs, key=lambda job: not job.is_fixed):
+        planned = plan.allocation_of(job.name)
+        if planned and planned.num_slots == counts.get(job.name, 0) and fits(planned):
+            found[job.name] = replace(job, allocation=planned)
+    for job in snapshot.jobs:
+        if job.name not in found:
+            stays = job.allocation.num_slots == counts.get(job.name, 0) and fits(job.allocation)
+            found[job.name] = job if stays else replace(job, allocation=NO_ALLOCATION)
+    return [found[job.name] for job in snapshot.jobs]
+
+
+def _demands(jobs: Iterable[JobView], plan: Plan, needed: Mapping[str, int]) -> Iterable[Demand]:
+    for place, job in enumerate(jobs):
+        own, count = needed.get(job.name, 0), plan.allocation_of(job.name).num_slots
+        least = max(own, min(job.spec.min_replicas, count))
+        yield Demand(
+            job=job.name,
+            count=max(count, own),
+            least=count if job.is_fixed else least,
+            is_bound=job.is_fixed,
+            order=(0 if own else 1, not job.allocation, place),
+            weight=job.spec.weight,
+        )
+
+
+def _type(job: JobView, plan: Plan, budget: Budget) -> str:
+    """That of the plan, else the one it holds, else the largest that it may use."""
+    planned = budget.type_of(plan.allocation_of(job.name)) or budget.type_of(job.allocation)
+    if planned is not None:
+        return planned
+    return max((kind for kind in budget.total if may_use(job, kind)), key=budget.total.__getitem__, default="")
