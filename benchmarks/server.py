@@ -30,6 +30,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from pollux.api.codec import encode
+from pollux.api.report import Report
 from pollux.engines.live import ReplicaInfo
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.ports import Command, Event, JobEnded, JobRuns, JobStopped, ResizeJob, StartJob, StopJob
@@ -168,11 +169,12 @@ class Timings:
 def report(job: str, rng: random.Random, step: int) -> bytes:
     scale = 1 + rng.random()
     timings = [[1, count, 64, 0.1 * scale, 0.1 * scale + 0.02 * count, 10] for count in (1, 2)]
-    value: dict[str, Any] = {"version": 1, "job": job, "generation": 1, "num_replicas": 1, "num_nodes": 1}
+    value: dict[str, Any] = {"version": Report.VERSION, "job": job, "generation": 1, "num_replicas": 1, "num_nodes": 1}
     value |= {"accelerator": "gpu", "epoch": 1, "num_steps": step, "progress": 0.5, "remaining_examples": 1e6}
     value |= {"stalled_s": 0.1, "device_batch": 64, "accum_steps": 0, "total_batch": 64, "gain": 1.0}
     value |= {"noise_scale": 1000 * rng.random(), "efficiency": 0.9, "throughput": 500.0, "goodput": 450.0}
     value |= {"metrics": {"loss": 1.5}, "batch": encode(LIMITS), "timings": timings}
+    value |= {"noise_scale_error": None, "notes": [], "observed": [], "replica": None}
     return json.dumps(value).encode()
 
 

@@ -114,7 +114,7 @@ class PostgresServer:
         return f"postgresql://{role}@/{database}?host={self.folder}&port={self.port}"
 
     def execute(self, statement: str, database: str = "postgres") -> list[tuple[Any, ...]]:
-        import psycopg
+        import psycopg  # type: ignore[import-not-found,unused-ignore]
 
         address: dict[str, Any] = {"host": str(self.folder), "port": self.port, "dbname": database}
         with psycopg.connect(user="postgres", password=SECOND_PASSWORD, autocommit=True, **address) as connection:
@@ -129,7 +129,7 @@ class PostgresServer:
     def _run(self, program: str, *words: str) -> None:
         command = [self._binaries / program, *words]
         done = subprocess.run(command, capture_output=True, timeout=START_S, **self._as_user())
-        assert done.returncode == 0, done.stderr.decode()
+        assert done.returncode == 0, done.stderr
 
     def _as_user(self) -> dict[str, Any]:
         about: dict[str, Any] = {"cwd": self.folder, "env": {"PATH": os.environ.get("PATH", ""), "LC_ALL": "C.UTF-8"}}
