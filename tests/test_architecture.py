@@ -24,7 +24,7 @@ MAY_IMPORT = {
     "scheduler": {"policy", "model", "types", "errors"},
     "simulator": {"scheduler", "policy", "model", "types", "errors", "version"},
     "reports": {"simulator", "policy", "errors", "version"},
-    "evaluation": {"reports", "simulator", "scheduler", "policy", "model", "types", "errors"},
+    "evaluation": {"tune", "api", "reports", "simulator", "scheduler", "policy", "model", "types", "errors"},
     "membership": {"errors"},
     "elastic": {"tls", "errors"},
     "train": {"membership", "api", "tls", "model", "types", "errors"},
