@@ -4,8 +4,8 @@ The driver of a study calls it. A slot goes where it buys the most chance to fin
 a trial that has passed a rung offers its chance to end as the best, over the part of its work that is left; a new trial
 offers the chance of one more draw, 1/(n + 1) after n trials, over what a trial costs on average. Slots are given one by
 one, each to the largest offer divided by the slots that it would then have (D'Hondt), because speed grows less than
-slots do. Early in a study new trials offer most; later the best trials grow; a trial that offers less than a new one
-has no slot: it waits, and goes on when slots are free.
+slots do. At first new trials offer most; then the best trials grow; a trial that offers less than a new one has no
+slot: it waits, and goes on when slots are free.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 LEAST_LEFT = 0.05  # of a trial's work, that its chance is divided by
+NEW = 0.3  # what a new trial's chance counts: a good value soon is worth more than the best one at the end
 STAYS = 1.5  # a trial that has slots keeps the last one unless others offer so many times more
 
 
@@ -40,7 +41,7 @@ class Prospect:
 
     @property
     def offer(self) -> float:
-        return 1 / (self.num_seen + 1) / max(self.cost, LEAST_LEFT)
+        return NEW / (self.num_seen + 1) / max(self.cost, LEAST_LEFT)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

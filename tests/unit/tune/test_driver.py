@@ -159,7 +159,7 @@ def test_stopped_in_the_middle_of_a_rung_and_resumed(storage):
     driver.stop()
     assert not jobs.running and driver.stored.state == "stopped"
     stopped = [one.params for one in driver.trials.values() if one.state == "stopped"]
-    assert len(stopped) == 4
+    assert len(stopped) == len(driver.trials) >= 4  # none was done; one may have waited for the slot of a better one
     driver = StudyDriver(storage.load("s"), jobs)
     driver.resume(None)
     carry_out(driver, jobs)
