@@ -99,7 +99,8 @@ def first_workloads(suite: Suite, most: int) -> Suite:
 
 
 def _policies(suite: Suite) -> set[str]:
-    return {case.policy for case in (*suite.cases, *suite.studies)} | ({scale.POLICY} if suite.sizes else set())
+    known = {case.policy for case in suite.cases} | {case.policy for case in suite.studies}
+    return known | ({scale.POLICY} if suite.sizes else set())
 
 
 # Running --------------------------------------------------------------------------------------
