@@ -80,9 +80,9 @@ def test_server_trials_and_fork_server_are_killed_fifty_times(cluster, seed):
         found = Study.attach(name, cluster.client).wait(2 * PATIENCE_S)
         check(found, 6)
         assert [one.params for one in found.trials] == _drawn(found, 6)
-        own = [job.view() for job in cluster.client.jobs() if job.name.startswith(f"{name}-")]
+        own = [job for job in cluster.client.jobs() if job.name.startswith(f"{name}-")]
         assert sorted(job.name for job in own) == sorted(one.job for one in found.trials)
-        assert all(job.is_over for job in own)
+        cluster.until(lambda own=own: all(job.is_done for job in own), "the end of all its jobs")
 
 
 def _wait_for_news(cluster, name):

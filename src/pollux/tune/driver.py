@@ -28,6 +28,7 @@ STUCK_PROGRESS = 0.5  # by which a trial should have logged its metric
 PAUSED_WEIGHT = 1e-9  # of a trial that waits: not worth a slot that another can use
 ENDING = 0.95  # progress of a trial whose slot the next one is queued for
 MANY = 1_000_000  # replicas
+LATE_S = 10.0  # that a report may come after its job's end
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class StudyDriver:
         self.improvements = stored.improvements
         self.warnings: list[str] = []
         self._weights: dict[str, float] = {}
+        self._over_since: dict[int, float] = {}  # by trial whose job succeeded without a value
         self._recover()
 
     @property
@@ -153,10 +155,16 @@ class StudyDriver:
                 return
             self.stored.observe(trial, one.progress, self.request.sign * one.value)
             trial.value = self.request.sign * one.value
-        if job.is_over:
+        if job.is_over and not self._may_be_late(trial, job):
             self._take_end(trial, job)
         elif not trial.points and (job.progress or 0.0) >= STUCK_PROGRESS:
             self._warn(_missing(self.request.metric, job.metrics))
+
+    def _may_be_late(self, trial: StoredTrial, job: TrialJob) -> bool:
+        """A job that succeeded without a value: its last report may be on its way."""
+        if job.state != "succeeded" or trial.value is not None or self.request.metric in job.metrics:
+            return False
+        return self._jobs.now() - self._over_since.setdefault(trial.number, self._jobs.now()) < LATE_S
 
     def _note_diverged(self) -> None:
         ended = [one for one in self.trials.values() if one.state in ("complete", "pruned", "failed")]
