@@ -21,6 +21,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from pollux.api.study import StudyDetail
 from pollux.client import Client
 from pollux.client.study import Study
 
@@ -51,7 +52,8 @@ def falling(points: list[tuple[float, float]]) -> tuple[tuple[float, float], ...
 
 
 def run_peer(peer: str, args: argparse.Namespace, seed: int, folder: Path) -> Outcome:
-    command = [sys.executable, str(ROOT / "benchmarks" / "tune_peers.py"), peer, "--folder", str(folder)]
+    python = args.ray_python if peer == "ray" else sys.executable
+    command = [python, str(ROOT / "benchmarks" / "tune_peers.py"), peer, "--folder", str(folder)]
     for name in ("trials", "epochs", "ms", "slots"):
         command += [f"--{name}", str(getattr(args, name))]
     done = subprocess.run(
@@ -74,9 +76,11 @@ def run_pollux(args: argparse.Namespace, seed: int, folder: Path) -> Outcome:
     try:
         client = _connect(data)
         script = [sys.executable, str(ROOT / "examples" / "digits_study.py"), "--epochs", str(args.epochs)]
-        # A job before the clock starts: the fork server has imported torch, as the peers' workers have.
-        warm = client.submit_all([*script[:2], "--epochs", "1"])
-        warm[0].wait(START_S)
+        # A study before the clock starts: server and fork server have imported optuna and torch, as the peers have.
+        warm = Study(
+            [*script[:2], "--epochs", "1"], space=SPACE, metric="val_loss", trials=1, name="warm", client=client
+        )
+        warm.start().wait(RUN_S)
         began = time.time()
         study = Study(
             [*script, "--emulate-device", str(args.ms)],
@@ -90,11 +94,40 @@ def run_pollux(args: argparse.Namespace, seed: int, folder: Path) -> Outcome:
         ).start()
         found = study.wait(RUN_S)
         best = falling([(one.at - began, one.value) for one in found.improvements])
+        if args.timeline:
+            print_timeline(client, found, began, args.slots)
         client.close()
         return Outcome("pollux", best, (found.ended_at or time.time()) - began, found.slot_s)
     finally:
         server.terminate()
         server.wait(60)
+
+
+def print_timeline(client: Client, found: StudyDetail, began: float, num_slots: int) -> None:
+    """Where the time of each trial went: waiting, starting, training, stopping; and what slots were used."""
+    spent: dict[str, float] = dict.fromkeys(("pending", "starting", "running", "resizing", "stopping"), 0.0)
+    print("trial  submitted   queued  starting   training  resizing  stopping  ended  replicas  progress  value  why")
+    for trial in found.trials:
+        job = client.job(trial.job).describe()
+        own = dict.fromkeys(spent, 0.0)
+        moves = [*((one.at, str(one.target)) for one in job.transitions)]
+        at, state = job.submitted_at, "pending"
+        for moved_at, target in moves:
+            own[state] += moved_at - at
+            at, state = moved_at, target
+        for name, value in own.items():
+            spent[name] += value
+        sizes = ",".join(str(sum(count for _, count in one.after)) for one in job.resizes)
+        print(
+            f"{trial.number:5d} {job.submitted_at - began:10.1f} {own['pending']:8.1f} {own['starting']:9.1f} "
+            f"{own['running']:10.1f} {own['resizing']:9.1f} {own['stopping']:9.1f} {at - began:6.1f} {sizes:>9} "
+            f"{trial.progress or 0:9.2f} {trial.value or 0:.3f}  {trial.reason[:40]}"
+        )
+    total_s = (found.ended_at or at) - began
+    print(
+        f"all    {', '.join(f'{name} {value:.1f}' for name, value in spent.items())}; "
+        f"{found.slot_s / (total_s * num_slots):.0%} of the slots' time held"
+    )
 
 
 def _connect(data: Path) -> Client:
@@ -119,6 +152,8 @@ def main() -> None:
     parser.add_argument("--ms", type=float, default=3.0)
     parser.add_argument("--parallel", type=int, default=None, help="trials at a time, of pollux alone")
     parser.add_argument("--slots", type=int, default=4)
+    parser.add_argument("--ray-python", default=sys.executable, help="an interpreter that has ray[tune]")
+    parser.add_argument("--timeline", action="store_true", help="print where the time of each of our trials went")
     args = parser.parse_args()
     for seed in args.seeds:
         found = []

@@ -58,7 +58,7 @@ def optuna_worker(args: argparse.Namespace, url: str, index: int, gate: Any) -> 
 
     load_data()
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    sampler = optuna.samplers.TPESampler(seed=1000 * args.seed + index, multivariate=True, constant_liar=True)
+    sampler = seeded_by_trial(args.seed)
     pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=3)
     study = optuna.load_study(study_name="s", storage=url, sampler=sampler, pruner=pruner)
     began = gate()
@@ -85,6 +85,19 @@ def optuna_worker(args: argparse.Namespace, url: str, index: int, gate: Any) -> 
 
     done = optuna.study.MaxTrialsCallback(args.trials, states=None)
     study.optimize(objective, callbacks=[done], n_trials=args.trials)
+
+
+def seeded_by_trial(seed: int) -> Any:
+    """TPE as a study of Pollux has it: trial k draws with the same seed there and here."""
+    import optuna
+
+    class Sampler(optuna.samplers.TPESampler):
+        def infer_relative_search_space(self, study: Any, trial: Any) -> Any:
+            settings = {"multivariate": True, "group": True, "constant_liar": True}
+            self.__init__(seed=(seed * 1_000_003 + trial.number) % 2**31, **settings)  # type: ignore[misc]
+            return super().infer_relative_search_space(study, trial)
+
+    return Sampler(seed=seed, multivariate=True, group=True, constant_liar=True)
 
 
 class Gate:

@@ -25,7 +25,7 @@ MAY_IMPORT = {
     "scheduler": {"policy", "model", "types", "errors"},
     "simulator": {"scheduler", "policy", "model", "types", "errors", "version"},
     "reports": {"simulator", "policy", "errors", "version"},
-    "evaluation": {"reports", "simulator", "scheduler", "policy", "model", "types", "errors"},
+    "evaluation": {"tune", "api", "reports", "simulator", "scheduler", "policy", "model", "types", "errors"},
     "membership": {"errors"},
     "elastic": {"server_address", "tls", "errors"},
     "train": {"membership", "api", "server_address", "tls", "model", "types", "errors"},

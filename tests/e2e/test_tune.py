@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
-import time
 from pathlib import Path
 
 import psutil
@@ -12,7 +12,9 @@ import pytest
 
 pytest.importorskip("optuna", reason="studies need the extra tune")
 
+from pollux.api.study import decode_study
 from pollux.tune import Study
+from pollux.tune.storage import StudyStorage
 from tests.e2e.cluster import LiveCluster
 from tests.long import long
 
@@ -59,36 +61,68 @@ def test_a_study_of_a_real_network_goes_on_after_the_server_is_killed(cluster):
     assert sorted(job.name for job in jobs) == sorted(one.job for one in found.trials)
 
 
+NUM_KILLS = 50
+VICTIMS = ("server", "trial", "fork server")
+
+
 @long
-def test_server_trials_and_fork_server_are_killed_in_turn(cluster):
-    """Fifty times something dies; no trial is lost or counted twice."""
-    study = begin(cluster, 24, epochs=6, ms=1.0, max_restarts=50)
-    for index in range(50):
-        time.sleep(1.5)
-        study = Study.attach("digits", cluster.client)
-        if study.describe().is_over:
-            break
-        if index % 5 == 0:
-            cluster.kill_server()
-            cluster.start()
-        elif index % 5 == 1:
-            _kill_fork_servers(cluster)
-        else:
-            _kill_a_replica(cluster, study)
-    found = Study.attach("digits", cluster.client).wait(3 * PATIENCE_S)
-    check(found, 24)
+@pytest.mark.parametrize("seed", [0])
+def test_server_trials_and_fork_server_are_killed_fifty_times(cluster, seed):
+    """Short studies one after the other until fifty kills are done; each must end with the trials it would have had."""
+    draw, num_killed, round_ = random.Random(seed), 0, 0
+    while num_killed < NUM_KILLS:
+        round_ += 1
+        name = f"round-{round_}"
+        begin(cluster, 6, ms=0.5, name=name, seed=round_, sampler="random", max_restarts=50)
+        while num_killed < NUM_KILLS and _wait_for_news(cluster, name):
+            victim = draw.choice(VICTIMS)
+            num_killed += _kill(cluster, name, victim, draw)
+        found = Study.attach(name, cluster.client).wait(2 * PATIENCE_S)
+        check(found, 6)
+        assert [one.params for one in found.trials] == _drawn(found, 6)
+        own = [job for job in cluster.client.jobs() if job.name.startswith(f"{name}-")]
+        assert sorted(job.name for job in own) == sorted(one.job for one in found.trials)
+        cluster.until(lambda own=own: all(job.is_done for job in own), "the end of all its jobs")
 
 
-def _kill_a_replica(cluster, study):
-    running = [one.job for one in study.describe().trials if one.state == "running" and one.num_replicas]
-    for job in running[:1]:
-        for pid in list(cluster.pids(job).values())[:1]:
-            if pid is not None and psutil.pid_exists(pid):
-                os.kill(pid, signal.SIGKILL)
+def _wait_for_news(cluster, name):
+    """Until the study has another value or is over; whether it goes on."""
+    study = Study.attach(name, cluster.client)
+
+    def seen():
+        trials = study.describe().trials
+        return [(one.number, one.state, one.progress, one.num_replicas) for one in trials]
+
+    before = seen()
+    cluster.until(lambda: study.describe().is_over or seen() != before, "news of the study")
+    return not study.describe().is_over
 
 
-def _kill_fork_servers(cluster):
-    for process in psutil.process_iter(["cmdline", "environ"]):
-        words = process.info["cmdline"] or []
-        if any("fork_main" in word for word in words) and str(cluster.data) in " ".join(words):
-            process.kill()
+def _kill(cluster, name, victim, draw):
+    """1 if something was killed; a trial may have ended just before."""
+    if victim == "server":
+        cluster.kill_server()
+        cluster.start()
+        return 1
+    if victim == "fork server":
+        try:
+            cluster.fork_server.kill()
+        except (psutil.Error, StopIteration):  # it was killed a moment ago, and a new one is not needed yet
+            return 0
+        return 1
+    trials = Study.attach(name, cluster.client).describe().trials
+    running = [one.job for one in trials if one.state == "running" and one.num_replicas]
+    pids = [pid for job in running for pid in cluster.pids(job).values() if pid is not None]
+    if not pids:
+        return 0
+    try:
+        os.kill(draw.choice(sorted(pids)), signal.SIGKILL)
+    except ProcessLookupError:
+        return 0
+    return 1
+
+
+def _drawn(found, num_trials):
+    """The parameters that the study draws when nothing is killed."""
+    stored = StudyStorage(None).create(decode_study(dict(found.request)), 0.0)
+    return [dict(stored.ask().params) for _ in range(num_trials)]

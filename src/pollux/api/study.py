@@ -40,7 +40,7 @@ class StudyRequest:
     trials: int = field(default=20, metadata=about("How many in all.", ge=1, le=MAX_TRIALS))
     parallel: int | None = field(
         default=None,
-        metadata=about("Trials at the same time; by default one for each slot of the study's share.", ge=1),
+        metadata=about("Trials at a time, those that wait included; as many as are worth a slot by default.", ge=1),
     )
     sampler: SamplerName = "tpe"
     pruner: PrunerName = "asha"

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import json
+import multiprocessing
 import os
 import platform
 import shlex
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +31,7 @@ from pollux.evaluation.catalogue import SCALE_TABLE, Artifacts
 from pollux.evaluation.registry import SUITES, make_suite
 from pollux.evaluation.scale import Size
 from pollux.evaluation.suite_page import suite_report
-from pollux.evaluation.suites import BOUND_COLUMN, Case, Row, Suite, all_rows
+from pollux.evaluation.suites import BOUND_COLUMN, Case, Row, StudyCase, Suite, all_rows
 from pollux.evaluation.verdicts import MARKED, label_of, shown_tables, verdicts
 from pollux.reports.page import Heading
 from pollux.reports.versions import versions
@@ -76,6 +79,7 @@ def choose_suite(name: str, artifacts: Artifacts, policies: Sequence[str], *, is
     return dataclasses.replace(
         suite,
         cases=tuple(case for case in suite.cases if case.policy in policies),
+        studies=tuple(case for case in suite.studies if case.policy in policies),
         sizes=suite.sizes if scale.POLICY in policies else (),
     )
 
@@ -95,7 +99,8 @@ def first_workloads(suite: Suite, most: int) -> Suite:
 
 
 def _policies(suite: Suite) -> set[str]:
-    return {case.policy for case in suite.cases} | ({scale.POLICY} if suite.sizes else set())
+    known = {case.policy for case in suite.cases} | {case.policy for case in suite.studies}
+    return known | ({scale.POLICY} if suite.sizes else set())
 
 
 # Running --------------------------------------------------------------------------------------
@@ -151,6 +156,34 @@ def run_sizes(sizes: Sequence[Size]) -> list[dict[str, Any]]:
             rows.append({"workload": SCALE_TABLE, "policy": label, "x": size.num_gpus, "line": scale.POLICY, **found})
             progress.advance(bar, size.num_jobs)
             tally.num_done, tally.share = tally.num_done + 1, tally.share + size.num_jobs / total
+    return rows
+
+
+def run_studies(cases: Sequence[StudyCase], num_processes: int) -> list[dict[str, Any]]:
+    """Simulate studies, several at a time.
+
+    Raises:
+        InvalidValueError: Optuna is not installed.
+    """
+    if not cases:
+        return []
+    if importlib.util.find_spec("optuna") is None:
+        raise InvalidValueError('the suite tune needs optuna: pip install "pollux-scheduler[tune]"')
+    from pollux.evaluation.studies import run_case
+
+    rows: list[dict[str, Any]] = []
+    tally = Tally(things="studies", num_all=len(cases))
+    context = multiprocessing.get_context("spawn")
+    with (
+        telling(tally),
+        progress_bar() as progress,
+        ProcessPoolExecutor(min(num_processes, len(cases)), mp_context=context) as pool,
+    ):
+        bar = progress.add_task("studies", total=len(cases), tally=tally)
+        for row in pool.map(run_case, cases):
+            rows.append(dict(row))
+            progress.advance(bar)
+            tally.num_done, tally.share = len(rows), len(rows) / len(cases)
     return rows
 
 
@@ -266,7 +299,15 @@ def compare_suite(
         typer.echo(f"note: {note}", err=True)
     began = time.perf_counter()
     measured, results, failed = run_cases(suite.cases, num_processes, is_bounded=is_bounded)
-    rows = all_rows(suite, [*measured, *run_sizes(suite.sizes), *run_truth(suite.measurements)])
+    rows = all_rows(
+        suite,
+        [
+            *measured,
+            *run_studies(suite.studies, num_processes),
+            *run_sizes(suite.sizes),
+            *run_truth(suite.measurements),
+        ],
+    )
     words = ["pollux", "compare", "--suite", name, *(["--quick"] if is_quick else [])]
     words += [] if most_workloads is None else ["--workloads", str(most_workloads)]
     words += ["--bound"] if is_bounded else []

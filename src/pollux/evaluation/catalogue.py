@@ -15,6 +15,7 @@ from typing import Any
 
 from pollux.errors import InputFileError
 from pollux.evaluation.scale import SIZES
+from pollux.evaluation.study_suite import tune_suite
 from pollux.evaluation.suites import Case, Chart, Column, Published, Suite
 from pollux.policy import WEIGHTINGS, PolicySettings, policy_names
 from pollux.simulator.config import SimulationConfig, sia_config
@@ -448,3 +449,7 @@ def truth(artifacts: Artifacts, is_quick: bool) -> Suite:
         ),
         charts=(Chart(title="Mean error", key="mean_error", factor=100, unit="%"),),
     )
+
+
+def tune(artifacts: Artifacts, is_quick: bool) -> Suite:
+    return tune_suite(artifacts.part("osdi21"), is_quick)

@@ -36,6 +36,7 @@ SUITES: dict[str, SuiteEntry] = {
     ),
     "hetero": SuiteEntry("Sia's cluster of three GPU types; needs that artifact's data", main.hetero),
     "truth": SuiteEntry("models against measurements of Zeus, ElasticFlow and Gavel; needs their data", main.truth),
+    "tune": SuiteEntry("studies: static trials, ASHA, Ray Tune's sharing and ours; needs the extra tune", main.tune),
     "shockwave": SuiteEntry(
         "four policies beside their authors' physical runs on 32 V100s; needs their data", experiments.shockwave
     ),

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pollux.evaluation.scale import Size
 from pollux.policy import PolicySettings
@@ -37,6 +37,26 @@ class Case:
     x: float | None = None  # its place on the x axis of figures with lines
     line: str = ""  # on which
     is_aside: bool = False  # in another configuration than the rest of its table: no verdict names it first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StudyCase:
+    """One simulated study, or (``is_one_job``) one job in its place."""
+
+    table: str
+    label: str
+    traces: str | None
+    config: SimulationConfig
+    trials: int
+    seed: int = 0
+    policy: str = "pollux"
+    sampler: Literal["tpe", "random"] = "random"
+    pruner: Literal["asha", "none"] = "asha"
+    parallel: int | None = None
+    replicas: int | None = None  # of every trial; None: as scheduled
+    is_promising: bool = True  # slots follow the trials' promise
+    num_beside: int = 0  # jobs of another tenant
+    is_one_job: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +108,7 @@ class Suite:
     is_quick: bool = False  # some of its cases are left out
     cases: tuple[Case, ...] = ()
     sizes: tuple[Size, ...] = ()  # of clusters to decide for, instead of simulations
+    studies: tuple[StudyCase, ...] = ()
     measurements: Path | None = None  # of others, that models are compared with, instead of simulations
     published: tuple[Published, ...] = ()
     reference: str = ""  # label of the published row that others are compared with

@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 
@@ -15,7 +16,7 @@ from pollux.policy.simulated import host_of
 from pollux.scheduler.loop import Scheduler, SchedulerConfig
 from pollux.scheduler.ports import MemoryStore
 from pollux.scheduler.quotas import Quotas
-from pollux.scheduler.record import RoundRecord
+from pollux.scheduler.record import JobRecord, RoundRecord
 from pollux.simulator.application import Application, application_key
 from pollux.simulator.clock import VirtualClock
 from pollux.simulator.colocation import check_applications
@@ -24,7 +25,7 @@ from pollux.simulator.engine import SimulatedEngine
 from pollux.simulator.oracle import SimulationOracle
 from pollux.simulator.slot_sharing import SimulatedSlots
 from pollux.simulator.workload import Workload
-from pollux.types import Snapshot
+from pollux.types import JobSpec, Snapshot
 
 # Seconds in which no job runs or arrives although jobs wait, after which a run is given up. No policy waits so long:
 # the longest memory of any is Themis' lease of ten minutes.
@@ -65,6 +66,20 @@ class SimulatedSample:
     types: Mapping[str, str] = field(
         default_factory=dict
     )  # by job, of the slots it holds; empty where there is one type
+
+
+class Attendant(Protocol):
+    """Submits, weighs and cancels jobs while a simulation runs, as a study does."""
+
+    next_at: float  # when it wants to act again
+
+    def begin(self, scheduler: Scheduler, engine: SimulatedEngine, submit: Callable[[JobSpec], JobRecord]) -> None: ...
+
+    def attend(self, now: float) -> None: ...
+
+    @property
+    def is_over(self) -> bool:
+        """It will submit no more jobs."""
 
 
 _NO_REPLICAS, _NO_SPEEDUPS = np.zeros(0, dtype=int), np.zeros(0)
@@ -110,8 +125,9 @@ def simulate(
     policy: Policy,
     config: SimulationConfig,
     on_round: Callable[[float, int], None] | None = None,
+    attendant: Attendant | None = None,
 ) -> SimulationRun:
-    """Run ``workload`` to its end. ``on_round(now, jobs done)`` is called after every decision."""
+    """Run ``workload`` to its end, and that of ``attendant``. ``on_round(now, jobs done)`` follows every decision."""
     began = time.perf_counter()
     check_applications(config.shared_speeds, applications.values())
     applications = config.physics.applied_to(applications)
@@ -123,6 +139,8 @@ def simulate(
     arrivals.reverse()  # next one last
 
     def advance(deadline: float) -> float:
+        if attendant is not None and not attendant.is_over:
+            deadline = min(deadline, max(attendant.next_at, engine.now))
         if config.decides_on_events and arrivals:
             deadline = min(deadline, max(arrivals[-1][1].submitted_at, engine.now))
         now = engine.advance(deadline, stops_at_event=config.decides_on_events)
@@ -131,9 +149,15 @@ def simulate(
             scheduler.submit(spec, sequence)
             if profiles_types:
                 engine.profile(spec, config.profiled_batches)
+        if attendant is not None and not attendant.is_over:
+            attendant.attend(now)
         return now
 
-    store = _RunStore()
+    def submit(spec: JobSpec) -> JobRecord:
+        specs[spec.name] = spec
+        return scheduler.submit(spec)
+
+    store, specs = _RunStore(), {job.name: job for job in workload.jobs}
     clock = VirtualClock(advance)
     scheduler = Scheduler(
         policy=policy,
@@ -143,9 +167,11 @@ def simulate(
         config=_scheduler_config(config, policy),
         pool=engine,
         quotas=None if (entitled := config.entitlements) is None else Quotas(lambda: entitled),
-        rules=SimulatedSlots(SimulationOracle(engine, {job.name: job for job in workload.jobs}, slots_per_node)),
+        rules=SimulatedSlots(SimulationOracle(engine, specs, slots_per_node)),
     )
     policy.reset()
+    if attendant is not None:
+        attendant.begin(scheduler, engine, submit)
 
     samples: list[SimulatedSample] = []
     alive_at = 0.0
@@ -165,7 +191,7 @@ def simulate(
                 )
         if on_round is not None:
             on_round(now, len(store.jobs) - len(active))
-        return not arrivals and not active
+        return not arrivals and not active and (attendant is None or attendant.is_over)
 
     scheduler.run(is_done)
     return SimulationRun(

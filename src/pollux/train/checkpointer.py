@@ -84,6 +84,7 @@ class Checkpointer:
         name, error = team.share((None if draft is None else draft.name, error))
         if error is not None:
             raise error
+        assert name is not None  # else rank 0 has said why
         own, problem, current = None, None, shards.current()
         if team.rank < current.cut.count:  # one of those with the same shard
             try:

@@ -98,6 +98,7 @@ class RunState:
                 "stalled_s": self.stalled_s,
                 "seed": self.seed,
                 "lineage": self.lineage,
+                "trial": self.trial.state_dict(),
                 "random": random_state(self.device),
             }
         )
@@ -122,6 +123,7 @@ class RunState:
         self.choice = replace(self.choice, total=state["total_batch"])
         self.stalled_s = state["stalled_s"]
         self.seed, self.lineage = state["seed"], state["lineage"]
+        self.metrics.update(self.trial.load_state_dict(state["trial"]))
         for name, stateful in self.tracked.items():
             stateful.load_state_dict(state["tracked"][name])
         if with_random:

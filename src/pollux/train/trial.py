@@ -25,6 +25,7 @@ class Trial:
         self.params, self.metric = dict(params or {}), metric
         # On every rank: if rank 0 is replaced, the next one still has the last values.
         self._observed: deque[Observed] = deque(maxlen=MAX_OBSERVED)
+        self._logged: deque[Observed] = deque(maxlen=MAX_OBSERVED)  # the last ones of all
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> Trial:
@@ -63,10 +64,22 @@ class Trial:
             value = float(cast(float, metrics[self.metric]))
         except (TypeError, ValueError):
             return  # the server says which metrics came
-        self._observed.append((progress, value if math.isfinite(value) else cast(NonFinite, str(value))))
+        one: Observed = (progress, value if math.isfinite(value) else cast(NonFinite, str(value)))
+        self._observed.append(one)
+        self._logged.append(one)
 
     def take_observed(self) -> tuple[Observed, ...]:
         """What was observed since the last call."""
         found = tuple(self._observed)
         self._observed.clear()
         return found
+
+    def state_dict(self) -> str:
+        """What was logged, for checkpoints: a replica may die before the server has it."""
+        return json.dumps(list(self._logged))
+
+    def load_state_dict(self, text: str) -> dict[str, object]:
+        """Tell it all again (the study keeps one value for each progress); the metrics that were logged last."""
+        logged = [(float(progress), value) for progress, value in json.loads(text)]
+        self._logged, self._observed = deque(logged, MAX_OBSERVED), deque(logged, MAX_OBSERVED)
+        return {self.metric: logged[-1][1]} if logged else {}

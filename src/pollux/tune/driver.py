@@ -16,15 +16,19 @@ from collections.abc import Mapping
 from pollux.api.space import Value
 from pollux.api.study import TrialStateName
 from pollux.errors import InvalidValueError
+from pollux.tune.apportion import Apportionment, Candidate, Prospect, Rule, apportion
 from pollux.tune.ports import Jobs, TrialJob
-from pollux.tune.promise import FLOOR, MOST_WEIGHT_STEP, chances, job_weights, shares, slots_of_study
+from pollux.tune.promise import MOST_WEIGHT_STEP, chances, job_weights, slots_of_study
 from pollux.tune.rungs import Curve, make_pruner
 from pollux.tune.storage import StoredStudy, StoredTrial
 
 NUM_FIRST = 3  # if the first so many trials all fail, so will the others
 NUM_COMPARED = 3  # trials with different parameters and equal values: the script does not read them
 STUCK_PROGRESS = 0.5  # by which a trial should have logged its metric
-PAUSED_WEIGHT = 1e-6  # of a trial for which the study's share has no slot at the moment
+PAUSED_WEIGHT = 1e-9  # of a trial that waits: not worth a slot that another can use
+ENDING = 0.95  # progress of a trial whose slot the next one is queued for
+MANY = 1_000_000  # replicas
+LATE_S = 10.0  # that a report may come after its job's end
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +36,9 @@ logger = logging.getLogger(__name__)
 class StudyDriver:
     """Owns a study's trials in memory. Not for two threads at once."""
 
-    def __init__(self, stored: StoredStudy, jobs: Jobs) -> None:
-        self.stored, self._jobs = stored, jobs
+    def __init__(self, stored: StoredStudy, jobs: Jobs, rule: Rule = apportion) -> None:
+        """``rule``: how slots are shared out; simulations compare others with ours."""
+        self.stored, self._jobs, self._rule = stored, jobs, rule
         self.request = stored.request
         self.pruner = make_pruner(self.request.pruner, self.request.min_progress, self.request.eta)
         self.trials: dict[int, StoredTrial] = {one.number: one for one in stored.trials()}
@@ -42,6 +47,7 @@ class StudyDriver:
         self.improvements = stored.improvements
         self.warnings: list[str] = []
         self._weights: dict[str, float] = {}
+        self._over_since: dict[int, float] = {}  # by trial whose job succeeded without a value
         self._recover()
 
     @property
@@ -80,11 +86,12 @@ class StudyDriver:
         if self._is_hopeless():
             self._end("failed", f"the first {NUM_FIRST} trials failed: {self._first_failure()}")
             return
-        self._start_trials()
+        plan = self._apportion()
+        self._start_trials(plan.num_new)
         if not self.live and self._num_left() == 0:
             self._end("finished", "all trials are done")
             return
-        self._weigh()
+        self._weigh(plan.slots)
         self._look_for_ignored_parameters()
 
     def stop(self, reason: str = "stopped by the user") -> None:
@@ -148,10 +155,16 @@ class StudyDriver:
                 return
             self.stored.observe(trial, one.progress, self.request.sign * one.value)
             trial.value = self.request.sign * one.value
-        if job.is_over:
+        if job.is_over and not self._may_be_late(trial, job):
             self._take_end(trial, job)
         elif not trial.points and (job.progress or 0.0) >= STUCK_PROGRESS:
             self._warn(_missing(self.request.metric, job.metrics))
+
+    def _may_be_late(self, trial: StoredTrial, job: TrialJob) -> bool:
+        """A job that succeeded without a value: its last report may be on its way."""
+        if job.state != "succeeded" or trial.value is not None or self.request.metric in job.metrics:
+            return False
+        return self._jobs.now() - self._over_since.setdefault(trial.number, self._jobs.now()) < LATE_S
 
     def _note_diverged(self) -> None:
         ended = [one for one in self.trials.values() if one.state in ("complete", "pruned", "failed")]
@@ -199,15 +212,14 @@ class StudyDriver:
         """Trials that are yet to be started."""
         return self.request.trials - sum(one.state not in ("stopped", "waiting") for one in self.trials.values())
 
-    def _start_trials(self) -> None:
-        free = self._num_parallel() - len(self.live)
-        for _ in range(min(free, self._num_left())):
+    def _start_trials(self, num_new: int) -> None:
+        for _ in range(min(num_new, self._num_left())):
             trial = self.stored.ask()
             self.trials[trial.number] = trial
             self._submit(trial)
 
     def _submit(self, trial: StoredTrial) -> None:
-        share = FLOOR / max(len(self.live), 1)  # it takes a slot that is free, and none from a trial that trains
+        share = 1 / self._num_slots()
         request = dataclasses.replace(
             self.request.job,
             name=self.job_of(trial),
@@ -227,26 +239,50 @@ class StudyDriver:
 
     # Weights ----------------------------------------------------------------------------------
 
-    def _share_slots(self) -> float:
+    def _num_slots(self) -> int:
+        """Of the study's share of the cluster."""
         others = self._jobs.other_weights(self.name)
-        return slots_of_study(self._jobs.num_slots(), self.request.weight, others, self._jobs.p)
+        share = slots_of_study(self._jobs.num_slots(), self.request.weight, others, self._jobs.p)
+        return max(math.floor(share + 1e-6), 1)
 
-    def _num_parallel(self) -> int:
-        """A trial for each slot of the study's share: one slot teaches most per slot, and growing comes by itself."""
-        most = max(math.floor(self._share_slots() + 1e-6), 1)
-        return most if self.request.parallel is None else min(most, self.request.parallel)
+    def _apportion(self) -> Apportionment:
+        """How many slots each live trial should have, and how many trials should begin."""
+        live, counted = self.live, self._counted()
+        ended = [one for one in counted if one.state != "running"]
+        best = min((one.value for one in ended if one.value is not None), default=None)
+        self.chances = chances({one.number: one.points for one in live}, best)
+        candidates = [
+            Candidate(
+                number=one.number,
+                chance=self.chances[one.number],
+                progress=self._progress(one),
+                is_proven=one.num_decided > 0 or (not self.pruner.rungs and bool(one.points)),
+                has_slots=one.number in self.seen and self.seen[one.number].num_replicas > 0,
+            )
+            for one in live
+            if self._progress(one) < ENDING or not self._num_left()
+        ]
+        num_left = self._num_left()
+        if self.request.parallel is not None:
+            num_left = min(num_left, max(self.request.parallel - len(live), 0))
+        cost = sum(map(self._progress, ended)) / len(ended) if ended else min(self.pruner.rungs, default=1.0)
+        num_seen = sum(bool(one.points) for one in counted)
+        prospect = Prospect(num_left=num_left, num_seen=num_seen, cost=cost)
+        return self._rule(candidates, prospect, self._num_slots(), self.request.job.max_replicas or MANY)
 
-    def _weigh(self) -> None:
-        """Tell the scheduler what each trial counts; trials beyond the study's share wait, the worst first."""
-        live = {one.number: one.points for one in self.live}
-        ended = [one.value for one in self.trials.values() if one.state == "complete" and one.value is not None]
-        self.chances = chances(live, min(ended, default=None))
-        num_slots = max(math.floor(self._share_slots() + 1e-6), 1)
-        ranked = sorted(live, key=lambda number: (-self.chances[number], number))
-        active, paused = ranked[:num_slots], ranked[num_slots:]
-        known = {one: self.chances[one] if live[one] else 0.0 for one in active}  # without a value: the floor
-        found = job_weights(shares(known), self.request.weight, self._jobs.p)
-        found |= dict.fromkeys(paused, PAUSED_WEIGHT * self.request.weight)
+    def _progress(self, trial: StoredTrial) -> float:
+        job = self.seen.get(trial.number)
+        told = 0.0 if job is None or job.progress is None else job.progress
+        return max(told, max((progress for progress, _ in trial.points), default=0.0))
+
+    def _weigh(self, slots: Mapping[int, int]) -> None:
+        """Tell the scheduler what each trial counts."""
+        wanted = {one.number: slots.get(one.number, 1) for one in self.live}  # new ones, and those that are ending: one
+        total = sum(wanted.values())
+        found = job_weights(
+            {number: one / total for number, one in wanted.items() if one}, self.request.weight, self._jobs.p
+        )
+        found |= {number: PAUSED_WEIGHT * self.request.weight for number, one in wanted.items() if not one}
         named = {self.job_of(self.trials[number]): weight for number, weight in found.items()}
         if any(_differs(weight, self._weights.get(job)) for job, weight in named.items()):
             self._weights = named

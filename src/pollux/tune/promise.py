@@ -23,6 +23,7 @@ _EXPONENTS = np.array([0.25, 0.5, 1.0, 2.0])
 _NUM_DRAWS = 2048
 _SEED = 0  # of the draws: the same curves give the same chances
 _LEAST_POINTS = 3  # below which a curve cannot be extrapolated
+_LEAST_NOISE = 0.02  # of a value
 _RIDGE = 1e-3  # keeps b near 0 where the points do not say more
 FLOOR = 0.25  # share of an average trial that one without any chance has: it goes on, slowly, until it is pruned
 MOST_WEIGHT_STEP = 0.2  # relative change of a weight below which the scheduler is not told
@@ -42,8 +43,7 @@ def predict(points: Sequence[tuple[float, float]], spread: float) -> tuple[float
         return last, 1e-9
     if len(points) < _LEAST_POINTS:
         return last, spread * (1 - reached)
-    noise = max(float(np.std(np.diff(v))) / math.sqrt(2), 1e-3 * spread, 1e-12)
-    ends, fits = [], []
+    ends, errors = [], []
     for exponent in _EXPONENTS:
         x = t**-exponent - 1.0  # 0 at the end: a is the value there
         mean_x, mean_v = float(np.average(x, weights=t)), float(np.average(v, weights=t))
@@ -51,8 +51,10 @@ def predict(points: Sequence[tuple[float, float]], spread: float) -> tuple[float
         slope = max(slope, 0.0)  # a curve that rises is not expected to come down again
         ends.append(mean_v - slope * mean_x)
         residual = v - (ends[-1] + slope * x)
-        fits.append(-0.5 * float(np.sum(t * residual**2)) / noise**2)
-    likelihood = np.exp(np.array(fits) - max(fits))
+        errors.append(float(np.sum(t * residual**2) / np.sum(t)))
+    noise = max(math.sqrt(min(errors)), _LEAST_NOISE * abs(last), 1e-12)  # late points say what it is now
+    fits = -0.5 * len(points) * np.array(errors) / noise**2
+    likelihood = np.exp(fits - fits.max())
     likelihood /= likelihood.sum()
     mean = float(likelihood @ np.array(ends))
     between = float(likelihood @ (np.array(ends) - mean) ** 2)
@@ -67,10 +69,11 @@ def chances(curves: Mapping[int, Sequence[tuple[float, float]]], best: float | N
     """
     if not curves:
         return {}
-    values = np.array([value for points in curves.values() for _, value in points[-1:] if math.isfinite(value)])
-    spread = float(np.std(values)) if len(values) > 1 else 0.0
-    spread = max(spread, 1e-6, 0.05 * float(np.abs(values).mean()) if len(values) else 1.0)
-    typical = float(np.mean(values)) if len(values) else 0.0
+    values = np.sort([value for points in curves.values() for _, value in points[-1:] if math.isfinite(value)])
+    good = values[: (len(values) + 1) // 2]  # the worse half may be worse by any amount; it says nothing of the best
+    spread = float(np.std(good)) if len(good) > 1 else 0.0
+    spread = max(spread, 1e-6, 0.05 * float(np.abs(good).mean()) if len(good) else 1.0)
+    typical = float(np.mean(good)) if len(good) else 0.0
     numbers = sorted(curves)
     draws = np.random.default_rng(_SEED).standard_normal((_NUM_DRAWS, len(numbers)))
     for column, number in enumerate(numbers):

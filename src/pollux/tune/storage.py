@@ -19,7 +19,7 @@ from typing import Any, Final
 import optuna
 from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 from optuna.samplers import BaseSampler, CmaEsSampler, GPSampler, RandomSampler, TPESampler
-from optuna.storages import RDBStorage
+from optuna.storages import BaseStorage, InMemoryStorage, RDBStorage
 from optuna.trial import TrialState
 
 from pollux.api.space import Parameter, Value, exists
@@ -77,8 +77,13 @@ class StudyStorage:
         StoreError: the file is damaged, or of another version of Optuna.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path | None) -> None:
+        """``path``: of the database; None: in memory, for simulations."""
         optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self._storage: BaseStorage
+        if path is None:
+            self.url, self._storage = "memory", InMemoryStorage()
+            return
         self.url = f"sqlite:///{path}"
         with _guarded(f"opening the studies in {path}"):
             # Waits for its lock as long as others (Optuna's dashboard, say) may write.
@@ -87,7 +92,8 @@ class StudyStorage:
 
     def close(self) -> None:
         self._storage.remove_session()
-        self._storage.engine.dispose()
+        if isinstance(self._storage, RDBStorage):
+            self._storage.engine.dispose()
 
     def names(self) -> list[str]:
         with _guarded("listing studies"):

@@ -78,7 +78,7 @@ def test_every_suite_is_complete(name: str, artifacts: Artifacts) -> None:
     assert suite.name == name and suite.title and suite.about and suite.charts and not suite.notes
     assert quick.heading.endswith("(quick: fewer cases)") and suite.heading == suite.title
     assert len(quick.cases) + len(quick.sizes) <= len(suite.cases) + len(suite.sizes)
-    assert quick.cases or quick.sizes or quick.measurements
+    assert quick.cases or quick.sizes or quick.studies or quick.measurements
     assert len({(case.table, case.label) for case in suite.cases}) == len(suite.cases)
     keys = {column.key for column in suite.columns}
     assert {key for published in suite.published for key in published.values} <= keys

@@ -46,3 +46,15 @@ def test_the_metric_is_kept_with_its_progress_and_told_once():
     trial.observe({"loss": 1.0}, None)
     assert trial.take_observed() == ((0.1, 2.0), (0.3, "nan"))
     assert trial.take_observed() == ()
+
+
+def test_a_run_that_resumes_tells_again_what_was_logged_before():
+    """A replica that was killed may have logged values that the server never got."""
+    killed, resumed = Trial.from_environment(GIVEN), Trial.from_environment(GIVEN)
+    killed.observe({"loss": 2.0}, 0.1)
+    killed.take_observed()
+    killed.observe({"loss": float("nan")}, 0.2)
+    assert resumed.load_state_dict(killed.state_dict()) == {"loss": "nan"}
+    resumed.observe({"loss": 1.0}, 0.3)
+    assert resumed.take_observed() == ((0.1, 2.0), (0.2, "nan"), (0.3, 1.0))
+    assert Trial.from_environment(GIVEN).load_state_dict(Trial.from_environment(GIVEN).state_dict()) == {}

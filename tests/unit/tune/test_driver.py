@@ -17,6 +17,7 @@ from pollux.api.space import parse_parameter
 from pollux.api.study import StudyRequest
 from pollux.errors import InvalidValueError, StoreError
 from pollux.tune.driver import StudyDriver
+from pollux.tune.ports import Observation
 from pollux.tune.storage import StudyStorage
 from pollux.tune.studies import STUDIES_FILE, Studies
 from pollux.tune.views import as_csv, curves, detail
@@ -159,7 +160,7 @@ def test_stopped_in_the_middle_of_a_rung_and_resumed(storage):
     driver.stop()
     assert not jobs.running and driver.stored.state == "stopped"
     stopped = [one.params for one in driver.trials.values() if one.state == "stopped"]
-    assert len(stopped) == 4
+    assert len(stopped) == len(driver.trials) >= 4  # none was done; one may have waited for the slot of a better one
     driver = StudyDriver(storage.load("s"), jobs)
     driver.resume(None)
     carry_out(driver, jobs)
@@ -184,6 +185,18 @@ def test_a_metric_that_never_comes_ends_the_study(storage):
     carry_out(driver, jobs)
     assert driver.stored.state == "failed" and "'loss' never came; the script logged other" in driver.stored.reason
     assert driver.warnings
+
+
+def test_a_value_that_comes_after_the_end_of_its_job_counts(storage):
+    jobs = FormulaJobs(lambda params, progress: None)
+    driver = begin(storage, jobs, trials=1, pruner="none")
+    driver.step()
+    jobs.train(1.0)
+    driver.step()
+    assert driver.trials[0].state == "running"
+    jobs.jobs["s-0"].told.append(Observation(id=1, at=jobs.time, progress=1.0, value=0.5))
+    driver.step()
+    assert driver.trials[0].state == "complete" and driver.best.value == 0.5
 
 
 def test_a_trial_whose_metric_is_not_a_number_ends_at_once(storage):

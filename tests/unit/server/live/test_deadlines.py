@@ -8,8 +8,7 @@ from pollux.api.job import JobUpdate
 from pollux.api.request import JobRequest
 from pollux.errors import InvalidValueError, UnknownNameError
 from pollux.model.profile import Configuration, Timing
-from tests.unit.server.live.test_cluster import World, report
-from tests.unit.server.live.test_cluster import world as world  # a fixture
+from tests.unit.server.live.world import World, report
 
 TIMINGS = ((Configuration(1, 1, 32), Timing(0.1, 0.1, 10)), (Configuration(1, 2, 32), Timing(0.1, 0.11, 10)))
 
