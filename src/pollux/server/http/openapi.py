@@ -53,6 +53,10 @@ def job_body() -> Schema:
     properties = made["requestBody"]["content"]["application/json"]["schema"]["properties"]
     for name, text in _JOB_HELP.items():
         properties[name]["description"] = text
+    for name in ("deadline_s", "budget_hours"):
+        for one in properties[name].get("anyOf", [properties[name]]):
+            if one.get("type") == "number":
+                one["exclusiveMinimum"] = 0
     properties["version"] = {"const": FORMAT_VERSION, "default": FORMAT_VERSION, "description": "Of this form."}
     return made
 
