@@ -121,7 +121,8 @@ class Handover:
         ranks = self._team.gather(None if group is None else (group.generation, group.rank))
         if len({one[0] for one in ranks if one is not None}) > 1:
             raise BrokenGroup("replicas were told of different rosters")
-        staying = sorted((old for old, new in enumerate(ranks) if new is not None), key=lambda old: ranks[old][1])
+        new_ranks = {old: one[1] for old, one in enumerate(ranks) if one is not None}
+        staying = sorted(new_ranks, key=new_ranks.__getitem__)
         if 0 < len(staying) < len(ranks):
             shards.hand_off(self._team, staying)
 
