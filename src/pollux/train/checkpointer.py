@@ -81,7 +81,7 @@ class Checkpointer:
                 draft = self._directory.begin_shared()
             except CheckpointError as caught:
                 error = caught
-        name, error = team.share((None if draft is None else draft.name, error))
+        name, error = team.share(("" if draft is None else draft.name, error))
         if error is not None:
             raise error
         assert name is not None  # else rank 0 has said why
