@@ -27,7 +27,7 @@ class ElasticFlowPolicy(Policy):
     adapts_batch = False
 
     def __init__(self, settings: PolicySettings) -> None:
-        self._promises = Promises()
+        self._promises: dict[str, Promises] = {}  # by accelerator type
 
     def reset(self) -> None:
         self._promises.clear()
@@ -35,30 +35,44 @@ class ElasticFlowPolicy(Policy):
     def decide(self, snapshot: Snapshot) -> Plan:
         counts, budget = settle(snapshot)
         largest = largest_nodes(snapshot.nodes)
-        kind = max(budget.total, key=budget.total.__getitem__)
-        movable = [job for job in snapshot.jobs if job.name not in counts and may_use(job, kind)]
-        known = {job.name: _known(job, snapshot.now, budget.left[kind], largest, kind) for job in movable}
-        due = [known[job.name] for job in movable if (job.spec.deadline_at or 0.0) > snapshot.now]
-        shares = self._promises.shares(snapshot.now, budget.left[kind], due)
-        mine = {name: count for name, count in shares.now.items() if count and self._promises.has(name)}
-        _share_out(movable, known, mine, budget.left[kind] - sum(mine.values()))
+        mine: dict[str, int] = {}
+        types: dict[str, str] = {}
+        for kind in sorted(budget.total, key=lambda kind: (-budget.total[kind], kind)):
+            taken = counts.keys() | mine.keys()
+            movable = [job for job in snapshot.jobs if job.name not in taken and may_use(job, kind)]
+            known = {job.name: _known(job, snapshot.now, budget.left[kind], largest, kind) for job in movable}
+            due = [known[job.name] for job in movable if _is_due(job, snapshot.now, largest, kind)]
+            promises = self._promises.setdefault(kind, Promises())
+            shares = promises.shares(snapshot.now, budget.left[kind], due)
+            here = {name: count for name, count in shares.now.items() if count and promises.has(name)}
+            _share_out(movable, known, here, budget.left[kind] - sum(here.values()))
+            mine |= here
+            types |= dict.fromkeys(here, kind)
         order = sorted(snapshot.jobs, key=lambda job: -mine.get(job.name, 0))  # large ones first: fewer fragments
-        types = dict.fromkeys(mine, kind)
         return Plan(allocations=place_counts(snapshot.nodes, order, counts | mine, types))
 
 
+def _is_due(job: JobView, now: float, largest: Mapping[str, int], kind: str) -> bool:
+    """Whether it has a deadline that can be planned for: one to come, of a job whose length and speed are known."""
+    seconds = remaining_steps(job) * step_s(job, job.spec.min_replicas, largest, kind)
+    return (job.spec.deadline_at or 0.0) > now and math.isfinite(seconds)
+
+
 def _known(job: JobView, now: float, num_slots: int, largest: Mapping[str, int], kind: str) -> DeadlineJob:
-    """Speeds at powers of two from the least to the most replicas."""
+    """Speeds at powers of two from the least to the most replicas; at the least alone if nothing was measured yet."""
     steps, most = remaining_steps(job), min(job.spec.max_replicas, num_slots)
     if job.spec.batch is not None:
         most = min(most, max(job.spec.batch.max_replicas, job.spec.min_replicas))
     deadline_at = job.spec.deadline_at or math.inf
     left_s = max(deadline_at - now, 0.0)
     planned_at = deadline_at - min(_SPARE_S, left_s / 2) if math.isfinite(deadline_at) else deadline_at
-    if most < job.spec.min_replicas or not math.isfinite(steps):
+    least = job.spec.min_replicas
+    if most < least:
         return DeadlineJob(job.name, planned_at, (), ())
-    bounds = (job.spec.min_replicas, max(1 << (most.bit_length() - 1), job.spec.min_replicas))
-    return DeadlineJob.of(job.name, planned_at, bounds, lambda count: steps * step_s(job, count, largest, kind))
+    work = steps if math.isfinite(steps) and steps > 0 else 1.0  # without a length only speeds are compared
+    bounds = (least, max(1 << (most.bit_length() - 1), least))
+    found = DeadlineJob.of(job.name, planned_at, bounds, lambda count: work * step_s(job, count, largest, kind))
+    return found if found.is_known else DeadlineJob(job.name, planned_at, (least,), (1.0,))
 
 
 def _share_out(jobs: list[JobView], known: Mapping[str, DeadlineJob], mine: dict[str, int], left: int) -> None:
