@@ -84,7 +84,7 @@ PANELS: dict[str, dict[str, Listed]] = {
         "release": Listed("operations", "Release jobs that are held."),
         "update": Listed(
             "operations",
-            "Change a job that is not over: weight, priority, bounds, time limit. They count with the next decision.",
+            "Change a job that is not over: weight, priority, bounds, limits, deadline, budget. They count next round.",
         ),
         "requeue": Listed(
             "operations",

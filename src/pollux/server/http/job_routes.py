@@ -67,7 +67,7 @@ jobs = of_people("jobs")
     summary="Submit a job",
     status_code=201,
     response_model=JobList,
-    responses=error_answers(413, 422),
+    responses=error_answers(404, 413, 422),
     dependencies=READY,
     openapi_extra=job_body(),
 )
