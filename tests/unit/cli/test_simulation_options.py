@@ -21,7 +21,7 @@ from pollux.simulator.physics import PHYSICS
 # Fields of a configuration that only Python sets.
 WITHOUT_OPTION = {
     *("profiles_types", "guesses_types", "profiled_batches", "start_s", "batch_threshold", "budget_window_s"),
-    *("node_start_s", "counts_efficiency", "rounds_epochs", "entitlements", "fits_published"),
+    *("node_start_s", "counts_efficiency", "rounds_epochs", "entitlements", "fits_published", "keeps_deadlines"),
 }
 SECOND_OF_RANGE = {"max_nodes", "high"}
 

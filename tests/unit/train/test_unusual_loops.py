@@ -296,7 +296,7 @@ def step_to_go_on_from(folder: Path) -> int:
 def leave_when_saved(folder: str) -> tuple[float, float]:
     """When the last checkpoint was there, and when the loop was left."""
     saved_s = 0.0
-    save = Checkpointer.save
+    save = Checkpointer.save_whole
 
     def slow(self: Checkpointer, *args: Any) -> None:
         nonlocal saved_s
@@ -304,7 +304,7 @@ def leave_when_saved(folder: str) -> tuple[float, float]:
         save(self, *args)
         saved_s = time.monotonic()
 
-    Checkpointer.save = slow  # type: ignore[method-assign]
+    Checkpointer.save_whole = slow  # type: ignore[method-assign]
     module = small_model()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
     with a_run(checkpoint_dir=folder) as run:
