@@ -193,6 +193,7 @@ class ModelShards:
 
     def _complete(self, entries: list[Entry], arrived: Mapping[str, Tensor]) -> None:
         """All rows are there: bind the optimizer to the new parameters, and give it its state."""
+        sharded_module.adopt(self._module)
         parameters = self._bind_module()
         missing = [name for name, one in parameters.items() if one.is_meta]
         if missing:

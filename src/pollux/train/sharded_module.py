@@ -129,6 +129,13 @@ def fill(where: list[Place], local: Tensor) -> nn.Parameter:
     return parameter
 
 
+def adopt(module: nn.Module) -> None:
+    """Let FSDP2 know of the parameters that were put into the module; by itself it looks at the first forward pass."""
+    for _, group in _groups(module):
+        for one in group.fsdp_params:
+            one.reset_sharded_param()
+
+
 def sharded_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """By name. While a module is unsharded for a pass, another parameter is registered in their place."""
     prefixes = {id(owner): f"{prefix}." if prefix else "" for prefix, owner in module.named_modules()}

@@ -230,6 +230,25 @@ def test_a_checkpoint_is_resumed_by_any_number_of_replicas(tmp_path: Path) -> No
     check(tmp_path, replicas(2, train_some, tmp_path, STEPS + 1), unsharded())
 
 
+def train_an_epoch(folder: str) -> dict[str, Tensor]:
+    model, optimizer = made()
+    with a_run(checkpoint_dir=folder) as run:
+        loader = run.dataloader(Rows(16), 8)
+        prepared, _ = run.prepare(model, optimizer, shard=shard, scaling="none")
+        for _ in run.epochs(1):
+            for _, x, y in loader:
+                loss_of(prepared, x, y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return values_of(model, optimizer)
+
+
+def test_a_run_that_is_resumed_after_its_last_step_saves_what_it_loaded(tmp_path: Path) -> None:
+    first, _ = replicas_of(2, train_an_epoch, str(tmp_path))
+    again, _ = replicas_of(2, train_an_epoch, str(tmp_path))  # it makes no step, and saves all the same
+    assert difference(first, again) == 0.0
+
+
 @long
 def test_a_damaged_shard_makes_all_use_the_checkpoint_before(tmp_path: Path) -> None:
     for until in (4, 7):
