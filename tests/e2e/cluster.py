@@ -84,7 +84,9 @@ class LiveCluster:
             except subprocess.TimeoutExpired:
                 self.server.kill()
                 self.server.wait()
-        left = self.processes()
+        ends_at = time.monotonic() + 20.0  # what ends with the server may end a moment after it
+        while (left := self.processes()) and time.monotonic() < ends_at:
+            time.sleep(0.05)
         for process in left:
             process.kill()
         assert not left, f"left behind: {left}\n{self.log()}"
