@@ -13,10 +13,11 @@ import torch
 
 from pollux.train import output_error
 from pollux.train.batching import SAME_RATE, BatchChoice, shape_of
+from pollux.train.branch_check import PHASES
 from pollux.train.data import Pass
 from pollux.train.encoding import sendable
 from pollux.train.gradients import WHOLE_STEP, Norms, PassPlan
-from pollux.train.norm_layers import NormSample
+from pollux.train.norm_layers import NormLayers, NormSample
 from pollux.train.position import Step
 from pollux.train.report import Advice
 from pollux.train.run_state import RunState
@@ -26,8 +27,9 @@ from pollux.train.trainee import Trainee
 
 # How often the noise scale is measured. A larger budget gives samples more often, and slows training by as much.
 MEASURING_BUDGET = 0.007  # average share of a step's time
-MAX_INTERVAL = 128  # steps. In a launch-bound step the two halves cost one step more, so 1/128 is 0.8 % of the time
+MAX_INTERVAL = 512  # steps, whatever a measurement costs: rarer ones could not follow the training
 LEAST_SPLIT_COST = 0.1  # of a step: the difference of two noisy step times may show less than a split really costs
+NORM_LAYERS_EVERY = 4  # measurements: the norm layers only check the other estimate, and their hooks cost host time
 FIRST_INTERVAL, FIRST_SAMPLES = 2, 8  # steps, samples: the first samples come fast, as an average needs a few
 EARLY_SAMPLES = 24  # below this many, samples come EARLY_FACTOR times as often as the budget allows
 EARLY_FACTOR = 4
@@ -47,8 +49,8 @@ EARNING_STEPS = 50.0  # steps over which the earned share is averaged; fewer let
 class BatchChange:
     """A batch that rank 0 asks all ranks to change to.
 
-    ``kind`` is the reason: "explore" times it, "better" expects more goodput, "back" undoes a growth that hurt, and
-    "settle" fits the batch to a new allocation.
+    ``kind`` is the reason: "explore" times it, "better" expects more goodput, "back" undoes a growth that hurt,
+    "settle" fits the batch to a new allocation, and the phases of a :class:`BranchCheck` try it first.
     """
 
     choice: BatchChoice
@@ -106,11 +108,14 @@ class Adaptation:
 
     def watch_outputs(self, current: Pass) -> None:
         """On rank 0, every few steps: measure this pass's output error. Its examples are a sample of all ranks'."""
-        if len(self._state.trainees) > 1:
+        state = self._state
+        if len(state.trainees.members) > 1:
             return  # the models train against each other: an output's error says little
-        self._watch_norm_layers(current)
-        state, model = self._state, self._state.trainee.model
-        is_due = self.adapts and current.index == 0 and state.progress.num_steps % output_error.EVERY == 0
+        trainee = state.trainee
+        self._watch_norm_layers(current, trainee.norm_layers)
+        model = trainee.model
+        every = 1 if state.branch.is_under_way else output_error.EVERY
+        is_due = self.adapts and current.index == 0 and state.progress.num_steps % every == 0
         if not is_due or self._team.rank != 0 or current.is_filler:
             if model.watch_outputs is not None:
                 model.watch_outputs = None
@@ -119,18 +124,18 @@ class Adaptation:
         def watch(outputs: object) -> None:
             model.watch_outputs = None  # one forward pass
             if torch.is_grad_enabled() and model.training:
-                state.output_error.watch(outputs, current.num_examples, state.trainee.loss_scale())
+                state.output_error.watch(outputs, current.num_examples, trainee.loss_scale())
 
         model.watch_outputs = watch
 
-    def _watch_norm_layers(self, current: Pass) -> None:
+    def _watch_norm_layers(self, current: Pass, layers: NormLayers) -> None:
         """On rank 0: put hooks on the normalisation layers for the first pass of a measured step only."""
-        layers = self._state.trainee.norm_layers
         if current.index > 0:
             layers.end_pass()
             return
         self._norm_sample = None
-        if self._is_measured and self._team.rank == 0:
+        is_due = self._is_measured and self._state.num_measured % NORM_LAYERS_EVERY == 0
+        if is_due and self._team.rank == 0:
             layers.begin(current.num_examples)
         elif layers.is_measuring:  # a step that was given up left its hooks
             layers.clear()
@@ -138,11 +143,15 @@ class Adaptation:
     def on_gradient(self, trainee: Trainee) -> None:
         """Take the samples that need the step's gradient. Called right before the optimizer's step."""
         state = self._state
-        if state.trainee.norm_layers.is_measuring:
-            self._norm_sample = state.trainee.norm_layers.take()
-        if not self.adapts or self._team.rank != 0:
+        layers = state.trainee.norm_layers
+        if layers.is_measuring:
+            self._norm_sample = layers.take()
+        rate = trainee.rate
+        if not self.adapts or not rate.is_earned or self._team.rank != 0:
             return
-        if trainee.rate.is_earned and trainee.alignment.is_due(state.progress.num_steps):
+        # At M0 with the user's rate there is nothing to decide: a sample would be dropped when the batch grows.
+        is_at_m0 = state.choice.total == state.tuner.limits.initial and rate.reached == 1.0
+        if not is_at_m0 and trainee.alignment.is_due(state.progress.num_steps):
             trainee.alignment.sample()
 
     def add_norms(self, norms: list[Norms | None], current: Pass, step: int) -> None:
@@ -186,11 +195,18 @@ class Adaptation:
         if not self.adapts:
             return
         state.tuner.rates.add(state.trainee.rate.tuned)
-        for value in state.output_error.take():
-            state.guard.add("output_error", value)
+        self._add_output_errors()
         sqr = state.exchange.take_last_sqr()
         if sqr is not None and len(state.trainees) == 1:
             state.guard.add("sqr", sqr)
+
+    def _add_output_errors(self) -> None:
+        state = self._state
+        for value in state.output_error.take():
+            if state.branch.is_under_way:
+                state.branch.add_error(state.progress.num_examples, value)
+            else:
+                state.guard.add("output_error", value)
 
     def _earned_share(self) -> float:
         """The share of its gain that a larger batch has at the present rate: 1 once the rate is the rule's."""
@@ -216,7 +232,22 @@ class Adaptation:
 
     def wanted_change(self, advice: Advice | None) -> BatchChange | None:
         """The batch to change to; None to stay. Rank 0 alone calls it."""
+        if self._state.branch.is_under_way:
+            return self._next_of_branch()
         return self._undone_growth() or self._better_batch(advice)
+
+    def _next_of_branch(self) -> BatchChange | None:
+        """The next phase of the check under way, if its branch has ended."""
+        state, branch = self._state, self._state.branch
+        if not branch.has_ended(state):
+            return None
+        if state.device.type == "cuda":
+            torch.cuda.synchronize(state.device)  # twice per check: the last errors belong to this branch
+        self._add_output_errors()
+        phase, choice = branch.next_phase()
+        if phase != "try":
+            state.tuner.note(f"step {state.progress.num_steps}: {branch.result()}")
+        return BatchChange(choice, phase)
 
     def _better_batch(self, advice: Advice | None) -> BatchChange | None:
         state, progress = self._state, self._state.progress
@@ -235,6 +266,8 @@ class Adaptation:
             return None
         if was_exploring or choice.total == before:
             return BatchChange(choice, "explore")
+        if state.branch.must_check(state, choice):
+            return BatchChange(state.choice, "stay") if state.branch.propose(state, choice) else None
         phi = "" if noise is None else f" (noise scale {noise.noise_scale:.4g} ± {noise.error:.2g})"
         state.tuner.note(f"step {progress.num_steps}: batch {before} -> {choice.total}{phi}")
         return BatchChange(choice, "better")
@@ -265,7 +298,12 @@ class Adaptation:
         before, step = state.choice, state.progress.num_steps
         if kind != "explore":
             tuner.explorer.stop()
-        if kind == "settle":  # the batch before the growth belonged to another allocation
+        if kind in PHASES:
+            if kind == "keep" and state.branch.before is not None:
+                tuner.change_limiter.note(step, state.branch.before.total, choice.total)
+            state.branch.enter(kind, choice, state)
+        elif kind == "settle":  # the batch before the growth belonged to another allocation
+            state.branch.cancel()
             state.before_growth = None
             state.guard.end()
         elif kind == "back":

@@ -146,6 +146,7 @@ class FixedBatch:
     """Always the same total; M0 unless ``total`` is given."""
 
     total: int | None = None
+    uses_measurements: bool = False
 
     def choose(self, situation: BatchSituation) -> BatchChoice:
         limits = situation.limits
@@ -158,6 +159,8 @@ class FixedBatch:
 @dataclass(frozen=True, slots=True)
 class LinearBatch:
     """M0 per replica."""
+
+    uses_measurements: bool = False
 
     def choose(self, situation: BatchSituation) -> BatchChoice:
         limits = situation.limits

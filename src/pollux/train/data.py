@@ -37,8 +37,7 @@ Rules:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from multiprocessing.context import BaseContext
 from typing import Any, cast
 
@@ -55,18 +54,18 @@ STATE_VERSION = 1  # of ``state_dict``; others are refused
 DEFAULT_PREFETCH_FACTOR = 2  # passes per worker, as in torch's DataLoader
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class Pass:
-    """The pass whose batch was yielded last."""
+    """The pass whose batch was yielded last. Not changed once it is made, as :class:`Step`."""
 
     step: Step
     index: int
     num_examples: int  # own, in this pass
     step_examples: int  # of all ranks and passes of the step
+    is_last: bool = field(init=False)
 
-    @property
-    def is_last(self) -> bool:
-        return self.index == self.step.num_passes - 1
+    def __post_init__(self) -> None:
+        self.is_last = self.index == self.step.num_passes - 1
 
     @property
     def is_filler(self) -> bool:
@@ -230,21 +229,26 @@ class ElasticLoader:
         return self._passes(self._turn)
 
     def _passes(self, turn: int) -> Iterator[object]:
+        source = self._source
         while True:
-            with self._closing_on_error():
-                step = self._source.begin(self._position, self._seed, self._shape)
+            try:
+                step = source.begin(self._position, self._seed, self._shape)
+            except BaseException:
+                self._close_after_error()
+                raise
             if step is None:
                 break
             self._open = step
             for index in range(step.num_passes):
-                with self._closing_on_error():
-                    batch = self._source.fetch(step, index)
-                    self._current = Pass(
-                        step=step,
-                        index=index,
-                        num_examples=self._source.num_examples(step.passes[index]),
-                        step_examples=self._source.num_examples(range(step.start, step.start + step.count)),
-                    )
+                try:
+                    batch = source.fetch(step, index)
+                    own, whole = source.num_examples(step.passes[index]), step.count
+                    if source.unit == "batch":
+                        whole = source.num_examples(range(step.start, step.start + step.count))
+                    self._current = Pass(step, index, own, whole)
+                except BaseException:
+                    self._close_after_error()
+                    raise
                 yield batch
                 if turn != self._turn:
                     raise PolluxError("this loader is being iterated elsewhere: use one iteration at a time")
@@ -310,14 +314,9 @@ class ElasticLoader:
                 "use a smaller batch or drop_last=False"
             )
 
-    @contextmanager
-    def _closing_on_error(self) -> Iterator[None]:
-        # After a failed read the DataLoader may have lost a worker, and a reset would wait for that worker forever.
-        try:
-            yield
-        except BaseException:
-            self.close()
-            raise
+    def _close_after_error(self) -> None:
+        """After a failed read the DataLoader may have lost a worker, and a reset would wait for that worker forever."""
+        self.close()
 
 
 # --- checks, and the order of a sampler --------------------------------------------------------------------------

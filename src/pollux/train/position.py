@@ -55,6 +55,7 @@ class StepShape:
     split_every: int = 0
     least: int = 1
     total: int = field(init=False)  # M = K·m·(s+1), or the limit where that is less
+    is_single: bool = field(init=False)  # one gradient per step: one replica, one pass
 
     def __post_init__(self) -> None:
         if self.num_replicas < 1:
@@ -73,11 +74,7 @@ class StepShape:
             raise InvalidValueError(f"split every {self.split_every} steps; 0 (none) or more are needed")
         most = self.num_replicas * self.device_batch * self.num_passes
         object.__setattr__(self, "total", most if self.limit is None else min(most, self.limit))
-
-    @property
-    def is_single(self) -> bool:
-        """One gradient per step: one replica, one pass."""
-        return self.num_replicas == 1 and self.accum_steps == 0
+        object.__setattr__(self, "is_single", self.num_replicas == 1 and self.accum_steps == 0)
 
     def splits_at(self, position: int, epoch: int = 0) -> bool:
         """Whether the step that starts at ``position`` has two passes."""
@@ -90,22 +87,23 @@ class StepShape:
         return self.accum_steps + 1
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(slots=True)
 class Step:
-    """One rank's part in one step over the positions ``start`` to ``start + count``.
+    """One rank's part in one step over the positions ``start`` to ``start + count``. Not changed once it is made.
 
-    ``count`` is global (the same on every rank), ``passes`` are this rank's own positions, pass by pass.
+    ``count`` is global (the same on every rank), ``passes`` are this rank's own positions, pass by pass. Their number
+    is the same on every rank; a short step may have fewer than s + 1. (Not frozen, which would make every step of
+    training slower: a frozen object takes three times as long to make.)
     """
 
     shape: StepShape
     start: int
     count: int
     passes: tuple[range, ...]
+    num_passes: int = field(init=False)
 
-    @property
-    def num_passes(self) -> int:
-        """The same on every rank; a short step may have fewer than s + 1."""
-        return len(self.passes)
+    def __post_init__(self) -> None:
+        self.num_passes = len(self.passes)
 
     @property
     def sizes(self) -> list[int]:
@@ -146,9 +144,12 @@ def divide(position: int, length: int, shape: StepShape, *, drop_last: bool = Fa
 
     With ``drop_last`` an epoch is over as soon as a full step of this shape does not fit.
     """
-    count = min(shape.total, length - position)
-    if count <= 0 or (drop_last and count < shape.total):
+    total = shape.total
+    count = total if position + total <= length else length - position
+    if count <= 0 or (drop_last and count < total):
         return None
+    if shape.is_single and count == total and not shape.splits_at(position, epoch):  # most steps of one replica
+        return Step(shape, position, count, (range(position, position + count),))
     num_passes = _ceil_div(_ceil_div(count, shape.num_replicas), shape.device_batch)  # from the largest share
     if num_passes == 1 and count == shape.total >= 2 * shape.least and shape.splits_at(position, epoch):
         num_passes = 2
@@ -156,14 +157,14 @@ def divide(position: int, length: int, shape: StepShape, *, drop_last: bool = Fa
         cells = _pairs(count, shape.device_batch)[shape.rank :: shape.num_replicas]
         moved = [range(position + cell.start, position + cell.stop) for cell in cells]
         empty = [range(position, position)] * (num_passes - len(moved))
-        return Step(shape=shape, start=position, count=count, passes=(*moved, *empty))
+        return Step(shape, position, count, (*moved, *empty))
     own = range(position + shape.rank, position + count, shape.num_replicas)
     if num_passes == 1:
-        return Step(shape=shape, start=position, count=count, passes=(own,))
+        return Step(shape, position, count, (own,))
     base, extra = divmod(len(own), num_passes)
     bounds = [index * base + min(index, extra) for index in range(num_passes + 1)]
     passes = tuple(own[low:high] for low, high in itertools.pairwise(bounds))
-    return Step(shape=shape, start=position, count=count, passes=passes)
+    return Step(shape, position, count, passes)
 
 
 def _needs_pairs(count: int, shape: StepShape, num_passes: int) -> bool:

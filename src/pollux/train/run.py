@@ -20,11 +20,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from pollux.errors import InvalidValueError
+from pollux.errors import InvalidValueError, UnknownNameError
 from pollux.membership.replica import Membership, membership_from_environment
 from pollux.membership.stacks import write_stacks_on_signal
 from pollux.membership.store import Group
 from pollux.train.batching import BatchChoice, BatchPolicy, batch_policy, make_limits, shape_of
+from pollux.train.branch_check import BranchCheck
 from pollux.train.checkpoint import CheckpointDirectory
 from pollux.train.checkpointer import Checkpointer
 from pollux.train.data import ElasticLoader
@@ -147,6 +148,7 @@ class Run:
         self._tracked: dict[str, Stateful] = {}
         self._loader: AdaptiveLoader | None = None
         self._tuner: Tuner | None = None
+        self._checks_branches = False  # before the batch grows
         self._trainees: Trainees | None = None
         self._is_closed = False
         self._printing: PrintOnce | None = None
@@ -268,15 +270,17 @@ class Run:
         max_batch_size: int | None = None,
         device_batch_size: int | tuple[int, int] | None = None,
         policy: str | BatchPolicy | None = None,
+        batch_check: str | None = None,
         **options: Any,
     ) -> AdaptiveLoader:
         """The training data. ``batch_size`` is M0, for which the learning rate was tuned.
 
         With ``max_batch_size`` the batch adapts between the two; ``device_batch_size`` bounds what one device takes in
         one pass. ``policy`` is "adaptive", "fixed" or "linear" (see :mod:`pollux.train.batching`) or your own object;
-        without ``max_batch_size`` it is "fixed". Other options are those of
-        :class:`~pollux.train.data.ElasticLoader` (shuffle, seed, sampler, batch_sampler, collate_fn, num_workers,
-        pin_memory, drop_last, ...).
+        without ``max_batch_size`` it is "fixed". With ``batch_check="branch"`` each larger batch is first tried beside
+        the present one, from the same state on the same examples (see :mod:`pollux.train.branch_check`). Other options
+        are those of :class:`~pollux.train.data.ElasticLoader` (shuffle, seed, sampler, batch_sampler, collate_fn,
+        num_workers, pin_memory, drop_last, ...).
 
         One per run. Use torch's own DataLoader for evaluation data.
         """
@@ -284,6 +288,9 @@ class Run:
             raise InvalidValueError(
                 "run.dataloader was called before: a run trains on one loader; use torch's DataLoader for evaluation"
             )
+        if batch_check not in (None, "branch"):
+            raise UnknownNameError("batch check", batch_check, ("branch",))
+        self._checks_branches = batch_check == "branch"
         return self._make_loader(dataset, batch_size, max_batch_size, device_batch_size, policy, options)
 
     def _make_loader(
@@ -583,6 +590,7 @@ class Run:
                 tracked=self._tracked,
                 choice=self._tuner.choose(None, 0, 0, None),
                 trial=self._trial,
+                branch=BranchCheck(is_on=self._checks_branches),
             )
         return self._session.state
 

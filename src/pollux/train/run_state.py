@@ -6,7 +6,7 @@ The session changes this state from step to step; the checkpointer and resizes c
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import TypedDict
+from typing import Any, TypedDict
 
 import torch
 
@@ -14,6 +14,7 @@ from pollux.api.report import Report
 from pollux.errors import InvalidValueError
 from pollux.train.batch_changes import GrowthGuard
 from pollux.train.batching import BatchChoice
+from pollux.train.branch_check import BranchCheck
 from pollux.train.data import ElasticLoader
 from pollux.train.norm_layers import NormNoise
 from pollux.train.output_error import OutputError
@@ -63,6 +64,7 @@ class RunState:
     guard: GrowthGuard = field(default_factory=GrowthGuard)
     output_error: OutputError = field(default_factory=OutputError)
     norm_noise: NormNoise = field(default_factory=NormNoise)  # of rank 0
+    branch: BranchCheck = field(default_factory=BranchCheck)
     before_growth: BatchChoice | None = None  # the batch to return to if the last growth hurts
     rate_before_growth: float = 1.0  # and its learning-rate factor
     is_finished: bool = False  # ``run.epochs`` has ended
@@ -83,23 +85,16 @@ class RunState:
         return earned_gain(gain_of(self.noise_scale, self.tuner.limits.initial, num_examples), self.earned)
 
     def capture(self) -> FlatState:
+        """Everything that another process needs to continue. Tensors are not copied."""
         return flatten(
             {
-                "trainees": self.trainees.state_dict(),
-                "loader": self.loader.state_dict(),
-                "progress": self.progress.state_dict(),
-                "noise": self.exchange.state_dict(),
-                "norm_noise": self.norm_noise.state_dict(),
+                **self._trained(),
                 "tuner": self.tuner.state_dict(),
-                "tracked": {name: stateful.state_dict() for name, stateful in self.tracked.items()},
-                "measured": (self.interval, self.num_measured, self.last_measured),
-                "earned": self.earned,
                 "total_batch": self.tuner.resting_total(self.choice),
                 "stalled_s": self.stalled_s,
                 "seed": self.seed,
                 "lineage": self.lineage,
                 "trial": self.trial.state_dict(),
-                "random": random_state(self.device),
             }
         )
 
@@ -112,22 +107,51 @@ class RunState:
                 f"tracked state differs from the saved one: {', '.join(sorted(different))}; "
                 "call run.track with the same names as before"
             )
+        self._load_trained(state)
+        self.tuner.load_state_dict(state["tuner"])
+        self.choice = replace(self.choice, total=state["total_batch"])
+        self.stalled_s = state["stalled_s"]
+        self.seed, self.lineage = state["seed"], state["lineage"]
+        self.metrics.update(self.trial.load_state_dict(state["trial"]))
+        if with_random:
+            set_random_state(state["random"], self.device)
+
+    def copied(self) -> FlatState:
+        """A copy in memory of what training changes, to go back to. Step times and learnt limits stay as they are."""
+        flat = flatten(self._trained())
+        return FlatState({name: tensor.clone() for name, tensor in flat.tensors.items()}, flat.blob)
+
+    def go_back_to(self, copy: FlatState) -> None:
+        """Continue from a copy. That uses it up: the optimizer may keep its tensors."""
+        state = unflatten(copy)
+        self._load_trained(state)
+        set_random_state(state["random"], self.device)
+
+    def _trained(self) -> dict[str, object]:
+        """What the steps of training change."""
+        return {
+            "trainees": self.trainees.state_dict(),
+            "loader": self.loader.state_dict(),
+            "progress": self.progress.state_dict(),
+            "noise": self.exchange.state_dict(),
+            "norm_noise": self.norm_noise.state_dict(),
+            "tracked": {name: stateful.state_dict() for name, stateful in self.tracked.items()},
+            "measured": (self.interval, self.num_measured, self.last_measured),
+            "earned": self.earned,
+            "random": random_state(self.device),
+        }
+
+    def _load_trained(self, state: dict[str, Any]) -> None:
+        """All of it but the random numbers, which belong to each rank."""
         self.loader.load_state_dict(state["loader"])
         self.trainees.load_state_dict(state["trainees"])
         self.progress.load_state_dict(state["progress"])
         self.exchange.load_state_dict(state["noise"])
         self.norm_noise.load_state_dict(state["norm_noise"])
-        self.tuner.load_state_dict(state["tuner"])
         self.interval, self.num_measured, self.last_measured = state["measured"]
         self.earned = state["earned"]
-        self.choice = replace(self.choice, total=state["total_batch"])
-        self.stalled_s = state["stalled_s"]
-        self.seed, self.lineage = state["seed"], state["lineage"]
-        self.metrics.update(self.trial.load_state_dict(state["trial"]))
         for name, stateful in self.tracked.items():
             stateful.load_state_dict(state["tracked"][name])
-        if with_random:
-            set_random_state(state["random"], self.device)
 
     def agreed_state(self) -> AgreedState:
         """The values that must be equal on all replicas, also on those with the same number of steps."""

@@ -42,6 +42,7 @@ from pollux.train.run_state import RunState
 from pollux.train.scaling import StepContext
 from pollux.train.team import BrokenGroup, Team, let_go
 from pollux.train.trainee import Trainee
+from pollux.train.trainees import Trainees
 
 REPORT_INTERVAL_S = 1.0  # shorter shows changes sooner, and costs the server a request per job and interval
 UNUSED_STEPS = 20  # batches in a row without optimizer.step() before a warning; some loops skip a few on purpose
@@ -116,14 +117,14 @@ class Session:
     def begin_pass(self, current: Pass) -> None:
         """The loader is about to give a batch to the user's loop."""
         self.current = current
-        state, step = self._state, current.step
+        state, adaptation, step = self._state, self._adaptation, current.step
         if current.index == 0:
             state.trainees.begin_step()
-            self._is_measured = self._adaptation.measures(step)
+            self._is_measured = adaptation.measures(step)
         state.trainees.begin_pass(plan_of(current, self._is_measured))
-        self._adaptation.watch_outputs(current)
-        timer = state.tuner.timer
-        configuration = state.tuner.configuration(state.choice.config.device_batch)
+        adaptation.watch_outputs(current)
+        tuner = state.tuner
+        timer, configuration = tuner.timer, tuner.configuration(state.choice.config.device_batch)
         timer.begin(configuration, is_only=step.num_passes == 1, is_last=current.is_last, is_split=step.is_split)
         if step.is_short:
             timer.disturb()
@@ -134,22 +135,22 @@ class Session:
         if current is None:
             return
         self.fence.check()
-        trainees = self._state.trainees
-        if trainees.misuse is not None:
-            raise InvalidValueError(trainees.misuse)
-        reason = self.redo
-        if reason is None and current.is_last and self.has_failed():
-            reason = str(trainees.failure)
+        state = self._state
+        trainees, reason = state.trainees, self.redo
+        if (misuse := trainees.misuse) is not None:
+            raise InvalidValueError(misuse)
+        if reason is None and current.is_last and (failure := trainees.failure) is not None:
+            reason = str(failure)
         if not current.is_last:
             if reason is not None:
                 self._recover(reason)
             return
-        if reason is None and not self._state.exchange.has_started:  # no backward pass, on any rank
+        if reason is None and not state.exchange.has_started:  # no backward pass, on any rank
             self._start_exchange()
         # If the group broke after the optimizer's step, this step still counts.
         if reason is None or trainees.num_applied:
             if reason is None:
-                self._check_use()
+                self._check_use(trainees)
             else:
                 self._handover.missing_part = 1 - trainees.num_applied / len(trainees)
             self._commit(current)
@@ -161,10 +162,10 @@ class Session:
             let_go(error)
             self._recover(str(error))
 
-    def _check_use(self) -> None:
+    def _check_use(self, trainees: Trainees) -> None:
         """Find silent mistakes: a step without the replicated model, or gradients that are never used."""
-        self._state.trainees.check_used()
-        self._num_unused = 0 if self._state.trainees.num_applied else self._num_unused + 1
+        trainees.check_used()
+        self._num_unused = 0 if trainees.num_applied else self._num_unused + 1
         if self._num_unused == UNUSED_STEPS:
             logger.warning("%d batches without optimizer.step(); call it in the loop", UNUSED_STEPS)
 
@@ -195,7 +196,9 @@ class Session:
         progress.add_step(current.step_examples, state.gain(current.step_examples), tuner.limits.initial)
         self.sums.clear()
         norms = state.trainees.take_norms()
-        state.num_measured += self._is_measured
+        if not self._is_measured:
+            return
+        state.num_measured += 1
         if any(one is not None for one in norms):
             self._adaptation.add_norms(norms, current, index)
 
@@ -269,7 +272,8 @@ class Session:
         if now - self._reported_s >= REPORT_INTERVAL_S:
             self._reported_s = now
             self.report()
-        if self.checkpointer is not None and self.checkpointer.is_due():
+        # A branch that may be given up is not saved: its step count may be higher than that of the one to keep.
+        if self.checkpointer is not None and not state.branch.is_under_way and self.checkpointer.is_due():
             self._wants_save = state.trainees.shards is not None  # all ranks save their shards together
             with self.fence.respected():
                 if not self._wants_save:
@@ -490,8 +494,9 @@ class Session:
 
     def may_step(self) -> bool:
         """Whether an optimizer may make its step."""
-        if self.state is not None and self.state.trainees.misuse is not None:
-            raise InvalidValueError(self.state.trainees.misuse)
+        state = self.state
+        if state is not None and (misuse := state.trainees.misuse) is not None:
+            raise InvalidValueError(misuse)
         return self.redo is None and not self.has_failed()
 
     def on_stepped(self, is_whole: bool) -> None:
@@ -544,8 +549,8 @@ class Session:
         self.team.start_sum([0.0]).wait()
 
     def is_at_m0(self) -> bool:
-        current = self.current
-        return current is not None and current.step_examples == self._state.tuner.limits.initial
+        current, state = self.current, self.state
+        return current is not None and state is not None and current.step_examples == state.tuner.limits.initial
 
     def context(self, index: int) -> StepContext:
         """For the learning rate of the model at ``index``."""

@@ -105,11 +105,17 @@ class Trainees:
 
     @property
     def misuse(self) -> str | None:
-        return next((member.hook.misuse for member in self.members if member.hook.misuse is not None), None)
+        for member in self.members:
+            if member.hook.misuse is not None:
+                return member.hook.misuse
+        return None
 
     @property
     def failure(self) -> BaseException | None:
-        return next((member.hook.failure for member in self.members if member.hook.failure is not None), None)
+        for member in self.members:
+            if member.hook.failure is not None:
+                return member.hook.failure
+        return None
 
     def abandon(self, reason: BaseException) -> None:
         for member in self.members:

@@ -27,7 +27,8 @@ from pollux.train.report import Advice
 from pollux.train.step_timer import StepTimer
 from pollux.types import BatchConfig, BatchLimits, ThroughputParams
 
-ADAPT_INTERVAL_S = 0.2  # least time between two choices of a batch: one takes about 0.1 ms, so 0.05 % of the time
+ADAPT_INTERVAL_S = 0.2  # least time between two choices of a batch
+ADAPT_SHARE = 1 / 500  # of the time may go into choosing; a choice that has to fit θ again takes several ms
 KNOWN_SIZES = 3  # device batches in a restored profile from which the curve counts as known; fewer explore again
 # The first timing of a configuration is that of the fastest of a few steps, later ones are medians. On a busy machine
 # they differ by up to so much, which is no reason to explore again.
@@ -70,7 +71,7 @@ class Tuner:
         self._first_s: dict[Configuration, float] = {}  # first timings that later ones have not corrected yet
         self._explored_at = 0  # the step at which exploring began last
         self._base_total: int | None = None  # the batch before and after exploring; None: M0
-        self._considered_s = -ADAPT_INTERVAL_S
+        self._consider_at = -math.inf  # when another batch is considered next
 
     def configuration(self, device_batch: int) -> Configuration:
         return Configuration(self.num_nodes, self.num_replicas, device_batch)
@@ -199,12 +200,14 @@ class Tuner:
             self._base_total = current.total
         if not self.explorer.is_done:
             return self._explore(num_steps, current, epoch_length)
+        if not getattr(self.policy, "uses_measurements", True):
+            return None  # its batch changes with the replicas alone
         now = time.monotonic()
         is_exact = getattr(self.policy, "counts_examples", False)  # such policies change at an exact step
-        if not is_exact and now - self._considered_s < ADAPT_INTERVAL_S:
+        if not is_exact and now < self._consider_at:
             return None
-        self._considered_s = now
         choice = self.choose(noise, num_examples, num_steps, current.total, earned)
+        self._consider_at = now + max(ADAPT_INTERVAL_S, (time.monotonic() - now) / ADAPT_SHARE)
         return choice if choice != current else None
 
     def _is_curve_stale(self, num_steps: int) -> bool:

@@ -44,7 +44,7 @@ def train_with(
     **options: Any,
 ) -> dict[str, Any]:
     """A loop that adapts, with a loss of the test's own; ``None`` for a batch without ``backward()``."""
-    tuner.ADAPT_INTERVAL_S = 0.0
+    tuner.ADAPT_INTERVAL_S, tuner.ADAPT_SHARE = 0.0, math.inf
     module = small_model()
     optimizer = getattr(torch.optim, kind)(module.parameters(), lr=0.01)
     options = {"max_batch_size": 8 * batch, **options}

@@ -452,6 +452,7 @@ def measured_gpt() -> dict[str, Any]:
     seen: list[int] = []
     for name in ("MAX_INTERVAL", "FIRST_INTERVAL"):
         setattr(adaptation, name, 2)
+    adaptation.NORM_LAYERS_EVERY = 1
     adaptation.FIRST_WINDOW_STEPS = adaptation.WINDOW_STEPS
     with a_run() as run:
         loader = run.dataloader(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import os
 import signal
 import time
@@ -188,7 +189,7 @@ def test_another_batch_at_a_step_boundary_loses_and_repeats_nothing():
 
 
 def train_adaptively() -> tuple[dict[tuple[int, int], list[int]], list[int], Tensor]:
-    tuner.ADAPT_INTERVAL_S = 0.0
+    tuner.ADAPT_INTERVAL_S, tuner.ADAPT_SHARE = 0.0, math.inf
     module = small_model()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
     consumed: dict[tuple[int, int], list[int]] = {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -36,6 +37,7 @@ MUCH = noise(1e6)
 @pytest.fixture
 def exploring(monkeypatch: pytest.MonkeyPatch) -> Tuner:
     monkeypatch.setattr(tuner_module, "ADAPT_INTERVAL_S", 0.0)
+    monkeypatch.setattr(tuner_module, "ADAPT_SHARE", math.inf)
     tuner = Tuner(make_limits(64, 1024, (8, 256)), AdaptiveBatch(), CPU)
     tuner.enter(1, 2)
     return tuner
