@@ -123,13 +123,15 @@ class Breaker:
 
     def run(self, num_faults: int) -> bool:
         """Whether the job lives on. Ends early when the time is over."""
-        if not self.until(lambda: self.latest().generation > 0, READY_S):
+        checkpoints = self.folder / "checkpoints"  # a step cut short on all replicas goes back to one
+        if not self.until(lambda: self.latest().generation > 0 and any(checkpoints.glob("step-*")), READY_S):
             return False
         while len(self.faults) < num_faults and time.monotonic() < self.deadline:
             if len(self.faults) % FAULTS_BETWEEN_RESIZES == 0:
                 self.job.resize(self.rng.randint(self.smallest, self.largest))
             moment = self.rng.choices(("training", "re-forming", "joining"), (0.5, 0.25, 0.25))[0]
-            victim = self.wait_for(moment)
+            moment = self.wait_for(moment)
+            victim = self.victim()
             if victim is None:
                 continue
             fault = self.strike(victim, moment)
@@ -173,17 +175,24 @@ class Breaker:
 
     # --- one fault ------------------------------------------------------------------------------------------------
 
-    def wait_for(self, moment: str) -> ReplicaView | None:
-        """A victim at such a moment; one of at least two members, so that the job does not begin again."""
+    def wait_for(self, moment: str) -> str:
+        """Until a moment of this kind, or another if it does not come; which it is."""
         if moment == "training":
-            self.until(lambda: self.job.is_settled, 15.0)
+            if self.rng.random() < 0.5:
+                self.until(lambda: self.job.is_settled, 8.0)
+            self.until(lambda: time.time() - self.latest().time_s < 0.3, 8.0)
             self.pump_for(self.rng.uniform(0.0, 0.5))
         elif moment == "joining":
             before = len(self.published_with_newcomers())
-            self.until(lambda: len(self.published_with_newcomers()) > before or self.job.is_settled, 15.0)
+            self.until(lambda: len(self.published_with_newcomers()) > before or self.job.is_settled, 8.0)
+            moment = "joining" if len(self.published_with_newcomers()) > before else "training"
             self.pump_for(self.rng.uniform(0.0, 0.6))
         else:
             self.pump_for(self.rng.uniform(0.0, 0.3))
+        return moment
+
+    def victim(self) -> ReplicaView | None:
+        """One of at least two members, so that the job does not begin again; now and then a newcomer."""
         alive = [view for view in self.job.replicas if view.pid is not None]
         members = [view for view in alive if view.state == "member"]
         if len(members) < 2 or self.job.result is not None:
