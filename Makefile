@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo docs test test-long test-all test-core check style chromium chaos bench clean
+.PHONY: demo docs test test-long test-all test-core test-gpu check style chromium chaos bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -52,6 +52,11 @@ test-core:
 	@test -x $(CORE)/bin/python || $(PYTHON) -m venv $(CORE)
 	$(CORE)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[testing]"
 	POLLUX_TEST_PROFILE=quick $(CORE)/bin/python -m pytest -m "not long" $(CORE_TESTS)
+
+# What a machine with GPUs can test beside that, with its own torch: the one of constraints.txt has no CUDA.
+GPU_PYTHON ?= $(PYTHON)
+test-gpu:
+	PYTHONPATH=src $(GPU_PYTHON) -m pytest tests/gpu tests/unit/train/test_gpu.py
 
 check: style
 	$(BIN)/mypy

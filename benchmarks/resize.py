@@ -4,7 +4,8 @@
 
 Every replica notes the time of each step. *Stall*: the longest pause between two steps around the resize, less an
 ordinary step. *Total*: from the request to the first step of the new size. All in one run, on this machine; on a GPU
-one replica re-forms with itself (there is one device), and the start of a replica is timed up to its first CUDA step.
+one replica re-forms with itself, and the start of a replica is timed up to its first CUDA step. Several replicas on
+GPUs: ``gpu_faults.py --resizes``.
 
 *Live*: the same job in a live cluster of four slots, whose other jobs come and go; its total is from the scheduler's
 decision to the first step of the new size.
@@ -21,6 +22,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,12 +33,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
 from pollux import train
-from pollux.client import Client, Job
 from pollux.engines.processes.elastic import ElasticJob
 from pollux.engines.processes.fork_server import ForkServer
+from pollux.engines.processes.slots import Slot
 from pollux.engines.processes.starters import ColdStarter, Starter
-from pollux.server.config import ServiceConfig
-from pollux.server.service import Service
 
 STEPS_BETWEEN = 25
 TIMEOUT_S = 180.0
@@ -62,11 +62,11 @@ def shard(model: nn.Module, mesh: DeviceMesh) -> None:
     fully_shard(model, mesh=mesh)
 
 
-def train_and_note(folder: Path, width: int, pause_s: float = 0.0) -> None:
+def train_and_note(folder: Path, width: int, pause_s: float = 0.0, device: str | None = None) -> None:
     """Trains until the folder says stop; one line per step, which waits for ``pause_s``."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    run = train.init()
+    run = train.init(device=device)
     data = torch.utils.data.TensorDataset(torch.randn(4096, 256), torch.randint(10, (4096,)))
     loader = run.dataloader(data, 16, max_batch_size=64, device_batch_size=(1, 64), policy="linear", shuffle=True)
     model = nn.Sequential(nn.Linear(256, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 10))
@@ -130,14 +130,31 @@ def environment(folder: Path) -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "POLLUX_CHECKPOINT_DIR": str(folder / "checkpoints")}
 
 
+@dataclass(frozen=True)
+class Maker:
+    """Makes the jobs; ``env`` instead of this file's own environment, and more for each slot."""
+
+    env: Mapping[str, str] | None = None
+    slot_env: Callable[[Slot], Mapping[str, str]] = lambda _slot: {}
+    device: str | None = None
+
+    def make(self, folder: Path, width: int, size: int, starter: Starter) -> ElasticJob:
+        argv = [__file__, "--train", str(folder), "--width", str(width)]
+        argv += [] if self.device is None else ["--device", self.device]
+        env = environment(folder) if self.env is None else self.env
+        options = {"env": env, "slot_env": self.slot_env, "name": "resize"}
+        return ElasticJob(argv, num_replicas=size, starter=starter, log_dir=folder, **options)
+
+
 def make_job(folder: Path, width: int, size: int, starter: Starter) -> ElasticJob:
-    argv = [__file__, "--train", str(folder), "--width", str(width)]
-    return ElasticJob(argv, num_replicas=size, starter=starter, log_dir=folder, env=environment(folder), name="resize")
+    return Maker().make(folder, width, size, starter)
 
 
-def in_place(folder: Path, width: int, sizes: list[int], starter: Starter, how: str) -> list[Row]:
+def in_place(
+    folder: Path, width: int, sizes: list[int], starter: Starter, how: str, maker: Maker | None = None
+) -> list[Row]:
     rows = []
-    with make_job(folder, width, sizes[0], starter) as job:
+    with (maker or Maker()).make(folder, width, sizes[0], starter) as job:
         job.start()
         wait_for_steps(job, folder, sizes[0], STEPS_BETWEEN, 0.0)
         for before, after in itertools.pairwise(sizes):
@@ -152,9 +169,11 @@ def in_place(folder: Path, width: int, sizes: list[int], starter: Starter, how: 
     return rows
 
 
-def by_restart(folder: Path, width: int, sizes: list[int]) -> list[Row]:
+def by_restart(
+    folder: Path, width: int, sizes: list[int], maker: Maker | None = None, how: str = "restart"
+) -> list[Row]:
     """Stop with a checkpoint, start anew with another size: what schedulers do that cannot resize."""
-    rows = []
+    rows, make_job = [], (maker or Maker()).make
     with ExitStack() as stack:
         starter = stack.enter_context(ColdStarter())
         job = stack.enter_context(make_job(folder, width, sizes[0], starter))
@@ -167,7 +186,7 @@ def by_restart(folder: Path, width: int, sizes: list[int]) -> list[Row]:
             job.start()
             notes = wait_for_steps(job, folder, after, STEPS_BETWEEN, asked)
             rows.append(
-                Row("restart", f"{before} -> {after}", longest_pause(folder, asked, notes[-1][0]), notes[0][0] - asked)
+                Row(how, f"{before} -> {after}", longest_pause(folder, asked, notes[-1][0]), notes[0][0] - asked)
             )
         (folder / "stop").touch()
         job.wait(TIMEOUT_S)
@@ -176,6 +195,10 @@ def by_restart(folder: Path, width: int, sizes: list[int]) -> list[Row]:
 
 def live(folder: Path, width: int) -> list[Row]:
     """In a cluster whose policy shares equally: other jobs take slots and give them back."""
+    from pollux.client import Client, Job  # here: gpu_faults.py uses this file where there is no web framework
+    from pollux.server.config import ServiceConfig
+    from pollux.server.service import Service
+
     config = ServiceConfig(data_directory=folder / "data", port=0, slots=4, policy="equal", interval_s=1.0)
     with Service(config) as service, Client(service.url, service.token) as client:
         train_command = [sys.executable, __file__, "--train", str(folder), "--width", str(width)]
@@ -263,10 +286,11 @@ def main() -> None:
     parser.add_argument("--logs", action="store_true", help="show what the replicas wrote")
     parser.add_argument("--train", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--pause-s", type=float, default=0.0, help=argparse.SUPPRESS)
+    parser.add_argument("--device", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.train is not None:
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(message)s")
-        train_and_note(options.train, options.width, options.pause_s)
+        train_and_note(options.train, options.width, options.pause_s, options.device)
         return
     if options.shard:
         os.environ[SHARDED] = "1"

@@ -69,6 +69,21 @@ def test_random_members_are_killed_at_random_moments(bench: Bench, seed: int) ->
     bench.check_ledger(30, job)
 
 
+def test_a_member_dies_while_the_others_wait_for_it_in_a_collective_of_their_own(bench: Bench) -> None:
+    """``run.attempt`` repeats the step, and no survivor ends."""
+    job = bench.start(3, args=["--epochs", 2, "--own-s", 0.3, "--step-s", 0.0])
+    for num_killed in range(1, 3):
+        pump_until(bench, job, lambda: is_formed(job, 3))
+        step = bench.step() + 2
+        pump_until(bench, job, lambda step=step: bench.step() >= step)
+        job.kill(1)  # it sleeps, and the others wait
+        pump_until(bench, job, lambda num=num_killed: len(of_kind(job, "exited")) == num)
+    bench.finish(job)
+    codes = sorted(event.detail for event in of_kind(job, "exited"))
+    assert set(codes) == {"code -9", "code 0"} and codes.count("code -9") == 2, bench.story(job)
+    bench.check_ledger(2, job)
+
+
 def test_a_loss_told_after_the_optimizers_step_does_not_repeat_it(bench: Bench) -> None:
     """The gradients were good when they were used; what became of the group since is for the next step."""
     job = bench.start(3, args=["--epochs", 1, "--step-s", 0.0, "--after-s", 0.25])

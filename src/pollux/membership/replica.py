@@ -257,6 +257,7 @@ class StoreMembership(_Ranks):
         self._came: set[tuple[int, int]] = set()
         self._published = 0
         self._callbacks: list[Callable[[int, int], None]] = []
+        self._told = (-1, 0)  # groups before this generation and attempt have lost a member
         self._left: set[tuple[int, int]] = set()  # groups that a member is known to have left
         self._fenced_by = ""  # why, once it is known
         self._fence_callbacks: list[Callable[[str], None]] = []
@@ -404,12 +405,17 @@ class StoreMembership(_Ranks):
     def _enter(self, roster: Roster, attempt: int, rank: int) -> Group:
         nodes = [member.node for member in roster.members]
         if self._for_groups is None:
-            self._for_groups = for_groups(self._open_control())
+            self._for_groups = for_groups(self._open_control(), self._has_lost)
         local_rank = nodes[:rank].count(nodes[rank])
         group = Group.on(self._for_groups, roster.generation, attempt, (rank, len(nodes), local_rank, len(set(nodes))))
         with self._moving:
             self._group = group
         return group
+
+    def _has_lost(self) -> bool:
+        """Whether the group that this replica is in, or is about to form, has lost a member."""
+        group = self._group
+        return group is not None and (group.generation, group.attempt) < self._told
 
     def _keep_watching(self, store: RemoteStore) -> None:
         seen, silent_since, has_complained = 0, time.monotonic(), False
@@ -471,6 +477,7 @@ class StoreMembership(_Ranks):
             group = self._group
             if group is None or (group.generation, group.attempt) >= (generation, attempt):
                 return
+            self._told = max(self._told, (generation, attempt))
             logger.warning("%s: generation %d: %s", self._replica_id, generation, what)
             for callback in self._callbacks:
                 try:

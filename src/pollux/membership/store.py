@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
@@ -59,11 +59,11 @@ class Group:
         )
 
 
-def for_groups(store: RemoteStore) -> KeyStore:
-    """The job's store in the form that torch's process groups take."""
+def for_groups(store: RemoteStore, is_lost: Callable[[], bool] = lambda: False) -> KeyStore:
+    """The job's store in the form that torch's process groups take. ``is_lost`` ends its waits for keys."""
     from pollux.membership.torch_store import JobStore
 
-    return JobStore(store)
+    return JobStore(store, is_lost)
 
 
 def prefixed(prefix: str, store: KeyStore) -> KeyStore:

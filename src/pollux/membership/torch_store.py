@@ -5,15 +5,19 @@ The one module of ``membership`` that imports torch. ``store`` imports it when a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from pollux.errors import MembershipError
-from pollux.membership.client import ANSWER_S, RemoteStore
+from pollux.membership.client import ANSWER_S, RemoteStore, StoreTimeoutError
 
+GIVE_UP_PERIOD_S = 0.2
+
+_T = TypeVar("_T")
 _kept: list[JobStore] = []
 
 
@@ -21,13 +25,14 @@ class JobStore(Store):
     """A job's store for torch's process groups, which call it from threads of their own, with Python's lock held.
 
     torch holds the C++ half of this object. Without the Python half the C++ half has no methods, so every object is
-    kept until the process ends; there is one for each membership.
+    kept until the process ends; there is one for each membership. A wait for keys ends when ``is_lost`` says that a
+    member of the group that forms was lost: it will not set them.
     """
 
-    def __init__(self, store: RemoteStore) -> None:
+    def __init__(self, store: RemoteStore, is_lost: Callable[[], bool] = lambda: False) -> None:
         super().__init__()
         self.set_timeout(timedelta(seconds=ANSWER_S))
-        self._store = store
+        self._store, self._is_lost = store, is_lost
         _kept.append(self)
 
     def set(self, key: str, value: str | bytes) -> None:
@@ -37,13 +42,14 @@ class JobStore(Store):
         self._store.multi_set(keys, values)
 
     def get(self, key: str) -> bytes:
-        return self._store.get(key, self._wait_s())
+        return self._wait(lambda wait_s: self._store.get(key, wait_s), self._wait_s())
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        return self._store.multi_get(keys, self._wait_s())
+        return self._wait(lambda wait_s: self._store.multi_get(keys, wait_s), self._wait_s())
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        self._store.wait(keys, self._wait_s() if timeout is None else timeout.total_seconds())
+        wait_s = self._wait_s() if timeout is None else timeout.total_seconds()
+        self._wait(lambda wait_s: self._store.wait(keys, wait_s), wait_s)
 
     def check(self, keys: Sequence[str]) -> bool:
         return self._store.check(keys)
@@ -68,6 +74,19 @@ class JobStore(Store):
 
     def num_keys(self) -> int:
         return self._store.num_keys()
+
+    def _wait(self, ask: Callable[[float], _T], wait_s: float) -> _T:
+        """``ask`` for as long as ``wait_s``, in pieces."""
+        end = time.monotonic() + wait_s
+        while True:
+            left_s = end - time.monotonic()
+            try:
+                return ask(max(min(left_s, GIVE_UP_PERIOD_S), 0.0))
+            except StoreTimeoutError as error:
+                if self._is_lost():
+                    raise StoreTimeoutError(f"a member of the group was lost: {error}") from None
+                if left_s <= GIVE_UP_PERIOD_S:
+                    raise StoreTimeoutError(f"in {wait_s:g} s: {error}") from None
 
     def _wait_s(self) -> float:
         """As set by ``set_timeout``: a group sets its own when it forms."""

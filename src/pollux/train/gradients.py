@@ -35,6 +35,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from pollux.train.device_sums import DeviceSums
 from pollux.train.noise import WARM_UP_STEPS, GroupOptions, Preconditioner, squared_norm, weighed
 
 if TYPE_CHECKING:
@@ -138,7 +139,7 @@ class GradientHook:
         self.failure: BaseException | None = None
         self.misuse: str | None = None  # an error in the user's loop that makes the gradient wrong
         self._arrived: set[int] = set()  # buckets of the pass
-        self.reductions: list[torch.cuda.Event] = []  # of steps whose sums the device may not have finished
+        self.sums = DeviceSums()
         self._host_s = 0.0
         self._marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
 
@@ -191,6 +192,7 @@ class GradientHook:
         self._lone_accumulated.clear()
         self._groups.clear()
         self._layouts.clear()
+        self.sums.reset()
         with self._lock:
             self._pending.clear()
             self._is_abandoned = False
@@ -459,7 +461,7 @@ class GradientHook:
                 if measurement is not None:
                     measurement.mean.append(self._squared_norm(buffer, views))
                 if buffer.is_cuda and is_last_bucket:
-                    self._note_reduction()
+                    self.sums.note()  # when its future ends, the device has only queued it
                 self._end(outcome, buffer)
             except BaseException as error:
                 self._end(outcome, buffer, error)
@@ -484,18 +486,6 @@ class GradientHook:
                 self.failure = self.failure or error
         if was_pending:
             outcome.set_result(buffer)
-
-    def _note_reduction(self) -> None:
-        """Record an event behind the sum: when its future ends, the device has only queued it."""
-        self.reductions = [event for event in self.reductions if not _has_passed(event)]
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record()
-        self.reductions.append(event)
-
-    def is_reduced(self) -> bool:
-        """Whether the device has finished every sum that an optimizer step waits for."""
-        self.reductions = [event for event in self.reductions if not _has_passed(event)]
-        return not self.reductions
 
     @contextmanager
     def _costs(self, buffer: Tensor) -> Iterator[None]:
@@ -571,10 +561,6 @@ def _completed(buffer: Tensor) -> torch.futures.Future[Tensor]:
     future: torch.futures.Future[Tensor] = torch.futures.Future()
     future.set_result(buffer)
     return future
-
-
-def _has_passed(event: torch.cuda.Event) -> bool:
-    return bool(event.query())  # type: ignore[no-untyped-call]
 
 
 def _timing_event() -> torch.cuda.Event:

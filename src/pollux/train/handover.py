@@ -14,8 +14,6 @@ from __future__ import annotations
 import logging
 from typing import TypedDict
 
-import torch
-
 from pollux.errors import CheckpointError, InvalidValueError, PeerLostError, PolluxError
 from pollux.membership.store import Group
 from pollux.train.checkpoint_shards import ShardFiles
@@ -93,8 +91,7 @@ class Handover:
             if steps[team.rank] < max(steps):
                 self.mark_damaged()  # until all of it has arrived
                 state.restore(flat, with_random=False)
-                if team.device.type == "cuda":
-                    torch.cuda.synchronize(team.device)
+                team.settle()
         if state.trainees.shards is not None:
             cuts = [note["cut"] if step == max(steps) else None for note, step in zip(notes, steps, strict=True)]
             self._move_shards(state.trainees.shards, checkpoint, cuts)

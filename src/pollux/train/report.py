@@ -8,8 +8,9 @@ the server. A run without a reporter sends nothing.
 from __future__ import annotations
 
 import json
+import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Protocol
@@ -17,7 +18,9 @@ from typing import Protocol
 from pollux.api.report import Report
 from pollux.types import BatchConfig, ThroughputParams
 
-__all__ = ["Advice", "FileReporter", "Report", "Reporter", "plain"]
+__all__ = ["Advice", "FileReporter", "QuietReporter", "Report", "Reporter", "plain"]
+
+logger = logging.getLogger(__name__)
 
 Advice = BatchConfig | ThroughputParams
 """A batch to train with, or what is known of the job's speed, for it to choose one by."""
@@ -32,6 +35,38 @@ class Reporter(Protocol):
 
     def close(self) -> None:
         """The run is over: what is not sent yet may take a moment."""
+
+
+class QuietReporter:
+    """A reporter whose errors are logged and stop nothing; without one, nothing is sent."""
+
+    def __init__(self, reporter: Reporter | None) -> None:
+        self._reporter = reporter
+
+    @property
+    def is_there(self) -> bool:
+        return self._reporter is not None
+
+    def send(self, make: Callable[[], Report]) -> None:
+        try:
+            if self._reporter is not None:
+                self._reporter.send(make())
+        except Exception as error:
+            logger.warning("a report could not be sent: %s", error)
+
+    def advice(self) -> Advice | None:
+        try:
+            return None if self._reporter is None else self._reporter.advice()
+        except Exception as error:
+            logger.warning("the reporter gave no advice: %s", error)
+            return None
+
+    def close(self) -> None:
+        try:
+            if self._reporter is not None:
+                self._reporter.close()
+        except Exception as error:
+            logger.warning("the last report may be lost: %s", error)
 
 
 class FileReporter:

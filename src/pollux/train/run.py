@@ -137,6 +137,7 @@ class Run:
         elif membership.is_elastic:
             # Others may be training already. This replica joins them when it is set up, and is alone until then.
             self._team.form(_alone())
+            self._team.warm_up()
         else:
             self._team.form(membership.join(timeout_s))
         self._signals = LeaveSignals()
@@ -532,15 +533,17 @@ class Run:
 
         Out of memory: all replicas halve the device batch, and repeat the step with the same examples.
         """
+        is_out_of_memory = False
         try:
             yield
         except RuntimeError as error:
             if not self._session.note_error(error):
                 raise
+            is_out_of_memory = isinstance(error, torch.OutOfMemoryError)
         if self._session.redo is not None and self._trainees is not None:
             self._trainees.begin_again()
-            if self.device.type == "cuda":
-                torch.cuda.empty_cache()
+            if is_out_of_memory and self.device.type == "cuda":
+                torch.cuda.empty_cache()  # waits for the device, which never ends if a peer was lost
 
     def close(self) -> None:
         """Release everything the run holds. Called when the process ends; may be called earlier, and twice."""
@@ -557,7 +560,7 @@ class Run:
                 self._loader.elastic.close()
             if self._trainees is not None:
                 self._trainees.detach()
-            self._session.end_reports()
+            self._session.reporter.close()
             self._session.membership.close()
             self._team.close()
             self._session.fence.end()

@@ -22,7 +22,6 @@ import sys
 import time
 
 import torch
-import torch.distributed as dist
 
 from pollux.errors import CheckpointError, InvalidValueError, PeerLostError, PolluxError
 from pollux.membership.replica import Membership
@@ -37,10 +36,10 @@ from pollux.train.handover import Handover
 from pollux.train.leaving import EXIT_CODE, Leave, LeaveSignals
 from pollux.train.progress import Goal
 from pollux.train.replica_sums import ReplicaSums
-from pollux.train.report import Advice, Reporter
+from pollux.train.report import QuietReporter, Reporter
 from pollux.train.run_state import RunState
 from pollux.train.scaling import StepContext
-from pollux.train.team import BrokenGroup, Team, let_go
+from pollux.train.team import BrokenGroup, Team, is_broken_by, let_go
 from pollux.train.trainee import Trainee
 from pollux.train.trainees import Trainees
 
@@ -64,7 +63,7 @@ class Session:
         timeout_s: float,
     ) -> None:
         self.membership, self.team, self.signals = membership, team, signals
-        self.checkpointer, self.reporter, self._timeout_s = checkpointer, reporter, timeout_s
+        self.checkpointer, self.reporter, self._timeout_s = checkpointer, QuietReporter(reporter), timeout_s
         self.state: RunState | None = None
         self._adapting: Adaptation | None = None
         self.goal: Goal | None = None  # of ``run.epochs`` or ``run.steps``
@@ -81,6 +80,7 @@ class Session:
         self._reported_s = time.monotonic()
         self._last_generation = 0  # of the last group that this replica was in
         membership.on_lost(self._on_lost)
+        team.on_error = self._on_lost
         # A fenced replica's collectives would never end: the others have gone on without it.
         self.fence = Fence(membership, on_closed=lambda: self._on_lost(sys.maxsize))
 
@@ -108,6 +108,7 @@ class Session:
             return
         group = self.team.group
         if self.membership.is_elastic:
+            self.team.wait_warm()  # before the others are told that this replica is ready: they train meanwhile
             with self.signals.raising():
                 group = self.membership.join(self._timeout_s)
         assert group is not None
@@ -253,6 +254,8 @@ class Session:
         state.trainees.set_directions(directions)
         state.interval = interval or state.interval
         adaptation.process_arrived()
+        if state.loader.is_over or (self.goal is not None and state.progress.is_done(self.goal)):
+            self.team.settle()  # the last step: it cannot be repeated once the loop is over
         if wants_attention:
             state.tuner.timer.disturb()
             self._attend()
@@ -265,7 +268,7 @@ class Session:
         """On rank 0 between two steps: consider another batch, send reports, start checkpoints."""
         state = self._state
         if self._wanted_change is None and state.loader.unit != "batch":
-            self._wanted_change = self._adaptation.wanted_change(self._advice())
+            self._wanted_change = self._adaptation.wanted_change(self.reporter.advice())
             if self._wanted_change is not None and self.team.size == 1:
                 self._rebatch(self._wanted_change)
         now = time.monotonic()
@@ -277,6 +280,7 @@ class Session:
             self._wants_save = state.trainees.shards is not None  # all ranks save their shards together
             with self.fence.respected():
                 if not self._wants_save:
+                    self.team.settle()  # a sum that was cut short must not be saved
                     self.checkpointer.begin(state, self._last_generation, self.team.size)
             state.tuner.timer.disturb()
 
@@ -316,11 +320,13 @@ class Session:
         """Save and wait: on rank 0, or on all ranks if the model is sharded. Raises CheckpointError."""
         assert self.checkpointer is not None
         self._wants_save = False
+        self.team.settle()
         with self.fence.respected():
             self.checkpointer.save(self._state, self._last_generation, self.team)
 
     def _resize(self) -> None:
         begun = time.monotonic()
+        self.team.settle()
         if self.checkpointer is not None and self.team.rank == 0:
             with self.fence.respected():
                 self.checkpointer.wait()  # another replica may become rank 0, and write to the same place
@@ -342,8 +348,7 @@ class Session:
         self.redo = None
         state.loader.retry()
         if not state.trainees.is_reduced():
-            # Optimizer steps wait on the device for sums that failed. They run when the group breaks, with wrong sums.
-            self._handover.mark_damaged()
+            self._handover.mark_damaged()  # optimizer steps on the device use sums that were cut short
         state.trainees.abandon(PeerLostError(reason))
         state.trainees.begin_again()
         self._break_up()
@@ -413,7 +418,7 @@ class Session:
                 if attempt >= MAX_ATTEMPTS:
                     raise PeerLostError(
                         f"no group formed in {attempt} attempts: the replicas know of each other, but cannot connect. "
-                        "Check the network between them"
+                        f"Check the network between them; the last error: {error}"
                     ) from None
                 group = self._find_again()
 
@@ -449,26 +454,8 @@ class Session:
         self.signals.restore()
 
     def report(self) -> None:
-        if self.reporter is None or self.team.rank != 0 or not self.is_started or self.fence.reason:
-            return
-        try:
-            self.reporter.send(self._state.report(self.generation, self.team.size, self.goal))
-        except Exception as error:  # a failing reporter must not stop training
-            logger.warning("a report could not be sent: %s", error)
-
-    def end_reports(self) -> None:
-        if self.reporter is not None:
-            try:
-                self.reporter.close()
-            except Exception as error:
-                logger.warning("the last report may be lost: %s", error)
-
-    def _advice(self) -> Advice | None:
-        try:
-            return None if self.reporter is None else self.reporter.advice()
-        except Exception as error:
-            logger.warning("the reporter gave no advice: %s", error)
-            return None
+        if self.reporter.is_there and self.team.rank == 0 and self.is_started and not self.fence.reason:
+            self.reporter.send(lambda: self._state.report(self.generation, self.team.size, self.goal))
 
     # --- called from inside the step ----------------------------------------------------------------------------
 
@@ -540,6 +527,8 @@ class Session:
         if trainee.has_buffers and self.team.size > 1 and current is not None and current.index == 0:
             try:
                 broadcast_buffers(trainee.module, self.team)
+                if self.team.is_cuda and self.team.rank > 0:
+                    trainee.hook.sums.note()
             except RuntimeError as caught:
                 trainee.hook.abandon(caught)
         return not self.has_failed()
@@ -583,7 +572,7 @@ class Session:
             batch = state.choice.config.device_batch
             state.tuner.halve(batch)
             self.redo = f"out of memory with {batch} examples on the device"
-        elif isinstance(error, dist.DistBackendError | dist.DistNetworkError) or self.has_failed():
+        elif is_broken_by(error) or self.has_failed() or self.team.is_lost():
             self.redo = f"a peer was lost: {error}"
         return self.redo is not None
 
@@ -599,7 +588,9 @@ class Session:
         )
 
     def _on_lost(self, generation: int, attempt: int = 0) -> None:
-        """A member was lost. Called by the membership's thread; ends the collectives of groups before this one."""
-        self.team.give_up(generation, attempt)
+        """A member was lost. Called by other threads; ends the collectives of groups before this one."""
+        self.team.give_up(generation, attempt, first=self._stop_sums)
+
+    def _stop_sums(self) -> None:
         if self.state is not None and self.team.is_lost():
-            self.state.trainees.abandon(PeerLostError("a replica was lost"))
+            self.state.trainees.stop(PeerLostError("a replica was lost"))

@@ -31,6 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from pollux.train.device_sums import DeviceSums
 from pollux.train.gradients import Norms, PassPlan
 from pollux.train.noise import WARM_UP_STEPS, GroupOptions, Preconditioner, squared_norm, weighed
 from pollux.train.sharded_module import ShardGroup
@@ -100,7 +101,7 @@ class ShardedGradients:
         self.failure: BaseException | None = None
         self.misuse: str | None = None
         self.views: dict[int, Tensor] = {}  # as GradientHook has it; FSDP2 keeps a gradient that it has
-        self._reductions: list[torch.cuda.Event] = []
+        self.sums = DeviceSums()
 
     def attach(self, groups: list[ShardGroup], copies: dist.ProcessGroup | None) -> None:
         """Take over the collectives of these layers. ``copies`` is the group of replicas with the same shard."""
@@ -149,16 +150,12 @@ class ShardedGradients:
         """Forget the step under way and the layers. Called before a new group."""
         self._plan, self._measurement, self.failure, self._copies = None, None, None, None
         self._accumulated.clear()
+        self.sums.reset()
         self._groups, self._options, self._is_ending = [], {}, False
 
     def abandon(self, reason: BaseException) -> None:
         """Send nothing more. A collective under way ends by itself. May be called from another thread."""
         self.failure = self.failure or reason
-
-    def is_reduced(self) -> bool:
-        """Whether the device has finished every sum that an optimizer step waits for."""
-        self._reductions = [event for event in self._reductions if not event.query()]  # type: ignore[no-untyped-call]
-        return not self._reductions
 
     # --- what FSDP2 calls --------------------------------------------------------------------------------------
 
@@ -233,9 +230,7 @@ class ShardedGradients:
             try:
                 self._team.finish(start(), output)
                 if output.is_cuda:
-                    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-                    event.record()
-                    self._reductions = [one for one in self._reductions if not one.query()] + [event]  # type: ignore[no-untyped-call]
+                    self.sums.note()
                 return
             except RuntimeError as error:
                 self.failure = self.failure or error

@@ -1,17 +1,19 @@
 """The torch process group of one generation: formed, used for small messages between hosts, and left.
 
 The session holds one; :mod:`pollux.membership.replica` says who is in it and where they meet. On a GPU there are both
-backends: NCCL for gradients and state, gloo for messages between hosts, which so never wait for the device.
+backends: NCCL for gradients and state, gloo for messages between hosts, which so never wait for the device. What NCCL
+needs beside that is in :mod:`pollux.train.nccl`.
 """
 
 from __future__ import annotations
 
 import logging
-import os
+import sys
 import threading
+import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
@@ -22,6 +24,7 @@ from torch.distributed import distributed_c10d
 
 from pollux.errors import MembershipError, PeerLostError
 from pollux.membership.store import Group
+from pollux.train import gloo, nccl
 from pollux.train.encoding import decode, encode
 
 FORM_TIMEOUT_S = 4.0  # members are known to be there when they connect; one that dies in between costs this
@@ -47,7 +50,17 @@ class Team:
         self.group: Group | None = None
         self._lost_before = (-1, 0)  # groups before this generation and attempt have lost a member
         self.is_adopted = False
-        self._ending: threading.Thread | None = None
+        self.on_error: Callable[[int, int], None] = (
+            self.give_up
+        )  # from a thread, when a collective failed on the device
+        self._ending: list[threading.Thread] = []
+        self._sockets: gloo.Sockets = {}
+        self._watching: threading.Event | None = None
+        self._warming: threading.Thread | None = None
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.device.type == "cuda"
 
     @property
     def rank(self) -> int:
@@ -68,69 +81,119 @@ class Team:
         """Connect to the others, leaving any group before. Raises BrokenGroup when they do not come."""
         self.dissolve()
         self.is_adopted = False
-        # A lost peer is ours to handle; torch would end the process.
-        os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-        backend = "cpu:gloo,cuda:nccl" if self.device.type == "cuda" else "gloo"
-        is_alone = group.world_size == 1
+        if self.is_cuda:
+            nccl.prepare_environment()
+        backend = "cpu:gloo,cuda:nccl" if self.is_cuda else "gloo"
         # Part of the store's keys, and not taken back when forming a group fails: after that, a survivor and a newcomer
         # would look for each other under different names.
         distributed_c10d._world.group_count = 0
-        with _broken("forming the group"):
+        hook, others = sys.excepthook, gloo.open_sockets()
+        self.group = group
+        with _broken("forming the group"), ExitStack() as stack:
+            if group.world_size == 1:
+                store: Any = dist.HashStore()  # type: ignore[attr-defined]
+            else:
+                store = group.store
+                size, timeout_s = group.world_size, FORM_TIMEOUT_S
+                stack.enter_context(gloo.used(gloo.connect(store, group.rank, size, timeout_s, self.is_lost)))
+                self._sockets = gloo.opened_since(others)
             dist.init_process_group(
                 backend,
-                store=dist.HashStore() if is_alone else cast("Any", group.store),  # type: ignore[attr-defined]
+                store=store,
                 rank=group.rank,
                 world_size=group.world_size,
                 timeout=timedelta(seconds=FORM_TIMEOUT_S),
             )
-            self.group = group
+            sys.excepthook = hook  # torch puts another one around it for each group
             if self.is_lost():
                 raise BrokenGroup("a member was lost before the group formed")
-            if not is_alone:
+            if group.world_size > 1:
                 self.share(None)
+                if self.is_cuda:
+                    nccl.connect(self.process_group, self.device, self.is_lost)
+                    self._watch_device(group)
             distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout_s))
 
     def adopt(self, group: Group) -> None:
         """Use the default group that the script has made itself, and leave it to the script."""
         self.group, self.is_adopted = group, True
 
-    def dissolve(self, *, is_broken: bool = False) -> None:
-        """Leave the group: peers that wait for this rank notice, and what is under way is given up.
+    def warm_up(self) -> None:
+        """Begin to wake the device, for a group that is formed later."""
+        if self.is_cuda:
+            nccl.prepare_environment()
+            self._warming = nccl.warm_up(self.device)
 
-        The group itself ends in the background. NCCL takes half a second for it, and where a peer is frozen a
-        thread of gloo's waits for it until its time-out; neither is worth waiting for.
+    def wait_warm(self) -> None:
+        if self._warming is not None:
+            self._warming.join(nccl.WARM_UP_TIMEOUT_S)
+            self._warming = None
+
+    def _watch_device(self, group: Group) -> None:
+        place = group.generation, group.attempt + 1
+        self._watching = nccl.watch(self.process_group, self.device, lambda: self.on_error(*place))
+
+    def dissolve(self, *, is_broken: bool = False) -> None:
+        """Leave the group and all that were made within it: peers that wait for this rank notice.
+
+        The groups themselves end in the background. NCCL takes half a second for it, and where a peer is frozen a
+        thread of gloo's waits for it until its time-out; neither is worth waiting for. A broken group is aborted, which
+        ends what is under way on the device with wrong results.
         """
+        is_broken = is_broken or self.is_lost()
         self.group = None
-        world = dist.group.WORLD
-        if world is None:
+        if self._watching is not None:
+            self._watching.set()
+            self._watching = None
+        if dist.group.WORLD is None:
             return
-        distributed_c10d._world.pg_names.pop(world, None)  # destroy_process_group would wait for its shutdown
+        sockets, self._sockets = self._sockets, {}
+        if is_broken:
+            gloo.shut_down(sockets)
+        boxes = [[group] for group in distributed_c10d._world.pg_names]
+        distributed_c10d._world.pg_names.clear()  # destroy_process_group would wait for their shutdown
         with suppress(RuntimeError, AssertionError):
             dist.destroy_process_group()
-        box = [world]
-        del world
-        self._ending = threading.Thread(
-            target=_end, args=(box, self.device, is_broken), name="pollux-end-of-group", daemon=True
-        )
-        self._ending.start()
+        self._ending = [thread for thread in self._ending if thread.is_alive()]
+        while boxes:
+            arguments = (boxes.pop(), self.device, is_broken)
+            thread = threading.Thread(target=_end, args=arguments, name="pollux-end-of-group", daemon=True)
+            thread.start()
+            self._ending.append(thread)
 
     def close(self) -> None:
-        """Leave for good. The interpreter may end after this, so the group is given a moment to end before."""
+        """Leave for good. The interpreter may end after this, so the groups are given a moment to end before."""
         if not self.is_adopted:
             self.dissolve()
-        if self._ending is not None:
-            self._ending.join(END_TIMEOUT_S)
+        deadline = time.monotonic() + END_TIMEOUT_S
+        for thread in self._ending:
+            thread.join(max(deadline - time.monotonic(), 0.0))
 
-    def give_up(self, generation: int, attempt: int = 0) -> None:
+    def give_up(self, generation: int, attempt: int = 0, *, first: Callable[[], None] = lambda: None) -> None:
         """Groups before this one have lost a member: let all that wait for it go on with an error.
 
-        May be called from another thread.
+        May be called from another thread, and never waits. If this group is among them, ``first`` is called before the
+        device's collectives are aborted.
         """
         self._lost_before = max(self._lost_before, (generation, attempt))
-        world = dist.group.WORLD
-        if self.is_lost() and world is not None and self.device.type == "cuda":
-            with suppress(RuntimeError, AttributeError):
-                world._get_backend(self.device).abort()
+        if self.is_lost():
+            gloo.shut_down(self._sockets)
+            if self.is_cuda:
+                arguments = (self.group, list(distributed_c10d._world.pg_names), first)
+                threading.Thread(target=self._abort, args=arguments, name="pollux-give-up", daemon=True).start()
+            else:
+                first()
+
+    def _abort(self, group: Group, groups: list[dist.ProcessGroup], first: Callable[[], None]) -> None:
+        nccl.call_briefly(first)
+        if self.group is group:  # otherwise it is ended already
+            nccl.abort(groups, self.device)
+
+    def settle(self) -> None:
+        """Wait until the device has ended its work. Raises BrokenGroup if a sum among it cannot be trusted."""
+        if self.is_cuda and self.size > 1:
+            with _broken("waiting for the device"):
+                nccl.wait_for_device(self.is_lost, self.timeout_s)
 
     # --- messages between hosts ---------------------------------------------------------------------------------
 
@@ -168,7 +231,12 @@ class Team:
     def make_groups(self, members: list[list[int]]) -> dist.ProcessGroup:
         """Process groups of some ranks each; the one that this rank is in. Raises BrokenGroup."""
         with _broken("forming a group of some replicas"):
-            groups = [dist.new_group(ranks, timeout=timedelta(seconds=self.timeout_s)) for ranks in members]
+            others = gloo.open_sockets()
+            groups = [dist.new_group(ranks, timeout=timedelta(seconds=FORM_TIMEOUT_S)) for ranks in members]
+            self._sockets |= gloo.opened_since(others)
+            for group in groups:
+                if group != dist.GroupMember.NON_GROUP_MEMBER:
+                    distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout_s), group)
         own: dist.ProcessGroup = next(one for one, ranks in zip(groups, members, strict=True) if self.rank in ranks)
         return own
 
@@ -185,6 +253,7 @@ class Team:
         return Sum(self, values)
 
     def is_lost(self) -> bool:
+        """Whether this group has lost a member."""
         group = self.group
         return group is not None and group.world_size > 1 and (group.generation, group.attempt) < self._lost_before
 
@@ -237,6 +306,11 @@ class _Watch:
         except BaseException as error:
             self._error = error
         self._ended.set()
+
+
+def is_broken_by(error: RuntimeError) -> bool:
+    """Whether this error of a collective of the user's own means that the group is broken. gloo has no type for it."""
+    return isinstance(error, dist.DistBackendError | dist.DistNetworkError) or "gloo" in str(error)
 
 
 def let_go(error: BaseException | None) -> None:

@@ -122,7 +122,14 @@ class Trainees:
             member.hook.abandon(reason)
 
     def is_reduced(self) -> bool:
-        return all([member.hook.is_reduced() for member in self.members])
+        """Whether the device has finished every sum that an optimizer step waits for, and with the right result."""
+        return all(member.hook.sums.are_done() for member in self.members)
+
+    def stop(self, reason: BaseException) -> None:
+        """The group is about to be aborted: no optimizer uses a sum from now on. Called by another thread."""
+        self.abandon(reason)
+        for member in self.members:
+            member.hook.sums.cut()
 
     def begin_again(self) -> None:
         """Remove what a failed step has left in the user's objects, before the step is repeated."""

@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.utils.data import Dataset
 
 from pollux import train
@@ -80,6 +81,7 @@ def main():
     parser.add_argument("--save-s", type=float, help="between checkpoints, instead of half a minute and more")
     parser.add_argument("--timeout-s", type=float, default=600.0)
     parser.add_argument("--oom-at", type=int, help="the step in which rank 1 pretends to have no memory left, once")
+    parser.add_argument("--own-s", type=float, help="a sum of the script's own in each step; but for rank 0, so late")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--shard", action="store_true", help="over the replicas, by fully_shard")
     parser.add_argument("--deaf-at", type=int, help="the step whose small all-reduce fails on rank 1 alone")
@@ -108,11 +110,15 @@ def main():
             place = run.num_steps, run.generation, run.rank, run.world_size
             print(time.time(), *place, noise_of(run), file=trace)
             pause(args.step_s)
-            with run.attempt() if args.oom_at is not None else contextlib.nullcontext():
+            can_fail = args.oom_at is not None or args.own_s is not None
+            with run.attempt() if can_fail else contextlib.nullcontext():
                 if args.oom_at == run.num_steps and run.rank == 1:
                     args.oom_at = -1
                     raise torch.OutOfMemoryError("pretended")
                 loss = -model(indices).mean()
+                if args.own_s is not None:
+                    pause(args.own_s if run.rank > 0 else 0.0)
+                    dist.all_reduce(loss.detach().clone())
                 loss.backward()
                 optimizer.step()
                 if args.deaf_at == run.num_steps and run.rank == 1:

@@ -211,6 +211,21 @@ def test_a_group_that_waits_for_a_member_can_be_given_up_from_another_thread(ser
     assert len(beats) > 20 and max(b - a for a, b in itertools.pairwise(beats)) < 0.5
 
 
+def test_a_group_whose_member_is_lost_is_not_waited_for(served):
+    torch = pytest.importorskip("torch")
+    from pollux.membership.store import for_groups, prefixed
+
+    lost = threading.Event()
+    store = prefixed("group/1/0", for_groups(opened(served), lost.is_set))
+    threading.Timer(0.3, lost.set).start()
+    began = time.monotonic()
+    with pytest.raises(RuntimeError, match="a member of the group was lost"):
+        torch.distributed.init_process_group(
+            "gloo", store=store, rank=0, world_size=2, timeout=datetime.timedelta(seconds=30)
+        )
+    assert time.monotonic() - began < 5.0
+
+
 # Attacks.
 
 PUBLISH_AS_TORCH_DOES = """

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
+import threading
 import time
 
 import pytest
@@ -119,6 +121,24 @@ def test_a_group_has_lost_a_member_if_it_is_older_than_the_roster_that_says_so()
         )
         team.give_up(told)
         assert team.is_lost() == is_lost
+
+
+def wait_alone() -> float:
+    """Rank 0 waits in a collective of its own, which rank 1 never comes to, until its group has lost a member."""
+    with a_run(timeout_s=40.0) as run:
+        run._team.share(None)
+        begun = time.monotonic()
+        if run.rank == 0:
+            threading.Timer(0.3, run._team.give_up, (sys.maxsize,)).start()
+            with pytest.raises(RuntimeError, match="gloo"):
+                dist.all_reduce(torch.ones(1))
+        else:
+            time.sleep(1.0)
+        return time.monotonic() - begun
+
+
+def test_a_collective_of_the_users_own_ends_when_a_member_is_lost():
+    assert max(replicas(2, wait_alone)) < 15.0
 
 
 def lose_the_other(folder: str) -> int | None:

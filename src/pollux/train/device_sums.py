@@ -1,0 +1,46 @@
+"""Knows whether the device has finished the sums that optimizer steps use. Both kinds of gradient hooks have one.
+
+A GPU runs behind the host: when a peer is lost, an optimizer step may have been launched behind a sum that never ends.
+Aborting the group ends that sum with a wrong result, and the optimizer uses it. So before an abort, :meth:`cut` looks
+whether a sum is under way. If one is, the replica's state is damaged, whatever its events say afterwards.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+
+class Mark(Protocol):
+    """An event of the device."""
+
+    def query(self) -> bool: ...
+
+
+class DeviceSums:
+    def __init__(self) -> None:
+        self._marks: list[Mark] = []
+        self._is_cut = False
+
+    def note(self, mark: Mark | None = None) -> None:
+        """A sum was launched on the current stream. ``mark`` is an event behind it; without one it is recorded here."""
+        if mark is None:
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+            mark = event
+        self._marks = [one for one in self._marks if not one.query()] + [mark]
+
+    def are_done(self) -> bool:
+        """Whether all of them have ended, and by themselves."""
+        have_ended = all(mark.query() for mark in self._marks)
+        return have_ended and not self._is_cut  # in this order: an abort may end them while the driver is asked
+
+    def cut(self) -> None:
+        """The group is about to be aborted. May be called from another thread."""
+        self._is_cut = True  # until the driver answers: it may not, while a kernel hangs
+        self._is_cut = not all(mark.query() for mark in self._marks)
+
+    def reset(self) -> None:
+        """For a new group."""
+        self._marks, self._is_cut = [], False
