@@ -26,9 +26,7 @@ from pollux.api.cluster import (
     ClusterSample,
     ClusterSummary,
     NodeList,
-    NodeReading,
     NodeSummary,
-    ReadingList,
     SampleList,
     Shutdown,
     Timeline,
@@ -380,13 +378,6 @@ class Client(Accounting):
     def samples(self, since: float | None = None, until: float | None = None, points: int = 600) -> list[ClusterSample]:
         """The cluster over time, evenly thinned; times are seconds since 1970."""
         return list(self._get(SampleList, "samples", since=since, until=until, points=points).samples)
-
-    def readings(
-        self, node: str, since: float | None = None, until: float | None = None, points: int = 600
-    ) -> list[NodeReading]:
-        """What a node did, evenly thinned; in the last hour if nothing is said."""
-        path = path_of("nodes", node, "readings")
-        return list(self._get(ReadingList, path, since=since, until=until, points=points).readings)
 
     def timeline(self, since: float | None = None, until: float | None = None, limit: int = 200) -> Timeline:
         """Which job held what; in the last hour if nothing is said."""
