@@ -366,7 +366,7 @@ def describe(job: Job, arrival: Arrival, now: float) -> dict[str, Any]:
         "slot_s": detail.attained_slot_s or 0.0, "resizes": detail.num_resizes, "lost_share": detail.lost_share,
         "efficiency": mean_efficiency(curves), "progress": detail.progress, "quality": detail.metrics.get("quality"),
         "replicas": [sum(count for _, count in entry.after) for entry in detail.resizes],
-        "batches": list(dict.fromkeys(curves.total_batch)), "reason": reason(detail),
+        "batches": list(dict.fromkeys(curves.total_batch)), "energy_j": detail.energy_j, "reason": reason(detail),
     }  # fmt: skip
 
 

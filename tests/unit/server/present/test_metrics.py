@@ -14,6 +14,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from pollux.api.cluster import NodeReading, SlotReading
 from pollux.api.report import MAX_REPORT_BYTES, Report, write_report
 from pollux.api.request import JobRequest
 from pollux.engines.live import ReplicaInfo
@@ -26,7 +27,7 @@ from pollux.scheduler.record import RoundRecord
 from pollux.server.config import ClusterConfig, ServiceConfig
 from pollux.server.live.cluster import Cluster
 from pollux.server.live.job_table import job_token
-from pollux.server.present.gauges import JOB_GAUGES
+from pollux.server.present.gauges import JOB_GAUGES, Measured, cluster_families
 from pollux.server.present.metrics import REFUSALS, CountedLog, Metrics, counted_log
 from pollux.server.service import Service
 from pollux.server.storage.store import SqlStore
@@ -541,3 +542,20 @@ def test_counting_from_many_threads_loses_nothing():
     assert samples["pollux_reports_total", ()] == 4000
     assert samples["pollux_http_request_seconds_sum", (("method", "GET"), ("route", "/x"))] == pytest.approx(40.0)
     assert not math.isnan(samples["pollux_reports_total", ()])
+
+
+def test_what_machines_and_gpus_do():
+    slot = SlotReading(
+        slot=3, gpu="GPU-a", utilisation=0.5, memory_bytes=7, memory_total_bytes=9, power_w=None, temperature_c=40.0
+    )
+    reading = NodeReading(
+        at=1.0, cpu=0.25, memory_bytes=1, memory_total_bytes=2, disk_bytes=3, disk_total_bytes=4,
+        received_bytes_per_s=5.0, sent_bytes_per_s=6.0, slots=(slot,),
+    )  # fmt: skip
+    families = list(cluster_families(Measured(is_ready=True, readings={"n": reading}, energy_j=12.5)))
+    told = {(sample.name, *sample.labels.values()): sample.value for family in families for sample in family.samples}
+    assert told["pollux_node_cpu_ratio", "n"] == 0.25 and told["pollux_node_sent_bytes_per_second", "n"] == 6.0
+    assert told["pollux_slot_utilisation_ratio", "n", "3"] == 0.5
+    assert told["pollux_slot_temperature_celsius", "n", "3"] == 40.0
+    assert ("pollux_slot_power_watts", "n", "3") not in told, "NVML does not tell"
+    assert told["pollux_energy_joules_total",] == 12.5
