@@ -120,6 +120,9 @@ class FakeCluster:
             training_notes=(TrainingNote(id=1, at=2.0, text="step 9: batch 32 -> 64"),),
             resizes=(),
             replicas=(),
+            idle="",
+            energy_j=None,
+            energy_per_percent_j=None,
             log_directory=str(self.job_directory(name) / "logs"),
         )
 
