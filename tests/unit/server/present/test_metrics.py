@@ -25,6 +25,7 @@ from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.ports import JobHurt, JobLost, NodesChanged
 from pollux.scheduler.record import RoundRecord
 from pollux.server.config import ClusterConfig, ServiceConfig
+from pollux.server.live import cluster as cluster_module
 from pollux.server.live.cluster import Cluster
 from pollux.server.live.job_table import job_token
 from pollux.server.present.gauges import JOB_GAUGES, Measured, cluster_families
@@ -184,7 +185,20 @@ def grown(world: Metered, name: str) -> str:
     return name
 
 
+def reading(scale: int = 1, power_w: float | None = 100.0) -> NodeReading:
+    slot = SlotReading(
+        slot=3, gpu="GPU-a", utilisation=0.5 / scale, memory_bytes=7 * scale, memory_total_bytes=20 * scale,
+        power_w=None if power_w is None else power_w * scale, temperature_c=40.0 * scale,
+    )  # fmt: skip
+    return NodeReading(
+        at=1.0, cpu=0.25 * scale, memory_bytes=scale, memory_total_bytes=2 * scale, disk_bytes=3 * scale,
+        disk_total_bytes=4 * scale, received_bytes_per_s=5.0 * scale, sent_bytes_per_s=6.0 * scale, slots=(slot,),
+    )  # fmt: skip
+
+
 def test_every_metric_moves(tmp_path, monkeypatch):
+    for name in ("WATCH_EVERY_S", "TIDY_EVERY_S"):
+        monkeypatch.setattr(cluster_module, name, 0.1)
     with metered(tmp_path) as world:
         seen_families = families_of(httpx.get(f"{world.service.url}/metrics", headers=world.operator).text)
 
@@ -220,6 +234,13 @@ def test_every_metric_moves(tmp_path, monkeypatch):
         world.cluster.cancel("other-2", "")
         for state in ("succeeded", "failed", "cancelled"):
             world.until_value(1, "pollux_job_ends_total", state=state)
+
+        # Machines and GPUs, and what a job's take.
+        for scale in (1, 2):
+            world.engine.readings = {"a": reading(scale)}
+            world.scrape()
+        world.engine.named[first] = [ReplicaInfo(replica_id="r1", rank=0, node="a", slot=3, pid=1, state="member")]
+        world.until(lambda: world.value("pollux_energy_joules_total"), "its GPU takes energy")
 
         # Reports: taken, and refused in every way there is.
         world.engine.named[first] = [ReplicaInfo(replica_id="r1", rank=0, node="a", slot=0, pid=1, state="running")]
@@ -545,14 +566,8 @@ def test_counting_from_many_threads_loses_nothing():
 
 
 def test_what_machines_and_gpus_do():
-    slot = SlotReading(
-        slot=3, gpu="GPU-a", utilisation=0.5, memory_bytes=7, memory_total_bytes=9, power_w=None, temperature_c=40.0
-    )
-    reading = NodeReading(
-        at=1.0, cpu=0.25, memory_bytes=1, memory_total_bytes=2, disk_bytes=3, disk_total_bytes=4,
-        received_bytes_per_s=5.0, sent_bytes_per_s=6.0, slots=(slot,),
-    )  # fmt: skip
-    families = list(cluster_families(Measured(is_ready=True, readings={"n": reading}, energy_j=12.5)))
+    seen = Measured(is_ready=True, readings={"n": reading(power_w=None)}, energy_j=12.5)
+    families = list(cluster_families(seen))
     told = {(sample.name, *sample.labels.values()): sample.value for family in families for sample in family.samples}
     assert told["pollux_node_cpu_ratio", "n"] == 0.25 and told["pollux_node_sent_bytes_per_second", "n"] == 6.0
     assert told["pollux_slot_utilisation_ratio", "n", "3"] == 0.5
