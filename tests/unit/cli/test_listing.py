@@ -23,9 +23,9 @@ NODE = NodeSummary(
 
 
 def printed(*nodes: NodeSummary) -> list[str]:
-    console = Console(file=io.StringIO(), width=200)
-    console.print(node_table(nodes))
-    return console.file.getvalue().splitlines()
+    text = io.StringIO()
+    Console(file=text, width=200).print(node_table(nodes))
+    return text.getvalue().splitlines()
 
 
 def test_cpu_nodes_have_no_columns_of_gpus():
