@@ -69,7 +69,7 @@ ONLY_IN = {
     "uvicorn": ("server/listener", "server/http/connections"),
     "prometheus_client": ("server",),
     "httpx": ("client",),
-    "pynvml": ("engines/processes/devices",),
+    "pynvml": ("engines/processes/devices", "engines/processes/readings"),
     "ray": ("engines/ray",),
     "transformers": ("integrations/huggingface",),
     "accelerate": ("integrations/accelerate",),

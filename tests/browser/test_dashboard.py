@@ -446,6 +446,28 @@ def test_the_focus_stays_where_it_is(visitor: Visitor) -> None:
     assert page.locator("canvas.map").is_hidden()
 
 
+def test_what_gpus_and_machines_do(visitor: Visitor) -> None:
+    slot = {"gpu": "GPU-a", "utilisation": 0.87, "memory_bytes": 12_000_000_000, "memory_total_bytes": 150_000_000_000}
+    slots = [{**slot, "slot": number, "power_w": 150.0, "temperature_c": 61} for number in range(2)]
+    host = {"at": 1.0, "cpu": 0.31, "memory_bytes": 8_000_000_000, "memory_total_bytes": 64_000_000_000}
+    host |= {"disk_bytes": 10**11, "disk_total_bytes": 10**12, "received_bytes_per_s": 2e6, "sent_bytes_per_s": 0.0}
+    node = {"name": "n0", "num_slots": 2, "accelerator": "H200", "is_leaving": False, "used": 0, "jobs": []}
+    node |= {"is_draining": False, "health": "ok", "problem": "", "reading": {**host, "slots": slots}}
+    told = Told(visitor.page)
+    page = visitor.open()
+    told.tell(nodes=[node, {**node, "name": "n1", "reading": None}])
+    page.get_by_text("The nodes as a table").click()
+    rows = page.locator("table[aria-label=Nodes] tbody tr")
+    first = rows.nth(0).inner_text()
+    assert all(text in first for text in ("87 %", "300 W", "31 %", "8 GB")), first  # shares of a card, once; its power
+    assert "W" not in rows.nth(1).inner_text()
+    page.locator("canvas.map").focus()
+    page.keyboard.press("Home")
+    page.keyboard.press("Space")
+    text = page.locator("dialog").inner_text()
+    assert "Slot 1: busy 87 % · 12 GB · 150 W · 61 °C" in text and "CPU 31 %" in text and "in 2 MB/s" in text, text
+
+
 def test_a_job_is_found_by_keyboard_alone(visitor: Visitor) -> None:
     page = visitor.open()
     page.locator("table[aria-label=Jobs]").wait_for()

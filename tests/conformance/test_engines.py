@@ -269,6 +269,17 @@ class LiveEngineConformance(EngineConformance):
     def pass_time(self, engine: Engine) -> None:
         time.sleep(0.2)
 
+    def test_every_node_tells_what_its_machine_does(self) -> None:
+        engine = self.ready_engine()
+        names, live = {node.name for node in engine.nodes()}, self.opened[-1]
+        ends_at = time.monotonic() + 60.0
+        while set(live.readings) != names:
+            assert time.monotonic() < ends_at, f"only {set(live.readings)} of {names} told"
+            self.pass_time(engine)
+        for reading in live.readings.values():
+            assert 0 <= reading.cpu <= 1 and 0 < reading.memory_bytes < reading.memory_total_bytes
+            assert time.time() - 30 < reading.at <= time.time()
+
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs fork and /proc")
 class TestLocalEngine(LiveEngineConformance):

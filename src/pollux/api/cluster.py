@@ -60,6 +60,41 @@ class JobOnNode:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SlotReading:
+    """What a GPU, slice or share of one does. Null where NVML does not tell."""
+
+    slot: int
+    gpu: str = field(metadata=about("Its UUID."))
+    utilisation: float | None = field(
+        metadata=about("Share of the time in which a kernel ran; of a share, the card's.")
+    )
+    memory_bytes: int | None = field(metadata=about("In use; of a share, of the whole card."))
+    memory_total_bytes: int | None
+    power_w: float | None = field(metadata=about("Of a slot that shares a card, an equal part of the card's."))
+    temperature_c: float | None = field(metadata=about("Of the card."))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeReading:
+    """What a machine does. Virtual nodes of one machine all tell of that machine; its GPUs are each in one of them."""
+
+    at: float
+    cpu: float = field(metadata=about("Share of all cores' time that was busy."))
+    memory_bytes: int = field(metadata=about("In use."))
+    memory_total_bytes: int
+    disk_bytes: int = field(metadata=about("In use, where jobs' files are."))
+    disk_total_bytes: int
+    received_bytes_per_s: float
+    sent_bytes_per_s: float
+    slots: tuple[SlotReading, ...] = field(default=(), metadata=about("Of GPUs alone."))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadingList:
+    readings: tuple[NodeReading, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSummary:
     name: str
     num_slots: int
@@ -76,6 +111,7 @@ class NodeSummary:
         ),
     )
     problem: str = field(default="", metadata=about("What is wrong with it, and for which jobs."))
+    reading: NodeReading | None = field(default=None, metadata=about("What it did last; null: not told yet."))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -167,6 +167,9 @@ class JobDetail(JobSummary):
     training_notes: tuple[TrainingNote, ...] = field(metadata=about("What it told of its decisions: the last 100."))
     resizes: tuple[JobResize, ...]
     replicas: tuple[Replica, ...]
+    idle: str = field(metadata=about("Which of its GPUs have done nothing for long, in words; empty: none."))
+    energy_j: float | None = field(metadata=about("Joules that its GPUs took; null: not known."))
+    energy_per_percent_j: float | None = field(metadata=about("The same for a hundredth of its work."))
     log_directory: str
 
 

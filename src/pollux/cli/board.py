@@ -22,6 +22,7 @@ from pollux.api.job import FINAL_STATES, JobCurves, JobSummary
 from pollux.api.round import RoundSummary
 from pollux.cli.connect import moment
 from pollux.cli.job_table import STATE_STYLES, age_s, job_table, plain, reason
+from pollux.cli.listing import gpu_cells
 from pollux.cli.sparklines import bar, sparkline
 from pollux.reports import numbers
 
@@ -201,6 +202,9 @@ def _node(node: NodeSummary, marks: Mapping[str, Text]) -> Text:
         else:
             for _ in range(count):
                 text.append_text(mark)
+    if node.reading is not None and node.reading.slots:
+        busy, _, power, _ = gpu_cells(node.reading)
+        text.append(f" {busy} {power}", style="dim")
     if node.health != "ok":
         text.append(f" {node.health}", style="red")
     elif is_leaving:

@@ -82,6 +82,11 @@ def facts(job: JobDetail, now: float) -> Iterator[tuple[str, str]]:
     if job.budget_slot_s is not None:
         used_h = (job.attained_slot_s or 0.0) / 3600
         yield "budget", f"{job.budget_slot_s / 3600:g} slot-hours, {used_h:.2f} used"
+    if job.idle:
+        yield "idle", job.idle
+    if job.energy_j is not None:
+        each = "" if job.energy_per_percent_j is None else f", {numbers.number(job.energy_per_percent_j)} J for 1 %"
+        yield "energy", f"{numbers.number(job.energy_j / 1e3)} kJ{each} of its work"
     if job.num_crashes:
         yield "crashes", str(job.num_crashes)
     if job.exit_code is not None:

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from pollux.api.cluster import ClusterSize, ClusterSummary, NodeSummary
+from pollux.api.cluster import ClusterSize, ClusterSummary, NodeReading, NodeSummary
 from pollux.api.codec import encoded
 from pollux.api.job import FINAL_STATES, JobSummary
 from pollux.cli.connect import (
@@ -104,12 +104,17 @@ def ls(
 
 
 def node_table(nodes: Iterable[NodeSummary]) -> Table:
+    """With what GPUs and CPUs do, where any node tells of them."""
+    nodes = list(nodes)
+    has_gpus = any(node.reading is not None and node.reading.slots for node in nodes)
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("node")
     table.add_column("slots", justify="right")
     table.add_column("used", justify="right")
     table.add_column("accelerator")
     table.add_column("state")
+    for head in (("GPU", "GPU memory", "power", "°C") if has_gpus else ()) + ("CPU", "memory"):
+        table.add_column(head, justify="right", no_wrap=True)
     table.add_column("jobs")
     for node in nodes:
         jobs = ", ".join(f"{plain(job.name)} ({job.num_replicas})" for job in node.jobs)
@@ -119,9 +124,36 @@ def node_table(nodes: Iterable[NodeSummary]) -> Table:
             str(node.used),
             Text(plain(node.accelerator)),
             _node_state(node),
+            *(gpu_cells(node.reading) if has_gpus else ()),
+            *host_cells(node.reading),
             Text(jobs),
         )
     return table
+
+
+def gpu_cells(reading: NodeReading | None) -> tuple[str, str, str, str]:
+    """Mean utilisation, memory, power of all together, the highest temperature; of the node's GPUs."""
+    slots = () if reading is None else reading.slots
+    cards = {slot.gpu: slot for slot in slots}.values()  # shares of one tell the same
+    busy = [slot.utilisation for slot in cards if slot.utilisation is not None]
+    used = [slot.memory_bytes for slot in cards if slot.memory_bytes is not None]
+    power = [slot.power_w for slot in slots if slot.power_w is not None]
+    hot = [slot.temperature_c for slot in cards if slot.temperature_c is not None]
+    return (
+        numbers.share(sum(busy) / len(busy) if busy else None),
+        numbers.size(sum(used) if used else None),
+        f"{sum(power):.0f} W" if power else numbers.UNKNOWN,
+        f"{max(hot):.0f}" if hot else numbers.UNKNOWN,
+    )
+
+
+def host_cells(reading: NodeReading | None) -> tuple[str, str]:
+    """Of the machine: how busy its CPUs are, and its memory."""
+    if reading is None:
+        return numbers.UNKNOWN, numbers.UNKNOWN
+    return numbers.share(
+        reading.cpu
+    ), f"{numbers.size(reading.memory_bytes)} of {numbers.size(reading.memory_total_bytes)}"
 
 
 def _node_state(node: NodeSummary) -> Text:

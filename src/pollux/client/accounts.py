@@ -1,4 +1,4 @@
-"""Asking about users, teams and tokens: the part of :class:`pollux.client.client.Client` that is about accounts."""
+"""Asking about users, teams, tokens and usage: the part of :class:`pollux.client.client.Client` about accounts."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from pollux.api.access import (
     UserList,
     UserSummary,
 )
+from pollux.api.cluster import NodeReading, ReadingList
 from pollux.api.codec import Json, decode, encode
 from pollux.api.job import JobAction, JobList, JobSelection, JobSummary, JobUpdate, SelectedJobs
 from pollux.api.usage import UsageRow, UsageTable
@@ -104,6 +105,13 @@ class Accounting:
     def requeue(self, job: str) -> JobSummary:
         """A running job waits again; one that is over is submitted again, under a new name."""
         return self._post(JobList, path_of("jobs", job, "requeue")).jobs[0]
+
+    def readings(
+        self, node: str, since: float | None = None, until: float | None = None, points: int = 600
+    ) -> list[NodeReading]:
+        """What a node's machine and GPUs did, evenly thinned; in the last hour if nothing is said."""
+        path = path_of("nodes", node, "readings")
+        return list(self._get(ReadingList, path, since=since, until=until, points=points).readings)
 
     def usage(
         self, by: Sequence[str] = ("team", "user"), since: str | None = None, until: str | None = None

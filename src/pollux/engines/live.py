@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from pollux.api.cluster import NodeReading
 from pollux.scheduler.ports import Engine
 from pollux.scheduler.record import JobRecord
 
@@ -58,6 +59,10 @@ class LiveEngine(Engine, Protocol):
     @property
     def unusable(self) -> Sequence[UnusableNode]:
         """Nodes that get no work, and why; they are looked at again. May be asked from any thread."""
+
+    @property
+    def readings(self) -> Mapping[str, NodeReading]:
+        """What nodes did last, by name; those that have not told yet are missing. May be asked from any thread."""
 
     def close(self, *, stops_jobs: bool, grace_s: float | None = None) -> None:
         """``stops_jobs``: all jobs checkpoint and leave, and nothing is left. Otherwise they train on.

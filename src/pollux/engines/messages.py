@@ -13,7 +13,7 @@ and the supervisor tells, with ``event``:
     runs{job, generation}   stopped{job, generation}   ended{job, generation, state, exit_code, reason, at, node, cause}
     lost{job, generation, reason}   replicas{job, replicas: [...]}   note{job, text}   crashed{job, reason}
     gave_up{job, generation, node, reason, allocation}   nodes{nodes: [...]}
-    unusable{nodes: [{name, reason}]}   head{problem}   replaced{}
+    unusable{nodes: [{name, reason}]}   head{problem}   replaced{}   readings{nodes: {name: NodeReading}}
 
 ``epoch`` counts the servers that have led. A supervisor refuses a hello of an earlier one than it has obeyed.
 
@@ -28,7 +28,7 @@ from pollux.engines.transport import Channel, Message
 from pollux.errors import EngineError
 from pollux.types import Allocation
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 
 def ask(channel: Channel, request: Message | None, event: str, deadline: float) -> Message | None:

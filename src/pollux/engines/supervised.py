@@ -17,11 +17,13 @@ import logging
 import math
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from pollux.api.cluster import NodeReading
+from pollux.api.codec import decode
 from pollux.engines.launch import Launch
 from pollux.engines.live import ReplicaInfo, UnusableNode
 from pollux.engines.messages import allocation_from_list, allocation_to_list
@@ -51,6 +53,7 @@ LONGEST_PAUSE_S = 30.0  # between attempts to get a supervisor again
 ADOPT_TIMEOUT_S = 60.0
 RECEIVE_S = 5.0  # a bound on one wait; the thread then waits again
 PATIENCE_S = 4.0  # a new supervisor is usually there in one second; longer is worth telling
+READING_S = 30.0  # a reading that is older says nothing of now
 REPLACED = "paused: another server commands its replicas"
 
 logger = logging.getLogger(__name__)
@@ -124,6 +127,7 @@ class SupervisedEngine:
         self._num_states = 0
         self._trouble = self._head_problem = ""
         self._unusable: tuple[UnusableNode, ...] = ()
+        self._readings: dict[str, tuple[float, NodeReading]] = {}  # by node, with the monotonic time they came at
         self._lost_at = math.inf  # in monotonic time; inf while there is a connection
         self._closing = threading.Event()
         self._channel: Channel | None
@@ -239,6 +243,13 @@ class SupervisedEngine:
         with self._changed:
             return self._unusable
 
+    @property
+    def readings(self) -> Mapping[str, NodeReading]:
+        """See :class:`~pollux.engines.live.LiveEngine`."""
+        with self._changed:
+            there, oldest = {node.name for node in self._nodes}, time.monotonic() - READING_S
+            return {name: one for name, (came, one) in self._readings.items() if name in there and came >= oldest}
+
     def close(self, *, stops_jobs: bool, grace_s: float | None = None) -> None:
         with self._changed:
             if self._is_closed:
@@ -329,6 +340,10 @@ class SupervisedEngine:
         if kind == "head":
             self._head_problem = f"paused: {message['problem']}" if message["problem"] else ""
             logger.warning("%s", self._head_problem or "the head of the Ray cluster answers again")
+            return
+        if kind == "readings":
+            for name, row in message["nodes"].items():
+                self._readings[name] = time.monotonic(), decode(NodeReading, row, f"reading of {name}")
             return
         if kind == "unusable":
             self._take_unusable(message["nodes"])

@@ -247,7 +247,7 @@ def _read_job(
         application, batch = _elastic(job, reports, num_slots, usual_join_s, is_whole=is_whole), 0
         limits = application.limits
         batch, least, most = (
-            limits.initial,
+            limits.minimum,
             min(job["min_replicas"], application.max_replicas),
             application.max_replicas,
         )
@@ -295,6 +295,8 @@ def _elastic(
     limits = next((BatchLimits(**report["batch"]) for report in reports if report["batch"] is not None), None)
     if limits is None:
         raise SimulationError("its batch limits are not on record")
+    if all(report["total_batch"] == limits.maximum for report in reports):  # one that adapts begins at M0
+        limits = replace(limits, minimum=limits.maximum)
     done = 1.0 if is_whole else reports[-1]["progress"]
     work = _work_of(reports, limits) * (1.0 if done is None else done)
     if work <= 0:

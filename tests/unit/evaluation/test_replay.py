@@ -314,6 +314,22 @@ def test_a_record_as_files_gives_the_same_simulation(tmp_path):
         assert jct_s(again) == jct_s(replay(found, policy))
 
 
+@pytest.mark.parametrize("policy", ["fifo", "pollux"])
+def test_a_job_that_keeps_a_batch_above_its_initial_one_keeps_it_in_simulation(policy, tmp_path):
+    """As with FixedBatch(total=256): its steps are fewer than at M0, and take longer."""
+    total, entry = 8 * INITIAL, job("a", 0, 100, max_replicas=1)
+    limits = {"initial": INITIAL, "maximum": total, "device_min": 8, "device_max": 256, "minimum": INITIAL}
+    told = reports_of(entry, 1000, batch=limits, total_batch=total, device_batch=total)
+    found = read_recording([entry], {"a": told}, [{"num_slots": 1}], interval_s=2.0)
+    gain = 8 * (PHI + INITIAL) / (PHI + total)
+    expected_s = START_S + 1000 / gain * (PASS_S + EXAMPLE_S * total)
+    assert jct_s(replay(found, policy)) == pytest.approx({"a": expected_s}, rel=0.02)
+    path = write_workload(found, tmp_path, "a test")
+    workload, applications = load_source(str(path), str(path.parent))
+    again = summarise(simulate(workload, applications, make_policy(policy, found.settings), found.config))
+    assert jct_s(again) == pytest.approx({"a": expected_s}, rel=0.02)
+
+
 def test_a_recorded_job_takes_one_pass_on_one_replica():
     """As live jobs do, and unlike the artifact's, which accumulate there."""
     found = recording(job("a", 0, 100), slots=1)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pollux.api.cluster import ClusterSample, ClusterSummary, NodeSummary, Timeline
+from pollux.api.cluster import ClusterSample, ClusterSummary, NodeReading, NodeSummary, Timeline
 from pollux.api.job import FittedModel, JobCurves, JobDetail, JobModel, JobRow, JobSummary, StateChange, TrainingNote
 from pollux.api.report import Report, ReportAnswer, StoredReport, stored
 from pollux.api.request import JobRequest, check_dependencies, unique_name
@@ -120,6 +120,9 @@ class FakeCluster:
             training_notes=(TrainingNote(id=1, at=2.0, text="step 9: batch 32 -> 64"),),
             resizes=(),
             replicas=(),
+            idle="",
+            energy_j=None,
+            energy_per_percent_j=None,
             log_directory=str(self.job_directory(name) / "logs"),
         )
 
@@ -173,6 +176,10 @@ class FakeCluster:
 
     def last_sample_id(self) -> int:
         return 0
+
+    def readings(self, node: str, since: float | None, until: float | None, points: int) -> list[NodeReading]:
+        self._fail()
+        return []
 
     def timeline(self, since: float | None, until: float | None, limit: int) -> Timeline:
         self._fail()

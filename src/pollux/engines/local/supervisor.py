@@ -1,8 +1,9 @@
 """The process that owns all replicas of a machine, so that they train on when the server is gone.
 
 ``python -m pollux.engines.local.supervisor --directory D``, started by :mod:`pollux.engines.local.connection`, listens
-on a socket in D and does what its client asks (:mod:`pollux.engines.messages`). It has one thread. It ends after a
-while without work, and with SIGTERM when all jobs have left; its replicas end with it.
+on a socket in D and does what its client asks (:mod:`pollux.engines.messages`). One thread does that; another only
+reads what the machine does (:mod:`pollux.engines.processes.readings`). It ends after a while without work, and with
+SIGTERM when all jobs have left; its replicas end with it.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from pollux.engines.local.clients import Clients
 from pollux.engines.local.files import LOCK, forget_epoch, read_epoch, write_epoch
 from pollux.engines.processes.job_manager import JobManager
 from pollux.engines.processes.leftovers import MARK, kill_leftovers, mark_of
+from pollux.engines.processes.readings import Sampler
 from pollux.engines.processes.replica_job import GRACE_S
 from pollux.engines.processes.request_handler import RequestHandler
 from pollux.engines.processes.space import MIN_FREE_BYTES, SpaceWatch, free_bytes
@@ -59,6 +61,7 @@ class Supervisor:
             ),
         )
         self._clients = Clients(directory, self._handler.refusal_of)
+        self._sampler = Sampler(str(directory), lambda: manager.devices)
         self._idle_since = self._heard_at = time.monotonic()
 
     def serve(self) -> None:
@@ -74,6 +77,7 @@ class Supervisor:
         self._handler.shut_down(grace_s)
 
     def close(self) -> None:
+        self._sampler.close()
         self._manager.close()
         self._clients.close()
 
@@ -86,6 +90,7 @@ class Supervisor:
         for message in messages:
             self._handler.obey(message)
         self._manager.turn()
+        self._manager.tell_readings(self._sampler.take())
         self._clients.flush()
 
     def _send(self, message: dict[str, object]) -> None:

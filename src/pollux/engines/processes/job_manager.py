@@ -18,6 +18,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pollux.api.cluster import NodeReading
+from pollux.api.codec import encoded
 from pollux.engines.launch import Launch
 from pollux.engines.messages import allocation_from_list, allocation_to_list
 from pollux.engines.processes.devices import Device, slot_env
@@ -119,6 +121,16 @@ class JobManager:
     def use(self, devices: Sequence[Device]) -> None:
         """The slots there are from now on; a replica in another one stays there until it is moved."""
         self._devices = {Slot(device.node, device.number): device for device in devices}
+
+    @property
+    def devices(self) -> list[Device]:
+        """Of all slots. May be asked from any thread."""
+        return list(self._devices.values())
+
+    def tell_readings(self, readings: Mapping[str, NodeReading] | None) -> None:
+        """What nodes did last; None: no news."""
+        if readings:
+            self._tell({"event": "readings", "nodes": {name: encoded(one) for name, one in readings.items()}})
 
     @property
     def nodes(self) -> list[Message] | None:

@@ -25,11 +25,13 @@ from pathlib import Path
 
 import psutil
 
+from pollux.api.codec import encoded
 from pollux.engines.processes.commands import plan_start
-from pollux.engines.processes.devices import find_gpus
+from pollux.engines.processes.devices import Device, find_gpus
 from pollux.engines.processes.failure import read_end
 from pollux.engines.processes.fork_server import ForkServer
 from pollux.engines.processes.leftovers import MARK, REPLICA, kill_leftovers
+from pollux.engines.processes.readings import Sampler
 from pollux.engines.processes.starters import MISSING_CODE, ColdStarter, Command, ReplicaProcess, Starter
 from pollux.engines.ray.network import free_port, network_env
 from pollux.engines.ray.outbox import Numbered, Outbox
@@ -72,6 +74,7 @@ class NodeAgent:
         self._seen: set[str] = set()  # keys
         self._logs: dict[str, float | None] = {}  # name -> when its replica ended
         self._heard_at = time.monotonic()
+        self._sampler = Sampler(str(self._folder), _own_devices)
         threading.Thread(target=self._run, name="pollux-agent", daemon=True).start()
 
     def describe(self, probe: str | None = None) -> Message:
@@ -164,6 +167,8 @@ class NodeAgent:
                     tail = f"cannot be started on this node: {error}"
                     end = {"code": MISSING_CODE, "is_orphan": False, "tail": tail}
                     self._events.put({"event": "exited", "key": order["key"], **end})
+        for reading in (self._sampler.take() or {}).values():
+            self._events.put({"event": "reading", "reading": encoded(reading)})
         fork_server.poll()
         cold.poll()
         for key, process in list(self._processes.items()):
@@ -211,6 +216,13 @@ class NodeAgent:
         starter: Starter = fork_server if start.is_forked else cold
         replica = starter.spawn(command)
         self._processes[order["key"]] = _AgentProcess(replica=replica, starter=starter, command=command)
+
+
+def _own_devices() -> list[Device]:
+    """All GPUs of this node, numbered as NVML does: which of them a job has is Ray's affair."""
+    return [Device(node="here", number=gpu.number, gpu=gpu.uuid) for gpu in find_gpus()] or [
+        Device(node="here", number=0)
+    ]
 
 
 def kill_orphans(prefix: str) -> None:

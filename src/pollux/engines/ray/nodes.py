@@ -116,6 +116,7 @@ class NodeAgents:
         self._held: Counter[str] = Counter()  # node ids -> slots that we hold
         self._lost: dict[str, str] = {}
         self._events: deque[tuple[str, Message]] = deque()
+        self._readings: dict[str, Message] = {}  # by node, not taken yet
         self._closing = threading.Event()
         self.has_looked = threading.Event()  # every node that was there at first has been asked
         self._threads = [
@@ -147,6 +148,12 @@ class NodeAgents:
         with self._turn:
             events, self._events = list(self._events), deque()
         return events
+
+    def take_readings(self) -> dict[str, Message]:
+        """What nodes did last, by name; those with news since this was asked last."""
+        with self._turn:
+            readings, self._readings = self._readings, {}
+        return readings
 
     def id_of(self, name: str) -> str | None:
         with self._turn:
@@ -419,7 +426,10 @@ class NodeAgents:
             for number, message in told:
                 if number > node.num_heard:
                     node.num_heard = number
-                    self._events.append((node.name, message))
+                    if message["event"] == "reading":
+                        self._readings[node.name] = message["reading"]
+                    else:
+                        self._events.append((node.name, message))
 
     def _see_obeyed(self, node: _NodeState) -> None:
         ref, node.ordering = node.ordering, None

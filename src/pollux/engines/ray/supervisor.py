@@ -185,6 +185,8 @@ class RaySupervisor:
                 self._handler.obey(message)
         self._see_nodes()
         self._manager.turn()
+        if readings := self._nodes.take_readings():
+            self._handler.tell({"event": "readings", "nodes": readings})
 
     def _see_nodes(self) -> None:
         changes = self._nodes.take()

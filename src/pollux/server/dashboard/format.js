@@ -182,3 +182,22 @@ export function parseDuration(text) {
   if (!match || !clean) return NaN;
   return [86400, 3600, 60, 1].reduce((sum, unit, index) => sum + unit * Number(match[index + 1] ?? 0), 0);
 }
+
+/* Of a job's or node's GPUs: shares of one card tell the same, so each card counts once; power is divided already. */
+export function gpuParts(slots) {
+  const cards = [...new Map(slots.map(slot => [slot.gpu, slot])).values()],
+    known = (rows, name) => rows.map(row => row[name]).filter(isNumber),
+    sum = values => values.reduce((a, b) => a + b, 0),
+    busy = known(cards, "utilisation"),
+    memory = known(cards, "memory_bytes"),
+    power = known(slots, "power_w"),
+    hot = known(cards, "temperature_c");
+  return {
+    busy: busy.length ? share(sum(busy) / busy.length) : DASH,
+    memory: memory.length ? gigabytes(sum(memory)) : DASH,
+    power: power.length ? `${Math.round(sum(power))} W` : DASH,
+    temperature: hot.length ? `${Math.max(...hot)} °C` : DASH,
+  };
+}
+
+export const gigabytes = bytes => (isNumber(bytes) ? `${number(bytes / 1e9)} GB` : DASH);

@@ -9,6 +9,7 @@ import {
   batchParts,
   count,
   duration,
+  gpuParts,
   number,
   plural,
   quoted,
@@ -51,6 +52,14 @@ class Facts {
 
 const nodesIn = shares => (shares.length ? shares.map(([node, num]) => `${num} on ${node}`).join(", ") : "none");
 
+const slotOf = one => store.nodes.get(one.node)?.reading?.slots.find(slot => slot.slot === one.slot);
+
+function gpuWords(slot) {
+  if (!slot) return DASH;
+  const {busy, memory, power, temperature} = gpuParts([slot]);
+  return [busy, memory, power, temperature].join(" · ");
+}
+
 const replicaTable = () =>
   new DataTable({
     columns: [
@@ -58,6 +67,7 @@ const replicaTable = () =>
       {key: "id", label: "Replica", class: "left", cell: one => one.replica_id},
       {key: "node", label: "Node", class: "left", value: one => one.node, cell: one => one.node},
       {key: "slot", label: "Slot", value: one => one.slot, cell: one => String(one.slot)},
+      {key: "gpu", label: "GPU", class: "left", cell: one => gpuWords(slotOf(one))},
       {key: "pid", label: "Process", cell: one => (one.pid === null ? DASH : String(one.pid))},
       {key: "state", label: "State", class: "left", cell: one => one.state},
     ],
@@ -232,7 +242,7 @@ export function jobPage({name, go}) {
       shownProgress = job.progress;
       fill(bar, typeof job.progress === "number" && progressBar(job.progress));
     }
-    setText(reason, [job.note, job.reason].filter(Boolean).join(" · ").replaceAll("->", "→"));
+    setText(reason, [job.note, detail?.idle, job.reason].filter(Boolean).join(" · ").replaceAll("->", "→"));
     reason.hidden = !reason.textContent;
     cancel.hidden = FINAL.has(job.state);
     const lasted = job.started_at === null ? null : (job.finished_at ?? now()) - job.started_at;
@@ -272,6 +282,13 @@ export function jobPage({name, go}) {
           ? `${duration(detail.lost_s)}${detail.lost_share === null ? "" : ` (${share(detail.lost_share)})`}`
           : DASH,
         "To resizes and restarts; the first start does not count",
+      ],
+      [
+        "Energy",
+        typeof detail?.energy_j !== "number" ? DASH : `${number(detail.energy_j / 1000)} kJ`,
+        typeof detail?.energy_per_percent_j !== "number"
+          ? "Of its GPUs"
+          : `Of its GPUs: ${number(detail.energy_per_percent_j)} J for 1 % of its work`,
       ],
       ["Application", job.application || DASH],
     ]);

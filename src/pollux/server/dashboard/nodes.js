@@ -2,7 +2,7 @@
 
 import {post} from "./api.js";
 import {DataTable, confirmDialog, h, toast} from "./dom.js";
-import {DASH, plural} from "./format.js";
+import {DASH, gigabytes, gpuParts, number, plural, share} from "./format.js";
 import {jobLink} from "./paint.js";
 import {store} from "./store.js";
 
@@ -31,6 +31,21 @@ const drainButton = node =>
     node.is_draining ? "Use again" : "Drain",
   );
 
+const slotsOf = node => node.reading?.slots ?? [];
+const meanOf = (slots, name) => slots.reduce((sum, slot) => sum + (slot[name] ?? 0), 0) / Math.max(slots.length, 1);
+const machineWords = ({cpu, memory_bytes, memory_total_bytes, disk_bytes, disk_total_bytes, ...rest}) =>
+  [
+    `CPU ${share(cpu)}`,
+    `memory ${gigabytes(memory_bytes)} of ${gigabytes(memory_total_bytes)}`,
+    `disk ${gigabytes(disk_bytes)} of ${gigabytes(disk_total_bytes)}`,
+    `network in ${number(rest.received_bytes_per_s / 1e6)} MB/s, out ${number(rest.sent_bytes_per_s / 1e6)} MB/s`,
+  ].join(" · ");
+
+function slotItem(slot) {
+  const {busy, memory, power, temperature} = gpuParts([slot]);
+  return h("li", {}, `Slot ${slot.slot}: ${[`busy ${busy}`, memory, power, temperature].join(" · ")}`);
+}
+
 /* What is on a node; from here it is drained, or used again. */
 export function openNode(name) {
   const node = store.nodes.get(name);
@@ -55,6 +70,8 @@ export function openNode(name) {
           .filter(Boolean)
           .join(" · "),
       ),
+      node.reading && h("p", {class: "muted"}, machineWords(node.reading)),
+      slotsOf(node).length > 0 && h("ul", {class: "plain"}, slotsOf(node).map(slotItem)),
       node.jobs.length
         ? h(
             "ul",
@@ -113,6 +130,25 @@ export const nodeTable = () =>
         isDown: true,
         value: node => node.used,
         cell: node => `${node.used} of ${node.num_slots}`,
+      },
+      {
+        key: "gpu",
+        label: "GPU",
+        value: node => meanOf(slotsOf(node), "utilisation"),
+        cell: node => gpuParts(slotsOf(node)).busy,
+      },
+      {
+        key: "power",
+        label: "Power",
+        value: node => meanOf(slotsOf(node), "power_w"),
+        cell: node => gpuParts(slotsOf(node)).power,
+      },
+      {key: "cpu", label: "CPU", value: node => node.reading?.cpu ?? -1, cell: node => share(node.reading?.cpu ?? null)},
+      {
+        key: "memory",
+        label: "Memory",
+        value: node => node.reading?.memory_bytes ?? -1,
+        cell: node => gigabytes(node.reading?.memory_bytes ?? null),
       },
       {
         key: "jobs",

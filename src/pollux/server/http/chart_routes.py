@@ -6,7 +6,7 @@ from typing import Annotated
 
 from fastapi import Query, Response
 
-from pollux.api.cluster import SampleList, Timeline
+from pollux.api.cluster import ReadingList, SampleList, Timeline
 from pollux.api.job import JobCurves, JobModel
 from pollux.server.http.dependencies import ItsQueries, of_people
 from pollux.server.http.errors import answer
@@ -29,6 +29,19 @@ charts = of_people("charts")
 def list_samples(queries: ItsQueries, since: _Time = None, until: _Time = None, points: _Points = 600) -> Response:
     """One is taken every ten seconds, and the newest 50,000 are kept."""
     return answer(SampleList(samples=tuple(queries.samples(since, until, points))))
+
+
+@charts.get(
+    "/nodes/{name}/readings",
+    summary="What a node does over time",
+    response_model=ReadingList,
+    responses=error_answers(422),
+)
+def list_readings(
+    queries: ItsQueries, name: str, since: _Time = None, until: _Time = None, points: _Points = 600
+) -> Response:
+    """Its CPUs, memory, disk, network and GPUs, every ten seconds. The last hour if nothing is said."""
+    return answer(ReadingList(readings=tuple(queries.readings(name, since, until, points))))
 
 
 @charts.get("/timeline", summary="Which job held what", response_model=Timeline, responses=error_answers(422))

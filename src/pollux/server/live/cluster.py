@@ -37,6 +37,7 @@ from pollux.scheduler.quotas import HALF_LIFE_S, Quotas
 from pollux.scheduler.record import JobRecord
 from pollux.server.config import ClusterConfig
 from pollux.server.live.clock import LiveClock
+from pollux.server.live.device_watch import DeviceWatch
 from pollux.server.live.hangs import HangWatch
 from pollux.server.live.inbox import Inbox
 from pollux.server.live.job_table import JobTable, LaunchSettings, LiveJob
@@ -49,6 +50,7 @@ from pollux.server.present.gauges import Measured
 from pollux.server.present.metrics import Metrics
 from pollux.server.present.queries import Queries
 from pollux.server.storage.files import read_names, read_seconds, write_names, write_seconds
+from pollux.server.storage.readings import ReadingStore
 from pollux.server.storage.simulations import Simulations
 from pollux.server.storage.store import SqlStore
 from pollux.server.storage.usage import UsageStore
@@ -62,6 +64,7 @@ TIDY_EVERY_S = 5.0
 NUM_HALF_LIVES = 6  # what was used before that counts for nothing
 SAMPLE_EVERY_S = 10.0
 LOOK_EVERY_S = 1.0  # for jobs that hang
+WATCH_EVERY_S = 5.0  # what GPUs do; as often as they are read
 NUM_REPLAYED, MANY_JOBS = 20, 200  # reports of each job after a restart; of many jobs the last one alone
 DRAINING_FILE, NODE_SECONDS_FILE = "draining.json", "node-seconds.json"
 REPORTS_PER_S = 66.0  # of all jobs together: what they are asked to keep to
@@ -111,13 +114,14 @@ class Cluster:
         self.simulations = Simulations(config.data_directory / "simulations")
         self._pool, self._inbox = pool, Inbox(engine, self._jobs)
         self._hangs = HangWatch(self._jobs, engine, config.hang_timeout_s)
+        self._devices, self._readings = DeviceWatch(self._jobs, engine), ReadingStore(store)
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
         self._woken = wakeup or threading.Event()
         self._thread: threading.Thread | None = None
         self._is_stopping = self._looks_at_dependencies = False
         self._stop_by = math.inf  # in monotonic time
         self._turn_s = 0.0  # what the last one took
-        self._tidy_at = self._sample_at = self._look_at = 0.0
+        self._tidy_at = self._sample_at = self._look_at = self._watch_at = 0.0
         self._problem = "the scheduler has not begun yet"
         self.operations = Operations(self, self._jobs, store)
         self._meter = Meter(store, self.accounts.team_of, config.node_price)
@@ -393,11 +397,13 @@ class Cluster:
         if self._clock.now() >= self._sample_at:
             self._sample_at = self._clock.now() + SAMPLE_EVERY_S
             self.queries.take_sample()
+            self._readings.add(self._engine.readings)
         if self._looks_at_dependencies:
             self._looks_at_dependencies = False
             self._take_in(self._jobs.held)
         self._enforce_limits()
         self._stop_hung()
+        self._watch_devices()
         self._turn_s = min(time.perf_counter() - began, LONGEST_WAIT_S)
 
     def _save_reports(self) -> None:
@@ -415,10 +421,27 @@ class Cluster:
         for record in self._state.records.values():
             self._look_at_usage(record)
         self._meter.save()
+        self._save_energy()
 
     def _look_at_usage(self, record: JobRecord) -> None:
         share = self.queries.useful_share(record)
         self._meter.look(record, self._engine.nodes(), self._clock.now(), share)
+
+    def _watch_devices(self) -> None:
+        if (now := self._clock.now()) < self._watch_at:
+            return
+        self._watch_at = now + WATCH_EVERY_S
+        for note in self._devices.look(self._state.records.values(), now):
+            logger.info("job %s: %s", note.job, note.text)
+            self._store.add_note(note.job, now, note.text)
+
+    def _save_energy(self) -> None:
+        energy_j = self._devices.take_energy()
+        try:
+            self._readings.add_energy(energy_j)
+        except StoreError:
+            self._devices.put_back(energy_j)
+            raise
 
     def _save_node_s(self) -> None:
         if (scheduler := self._state.scheduler) is not None:

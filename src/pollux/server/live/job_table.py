@@ -68,6 +68,7 @@ class LiveJob:
     is_logged: bool = False  # its submission is in the log
     stuck: str = ""  # how long it has made no step, when that is long
     num_hangs: int = 0  # how often it was stopped for that
+    idle: str = ""  # which of its GPUs have done nothing for long
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from pollux.api.cluster import ClusterSummary, NodeSummary
+from pollux.api.cluster import ClusterSummary, NodeReading, NodeSummary
 from pollux.api.job import JobSummary
 from pollux.api.report import Report, ReportAnswer
 from pollux.api.request import JobRequest
@@ -70,6 +70,7 @@ class _NoEngine:
     def __init__(self) -> None:
         self.last_nodes: Sequence[Node] = ()
         self.unusable: Sequence[UnusableNode] = ()
+        self.readings: Mapping[str, NodeReading] = {}
 
     def nodes(self) -> Sequence[Node]:
         return self.last_nodes

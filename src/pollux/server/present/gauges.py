@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
+from pollux.api.cluster import NodeReading
 from pollux.api.report import Report
 from pollux.api.usage import UsageRow
 from pollux.scheduler.node_health import NodeCondition
@@ -40,6 +41,8 @@ class Measured:
     node_price: float | None = None  # for an hour
     num_wanted_nodes: int | None = None  # None: no auto-scaling
     usage: Sequence[UsageRow] = ()  # by team and user, since the data directory was made
+    readings: Mapping[str, NodeReading] = field(default_factory=dict)  # what nodes did last
+    energy_j: float = 0.0  # of all jobs, since the data directory was made
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,6 +123,7 @@ def cluster_families(seen: Measured) -> Iterator[Metric]:
         jobs.add_metric((state,), number)
     yield jobs
     yield from _usage_families(seen)
+    yield from _reading_families(seen)
 
 
 def _usage_families(seen: Measured) -> Iterator[Metric]:
@@ -130,6 +134,42 @@ def _usage_families(seen: Measured) -> Iterator[Metric]:
         useful.add_metric((row.team or "", row.user or ""), row.goodput_hours * 3600)
     yield slots
     yield useful
+
+
+SLOT_GAUGES = {
+    "utilisation": ("pollux_slot_utilisation_ratio", "Share of the time in which a GPU ran a kernel."),
+    "memory_bytes": ("pollux_slot_memory_bytes", "Memory of a GPU or slice that is in use."),
+    "memory_total_bytes": ("pollux_slot_memory_total_bytes", "Memory that a GPU or slice has."),
+    "power_w": ("pollux_slot_power_watts", "Power of a GPU; of slots that share a card, equal parts."),
+    "temperature_c": ("pollux_slot_temperature_celsius", "Temperature of a slot's card."),
+}
+HOST_GAUGES = {
+    "cpu": ("pollux_node_cpu_ratio", "Share of the CPUs' time that was busy."),
+    "memory_bytes": ("pollux_node_memory_bytes", "Memory of a node that is in use."),
+    "memory_total_bytes": ("pollux_node_memory_total_bytes", "Memory that a node has."),
+    "disk_bytes": ("pollux_node_disk_bytes", "Disk space in use, where jobs' files are."),
+    "disk_total_bytes": ("pollux_node_disk_total_bytes", "Size of that disk."),
+    "received_bytes_per_s": ("pollux_node_received_bytes_per_second", "What a node receives over its network."),
+    "sent_bytes_per_s": ("pollux_node_sent_bytes_per_second", "What a node sends over its network."),
+}
+
+
+def _reading_families(seen: Measured) -> Iterator[Metric]:
+    for entry, (name, text) in HOST_GAUGES.items():
+        family = GaugeMetricFamily(name, text, labels=("node",))
+        for node, reading in seen.readings.items():
+            family.add_metric((node,), float(getattr(reading, entry)))
+        yield family
+    for entry, (name, text) in SLOT_GAUGES.items():
+        family = GaugeMetricFamily(name, text, labels=("node", "slot"))
+        for node, reading in seen.readings.items():
+            for slot in reading.slots:
+                if (value := getattr(slot, entry)) is not None:
+                    family.add_metric((node, str(slot.slot)), float(value))
+        yield family
+    energy = CounterMetricFamily("pollux_energy_joules", "Energy that the GPUs of jobs took, as far as NVML tells.")
+    energy.add_metric((), seen.energy_j)
+    yield energy
 
 
 def _node_families(seen: Measured) -> Iterator[Metric]:

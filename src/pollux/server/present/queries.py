@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from pollux.api.cluster import ClusterSample, ClusterSummary, NodeSummary, Timeline
+from pollux.api.cluster import ClusterSample, ClusterSummary, NodeReading, NodeSummary, Timeline
 from pollux.api.job import JobCurves, JobDetail, JobModel, JobRow, JobSummary, Replica
 from pollux.api.report import StoredReport
 from pollux.api.request import JobRequest
@@ -48,6 +48,7 @@ from pollux.server.present.views import (
     state_change,
     waiting_reason,
 )
+from pollux.server.storage.readings import ReadingStore
 from pollux.server.storage.records import StoredJob
 from pollux.server.storage.store import SqlStore
 from pollux.server.storage.time_series import TimeSeries
@@ -75,6 +76,7 @@ class Queries:
         self._state, self._jobs, self._store = state, state.jobs, store
         self._engine, self._config, self._clock, self._decisions = engine, config, clock, decisions
         self._series, self._accounts, self._usage = TimeSeries(store), accounts, UsageStore(store)
+        self._readings = ReadingStore(store)
         self._started_at = clock.now()
 
     # Jobs -------------------------------------------------------------------------------------
@@ -122,7 +124,8 @@ class Queries:
         record = self._state.records.get(name)
         if record is None and (record := stored.record) is not None:
             record.knowledge.refit()  # the fit is not kept, what it follows from is
-        summary = self.summary_of(name)
+        summary, job = self.summary_of(name), self._jobs.get(name)
+        energy_j, progress = self._readings.energy_of(name), summary.progress
         return JobDetail(
             **{one.name: getattr(summary, one.name) for one in dataclasses.fields(summary)},
             request=shown_request(stored.request or {}),
@@ -144,6 +147,9 @@ class Queries:
                 )
                 for replica in self._engine.replicas(name)
             ),
+            idle="" if job is None or record is None or not record.allocation else job.idle,
+            energy_j=energy_j,
+            energy_per_percent_j=energy_j / progress / 100 if energy_j is not None and progress else None,
             log_directory=str(self.job_directory(name) / "logs"),
         )
 
@@ -166,7 +172,8 @@ class Queries:
         allocations = {name: record.allocation for name, record in self._state.records.items()}
         nodes, unusable = self._engine.nodes(), self._engine.unusable
         draining, releasing, conditions = self._state.draining, self._state.releasing, self._conditions()
-        return node_summaries(nodes, draining, releasing, allocations, conditions, unusable)
+        readings = self._engine.readings
+        return node_summaries(nodes, draining, releasing, allocations, conditions, unusable, readings)
 
     def _conditions(self) -> dict[str, NodeCondition]:
         scheduler = self._state.scheduler
@@ -228,6 +235,8 @@ class Queries:
             node_price=self._config.node_price,
             num_wanted_nodes=None if scheduler is None else scheduler.num_wanted_nodes,
             usage=self._usage.table(("team", "user"), None, None),
+            readings=self._engine.readings,
+            energy_j=self._readings.energies(),
         )
 
     def _counts(self, records: Iterable[JobRecord]) -> dict[str, int]:
@@ -250,6 +259,11 @@ class Queries:
 
     def last_sample_id(self) -> int:
         return self._series.last_sample_id()
+
+    def readings(self, node: str, since: float | None, until: float | None, points: int) -> list[NodeReading]:
+        """What a node did, as far as that is kept; of the last hour if nothing is said."""
+        _, until = _window(since, until, self._clock.now())
+        return self._readings.of_node(node, until - TIMELINE_S if since is None else since, until, points)
 
     def timeline(self, since: float | None, until: float | None, limit: int) -> Timeline:
         """Which job held what. The last hour if nothing is said, or all there is if that is less."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from pollux.api.access import OPERATOR
-from pollux.api.cluster import ClusterSize, JobOnNode, NodeHealthName, NodeSummary
+from pollux.api.cluster import ClusterSize, JobOnNode, NodeHealthName, NodeReading, NodeSummary
 from pollux.api.job import FittedModel, JobResize, JobRow, JobSummary, NonFinite, StateChange
 from pollux.api.report import Report
 from pollux.api.request import JobRequest
@@ -394,6 +394,7 @@ def node_summaries(
     allocations: Mapping[str, Allocation],
     conditions: Mapping[str, NodeCondition],
     unusable: Iterable[UnusableNode] = (),
+    readings: Mapping[str, NodeReading] | None = None,
 ) -> list[NodeSummary]:
     """Nodes that are there, then those that get no work and those that are lost, without slots."""
     jobs: dict[str, list[JobOnNode]] = {}
@@ -411,6 +412,7 @@ def node_summaries(
             jobs=tuple(jobs.get(node.name, ())),
             health=conditions[node.name].state if node.name in conditions else "ok",
             problem=conditions[node.name].reason if node.name in conditions else "",
+            reading=(readings or {}).get(node.name),
         )
         for node in nodes
     ]

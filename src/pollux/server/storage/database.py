@@ -127,6 +127,8 @@ class Database:
                 f"{self.place}: written by another Pollux (schema version {version}; this one reads "
                 f"{SCHEMA_VERSION}); nothing was changed: use that Pollux, or name another place"
             )
+        if makes_them:
+            _tables.create_all(connection)  # those that are missing
 
     @contextmanager
     def batched(self) -> Iterator[None]:

@@ -165,7 +165,7 @@ class SqlStore(Database):
         try:
             with self.writing() as connection:
                 connection.execute(_reports.insert().values(row))
-                self._append_notes(connection, [(at, _storable(job), report)])
+                self._append_notes(connection, [(_storable(job), at, text) for text in report.notes])
         except StoreError as error:
             if isinstance(error.__cause__, IntegrityError):
                 with self.reading() as connection:
@@ -181,7 +181,8 @@ class SqlStore(Database):
         if rows:
             with self.writing() as connection:
                 connection.execute(_reports.insert(), rows)
-                self._append_notes(connection, [(at, report.job, report) for at, report in reports])
+                notes = [(report.job, at, text) for at, report in reports for text in report.notes]
+                self._append_notes(connection, notes)
 
     def prune(self, keep_rounds: int, keep_reports_per_job: int) -> tuple[int, int]:
         """Forget the oldest rounds and reports beyond these numbers; how many of each went.
@@ -315,6 +316,11 @@ class SqlStore(Database):
                 for row in self._rows_of(job, query)
             ]
 
+    def add_note(self, job: str, at: float, text: str) -> None:
+        """To a job's history, beside what it tells itself."""
+        with self.writing() as connection:
+            self._append_notes(connection, [(job, at, text)])
+
     def training_notes(self, job: str) -> list[TrainingNote]:
         """The last ones, oldest first."""
         query = sa.select(_training_notes).where(_training_notes.c.job == job).order_by(_training_notes.c.id)
@@ -367,8 +373,8 @@ class SqlStore(Database):
             connection.execute(_transitions.insert(), new)
 
     @staticmethod
-    def _append_notes(connection: sa.Connection, reports: Iterable[tuple[float, str, Report]]) -> None:
-        rows = [{"job": job, "at": at, "text": _storable(text)} for at, job, report in reports for text in report.notes]
+    def _append_notes(connection: sa.Connection, notes: Iterable[tuple[str, float, str]]) -> None:
+        rows = [{"job": job, "at": at, "text": _storable(text)} for job, at, text in notes]
         if not rows:
             return
         connection.execute(_training_notes.insert(), rows)

@@ -1,6 +1,7 @@
 """The tables of a server's database. :mod:`pollux.server.storage.store` fills and reads them.
 
 A change here, or of a record that is stored, needs a new ``SCHEMA_VERSION`` in :mod:`pollux.server.storage.database`.
+A new table does not: it is made where it is missing.
 """
 
 from __future__ import annotations
@@ -111,6 +112,22 @@ samples = sa.Table(  # the cluster over time
     ),
     *(sa.Column(name, sa.Float) for name in ("efficiency", "goodput", "node_hours", "cost")),
     sqlite_autoincrement=True,
+)
+readings = sa.Table(  # what nodes did over time
+    "readings",
+    tables,
+    sa.Column("id", _Id, primary_key=True),
+    sa.Column("at", sa.Float, nullable=False),
+    sa.Column("node", sa.Text, nullable=False),
+    sa.Column("reading", sa.Text, nullable=False),  # JSON
+    sa.Index("readings_by_node", "node", "at"),
+    sqlite_autoincrement=True,
+)
+energy = sa.Table(
+    "energy",
+    tables,
+    _of_job(is_key=True),
+    sa.Column("joules", sa.Float, nullable=False),
 )
 teams = sa.Table(
     "teams",

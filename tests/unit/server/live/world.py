@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from pollux.api.cluster import NodeReading
 from pollux.api.job import JobSummary
 from pollux.api.report import Report
 from pollux.api.request import JobRequest
@@ -101,6 +102,7 @@ class ObedientEngine:
         self.dumped.append(job)
 
     trouble = ""
+    readings: Mapping[str, NodeReading] = {}
 
     def close(self, *, stops_jobs: bool, grace_s: float | None = None) -> None:
         self.is_closed = stops_jobs

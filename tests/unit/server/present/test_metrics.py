@@ -14,6 +14,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from pollux.api.cluster import NodeReading, SlotReading
 from pollux.api.report import MAX_REPORT_BYTES, Report, write_report
 from pollux.api.request import JobRequest
 from pollux.engines.live import ReplicaInfo
@@ -24,9 +25,10 @@ from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.ports import JobHurt, JobLost, NodesChanged
 from pollux.scheduler.record import RoundRecord
 from pollux.server.config import ClusterConfig, ServiceConfig
+from pollux.server.live import cluster as cluster_module
 from pollux.server.live.cluster import Cluster
 from pollux.server.live.job_table import job_token
-from pollux.server.present.gauges import JOB_GAUGES
+from pollux.server.present.gauges import JOB_GAUGES, Measured, cluster_families
 from pollux.server.present.metrics import REFUSALS, CountedLog, Metrics, counted_log
 from pollux.server.service import Service
 from pollux.server.storage.store import SqlStore
@@ -183,7 +185,20 @@ def grown(world: Metered, name: str) -> str:
     return name
 
 
+def reading(scale: int = 1, power_w: float | None = 100.0) -> NodeReading:
+    slot = SlotReading(
+        slot=3, gpu="GPU-a", utilisation=0.5 / scale, memory_bytes=7 * scale, memory_total_bytes=20 * scale,
+        power_w=None if power_w is None else power_w * scale, temperature_c=40.0 * scale,
+    )  # fmt: skip
+    return NodeReading(
+        at=1.0, cpu=0.25 * scale, memory_bytes=scale, memory_total_bytes=2 * scale, disk_bytes=3 * scale,
+        disk_total_bytes=4 * scale, received_bytes_per_s=5.0 * scale, sent_bytes_per_s=6.0 * scale, slots=(slot,),
+    )  # fmt: skip
+
+
 def test_every_metric_moves(tmp_path, monkeypatch):
+    for name in ("WATCH_EVERY_S", "TIDY_EVERY_S"):
+        monkeypatch.setattr(cluster_module, name, 0.1)
     with metered(tmp_path) as world:
         seen_families = families_of(httpx.get(f"{world.service.url}/metrics", headers=world.operator).text)
 
@@ -219,6 +234,13 @@ def test_every_metric_moves(tmp_path, monkeypatch):
         world.cluster.cancel("other-2", "")
         for state in ("succeeded", "failed", "cancelled"):
             world.until_value(1, "pollux_job_ends_total", state=state)
+
+        # Machines and GPUs, and what a job's take.
+        for scale in (1, 2):
+            world.engine.readings = {"a": reading(scale)}
+            world.scrape()
+        world.engine.named[first] = [ReplicaInfo(replica_id="r1", rank=0, node="a", slot=3, pid=1, state="member")]
+        world.until(lambda: world.value("pollux_energy_joules_total"), "its GPU takes energy")
 
         # Reports: taken, and refused in every way there is.
         world.engine.named[first] = [ReplicaInfo(replica_id="r1", rank=0, node="a", slot=0, pid=1, state="running")]
@@ -541,3 +563,14 @@ def test_counting_from_many_threads_loses_nothing():
     assert samples["pollux_reports_total", ()] == 4000
     assert samples["pollux_http_request_seconds_sum", (("method", "GET"), ("route", "/x"))] == pytest.approx(40.0)
     assert not math.isnan(samples["pollux_reports_total", ()])
+
+
+def test_what_machines_and_gpus_do():
+    seen = Measured(is_ready=True, readings={"n": reading(power_w=None)}, energy_j=12.5)
+    families = list(cluster_families(seen))
+    told = {(sample.name, *sample.labels.values()): sample.value for family in families for sample in family.samples}
+    assert told["pollux_node_cpu_ratio", "n"] == 0.25 and told["pollux_node_sent_bytes_per_second", "n"] == 6.0
+    assert told["pollux_slot_utilisation_ratio", "n", "3"] == 0.5
+    assert told["pollux_slot_temperature_celsius", "n", "3"] == 40.0
+    assert ("pollux_slot_power_watts", "n", "3") not in told, "NVML does not tell"
+    assert told["pollux_energy_joules_total",] == 12.5
