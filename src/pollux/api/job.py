@@ -168,6 +168,7 @@ class JobDetail(JobSummary):
     resizes: tuple[JobResize, ...]
     replicas: tuple[Replica, ...]
     log_directory: str
+    versions: Mapping[str, str] = field(metadata=about("Of what runs, by name: git, workdir, python, torch, pollux."))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

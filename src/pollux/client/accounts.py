@@ -42,7 +42,7 @@ def path_of(*parts: str) -> str:
 class Accounting:
     """Questions about users, teams and tokens."""
 
-    def _ask(self, method: str, path: str, body: Json = None, **params: Param) -> dict[str, Json]:
+    def _ask(self, method: str, path: str, body: Json | bytes = None, **params: Param) -> dict[str, Json]:
         raise NotImplementedError
 
     def _get(self, kind: type[_T], path: str, **params: Param) -> _T:

@@ -23,6 +23,7 @@ from pollux.server.present.metrics import Metrics
 from pollux.server.present.views import KnownJob, cluster_size, job_row, job_summary
 from pollux.server.storage.simulations import Simulations
 from pollux.server.storage.store import SqlStore
+from pollux.server.storage.workdirs import Workdirs
 from pollux.types import ThroughputParams
 from pollux.version import __version__
 
@@ -42,6 +43,7 @@ class FakeCluster:
         self.metrics = Metrics()
         self.simulations = Simulations(directory / "simulations")
         self.queries = self
+        self.workdirs = Workdirs(str(directory))
         directory.mkdir(parents=True, exist_ok=True)
         self.accounts = Accounts(SqlStore(directory / "accounts.db"), time.time)
         self._lock = threading.Lock()
@@ -121,6 +123,7 @@ class FakeCluster:
             resizes=(),
             replicas=(),
             log_directory=str(self.job_directory(name) / "logs"),
+            versions={},
         )
 
     def report(self, report: Report) -> ReportAnswer:

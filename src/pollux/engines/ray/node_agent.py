@@ -31,6 +31,7 @@ from pollux.engines.processes.failure import read_end
 from pollux.engines.processes.fork_server import ForkServer
 from pollux.engines.processes.leftovers import MARK, REPLICA, kill_leftovers
 from pollux.engines.processes.starters import MISSING_CODE, ColdStarter, Command, ReplicaProcess, Starter
+from pollux.engines.processes.workdirs import code_of, with_own_python
 from pollux.engines.ray.network import free_port, network_env
 from pollux.engines.ray.outbox import Numbered, Outbox
 from pollux.engines.ray.storage_probe import storage_problem
@@ -198,8 +199,10 @@ class NodeAgent:
             return  # asked twice
         self._seen.add(order["key"])
         own = {name: value for name, value in order["env"].items() if name not in SECRETS}
-        env = {**network_env(self._address), **own, MARK: self._mark}
-        start = plan_start(order["argv"], env, order["cwd"], parent_env=self._environment)
+        env = with_own_python({**network_env(self._address), **own, MARK: self._mark})
+        code = code_of(env)
+        cwd = str(self._path_of(order["cwd"])) if code is not None and code.workdir else order["cwd"]
+        start = plan_start(order["argv"], env, cwd, parent_env=self._environment)
         files = {}
         for kind in ("stdout", "stderr"):
             path = self._path_of(order[kind])
@@ -207,7 +210,7 @@ class NodeAgent:
             files[kind] = str(path)
             with self._changed:
                 self._logs[order[kind]] = None
-        command = Command(argv=start.argv, env={**env, **start.env}, cwd=order["cwd"], **files)
+        command = Command(argv=start.argv, env={**env, **start.env}, cwd=cwd, **files)
         starter: Starter = fork_server if start.is_forked else cold
         replica = starter.spawn(command)
         self._processes[order["key"]] = _AgentProcess(replica=replica, starter=starter, command=command)

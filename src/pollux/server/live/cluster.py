@@ -94,7 +94,7 @@ class Cluster:
         draining = frozenset(read_names(config.data_directory / DRAINING_FILE))
         self._state = ClusterState(jobs=self._jobs, draining=draining)
         self._decisions = DecisionLog(store, self._state)
-        self.accounts = self._jobs.accounts
+        self.accounts, self.workdirs = self._jobs.accounts, self._jobs.workdirs
         self.accounts.nodes, self.accounts.standing = engine.nodes, self._state.standing_of
         self.accounts.on_change = self._reconsider
         self.queries = Queries(
@@ -531,4 +531,6 @@ def launch_settings(config: ClusterConfig) -> LaunchSettings:
         directory=config.data_directory,
         environment=config.environment,
         storage=config.storage,
+        max_workdir_bytes=config.max_workdir_bytes,
+        is_distributed=config.engine_name == "ray",
     )

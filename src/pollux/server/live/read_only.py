@@ -101,7 +101,7 @@ class ReadOnlyCluster:
         self._store, self._leader_of = store, leader_of
         self._jobs, self._engine = JobTable(store, launch_settings(config)), _NoEngine()
         self._state = _KeptState(jobs=self._jobs)
-        self.accounts = self._jobs.accounts
+        self.accounts, self.workdirs = self._jobs.accounts, self._jobs.workdirs
         self.queries = _KeptQueries(
             state=self._state,
             store=store,

@@ -46,6 +46,7 @@ from pollux.server.present.views import (
     spent_s,
     standing_in_words,
     state_change,
+    versions_in,
     waiting_reason,
 )
 from pollux.server.storage.records import StoredJob
@@ -145,6 +146,7 @@ class Queries:
                 for replica in self._engine.replicas(name)
             ),
             log_directory=str(self.job_directory(name) / "logs"),
+            versions=versions_in(stored.request or {}),
         )
 
     def reports(self, name: str, since: int | None, limit: int) -> list[StoredReport]:
