@@ -40,6 +40,9 @@ class LocalConnector:
         assert self._supervisor is not None, "connect() comes first"
         return self._supervisor
 
+    def is_worth_a_new_connection(self) -> bool:
+        return False  # its end is seen at once
+
     def hello(self) -> Message:
         return self._process.hello(self._devices, self._epoch)
 

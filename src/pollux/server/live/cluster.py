@@ -54,6 +54,7 @@ from pollux.server.storage.store import SqlStore
 from pollux.server.storage.usage import UsageStore
 
 ANSWER_S = 10.0  # the longest a caller waits for the scheduler's thread
+CUT_OFF_S = 5.0  # that a stop waits for an engine that reaches no job
 SHORTEST_TICK_S = 0.02  # events that come together are seen together
 LONGEST_WAIT_S = 1.0
 MAX_DUTY = 0.25  # share of the time that the scheduler's thread may take from those who answer requests
@@ -150,8 +151,13 @@ class Cluster:
             if not keeps_jobs and (scheduler := self._state.scheduler) is not None and is_alone:
                 self._stop_by = min(self._stop_by, time.monotonic() + timeout_s)
                 scheduler.suspend("the server is stopping")
+                cut_off_at = math.inf  # since when no job can be told anything
                 while not (is_settled := scheduler.settle()) and time.monotonic() < self._stop_by:
                     time.sleep(SHORTEST_TICK_S)
+                    cut_off_at = min(cut_off_at, time.monotonic()) if self._engine.trouble else math.inf
+                    if time.monotonic() - cut_off_at > CUT_OFF_S:
+                        logger.error("jobs are not told to leave: %s", self._engine.trouble)
+                        break
             self._store.require_leader()
             self._save_reports()
             self._save_node_s()
