@@ -90,6 +90,8 @@ class ServiceConfig:
             raise InvalidValueError(f"name = {self.name!r}; up to 40 letters, digits, - and _ are needed")
         if self.node_slots is not None and self.node_slots < 1:
             raise InvalidValueError(f"node_slots = {self.node_slots}; a number of at least 1 is needed")
+        if self.autoscale is not None and self.autoscale.min_nodes == 0 and self.node_slots is None:
+            raise InvalidValueError("autoscale from 0 nodes: say how large a node is that is added, by --node-slots")
         if self.max_workdir_mib < 1:
             raise InvalidValueError(f"max_workdir_mib = {self.max_workdir_mib}; a number of at least 1 is needed")
         if self.node_price is not None and not (math.isfinite(self.node_price) and self.node_price >= 0):

@@ -41,7 +41,7 @@ PERIOD_S = 0.02
 LEASE_S = 120.0  # after so long without a word the supervisor has given this node up
 CHUNK_BYTES = 1 << 20
 READ_PERIOD_S = 0.1
-SECRETS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")  # of the Ray cluster: no job may have them
+SECRETS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")  # of the Ray cluster: no job may have them
 RAYS_OWN = ("RAY_", "PYTHONBREAKPOINT", "CUDA_VISIBLE_DEVICES")
 
 logger = logging.getLogger(__name__)
