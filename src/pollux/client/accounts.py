@@ -1,4 +1,4 @@
-"""Asking about users, teams and tokens: the part of :class:`pollux.client.client.Client` that is about accounts."""
+"""Asking about users, teams, tokens and nodes' health: a part of :class:`pollux.client.client.Client`."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from pollux.api.access import (
     UserList,
     UserSummary,
 )
+from pollux.api.cluster import CheckedNode, NodeCheck, NodeChecks
 from pollux.api.codec import Json, decode, encode
 from pollux.api.job import JobAction, JobList, JobSelection, JobSummary, JobUpdate, SelectedJobs
 from pollux.api.usage import UsageRow, UsageTable
@@ -54,6 +55,11 @@ class Accounting:
     def me(self) -> Identity:
         """Whom the server takes us for."""
         return self._get(Identity, "me")
+
+    def check_nodes(self, script: str = "", packages: Sequence[str] = ()) -> list[CheckedNode]:
+        """Look at every node: what jobs need there, and where nodes differ. Takes seconds."""
+        asked = NodeCheck(script=script, packages=tuple(packages))
+        return list(self._post(NodeChecks, "node-checks", asked).nodes)
 
     def teams(self) -> list[TeamSummary]:
         return list(self._get(TeamList, "teams").teams)

@@ -5,7 +5,7 @@ A supervisor of one machine first sends ``challenge{nonce}``, and the first hell
 
     hello{version, epoch?, devices: [Device], takes_over?, proof?}    start{job, generation, launch, allocation}
     resize{job, generation, allocation}   stop{job, grace_s, reason}   forget{job, generation}   shutdown{grace_s}
-    dump{job}
+    dump{job}   check{number, asked}
 
 and the supervisor tells, with ``event``:
 
@@ -13,7 +13,7 @@ and the supervisor tells, with ``event``:
     runs{job, generation}   stopped{job, generation}   ended{job, generation, state, exit_code, reason, at, node, cause}
     lost{job, generation, reason}   replicas{job, replicas: [...]}   note{job, text}   crashed{job, reason}
     gave_up{job, generation, node, reason, allocation}   nodes{nodes: [...]}
-    unusable{nodes: [{name, reason}]}   head{problem}   replaced{}
+    unusable{nodes: [{name, reason}]}   head{problem}   replaced{}   checked{number, nodes: {name: findings}}
 
 ``epoch`` counts the servers that have led. A supervisor refuses a hello of an earlier one than it has obeyed.
 
@@ -28,7 +28,7 @@ from pollux.engines.transport import Channel, Message
 from pollux.errors import EngineError
 from pollux.types import Allocation
 
-PROTOCOL_VERSION = 6
+PROTOCOL_VERSION = 7
 
 
 def ask(channel: Channel, request: Message | None, event: str, deadline: float) -> Message | None:

@@ -128,6 +128,8 @@ class SupervisedEngine:
         self._trouble = self._head_problem = ""
         self._unusable: tuple[UnusableNode, ...] = ()
         self._lost_at = math.inf  # in monotonic time; inf while there is a connection
+        self._num_checks = 0
+        self._checked: dict[int, Message] = {}  # answers, by number
         self._closing = threading.Event()
         self._channel: Channel | None
         try:
@@ -336,6 +338,10 @@ class SupervisedEngine:
         if kind == "head":
             self._head_problem = f"paused: {message['problem']}" if message["problem"] else ""
             logger.warning("%s", self._head_problem or "the head of the Ray cluster answers again")
+            return
+        if kind == "checked":
+            self._checked[message["number"]] = message
+            self._changed.notify_all()
             return
         if kind == "unusable":
             self._take_unusable(message["nodes"])

@@ -9,7 +9,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pollux.api.cluster import ClusterSample, ClusterSummary, NodeSummary, Timeline
+from pollux.api.cluster import CheckedNode, ClusterSample, ClusterSummary, NodeFinding, NodeSummary, Timeline
 from pollux.api.job import FittedModel, JobCurves, JobDetail, JobModel, JobRow, JobSummary, StateChange, TrainingNote
 from pollux.api.report import Report, ReportAnswer, StoredReport, stored
 from pollux.api.request import JobRequest, check_dependencies, unique_name
@@ -107,6 +107,10 @@ class FakeCluster:
         if name not in self.views:
             raise UnknownNameError("job", name, self.views)
         return self.views[name]
+
+    def check_nodes(self, script: str, packages: Sequence[str]) -> list[CheckedNode]:
+        self._fail()
+        return [CheckedNode(name="a", findings=(NodeFinding(subject="script", state="fine", found=script),))]
 
     def job(self, name: str) -> JobDetail:
         view = self.summary_of(name)

@@ -24,6 +24,7 @@ NAMESPACE = "pollux"
 NO_SUPERVISOR, NO_RAY, ANOTHER = "there is no supervisor", "no Ray answers", "another Pollux on this Ray cluster"
 REACH_S = 5.0
 ANSWER_S = 60.0
+CHECK_S = 15.0  # that nodes have to answer a check
 LAST_S = 10.0  # beyond their grace, for jobs that are ended
 _HOST_PORT = re.compile(r"(?P<host>.+):(?P<port>[0-9]{1,5})")
 

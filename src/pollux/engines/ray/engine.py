@@ -20,12 +20,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pollux.api.cluster import CheckedNode, NodeFinding
 from pollux.engines.launch import Launch
 from pollux.engines.logs import rotate
 from pollux.engines.messages import PROTOCOL_VERSION, ask
 from pollux.engines.ownership import ENGINE_FILE, RAY, forget_engine, note_engine, require_free
+from pollux.engines.preflight import CheckRequest
 from pollux.engines.processes.space import MIN_FREE_BYTES
-from pollux.engines.ray.connection import ANOTHER, LAST_S, NO_RAY, NO_SUPERVISOR, REACH_S
+from pollux.engines.ray.connection import ANOTHER, CHECK_S, LAST_S, NO_RAY, NO_SUPERVISOR, REACH_S
 from pollux.engines.ray.head import is_dead, revive_head, stop_head
 from pollux.engines.ray.network import can_connect
 from pollux.engines.supervised import GRACE_S, SupervisedEngine
@@ -34,6 +36,7 @@ from pollux.errors import EngineError
 from pollux.types import Node
 
 START_TIMEOUT_S = 90.0
+LATE_S = 5.0  # beyond the time that nodes have to answer
 LOG = "ray-proxy.log"
 
 logger = logging.getLogger(__name__)
@@ -225,6 +228,22 @@ class RayEngine(SupervisedEngine):
         if not nodes:
             return Node(name="new", num_slots=1, accelerator="cpu")
         return max(nodes, key=lambda node: node.num_slots)
+
+    def check(self, asked: CheckRequest) -> Sequence[CheckedNode]:
+        """See :class:`~pollux.engines.live.LiveEngine`: the supervisor asks the agents of all nodes."""
+        if trouble := self.trouble:
+            raise EngineError(f"the nodes cannot be asked: {trouble}")
+        with self._changed:
+            self._num_checks += 1
+            number = self._num_checks
+            self._send({"op": "check", "number": number, "asked": asked.to_message()})
+            if not self._changed.wait_for(lambda: number in self._checked, CHECK_S + LATE_S):
+                raise EngineError(f"the supervisor has not told what the nodes said for {CHECK_S + LATE_S:g} s")
+            rows = self._checked.pop(number)["nodes"]
+        return [
+            CheckedNode(name=name, findings=tuple(NodeFinding(**one) for one in findings))
+            for name, findings in rows.items()
+        ]
 
     def scale_to(self, keeping: Sequence[str], num_more: int) -> None:
         # A node that joined while this was decided is not refused; only nodes seen the last time can be.

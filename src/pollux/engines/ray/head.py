@@ -127,9 +127,9 @@ def start_head(directory: Path, host: str) -> str:
         host, port = before.host, before.port
         _end(before.rest)  # what is left of it
         with contextlib.suppress(OSError):  # else Ray takes other nodes on this machine for a head that still runs
-            last = _last_cluster(os.environ)
-            if last.read_text().strip().endswith(f":{port}"):
-                last.unlink()
+            noted = _last_cluster(os.environ)
+            if noted.read_text().strip().endswith(f":{port}"):
+                noted.unlink()
     else:
         shutil.rmtree(directory / HEAD_BOOKS, ignore_errors=True)
         port = DEFAULT_PORT if can_connect(host, DEFAULT_PORT, 1.0) else free_port(host)

@@ -25,6 +25,7 @@ from pathlib import Path
 
 import psutil
 
+from pollux.engines.preflight import CheckRequest, preflight
 from pollux.engines.processes.commands import plan_start
 from pollux.engines.processes.devices import find_gpus
 from pollux.engines.processes.failure import read_end
@@ -79,6 +80,10 @@ class NodeAgent:
         """What this node is, and why it can get no work. ``probe``: see :func:`storage_problem`."""
         problem = "" if probe is None else storage_problem(probe)
         return {"pid": os.getpid(), "gpus": [gpu.name for gpu in find_gpus()], "problem": problem}
+
+    def preflight(self, asked: Message, probe: str | None) -> tuple[float, list[Message]]:
+        """This node's time, and what is found on it (:mod:`pollux.engines.preflight`)."""
+        return time.time(), preflight(CheckRequest.of(asked), probe)
 
     def port(self) -> int:
         """One that is free now, for a job's rendezvous."""

@@ -11,13 +11,15 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from pollux.api.cluster import ClusterSample, ClusterSummary, NodeSummary, Timeline
+from pollux.api.cluster import CheckedNode, ClusterSample, ClusterSummary, NodeSummary, Timeline
 from pollux.api.job import JobCurves, JobDetail, JobModel, JobRow, JobSummary, Replica
 from pollux.api.report import StoredReport
 from pollux.api.request import JobRequest
 from pollux.api.round import RoundDetail, RoundSummary
 from pollux.api.usage import UsageKey, UsageRow
 from pollux.engines.live import LiveEngine
+from pollux.engines.preflight import CheckRequest, concluded
+from pollux.engines.processes.devices import CPU
 from pollux.errors import InvalidValueError, UnknownNameError
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.node_health import NodeCondition
@@ -169,6 +171,12 @@ class Queries:
         nodes, unusable = self._engine.nodes(), self._engine.unusable
         draining, releasing, conditions = self._state.draining, self._state.releasing, self._conditions()
         return node_summaries(nodes, draining, releasing, allocations, conditions, unusable)
+
+    def check_nodes(self, script: str, packages: Sequence[str]) -> list[CheckedNode]:
+        """Look at all nodes now. Raises EngineError: they cannot be asked."""
+        needs_gpu = any(node.accelerator != CPU for node in self._engine.nodes())
+        asked = CheckRequest(script=script, packages=tuple(packages), server=self._config.url, needs_gpu=needs_gpu)
+        return concluded(self._engine.check(asked))
 
     def _conditions(self) -> dict[str, NodeCondition]:
         scheduler = self._state.scheduler
