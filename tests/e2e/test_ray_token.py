@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -61,17 +60,20 @@ def test_a_wrong_or_missing_token_is_told_within_seconds(head: RayCluster, token
     assert float(took_s) < 5.0
 
 
-@pytest.mark.parametrize("program", ["sh", "python"])
-def test_no_job_sees_the_token(head: RayCluster, tmp_path: Path, program: str) -> None:
-    cluster = LiveCluster(tmp_path, engine="ray", address=head.address, slots=None, name=program).start()
+def test_no_job_sees_the_token_and_nodes_are_checked(head: RayCluster, tmp_path: Path) -> None:
+    cluster = LiveCluster(tmp_path, engine="ray", address=head.address, slots=None, name="x", resource="CPU").start()
     try:
-        commands = {"sh": ["sh", "-c", "env"], "python": ["python", "-c", "import os; print(dict(os.environ))"]}
-        job = cluster.client.submit(commands[program], name="sees", kind="fixed", cwd=str(tmp_path))
-        job.result(timeout_s=120)
-        time.sleep(0.5)
-        text = "\n".join(job.logs())
-        assert "POLLUX_JOB_ID" in text
-        assert head.token["RAY_AUTH_TOKEN"] not in text
-        assert "RAY_AUTH" not in text
+        for command in (["sh", "-c", "env"], ["python", "-c", "import os; print(dict(os.environ))"]):
+            job = cluster.client.submit(command, name=command[0], kind="fixed", cwd=str(tmp_path))
+            job.result(timeout_s=120)
+            cluster.until(lambda job=job: "POLLUX_JOB_ID" in "\n".join(job.logs()), "its output")
+            text = "\n".join(job.logs())
+            assert head.token["RAY_AUTH_TOKEN"] not in text
+            assert "RAY_AUTH" not in text
+        (node,) = cluster.client.check_nodes(script=str(tmp_path / "none.py"), packages=["numpy", "no-such-package"])
+        found = {one.subject: one for one in node.findings}
+        wrong = {subject for subject, one in found.items() if one.state == "problem"}
+        assert wrong == {"script", "package no-such-package"}, node
+        assert {"clock", "disk", "server", "storage", "GPUs", "package numpy"} <= found.keys()
     finally:
         cluster.stop()

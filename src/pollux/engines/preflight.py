@@ -117,8 +117,9 @@ def concluded(found: Sequence[CheckedNode]) -> list[CheckedNode]:
 
     nodes = []
     for node in found:
-        missing = [subject for subject in usual if subject not in {one.subject for one in node.findings}]
-        has_answered = len(node.findings) > 1
+        told = {one.subject for one in node.findings}
+        missing = [subject for subject in usual if subject not in told]
+        has_answered = "python" in told
         lacks = [_problem(subject, f"not installed; most nodes have {usual[subject]}") for subject in missing]
         findings = (*map(judged, node.findings), *(lacks if has_answered else ()))
         nodes.append(dataclasses.replace(node, findings=findings))
