@@ -136,7 +136,7 @@ def check_here(asked: CheckRequest, probe: str | None) -> tuple[NodeFinding, ...
 def _version(package: str) -> str | None:
     try:
         return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
+    except (importlib.metadata.PackageNotFoundError, ValueError):  # also a name that can be none
         return None
 
 
