@@ -204,6 +204,123 @@ def test_commands_in_manifests_parse(cluster: dict[str, Any], launcher: dict[str
         subprocess.run(["bash", "-n"], input=text, text=True, check=True, timeout=20)
 
 
+def test_launcher_head_may_start_workers_that_have_a_profile(launcher: dict[str, Any]) -> None:
+    """Ray's default role of the head may not pass another role on: its policy is in the page."""
+    head, worker = (launcher["available_node_types"][name]["node_config"] for name in ("head", "worker"))
+    assert head["IamInstanceProfile"] != worker["IamInstanceProfile"]
+    page = (ROOT / "docs" / "deploy-cloud.md").read_text()
+    policy = json.loads(
+        next(block for block in re.findall(r"```json\n(.*?)```", page, re.DOTALL) if "PassRole" in block)
+    )
+    actions = {action for one in policy["Statement"] for action in one["Action"]}
+    assert {"iam:PassRole", "ec2:RunInstances", "ec2:TerminateInstances", "ec2:CreateTags"} <= actions
+    passed = next(one for one in policy["Statement"] if "iam:PassRole" in one["Action"])
+    assert "*" not in passed["Resource"]
+
+
+def test_ray_asks_for_a_token_wherever_it_is_deployed(launcher: dict[str, Any], cluster: dict[str, Any]) -> None:
+    assert launcher_text(launcher).count("RAY_AUTH_MODE=token") == 3  # head, server, workers
+    assert "/home/ray/.ray/auth_token" in launcher["file_mounts"]
+    boxes = [box for pod in pods(cluster) for box in pod["containers"]]
+    for env in (*(box["env"] for box in boxes), cluster["autoscalerOptions"]["env"]):
+        rows = {row["name"]: row for row in env}
+        assert rows["RAY_AUTH_MODE"]["value"] == "token"
+        assert rows["RAY_AUTH_TOKEN"]["valueFrom"]["secretKeyRef"] == {"name": "pollux-ray-token", "key": "auth_token"}
+    assert "RAY_AUTH_MODE=token" in SLURM.read_text()
+
+
+def test_placeholders_of_secrets_are_refused(manifests: dict[tuple[str, str], dict[str, Any]], tmp_path: Path) -> None:
+    from pollux.errors import InputFileError
+    from pollux.server.http.auth import load_token
+
+    path = tmp_path / "token"
+    path.write_text(manifests["Secret", "pollux-token"]["stringData"]["token"])
+    with pytest.raises(InputFileError, match="a placeholder"):
+        load_token(path)
+
+
+def test_kuberay_is_watched_tolerated_and_closed(
+    manifests: dict[tuple[str, str], dict[str, Any]], cluster: dict[str, Any]
+) -> None:
+    _head, workers = pods(cluster)
+    assert {"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"} in workers["tolerations"]
+    monitor = manifests["PodMonitor", "pollux"]["spec"]
+    assert monitor["selector"]["matchLabels"] == {"ray.io/cluster": "pollux", "ray.io/node-type": "head"}
+    (endpoint,) = monitor["podMetricsEndpoints"]
+    assert (endpoint["port"], endpoint["path"]) == ("pollux", "/metrics")
+    assert endpoint["authorization"]["credentials"] == {"name": "pollux-token", "key": "token"}
+    closed = manifests["NetworkPolicy", "pollux-ray"]["spec"]
+    assert closed["podSelector"] == {"matchLabels": {"ray.io/cluster": "pollux"}} and closed["policyTypes"] == [
+        "Ingress"
+    ]
+    inside, outside = closed["ingress"]
+    assert inside["from"][0] == {"podSelector": {"matchLabels": {"ray.io/cluster": "pollux"}}} and "ports" not in inside
+    assert {row["port"] for row in outside["ports"]} == {7077}
+
+
+def test_prometheus_looks_where_the_server_listens() -> None:
+    """With Ray that is the address by which the nodes reach it, not the loopback."""
+    scraped = yaml.safe_load((DEPLOY / "grafana" / "prometheus.yml").read_text())
+    targets = [
+        target for job in scraped["scrape_configs"] for row in job["static_configs"] for target in row["targets"]
+    ]
+    assert targets == ["SERVER:7077"]
+
+
+def test_image_has_something_to_run() -> None:
+    text = DOCKERFILE.read_text()
+    command = json.loads(re.findall(r"^CMD (.*)$", text, re.MULTILINE)[-1])
+    assert command[:2] == ["pollux", "up"]
+    given = {word for word in command[2:] if word.startswith("--")}
+    assert given <= opts_of(load_command("up"))
+    assert "EXPOSE 7077" in text and "HEALTHCHECK" in text
+    ignored = (DEPLOY / "Dockerfile.dockerignore").read_text().split()
+    for words in re.findall(r"^COPY (.*)$", text, re.MULTILINE):
+        for path in words.split()[1:-1]:
+            assert f"!{path}" in ignored, path
+
+
+def test_slurm_takes_all_memory_and_counts_gpus_on_every_node(tmp_path: Path) -> None:
+    """``srun`` here runs its command twice, as nodes with other numbers of GPUs."""
+    text = SLURM.read_text()
+    assert re.search(r"^#SBATCH --mem=0$", text, re.MULTILINE)
+    starts = tmp_path / "srun"
+    starts.write_text(
+        "#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\n"
+        'SLURM_GPUS_ON_NODE=4 SLURM_CPUS_ON_NODE=8 "$@"\nSLURM_GPUS_ON_NODE=2 SLURM_CPUS_ON_NODE=6 "$@"\n'
+    )
+    (tmp_path / "ray").write_text(f'#!/bin/bash\necho "$@" >>{tmp_path}/started\n')
+    run_slurm(tmp_path, "-- true\n")
+    started = (tmp_path / "started").read_text().splitlines()
+    assert ["--num-gpus=4" in started[0], "--num-gpus=2" in started[1]] == [True, True], started
+    assert ["--num-cpus=8" in started[0], "--num-cpus=6" in started[1]] == [True, True], started
+
+
+def test_slurm_goes_on_after_a_bad_line(tmp_path: Path) -> None:
+    (tmp_path / "srun").write_text('#!/bin/bash\nwhile [[ $1 == --* ]]; do shift; done\nexec "$@"\n')
+    (tmp_path / "ray").write_text('#!/bin/bash\nwhile [[ $1 != -- ]]; do shift; done\nshift\nexec "$@"\n')
+    (tmp_path / "pollux").write_text(
+        f'#!/bin/bash\necho "$@" >>{tmp_path}/calls\n'
+        'if [[ $1 == submit ]]; then [[ $* == *--bad* ]] && exit 2; echo "${@: -1}"; fi\n'
+    )
+    done = run_slurm(tmp_path, "-- first\n--bad -- second\n-- 'unclosed\n-- third\n")
+    calls = (tmp_path / "calls").read_text().splitlines()
+    assert "submit -- third" in calls and "wait first third" in calls, calls
+    assert done.returncode == 1
+    assert "line 2 of jobs.txt" in done.stderr and "line 3 of jobs.txt" in done.stderr
+
+
+def run_slurm(folder: Path, jobs: str) -> subprocess.CompletedProcess[str]:
+    (folder / "jobs.txt").write_text(jobs)
+    for path in folder.iterdir():
+        path.chmod(0o755)
+    slurm = {"SLURM_SUBMIT_DIR": str(folder), "SLURM_JOB_ID": "17", "SLURM_NNODES": "1", "HEAD_ADDRESS": "10.0.0.1"}
+    env = {"PATH": f"{folder}{os.pathsep}{os.environ['PATH']}", **slurm}
+    return subprocess.run(
+        ["bash", SLURM, "jobs.txt"], cwd=folder, env=env, capture_output=True, text=True, timeout=60, check=False
+    )
+
+
 # --- all of them -----------------------------------------------------------------------------------------------------
 
 
@@ -214,7 +331,7 @@ def test_lost_nodes_are_looked_for_alike(launcher: dict[str, Any], cluster: dict
     assert config is not None
     assert json.loads(config[1]) == HEALTH_CHECKS
     for pod in pods(cluster):
-        env = {row["name"]: row["value"] for row in pod["containers"][0]["env"]}
+        env = {row["name"]: row.get("value") for row in pod["containers"][0]["env"]}
         assert expected.items() <= env.items()
     assert expected.items() <= dict(re.findall(r"(RAY_\w+)=(\w+)", SLURM.read_text())).items()
 

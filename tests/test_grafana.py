@@ -177,7 +177,7 @@ def test_prometheus_is_told_what_it_needs():
     (scrape,) = document["scrape_configs"]
     assert (scrape["job_name"], scrape["metrics_path"]) == ("pollux", "/metrics")
     assert scrape["authorization"]["credentials_file"].startswith("/")
-    assert scrape["static_configs"][0]["targets"] == ["127.0.0.1:7077"]
+    assert scrape["static_configs"][0]["targets"] == ["SERVER:7077"]
     assert all((GRAFANA / name).is_file() for name in document["rule_files"])
 
 

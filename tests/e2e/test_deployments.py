@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import signal
 import socket
@@ -141,7 +142,8 @@ def test_a_server_beside_the_head_in_one_pod(tmp_path: Path, temporary: Path) ->
         (tmp_path / name).mkdir()
     token = "correct-horse-battery"
     (tmp_path / "secret" / "token").write_text(token)
-    env = environment(temporary, POD_IP=address)
+    auth = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+    env = environment(temporary, POD_IP=address, **auth)
     own_memory = "mount -t tmpfs tmpfs /dev/shm && "
     place = f"--node-ip-address={address} --port={ray_port} --temp-dir={temporary}/ray"
     small = "--num-cpus=1 --num-gpus=0 --object-store-memory=80000000 --include-dashboard=false --disable-usage-stats"

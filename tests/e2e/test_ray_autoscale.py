@@ -182,6 +182,27 @@ def test_the_cluster_grows_with_its_jobs_and_shrinks_when_they_end(scaled: Scale
 
 
 @long
+def test_a_cluster_goes_to_zero_and_comes_back_for_the_next_job(tmp_path: Path) -> None:
+    sizing = {"autoscale": {**AUTOSCALE, "min_nodes": 0}, "node_slots": SLOTS}
+    with ScaledRay(tmp_path, is_v2=True) as scaled:
+        live = LiveCluster(
+            tmp_path, engine="ray", address=scaled.address, slots=None, name="x", resource="CPU", **sizing
+        )
+        try:
+            live.start()
+            assert scaled.num_workers() == 0
+            for name in ("first", "second"):
+                job = live.client.submit(["echo", "hello"], name=name, cwd=str(tmp_path))
+                job.result(timeout_s=120)
+                live.until(lambda: scaled.num_workers() == 0, "no node that costs anything")
+            words = [sentence for round_ in live.client.rounds(limit=1000) for sentence in round_.words]
+            assert words.count("the cluster is to change: 0 -> 1 nodes: jobs wait, and there is no node") == 2, words
+            assert any("1 -> 0 nodes" in sentence for sentence in words), words
+        finally:
+            live.stop()
+
+
+@long
 def test_a_node_that_is_wanted_again_before_it_is_gone_is_taken_back(tmp_path: Path) -> None:
     """By the engine alone, and where no auto-scaler runs: the nodes stay, and their agents come and go."""
     with RayCluster(tmp_path) as cluster:

@@ -230,6 +230,16 @@ def test_a_fixed_job_meets_across_nodes(cluster: LiveCluster) -> None:
     assert all("127.0.0.1" not in line for line in lines)  # nobody else would reach that
 
 
+def test_a_working_directory_travels_to_every_node(cluster: LiveCluster, tmp_path: Path) -> None:
+    (tmp_path / "lib.py").write_text("WORD = 'travelled'\n")
+    (tmp_path / "main.py").write_text("import lib, os\nprint(lib.WORD, os.environ['RANK'], os.getcwd())\n")
+    job = cluster.client.submit(["python", "main.py"], workdir=str(tmp_path), replicas=4, name="travels")
+    job.result(timeout_s=120)
+    lines = sorted(line.split("] ")[-1].split()[:2] for line in job.logs(stream="out"))
+    assert lines == [["travelled", str(rank)] for rank in range(4)]
+    assert not any(str(tmp_path) in line for line in job.logs(stream="out"))
+
+
 def test_a_job_that_needs_more_than_there_is_says_so(cluster: LiveCluster) -> None:
     submit(cluster, "giant", min_replicas=9)
     wanted = "needs 9 slots at once; the cluster has 4"  # before the first decision it only waits for slots

@@ -115,6 +115,34 @@ class NodeSummary:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFinding:
+    """One thing that was looked at on a node."""
+
+    subject: str = field(metadata=about("python, package torch, storage, GPUs, clock, disk, server, ..."))
+    state: Literal["fine", "problem"]
+    found: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckedNode:
+    name: str
+    findings: tuple[NodeFinding, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeCheck:
+    """What to look for on all nodes, besides what every job needs."""
+
+    script: str = field(default="", metadata=about("A path that must be there.", max_length=4096))
+    packages: tuple[str, ...] = field(default=(), metadata=about("That must be installed.", max_length=100))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeChecks:
+    nodes: tuple[CheckedNode, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeList:
     nodes: tuple[NodeSummary, ...]
 

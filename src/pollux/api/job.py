@@ -171,6 +171,7 @@ class JobDetail(JobSummary):
     energy_j: float | None = field(metadata=about("Joules that its GPUs took; null: not known."))
     energy_per_percent_j: float | None = field(metadata=about("The same for a hundredth of its work."))
     log_directory: str
+    versions: Mapping[str, str] = field(metadata=about("Of what runs, by name: git, workdir, python, torch, pollux."))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -47,6 +47,7 @@ _UNUSABLE = re.compile("[\0\ud800-\udfff]")  # no argument or file can hold NUL;
 _RESERVED = re.compile("(POLLUX|TORCHELASTIC)_.*|MASTER_(ADDR|PORT)|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME")
 _UNITS_S = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _DURATION = re.compile("".join(rf"(?:([0-9]{{1,9}}(?:\.[0-9]{{1,9}})?){unit})?" for unit in _UNITS_S))
+_WORKDIR = re.compile("(/.*|[0-9a-f]{64})?", re.DOTALL)
 _LOST = {"failed": "failed", "cancelled": "was cancelled", "unknown": "is not known"}
 
 
@@ -211,6 +212,9 @@ class JobRequest:
     metric: str = ""  # that the study reads
     deadline_s: float | None = None  # after its submission
     budget_hours: float | None = None  # slot-hours
+    workdir: str = ""  # that travels with it: a directory of the client's, or its id when the server has it
+    pip: tuple[str, ...] = ()  # requirements, a line each
+    versions: Mapping[str, str] = field(default_factory=dict, hash=False)  # of what runs: git, workdir, python, ...
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -247,9 +251,22 @@ class JobRequest:
         _text("metric", self.metric)
         _require("" not in self.accelerators, "accelerators", self.accelerators, "leave empty names out")
         _text("owner", self.owner)
+        self._check_code()
         is_whole = isinstance(self.priority, int) and not isinstance(self.priority, bool)
         is_priority = is_whole and abs(self.priority) <= MAX_PRIORITY
         _require(is_priority, "priority", self.priority, f"a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}")
+
+    def _check_code(self) -> None:
+        is_known = _WORKDIR.fullmatch(_text("workdir", self.workdir)) is not None
+        _require(is_known, "workdir", self.workdir, "an absolute path, or the id that the server gave, is needed")
+        if self.workdir and self.cwd is not None:
+            raise InvalidValueError(f"cwd {self.cwd!r} beside a workdir; a job runs in the copy of its workdir")
+        object.__setattr__(self, "pip", _texts("pip", self.pip))
+        for line in self.pip:
+            is_one = bool(line.strip()) and "\n" not in line
+            _require(is_one, "pip", line, "a requirement is needed, as in einops==0.8 or --index-url=URL")
+        for name, value in self.versions.items():
+            _text(f"version of {name}", value)
 
     def _check_replicas(self) -> None:
         counts = {"min": self.min_replicas, "max": self.max_replicas, "exact": self.replicas}
@@ -351,7 +368,7 @@ class Option:
 
     name: str
     field: str
-    type: Literal["text", "int", "float", "flag", "duration", "list", "pairs"]
+    type: Literal["text", "int", "float", "flag", "duration", "list", "lines", "pairs"]
     metavar: str  # empty for a flag, which is --name or --no-name
     help: str
 
@@ -368,6 +385,8 @@ class Option:
         try:
             if self.type == "list":
                 return tuple(part.strip() for word in words for part in word.split(","))
+            if self.type == "lines":
+                return tuple(words)
             if self.type == "pairs":
                 return dict(word.split("=", 1) for word in words)
             (word,) = words
@@ -389,7 +408,9 @@ OPTIONS = (
     Option("priority", "priority", "int", "N", "Of one team's jobs, the least is stopped first when slots are short."),
     Option("max-restarts", "max_restarts", "int", "N", "Give up after more crashes; 3, or 0 for fixed jobs."),
     Option("cwd", "cwd", "text", "DIR", "Working directory, an absolute path; where it is submitted by default."),
+    Option("workdir", "workdir", "text", "DIR", "Send this directory along, and run in a copy of it on every node."),
     Option("env", "env", "pairs", "KEY=VALUE", "An environment variable; may be given several times."),
+    Option("pip", "pip", "lines", "PACKAGE", "Install it first, or all of a file.txt; may be given several times."),
     Option("time-limit", "time_limit_s", "duration", "TIME", "Stop it after this long: 90 (seconds), 10m, 2h30m, 1d."),
     Option(
         "deadline", "deadline_s", "duration", "TIME", "Be through after this long; refused if it cannot be: 6h, 1d."
@@ -453,7 +474,14 @@ def _read_words(found: dict[str, Any], words: Sequence[str]) -> None:
             value = value if equals else next(rest, "--")
             _require(bool(equals) or not value.startswith("--"), "option", key, f"{option.metavar} is needed behind it")
             converted = option.convert(value)
-            found[option.field] = found.get("env", {}) | converted if option.type == "pairs" else converted
+            before = found.get(option.field)
+            found[option.field] = (
+                before | converted
+                if option.type == "pairs" and before
+                else before + converted
+                if option.type == "lines" and before
+                else converted
+            )
 
 
 def options_to_request(options: Options, command: Sequence[str], overrides: Options | None = None) -> JobRequest:

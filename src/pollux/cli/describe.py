@@ -55,7 +55,10 @@ def bounds_text(job: JobDetail) -> str:
 def facts(job: JobDetail, now: float) -> Iterator[tuple[str, str]]:
     """Name and value of what fits into one line each."""
     yield "command", shlex.join(map(str, job.command))
-    yield "directory", job.cwd or "-"
+    yield (
+        "directory",
+        job.cwd or ("a copy of what was submitted, on every node" if job.versions.get("workdir") else "-"),
+    )
     preemptible = "may be preempted" if job.is_preemptible else "is never preempted"
     weight = "" if job.weight == 1 else f", weight {job.weight:g}"
     yield "kind", f"{job.kind}, replicas {bounds_text(job)}, {preemptible}{weight}"
@@ -67,6 +70,8 @@ def facts(job: JobDetail, now: float) -> Iterator[tuple[str, str]]:
         "owner",
         f"{job.owner}{f', team {job.team}' if job.team else ''}{f', priority {job.priority}' * bool(job.priority)}",
     )
+    if job.versions:
+        yield "versions", ", ".join(f"{name} {value}" for name, value in job.versions.items())
     yield "allocation", allocation_text(job.allocation)
     if job.standing:
         yield "guarantee", job.standing

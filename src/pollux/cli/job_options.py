@@ -12,10 +12,16 @@ import typer
 from pollux.api.request import OPTIONS, Option
 
 _PANEL = "Job"
-_REPEATED = ("list", "pairs")
+_REPEATED = ("list", "lines", "pairs")
 
 CommandArgument = Annotated[
     list[str], typer.Argument(metavar="COMMAND", help="What to run, with its arguments; no shell sees it.")
+]
+EnvFile = Annotated[
+    str | None,
+    typer.Option(
+        "--env-file", metavar="FILE", help="Environment variables, a KEY=VALUE on each line.", rich_help_panel=_PANEL
+    ),
 ]
 
 
@@ -25,11 +31,13 @@ def takes_job_options(command: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(command)
     def with_options(**arguments: Any) -> None:
         typed = {option.field: arguments.pop(option.field) for option in OPTIONS}
+        typed["env_file"] = arguments.pop("env_file")
         given = {field: value for field, value in typed.items() if value not in (None, [], ())}
         command(options=given, **arguments)
 
     own = inspect.signature(command, eval_str=True).parameters.values()
     parameters = [one for one in own if one.name != "options"] + [_parameter(option) for option in OPTIONS]
+    parameters.append(inspect.Parameter("env_file", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=EnvFile))
     del with_options.__wrapped__  # its signature is the one made here
     with_options.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
     with_options.__annotations__ = {one.name: one.annotation for one in parameters}

@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from pollux.api.cluster import ClusterSize, ClusterSummary, NodeReading, NodeSummary
+from pollux.api.cluster import CheckedNode, ClusterSize, ClusterSummary, NodeReading, NodeSummary
 from pollux.api.codec import encoded
 from pollux.api.job import FINAL_STATES, JobSummary
 from pollux.cli.connect import (
@@ -26,7 +26,7 @@ from pollux.cli.connect import (
 )
 from pollux.cli.job_table import STATE_STYLES, job_table, plain
 from pollux.client import Client
-from pollux.errors import UnknownNameError
+from pollux.errors import InvalidValueError, UnknownNameError
 from pollux.reports import numbers
 
 RECENTLY_S = 3600.0  # an ended job is listed for so long
@@ -166,9 +166,41 @@ def _node_state(node: NodeSummary) -> Text:
     return Text("ready", style="green")
 
 
-def nodes(as_json: JsonOption = False, data: DataOption = None, server: ServerOption = None) -> None:
+def check_table(nodes: Iterable[CheckedNode]) -> Table:
+    """A line for each finding; problems first."""
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("node", "", "what", "found"):
+        table.add_column(name)
+    for node in nodes:
+        for one in sorted(node.findings, key=lambda one: one.state == "fine"):
+            style = "green" if one.state == "fine" else "red"
+            table.add_row(Text(plain(node.name)), Text(one.state, style=style), one.subject, Text(plain(one.found)))
+    return table
+
+
+def nodes(
+    checks: Annotated[
+        bool, typer.Option("--check", help="Look at what jobs need on each; ends with 1 if something is wrong.")
+    ] = False,
+    script: Annotated[str, typer.Option("--script", metavar="PATH", help="With --check: this must be there.")] = "",
+    package: Annotated[
+        list[str] | None,
+        typer.Option("--package", metavar="NAME", help="With --check: this must be installed; several times."),
+    ] = None,
+    as_json: JsonOption = False,
+    data: DataOption = None,
+    server: ServerOption = None,
+) -> None:
     """List nodes, their slots and the jobs on them."""
+    if (script or package) and not checks:
+        raise InvalidValueError("--script and --package are for --check: add it")
     with connect(data, server) as client:
+        if checks:
+            checked = client.check_nodes(script, package or ())
+            print_json({"nodes": checked}) if as_json else show(check_table(checked))
+            if any(one.state == "problem" for node in checked for one in node.findings):
+                raise typer.Exit(1)
+            return
         found = client.nodes()
     if as_json:
         print_json({"nodes": found})

@@ -99,6 +99,17 @@ class ClusterOptions:
         ),
     ] = None
 
+    max_workdir: Annotated[
+        int | None,
+        typer.Option(
+            "--max-workdir",
+            metavar="MIB",
+            min=1,
+            help="How large a directory may be that is sent along with a job; 512 if left out.",
+            rich_help_panel=_CLUSTER,
+        ),
+    ] = None
+
     def hang_timeout_s(self, default_s: float | None) -> float | None:
         if self.hang_timeout is None:
             return default_s

@@ -108,6 +108,7 @@ def make_config(
     InvalidValueError: an option makes no sense, or none without another.
     """
     from pollux.server.config import DEFAULT_HANG_S, LIVE_SETTINGS, ServiceConfig
+    from pollux.server.storage.workdirs import DEFAULT_MAX_MIB
 
     config = ServiceConfig(
         data_directory=directory,
@@ -123,6 +124,7 @@ def make_config(
         policy=cluster.policy,
         storage=cluster.storage,
         hang_timeout_s=cluster.hang_timeout_s(DEFAULT_HANG_S),
+        max_workdir_mib=cluster.max_workdir or DEFAULT_MAX_MIB,
         settings=decides.settings(LIVE_SETTINGS),
         engine=machines.engine.value,
         address=machines.address,
@@ -206,6 +208,7 @@ def arguments_of(config: ServiceConfig, log_format: LogFormat = LogFormat.TEXT) 
         **said_settings(config.settings, LIVE_SETTINGS),
         "--interval": config.interval_s,
         "--storage": config.storage,
+        "--max-workdir": str(config.max_workdir_mib),
         "--hang-timeout": "never" if config.hang_timeout_s is None else f"{config.hang_timeout_s!r}s",
         "--engine": config.engine,
         "--address": config.address,

@@ -1,4 +1,4 @@
-"""Asking about users, teams, tokens and usage: the part of :class:`pollux.client.client.Client` about accounts."""
+"""Asking about users, teams, tokens, usage and nodes: a part of :class:`pollux.client.client.Client`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from pollux.api.access import (
     UserList,
     UserSummary,
 )
-from pollux.api.cluster import NodeReading, ReadingList
+from pollux.api.cluster import CheckedNode, NodeCheck, NodeChecks, NodeReading, ReadingList
 from pollux.api.codec import Json, decode, encode
 from pollux.api.job import JobAction, JobList, JobSelection, JobSummary, JobUpdate, SelectedJobs
 from pollux.api.usage import UsageRow, UsageTable
@@ -43,7 +43,7 @@ def path_of(*parts: str) -> str:
 class Accounting:
     """Questions about users, teams and tokens."""
 
-    def _ask(self, method: str, path: str, body: Json = None, **params: Param) -> dict[str, Json]:
+    def _ask(self, method: str, path: str, body: Json | bytes = None, **params: Param) -> dict[str, Json]:
         raise NotImplementedError
 
     def _get(self, kind: type[_T], path: str, **params: Param) -> _T:
@@ -55,6 +55,11 @@ class Accounting:
     def me(self) -> Identity:
         """Whom the server takes us for."""
         return self._get(Identity, "me")
+
+    def check_nodes(self, script: str = "", packages: Sequence[str] = ()) -> list[CheckedNode]:
+        """Look at every node: what jobs need there, and where nodes differ. Takes seconds."""
+        asked = NodeCheck(script=script, packages=tuple(packages))
+        return list(self._post(NodeChecks, "node-checks", asked).nodes)
 
     def teams(self) -> list[TeamSummary]:
         return list(self._get(TeamList, "teams").teams)

@@ -53,9 +53,10 @@ from pollux.api.simulation import (
     SimulationList,
     SummaryRow,
 )
-from pollux.client.accounts import Accounting, Param, path_of
+from pollux.client.accounts import Param, path_of
 from pollux.client.address import Address, find_address
 from pollux.client.request import make_request
+from pollux.client.shipping import Shipping
 from pollux.errors import (
     AccessDeniedError,
     InvalidValueError,
@@ -248,7 +249,7 @@ class Job:
                 asked["tail"] = max(tail, seen.total())
 
 
-class Client(Accounting):
+class Client(Shipping):
     """A connection to one server. Threads may share it; use it in ``with``, or ``close`` it.
 
     The server is looked for in this order: ``url`` and ``token``; a ``data_directory``; the environment (POLLUX_URL
@@ -309,12 +310,9 @@ class Client(Accounting):
 
     def submit_all(self, command: Sequence[str] | JobRequest, **options: Any) -> list[Job]:
         """As :meth:`submit`, but always a list."""
-        if isinstance(command, JobRequest):
-            if options:
-                raise InvalidValueError(f"options {sorted(options)} beside a request; put them into the request")
-            request = command
-        else:
-            request = make_request(command, options)
+        if isinstance(command, JobRequest) and options:
+            raise InvalidValueError(f"options {sorted(options)} beside a request; put them into the request")
+        request = self.send_workdir(command if isinstance(command, JobRequest) else make_request(command, options))
         answer = decode(JobList, self._ask("POST", "jobs", body=request.to_dict()), "answer")
         return [Job(self, one.name, one) for one in answer.jobs]
 
@@ -448,14 +446,15 @@ class Client(Accounting):
 
     # HTTP -------------------------------------------------------------------------------------
 
-    def _ask(self, method: str, path: str, body: Json = None, **params: Param) -> dict[str, Json]:
-        """One question, one answer.
+    def _ask(self, method: str, path: str, body: Json | bytes = None, **params: Param) -> dict[str, Json]:
+        """One question, one answer. A body of bytes is sent as it is.
 
         Raises:
             PolluxError: the kind the server named, or a :class:`ServerError`.
         """
         given = {key: value for key, value in params.items() if value is not None}
-        asked: dict[str, Any] = {"params": given, "json": body, "headers": self._headers()}
+        content = {"content": body} if isinstance(body, bytes) else {"json": body}
+        asked: dict[str, Any] = {"params": given, "headers": self._headers(), **content}
         with self._asking():
             response = self._http.request(method, self._url(path), **asked)
             if self._follow(response):

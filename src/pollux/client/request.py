@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pollux.api.request import JobRequest, find_script, options_to_request, parse_headers
+from pollux.client.workdir import git_version, list_workdir, read_env_file, read_requirements
 from pollux.errors import InvalidValueError
 
 _FORWARDED = ("PATH", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH")  # how a shell finds its python
@@ -38,28 +39,68 @@ def make_request(
         command = [os.fspath(word) if isinstance(word, os.PathLike) else word for word in command]
     JobRequest(command=command)  # type: ignore[arg-type]  # checks that they are words, before any is looked at
     options = dict(options)
-    if options.get("cwd"):
-        options["cwd"] = os.path.abspath(os.path.expanduser(options["cwd"]))
-    text = _script_text(command, options.get("cwd") or os.getcwd())
+    from_file = _variables(options.pop("env_file", None))
+    for name in ("cwd", "workdir"):
+        if options.get(name):
+            options[name] = os.path.abspath(os.path.expanduser(options[name]))
+    text = _script_text(command, options.get("cwd") or options.get("workdir") or os.getcwd())
     try:
-        request = options_to_request({"cwd": os.getcwd(), **parse_headers(text or "")}, command, options)
+        headers = parse_headers(text or "")
+        if headers.get("workdir"):
+            headers["workdir"] = os.path.abspath(os.path.expanduser(headers["workdir"]))
+        first = {} if headers.get("workdir") or options.get("workdir") else {"cwd": os.getcwd()}
+        request = options_to_request({**first, **headers}, command, options)
     except InvalidValueError as error:
         if not str(error).startswith("line "):
             raise
         raise InvalidValueError(f"{find_script(command)}, {error}") from error
-    cwd = request.cwd or os.getcwd()
+    cwd = request.workdir or request.cwd or os.getcwd()
     if not os.path.isdir(cwd):
-        raise InvalidValueError(f"cwd {cwd!r}; there is no such directory")
+        raise InvalidValueError(f"{'workdir' if request.workdir else 'cwd'} {cwd!r}; there is no such directory")
     if not options.get("cwd") and os.path.realpath(cwd) != os.path.realpath(os.getcwd()):
         _script_text(command, cwd)  # the header moved it: the script must be found from there, too
-    environment = with_own_python(os.environ)
-    forwarded = {name: environment[name] for name in _FORWARDED if _is_sendable(environment.get(name))}
-    request = replace(request, env={**forwarded, **request.env})
-    _check_program(request.command[0], cwd, request.env.get("PATH"))
-    resolved = request.resolved(text, _module_text)
+    request = replace(request, pip=read_requirements(request.pip, Path(cwd)), env={**from_file, **request.env})
+    if request.workdir:
+        _check_workdir(request, say)
+    else:
+        environment = with_own_python(os.environ)
+        forwarded = {name: environment[name] for name in _FORWARDED if _is_sendable(environment.get(name))}
+        request = replace(request, env={**forwarded, **request.env})
+        _check_program(request.command[0], cwd, request.env.get("PATH"))
+    versions = {"git": git} if (git := git_version(Path(cwd))) else {}
+    resolved = replace(request, versions=versions).resolved(text, _module_text)
     if request.kind == "auto" and resolved.kind == "fixed" and resolved.runs_python:
         _say_that_it_is_fixed(resolved, say)
     return resolved
+
+
+def _variables(env_file: str | os.PathLike[str] | None) -> dict[str, str]:
+    """Of ``--env-file``; ``--env`` wins over it."""
+    return {} if env_file is None else read_env_file(Path(env_file).expanduser())
+
+
+def _check_workdir(request: JobRequest, say: Callable[[str], None]) -> None:
+    """What the job runs must be among what is sent; the program may be one of the nodes'.
+
+    Raises:
+        InvalidValueError: it is not.
+    """
+    listing = list_workdir(Path(request.workdir))
+    sent = {one.path for one in listing.files}
+    script, program = find_script(request.command), request.command[0]
+    for what, name in (("script", script), ("program", program if "/" in program else None)):
+        if name is None:
+            continue
+        path = os.path.normpath(name)
+        is_here = os.path.realpath(path).startswith(os.path.realpath(request.workdir) + os.sep)
+        if os.path.isabs(path) and is_here:
+            raise InvalidValueError(
+                f"{what} {name!r} is in the workdir; name it from there, without the path before it"
+            )
+        if not os.path.isabs(path) and path not in sent:
+            why = "git ignores it" if os.path.exists(os.path.join(request.workdir, path)) else "it is not there"
+            raise InvalidValueError(f"{what} {name!r} would not be sent with workdir {request.workdir}: {why}")
+    listing.warn(say)
 
 
 def _say_that_it_is_fixed(request: JobRequest, say: Callable[[str], None]) -> None:

@@ -132,6 +132,7 @@ class Study:
             InvalidValueError: the server has one of this name.
         """
         assert self.request is not None, "an attached study has begun"
+        self.request = replace(self.request, job=self._client.send_workdir(self.request.job))
         body = cast(Json, encode_study(self.request))
         decode(StudySummary, self._client._ask("POST", "studies", body=body), "answer")
         return self

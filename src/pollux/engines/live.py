@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from pollux.api.cluster import NodeReading
+from pollux.api.cluster import CheckedNode, NodeReading
+from pollux.engines.preflight import CheckRequest
 from pollux.scheduler.ports import Engine
 from pollux.scheduler.record import JobRecord
 
@@ -63,6 +64,9 @@ class LiveEngine(Engine, Protocol):
     @property
     def readings(self) -> Mapping[str, NodeReading]:
         """What nodes did last, by name; those that have not told yet are missing. May be asked from any thread."""
+
+    def check(self, asked: CheckRequest) -> Sequence[CheckedNode]:
+        """Look at every node, also those that get no work. Takes seconds. Raises EngineError: they cannot be asked."""
 
     def close(self, *, stops_jobs: bool, grace_s: float | None = None) -> None:
         """``stops_jobs``: all jobs checkpoint and leave, and nothing is left. Otherwise they train on.

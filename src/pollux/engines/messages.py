@@ -5,7 +5,7 @@ A supervisor of one machine first sends ``challenge{nonce}``, and the first hell
 
     hello{version, epoch?, devices: [Device], takes_over?, proof?}    start{job, generation, launch, allocation}
     resize{job, generation, allocation}   stop{job, grace_s, reason}   forget{job, generation}   shutdown{grace_s}
-    dump{job}
+    dump{job}   check{number, asked}
 
 and the supervisor tells, with ``event``:
 
@@ -14,6 +14,7 @@ and the supervisor tells, with ``event``:
     lost{job, generation, reason}   replicas{job, replicas: [...]}   note{job, text}   crashed{job, reason}
     gave_up{job, generation, node, reason, allocation}   nodes{nodes: [...]}
     unusable{nodes: [{name, reason}]}   head{problem}   replaced{}   readings{nodes: {name: NodeReading}}
+    checked{number, nodes: {name: findings}}
 
 ``epoch`` counts the servers that have led. A supervisor refuses a hello of an earlier one than it has obeyed.
 

@@ -87,6 +87,9 @@ class Connector(Protocol):
             EngineError: it cannot be had; says why, and what to do.
         """
 
+    def is_worth_a_new_connection(self) -> bool:
+        """While the supervisor is out of reach: whether a new connection may bring it back sooner than waiting."""
+
     def hello(self) -> Message:
         """What to ask a supervisor for its state with."""
 
@@ -129,6 +132,8 @@ class SupervisedEngine:
         self._unusable: tuple[UnusableNode, ...] = ()
         self._readings: dict[str, tuple[float, NodeReading]] = {}  # by node, with the monotonic time they came at
         self._lost_at = math.inf  # in monotonic time; inf while there is a connection
+        self._num_checks = 0
+        self._checked: dict[int, Message] = {}  # answers, by number
         self._closing = threading.Event()
         self._channel: Channel | None
         try:
@@ -300,8 +305,12 @@ class SupervisedEngine:
                     except Exception:  # a bug must not make the engine deaf
                         logger.exception("not understood: %s", str(message)[:500])
                 has_news = len(self._events) > num_events
+                is_out_of_reach = bool(self._head_problem)
             if has_news:
                 self._on_event()
+            is_hopeless = is_out_of_reach and self._connector.is_worth_a_new_connection()
+            if is_hopeless and not self._closing.is_set() and not self._recover(is_replaced=False):
+                return
 
     def _recover(self, *, is_replaced: bool) -> bool:
         """Get a supervisor again, however long that takes; False when the engine closes meanwhile.
@@ -344,6 +353,9 @@ class SupervisedEngine:
         if kind == "readings":
             for name, row in message["nodes"].items():
                 self._readings[name] = time.monotonic(), decode(NodeReading, row, f"reading of {name}")
+        if kind == "checked":
+            self._checked[message["number"]] = message
+            self._changed.notify_all()
             return
         if kind == "unusable":
             self._take_unusable(message["nodes"])

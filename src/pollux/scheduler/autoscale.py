@@ -48,8 +48,9 @@ class AutoscaleConfig:
     settle_s: float = 300.0  # how long utility must have been below the band, and the size unchanged, to shrink
 
     def __post_init__(self) -> None:
-        if not 1 <= self.min_nodes <= self.max_nodes:
-            raise InvalidValueError(f"nodes {self.min_nodes}..{self.max_nodes}; 1 <= min <= max is needed")
+        if not 0 <= self.min_nodes <= self.max_nodes or self.max_nodes < 1:
+            needed = "0 <= min <= max is needed, and a max of at least 1"
+            raise InvalidValueError(f"nodes {self.min_nodes}..{self.max_nodes}; {needed}")
         if not 0 < self.low < self.high <= 1:
             raise InvalidValueError(f"utility band {self.low}..{self.high}; 0 < low < high <= 1 is needed")
         if self.budget_slots is not None and not (math.isfinite(self.budget_slots) and self.budget_slots > 0):
@@ -145,6 +146,8 @@ def decide_size(
         size = min(max(num_nodes, fewest), most)
         is_poor = fewest <= num_nodes <= config.max_nodes
         reason = "over budget" if is_poor else "outside the nodes allowed"
+    elif num_nodes == 0 and current.num_waiting and most and at(most).num_waiting < current.num_waiting:
+        size, reason = _for_the_first(most, (low + high) / 2, at), "jobs wait, and there is no node"
     elif current.utility > high and not current.num_idle:
         reason = "utility above the band"
         if num_nodes < most:
@@ -202,6 +205,14 @@ def _nearest(fewest: int, most: int, middle: float, at: Callable[[int], Outcome]
     size = min(range(enough, last + 1), key=lambda size: (abs(at(size).utility - middle), size))
     while size > fewest and at(size).num_idle:  # and the same plan on fewer
         size = max(fewest, size - at(size).num_idle)
+    return size
+
+
+def _for_the_first(most: int, middle: float, at: Callable[[int], Outcome]) -> int:
+    """From no node: the size that is nearest to the middle, or the fewest nodes with which any job starts."""
+    size = _nearest(1, most, middle, at)
+    while size < most and at(size).num_waiting >= at(0).num_waiting:
+        size += 1
     return size
 
 

@@ -505,7 +505,8 @@ class Scheduler:
         if self._sizer is not None:
             self._sizer.update(now, self._engine.nodes(), self._views(now), self._draining, self._planner.decide)
         # A cluster that decides on events tells of the last job's end when it ends, not when the next one comes.
-        if not self._active and not (self._departures and self.config.decides_on_events):
+        sizing = "" if self._sizer is None else self._sizer.changed
+        if not self._active and not ((self._departures or sizing) and self.config.decides_on_events):
             return
         snapshot = placeable(self.snapshot(now))
         plan, error = self._plan(snapshot) if self._active else (Plan(allocations={}), "")
@@ -533,6 +534,7 @@ class Scheduler:
                 error=error,
                 changes=changes,
                 departures=tuple(self._departures),
+                sizing=sizing,
             ),
             snapshot,
         )

@@ -215,6 +215,7 @@ class RoundRecord:
     error: str = ""
     changes: tuple[Reallocation, ...] = ()
     departures: tuple[Departure, ...] = ()  # jobs that ended since the round before
+    sizing: str = ""  # how many nodes there should be instead of how many, and why; "": as many as before
 
 
 def as_it_was(plan: Plan, decision_s: float, records: Mapping[str, JobRecord]) -> Plan:

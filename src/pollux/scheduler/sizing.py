@@ -39,6 +39,7 @@ class Sizer:
             self._spending = Spending(config.budget_slots, config.budget_window_s, min_slots)
         self._said_error = ""  # why there was no decision, as logged
         self.last: SizeDecision | None = None
+        self.changed = ""  # what the last update changed, in words
 
     @property
     def releasing(self) -> frozenset[str]:
@@ -74,7 +75,7 @@ class Sizer:
         candidates = self._by_worth([node for node in nodes if node.name not in draining], views)
         if self._num_wanted is None:
             self._num_wanted, self._settled_at = len(candidates), now
-        before = self._num_wanted
+        before, self.changed = self._num_wanted, ""
         self._plans.clear()
         outlook = _Outlook(now, nodes, candidates, views, draining, self._pool.template, self._rules)
         problem = ""
@@ -101,18 +102,22 @@ class Sizer:
         decision = decide_size(
             self._config,
             self._num_wanted,
-            lambda size: self._outcome(outlook.snapshot(size), decide),
+            lambda size: self._outcome(outlook, size, decide),
             max_affordable=max_affordable,
             savings=savings,
             settled_s=now - self._settled_at,
         )
         if decision.num_nodes != self._num_wanted:
-            logger.info("%d -> %d nodes: %s", self._num_wanted, decision.num_nodes, decision.reason)
+            self.changed = f"{self._num_wanted} -> {decision.num_nodes} nodes: {decision.reason}"
+            logger.info("%s", self.changed)
         if decision.num_nodes != self._num_wanted or not decision.could_shrink:
             self._settled_at = now
         self._num_wanted, self.last = decision.num_nodes, decision
 
-    def _outcome(self, snapshot: Snapshot, decide: Callable[[Snapshot], Plan]) -> Outcome:
+    def _outcome(self, outlook: _Outlook, size: int, decide: Callable[[Snapshot], Plan]) -> Outcome:
+        if size == 0:  # a snapshot without nodes has no jobs: those that could ever start wait
+            return Outcome(utility=0.0, num_waiting=len(outlook.snapshot(self._config.max_nodes).jobs))
+        snapshot = outlook.snapshot(size)
         plan = decide(snapshot)
         self._plans.append((snapshot, plan))
         used = slots_in_use(list(plan.allocations.values()))

@@ -13,6 +13,7 @@ from pollux.errors import InvalidValueError
 from pollux.policy import PolicySettings
 from pollux.scheduler.autoscale import AutoscaleConfig
 from pollux.server.http.auth import check_host
+from pollux.server.storage.workdirs import DEFAULT_MAX_MIB
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_HANG_S = 1800.0  # longer than evaluations and compilations mostly take
@@ -54,6 +55,7 @@ class ServiceConfig:
     autoscale: AutoscaleConfig | None = None
     node_slots: int | None = None  # of a node that is added; None: as many as the largest has
     node_price: float | None = None  # for an hour
+    max_workdir_mib: int = DEFAULT_MAX_MIB  # of a working directory that travels with a job
 
     def __post_init__(self) -> None:
         if self.port is not None and not 0 <= self.port <= 65535:
@@ -88,6 +90,10 @@ class ServiceConfig:
             raise InvalidValueError(f"name = {self.name!r}; up to 40 letters, digits, - and _ are needed")
         if self.node_slots is not None and self.node_slots < 1:
             raise InvalidValueError(f"node_slots = {self.node_slots}; a number of at least 1 is needed")
+        if self.autoscale is not None and self.autoscale.min_nodes == 0 and self.node_slots is None:
+            raise InvalidValueError("autoscale from 0 nodes: say how large a node is that is added, by --node-slots")
+        if self.max_workdir_mib < 1:
+            raise InvalidValueError(f"max_workdir_mib = {self.max_workdir_mib}; a number of at least 1 is needed")
         if self.node_price is not None and not (math.isfinite(self.node_price) and self.node_price >= 0):
             raise InvalidValueError(f"node_price = {self.node_price}; a number of at least 0 is needed")
 
@@ -110,5 +116,6 @@ class ClusterConfig:
     autoscale: AutoscaleConfig | None = None
     node_price: float | None = None  # for an hour
     hang_timeout_s: float | None = DEFAULT_HANG_S
+    max_workdir_bytes: int = DEFAULT_MAX_MIB << 20
     keep_rounds: int = 5000
     keep_reports: int = 5000  # of each job

@@ -466,7 +466,7 @@ def test_options_to_request_refuses_what_it_does_not_know():
 
 def test_the_table_covers_every_field_and_has_its_defaults():
     fields = {one.name for one in dataclasses.fields(JobRequest)}
-    by_server = {"array_index", "array_of", "array_limit", "params", "study", "metric"}
+    by_server = {"array_index", "array_of", "array_limit", "params", "study", "metric", "versions"}
     assert {option.field for option in OPTIONS} == fields - by_server - {"command"}
     request = JobRequest(command=COMMAND)
     for option in OPTIONS:

@@ -463,4 +463,5 @@ def test_a_detached_server_is_started_with_the_same_settings(nowhere: Path) -> N
         "--policy": "fifo",
         "--interval": "5.0",
         "--hang-timeout": "1800.0s",
+        "--max-workdir": "512",
     }

@@ -209,7 +209,8 @@ def test_no_window_is_overspent_by_who_keeps_to_what_is_affordable(steps):
 @pytest.mark.parametrize(
     "bad",
     [
-        {"min_nodes": 0, "max_nodes": 2},
+        {"min_nodes": -1, "max_nodes": 2},
+        {"min_nodes": 0, "max_nodes": 0},
         {"min_nodes": 3, "max_nodes": 2},
         {"min_nodes": 1, "max_nodes": 2, "low": 0.9},
         {"min_nodes": 1, "max_nodes": 2, "low": 0.0},

@@ -358,3 +358,35 @@ def test_node_seconds_are_counted_by_accelerator_and_go_on_after_a_restart():
     world.clock.time = 60.0
     heir.tick()
     assert heir.node_s == {"gpu": 120.0, "t4": 40.0}
+
+
+def test_an_empty_cluster_goes_to_zero_and_grows_again_for_a_job_that_waits():
+    world = World(2, min_nodes=0, settle_s=60.0)
+    for _ in range(4):
+        world.round()
+        world.clock.time += 60.0
+    assert world.scheduler.num_wanted_nodes == 0 and world.engine.node_list == []
+    world.submit("first")
+    world.round()
+    assert world.scheduler.num_wanted_nodes == 1 and world.pool.num_more == 1
+    world.pool.deliver()
+    world.round()
+    assert [record.name for record in world.scheduler.active_jobs if record.allocation] == ["first"]
+
+
+def test_a_job_that_waits_keeps_a_cluster_from_going_to_zero():
+    world = World(1, min_nodes=0, settle_s=0.0)
+    world.submit("large", requested_replicas=1)
+    for _ in range(4):
+        world.round()
+        world.clock.time += 600.0
+    assert world.scheduler.num_wanted_nodes == 1
+
+
+def test_decisions_on_the_size_are_told_with_the_rounds():
+    world = World(1)
+    world.submit(*(f"job{number}" for number in range(9)))
+    world.round()
+    assert [record.sizing for record in world.store.rounds] == ["1 -> 3 nodes: utility above the band"]
+    world.round()
+    assert world.store.rounds[-1].sizing == ""

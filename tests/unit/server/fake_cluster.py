@@ -9,7 +9,15 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from pollux.api.cluster import ClusterSample, ClusterSummary, NodeReading, NodeSummary, Timeline
+from pollux.api.cluster import (
+    CheckedNode,
+    ClusterSample,
+    ClusterSummary,
+    NodeFinding,
+    NodeReading,
+    NodeSummary,
+    Timeline,
+)
 from pollux.api.job import FittedModel, JobCurves, JobDetail, JobModel, JobRow, JobSummary, StateChange, TrainingNote
 from pollux.api.report import Report, ReportAnswer, StoredReport, stored
 from pollux.api.request import JobRequest, check_dependencies, unique_name
@@ -23,6 +31,7 @@ from pollux.server.present.metrics import Metrics
 from pollux.server.present.views import KnownJob, cluster_size, job_row, job_summary
 from pollux.server.storage.simulations import Simulations
 from pollux.server.storage.store import SqlStore
+from pollux.server.storage.workdirs import Workdirs
 from pollux.types import ThroughputParams
 from pollux.version import __version__
 
@@ -42,6 +51,7 @@ class FakeCluster:
         self.metrics = Metrics()
         self.simulations = Simulations(directory / "simulations")
         self.queries = self
+        self.workdirs = Workdirs(str(directory))
         directory.mkdir(parents=True, exist_ok=True)
         self.accounts = Accounts(SqlStore(directory / "accounts.db"), time.time)
         self._lock = threading.Lock()
@@ -106,6 +116,10 @@ class FakeCluster:
             raise UnknownNameError("job", name, self.views)
         return self.views[name]
 
+    def check_nodes(self, script: str, packages: Sequence[str]) -> list[CheckedNode]:
+        self._fail()
+        return [CheckedNode(name="a", findings=(NodeFinding(subject="script", state="fine", found=script),))]
+
     def job(self, name: str) -> JobDetail:
         view = self.summary_of(name)
         params = {"alpha_g": float("nan")}
@@ -124,6 +138,7 @@ class FakeCluster:
             energy_j=None,
             energy_per_percent_j=None,
             log_directory=str(self.job_directory(name) / "logs"),
+            versions={},
         )
 
     def report(self, report: Report) -> ReportAnswer:

@@ -9,11 +9,14 @@ from pathlib import Path
 
 import psutil
 
+from pollux.api.cluster import CheckedNode
 from pollux.engines.launch import Launch
 from pollux.engines.local.connection import SupervisorProcess, connect
 from pollux.engines.ownership import LOCAL, note_engine, require_free
+from pollux.engines.preflight import CheckRequest, check_here
 from pollux.engines.processes.devices import Device
 from pollux.engines.processes.leftovers import kill_leftovers, mark_of
+from pollux.engines.ray.storage_probe import write_probe
 from pollux.engines.supervised import GRACE_S, SupervisedEngine
 from pollux.engines.transport import Channel, Message
 from pollux.errors import EngineError, InvalidValueError
@@ -39,6 +42,9 @@ class LocalConnector:
     def supervisor(self) -> psutil.Process:
         assert self._supervisor is not None, "connect() comes first"
         return self._supervisor
+
+    def is_worth_a_new_connection(self) -> bool:
+        return False  # its end is seen at once
 
     def hello(self) -> Message:
         return self._process.hello(self._devices, self._epoch)
@@ -96,8 +102,14 @@ class LocalEngine(SupervisedEngine):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         require_free(path, LOCAL)
         note_engine(path, LOCAL)
+        self._directory = path
         self._local = LocalConnector(path, devices, supervisor_options or {}, epoch)
         super().__init__(self._local, nodes=nodes, launch_of=launch_of, on_event=on_event, grace_s=grace_s)
+
+    def check(self, asked: CheckRequest) -> Sequence[CheckedNode]:
+        """See :class:`~pollux.engines.live.LiveEngine`. All nodes are this machine."""
+        findings = check_here(asked, write_probe(str(self._directory / "jobs"), "check"))
+        return [CheckedNode(name=node.name, findings=findings) for node in self.nodes()]
 
     @property
     def supervisor_pid(self) -> int:

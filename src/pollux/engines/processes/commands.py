@@ -13,6 +13,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from pollux.engines.processes.workdirs import code_of
+
 _PYTHON = re.compile(r"python(3(\.[0-9]+)?)?")
 _LATER = frozenset({"PYTHONPATH", "PYTHONUNBUFFERED", "PYTHONDONTWRITEBYTECODE"})  # which a fork can still obey
 _LINKER = ("LD_LIBRARY_PATH", "LD_PRELOAD")
@@ -36,7 +38,9 @@ def plan_start(
     executable: str = sys.executable,
 ) -> StartPlan:
     as_it_is = StartPlan(argv=tuple(command), is_forked=False)
-    if not _is_same_interpreter(command[0], env, cwd, executable) or not _reads_the_same(env, parent_env):
+    if (code := code_of(env)) is not None and code.pip:
+        return as_it_is  # an interpreter of its own
+    if not is_same_interpreter(command[0], env, cwd, executable) or not _reads_the_same(env, parent_env):
         return as_it_is
     arguments, extra = list(command[1:]), {}
     while arguments[:1] == ["-u"]:
@@ -48,7 +52,7 @@ def plan_start(
     return StartPlan(argv=tuple(arguments), is_forked=True, env=extra)
 
 
-def _is_same_interpreter(program: str, env: Mapping[str, str], cwd: str, executable: str) -> bool:
+def is_same_interpreter(program: str, env: Mapping[str, str], cwd: str, executable: str = sys.executable) -> bool:
     """A virtual environment is known by the folder of its interpreter, which is often a link to one outside."""
     if os.sep in program:
         found: str | None = os.path.join(cwd, program)

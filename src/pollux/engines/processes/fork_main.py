@@ -22,6 +22,7 @@ from typing import NoReturn
 from pollux.engines.processes.fork_server import TERM_GRACE_S
 from pollux.engines.processes.identity import become, identity_of
 from pollux.engines.processes.trees import die_with, kill_group, reap, signal_tree
+from pollux.engines.processes.workdirs import CODE, code_of, unpack
 from pollux.engines.transport import Channel, Message
 from pollux.membership.stacks import write_stacks_on_signal
 
@@ -122,12 +123,16 @@ class ForkLoop:
                 opened = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
                 os.dup2(opened, fd)
                 os.close(opened)
-            if (identity := identity_of(request["env"])) is not None:
+            identity = identity_of(request["env"])
+            if (sent := code_of(request["env"])) is not None:
+                unpack(sent, request["cwd"], request["env"], identity)
+            if identity is not None:
                 become(identity)  # after the logs are open, which stay the server's
             die_with(owner)  # after the change of user, which would undo it
             write_stacks_on_signal()
             os.environ.clear()
             os.environ.update(request["env"])
+            os.environ.pop(CODE, None)
             os.chdir(request["cwd"])
             _adopt_environment(request["argv"], self._base_path)
             code = _run_main(request["argv"])

@@ -15,6 +15,7 @@ from pollux.engines.processes.fixed import FixedJob
 from pollux.engines.processes.fork_server import ForkServer
 from pollux.engines.processes.replica_job import JobOrder, ReplicaJob
 from pollux.engines.processes.starters import ColdStarter
+from pollux.engines.processes.workdirs import with_own_python
 
 LOOPBACK = "lo"  # Linux's name for the interface
 
@@ -58,10 +59,10 @@ class LocalJobFactory:
 
     def make(self, order: JobOrder) -> ReplicaJob:
         launch, options = order.launch, options_of(order)
-        env = {**loopback_env(), **launch.env}
+        env = with_own_python({**loopback_env(), **launch.env})
         if launch.kind == "fixed":
             return FixedJob(launch.command, starter=self._cold, env=env, **options)
-        start = plan_start(launch.command, launch.env, launch.cwd)
+        start = plan_start(launch.command, env, launch.cwd)
         starter = self._open_fork_server() if start.is_forked else self._cold
         return ElasticJob(start.argv, starter=starter, env={**env, **start.env}, **options)
 

@@ -18,6 +18,7 @@ from typing import Literal, Protocol, Self
 
 from pollux.engines.processes.failure import read_end
 from pollux.engines.processes.identity import identity_of
+from pollux.engines.processes.prepare_main import prepared
 from pollux.engines.processes.trees import (
     dying_with_parent,
     has_ended,
@@ -27,6 +28,7 @@ from pollux.engines.processes.trees import (
     signal_politely,
     signal_tree,
 )
+from pollux.engines.processes.workdirs import CODE
 
 MISSING_CODE = 127  # what a shell says of a command that cannot be started
 
@@ -127,11 +129,14 @@ class ColdStarter(LocalStarter):
         replica = ReplicaProcess(key=str(self._num_spawned))
         try:
             identity = identity_of(command.env)
+            argv, cwd = [*self._prefix, *command.argv], command.cwd
+            if CODE in command.env:
+                argv, cwd, identity = prepared(argv, cwd), "/", None  # it changes to that user itself
             with open(command.stdout, "ab") as out, open(command.stderr, "ab") as err:
                 process = subprocess.Popen(
-                    dying_with_parent([*self._prefix, *command.argv]),
+                    dying_with_parent(argv),
                     env=command.env,
-                    cwd=command.cwd,
+                    cwd=cwd,
                     stdin=subprocess.DEVNULL,
                     stdout=out,
                     stderr=err,

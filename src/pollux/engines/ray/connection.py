@@ -24,6 +24,7 @@ NAMESPACE = "pollux"
 NO_SUPERVISOR, NO_RAY, ANOTHER = "there is no supervisor", "no Ray answers", "another Pollux on this Ray cluster"
 REACH_S = 5.0
 ANSWER_S = 60.0
+CHECK_S = 15.0  # that nodes have to answer a check
 LAST_S = 10.0  # beyond their grace, for jobs that are ended
 _HOST_PORT = re.compile(r"(?P<host>.+):(?P<port>[0-9]{1,5})")
 
@@ -93,6 +94,7 @@ def connect(address: str) -> None:
                 f"{NO_RAY} at {address} ({why}): see that the head runs (`ray status` on it) and that the port "
                 "is reachable from here, or leave --address out to start a head"
             )
+    _require_token(address)
     handler = signal.getsignal(signal.SIGTERM) if threading.current_thread() is threading.main_thread() else None
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     try:
@@ -113,6 +115,37 @@ def connect(address: str) -> None:
     finally:
         if handler is not None:
             signal.signal(signal.SIGTERM, handler)  # Ray puts its own there
+
+
+def _require_token(address: str) -> None:
+    """Ask the head one question: with a wrong token, ``ray.init`` takes half a minute and speaks of something else.
+
+    Raises:
+        Refused: it wants another token than this process has.
+    """
+    import ray
+
+    errors: list[Exception] = []
+
+    def ask() -> None:
+        try:
+            ray._raylet.GcsClient(address=address)
+        except Exception as error:  # Ray has many; all but one are for ray.init to tell
+            errors.append(error)
+
+    asking = threading.Thread(target=ask, daemon=True)  # what listens there may not be Ray's, and never answer
+    asking.start()
+    asking.join(REACH_S)
+    if errors and isinstance(errors[0], ray.exceptions.AuthenticationError):
+        has_token = any(os.environ.get(name) for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"))
+        has_token = has_token or os.path.exists(os.path.expanduser("~/.ray/auth_token"))
+        seen = "another token than this one" if has_token else "a token, and there is none here"
+        if has_token and os.environ.get("RAY_AUTH_MODE") != "token":
+            seen = "a token, and RAY_AUTH_MODE is not 'token' here"
+        raise Refused(
+            f"Ray at {address} asks for {seen}: set RAY_AUTH_MODE=token and the cluster's RAY_AUTH_TOKEN or "
+            "RAY_AUTH_TOKEN_PATH where pollux up is called (`ray get-auth-token` on the head shows it)"
+        ) from errors[0]
 
 
 def _find(name: str) -> ActorHandle | None:

@@ -20,19 +20,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pollux.api.cluster import CheckedNode, NodeFinding
 from pollux.engines.launch import Launch
 from pollux.engines.logs import rotate
 from pollux.engines.messages import PROTOCOL_VERSION, ask
 from pollux.engines.ownership import ENGINE_FILE, RAY, forget_engine, note_engine, require_free
+from pollux.engines.preflight import CheckRequest
 from pollux.engines.processes.space import MIN_FREE_BYTES
-from pollux.engines.ray.connection import ANOTHER, LAST_S, NO_RAY, NO_SUPERVISOR
-from pollux.engines.ray.head import stop_head
+from pollux.engines.ray.connection import ANOTHER, CHECK_S, LAST_S, NO_RAY, NO_SUPERVISOR, REACH_S
+from pollux.engines.ray.head import is_dead, revive_head, stop_head
+from pollux.engines.ray.network import can_connect
 from pollux.engines.supervised import GRACE_S, SupervisedEngine
 from pollux.engines.transport import Channel, Message
 from pollux.errors import EngineError
 from pollux.types import Node
 
 START_TIMEOUT_S = 90.0
+LATE_S = 5.0  # beyond the time that nodes have to answer
 LOG = "ray-proxy.log"
 
 logger = logging.getLogger(__name__)
@@ -81,6 +85,8 @@ class RayConnector:
 
     def connect(self, giving_up: threading.Event, *, takes_over: bool = True) -> tuple[Channel, Message]:
         self._end_proxy()
+        if self._settings.makes_supervisor:
+            revive_head(self._directory, self._settings.address)
         channel = self._start(takes_over)
         state = None
         try:
@@ -93,9 +99,15 @@ class RayConnector:
                 channel.close()
                 self._end_proxy()
 
+    def is_worth_a_new_connection(self) -> bool:
+        return is_dead(self._directory)  # it can be started again
+
     def wait_for_end(self, timeout_s: float) -> bool:
         is_over = True
-        if self._proxy is not None:
+        if self._is_head_gone():
+            logger.error("Ray at %s is gone, so its jobs cannot be told to end", self._settings.address)
+            self._end_proxy()
+        elif self._proxy is not None:
             try:
                 is_over = self._proxy.wait(timeout_s) == 0
             except subprocess.TimeoutExpired:
@@ -106,6 +118,10 @@ class RayConnector:
         if is_over:
             forget_engine(self._directory)
         return is_over
+
+    def _is_head_gone(self) -> bool:
+        host, _, port = self._settings.address.rpartition(":")
+        return port.isdecimal() and bool(can_connect(host.strip("[]"), int(port), REACH_S))
 
     def close(self) -> None:
         self._end_proxy()
@@ -152,7 +168,7 @@ def end_ray_supervisor(directory: Path, settings: RaySettings, timeout_s: float)
         finally:
             channel.close()
     except EngineError as error:
-        if NO_SUPERVISOR not in str(error):
+        if NO_SUPERVISOR not in str(error) and not is_dead(directory):
             raise
         stop_head(directory)
         return False
@@ -212,6 +228,22 @@ class RayEngine(SupervisedEngine):
         if not nodes:
             return Node(name="new", num_slots=1, accelerator="cpu")
         return max(nodes, key=lambda node: node.num_slots)
+
+    def check(self, asked: CheckRequest) -> Sequence[CheckedNode]:
+        """See :class:`~pollux.engines.live.LiveEngine`: the supervisor asks the agents of all nodes."""
+        if trouble := self.trouble:
+            raise EngineError(f"the nodes cannot be asked: {trouble}")
+        with self._changed:
+            self._num_checks += 1
+            number = self._num_checks
+            self._send({"op": "check", "number": number, "asked": asked.to_message()})
+            if not self._changed.wait_for(lambda: number in self._checked, CHECK_S + LATE_S):
+                raise EngineError(f"the supervisor has not told what the nodes said for {CHECK_S + LATE_S:g} s")
+            rows = self._checked.pop(number)["nodes"]
+        return [
+            CheckedNode(name=name, findings=tuple(NodeFinding(**one) for one in findings))
+            for name, findings in rows.items()
+        ]
 
     def scale_to(self, keeping: Sequence[str], num_more: int) -> None:
         # A node that joined while this was decided is not refused; only nodes seen the last time can be.

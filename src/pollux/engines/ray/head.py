@@ -1,19 +1,23 @@
 """Which Ray cluster to use: the one that is named, the one that runs here, or a head of our own. The server calls it.
 
 A head of our own outlives the server, as jobs do. It is known by a file in the data directory, ends with the jobs, and
-looks for lost nodes often (HEALTH_CHECKS). Ray is not imported here.
+looks for lost nodes often (HEALTH_CHECKS). What it knows is in a folder beside that file, so that one that dies can be
+started again and its nodes come back. Ray is not imported here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
+import shutil
 import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -21,7 +25,7 @@ import psutil
 from pollux.engines.ray.network import can_connect, free_port
 from pollux.errors import EngineError
 
-HEAD_FILE, HEAD_LOG = "ray-head.json", "ray-head.log"
+HEAD_FILE, HEAD_LOG, HEAD_BOOKS = "ray-head.json", "ray-head.log", "ray-head-books"
 START_TIMEOUT_S, STOP_TIMEOUT_S = 60.0, 20.0
 DEFAULT_PORT = 6379
 # A node that is gone is missed after a second instead of a quarter of a minute, a frozen one after four.
@@ -32,6 +36,7 @@ HEALTH_CHECKS = {
     "health_check_failure_threshold": 3,
 }
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+logger = logging.getLogger(__name__)
 _LAST_CLUSTER = "ray/ray_current_cluster"  # where `ray start` notes it, in its folder for temporary files
 
 
@@ -44,13 +49,17 @@ def find_address(address: str | None, directory: Path, env: Mapping[str, str] = 
     if (own := own_head(directory)) is not None:
         return own
     with contextlib.suppress(OSError):
-        found = Path(env.get("RAY_TMPDIR") or env.get("TMPDIR") or "/tmp", _LAST_CLUSTER).read_text().strip()
+        found = _last_cluster(env).read_text().strip()
         host, _, port = found.rpartition(":")
         if host and port.isdecimal() and not can_connect(host, int(port), 2.0):
             return found
     if address == "auto":
         raise EngineError("no Ray runs on this machine: start one (`ray start --head`), or leave --address out")
     return None
+
+
+def _last_cluster(env: Mapping[str, str]) -> Path:
+    return Path(env.get("RAY_TMPDIR") or env.get("TMPDIR") or "/tmp", _LAST_CLUSTER)
 
 
 def as_others_know_it(address: str) -> str:
@@ -86,16 +95,44 @@ def own_address(towards: str | None) -> str:
 def own_head(directory: Path) -> str | None:
     """The address of a head that was started here and lives."""
     found = _read(directory)
-    return None if found is None else found[1]
+    return None if found is None or is_dead(directory) else found.address
+
+
+def is_dead(directory: Path) -> bool:
+    """Whether a head was started here, was not stopped, and is gone."""
+    found = _read(directory)
+    return found is not None and found.head is None and bool(can_connect(found.host, found.port, 1.0))
+
+
+def revive_head(directory: Path, address: str) -> None:
+    """Start a head of our own again, if it was at this port and is gone: its nodes look for it, and come back.
+
+    Raises:
+        EngineError: it did not start.
+    """
+    found = _read(directory)
+    if found is not None and address.endswith(f":{found.port}") and is_dead(directory):
+        logger.warning("the head of the Ray cluster is gone: it is started again at %s", found.address)
+        start_head(directory, found.host)
 
 
 def start_head(directory: Path, host: str) -> str:
-    """Start a head that outlives this process; its address.
+    """Start a head that outlives this process, where the last one was if that was not stopped; its address.
 
     Raises:
         EngineError: it did not start; says what its log says.
     """
-    port = DEFAULT_PORT if can_connect(host, DEFAULT_PORT, 1.0) else free_port(host)
+    before = _read(directory)
+    if before is not None:
+        host, port = before.host, before.port
+        _end(before.rest)  # what is left of it
+        with contextlib.suppress(OSError):  # else Ray takes other nodes on this machine for a head that still runs
+            noted = _last_cluster(os.environ)
+            if noted.read_text().strip().endswith(f":{port}"):
+                noted.unlink()
+    else:
+        shutil.rmtree(directory / HEAD_BOOKS, ignore_errors=True)
+        port = DEFAULT_PORT if can_connect(host, DEFAULT_PORT, 1.0) else free_port(host)
     command = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--head", "--block"]
     command += [f"--node-ip-address={host}", f"--port={port}", "--include-dashboard=false", "--disable-usage-stats"]
     command += [f"--system-config={json.dumps(HEALTH_CHECKS)}"]
@@ -103,6 +140,8 @@ def start_head(directory: Path, host: str) -> str:
     env = {name: value for name, value in os.environ.items() if not name.startswith("POLLUX_")}
     env["RAY_memory_monitor_refresh_ms"] = "0"  # Ray would end workers of its own choice when memory is short
     env["RAY_worker_niceness"] = "0"  # else 15, and replicas would come after everything else on the machine
+    if not any(name in env for name in ("RAY_gcs_storage", "RAY_REDIS_ADDRESS")):
+        env |= {"RAY_gcs_storage": "rocksdb", "RAY_gcs_storage_path": str((directory / HEAD_BOOKS).resolve())}
     pid = os.posix_spawn(
         sys.executable,
         command,
@@ -126,6 +165,9 @@ def start_head(directory: Path, host: str) -> str:
             last = " / ".join(line.strip() for line in text.splitlines()[-3:])
             raise EngineError(f"a Ray head could not be started; {log} ends with: {last}")
         time.sleep(0.1)
+    head = psutil.Process(pid)
+    children = [[one.pid, one.create_time()] for one in head.children(recursive=True)]
+    (directory / HEAD_FILE).write_text(json.dumps({**note, "children": children}))
     return address
 
 
@@ -134,26 +176,62 @@ def stop_head(directory: Path) -> None:
     found = _read(directory)
     if found is None:
         return
-    head = found[0]
-    processes = [head, *head.children(recursive=True)]
-    with contextlib.suppress(psutil.Error):
-        head.send_signal(signal.SIGTERM)
-    _, left = psutil.wait_procs(processes, STOP_TIMEOUT_S)
-    for process in left:
+    processes = list(found.rest)
+    if found.head is not None:
+        with contextlib.suppress(psutil.Error):
+            processes = [found.head, *found.head.children(recursive=True)]
+            found.head.send_signal(signal.SIGTERM)
+            psutil.wait_procs(processes, STOP_TIMEOUT_S)
+    _end(processes)
+    if found.head is not None:
+        with contextlib.suppress(ChildProcessError):
+            os.waitpid(found.head.pid, os.WNOHANG)
+    (directory / HEAD_FILE).unlink(missing_ok=True)
+    shutil.rmtree(directory / HEAD_BOOKS, ignore_errors=True)
+
+
+def _end(processes: Sequence[psutil.Process]) -> None:
+    for process in processes:
         with contextlib.suppress(psutil.Error):
             process.kill()
-    with contextlib.suppress(ChildProcessError):
-        os.waitpid(head.pid, os.WNOHANG)
-    (directory / HEAD_FILE).unlink(missing_ok=True)
+    psutil.wait_procs(processes, STOP_TIMEOUT_S)
 
 
-def _read(directory: Path) -> tuple[psutil.Process, str] | None:
-    """The process and its address, if it is the one that was noted, and not another with its number."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _NotedHead:
+    """A head that was started here. ``head``: None if it is gone; ``rest``: what lives of all that it started."""
+
+    address: str
+    head: psutil.Process | None
+    rest: tuple[psutil.Process, ...]
+
+    @property
+    def host(self) -> str:
+        return self.address.rpartition(":")[0]
+
+    @property
+    def port(self) -> int:
+        return int(self.address.rpartition(":")[2])
+
+
+def _read(directory: Path) -> _NotedHead | None:
+    """None: none was started here, or it was stopped."""
     try:
         note = json.loads((directory / HEAD_FILE).read_text())
-        process = psutil.Process(note["pid"])
-        if process.create_time() != note["created"] or process.status() == psutil.STATUS_ZOMBIE:
-            return None
-        return process, str(note["address"])
-    except (OSError, ValueError, KeyError, TypeError, psutil.Error):
+        address = str(note["address"])
+        int(address.rpartition(":")[2])
+        children = [_living(pid, created) for pid, created in note.get("children", ())]
+        head = _living(note["pid"], note["created"])
+    except (OSError, ValueError, KeyError, TypeError):
         return None
+    return _NotedHead(address=address, head=head, rest=tuple(one for one in children if one is not None))
+
+
+def _living(pid: int, created: float) -> psutil.Process | None:
+    """The process that was noted, and not another with its number."""
+    try:
+        process = psutil.Process(pid)
+        is_it = process.create_time() == created and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return None
+    return process if is_it else None

@@ -26,6 +26,7 @@ from pathlib import Path
 import psutil
 
 from pollux.api.codec import encoded
+from pollux.engines.preflight import CheckRequest, preflight
 from pollux.engines.processes.commands import plan_start
 from pollux.engines.processes.devices import Device, find_gpus
 from pollux.engines.processes.failure import read_end
@@ -33,6 +34,7 @@ from pollux.engines.processes.fork_server import ForkServer
 from pollux.engines.processes.leftovers import MARK, REPLICA, kill_leftovers
 from pollux.engines.processes.readings import Sampler
 from pollux.engines.processes.starters import MISSING_CODE, ColdStarter, Command, ReplicaProcess, Starter
+from pollux.engines.processes.workdirs import code_of, with_own_python
 from pollux.engines.ray.network import free_port, network_env
 from pollux.engines.ray.outbox import Numbered, Outbox
 from pollux.engines.ray.storage_probe import storage_problem
@@ -42,7 +44,7 @@ PERIOD_S = 0.02
 LEASE_S = 120.0  # after so long without a word the supervisor has given this node up
 CHUNK_BYTES = 1 << 20
 READ_PERIOD_S = 0.1
-SECRETS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")  # of the Ray cluster: no job may have them
+SECRETS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")  # of the Ray cluster: no job may have them
 RAYS_OWN = ("RAY_", "PYTHONBREAKPOINT", "CUDA_VISIBLE_DEVICES")
 
 logger = logging.getLogger(__name__)
@@ -81,6 +83,10 @@ class NodeAgent:
         """What this node is, and why it can get no work. ``probe``: see :func:`storage_problem`."""
         problem = "" if probe is None else storage_problem(probe)
         return {"pid": os.getpid(), "gpus": [gpu.name for gpu in find_gpus()], "problem": problem}
+
+    def preflight(self, asked: Message, probe: str | None) -> tuple[float, list[Message]]:
+        """This node's time, and what is found on it (:mod:`pollux.engines.preflight`)."""
+        return time.time(), preflight(CheckRequest.of(asked), probe)
 
     def port(self) -> int:
         """One that is free now, for a job's rendezvous."""
@@ -203,8 +209,10 @@ class NodeAgent:
             return  # asked twice
         self._seen.add(order["key"])
         own = {name: value for name, value in order["env"].items() if name not in SECRETS}
-        env = {**network_env(self._address), **own, MARK: self._mark}
-        start = plan_start(order["argv"], env, order["cwd"], parent_env=self._environment)
+        env = with_own_python({**network_env(self._address), **own, MARK: self._mark})
+        code = code_of(env)
+        cwd = str(self._path_of(order["cwd"])) if code is not None and code.workdir else order["cwd"]
+        start = plan_start(order["argv"], env, cwd, parent_env=self._environment)
         files = {}
         for kind in ("stdout", "stderr"):
             path = self._path_of(order[kind])
@@ -212,7 +220,7 @@ class NodeAgent:
             files[kind] = str(path)
             with self._changed:
                 self._logs[order[kind]] = None
-        command = Command(argv=start.argv, env={**env, **start.env}, cwd=order["cwd"], **files)
+        command = Command(argv=start.argv, env={**env, **start.env}, cwd=cwd, **files)
         starter: Starter = fork_server if start.is_forked else cold
         replica = starter.spawn(command)
         self._processes[order["key"]] = _AgentProcess(replica=replica, starter=starter, command=command)

@@ -29,6 +29,7 @@ from ray.actor import ActorHandle
 from ray.autoscaler.sdk import request_resources
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
+from pollux.engines.preflight import clock_finding, silent
 from pollux.engines.processes.devices import CPU
 from pollux.engines.ray.node_agent import NodeAgent
 from pollux.engines.ray.scale import ScalableNode, ScaleRequest, requested, unwanted
@@ -237,6 +238,26 @@ class NodeAgents:
         """Handles by node name."""
         with self._turn:
             return {node.name: node.agent for node in self._states.values() if node.offer is not None}
+
+    def check(self, asked: Message, timeout_s: float) -> dict[str, list[Message]]:
+        """Ask all nodes at once what they find, by name; also those that get no work. Waits so long at most."""
+        with self._turn:
+            agents = {node.name: node.agent for node in self._states.values()}
+        asked_at = time.time()
+        refs = {name: agent.preflight.remote(asked, self._probe) for name, agent in agents.items() if agent is not None}
+        found: dict[str, list[Message]] = {}
+        deadline = time.monotonic() + timeout_s
+        for name in agents:
+            try:
+                if name not in refs:
+                    raise EngineError("it was let go: it has no agent")
+                told_s, rows = ray.get(refs[name], timeout=max(deadline - time.monotonic(), 0.01))
+                clock = dataclasses.asdict(clock_finding(told_s, asked_at, time.time()))
+                found[name] = [*rows, clock]
+            except Exception as error:  # Ray has many
+                why = "no answer in time" if isinstance(error, ray.exceptions.GetTimeoutError) else str(error)
+                found[name] = [dataclasses.asdict(one) for one in silent(name, why.splitlines()[0]).findings]
+        return found
 
     def close(self) -> None:
         self._closing.set()

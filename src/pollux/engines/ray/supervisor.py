@@ -27,6 +27,7 @@ from pollux.engines.processes.job_manager import JobManager
 from pollux.engines.processes.replica_job import JobOrder, ReplicaJob
 from pollux.engines.processes.request_handler import RequestHandler
 from pollux.engines.processes.space import MIN_FREE_BYTES, SpaceWatch, free_bytes
+from pollux.engines.ray.connection import CHECK_S
 from pollux.engines.ray.nodes import NodeAgents, RayNode
 from pollux.engines.ray.outbox import Numbered, Outbox
 from pollux.engines.ray.scale import ScaleRequest
@@ -178,6 +179,8 @@ class RaySupervisor:
                 self._handler.is_introduced = False
             elif message["op"] == "scale":
                 self._scale(message)
+            elif message["op"] == "check":
+                threading.Thread(target=self._check, args=(message,), name="pollux-check", daemon=True).start()
             elif message["op"] == "hello" and not message.get("is_scaled"):
                 self._scale_request = None  # of a server before this one
                 self._handler.obey(message)
@@ -187,6 +190,11 @@ class RaySupervisor:
         self._manager.turn()
         if readings := self._nodes.take_readings():
             self._handler.tell({"event": "readings", "nodes": readings})
+
+    def _check(self, message: Message) -> None:
+        """In a thread of its own: nodes have their time to answer."""
+        found = self._nodes.check(message["asked"], CHECK_S)
+        self._handler.tell({"event": "checked", "number": message["number"], "nodes": found})
 
     def _see_nodes(self) -> None:
         changes = self._nodes.take()

@@ -18,6 +18,7 @@ from pollux.server.http import (
     pages,
     simulation_routes,
     study_routes,
+    workdir_routes,
 )
 from pollux.server.http.auth import Access
 from pollux.server.http.dependencies import ServedCluster
@@ -39,6 +40,7 @@ ROUTERS = (
     *chart_routes.ROUTERS,
     *simulation_routes.ROUTERS,
     *study_routes.ROUTERS,
+    *workdir_routes.ROUTERS,
 )
 
 

@@ -21,6 +21,7 @@ from pollux.errors import InputFileError, InvalidValueError
 from pollux.server.storage.files import write_whole
 
 MIN_TOKEN_LENGTH = 16
+_PLACEHOLDER = re.compile("[A-Z0-9]+(_[A-Z0-9]+)+")  # of a manifest, as in PUT_A_SECRET_HERE
 _TOKEN = re.compile(rf"[!-~]{{{MIN_TOKEN_LENGTH},1000}}")  # what an Authorization header carries as it is
 
 logger = logging.getLogger(__name__)
@@ -132,6 +133,8 @@ def load_token(path: Path) -> str:
             f"it holds no token: at least {MIN_TOKEN_LENGTH} letters, digits or signs without spaces are needed; "
             "delete the file to have a new one made",
         )
+    if _PLACEHOLDER.fullmatch(token):
+        raise InputFileError(path, f"it holds a placeholder, {token!r}: write a secret there (openssl rand -hex 32)")
     return token
 
 

@@ -13,7 +13,16 @@ from fastapi.responses import StreamingResponse
 from pydantic import TypeAdapter
 from starlette.concurrency import run_in_threadpool
 
-from pollux.api.cluster import ClusterSummary, Health, NodeList, NodeSummary, Shutdown, StateEvent
+from pollux.api.cluster import (
+    ClusterSummary,
+    Health,
+    NodeCheck,
+    NodeChecks,
+    NodeList,
+    NodeSummary,
+    Shutdown,
+    StateEvent,
+)
 from pollux.api.codec import MAX_INTEGER
 from pollux.api.errors import ErrorAnswer
 from pollux.api.round import RoundDetail, RoundList
@@ -70,6 +79,18 @@ def summarise(queries: ItsQueries) -> Response:
 @cluster.get("/nodes", summary="The nodes", response_model=NodeList, responses=error_answers())
 def list_nodes(queries: ItsQueries) -> Response:
     return answer(NodeList(nodes=tuple(queries.nodes())))
+
+
+@cluster.post(
+    "/node-checks",
+    summary="Look at all nodes: what jobs need, and what differs",
+    response_model=NodeChecks,
+    responses=error_answers(413, 422),
+    openapi_extra=body_schema(NodeCheck, is_required=False),
+)
+def check_nodes(queries: ItsQueries, body: Annotated[NodeCheck, Depends(body_of(NodeCheck))]) -> Response:
+    """Takes seconds. Nodes that do not answer in time are told, too."""
+    return answer(NodeChecks(nodes=tuple(queries.check_nodes(body.script, body.packages))))
 
 
 @cluster.post(

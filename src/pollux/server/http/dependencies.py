@@ -15,7 +15,7 @@ from fastapi import APIRouter, Depends, Query, Request, Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 from starlette.requests import ClientDisconnect
 
-from pollux.api.cluster import ClusterSample, NodeReading, NodeSummary, Timeline
+from pollux.api.cluster import CheckedNode, ClusterSample, NodeReading, NodeSummary, Timeline
 from pollux.api.codec import MAX_INTEGER, Json, decode, loads, shown
 from pollux.api.job import JobCurves, JobDetail, JobModel, JobSummary
 from pollux.api.report import MAX_REPORT_BYTES, Report, ReportAnswer, StoredReport
@@ -30,6 +30,7 @@ from pollux.server.live.operations import Operations
 from pollux.server.present.feed import Watched
 from pollux.server.present.metrics import Metrics
 from pollux.server.storage.simulations import Simulations
+from pollux.server.storage.workdirs import Workdirs
 
 MAX_BODY_BYTES = MAX_REPORT_BYTES
 _T = TypeVar("_T")
@@ -46,6 +47,7 @@ class ClusterQueries(Watched, Protocol):
     def summary_of(self, name: str) -> JobSummary: ...
     def reports(self, name: str, since: int | None, limit: int) -> list[StoredReport]: ...
     def round(self, id_: int) -> RoundDetail: ...
+    def check_nodes(self, script: str, packages: Sequence[str]) -> list[CheckedNode]: ...
     def samples(self, since: float | None, until: float | None, points: int) -> list[ClusterSample]: ...
     def readings(self, node: str, since: float | None, until: float | None, points: int) -> list[NodeReading]: ...
     def timeline(self, since: float | None, until: float | None, limit: int) -> Timeline: ...
@@ -73,6 +75,8 @@ class ServedCluster(Protocol):
     def accounts(self) -> Accounts: ...
     @property
     def operations(self) -> Operations: ...
+    @property
+    def workdirs(self) -> Workdirs: ...
     def submit(self, request: JobRequest) -> list[JobSummary]: ...
     def cancel(self, name: str, reason: str) -> JobSummary: ...
     def report(self, report: Report) -> ReportAnswer: ...
@@ -199,20 +203,20 @@ async def read_body(request: Request, max_bytes: int = MAX_BODY_BYTES) -> bytes:
     """The body, of which no more than this is ever kept."""
     declared = request.headers.get("content-length", "")
     if declared.isdecimal() and int(declared[:20]) > max_bytes:
-        raise _too_large(max_bytes)
+        raise too_large(max_bytes)
     parts, size = [], 0
     try:
         async for part in request.stream():
             size += len(part)
             if size > max_bytes:
-                raise _too_large(max_bytes)
+                raise too_large(max_bytes)
             parts.append(part)
     except ClientDisconnect:
         raise Refusal(422, "InvalidValueError", "the body ended too early") from None
     return b"".join(parts)
 
 
-def _too_large(max_bytes: int) -> Refusal:
+def too_large(max_bytes: int) -> Refusal:
     # What is left of the body is not read, so nothing else can come through this connection.
     message = f"the body is too large; at most {max_bytes} bytes are allowed"
     return Refusal(413, "TooLargeError", message, {"Connection": "close"})

@@ -24,6 +24,8 @@ _JOB_HELP = {
     "params": "For run.param in the script, by name: numbers, texts, true or false.",
     "study": "Set by the server for the trials of a study.",
     "metric": "Set by the server for the trials of a study: what the study reads.",
+    "workdir": "The id of a working directory that was sent before.",
+    "versions": "Of what runs, by name: git, workdir, python, torch, pollux.",
 }
 
 

@@ -56,6 +56,7 @@ from pollux.server.storage.store import SqlStore
 from pollux.server.storage.usage import UsageStore
 
 ANSWER_S = 10.0  # the longest a caller waits for the scheduler's thread
+CUT_OFF_S = 5.0  # that a stop waits for an engine that reaches no job
 SHORTEST_TICK_S = 0.02  # events that come together are seen together
 LONGEST_WAIT_S = 1.0
 MAX_DUTY = 0.25  # share of the time that the scheduler's thread may take from those who answer requests
@@ -97,7 +98,7 @@ class Cluster:
         draining = frozenset(read_names(config.data_directory / DRAINING_FILE))
         self._state = ClusterState(jobs=self._jobs, draining=draining)
         self._decisions = DecisionLog(store, self._state)
-        self.accounts = self._jobs.accounts
+        self.accounts, self.workdirs = self._jobs.accounts, self._jobs.workdirs
         self.accounts.nodes, self.accounts.standing = engine.nodes, self._state.standing_of
         self.accounts.on_change = self._reconsider
         self.queries = Queries(
@@ -154,8 +155,13 @@ class Cluster:
             if not keeps_jobs and (scheduler := self._state.scheduler) is not None and is_alone:
                 self._stop_by = min(self._stop_by, time.monotonic() + timeout_s)
                 scheduler.suspend("the server is stopping")
+                cut_off_at = math.inf  # since when no job can be told anything
                 while not (is_settled := scheduler.settle()) and time.monotonic() < self._stop_by:
                     time.sleep(SHORTEST_TICK_S)
+                    cut_off_at = min(cut_off_at, time.monotonic()) if self._engine.trouble else math.inf
+                    if time.monotonic() - cut_off_at > CUT_OFF_S:
+                        logger.error("jobs are not told to leave: %s", self._engine.trouble)
+                        break
             self._store.require_leader()
             self._save_reports()
             self._save_node_s()
@@ -554,4 +560,6 @@ def launch_settings(config: ClusterConfig) -> LaunchSettings:
         directory=config.data_directory,
         environment=config.environment,
         storage=config.storage,
+        max_workdir_bytes=config.max_workdir_bytes,
+        is_distributed=config.engine_name == "ray",
     )

@@ -37,7 +37,7 @@ from pollux.types import Node
 STORAGE_FILE = "storage.json"
 _OWN_VARIABLE = re.compile(
     "(POLLUX|TORCHELASTIC)_.*|MASTER_(ADDR|PORT)|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|"
-    "RAY_AUTH_TOKEN(_PATH)?|PGPASS(WORD|FILE)"  # of the Ray cluster and the database: no job may have them
+    "RAY_AUTH_(MODE|TOKEN|TOKEN_PATH)|PGPASS(WORD|FILE)"  # of the Ray cluster and the database: no job may have them
 )
 _E = TypeVar("_E", bound=LiveEngine)
 
@@ -159,6 +159,7 @@ def _cluster_config(config: ServiceConfig, store: SqlStore, url: str) -> Cluster
         node_price=config.node_price,
         settings=config.settings,
         hang_timeout_s=config.hang_timeout_s,
+        max_workdir_bytes=config.max_workdir_mib << 20,
     )
 
 

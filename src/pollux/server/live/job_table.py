@@ -6,6 +6,7 @@ how to start a job.
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import hmac
 import os
@@ -23,14 +24,17 @@ from pollux.api.request import Blocked, JobRequest, blocked_reason, check_depend
 from pollux.api.round import Decision
 from pollux.engines.launch import Launch
 from pollux.engines.processes.identity import RUN_AS
+from pollux.engines.processes.workdirs import JobCode
 from pollux.errors import InvalidValueError
 from pollux.scheduler.lifecycle import JobState, Transition
 from pollux.scheduler.record import RoundRecord
 from pollux.server.live.accounts import Accounts
 from pollux.server.live.unix_users import environment_of, give_folders
+from pollux.server.live.versions import versions_of
 from pollux.server.storage.files import SERVER_FILE
 from pollux.server.storage.records import StoredJob
 from pollux.server.storage.store import SqlStore
+from pollux.server.storage.workdirs import DEFAULT_MAX_MIB, Workdirs
 from pollux.server_address import FILE_VARIABLE
 from pollux.tls import CA_VARIABLE, PLAIN_VARIABLE
 from pollux.types import JobDecision, ThroughputParams
@@ -38,6 +42,7 @@ from pollux.types import JobDecision, ThroughputParams
 MAX_SCRIPT_BYTES = 10_000_000
 MAX_MODULE_BYTES = 1_000_000  # of a file that a script imports
 NUM_ENDED = 4096  # jobs that are over of which the last report and decision stay in memory
+WORK = "work"  # a job's copy of its working directory, in its folder
 NUM_CHANGES = 10  # decisions that are remembered of each job
 
 
@@ -81,6 +86,8 @@ class LaunchSettings:
     environment: Mapping[str, str]
     certificate: str = ""  # of the server, for jobs to trust; "": it serves plain http
     storage: str | None = None  # for checkpoints, a path or a URL; in the jobs' folders if left out
+    max_workdir_bytes: int = DEFAULT_MAX_MIB << 20
+    is_distributed: bool = False  # replicas may run on other machines
 
 
 class JobTable:
@@ -92,6 +99,7 @@ class JobTable:
     def __init__(self, store: SqlStore, settings: LaunchSettings) -> None:
         self._store, self._settings = store, settings
         self.accounts = Accounts(store, time.time)
+        self.workdirs = Workdirs(settings.storage or str(settings.directory), settings.max_workdir_bytes)
         self._turn = threading.Lock()
         self._names = store.names()  # of all jobs there ever were
         self._jobs: dict[str, LiveJob] = {}  # that are not over
@@ -151,12 +159,19 @@ class JobTable:
         Raises:
             InvalidValueError: it cannot ever run; nothing of it was kept.
         """
-        request = _resolved(request)
+        request = self.workdirs.resolved(request) if request.workdir else _resolved(request)
+        request = self._with_versions(request)
         with self._turn:
             found = self._named(request).expand()
             if request.waits_for:
                 check_dependencies(found, self._existing(request.waits_for))
             return self._add(found, now)
+
+    def _with_versions(self, request: JobRequest) -> JobRequest:
+        cwd = request.cwd or "/"
+        environment = {**self._settings.environment, **request.env}
+        found = versions_of(request.command, environment, cwd, is_sent=bool(request.workdir))
+        return dataclasses.replace(request, versions={**request.versions, **found})
 
     def _named(self, request: JobRequest) -> JobRequest:
         """Under the first name for which it, or all of its array, are new."""
@@ -283,13 +298,14 @@ class JobTable:
             kind="elastic" if request.kind == "elastic" else "fixed",
             directory=str(directory),
             checkpoint_dir=self.checkpoints_of(name),
-            cwd=request.cwd or inherited.get("HOME") or str(Path.home()),
+            cwd=str(directory / WORK) if request.workdir else request.cwd or inherited.get("HOME") or str(Path.home()),
             env={
                 "PYTHONUNBUFFERED": "1",
                 **inherited,
                 **request.env,
                 **({RUN_AS: unix_user} if unix_user else {}),
                 **request.trial_environment,
+                **self._code_of(request).to_env(),
                 "POLLUX_JOB_ID": name,
                 "POLLUX_URL": self._settings.url,
                 "POLLUX_TOKEN": self._token_of(name),
@@ -298,6 +314,10 @@ class JobTable:
             },
             max_restarts=request.num_restarts_allowed,
         )
+
+    def _code_of(self, request: JobRequest) -> JobCode:
+        store = self.workdirs.store.root
+        return JobCode(store=store, workdir=request.workdir, pip=request.pip, is_far=self._settings.is_distributed)
 
     def _way_to_server(self) -> dict[str, str]:
         """Whom jobs trust. A server that is plain told its operator so; its jobs must not refuse it."""

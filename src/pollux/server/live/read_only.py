@@ -14,11 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NoReturn
 
-from pollux.api.cluster import ClusterSummary, NodeReading, NodeSummary
+from pollux.api.cluster import CheckedNode, ClusterSummary, NodeReading, NodeSummary
 from pollux.api.job import JobSummary
 from pollux.api.report import Report, ReportAnswer
 from pollux.api.request import JobRequest
 from pollux.engines.live import ReplicaInfo, UnusableNode
+from pollux.engines.preflight import CheckRequest
 from pollux.errors import NotLeaderError, PolluxError
 from pollux.scheduler.ports import Command, Event
 from pollux.scheduler.record import JobRecord
@@ -92,6 +93,9 @@ class _NoEngine:
     def adopt(self, records: Sequence[JobRecord]) -> None:
         raise NotLeaderError("a standby commands nothing")
 
+    def check(self, asked: CheckRequest) -> Sequence[CheckedNode]:
+        raise NotLeaderError("a standby asks no node: ask the server that leads")
+
     def close(self, *, stops_jobs: bool, grace_s: float | None = None) -> None: ...
 
 
@@ -102,7 +106,7 @@ class ReadOnlyCluster:
         self._store, self._leader_of = store, leader_of
         self._jobs, self._engine = JobTable(store, launch_settings(config)), _NoEngine()
         self._state = _KeptState(jobs=self._jobs)
-        self.accounts = self._jobs.accounts
+        self.accounts, self.workdirs = self._jobs.accounts, self._jobs.workdirs
         self.queries = _KeptQueries(
             state=self._state,
             store=store,

@@ -66,12 +66,16 @@ def _changed(change: Reallocation, decision: JobDecision | None) -> Changed:
     )
 
 
+_Told = tuple[str, frozenset[str]]  # a sentence, and whom it names
+
+
 def explain(record: RoundRecord, changes: Sequence[Changed], *, max_sentences: int = MAX_SENTENCES) -> list[str]:
     """A round in sentences, at most so many; jobs for which there is no room are counted."""
     if record.error:
         return [f"nothing changed: the policy's plan could not be carried out: {record.error}"]
     departures = record.departures
-    told = _tell(list(changes), departures)
+    told: list[_Told] = [(f"the cluster is to change: {record.sizing}", frozenset())] if record.sizing else []
+    told += _tell(list(changes), departures)
     gain = _gain(record) if changes else ""
     if not changes:
         told.append((f"nothing {'else ' * bool(told)}changed", frozenset()))
@@ -85,9 +89,6 @@ def explain(record: RoundRecord, changes: Sequence[Changed], *, max_sentences: i
         all_jobs = {change.job for change in changes} | {departure.job for departure in departures}
         told = [*shown, (f"and {_count(len(all_jobs - named), 'job')} more", frozenset())]
     return [*(sentence for sentence, _ in told), *([f"together: {gain}"] if gain else [])]
-
-
-_Told = tuple[str, frozenset[str]]  # a sentence, and whom it names
 
 
 def _tell(changes: list[Changed], departures: Sequence[Departure]) -> list[_Told]:

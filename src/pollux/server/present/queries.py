@@ -11,13 +11,15 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from pollux.api.cluster import ClusterSample, ClusterSummary, NodeReading, NodeSummary, Timeline
+from pollux.api.cluster import CheckedNode, ClusterSample, ClusterSummary, NodeReading, NodeSummary, Timeline
 from pollux.api.job import JobCurves, JobDetail, JobModel, JobRow, JobSummary, Replica
 from pollux.api.report import StoredReport
 from pollux.api.request import JobRequest
 from pollux.api.round import RoundDetail, RoundSummary
 from pollux.api.usage import UsageKey, UsageRow
 from pollux.engines.live import LiveEngine
+from pollux.engines.preflight import CheckRequest, concluded
+from pollux.engines.processes.devices import CPU
 from pollux.errors import InvalidValueError, UnknownNameError
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.node_health import NodeCondition
@@ -46,6 +48,7 @@ from pollux.server.present.views import (
     spent_s,
     standing_in_words,
     state_change,
+    versions_in,
     waiting_reason,
 )
 from pollux.server.storage.readings import ReadingStore
@@ -151,6 +154,7 @@ class Queries:
             energy_j=energy_j,
             energy_per_percent_j=energy_j / progress / 100 if energy_j is not None and progress else None,
             log_directory=str(self.job_directory(name) / "logs"),
+            versions=versions_in(stored.request or {}),
         )
 
     def reports(self, name: str, since: int | None, limit: int) -> list[StoredReport]:
@@ -174,6 +178,12 @@ class Queries:
         draining, releasing, conditions = self._state.draining, self._state.releasing, self._conditions()
         readings = self._engine.readings
         return node_summaries(nodes, draining, releasing, allocations, conditions, unusable, readings)
+
+    def check_nodes(self, script: str, packages: Sequence[str]) -> list[CheckedNode]:
+        """Look at all nodes now. Raises EngineError: they cannot be asked."""
+        needs_gpu = any(node.accelerator != CPU for node in self._engine.nodes())
+        asked = CheckRequest(script=script, packages=tuple(packages), server=self._config.url, needs_gpu=needs_gpu)
+        return concluded(self._engine.check(asked))
 
     def _conditions(self) -> dict[str, NodeCondition]:
         scheduler = self._state.scheduler

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,7 @@ from pollux.types import NO_ALLOCATION, Allocation, JobDecision, Node
 _NONFINITE: dict[str, NonFinite] = {"nan": "nan", "inf": "inf", "-inf": "-inf"}
 HIDDEN = "(hidden)"  # in place of a value of a job's environment
 _ROW_FIELDS = tuple(one.name for one in dataclasses.fields(JobRow))
+_URL_USER = re.compile(r"//[^/@\s]+@")  # of an index with a password
 _BLANK = Report(
     generation=0,
     num_replicas=0,
@@ -83,8 +85,15 @@ class KnownJob:
 
 def shown_request(request: Mapping[str, object]) -> dict[str, object]:
     """What was submitted, without the values of its environment: some are secrets, and all are only the job's."""
-    env = request.get("env")
-    return {**request, "env": dict.fromkeys(env, HIDDEN)} if isinstance(env, Mapping) else dict(request)
+    env, pip = request.get("env"), request.get("pip")
+    shown = {**request, "env": dict.fromkeys(env, HIDDEN)} if isinstance(env, Mapping) else dict(request)
+    return {**shown, "pip": [_URL_USER.sub("//", str(line)) for line in pip]} if isinstance(pip, list) else shown
+
+
+def versions_in(request: Mapping[str, object]) -> dict[str, str]:
+    """Of what a job runs, by name."""
+    found = request.get("versions")
+    return {str(name): str(value) for name, value in found.items()} if isinstance(found, Mapping) else {}
 
 
 def job_summary(job: KnownJob, now: float, *, reason: str = "", note: str = "") -> JobSummary:

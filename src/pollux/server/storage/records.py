@@ -162,18 +162,20 @@ def decode_plan(value: object, where: str = "plan") -> Plan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoundChanges:
-    """What a round changed, and which jobs had ended since the one before."""
+    """What a round changed, which jobs had ended since the one before, and what it said of the number of nodes."""
 
     changes: tuple[Reallocation, ...]
     departures: tuple[Departure, ...]
+    sizing: str
 
 
 def encode_changes(record: RoundRecord) -> dict[str, Json]:
-    return _encode(RoundChanges(changes=record.changes, departures=record.departures))
+    return _encode(RoundChanges(changes=record.changes, departures=record.departures, sizing=record.sizing))
 
 
 def decode_changes(value: object) -> RoundChanges:
-    return STORED.decode(RoundChanges, value, "changes")
+    # Recordings that are kept for replays were made before sizes were told.
+    return STORED.decode(RoundChanges, {"sizing": "", **value} if isinstance(value, dict) else value, "changes")
 
 
 def _encode(value: object) -> dict[str, Json]:

@@ -302,6 +302,7 @@ class SqlStore(Database):
                 plan=decode_plan(loads(row.plan, "plan")),
                 changes=told.changes,
                 departures=told.departures,
+                sizing=told.sizing,
             )
             return StoredRound(
                 id=row.id, record=record, snapshot=None if snapshot is None else decode_snapshot(snapshot)

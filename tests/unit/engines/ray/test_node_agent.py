@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,6 +19,9 @@ import pytest
 pytest.importorskip("torch")
 psutil = pytest.importorskip("psutil")
 
+from pollux.client.workdir import list_workdir  # noqa: E402
+from pollux.engines.code_store import CodeStore  # noqa: E402
+from pollux.engines.processes.workdirs import JobCode  # noqa: E402
 from tests.unit.engines.bench import is_alive, until  # noqa: E402
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs fork and /proc")
@@ -134,6 +138,34 @@ def script(folder: Path, code: str) -> tuple[str, str]:
     path = folder / "script.py"
     path.write_text(code)
     return sys.executable, str(path)
+
+
+@pytest.mark.parametrize("command", [("python", "-c", "import lib; print(lib.WORD)"), ("python", "main.py")])
+def test_a_working_directory_is_unpacked_on_the_node_and_fetched_once(
+    open_host: OpenHost, tmp_path: Path, command: tuple[str, ...]
+) -> None:
+    """Started cold, and forked. The second job takes the files from the node's cache: the store is gone by then."""
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "lib.py").write_text("WORD = 'travelled'\n")
+    (project / "main.py").write_text("import lib, os\nprint(lib.WORD)\n")
+    store = CodeStore(str(tmp_path / "store"))
+    found = list_workdir(project).hashed()
+    for one in found.files:
+        with (project / one.path).open("rb") as file:
+            store.put_file(one.sha256, file)
+    code = JobCode(store=store.root, workdir=store.put_list(found), is_far=True).to_env()
+    host = open_host()
+    for key in ("1", "2"):
+        order = spawn(tmp_path, key, *command, XDG_CACHE_HOME=str(tmp_path / "cache"), **code)
+        host.ask("obey", [{**order, "env": {**order["env"], "PATH": "/bin"}, "cwd": str(tmp_path / f"job-{key}")}])
+        end = host.until_told("exited", key)
+        assert (end["code"], host.output(order["stdout"])) == (0, "travelled\n"), end
+        shutil.rmtree(tmp_path / "store" / "files", ignore_errors=True)
+    order = spawn(tmp_path, "3", *command, XDG_CACHE_HOME=str(tmp_path / "other"), **code)
+    host.ask("obey", [{**order, "cwd": str(tmp_path / "job-3")}])
+    end = host.until_told("exited", "3")
+    assert end["code"] and "cannot be unpacked on this node" in end["tail"]
 
 
 def test_what_happens_is_told_until_it_was_heard(open_host: OpenHost, tmp_path: Path) -> None:

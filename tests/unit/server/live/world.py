@@ -8,11 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from pollux.api.cluster import NodeReading
+from pollux.api.cluster import CheckedNode, NodeReading
 from pollux.api.job import JobSummary
 from pollux.api.report import Report
 from pollux.api.request import JobRequest
 from pollux.engines.live import ReplicaInfo, UnusableNode
+from pollux.engines.preflight import CheckRequest, check_here
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.ports import (
     Command,
@@ -97,6 +98,10 @@ class ObedientEngine:
 
     def note(self, job: str) -> str:
         return self.notes.get(job, "")
+
+    def check(self, asked: CheckRequest) -> list[CheckedNode]:
+        findings = check_here(CheckRequest(script=asked.script, packages=asked.packages), None)
+        return [CheckedNode(name=node.name, findings=findings) for node in self._nodes]
 
     def dump_stacks(self, job: str) -> None:
         self.dumped.append(job)

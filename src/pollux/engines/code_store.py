@@ -1,0 +1,139 @@
+"""Where working directories of jobs are kept: lists of files and the files, each under its hash.
+
+The server writes, nodes read. It is a folder, or a URL that fsspec opens. A file is written whole or not at all, and
+never changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import IO, Any
+
+from pollux.api.codec import decode, dumps, encode, loads
+from pollux.api.workdir import MAX_LIST_BYTES, WorkdirFiles, check_workdir, workdir_id
+from pollux.errors import InvalidValueError, StoreError
+
+NUM_THREADS = 16  # questions to a URL at a time
+CHUNK_BYTES = 1 << 20
+
+
+class CodeStore:
+    def __init__(self, root: str) -> None:
+        self.root = root.rstrip("/")
+        self._is_url = "://" in root
+
+    def missing(self, hashes: Iterable[str]) -> list[str]:
+        """Those of these files that are not here yet."""
+        wanted = list(dict.fromkeys(hashes))
+        with ThreadPoolExecutor(NUM_THREADS if self._is_url else 1) as threads:
+            are_here = list(threads.map(lambda one: self._has(self._file(one)), wanted))
+        return [one for one, is_here in zip(wanted, are_here, strict=True) if not is_here]
+
+    def put_file(self, sha256: str, source: IO[bytes]) -> None:
+        """Raises:
+        InvalidValueError: these bytes have another hash.
+        StoreError: there is no room, say.
+        """
+        digest = hashlib.sha256()
+        with self._writing(self._file(sha256)) as target:
+            while part := source.read(CHUNK_BYTES):
+                digest.update(part)
+                target.write(part)
+            if digest.hexdigest() != sha256:
+                raise InvalidValueError(
+                    f"a file was sent as {sha256}, and its bytes have the hash {digest.hexdigest()}"
+                )
+
+    def put_list(self, found: WorkdirFiles) -> str:
+        """Keep the list of a directory whose files are all here; its id."""
+        name = workdir_id(found)
+        if not self.has_list(name):
+            with self._writing(self._list(name)) as target:
+                target.write(dumps(encode(found), "workdir").encode())
+        return name
+
+    def has_list(self, id_: str) -> bool:
+        return self._has(self._list(id_))
+
+    def read_list(self, id_: str) -> WorkdirFiles:
+        """Raises StoreError: it is not here, or damaged."""
+        try:
+            with self._open(self._list(id_), "rb") as file:
+                found = decode(WorkdirFiles, loads(file.read(), "workdir", MAX_LIST_BYTES), "workdir")
+        except (OSError, InvalidValueError) as error:
+            raise StoreError(f"the working directory {id_[:12]} is not in {self.root}: {error}") from error
+        if workdir_id(found) != id_:
+            raise StoreError(f"the list of the working directory {id_[:12]} in {self.root} is damaged")
+        check_workdir(found)
+        return found
+
+    def read_bytes(self, sha256: str, max_bytes: int) -> bytes:
+        """The beginning of a file. Raises OSError."""
+        with self._open(self._file(sha256), "rb") as file:
+            found: bytes = file.read(max_bytes)
+            return found
+
+    def copy_to(self, sha256: str, target: Path) -> None:
+        """A file's bytes into a new local file. Raises OSError: it is not here, damaged, or there is no room."""
+        digest = hashlib.sha256()
+        with self._open(self._file(sha256), "rb") as source, target.open("xb") as copy:
+            while part := source.read(CHUNK_BYTES):
+                digest.update(part)
+                copy.write(part)
+        if digest.hexdigest() != sha256:
+            raise OSError(f"{self._file(sha256)} is damaged: its bytes have another hash")
+
+    # Inside -----------------------------------------------------------------------------------
+
+    def _file(self, sha256: str) -> str:
+        return f"{self.root}/files/{sha256[:2]}/{sha256}"
+
+    def _list(self, id_: str) -> str:
+        return f"{self.root}/lists/{id_}.json"
+
+    def _has(self, path: str) -> bool:
+        if not self._is_url:
+            return os.path.exists(path)
+        filesystem, inside = self._remote(path)
+        return bool(filesystem.exists(inside))
+
+    def _open(self, path: str, mode: str) -> IO[Any]:
+        if not self._is_url:
+            return open(path, mode)
+        filesystem, inside = self._remote(path)
+        opened: IO[Any] = filesystem.open(inside, mode)
+        return opened
+
+    def _remote(self, path: str) -> tuple[Any, str]:
+        import fsspec  # type: ignore[import-untyped]
+
+        filesystem, inside = fsspec.core.url_to_fs(path)
+        return filesystem, str(inside)
+
+    @contextlib.contextmanager
+    def _writing(self, path: str) -> Iterator[IO[bytes]]:
+        """Has its name when it is whole. An object store writes whole objects itself."""
+        draft = path if self._is_url else f"{path}.{secrets.token_hex(4)}.new"
+        try:
+            if not self._is_url:
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+            with self._open(draft, "wb") as file:
+                try:
+                    yield file
+                except BaseException:
+                    with contextlib.suppress(Exception):
+                        getattr(file, "discard", lambda: None)()  # of fsspec: nothing is uploaded
+                    raise
+            if not self._is_url:
+                os.replace(draft, path)
+        except OSError as error:
+            raise StoreError(f"{path} cannot be written: {error.strerror or error}; free some space there") from error
+        finally:
+            if not self._is_url:
+                Path(draft).unlink(missing_ok=True)

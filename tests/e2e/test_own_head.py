@@ -1,0 +1,97 @@
+"""A head that Pollux started itself dies: it is started again, its nodes rejoin, and training goes on by itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("ray")
+pytest.importorskip("torch")
+psutil = pytest.importorskip("psutil")
+
+from pollux.engines.ray import head  # noqa: E402
+from tests.e2e.cluster import LiveCluster  # noqa: E402
+from tests.long import long  # noqa: E402
+from tests.ray_cluster import RAY, RayNode  # noqa: E402
+
+pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="needs fork and /proc"), long]
+
+SLACK = 2.0  # a machine with other tests on it
+POLLUX = [sys.executable, "-m", "pollux.cli"]
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveCluster]:
+    """A server with a head of its own, which has one slot, and a node that joined it."""
+    monkeypatch.setattr(head, "_LAST_CLUSTER", str(tmp_path / "none"))
+    for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TMPDIR", "/tmp")
+    made = LiveCluster(tmp_path, engine="ray", slots=None, resource="CPU", policy="equal", host="127.0.0.1")
+    made.start()
+    address = json.loads((made.data / head.HEAD_FILE).read_text())["address"]
+    node = RayNode(
+        [f"--address={address}", "--node-name=joined", "--num-cpus=1", "--object-store-memory=80000000"],
+        {**os.environ, "RAY_DISABLE_IMPORT_WARNING": "1"},
+        tmp_path / "node.log",
+    )
+    try:
+        made.until(lambda: "joined" in {one.name for one in made.client.nodes()}, "the node that joined", 60.0)
+        yield made
+    finally:
+        made.stop()
+        node.kill()
+        head.stop_head(made.data)
+
+
+def kill_head(cluster: LiveCluster) -> list[int]:
+    note = json.loads((cluster.data / head.HEAD_FILE).read_text())
+    processes = [psutil.Process(note["pid"]), *psutil.Process(note["pid"]).children(recursive=True)]
+    for process in processes:
+        process.kill()
+    psutil.wait_procs(processes, 10.0)
+    return [process.pid for process in processes]
+
+
+def test_an_own_head_that_dies_is_started_again_and_training_goes_on(own: LiveCluster) -> None:
+    assert Path(RAY).exists()
+    own.submit_ledger("trains", epochs=200, step_s=0.2, max_replicas=1)
+    own.until_replicas("trains", 1)
+    job = own.client.job("trains")
+    own.until(lambda: job.view().num_steps, "a step")
+    before = job.view().num_crashes
+    kill_head(own)
+    killed_at = time.monotonic()
+    own.until(lambda: not own.client.is_ready(), "the server says that it is not ready", 8.0 * SLACK)
+    own.until(lambda: job.view().num_crashes > before and job.view().state == "running", "it runs again", 90.0)
+    since = job.reports()[-1].id
+    own.until(lambda: job.reports(since=since), "it trains again", 30.0)
+    took_s = time.monotonic() - killed_at
+    print(f"training again after {took_s:.1f} s")
+    assert took_s < 30.0 * SLACK
+    own.until(
+        lambda: any(one.name == "joined" and one.health == "ok" for one in own.client.nodes()), "its node again", 30.0
+    )
+    assert own.client.is_ready()
+    job.cancel()
+    own.until_over("trains")
+
+
+def test_down_after_a_lost_head_is_fast_and_leaves_nothing(own: LiveCluster) -> None:
+    own.submit_ledger("lost", epochs=200, step_s=0.2, max_replicas=1)
+    own.until_replicas("lost", 1)
+    kill_head(own)
+    own.until(lambda: not own.client.is_ready(), "the server says that it is not ready", 8.0 * SLACK)
+    began = time.monotonic()
+    subprocess.run([*POLLUX, "down", "--data", str(own.data)], check=True, timeout=120)
+    took_s = time.monotonic() - began
+    print(f"down took {took_s:.1f} s")
+    assert took_s < 20.0 * SLACK
+    assert not (own.data / head.HEAD_FILE).exists()
