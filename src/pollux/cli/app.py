@@ -50,6 +50,11 @@ PANELS: dict[str, dict[str, Listed]] = {
             "Put a backup in the place of the server's data. No server may run. What was there before is kept beside "
             "it.",
         ),
+        "prune": Listed(
+            "prune",
+            "Remove jobs that ended long ago: rows, logs, checkpoints. Accounts of what they used stay. Print their "
+            "names.",
+        ),
         "doctor": Listed(
             "doctor",
             "Say what is installed and found here, what is missing, and what to do. Ends with 1 if something is wrong.",

@@ -107,7 +107,7 @@ def make_config(
     """Raises:
     InvalidValueError: an option makes no sense, or none without another.
     """
-    from pollux.server.config import DEFAULT_HANG_S, LIVE_SETTINGS, ServiceConfig
+    from pollux.server.config import DEFAULT_HANG_S, DEFAULT_LOG_BYTES, LIVE_SETTINGS, ServiceConfig
 
     config = ServiceConfig(
         data_directory=directory,
@@ -123,6 +123,7 @@ def make_config(
         policy=cluster.policy,
         storage=cluster.storage,
         hang_timeout_s=cluster.hang_timeout_s(DEFAULT_HANG_S),
+        max_log_bytes=cluster.max_log_bytes(DEFAULT_LOG_BYTES),
         settings=decides.settings(LIVE_SETTINGS),
         engine=machines.engine.value,
         address=machines.address,
@@ -157,10 +158,12 @@ def start_detached(config: ServiceConfig, log_format: LogFormat = LogFormat.TEXT
     Raises:
         typer.Exit: it ended instead, or was not ready in time and was ended; the end of its log has been shown.
     """
+    from pollux.engines.logs import rotate
     from pollux.server.storage.files import make_directory
 
     log = config.data_directory / LOG_FILE
     make_directory(config.data_directory)  # before there is a log in it
+    rotate(log)
     try:
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -207,6 +210,7 @@ def arguments_of(config: ServiceConfig, log_format: LogFormat = LogFormat.TEXT) 
         "--interval": config.interval_s,
         "--storage": config.storage,
         "--hang-timeout": "never" if config.hang_timeout_s is None else f"{config.hang_timeout_s!r}s",
+        "--log-limit": "never" if config.max_log_bytes is None else config.max_log_bytes,
         "--engine": config.engine,
         "--address": config.address,
         "--name": config.name,

@@ -13,7 +13,7 @@ from fastapi.responses import StreamingResponse
 from pydantic import TypeAdapter
 from starlette.concurrency import run_in_threadpool
 
-from pollux.api.cluster import ClusterSummary, Health, NodeList, NodeSummary, Shutdown, StateEvent
+from pollux.api.cluster import ClusterSummary, Health, NodeList, NodeSummary, Pruned, Pruning, Shutdown, StateEvent
 from pollux.api.codec import MAX_INTEGER
 from pollux.api.errors import ErrorAnswer
 from pollux.api.round import RoundDetail, RoundList
@@ -97,6 +97,19 @@ def undrain(cluster: ItsCluster, name: str) -> Response:
 @cluster.get("/rounds", summary="Decisions", response_model=RoundList, responses=error_answers(422))
 def list_rounds(queries: ItsQueries, since: Since = None, limit: Limit = 100) -> Response:
     return answer(RoundList(rounds=tuple(queries.rounds(since, limit))))
+
+
+@cluster.post(
+    "/prune",
+    summary="Remove jobs that ended long ago",
+    response_model=Pruned,
+    responses=error_answers(413, 422),
+    dependencies=[*ADMIN, *READY],
+    openapi_extra=body_schema(Pruning, is_required=True),
+)
+def prune(cluster: ItsCluster, body: Annotated[Pruning, Depends(body_of(Pruning))]) -> Response:
+    """Their rows, logs and checkpoints go; what they used stays in the accounts. Trials stay with their study."""
+    return answer(cluster.retention.prune(body.older_than_s, is_dry_run=body.is_dry_run))
 
 
 @cluster.post(

@@ -43,6 +43,7 @@ from pollux.server.live.job_table import JobTable, LaunchSettings, LiveJob
 from pollux.server.live.meter import Meter
 from pollux.server.live.operations import Operations
 from pollux.server.live.recorder import DecisionLog, Recorder
+from pollux.server.live.retention import Retention
 from pollux.server.live.state import ClusterState
 from pollux.server.present.deadlines import verdict_in_words
 from pollux.server.present.gauges import Measured
@@ -120,6 +121,7 @@ class Cluster:
         self._tidy_at = self._sample_at = self._look_at = 0.0
         self._problem = "the scheduler has not begun yet"
         self.operations = Operations(self, self._jobs, store)
+        self.retention = Retention(self._jobs, store, self._clock.now)
         self._meter = Meter(store, self.accounts.team_of, config.node_price)
         self._node_s_before = read_seconds(config.data_directory / NODE_SECONDS_FILE)  # counted by servers before
 
@@ -531,4 +533,5 @@ def launch_settings(config: ClusterConfig) -> LaunchSettings:
         directory=config.data_directory,
         environment=config.environment,
         storage=config.storage,
+        max_log_bytes=config.max_log_bytes,
     )

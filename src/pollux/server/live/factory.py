@@ -159,6 +159,7 @@ def _cluster_config(config: ServiceConfig, store: SqlStore, url: str) -> Cluster
         node_price=config.node_price,
         settings=config.settings,
         hang_timeout_s=config.hang_timeout_s,
+        max_log_bytes=config.max_log_bytes,
     )
 
 

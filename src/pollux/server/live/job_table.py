@@ -80,6 +80,7 @@ class LaunchSettings:
     environment: Mapping[str, str]
     certificate: str = ""  # of the server, for jobs to trust; "": it serves plain http
     storage: str | None = None  # for checkpoints, a path or a URL; in the jobs' folders if left out
+    max_log_bytes: int | None = None  # of each job
 
 
 class JobTable:
@@ -247,6 +248,11 @@ class JobTable:
             while len(self._ended) > NUM_ENDED:
                 self._ended.popitem(last=False)
 
+    def forget(self, names: Iterable[str]) -> None:
+        """Jobs that are over and were removed. Their names stay taken."""
+        for name in names:
+            self._ended.pop(name, None)
+
     def entry(self, name: str) -> LiveJob:
         """Where to keep something about a job, also one that is over by now. For the scheduler thread."""
         return self.get(name) or self._ended.setdefault(name, LiveJob(name=name))
@@ -296,6 +302,7 @@ class JobTable:
                 **self._way_to_server(),
             },
             max_restarts=request.num_restarts_allowed,
+            max_log_bytes=self._settings.max_log_bytes,
         )
 
     def _way_to_server(self) -> dict[str, str]:

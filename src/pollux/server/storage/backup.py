@@ -7,6 +7,7 @@ has the size and SHA-256 of all others, so a file that was cut off is not taken 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
@@ -20,6 +21,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+from pollux.engines.processes.log_cap import content_begin
 from pollux.errors import InputFileError, StoreError
 from pollux.server.storage.database_copy import Contents, check_sqlite, copy_database, copy_sqlite, read_contents
 from pollux.server.storage.files import read_object, write_object
@@ -153,14 +155,19 @@ def _write_archive(archive: Path, directory: Path, beside: Path, manifest: Manif
 
 
 def _add_folder(tar: tarfile.TarFile, path: Path, name: str, manifest: Manifest) -> None:
-    """Follows no links: jobs write there, and may be of other users than we are."""
-    for root, folders, files, descriptor in os.fwalk(path, follow_symlinks=False):
+    for root, folders, files, descriptor in _walk(path):
         where = name if root == str(path) else f"{name}/{os.path.relpath(root, path)}"
         tar.addfile(_entry(where, 0, os.fstat(descriptor)))
         for file in sorted(files):
             if (found := _opened(file, descriptor)) is not None:
                 _add(tar, f"{where}/{file}", found, manifest)
         folders.sort()
+
+
+def _walk(path: Path) -> Iterator[tuple[str, list[str], list[str], int]]:
+    """Follows no links: jobs write there, and may be of other users than we are."""
+    with contextlib.suppress(FileNotFoundError):  # removed meanwhile
+        yield from os.fwalk(path, follow_symlinks=False)
 
 
 def _opened(path: str | Path, folder: int | None = None) -> int | None:
@@ -176,12 +183,14 @@ def _opened(path: str | Path, folder: int | None = None) -> int | None:
 
 
 def _add(tar: tarfile.TarFile, name: str, descriptor: int, manifest: Manifest) -> None:
-    """As long as it is now: it may grow."""
+    """As long as it is now: it may grow. Without what was dropped of a log."""
     with os.fdopen(descriptor, "rb") as source:
         status = os.fstat(descriptor)
-        exact = _Exactly(source, status.st_size)
-        tar.addfile(_entry(name, status.st_size, status), exact)  # type: ignore[arg-type]
-        manifest.files[name] = FileNote(size=status.st_size, sha256=exact.digest.hexdigest())
+        begin = content_begin(descriptor)
+        source.seek(begin)
+        exact = _Exactly(source, status.st_size - begin)
+        tar.addfile(_entry(name, status.st_size - begin, status), exact)  # type: ignore[arg-type]
+        manifest.files[name] = FileNote(size=status.st_size - begin, sha256=exact.digest.hexdigest())
 
 
 class _Exactly:
@@ -213,13 +222,13 @@ def _size_of(directory: Path, folder: Folder) -> int:
 
 
 def _sizes(path: Path) -> Iterator[int]:
-    for _, _, files, descriptor in os.fwalk(path, follow_symlinks=False):
+    for _, _, files, descriptor in _walk(path):
         for file in files:
             try:
                 status = os.stat(file, dir_fd=descriptor, follow_symlinks=False)
             except OSError:  # gone again
                 continue
-            yield status.st_size
+            yield min(status.st_size, 512 * status.st_blocks)  # a log may have lost its beginning
 
 
 def _require_space(folder: Path, needed: int) -> None:

@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from pollux.engines.processes.log_cap import content_begin
+
 Stream = Literal["out", "err"]
 PIECE_BYTES = 1 << 16
 IDLE_LINE_S = 1.0  # a line that is not ended and does not grow is shown after this long: a prompt, a progress bar
@@ -185,6 +187,7 @@ def _pieces(file: LogFile, place: _Place) -> Iterator[bytes]:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or (status.st_dev, status.st_ino) != file.file_id:
             return  # replaced since: the next pass sees it
+        place.offset = max(place.offset, content_begin(descriptor))
         source.seek(place.offset)
         while place.offset < file.size_bytes:
             try:
@@ -202,14 +205,15 @@ def tail_offset(file: LogFile, num_lines: int) -> int:
     try:
         with open(os.open(file.path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as source:
             position = file.size_bytes
+            first = content_begin(source.fileno())
             wanted = num_lines
             if num_lines == 0 or position == 0:
                 return position
             source.seek(position - 1)
             if source.read(1) == b"\n":  # ends the last line: none begins behind it
                 position -= 1
-            while position > 0:
-                size = min(PIECE_BYTES, position)
+            while position > first:
+                size = min(PIECE_BYTES, position - first)
                 source.seek(position - size)
                 piece = source.read(size)
                 if (count := piece.count(b"\n")) >= wanted:
