@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pollux.cli.config_file import NOTIFY, read_toml, take_defaults
 from pollux.cli.connect import DataOption, say
 from pollux.cli.dashboard import link
 from pollux.cli.option_groups import expanded
@@ -38,6 +39,7 @@ from pollux.policy import policy_names
 
 if TYPE_CHECKING:
     from pollux.server.config import ServiceConfig
+    from pollux.server.notify.config import NotifyConfig
     from pollux.server.service import Service
     from pollux.server.standby import Standby
 
@@ -69,11 +71,23 @@ def up(
     machines: ManyMachinesOptions,
     service: ServiceOptions,
     is_detached: Annotated[bool, typer.Option("--detach", "-d", help="Run it in the background.")] = False,
+    config_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            help="Options by name in TOML, and whom to notify; the command line wins.",
+            is_eager=True,
+            callback=take_defaults,
+        ),
+    ] = None,
     data: DataOption = None,
 ) -> None:
     """Start the server, here or in the background. Ctrl-C: its jobs checkpoint, leave, and go on at the next start."""
     require_server_libraries()
     config = make_config(find_data_directory(data), cluster, decides, machines, service)
+    if config_file is not None:
+        config = dataclasses.replace(config, config_file=config_file.absolute(), notify=_notify_of(config_file))
     if cluster.policy not in policy_names():
         raise UnknownNameError("policy", cluster.policy, policy_names())
     if is_detached:
@@ -95,6 +109,12 @@ def up(
     except Exception:
         logger.critical("the server failed", exc_info=True)
         raise typer.Exit(EXIT_FAILED) from None
+
+
+def _notify_of(path: Path) -> NotifyConfig | None:
+    from pollux.server.notify.config import read_notify
+
+    return read_notify(path, read_toml(path).get(NOTIFY))
 
 
 def make_config(
@@ -196,6 +216,7 @@ def arguments_of(config: ServiceConfig, log_format: LogFormat = LogFormat.TEXT) 
     from pollux.server.config import LIVE_SETTINGS
 
     options: dict[str, object] = {
+        "--config": config.config_file,
         "--data": config.data_directory,
         "--database": config.database,
         "--host": config.host,

@@ -13,6 +13,7 @@ from pollux.errors import InvalidValueError
 from pollux.policy import PolicySettings
 from pollux.scheduler.autoscale import AutoscaleConfig
 from pollux.server.http.auth import check_host
+from pollux.server.notify.config import NotifyConfig
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_HANG_S = 1800.0  # longer than evaluations and compilations mostly take
@@ -57,6 +58,8 @@ class ServiceConfig:
     autoscale: AutoscaleConfig | None = None
     node_slots: int | None = None  # of a node that is added; None: as many as the largest has
     node_price: float | None = None  # for an hour
+    config_file: Path | None = None  # that options were taken from, and that a detached server reads again
+    notify: NotifyConfig | None = None  # who is told of what happens
 
     def __post_init__(self) -> None:
         if self.port is not None and not 0 <= self.port <= 65535:
@@ -116,5 +119,6 @@ class ClusterConfig:
     node_price: float | None = None  # for an hour
     hang_timeout_s: float | None = DEFAULT_HANG_S
     max_log_bytes: int | None = DEFAULT_LOG_BYTES
+    notify: NotifyConfig | None = None
     keep_rounds: int = 5000
     keep_reports: int = 5000  # of each job
