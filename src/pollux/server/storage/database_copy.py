@@ -26,12 +26,16 @@ from pollux.server.storage.tables import tables as _tables
 
 ROWS_AT_ONCE = 1000
 _BUSY_S = 10.0
-_TIMES = (("jobs", "submitted_at"), ("jobs", "finished_at"), ("transitions", "at"), ("rounds", "at"), ("samples", "at"))
+# What people and jobs did. Decisions and samples go on while nothing happens.
+_TIMES = (
+    *(("jobs", "submitted_at"), ("jobs", "finished_at"), ("transitions", "at")),
+    *(("teams", "created_at"), ("users", "created_at"), ("tokens", "created_at"), ("tokens", "revoked_at")),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Contents:
-    """What a database holds. ``latest``: the latest time of anything in it, in seconds since 1970."""
+    """What a database holds. ``latest``: when a job or account in it last changed, in seconds since 1970."""
 
     schema_version: int
     num_jobs: int
