@@ -228,7 +228,11 @@ def _sizes(path: Path) -> Iterator[int]:
                 status = os.stat(file, dir_fd=descriptor, follow_symlinks=False)
             except OSError:  # gone again
                 continue
-            yield min(status.st_size, 512 * status.st_blocks)  # a log may have lost its beginning
+            size = status.st_size
+            if 512 * status.st_blocks < size and (found := _opened(file, descriptor)) is not None:
+                with os.fdopen(found, "rb"):
+                    size -= content_begin(found)  # a log that has lost its beginning
+            yield size
 
 
 def _require_space(folder: Path, needed: int) -> None:

@@ -364,3 +364,11 @@ def test_ended_and_active_jobs_are_counted(data: Path, tmp_path: Path) -> None:
         sql.save_job(make_record("job-1", sequence=2, state=JobState.SUCCEEDED, finished_at=1500.0))
     contents = write_backup(data, data / "pollux.db", tmp_path / "backup.tar").manifest.contents
     assert (contents.num_jobs, contents.num_active, contents.latest) == (5, 4, 1500.0)
+
+
+def test_a_file_of_terabytes_without_content_does_not_fill_the_disk(data: Path, tmp_path: Path) -> None:
+    """A job can make one by a single call; a backup would write every zero of it."""
+    os.truncate(data / "jobs/job-0/checkpoints/state", 1 << 42)
+    with pytest.raises(StoreError, match="the backup needs 4194304 MiB"):
+        write_backup(data, data / "pollux.db", tmp_path / "backup.tar", ("checkpoints",))
+    assert write_backup(data, data / "pollux.db", tmp_path / "plain.tar").size < 1 << 22
