@@ -97,6 +97,9 @@ def finish_restore(directory: Path) -> bool:
     if note.get("step") != "files":
         raise StoreError(f"{directory}: a restore was broken off, and has to be repeated: pollux restore FILE")
     stage, before = directory / STAGE, directory / str(note["before"])
+    # The data directory may be passed through by jobs of other Unix users: each folder says for itself who may look.
+    before.mkdir(mode=0o700, exist_ok=True)
+    (directory / "jobs").mkdir(mode=0o711, exist_ok=True)
     for name in map(str, _list(note["away"])):
         _put_away(directory / name, before / name)
     for name in map(str, _list(note["names"])):
@@ -104,6 +107,8 @@ def finish_restore(directory: Path) -> bool:
             _put_away(directory / name, before / name)
             (directory / name).parent.mkdir(mode=0o711, parents=True, exist_ok=True)
             (stage / name).rename(directory / name)
+    if not any(before.iterdir()):
+        before.rmdir()
     shutil.rmtree(stage, ignore_errors=True)
     (directory / NOTE).unlink()
     return True

@@ -140,6 +140,7 @@ def test_logs_and_checkpoints_come_along_if_asked(data: Path, tmp_path: Path) ->
     assert done.before is not None
     assert (done.before / "jobs/job-0/logs/1/job-0-1.out").read_text() == "later\n"
     assert (done.before / "pollux.db").exists()
+    assert done.before.stat().st_mode & 0o777 == 0o700
 
 
 def test_links_and_pipes_in_a_jobs_folder_are_not_followed(data: Path, tmp_path: Path) -> None:
