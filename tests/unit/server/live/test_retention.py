@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from pollux.api.codec import Json
 from pollux.scheduler.lifecycle import JobState
 from pollux.server.live.job_table import JobTable, LaunchSettings
 from pollux.server.live.retention import Retention
@@ -33,7 +34,7 @@ class World:
         self.retention = Retention(self.jobs, store, lambda: NOW)
 
     def add(self, name: str, ended: float | None, **request: str) -> None:
-        after = {"after": ["old-3"]} if name == "runs" else {}
+        after: dict[str, Json] = {"after": ["old-3"]} if name == "runs" else {}
         self.store.add_request(name, {"name": name, "command": ["true"], **after, **request}, f"hash {name}", at=1.0)
         state = JobState.PENDING if ended is None else JobState.SUCCEEDED
         self.store.save_job(make_record(name, sequence=1, state=state, finished_at=ended))
