@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo docs test test-long test-all test-core test-gpu check style chromium chaos bench clean
+.PHONY: demo docs test test-long test-all test-core test-gpu check style chromium chaos soak bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -75,6 +75,12 @@ chromium:
 
 chaos: $(STAMP)
 	$(BIN)/python -m tests.e2e.chaos
+
+# 1,000 faults on a cluster with users, guarantees and two servers on PostgreSQL, in pieces of under an hour: call it
+# again and it goes on. What was counted is in out/soak.json.
+SOAK ?= --faults 1000 --piece 50 --minutes 55 --postgres --resume
+soak: $(STAMP)
+	$(BIN)/python -m tests.e2e.soak $(SOAK)
 
 bench: export OPENBLAS_NUM_THREADS = 1
 bench: $(STAMP)

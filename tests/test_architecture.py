@@ -44,7 +44,8 @@ MAY_IMPORT = {
         *("scheduler", "policy", "model", "types", "errors", "version"),
     },
 }
-STARTS_SERVERS = {"up", "run", "demo", "gather"}  # modules of cli that may import the server; others use HTTP
+# Modules of cli that may import the server, because they start one or work on its data; others use HTTP.
+STARTS_SERVERS = {"up", "run", "demo", "gather", "backup"}
 # The code that replicas run in: the fork server's process imports what their scripts need.
 EXCEPTIONS = {"engines/processes/fork_main.py": {"train"}}
 PURE = (

@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -379,3 +380,15 @@ def test_ray_is_started_with_options_that_it_knows(launcher: dict[str, Any], clu
 
 def opts_of(command: Any) -> set[str]:
     return {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+
+
+def test_the_systemd_unit_is_a_good_one(tmp_path: Path) -> None:
+    """As systemd reads it; but for the program, which is not installed here."""
+    analyze = shutil.which("systemd-analyze")
+    if analyze is None:
+        pytest.skip("systemd-analyze is not installed")
+    text = (ROOT / "deploy/systemd/pollux.service").read_text()
+    unit = tmp_path / "pollux.service"
+    unit.write_text(text.replace("/opt/pollux/bin/pollux", shutil.which("true") or "/bin/true"))
+    done = subprocess.run([analyze, "verify", "--man=no", unit], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0 and "pollux.service" not in done.stderr, done.stderr

@@ -243,6 +243,26 @@ class Health:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Pruning:
+    """The body of a request to remove jobs that ended long ago."""
+
+    older_than_s: float = field(metadata=about("Since their end.", ge=0, le=1e10))
+    is_dry_run: bool = field(default=False, metadata=about("Say what would go, and remove nothing."))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pruned:
+    """What was removed, or would be."""
+
+    names: tuple[str, ...]
+    num_rows: int
+    log_bytes: int
+    checkpoint_bytes: int
+    num_kept: int = field(metadata=about("Jobs as old, which others that are not over wait for."))
+    leaves_remote_checkpoints: bool = field(metadata=about("Checkpoints behind a URL are not removed."))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shutdown:
     """The body of a request to end the server, and the answer to it."""
 

@@ -46,6 +46,7 @@ _HEADER = re.compile(r"#POLLUX(?:[ \t](.*))?|# POLLUX[ \t]+(-.*)")  # code forma
 _UNUSABLE = re.compile("[\0\ud800-\udfff]")  # no argument or file can hold NUL; surrogates are undecodable bytes
 _RESERVED = re.compile("(POLLUX|TORCHELASTIC)_.*|MASTER_(ADDR|PORT)|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME")
 _UNITS_S = {"d": 86400, "h": 3600, "m": 60, "s": 1}
+_SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?)([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _DURATION = re.compile("".join(rf"(?:([0-9]{{1,9}}(?:\.[0-9]{{1,9}})?){unit})?" for unit in _UNITS_S))
 _WORKDIR = re.compile("(/.*|[0-9a-f]{64})?", re.DOTALL)
 _LOST = {"failed": "failed", "cancelled": "was cancelled", "unknown": "is not known"}
@@ -157,6 +158,14 @@ def parse_duration(text: str) -> float:
     if match is None or not plain:
         raise InvalidValueError(f"duration {text!r:.80}; seconds or units are needed, as in 90, 10m, 2h30m, 1d")
     return float(sum(float(count) * unit_s for count, unit_s in zip(match.groups("0"), _UNITS_S.values(), strict=True)))
+
+
+def parse_size(text: str) -> int:
+    """Bytes, of ``"4096"``, ``"200M"``, ``"1.5G"``; K, M, G and T are powers of 1024."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise InvalidValueError(f"size {text!r:.80}; bytes or a unit are needed, as in 4096, 200M, 1.5G")
+    return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
 
 
 def parse_array(text: str) -> tuple[int, ...]:

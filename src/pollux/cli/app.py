@@ -41,6 +41,20 @@ PANELS: dict[str, dict[str, Listed]] = {
         ),
         "down": Listed("down", "End the server. Its jobs checkpoint, leave, and go on at the next start."),
         "status": Listed("listing", "Say how the server is: its slots, jobs and decisions."),
+        "backup": Listed(
+            "backup",
+            "Back up the server's data to one file: jobs, users, usage, studies, tokens. The server may run.",
+        ),
+        "restore": Listed(
+            "backup",
+            "Put a backup in the place of the server's data. No server may run. What was there before is kept beside "
+            "it.",
+        ),
+        "prune": Listed(
+            "prune",
+            "Remove jobs that ended long ago: rows, logs, checkpoints. Accounts of what they used stay. Print their "
+            "names.",
+        ),
         "doctor": Listed(
             "doctor",
             "Say what is installed and found here, what is missing, and what to do. Ends with 1 if something is wrong.",

@@ -17,7 +17,7 @@ from typing import Annotated, TypeVar
 
 import typer
 
-from pollux.api.request import parse_duration
+from pollux.api.request import parse_duration, parse_size
 from pollux.cli.ranges import parse_band, parse_nodes
 from pollux.cli.server_log import LogFormat
 from pollux.errors import InvalidValueError
@@ -109,6 +109,20 @@ class ClusterOptions:
             rich_help_panel=_CLUSTER,
         ),
     ] = None
+    log_limit: Annotated[
+        str | None,
+        typer.Option(
+            "--log-limit",
+            metavar="SIZE|never",
+            help="Keep so much of a job's logs, as in 200M or 2G, and drop the oldest part; 1G if left out.",
+            rich_help_panel=_CLUSTER,
+        ),
+    ] = None
+
+    def max_log_bytes(self, default: int | None) -> int | None:
+        if self.log_limit is None:
+            return default
+        return None if self.log_limit == "never" else parse_size(self.log_limit)
 
     def hang_timeout_s(self, default_s: float | None) -> float | None:
         if self.hang_timeout is None:

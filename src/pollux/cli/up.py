@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from pollux.cli.config_file import NOTIFY, read_toml, take_defaults
 from pollux.cli.connect import DataOption, say
 from pollux.cli.dashboard import link
 from pollux.cli.option_groups import expanded
@@ -38,6 +39,7 @@ from pollux.policy import policy_names
 
 if TYPE_CHECKING:
     from pollux.server.config import ServiceConfig
+    from pollux.server.notify.config import NotifyConfig
     from pollux.server.service import Service
     from pollux.server.standby import Standby
 
@@ -69,11 +71,23 @@ def up(
     machines: ManyMachinesOptions,
     service: ServiceOptions,
     is_detached: Annotated[bool, typer.Option("--detach", "-d", help="Run it in the background.")] = False,
+    config_file: Annotated[
+        Path | None,
+        typer.Option(
+            "--config",
+            metavar="FILE",
+            help="Options by name in TOML, and whom to notify; the command line wins.",
+            is_eager=True,
+            callback=take_defaults,
+        ),
+    ] = None,
     data: DataOption = None,
 ) -> None:
     """Start the server, here or in the background. Ctrl-C: its jobs checkpoint, leave, and go on at the next start."""
     require_server_libraries()
     config = make_config(find_data_directory(data), cluster, decides, machines, service)
+    if config_file is not None:
+        config = dataclasses.replace(config, config_file=config_file.absolute(), notify=_notify_of(config_file))
     if cluster.policy not in policy_names():
         raise UnknownNameError("policy", cluster.policy, policy_names())
     if is_detached:
@@ -97,6 +111,12 @@ def up(
         raise typer.Exit(EXIT_FAILED) from None
 
 
+def _notify_of(path: Path) -> NotifyConfig | None:
+    from pollux.server.notify.config import read_notify
+
+    return read_notify(path, read_toml(path).get(NOTIFY))
+
+
 def make_config(
     directory: Path,
     cluster: ClusterOptions,
@@ -107,7 +127,7 @@ def make_config(
     """Raises:
     InvalidValueError: an option makes no sense, or none without another.
     """
-    from pollux.server.config import DEFAULT_HANG_S, LIVE_SETTINGS, ServiceConfig
+    from pollux.server.config import DEFAULT_HANG_S, DEFAULT_LOG_BYTES, LIVE_SETTINGS, ServiceConfig
     from pollux.server.storage.workdirs import DEFAULT_MAX_MIB
 
     config = ServiceConfig(
@@ -125,6 +145,7 @@ def make_config(
         storage=cluster.storage,
         hang_timeout_s=cluster.hang_timeout_s(DEFAULT_HANG_S),
         max_workdir_mib=cluster.max_workdir or DEFAULT_MAX_MIB,
+        max_log_bytes=cluster.max_log_bytes(DEFAULT_LOG_BYTES),
         settings=decides.settings(LIVE_SETTINGS),
         engine=machines.engine.value,
         address=machines.address,
@@ -159,10 +180,12 @@ def start_detached(config: ServiceConfig, log_format: LogFormat = LogFormat.TEXT
     Raises:
         typer.Exit: it ended instead, or was not ready in time and was ended; the end of its log has been shown.
     """
+    from pollux.engines.logs import rotate
     from pollux.server.storage.files import make_directory
 
     log = config.data_directory / LOG_FILE
     make_directory(config.data_directory)  # before there is a log in it
+    rotate(log)
     try:
         file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -195,6 +218,7 @@ def arguments_of(config: ServiceConfig, log_format: LogFormat = LogFormat.TEXT) 
     from pollux.server.config import LIVE_SETTINGS
 
     options: dict[str, object] = {
+        "--config": config.config_file,
         "--data": config.data_directory,
         "--database": config.database,
         "--host": config.host,
@@ -210,6 +234,7 @@ def arguments_of(config: ServiceConfig, log_format: LogFormat = LogFormat.TEXT) 
         "--storage": config.storage,
         "--max-workdir": str(config.max_workdir_mib),
         "--hang-timeout": "never" if config.hang_timeout_s is None else f"{config.hang_timeout_s!r}s",
+        "--log-limit": "never" if config.max_log_bytes is None else config.max_log_bytes,
         "--engine": config.engine,
         "--address": config.address,
         "--name": config.name,

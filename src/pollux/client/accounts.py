@@ -22,7 +22,7 @@ from pollux.api.access import (
     UserList,
     UserSummary,
 )
-from pollux.api.cluster import CheckedNode, NodeCheck, NodeChecks, NodeReading, ReadingList
+from pollux.api.cluster import CheckedNode, NodeCheck, NodeChecks, NodeReading, Pruned, Pruning, ReadingList
 from pollux.api.codec import Json, decode, encode
 from pollux.api.job import JobAction, JobList, JobSelection, JobSummary, JobUpdate, SelectedJobs
 from pollux.api.usage import UsageRow, UsageTable
@@ -51,6 +51,10 @@ class Accounting:
 
     def _post(self, kind: type[_T], path: str, body: object = None, *, method: str = "POST") -> _T:
         return decode(kind, self._ask(method, path, body=None if body is None else encode(body)), "answer")
+
+    def prune(self, older_than_s: float, *, is_dry_run: bool = False) -> Pruned:
+        """Remove jobs that ended longer ago than that; or say which would go."""
+        return self._post(Pruned, "prune", Pruning(older_than_s=older_than_s, is_dry_run=is_dry_run))
 
     def me(self) -> Identity:
         """Whom the server takes us for."""

@@ -27,12 +27,15 @@ class Launch:
     cwd: str
     env: Mapping[str, str]
     max_restarts: int = 3
+    max_log_bytes: int | None = None  # of all its logs together, the oldest part is dropped beyond; None: no limit
 
     def __post_init__(self) -> None:
         if not self.command or not all(isinstance(word, str) for word in self.command) or not self.command[0]:
             raise InvalidValueError(f"command = {shown(self.command)}; a program and its arguments are needed")
         if self.kind not in get_args(Kind):
             raise InvalidValueError(f"kind = {shown(self.kind)}; one of {', '.join(get_args(Kind))} is needed")
+        if self.max_log_bytes is not None and self.max_log_bytes < 1:
+            raise InvalidValueError(f"max_log_bytes = {self.max_log_bytes}; a number of at least 1 is needed, or None")
         if self.max_restarts < 0:
             raise InvalidValueError(f"max_restarts = {self.max_restarts}; a number of at least 0 is needed")
 
@@ -45,6 +48,7 @@ class Launch:
             "cwd": self.cwd,
             "env": dict(self.env),
             "max_restarts": self.max_restarts,
+            "max_log_bytes": self.max_log_bytes,
         }
 
     @classmethod
@@ -65,4 +69,7 @@ class Launch:
             cwd=read_text(row["cwd"], "launch.cwd", 1),
             env={name: read_text(text, f"launch.env.{name}") for name, text in read_mapping(row["env"], "env").items()},
             max_restarts=read_integer(row["max_restarts"], "launch.max_restarts", 0),
+            max_log_bytes=None
+            if row["max_log_bytes"] is None
+            else read_integer(row["max_log_bytes"], "launch.max_log_bytes", 1),
         )

@@ -41,6 +41,11 @@ def forget_engine(directory: Path) -> None:
     (directory / ENGINE_FILE).unlink(missing_ok=True)
 
 
+def where_jobs_run(directory: Path) -> str:
+    """Of a server that is gone, in words; "" if none do."""
+    return _where_they_run(directory, _read(directory))
+
+
 def end_jobs(directory: Path, timeout_s: float) -> bool:
     """Let the jobs of a server that is gone checkpoint and leave. Whether there were any.
 

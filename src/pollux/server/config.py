@@ -13,10 +13,13 @@ from pollux.errors import InvalidValueError
 from pollux.policy import PolicySettings
 from pollux.scheduler.autoscale import AutoscaleConfig
 from pollux.server.http.auth import check_host
+from pollux.server.notify.config import NotifyConfig
 from pollux.server.storage.workdirs import DEFAULT_MAX_MIB
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_HANG_S = 1800.0  # longer than evaluations and compilations mostly take
+DEFAULT_LOG_BYTES = 1 << 30
+MIN_LOG_BYTES = 1 << 20
 SECRET_FILE = "secret"
 LIVE_SETTINGS = PolicySettings(resize_s=1.0)  # until a job's own resizes have been measured
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
@@ -45,6 +48,7 @@ class ServiceConfig:
     hang_timeout_s: float | None = DEFAULT_HANG_S  # without a step, before a job is stopped; None: never
     grace_s: float = 30.0  # for a job that is told to stop, before it is killed
     min_free_mib: int = 64  # jobs pause when their disk has less
+    max_log_bytes: int | None = DEFAULT_LOG_BYTES  # of each job; the oldest part is dropped beyond; None: no limit
     stop_timeout_s: float = 60.0  # for all jobs to checkpoint and leave
     hurry_timeout_s: float = 2.0  # the same, when asked twice
     storage: str | None = None  # for checkpoints: a path or a URL that all nodes reach; None: the data directory
@@ -56,6 +60,8 @@ class ServiceConfig:
     node_slots: int | None = None  # of a node that is added; None: as many as the largest has
     node_price: float | None = None  # for an hour
     max_workdir_mib: int = DEFAULT_MAX_MIB  # of a working directory that travels with a job
+    config_file: Path | None = None  # that options were taken from, and that a detached server reads again
+    notify: NotifyConfig | None = None  # who is told of what happens
 
     def __post_init__(self) -> None:
         if self.port is not None and not 0 <= self.port <= 65535:
@@ -65,6 +71,8 @@ class ServiceConfig:
                 raise InvalidValueError(f"{name} = {value}; a positive number of seconds is needed")
         if self.hang_timeout_s is not None and not (math.isfinite(self.hang_timeout_s) and self.hang_timeout_s > 0):
             raise InvalidValueError(f"hang_timeout_s = {self.hang_timeout_s}; a positive number of seconds is needed")
+        if self.max_log_bytes is not None and self.max_log_bytes < MIN_LOG_BYTES:
+            raise InvalidValueError(f"max_log_bytes = {self.max_log_bytes}; at least {MIN_LOG_BYTES} (1M) are needed")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise InvalidValueError("--tls-cert and --tls-key belong together: give both, or none for plain http")
         if self.database is not None:
@@ -117,5 +125,7 @@ class ClusterConfig:
     node_price: float | None = None  # for an hour
     hang_timeout_s: float | None = DEFAULT_HANG_S
     max_workdir_bytes: int = DEFAULT_MAX_MIB << 20
+    max_log_bytes: int | None = DEFAULT_LOG_BYTES
+    notify: NotifyConfig | None = None
     keep_rounds: int = 5000
     keep_reports: int = 5000  # of each job

@@ -37,8 +37,11 @@ from pollux.server.live.factory import ClusterMaker, make_cluster, owner_of, pre
 from pollux.server.live.trials import ClusterJobs
 from pollux.server.present.metrics import counted_log
 from pollux.server.standby import TOKEN_FILE, Standby
+from pollux.server.storage.backup import DATABASE_FILE, keep_copy_of_other_version, note_database
+from pollux.server.storage.database import require_content
 from pollux.server.storage.files import SERVER_FILE, locked, make_directory, read_object, write_whole
 from pollux.server.storage.leadership import Leadership
+from pollux.server.storage.restore import finish_restore
 from pollux.server.storage.store import SqlStore
 from pollux.tune.studies import Studies
 from pollux.version import __version__
@@ -104,6 +107,7 @@ class Service:
         with self._beginning, contextlib.ExitStack() as stack:
             make_directory(directory)
             stack.enter_context(locked(directory, is_shared=self.config.database is not None))
+            finish_restore(directory)
             self.token = load_token(directory / TOKEN_FILE)
             store = self._open_store(stack)
             server_file = directory / SERVER_FILE
@@ -149,7 +153,16 @@ class Service:
 
     def _open_store(self, stack: contextlib.ExitStack) -> SqlStore:
         directory, database = self.config.data_directory, self.config.database
+        store = self._connect(stack)
+        if store.names() and (copy := keep_copy_of_other_version(directory, database or directory / STORE_FILE)):
+            logger.info("another version of Pollux was here before: a backup is in %s", copy)
+        note_database(directory, database)
+        return store
+
+    def _connect(self, stack: contextlib.ExitStack) -> SqlStore:
+        directory, database = self.config.data_directory, self.config.database
         if database is None:
+            require_content(directory / STORE_FILE, directory / DATABASE_FILE)
             return stack.enter_context(SqlStore(directory / STORE_FILE))
         if (directory / STORE_FILE).exists():
             logger.warning("jobs of before are in %s, and not in %s", directory / STORE_FILE, database)

@@ -26,6 +26,7 @@ from pollux.api.usage import UsageRow
 from pollux.errors import UnknownNameError
 from pollux.server.live.accounts import Accounts
 from pollux.server.live.operations import Operations
+from pollux.server.live.retention import Retention
 from pollux.server.present.charts import job_curves, job_model
 from pollux.server.present.metrics import Metrics
 from pollux.server.present.views import KnownJob, cluster_size, job_row, job_summary
@@ -59,6 +60,10 @@ class FakeCluster:
     @property
     def operations(self) -> Operations:
         raise NotImplementedError("operators' commands need the real cluster")
+
+    @property
+    def retention(self) -> Retention:
+        raise NotImplementedError("removing jobs needs the real cluster")
 
     # Life
 

@@ -29,6 +29,7 @@ from pollux.server.config import ServiceConfig
 from pollux.server.listener import DEFAULT_PORT
 from pollux.server.live.factory import environment_of_jobs
 from pollux.server.service import Service, serve
+from pollux.server.storage.store import SqlStore
 from pollux.version import __version__
 from tests.leftovers import processes_in
 from tests.unit.server.fake_cluster import FakeCluster
@@ -92,6 +93,43 @@ def test_a_port_that_was_named_is_the_one_of_the_next_server_too(tmp_path):
     assert url != before
     with fake_service(tmp_path, port=None) as service:
         assert service.url == url
+
+
+def test_a_database_that_was_emptied_is_not_taken_for_a_new_one(tmp_path):
+    with fake_service(tmp_path):
+        pass
+    (tmp_path / "pollux.db").write_bytes(b"")
+    with pytest.raises(StoreError, match=r"it is empty, and a server has kept jobs here.*pollux restore"):
+        fake_service(tmp_path).start()
+    (tmp_path / "pollux.db").unlink()  # who moves it away begins anew
+    with fake_service(tmp_path):
+        pass
+
+
+def test_a_server_of_another_version_keeps_a_backup_first(tmp_path, monkeypatch):
+    with fake_service(tmp_path), SqlStore(tmp_path / "pollux.db") as sql:
+        sql.add_request("job", {"command": ["true"]}, "hash")
+    with fake_service(tmp_path):
+        assert not (tmp_path / "backups").exists()
+    note = tmp_path / "database.json"
+    note.write_text(json.dumps({**json.loads(note.read_text()), "pollux": "0.0.1"}))
+    with fake_service(tmp_path):
+        (made,) = (tmp_path / "backups").iterdir()
+    assert f"before-{__version__}-" in made.name and mode(made) == 0o600
+    with fake_service(tmp_path):
+        assert list((tmp_path / "backups").iterdir()) == [made]
+
+
+def test_a_restore_that_was_broken_off_is_finished_by_the_next_server(tmp_path):
+    with fake_service(tmp_path):
+        pass
+    stage = tmp_path / "restore.new"
+    stage.mkdir()
+    (stage / "token").write_text("r" * 43)
+    note = {"step": "files", "before": "before", "away": [], "names": ["token"]}
+    (tmp_path / "restore.json").write_text(json.dumps(note))
+    with fake_service(tmp_path) as service:
+        assert service.token == "r" * 43
 
 
 def test_two_services_on_one_data_directory(tmp_path):

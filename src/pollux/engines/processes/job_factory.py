@@ -6,18 +6,26 @@ The job manager calls it. The fork server is started for the first elastic job, 
 
 from __future__ import annotations
 
+import os
+import re
 import socket
+from collections.abc import Mapping
 from typing import Any
 
 from pollux.engines.processes.commands import plan_start
 from pollux.engines.processes.elastic import ElasticJob
 from pollux.engines.processes.fixed import FixedJob
 from pollux.engines.processes.fork_server import ForkServer
+from pollux.engines.processes.identity import RUN_AS
+from pollux.engines.processes.leftovers import MARK
 from pollux.engines.processes.replica_job import JobOrder, ReplicaJob
-from pollux.engines.processes.starters import ColdStarter
+from pollux.engines.processes.starters import ColdStarter, Starter
 from pollux.engines.processes.workdirs import with_own_python
 
 LOOPBACK = "lo"  # Linux's name for the interface
+MAX_OF_USERS = 8  # fork servers: each has imported torch, some 250 MB; further users' replicas are started cold
+# What an interpreter needs to find and import torch.
+_PLAIN = re.compile("PATH|HOME|LANG|LC_.*|TZ|LD_LIBRARY_PATH|PYTHON.*|VIRTUAL_ENV|(CUDA|NVIDIA)_.*")
 
 
 def options_of(order: JobOrder) -> dict[str, Any]:
@@ -43,19 +51,30 @@ def loopback_env() -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": LOOPBACK}
 
 
+def _plain_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environ.items() if _PLAIN.fullmatch(name) or name == MARK}
+
+
 class LocalJobFactory:
     def __init__(self) -> None:
         self._cold = ColdStarter(prefix=())
-        self._fork_server: ForkServer | None = None
+        self._python = ColdStarter()  # runs what a fork server would
+        self._fork_servers: dict[str, ForkServer] = {}  # by the Unix user of their jobs; "": our own
 
     def warm_up(self) -> None:
-        """Start the fork server, which imports torch."""
-        self._open_fork_server()
+        """Start our own fork server, which imports torch."""
+        self.forking_starter("")
 
-    def _open_fork_server(self) -> ForkServer:
-        if self._fork_server is None:
-            self._fork_server = ForkServer()
-        return self._fork_server
+    def forking_starter(self, unix_user: str) -> Starter:
+        """A fork has its parent's memory, and could find there what the parent was started with and what other jobs
+        were: so the jobs of each Unix user have a fork server of their own, with nothing of root's environment.
+        """
+        if unix_user not in self._fork_servers:
+            if unix_user and len(self._fork_servers) > MAX_OF_USERS:
+                return self._python
+            environment = os.environ if not unix_user else _plain_environment(os.environ)
+            self._fork_servers[unix_user] = ForkServer(environment)
+        return self._fork_servers[unix_user]
 
     def make(self, order: JobOrder) -> ReplicaJob:
         launch, options = order.launch, options_of(order)
@@ -63,15 +82,17 @@ class LocalJobFactory:
         if launch.kind == "fixed":
             return FixedJob(launch.command, starter=self._cold, env=env, **options)
         start = plan_start(launch.command, env, launch.cwd)
-        starter = self._open_fork_server() if start.is_forked else self._cold
+        starter = self.forking_starter(env.get(RUN_AS, "")) if start.is_forked else self._cold
         return ElasticJob(start.argv, starter=starter, env={**env, **start.env}, **options)
 
     def poll(self) -> None:
-        if self._fork_server is not None:
-            self._fork_server.poll()
+        for fork_server in self._fork_servers.values():
+            fork_server.poll()
         self._cold.poll()
+        self._python.poll()
 
     def close(self) -> None:
-        if self._fork_server is not None:
-            self._fork_server.close()
+        for fork_server in self._fork_servers.values():
+            fork_server.close()
         self._cold.close()
+        self._python.close()

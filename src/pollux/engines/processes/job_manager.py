@@ -24,6 +24,7 @@ from pollux.engines.launch import Launch
 from pollux.engines.messages import allocation_from_list, allocation_to_list
 from pollux.engines.processes.devices import Device, slot_env
 from pollux.engines.processes.leftovers import MARK, kill_leftovers, mark_of
+from pollux.engines.processes.log_cap import cap_logs
 from pollux.engines.processes.replica_job import STOPPED_CODE, JobFactory, JobOrder, NodeFailure, ReplicaJob
 from pollux.engines.processes.slots import ReplicaView, Slot
 from pollux.engines.processes.space import SpaceWatch
@@ -357,7 +358,12 @@ class JobManager:
             return
         self._space_seen_at = time.monotonic()
         for entry in self._living():
-            if entry.processes is None or entry.launch is None or entry.is_stopping:
+            if entry.processes is None or entry.launch is None:
+                continue
+            limit = entry.launch.max_log_bytes
+            if limit is not None and (dropped := cap_logs(Path(entry.launch.directory) / "logs", limit)):
+                logger.info("%s: %d KiB of its logs were dropped", entry.job, dropped >> 10)
+            if entry.is_stopping:
                 continue
             entry.shortage = self._space.shortage(entry.launch.checkpoint_dir)
             if entry.shortage:

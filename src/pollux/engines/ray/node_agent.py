@@ -15,12 +15,13 @@ import logging
 import os
 import re
 import shutil
+import sys
 import tempfile
 import threading
 import time
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
@@ -31,6 +32,7 @@ from pollux.engines.processes.commands import plan_start
 from pollux.engines.processes.devices import Device, find_gpus
 from pollux.engines.processes.failure import read_end
 from pollux.engines.processes.fork_server import ForkServer
+from pollux.engines.processes.identity import RUN_AS
 from pollux.engines.processes.leftovers import MARK, REPLICA, kill_leftovers
 from pollux.engines.processes.readings import Sampler
 from pollux.engines.processes.starters import MISSING_CODE, ColdStarter, Command, ReplicaProcess, Starter
@@ -221,7 +223,11 @@ class NodeAgent:
             with self._changed:
                 self._logs[order[kind]] = None
         command = Command(argv=start.argv, env={**env, **start.env}, cwd=cwd, **files)
-        starter: Starter = fork_server if start.is_forked else cold
+        # A fork of the agent's server could find in its memory what jobs of other Unix users were started with.
+        is_forked = start.is_forked and not order["env"].get(RUN_AS)
+        if start.is_forked and not is_forked:
+            command = replace(command, argv=[sys.executable, *start.argv])
+        starter: Starter = fork_server if is_forked else cold
         replica = starter.spawn(command)
         self._processes[order["key"]] = _AgentProcess(replica=replica, starter=starter, command=command)
 

@@ -20,6 +20,8 @@ from pollux.api.cluster import (
     NodeChecks,
     NodeList,
     NodeSummary,
+    Pruned,
+    Pruning,
     Shutdown,
     StateEvent,
 )
@@ -118,6 +120,19 @@ def undrain(cluster: ItsCluster, name: str) -> Response:
 @cluster.get("/rounds", summary="Decisions", response_model=RoundList, responses=error_answers(422))
 def list_rounds(queries: ItsQueries, since: Since = None, limit: Limit = 100) -> Response:
     return answer(RoundList(rounds=tuple(queries.rounds(since, limit))))
+
+
+@cluster.post(
+    "/prune",
+    summary="Remove jobs that ended long ago",
+    response_model=Pruned,
+    responses=error_answers(413, 422),
+    dependencies=[*ADMIN, *READY],
+    openapi_extra=body_schema(Pruning, is_required=True),
+)
+def prune(cluster: ItsCluster, body: Annotated[Pruning, Depends(body_of(Pruning))]) -> Response:
+    """Their rows, logs and checkpoints go; what they used stays in the accounts. Trials stay with their study."""
+    return answer(cluster.retention.prune(body.older_than_s, is_dry_run=body.is_dry_run))
 
 
 @cluster.post(

@@ -42,9 +42,12 @@ from pollux.server.live.hangs import HangWatch
 from pollux.server.live.inbox import Inbox
 from pollux.server.live.job_table import JobTable, LaunchSettings, LiveJob
 from pollux.server.live.meter import Meter
+from pollux.server.live.news import News
 from pollux.server.live.operations import Operations
 from pollux.server.live.recorder import DecisionLog, Recorder
+from pollux.server.live.retention import Retention
 from pollux.server.live.state import ClusterState
+from pollux.server.notify.notifier import Notifier
 from pollux.server.present.deadlines import verdict_in_words
 from pollux.server.present.gauges import Measured
 from pollux.server.present.metrics import Metrics
@@ -125,6 +128,9 @@ class Cluster:
         self._tidy_at = self._sample_at = self._look_at = self._watch_at = 0.0
         self._problem = "the scheduler has not begun yet"
         self.operations = Operations(self, self._jobs, store)
+        self.retention = Retention(self._jobs, store, self._clock.now)
+        self._notifier = Notifier(config.notify)
+        self._news = News(self._notifier, config.url)
         self._meter = Meter(store, self.accounts.team_of, config.node_price)
         self._node_s_before = read_seconds(config.data_directory / NODE_SECONDS_FILE)  # counted by servers before
 
@@ -136,6 +142,7 @@ class Cluster:
         Raises:
             StoreError: what is kept cannot be read.
         """
+        self._notifier.start()
         self._begin()
         self._thread = threading.Thread(target=self._run, name="pollux-scheduler", daemon=True)
         self._thread.start()
@@ -171,6 +178,7 @@ class Cluster:
         finally:  # whatever happened, nothing runs on that should not
             # Those that are not gone have had their time.
             self._engine.close(stops_jobs=not keeps_jobs, grace_s=None if is_settled else 0.0)
+            self._notifier.close()
 
     def _leads(self) -> bool:
         try:
@@ -370,6 +378,7 @@ class Cluster:
                 else:
                     logger.exception("the scheduler stumbled; it begins again from what was kept")
                 pause_s = min(max(2 * pause_s, 0.5), LONGEST_PAUSE_S)
+                self._news.watch(self.problem)
                 self._woken.clear()
                 self._woken.wait(pause_s)
         self._refuse_calls()
@@ -393,6 +402,7 @@ class Cluster:
         self._save_reports()
         if self._clock.now() >= self._tidy_at:
             self._tidy_at = self._clock.now() + TIDY_EVERY_S
+            self._news.watch(self.problem)
             self._store.tidy()
             self._store.require_leader()
             self._save_node_s()
@@ -489,6 +499,7 @@ class Cluster:
     def _on_ended(self, record: JobRecord) -> None:
         self._look_at_usage(record)
         self._meter.forget(record.name)
+        self._news.ended(record, self._jobs.request_of(record.name))
         self._jobs.close(record.name)
         self._looks_at_dependencies = bool(self._jobs.held)
 
@@ -562,4 +573,5 @@ def launch_settings(config: ClusterConfig) -> LaunchSettings:
         storage=config.storage,
         max_workdir_bytes=config.max_workdir_bytes,
         is_distributed=config.engine_name == "ray",
+        max_log_bytes=config.max_log_bytes,
     )

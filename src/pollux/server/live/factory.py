@@ -160,6 +160,8 @@ def _cluster_config(config: ServiceConfig, store: SqlStore, url: str) -> Cluster
         settings=config.settings,
         hang_timeout_s=config.hang_timeout_s,
         max_workdir_bytes=config.max_workdir_mib << 20,
+        max_log_bytes=config.max_log_bytes,
+        notify=config.notify,
     )
 
 

@@ -88,6 +88,7 @@ class LaunchSettings:
     storage: str | None = None  # for checkpoints, a path or a URL; in the jobs' folders if left out
     max_workdir_bytes: int = DEFAULT_MAX_MIB << 20
     is_distributed: bool = False  # replicas may run on other machines
+    max_log_bytes: int | None = None  # of each job
 
 
 class JobTable:
@@ -263,6 +264,11 @@ class JobTable:
             while len(self._ended) > NUM_ENDED:
                 self._ended.popitem(last=False)
 
+    def forget(self, names: Iterable[str]) -> None:
+        """Jobs that are over and were removed. Their names stay taken."""
+        for name in names:
+            self._ended.pop(name, None)
+
     def entry(self, name: str) -> LiveJob:
         """Where to keep something about a job, also one that is over by now. For the scheduler thread."""
         return self.get(name) or self._ended.setdefault(name, LiveJob(name=name))
@@ -313,6 +319,7 @@ class JobTable:
                 **self._way_to_server(),
             },
             max_restarts=request.num_restarts_allowed,
+            max_log_bytes=self._settings.max_log_bytes,
         )
 
     def _code_of(self, request: JobRequest) -> JobCode:

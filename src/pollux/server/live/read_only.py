@@ -29,6 +29,7 @@ from pollux.server.live.cluster import launch_settings
 from pollux.server.live.job_table import JobTable
 from pollux.server.live.operations import Operations
 from pollux.server.live.recorder import DecisionLog
+from pollux.server.live.retention import Retention
 from pollux.server.live.state import ClusterState
 from pollux.server.present.gauges import Measured
 from pollux.server.present.metrics import Metrics
@@ -125,6 +126,10 @@ class ReadOnlyCluster:
 
     @property
     def operations(self) -> Operations:
+        self._refuse()
+
+    @property
+    def retention(self) -> Retention:
         self._refuse()
 
     @property

@@ -106,15 +106,22 @@ class Database:
     def _open(self) -> None:
         may_write = self._is_sqlite or self._leadership is not None
         with self._turn, self._transaction(self._writer) as connection:
+            if self._is_sqlite:
+                self._check_pages(connection)
             self._check_tables(connection, makes_them=may_write)
             if self._leadership is not None:
                 self._leadership.claim(connection)
 
+    def _check_pages(self, connection: sa.Connection) -> None:
+        """Damage is found now, and not when a job that was acknowledged cannot be read."""
+        found = connection.exec_driver_sql("PRAGMA quick_check(1)").scalar_one()
+        if found != "ok":
+            raise StoreError(f"{self.place}: {_DAMAGED} ({found})")
+
     def _check_tables(self, connection: sa.Connection, *, makes_them: bool) -> None:
         tables = set(sa.inspect(connection).get_table_names())
         if not tables and makes_them:
-            _tables.create_all(connection)
-            connection.execute(_meta.insert().values(version=SCHEMA_VERSION, created=time.time()))
+            make_tables(connection)
             return
         if _meta.name not in tables:
             raise StoreError(
@@ -178,8 +185,26 @@ class Database:
             yield
         except (ValueError, KeyError) as error:
             raise StoreError(
-                f"{self.place}: {what} cannot be read: {error}; restore a copy of the database, or move it away"
+                f"{self.place}: {what} cannot be read: {error}; put a backup in its place (pollux restore FILE), "
+                "or move it away"
             ) from error
+
+
+def require_content(path: Path, note: Path) -> None:
+    """Before a new database is made: where a server has been before (``note``), an empty file is a damaged one.
+
+    Raises:
+        StoreError: it is.
+    """
+    log = path.with_name(f"{path.name}-wal")
+    if note.exists() and path.exists() and path.stat().st_size == 0 and not (log.exists() and log.stat().st_size):
+        raise StoreError(f"{path}: it is empty, and a server has kept jobs here: {_DAMAGED}")
+
+
+def make_tables(connection: sa.Connection) -> None:
+    """In a database that is empty."""
+    _tables.create_all(connection)
+    connection.execute(_meta.insert().values(version=SCHEMA_VERSION, created=time.time()))
 
 
 def _url_of(place: str | Path) -> tuple[sa.URL, str]:
@@ -244,13 +269,15 @@ def _begin_sqlite(connection: sa.Connection) -> None:
     connection.exec_driver_sql("BEGIN IMMEDIATE" if writes else "BEGIN")
 
 
+_DAMAGED = "it is damaged: put a backup in its place (pollux restore FILE), or move it away to begin anew"
 _ADVICE = {
     sqlite3.SQLITE_BUSY: f"another process kept it busy for {_BUSY_TIMEOUT_S:g} s: end that process",
     sqlite3.SQLITE_CANTOPEN: "it cannot be opened: its folder must exist, and both be writable for this user",
-    sqlite3.SQLITE_CORRUPT: "it is damaged: restore a copy of it, or move it away to begin anew",
+    sqlite3.SQLITE_CORRUPT: _DAMAGED,
     sqlite3.SQLITE_FULL: "the disk is full: free some space and try again",
     sqlite3.SQLITE_IOERR: "the disk cannot be read or written, or is full: free some space or check it, and try again",
-    sqlite3.SQLITE_NOTADB: "it is no database: move the file away, or name another place",
+    sqlite3.SQLITE_NOTADB: "it is no database, or its beginning is damaged: put a backup in its place (pollux restore "
+    "FILE), move the file away, or name another place",
     sqlite3.SQLITE_READONLY: "it is write-protected: make the file and its folder writable for this user",
 }
 

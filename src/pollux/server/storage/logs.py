@@ -7,6 +7,7 @@ generation it was started with. Files are read in pieces of bounded size; only h
 from __future__ import annotations
 
 import codecs
+import errno
 import os
 import re
 import stat
@@ -16,8 +17,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from pollux.engines.processes.log_cap import content_begin
+
 Stream = Literal["out", "err"]
 PIECE_BYTES = 1 << 16
+MAX_TAIL_BYTES = 1 << 28  # that last lines are looked for in
 IDLE_LINE_S = 1.0  # a line that is not ended and does not grow is shown after this long: a prompt, a progress bar
 _STREAMS: dict[str, Stream] = {"out": "out", "err": "err"}
 _NUMBERS = re.compile(r"([0-9]+)")
@@ -185,9 +189,12 @@ def _pieces(file: LogFile, place: _Place) -> Iterator[bytes]:
         status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or (status.st_dev, status.st_ino) != file.file_id:
             return  # replaced since: the next pass sees it
+        place.offset = max(place.offset, content_begin(descriptor))
         source.seek(place.offset)
         while place.offset < file.size_bytes:
             try:
+                place.offset = _after_hole(descriptor, place.offset, file.size_bytes)
+                source.seek(place.offset)
                 piece = source.read(min(PIECE_BYTES, file.size_bytes - place.offset))
             except OSError:
                 return
@@ -197,19 +204,29 @@ def _pieces(file: LogFile, place: _Place) -> Iterator[bytes]:
             yield piece
 
 
+def _after_hole(descriptor: int, offset: int, size: int) -> int:
+    """Where the next bytes are that were ever written: a job can make its log terabytes long without writing any."""
+    try:
+        data = os.lseek(descriptor, offset, os.SEEK_DATA)
+    except OSError as error:
+        return size if error.errno == errno.ENXIO else offset  # the rest is a hole; or the disk cannot tell
+    return min(data, size)
+
+
 def tail_offset(file: LogFile, num_lines: int) -> int:
     """Where the last lines begin. A last line that is not ended counts."""
     try:
         with open(os.open(file.path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as source:
             position = file.size_bytes
+            first = max(content_begin(source.fileno()), position - MAX_TAIL_BYTES)
             wanted = num_lines
             if num_lines == 0 or position == 0:
                 return position
             source.seek(position - 1)
             if source.read(1) == b"\n":  # ends the last line: none begins behind it
                 position -= 1
-            while position > 0:
-                size = min(PIECE_BYTES, position)
+            while position > first:
+                size = min(PIECE_BYTES, position - first)
                 source.seek(position - size)
                 piece = source.read(size)
                 if (count := piece.count(b"\n")) >= wanted:
@@ -219,6 +236,6 @@ def tail_offset(file: LogFile, num_lines: int) -> int:
                     return position - size + end + 1
                 wanted -= count
                 position -= size
+            return first
     except OSError:
-        pass
-    return 0
+        return 0

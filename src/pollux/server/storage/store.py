@@ -50,6 +50,7 @@ from pollux.server.storage.tables import samples as _samples
 from pollux.server.storage.tables import secrets as _secrets
 from pollux.server.storage.tables import training_notes as _training_notes
 from pollux.server.storage.tables import transitions as _transitions
+from pollux.server.storage.tables import usage as _usage
 from pollux.types import NO_ALLOCATION, Allocation, Snapshot
 
 _Select = sa.Select[Any]
@@ -220,9 +221,9 @@ class SqlStore(Database):
         return self._read_jobs(_job_rows.where(_jobs.c.name == _storable(name)), name)[0]
 
     def names(self) -> set[str]:
-        """Of all jobs there ever were."""
+        """Of all jobs there ever were. One that was removed is in the accounts, if it ever had a token to keep."""
         with self.reading() as connection:
-            return set(connection.scalars(sa.select(_jobs.c.name)))
+            return {*connection.scalars(sa.select(_jobs.c.name)), *connection.scalars(sa.select(_usage.c.job))}
 
     def counts(self) -> dict[JobState, int]:
         """How many jobs are in each state, as they were last saved."""

@@ -86,7 +86,7 @@ def test_a_database_of_another_version_is_left_alone(path, version):
 def test_a_file_that_is_no_database_is_left_alone(path):
     path.write_text("these are my notes, please keep them\n" * 100)
     before = path.read_bytes()
-    with pytest.raises(StoreError, match="it is no database: move the file away"):
+    with pytest.raises(StoreError, match=r"it is no database, or its beginning is damaged: .*pollux restore"):
         SqlStore(path)
     assert path.read_bytes() == before
 
@@ -113,6 +113,23 @@ def test_a_damaged_database_is_reported(path):
         file.write(b"\xab" * (path.stat().st_size - 4096))
     with pytest.raises(StoreError, match="damaged"), SqlStore(path) as sql:
         sql.jobs()
+
+
+def test_one_damaged_page_is_found_when_the_database_is_opened(path):
+    """And not when the rows in it are asked for, after the next job was acknowledged."""
+    with SqlStore(path) as sql:
+        for index in range(200):
+            sql.save_job(make_record(f"job-{index}"))
+            sql.save_report(f"job-{index}", 1.0, report_of(f"job-{index}"))
+    connection = sqlite3.connect(path)
+    size = connection.execute("PRAGMA page_size").fetchone()[0]
+    (root,) = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = 'reports'").fetchone()
+    connection.close()
+    with path.open("r+b") as file:
+        file.seek((root - 1) * size)
+        file.write(b"\xab" * size)
+    with pytest.raises(StoreError, match=r"it is damaged: put a backup in its place \(pollux restore FILE\)"):
+        SqlStore(path)
 
 
 @pytest.mark.parametrize(

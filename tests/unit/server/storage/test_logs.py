@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 
 import pytest
 
@@ -180,3 +181,17 @@ def test_what_is_added_while_it_is_read_waits_for_the_next_pass(tmp_path, write)
             file.write(b"y\n")
     assert size == 200_000
     assert set(text(reader)) == {"y", "\n"}
+
+
+def test_a_log_that_a_job_has_stretched_does_not_hold_a_reader_up(tmp_path, write):
+    """``os.ftruncate(1, 1 << 42)`` makes 4 TiB of nothing: every reader of it would hold a thread of the server."""
+    path = write("1/a.out", "first\n")
+    os.truncate(path, 1 << 42)
+    write("1/a.out", "last\n", "ab")
+    began = time.monotonic()
+    shown = text(LogReader(tmp_path), is_last=True)
+    assert shown.startswith("first\n") and shown.endswith("last\n") and len(shown) < 1 << 20
+    tail = text(LogReader(tmp_path, tail=1), is_last=True)
+    assert tail.endswith("last\n") and len(tail) < 1 << 20
+    assert text(LogReader(tmp_path, tail=5), is_last=True).endswith("last\n")
+    assert time.monotonic() - began < 20

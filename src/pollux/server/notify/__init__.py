@@ -1,0 +1,1 @@
+"""Tells people and programs of what happens: by a webhook, by mail."""
