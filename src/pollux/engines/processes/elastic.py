@@ -364,6 +364,8 @@ class ElasticJob:
             if self._is_excused(process):
                 self._pause(1)
                 continue
+            if process.exit_code:
+                self.crashes.append(f"{process.member.replica_id} {self._how(process)} before it was ready")
             self._early_ends[process.slot.node] += 1
             num_ends = self._early_ends.total()
             is_training = any(member.exit_code is None for member in self._members)

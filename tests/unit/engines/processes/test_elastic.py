@@ -252,6 +252,7 @@ def test_a_script_that_cannot_start_is_started_once_if_it_may_not_restart(bench)
     job = bench.job("raise ImportError('no module named nonsense')", max_restarts=0)
     assert job.wait(60.0) == 1
     assert "a replica ended before it was ready" in job.failure
+    assert job.crashes == ["t-0 exited with 1 before it was ready"]
     assert len(of_kind(job, "spawned")) == 1
 
 
