@@ -40,6 +40,7 @@ MAY_IMPORT = {
     "client": {"api", "server_address", "tls", "errors", "version"},
     "testing": {"scheduler", "policy", "types"},
     "check": {"api"},
+    "__main__": {"cli"},
     "cli": {
         *("check", "client", "server", "engines", "api", "tls", "simulator", "reports", "evaluation"),
         *("scheduler", "policy", "model", "types", "errors", "version"),
