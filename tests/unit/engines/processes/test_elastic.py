@@ -13,6 +13,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from pollux.engines.processes import elastic
 from pollux.engines.processes.elastic import ElasticJob, JobEvent
 from pollux.engines.processes.fork_server import ForkServer
 from pollux.engines.processes.slots import Slot
@@ -273,6 +274,19 @@ if membership.rank == 0 and "finish" in DEAF:
     sys.exit(0)
 time.sleep(60)
 """
+
+
+def test_newcomers_that_never_get_ready_are_given_up_and_the_members_go_on(bench, monkeypatch):
+    monkeypatch.setattr(elastic, "NEWCOMER_S", 1.0)
+    job = bench.job(f"import os, time\nif os.environ['POLLUX_REPLICA_ID'] != 't-0':\n    time.sleep(300)\n{SCRIPT}")
+    pump_until(job, formed(job, 1))
+    job.resize(2)
+    pump_until(job, lambda: job.given_up)
+    assert {event.detail for event in of_kind(job, "killed")} == {"was not ready after 1 s"}
+    assert len(of_kind(job, "killed")) == elastic.MAX_SPAWN_FAILURES
+    before = bench.step()
+    pump_until(job, lambda: job.is_settled and bench.step() > before)
+    assert ids(job) == ["t-0"] and job.result is None
 
 
 def test_who_does_not_leave_or_stop_is_killed_with_its_children(bench):
