@@ -14,7 +14,8 @@ import pytest
 pytest.importorskip("torch")
 
 from pollux.engines.processes import elastic
-from pollux.engines.processes.elastic import ElasticJob, JobEvent
+from pollux.engines.processes.elastic import ElasticJob
+from pollux.engines.processes.elastic_replica import JobEvent
 from pollux.engines.processes.fork_server import ForkServer
 from pollux.engines.processes.slots import Slot
 from pollux.engines.processes.starters import ColdStarter
