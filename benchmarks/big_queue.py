@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-POLLUX = [sys.executable, "-m", "pollux.cli"]
+POLLUX = [sys.executable, "-m", "pollux"]
 TARGETS_S = {"submit": 3.0, "ls": 1.0, "start_after_kill": 5.0, "cancel_all": 5.0}
 
 

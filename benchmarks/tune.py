@@ -70,7 +70,7 @@ def run_peer(peer: str, args: argparse.Namespace, seed: int, folder: Path) -> Ou
 
 def run_pollux(args: argparse.Namespace, seed: int, folder: Path) -> Outcome:
     data = folder / "data"
-    command = [sys.executable, "-m", "pollux.cli", "up", "--data", str(data), "--slots", str(args.slots)]
+    command = [sys.executable, "-m", "pollux", "up", "--data", str(data), "--slots", str(args.slots)]
     with (folder / "server.log").open("wb") as log:
         server = subprocess.Popen(command, stdout=log, stderr=log)
     try:

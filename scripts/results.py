@@ -73,7 +73,7 @@ def run(name: str, folder: Path, artifacts: Path | None, most_workloads: int | N
     """
     document = folder / f"{name}.json"
     document.unlink(missing_ok=True)  # or an older run's figures would be published as this one's
-    words = [sys.executable, "-m", "pollux.cli", "compare", "--suite", name, "--output", str(document)]
+    words = [sys.executable, "-m", "pollux", "compare", "--suite", name, "--output", str(document)]
     words += ["--artifacts", str(artifacts)] if artifacts is not None else []
     words += ["--workloads", str(most_workloads)] if most_workloads is not None else []
     print(" ".join(words[1:]), flush=True)

@@ -6,6 +6,7 @@ import ast
 import functools
 import subprocess
 import sys
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -39,6 +40,7 @@ MAY_IMPORT = {
     "client": {"api", "server_address", "tls", "errors", "version"},
     "testing": {"scheduler", "policy", "types"},
     "check": {"api"},
+    "__main__": {"cli"},
     "cli": {
         *("check", "client", "server", "engines", "api", "tls", "simulator", "reports", "evaluation"),
         *("scheduler", "policy", "model", "types", "errors", "version"),
@@ -287,3 +289,12 @@ def test_importing_pollux_needs_numpy_and_scipy_alone():
 def test_modules_are_readable_in_a_sitting():
     long = {str(path.relative_to(SOURCE)): len(path.read_text().splitlines()) for path in modules()}
     assert {name: lines for name, lines in long.items() if lines > 600} == {}
+
+
+def test_a_wheel_holds_every_file_that_is_no_module():
+    """By its patterns; tests/e2e/test_wheel.py builds one, which takes longer."""
+    project = tomllib.loads((SOURCE.parents[1] / "pyproject.toml").read_text())
+    patterns = project["tool"]["setuptools"]["package-data"]["pollux"]
+    held = {path for pattern in patterns for path in SOURCE.glob(pattern)}
+    files = {path for path in SOURCE.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    assert files and sorted(files - held) == []

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pollux.engines.processes.elastic import ElasticJob, JobEvent
+from pollux.engines.processes.elastic import ElasticJob
+from pollux.engines.processes.elastic_replica import JobEvent
 from pollux.engines.processes.fork_server import ForkServer
 from tests.leftovers import processes_in
 

@@ -225,7 +225,7 @@ def test_pauses_before_restarts_grow_only_while_there_is_no_training(
 # --- told to leave ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", first_of(["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"], 2))
+@pytest.mark.parametrize("name", first_of(["SIGTERM", "SIGUSR1", "SIGUSR2", "SIGHUP"]))
 def test_signals_leave_a_checkpoint_for_any_number_of_replicas(bench: Bench, name: str) -> None:
     before, after = {"SIGTERM": (3, 1), "SIGUSR1": (1, 2), "SIGUSR2": (2, 4), "SIGHUP": (4, 3)}[name]
     # Whoever leaves unasked would be replaced at once, perhaps before the others are gone.

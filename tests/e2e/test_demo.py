@@ -36,7 +36,7 @@ def temporary() -> Iterator[Path]:
 def start(here: Path, temporary: Path) -> subprocess.Popen[str]:
     env = {name: value for name, value in os.environ.items() if not name.startswith(("POLLUX_", "TORCHELASTIC_"))}
     return subprocess.Popen(
-        [sys.executable, "-u", "-m", "pollux.cli", "demo", "--fast", "--slots", "4"],
+        [sys.executable, "-u", "-m", "pollux", "demo", "--fast", "--slots", "4"],
         cwd=here,
         env={**env, "TMPDIR": str(temporary)},
         stdout=subprocess.PIPE,

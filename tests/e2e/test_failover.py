@@ -8,9 +8,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import httpx
 import psutil
@@ -23,6 +23,7 @@ from tests.long import long
 from tests.network_link import NetworkLink
 from tests.postgres import PostgresServer
 
+T = TypeVar("T")
 EPOCHS = 10  # of 20 steps: with 0.3 s each a minute, unless it is told to hurry
 
 
@@ -59,11 +60,30 @@ class Pair(LiveCluster):
         self.server, self.standby = next_, self.server
         self.until(self._is_ready, "a client of it")
 
+    def answer(self, question: Callable[[], T]) -> T:
+        """Of the server that leads, whichever that is by now."""
+
+        def ask() -> list[T]:
+            self.client.look_again()
+            try:
+                return [question()]
+            except ServerUnavailableError:
+                return []
+
+        return cast(T, self.until(ask, "an answer of a leader")[0])
+
     def stop(self) -> None:
-        if self.standby is not None and self.standby.poll() is None:
-            self.standby.send_signal(signal.SIGCONT)
-            self.standby.kill()
-            self.standby.wait()
+        """Both at once, as either of them may lead."""
+        for process in (self.server, self.standby):
+            if process is not None and process.poll() is None:
+                process.send_signal(signal.SIGCONT)
+                process.send_signal(signal.SIGTERM)
+        if self.standby is not None:
+            try:
+                self.standby.wait(40)
+            except subprocess.TimeoutExpired:
+                self.standby.kill()
+                self.standby.wait()
         super().stop()
 
     def log(self) -> str:
@@ -104,14 +124,17 @@ def begin(pair: Pair) -> set[int]:
 def finish(pair: Pair, pids: set[int]) -> None:
     """The same processes train on, report to the server that leads, and no example is lost or repeated."""
     since = time.time()
+    job = pair.client.job("one")
     pair.until(
-        lambda: [one for one in pair.client.job("one").reports() if one.at > since], "a report to the new leader"
+        lambda: [one for one in pair.answer(job.reports) if one.at > since],
+        "a report to the new leader",
     )
-    assert pids & set(pair.pids("one").values()), pair.story("one")
-    assert all(psutil.pid_exists(pid) for pid in pids & set(pair.pids("one").values()))
+    staying = pids & set(pair.answer(lambda: pair.pids("one")).values())
+    assert staying, pair.story("one")
+    assert all(psutil.pid_exists(pid) for pid in staying)
     pair.hurry("one")
     assert pair.until_over("one") == "succeeded", pair.story("one")
-    assert pair.client.job("one").view().num_crashes == 0
+    assert pair.answer(job.view).num_crashes == 0
     pair.check_ledger("one", EPOCHS)
 
 

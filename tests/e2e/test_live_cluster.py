@@ -81,7 +81,7 @@ def test_what_a_killed_server_leaves_can_be_ended_and_goes_on_later(cluster: Liv
     cluster.until_replicas("one", 2)
     cluster.kill_server()
     ended = subprocess.run(
-        [sys.executable, "-m", "pollux.cli", "down", "--data", cluster.data], capture_output=True, text=True, timeout=60
+        [sys.executable, "-m", "pollux", "down", "--data", cluster.data], capture_output=True, text=True, timeout=60
     )
     assert ended.returncode == 0 and "its jobs did" in ended.stderr, ended.stderr
     assert cluster.processes() == []
@@ -155,7 +155,7 @@ class TestShared:
         assert "RuntimeError: no such luck" in detail.failure and "in explode" in detail.failure
         assert detail.exit_code == 1
         shown = subprocess.run(
-            [sys.executable, "-m", "pollux.cli", "describe", "--data", cluster.data, job.name],
+            [sys.executable, "-m", "pollux", "describe", "--data", cluster.data, job.name],
             capture_output=True,
             text=True,
         )

@@ -166,6 +166,10 @@ def test_the_cluster_grows_with_its_jobs_and_shrinks_when_they_end(scaled: Scale
         shrinking = [row for row in transitions("a") if row.at > alone_at]
         assert {row.target for row in shrinking} <= UNBROKEN, live.story("a")
         assert any(len(set(generations)) > 1 for generations in generations_of(tmp_path / "a-trace"))
+        # Without its pauses a job's steps may look like some that more replicas would shorten: the cluster may grow for
+        # its last seconds.
+        live.until(lambda: live.client.status().sizing.num_wanted == MIN_NODES, "as few nodes wanted as before")
+        live.until(lambda: scaled.num_workers() == MIN_NODES, "nodes for its last steps ended")
         quiet_until = time.monotonic() + 1.5 * IDLE_S
         while time.monotonic() < quiet_until:  # nobody is on it, but our agent, and that is enough
             assert scaled.num_workers() == MIN_NODES

@@ -36,7 +36,7 @@ NODES = ("a", "b", "c", "d")  # with a slot each
 EPOCHS, STEP_S = 16, 0.5  # of 20 steps: more than two minutes, unless a job is told to hurry
 SLACK_S = 3.0  # for a busy machine
 SEEN_S = 25.0  # a loss takes a second or two to be seen, on a machine with nothing else to do
-POLLUX = [sys.executable, "-m", "pollux.cli"]
+POLLUX = [sys.executable, "-m", "pollux"]
 
 LOOK = """
 import json, sys

@@ -12,7 +12,7 @@ class Interrupted(KeyboardInterrupt):
     """Ctrl-C was pressed.
 
     A type of its own, as Python notes a plain KeyboardInterrupt that passes through ``exec``, which dataclasses use at
-    import, and then ends ``python -m pollux.cli`` by the signal, though it was handled and another exit code was set.
+    import, and then ends ``python -m pollux`` by the signal, though it was handled and another exit code was set.
     """
 
 

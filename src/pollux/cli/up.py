@@ -193,7 +193,7 @@ def start_detached(config: ServiceConfig, log_format: LogFormat = LogFormat.TEXT
     with open(file, "ab") as output:
         log_begin = os.fstat(file).st_size
         process = subprocess.Popen(
-            [sys.executable, "-m", "pollux.cli", *arguments_of(config, log_format)],
+            [sys.executable, "-m", "pollux", *arguments_of(config, log_format)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,

@@ -325,9 +325,10 @@ class Scheduler:
                 record.note(now, reason)
                 self._store.save_job(record)
             case JobLost(reason=reason) if record.state.holds_slots:
-                self._lose(record, now, reason)
+                record.num_crashes += 1
+                self._start_again(record, now, reason)
             case JobEnded(node=node) if node and self._may_start_elsewhere(record, event, now):
-                self._lose(record, now, f"failed on {node} ({event.cause}): it starts on another node")
+                self._start_again(record, now, f"failed on {node} ({event.cause}): it starts on another node")
             case JobEnded(state=state, at=at, reason=reason, exit_code=exit_code):
                 # By another clock than ours, which may have been set meanwhile.
                 at = min(at if record.started_at is None else max(at, record.started_at), now)
@@ -339,9 +340,8 @@ class Scheduler:
                 self._end(record, state, at, reason)
                 self.reconsider("end")
 
-    def _lose(self, record: JobRecord, now: float, reason: str) -> None:
-        """Start a job again from its checkpoint. Since when it does not run is unknown: that time is not the job's."""
-        record.num_crashes += 1
+    def _start_again(self, record: JobRecord, now: float, reason: str) -> None:
+        """From its checkpoint. Since when the job does not run is unknown: that time is not the job's."""
         if record.stops_as.is_final:
             self._end(record, record.stops_as, now, record.stop_reason)
         else:

@@ -117,7 +117,7 @@ class JobLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobHurt:
-    """Some of a job's processes crashed; the engine is mending that, by its survivors or its checkpoint."""
+    """Some of a job's processes crashed. The engine mends that by survivors or the checkpoint, or tells the end."""
 
     job: str
     reason: str

@@ -178,9 +178,7 @@ class Service:
     def _look_at_leadership(self) -> None:
         """It was lost, or the database answers again."""
         if self._leadership is not None and self._leadership.is_lost:
-            with self._stopping:
-                self.steps_down = not self._is_asked.is_set()
-            self.begin_stop(True)
+            self._begin_stop(keeps_jobs=True, steps_down=True)
         elif self._cluster is not None:
             self._cluster.wake()
 
@@ -192,11 +190,15 @@ class Service:
             raise self._failure
 
     def begin_stop(self, keeps_jobs: bool) -> None:
-        """Returns at once. Only the first call counts."""
+        """Returns at once. Only the first call counts; a server that steps down does not stand by after it."""
+        self._begin_stop(keeps_jobs=keeps_jobs, steps_down=False)
+
+    def _begin_stop(self, *, keeps_jobs: bool, steps_down: bool) -> None:
         with self._stopping:
             if self._is_asked.is_set():
+                self.steps_down = self.steps_down and (steps_down or self._has_ended.is_set())
                 return
-            self._keeps_jobs = keeps_jobs
+            self._keeps_jobs, self.steps_down = keeps_jobs, steps_down
             self._is_asked.set()
         threading.Thread(target=self._end, name="pollux-stop").start()
 
@@ -270,7 +272,7 @@ def _run(service: Service, arrived: queue.SimpleQueue[int], on_ready: Callable[[
         while not service.wait(0):
             with contextlib.suppress(queue.Empty):
                 name = signal.Signals(arrived.get(timeout=0.2)).name
-                if service.is_stopping:
+                if service.is_stopping and not service.steps_down:
                     hurry_s = service.config.hurry_timeout_s
                     logger.warning("%s again: jobs that are not gone in %g s are killed", name, hurry_s)
                     service.hurry()

@@ -30,6 +30,7 @@ _REQUEST, _STATE, _REASON, _ENDED, _CREATED = "request", "state", "reason", "end
 _IMPROVEMENTS, _REPEATED = "improvements", "repeated"
 _STEPS: Final = 1_000_000  # Optuna counts steps in whole numbers: millionths of a trial's work
 _PREFIX = "pollux:"
+_FIXED = "fixed_params"  # Optuna's own: what a trial gets, whatever its sampler would say
 _LEAST_TRIALS = 8  # that importance is computed from
 _OURS: Mapping[TrialState, TrialStateName] = {
     TrialState.RUNNING: "running",
@@ -227,9 +228,24 @@ class StoredStudy:
             return StoredTrial(number=trial.number, params=self._suggest_all(trial), state="running")
 
     def complete_params(self, trial: StoredTrial) -> dict[str, Value]:
-        """All parameters of a trial that the server was killed while asking for."""
+        """All parameters of a trial that the server was killed while asking for: those it would have had.
+
+        A sampler draws one parameter after the other, and draws nothing for those that are kept already. So all are
+        drawn once more in a copy of the study, and given to the trial as fixed ones.
+        """
         with _guarded("asking for parameters"):
-            self._study.sampler = make_sampler(self.request, trial.number)
+            known = self._study.get_trials(deepcopy=False)
+            copy = optuna.create_study(
+                direction=self.request.direction, sampler=make_sampler(self.request, trial.number)
+            )
+            before = [one for one in known if one.number < trial.number and one.state != TrialState.WAITING]
+            copy.add_trials(before)
+            fixed = {
+                **self._suggest_all(copy.ask()),
+                **trial.params,
+                **known[trial.number].system_attrs.get(_FIXED, {}),
+            }
+            self._study._storage.set_trial_system_attr(self._id(trial), _FIXED, fixed)
             return self._suggest_all(optuna.trial.Trial(self._study, self._id(trial)))
 
     def _suggest_all(self, trial: optuna.trial.Trial) -> dict[str, Value]:

@@ -31,7 +31,7 @@ from tests.unit.live_server import ELASTIC, WAIT_S, eventually, live_server, nob
 
 runner = CliRunner()
 PYTHON = sys.executable
-POLLUX = [PYTHON, "-m", "pollux.cli"]
+POLLUX = [PYTHON, "-m", "pollux"]
 
 
 @pytest.fixture(scope="module")

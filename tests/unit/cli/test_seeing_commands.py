@@ -30,7 +30,7 @@ from tests.messages import filled
 from tests.unit.live_server import WAIT_S, eventually, live_server, nobody_works_in
 
 runner = CliRunner()
-POLLUX = [sys.executable, "-m", "pollux.cli"]
+POLLUX = [sys.executable, "-m", "pollux"]
 
 
 @pytest.fixture(scope="module")

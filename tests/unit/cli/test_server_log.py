@@ -87,7 +87,7 @@ def test_another_format_is_refused(tmp_path):
 @long
 def test_a_server_writes_nothing_but_objects(tmp_path: Path) -> None:
     """From its start to its end; and one that cannot start says so in the same way."""
-    command = [sys.executable, "-m", "pollux.cli", "up", "--data", str(tmp_path), "--port", "0", "--slots", "1"]
+    command = [sys.executable, "-m", "pollux", "up", "--data", str(tmp_path), "--port", "0", "--slots", "1"]
     command += ["--log-format", "json", "--open-metrics"]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env) as server:

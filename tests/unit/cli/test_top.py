@@ -296,7 +296,7 @@ class Terminal:
     def __init__(self, width: int, height: int, **env: str) -> None:
         self._end, other = pty.openpty()
         fcntl.ioctl(self._end, termios.TIOCSWINSZ, struct.pack("HHHH", height, width, 0, 0))
-        words = [sys.executable, "-m", "pollux.cli", "top", "--every", "0.2"]
+        words = [sys.executable, "-m", "pollux", "top", "--every", "0.2"]
         self.process = subprocess.Popen(
             words, stdin=other, stdout=other, stderr=other, env={**os.environ, "TERM": "xterm", **env}
         )

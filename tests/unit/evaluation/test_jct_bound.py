@@ -23,6 +23,7 @@ from pollux.simulator.result import summarise
 from pollux.simulator.run import simulate
 from pollux.simulator.source import load_source
 from tests.conftest import SHARED
+from tests.long import first_of
 
 
 def curves(rates: list[list[float]], work: list[float]) -> RateCurves:
@@ -118,7 +119,7 @@ WORLDS = {
 }
 
 
-@pytest.mark.parametrize("world", [name for name in WORLDS if name != "two types"])
+@pytest.mark.parametrize("world", first_of([name for name in WORLDS if name != "two types"]))
 def test_no_simulated_policy_is_below_the_bound(world: str) -> None:
     applications = load_builtin()
     mix = {"cifar10": 0.6, "ncf": 0.2, "deepspeech2": 0.2}

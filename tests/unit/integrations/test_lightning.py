@@ -10,44 +10,22 @@ for _needed in ("torch", "lightning"):
     if importlib.util.find_spec(_needed) is None:
         pytest.skip(f"needs {_needed}", allow_module_level=True)
 
-import lightning as L  # noqa: E402
 import torch  # noqa: E402
-from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint  # noqa: E402
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset  # noqa: E402
 
 from pollux.errors import InvalidValueError  # noqa: E402
-from pollux.integrations.lightning import PolluxStrategy  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")  # what the library warns of is not ours
 
 
-class Regression(L.LightningModule):
-    def __init__(self, scheduler=None, interval="step", frequency=1):
-        super().__init__()
-        self.net = torch.nn.Linear(3, 1)
-        self.scheduler, self.interval, self.frequency = scheduler, interval, frequency
-        self.seen, self.validated = [], []
+class Loaded:
+    """Imports Lightning when a test asks for something of it."""
 
-    def training_step(self, batch, batch_idx):
-        self.seen.append(len(batch[0]))
-        loss = (self.net(batch[0]) - batch[1]).square().mean()
-        self.log("train_loss", loss, on_step=True, on_epoch=True, sync_dist=True)
-        return loss
+    def __getattr__(self, name):
+        return getattr(importlib.import_module("tests.unit.integrations.lightning_models"), name)
 
-    def validation_step(self, batch, batch_idx):
-        self.log("val_loss", (self.net(batch[0]) - batch[1]).square().mean())
 
-    def on_validation_epoch_end(self):
-        if not self.trainer.sanity_checking:
-            self.validated.append(self.trainer.global_step)
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.SGD(self.parameters(), lr=0.1)
-        if self.scheduler is None:
-            return optimizer
-        made = self.scheduler(optimizer)
-        config = {"scheduler": made, "interval": self.interval, "frequency": self.frequency, "monitor": "val_loss"}
-        return {"optimizer": optimizer, "lr_scheduler": config}
+of = Loaded()
 
 
 def data():
@@ -65,13 +43,13 @@ def fit(tmp_path):
     strategies = []
 
     def run(model=None, *, device_batch_size=(1, 2), max_batch_size=None, train=None, ckpt_path=None, **options):
-        strategy = PolluxStrategy(device_batch_size=device_batch_size, max_batch_size=max_batch_size, scaling="none")
+        strategy = of.PolluxStrategy(device_batch_size=device_batch_size, max_batch_size=max_batch_size, scaling="none")
         strategies.append(strategy)
         defaults = {"max_epochs": 2, "accelerator": "cpu", "logger": False, "enable_checkpointing": False}
         quiet = {"enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": tmp_path}
-        trainer = L.Trainer(**{**defaults, **quiet, "strategy": strategy, **options})
+        trainer = of.L.Trainer(**{**defaults, **quiet, "strategy": strategy, **options})
         train = loaders()[0] if train is None else train
-        trainer.fit(model or Regression(), train, loaders()[1], ckpt_path=ckpt_path)
+        trainer.fit(model or of.Regression(), train, loaders()[1], ckpt_path=ckpt_path)
         return trainer
 
     yield run
@@ -81,7 +59,7 @@ def fit(tmp_path):
 
 
 def test_a_step_has_passes_and_counts_once(fit):
-    model = Regression()
+    model = of.Regression()
     trainer = fit(model)
     assert model.seen == [2] * 12  # two passes a step
     assert (trainer.global_step, trainer.current_epoch) == (6, 2)
@@ -92,13 +70,13 @@ def test_a_step_has_passes_and_counts_once(fit):
 
 def test_it_learns_what_plain_lightning_learns(fit, tmp_path):
     torch.manual_seed(0)
-    start = Regression()
+    start = of.Regression()
     weights = {name: value.clone() for name, value in start.state_dict().items()}
     fit(start, train=DataLoader(data(), batch_size=4), gradient_clip_val=0.5)
-    plain = Regression()
+    plain = of.Regression()
     plain.load_state_dict(weights)
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "default_root_dir": tmp_path}
-    trainer = L.Trainer(
+    trainer = of.L.Trainer(
         max_epochs=2, accelerator="cpu", logger=False, enable_checkpointing=False, gradient_clip_val=0.5, **quiet
     )
     trainer.fit(plain, DataLoader(data(), batch_size=4))
@@ -108,13 +86,13 @@ def test_it_learns_what_plain_lightning_learns(fit, tmp_path):
 
 @pytest.mark.parametrize(("interval", "steps"), [("step", 6), ("epoch", 2)])
 def test_schedules_advance_with_steps_or_epochs(fit, interval, steps):
-    model = Regression(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5), interval)
+    model = of.Regression(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5), interval)
     trainer = fit(model)
     assert trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.1 * 0.5**steps)
 
 
 def test_a_schedule_on_a_plateau_is_told_the_validation_loss(fit):
-    model = Regression(
+    model = of.Regression(
         lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, "max", patience=0), "epoch"
     )
     trainer = fit(model, max_epochs=3)
@@ -122,13 +100,13 @@ def test_a_schedule_on_a_plateau_is_told_the_validation_loss(fit):
 
 
 def test_validation_in_the_middle_of_an_epoch(fit):
-    model = Regression()
+    model = of.Regression()
     fit(model, val_check_interval=1)
     assert model.validated == [1, 2, 3, 4, 5, 6]
 
 
 def test_validation_every_second_epoch(fit):
-    model = Regression()
+    model = of.Regression()
     fit(model, max_epochs=4, check_val_every_n_epoch=2)
     assert model.validated == [6, 12]
 
@@ -139,15 +117,15 @@ def test_max_steps_ends_in_the_middle_of_an_epoch(fit):
 
 
 def test_early_stopping(fit):
-    trainer = fit(max_epochs=9, callbacks=[EarlyStopping("val_loss", mode="max", patience=1)])
+    trainer = fit(max_epochs=9, callbacks=[of.EarlyStopping("val_loss", mode="max", patience=1)])
     assert trainer.current_epoch < 9
 
 
 def test_checkpoints_have_plain_names_and_can_be_loaded(fit, tmp_path):
-    checkpoint = ModelCheckpoint(dirpath=tmp_path, monitor="val_loss", save_last=True)
+    checkpoint = of.ModelCheckpoint(dirpath=tmp_path, monitor="val_loss", save_last=True)
     trainer = fit(callbacks=[checkpoint], enable_checkpointing=True)
     assert checkpoint.best_model_path
-    saved = Regression.load_from_checkpoint(checkpoint.last_model_path, weights_only=False)
+    saved = of.Regression.load_from_checkpoint(checkpoint.last_model_path, weights_only=False)
     assert torch.equal(saved.net.weight, trainer.lightning_module.net.weight.detach().cpu())
     assert len(trainer.validate(dataloaders=loaders()[1], ckpt_path="best", verbose=False)) == 1
 
@@ -163,26 +141,10 @@ class Stream(IterableDataset):
 
 
 def test_a_stream_without_a_length(fit):
-    model = Regression()
+    model = of.Regression()
     trainer = fit(model, train=DataLoader(Stream(), batch_size=4))
     assert trainer.global_step == 4
     assert model.validated == [2, 4]
-
-
-class Manual(Regression):
-    def __init__(self):
-        super().__init__()
-        self.automatic_optimization = False
-
-
-class NoOptimizer(Regression):
-    def configure_optimizers(self):
-        return None
-
-
-class FromIterator(Regression):
-    def training_step(self, dataloader_iter):
-        raise AssertionError
 
 
 @pytest.mark.parametrize(
@@ -198,11 +160,11 @@ class FromIterator(Regression):
         ({"sync_batchnorm": True}, "sync_batchnorm"),
         ({"reload_dataloaders_every_n_epochs": 1}, "reload_dataloaders_every_n_epochs"),
         ({"val_check_interval": "00:00:01:00"}, "val_check_interval"),
-        ({"model": Manual()}, "automatic_optimization=False"),
-        ({"model": NoOptimizer()}, "0 optimizers"),
-        ({"model": FromIterator()}, "dataloader_iter"),
+        ({"model": lambda: of.Manual()}, "automatic_optimization=False"),
+        ({"model": lambda: of.NoOptimizer()}, "0 optimizers"),
+        ({"model": lambda: of.FromIterator()}, "dataloader_iter"),
         (
-            {"model": Regression(lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 1), frequency=3)},
+            {"model": lambda: of.Regression(lambda one: torch.optim.lr_scheduler.StepLR(one, 1), frequency=3)},
             "frequency=3",
         ),
         ({"train": [loaders()[0], loaders()[0]]}, "one torch.utils.data.DataLoader"),
@@ -212,19 +174,20 @@ class FromIterator(Regression):
 def test_what_cannot_be_elastic_is_refused_before_the_first_step(fit, options, message):
     counted = []
 
-    class Count(Callback):
+    class Count(of.Callback):
         def on_train_batch_start(self, *_):
             counted.append(1)
 
+    made = {**options, "model": options["model"]()} if "model" in options else options
     with pytest.raises(InvalidValueError, match=message):
-        fit(**options, callbacks=[Count()])
+        fit(**made, callbacks=[Count()])
     assert not counted
 
 
 def test_a_strategy_trains_once(fit):
     trainer = fit()
     with pytest.raises(InvalidValueError, match="twice"):
-        trainer.fit(Regression(), loaders()[0])
+        trainer.fit(of.Regression(), loaders()[0])
 
 
 def test_a_csv_logger_goes_on_with_the_file_of_the_replica_before(tmp_path):

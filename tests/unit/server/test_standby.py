@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -150,3 +151,26 @@ def test_a_leader_that_is_replaced_ends_by_itself(postgres: PostgresServer, tmp_
         began = time.monotonic()
         assert service.wait(START_S), f"it goes on after {time.monotonic() - began:.0f} s"
         assert service.steps_down and service.cluster.stopped[0][0]  # its jobs are kept
+
+
+def test_a_leader_that_is_told_to_end_while_it_steps_down_does_not_stand_by(
+    postgres: PostgresServer, tmp_path: Path
+) -> None:
+    database, may_end = postgres.new_database(), threading.Event()
+
+    class Slow(FakeCluster):
+        def stop(self, *, keeps_jobs: bool, timeout_s: float = 60) -> None:
+            may_end.wait(START_S)
+            super().stop(keeps_jobs=keeps_jobs, timeout_s=timeout_s)
+
+    config = ServiceConfig(data_directory=tmp_path / "data", database=postgres.url(database), port=0)
+    with Service(config, lambda config, store, url: Slow(config.data_directory / "fake")) as service:
+        postgres.execute("UPDATE leadership SET epoch = epoch + 1", database)
+        ends_at = time.monotonic() + START_S
+        while not service.steps_down:
+            assert time.monotonic() < ends_at, "it still leads"
+            time.sleep(0.01)
+        service.begin_stop(False)  # SIGTERM, or pollux down
+        may_end.set()
+        assert service.wait(START_S) and not service.steps_down
+        assert isinstance(service.cluster, FakeCluster) and service.cluster.stopped[0][0]  # its jobs are the other's

@@ -100,7 +100,7 @@ def test_the_same_seed_asks_for_the_same_trials_also_after_a_restart(tmp_path):
     assert run("a.db", False) == run("b.db", True)
 
 
-@pytest.mark.parametrize("seed", first_of(range(50), 3))
+@pytest.mark.parametrize("seed", first_of(range(50)))
 def test_killed_at_any_call_no_trial_is_lost_or_counted_twice(tmp_path, seed):
     """Every call to the storage or the cluster may be the last one of a server; the next server goes on."""
 

@@ -14,8 +14,8 @@ roster leaves it out, *leaving*. Rules:
 - A member that crashes is named as lost at once, in a roster of the survivors; its replacement joins later.
 - When no member survives, all start again from the checkpoint. The pause before that doubles from one time to the next,
   and is short again when there was training for a while in between.
-- A change that fails is given up: when newcomers end before they are ready the members go on in their own slots, and
-  the node is named in ``given_up``.
+- A change that fails is given up: when newcomers end before they are ready, or are killed because they do not get
+  ready in ten minutes, the members go on in their own slots, and the node is named in ``given_up``.
 - A script that raises is started again a limited number of times. Crashes before the others have formed a group without
   the crashed replica count once, and the traceback of the first is shown.
 - Losses are told while the job stops, too: survivors could not agree on a last checkpoint otherwise.
@@ -31,67 +31,27 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Self
 
+from pollux.engines.processes.elastic_replica import Crash, ElasticReplica, JobEvent
 from pollux.engines.processes.failure import describe_failure, how_it_ended, node_cause, read_failure
 from pollux.engines.processes.replica_job import FIRST_PAUSE_S, LONGEST_PAUSE_S, STOPPED_CODE, NodeFailure
 from pollux.engines.processes.slots import ReplicaView, Slot, checked
-from pollux.engines.processes.starters import Command, ReplicaProcess, Starter
+from pollux.engines.processes.starters import Command, Starter
 from pollux.errors import InvalidValueError, MembershipError
 from pollux.membership.controller import JobController
 from pollux.membership.roster import Member
 from pollux.membership.stacks import STACK_SIGNAL
 
 MAX_SPAWN_FAILURES = 3  # in a row: a script that never gets ready is broken
+NEWCOMER_S = 600.0  # for a newcomer to get ready while others train: imports from a slow disk, a model to be loaded
 HEALTHY_S = 5.0  # training for so long makes the next pause short again
 CRASH_WINDOW_S = 300.0  # crashes further apart than this have different causes
 PUMP_PERIOD_S = 0.01
 MAX_EVENTS = 10_000  # a job may be resized for months
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobEvent:
-    """``kind``: spawned, ready, published, formed, exited, killed, restarting, stopping, failed or finished.
-
-    ``time`` is in seconds since the epoch; that of "formed" was taken by the replica that came last.
-    """
-
-    time: float
-    kind: str
-    detail: str = ""
-    replica_id: str | None = None
-    generation: int | None = None
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _ElasticReplica:
-    member: Member
-    slot: Slot
-    handle: ReplicaProcess
-    is_ready: bool = False
-    first_generation: int | None = None  # with this one among its members
-    is_noted: bool = False  # its end is among the events
-    kill_at: float | None = None  # only while leaving
-
-    @property
-    def was_member(self) -> bool:
-        return self.first_generation is not None
-
-    @property
-    def exit_code(self) -> int | None:
-        return self.handle.exit_code
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Crash:
-    at: float
-    formed: int  # the newest generation that had formed
-    rank: int
-    process: _ElasticReplica
 
 
 _STATES: tuple[tuple[str, Literal["starting", "member", "leaving"]], ...] = (
@@ -140,9 +100,9 @@ class ElasticJob:
         self._node_of, self._slot_env = node_of, slot_env
         self._max_restarts, self._replace_lost = max_restarts, replace_lost
         self._grace_s, self._finish_grace_s, self._excuse = grace_s, finish_grace_s, excuse
-        self._newcomers: list[_ElasticReplica] = []
-        self._members: list[_ElasticReplica] = []
-        self._leaving: list[_ElasticReplica] = []
+        self._newcomers: list[ElasticReplica] = []
+        self._members: list[ElasticReplica] = []
+        self._leaving: list[ElasticReplica] = []
         self._requested = self._target = checked(self._slots_for(num_replicas or 0) if slots is None else slots)
         self._controller = JobController(name, host)
         self._num_spawned = self._num_restarts = self._num_rounds = self._formed = 0
@@ -158,7 +118,7 @@ class ElasticJob:
         self._result: int | None = None
         self._held_since: float | None = None
         self.crashes: list[str] = []  # who crashed, and how, since the beginning
-        self._recent_crashes: list[_Crash] = []  # of the last minutes, the first of each formed generation
+        self._recent_crashes: list[Crash] = []  # of the last minutes, the first of each formed generation
         self.events: list[JobEvent] = []
         self.failure = ""
         self.blame: NodeFailure | None = None
@@ -227,6 +187,7 @@ class ElasticJob:
         self._finish_by = None if self._finish_by is None else self._finish_by + held_s
         for process in self._all():
             process.kill_at = None if process.kill_at is None else process.kill_at + held_s
+            process.spawned_at += held_s
             self._starter.signal(process.handle, signal.SIGCONT, group=True)
         self._note("released", f"after {held_s:.1f} s")
 
@@ -304,6 +265,7 @@ class ElasticJob:
         if self._is_started and not self._is_closed and self._result is None:
             self._starter.poll()
             self._see_progress()
+            self._end_late_newcomers()
             self._see_ended_newcomers()
             self._see_ended_members(self._see_ended_leavers())
             if self._result is None and self._stop_by is not None:
@@ -312,7 +274,7 @@ class ElasticJob:
                 self._fit_to_target()
         return self._result
 
-    def _all(self) -> list[_ElasticReplica]:
+    def _all(self) -> list[ElasticReplica]:
         return [*self._members, *self._newcomers, *self._leaving]
 
     def _slots_for(self, num_replicas: int) -> list[Slot]:
@@ -326,7 +288,7 @@ class ElasticJob:
         ]
 
     def _note(
-        self, kind: str, detail: str = "", process: _ElasticReplica | None = None, at: float | None = None
+        self, kind: str, detail: str = "", process: ElasticReplica | None = None, at: float | None = None
     ) -> None:
         replica_id = None if process is None else process.member.replica_id
         generation, at = self._controller.generation or None, time.time() if at is None else at
@@ -346,13 +308,21 @@ class ElasticJob:
             self._trained_since = self._trained_since or time.monotonic()
             self._note("formed", at=at)
 
-    def _ended(self, group: list[_ElasticReplica]) -> list[_ElasticReplica]:
+    def _ended(self, group: list[ElasticReplica]) -> list[ElasticReplica]:
         """Take the ended ones out of a list. A list changes here only, so that each end is seen once."""
         ended = [process for process in group if process.exit_code is not None]
         for process in ended:
             group.remove(process)
             self._note("exited", f"code {process.exit_code}", process)
         return ended
+
+    def _end_late_newcomers(self) -> None:
+        """Where members train. A first start is watched by the server, which knows the job's own time-out."""
+        now = time.monotonic()
+        for process in self._newcomers if self._members and self._held_since is None else ():
+            if not process.is_ready and process.exit_code is None and now > process.spawned_at + NEWCOMER_S:
+                process.spawned_at = now
+                self._kill(process, f"was not ready after {NEWCOMER_S:g} s")
 
     def _see_ended_newcomers(self) -> None:
         for process in self._ended(self._newcomers):
@@ -364,6 +334,8 @@ class ElasticJob:
             if self._is_excused(process):
                 self._pause(1)
                 continue
+            if process.exit_code:
+                self.crashes.append(f"{process.member.replica_id} {self._how(process)} before it was ready")
             self._early_ends[process.slot.node] += 1
             num_ends = self._early_ends.total()
             is_training = any(member.exit_code is None for member in self._members)
@@ -381,7 +353,7 @@ class ElasticJob:
         if self._early_finishers and not self._newcomers and not self._members and self._result is None:
             self._end(0)
 
-    def _give_up_change(self, process: _ElasticReplica) -> None:
+    def _give_up_change(self, process: ElasticReplica) -> None:
         """Newcomers do not get ready: the members go on, each in its slot."""
         cause = read_failure(self._starter.stderr_tail(self._stderr_of(process)))[0] or self._how(process)
         self.given_up.append(NodeFailure(self._early_ends.most_common(1)[0][0], cause))
@@ -389,17 +361,17 @@ class ElasticJob:
         self._early_ends.clear()
         self._requested = self._target = tuple(member.slot for member in self._members if member.exit_code is None)
 
-    def _blamed(self, process: _ElasticReplica) -> NodeFailure | None:
+    def _blamed(self, process: ElasticReplica) -> NodeFailure | None:
         """The node of an early end, if the cause looks like one of nodes, or others are ready elsewhere."""
         cause = node_cause(process.exit_code or 1, self._starter.stderr_tail(self._stderr_of(process)))
         if not cause and any(other.is_ready for other in self._newcomers):
             cause = f"replicas {self._how(process)} before they were ready; those on other nodes were ready"
         return NodeFailure(process.slot.node, cause) if cause else None
 
-    def _stderr_of(self, process: _ElasticReplica) -> str:
+    def _stderr_of(self, process: ElasticReplica) -> str:
         return str(self._log_dir / f"{process.member.replica_id}.err")
 
-    def _see_ended_leavers(self) -> list[_ElasticReplica]:
+    def _see_ended_leavers(self) -> list[ElasticReplica]:
         """Those that broke off while the members may still be in a collective with them."""
         ended = self._ended(self._leaving)
         broken = [process for process in ended if process.was_member and process.exit_code not in (0, STOPPED_CODE)]
@@ -410,7 +382,7 @@ class ElasticJob:
                 self._kill(process, "did not leave in time")
         return broken if self._formed < self._controller.generation else []
 
-    def _see_ended_members(self, broken_leavers: list[_ElasticReplica]) -> None:
+    def _see_ended_members(self, broken_leavers: list[ElasticReplica]) -> None:
         survivors = [process for process in self._members if process.exit_code is None]
         crashed = [process for process in self._members if process.exit_code not in (None, 0)]
         for process in self._members:
@@ -458,22 +430,22 @@ class ElasticJob:
                 self._kill(process, f"still ran {self._finish_grace_s:g} s after another had finished")
             self._finish_by = time.monotonic() + self._finish_grace_s
 
-    def _remember_crash(self, process: _ElasticReplica) -> None:
+    def _remember_crash(self, process: ElasticReplica) -> None:
         """An exception of the script, not a signal: starting it again may not help."""
         code, now = process.exit_code or 0, time.monotonic()
         self._recent_crashes = [crash for crash in self._recent_crashes if now - crash.at < CRASH_WINDOW_S]
         is_known = any(crash.formed == self._formed for crash in self._recent_crashes)
         if code > 0 and code != STOPPED_CODE and not is_known and not self._is_excused(process):
             rank = self._members.index(process)
-            self._recent_crashes.append(_Crash(at=now, formed=self._formed, rank=rank, process=process))
+            self._recent_crashes.append(Crash(at=now, formed=self._formed, rank=rank, process=process))
 
-    def _is_excused(self, process: _ElasticReplica) -> bool:
+    def _is_excused(self, process: ElasticReplica) -> bool:
         excuse = "its starter ended" if process.handle.is_orphan else self._excuse()
         if excuse:
             self._note("excused", excuse, process)
         return bool(excuse)
 
-    def _restart(self, crashed: list[_ElasticReplica]) -> None:
+    def _restart(self, crashed: list[ElasticReplica]) -> None:
         first = next((crash.process for crash in self._recent_crashes if crash.process in crashed), crashed[0])
         if self._trained_since is not None and time.monotonic() - self._trained_since > CRASH_WINDOW_S:
             self._num_restarts = 0
@@ -516,24 +488,24 @@ class ElasticJob:
         elif len(staying) < len(self._members) and self._holds_state(staying):
             self._change(staying)
 
-    def _holds_state(self, staying: list[_ElasticReplica]) -> bool:
+    def _holds_state(self, staying: list[ElasticReplica]) -> bool:
         """Whether the others may go: one of these trains, or none does yet."""
         return not self._formed or any((process.first_generation or 0) <= self._formed for process in staying)
 
-    def _change(self, members: list[_ElasticReplica]) -> None:
+    def _change(self, members: list[ElasticReplica]) -> None:
         leaving = [process for process in self._members if process not in members]
         for process in leaving:
             process.kill_at = time.monotonic() + self._grace_s
         self._leaving += leaving
         self._publish(members)
 
-    def _drop(self, newcomers: list[_ElasticReplica], why: str) -> None:
+    def _drop(self, newcomers: list[ElasticReplica], why: str) -> None:
         for process in newcomers:
             self._newcomers.remove(process)
             self._leaving.append(process)
             self._kill(process, why)
 
-    def _publish(self, members: list[_ElasticReplica], lost: Sequence[str] = ()) -> None:
+    def _publish(self, members: list[ElasticReplica], lost: Sequence[str] = ()) -> None:
         self._members = members
         generation = self._controller.publish([process.member for process in members], lost)
         for process in members:
@@ -560,11 +532,11 @@ class ElasticJob:
         logs = {"stdout": f"{log}.out", "stderr": f"{log}.err"}
         environment = {**self._env, **self._slot_env(slot), **environment}
         command = Command(argv=self._argv, env=environment, cwd=self._cwd, node=slot.node, **logs)
-        process = _ElasticReplica(member=member, slot=slot, handle=self._starter.spawn(command))
+        process = ElasticReplica(member=member, slot=slot, handle=self._starter.spawn(command))
         self._newcomers.append(process)
         self._note("spawned", f"slot {slot.number} on {slot.node}", process)
 
-    def _kill(self, process: _ElasticReplica, why: str) -> None:
+    def _kill(self, process: ElasticReplica, why: str) -> None:
         self._starter.signal(process.handle, signal.SIGKILL)
         self._note("killed", why, process)
 
@@ -585,7 +557,7 @@ class ElasticJob:
                 self._kill(process, "the job has ended")
         self._note("finished", f"code {code}")
 
-    def _fail(self, why: str, process: _ElasticReplica) -> None:
+    def _fail(self, why: str, process: ElasticReplica) -> None:
         path = self._stderr_of(process)
         self.failure = describe_failure(f"{self._name}: {why}", path, self._starter.stderr_tail(path))
         self._note("failed", self.failure, process)
@@ -593,5 +565,5 @@ class ElasticJob:
         self._end(code if code > 0 else 128 - code)
 
     @staticmethod
-    def _how(process: _ElasticReplica) -> str:
+    def _how(process: ElasticReplica) -> str:
         return how_it_ended(process.exit_code or 0)

@@ -202,6 +202,7 @@ class FixedJob:
             self._num_restarts += 1
         else:
             after = f", after {self._num_restarts} restarts" if self._num_restarts else ""
+            self.crashes.append(f"{failed.replica_id} {how_it_ended(code)}")
             what = f"{self._name}: rank {failed.rank} on {failed.slot.node} {how_it_ended(code)}{after}"
             path = str(self._log_dir / f"{failed.replica_id}.err")
             stderr = self._starter.stderr_tail(path)

@@ -299,6 +299,7 @@ class JobManager:
                 self._finish(entry, {"event": "stopped"})
             return
         result = processes.pump()
+        self._tell_crashes(entry, processes)
         self._see_given_up(entry, processes)
         self._sweep(entry)
         if result is not None and not processes.replicas:
@@ -435,9 +436,6 @@ class JobManager:
         if shown != entry.shown:
             entry.shown = shown
             self._tell({"event": "replicas", "job": entry.job, "replicas": shown})
-        for crash in () if processes is None else processes.crashes[entry.num_crashes :]:
-            entry.num_crashes += 1
-            self._tell({"event": "crashed", "job": entry.job, "reason": crash})
         note = self._note_of(entry)
         if note != entry.note:
             entry.note = note
@@ -449,6 +447,12 @@ class JobManager:
         elif entry.is_placed and entry.runs != entry.generation and processes is not None and processes.is_settled:
             entry.runs = entry.generation
             self._tell({"event": "runs", "job": entry.job, "generation": entry.generation})
+
+    def _tell_crashes(self, entry: _Entry, processes: ReplicaJob) -> None:
+        """Before the end of a job is told: of an ended one no more is heard."""
+        for crash in processes.crashes[entry.num_crashes :]:
+            entry.num_crashes += 1
+            self._tell({"event": "crashed", "job": entry.job, "reason": crash})
 
     def _note_of(self, entry: _Entry) -> str:
         if entry.end is not None or entry.is_stopping:

@@ -13,7 +13,9 @@ import pytest
 
 pytest.importorskip("torch")
 
-from pollux.engines.processes.elastic import ElasticJob, JobEvent
+from pollux.engines.processes import elastic
+from pollux.engines.processes.elastic import ElasticJob
+from pollux.engines.processes.elastic_replica import JobEvent
 from pollux.engines.processes.fork_server import ForkServer
 from pollux.engines.processes.slots import Slot
 from pollux.engines.processes.starters import ColdStarter
@@ -252,6 +254,7 @@ def test_a_script_that_cannot_start_is_started_once_if_it_may_not_restart(bench)
     job = bench.job("raise ImportError('no module named nonsense')", max_restarts=0)
     assert job.wait(60.0) == 1
     assert "a replica ended before it was ready" in job.failure
+    assert job.crashes == ["t-0 exited with 1 before it was ready"]
     assert len(of_kind(job, "spawned")) == 1
 
 
@@ -272,6 +275,19 @@ if membership.rank == 0 and "finish" in DEAF:
     sys.exit(0)
 time.sleep(60)
 """
+
+
+def test_newcomers_that_never_get_ready_are_given_up_and_the_members_go_on(bench, monkeypatch):
+    monkeypatch.setattr(elastic, "NEWCOMER_S", 1.0)
+    job = bench.job(f"import os, time\nif os.environ['POLLUX_REPLICA_ID'] != 't-0':\n    time.sleep(300)\n{SCRIPT}")
+    pump_until(job, formed(job, 1))
+    job.resize(2)
+    pump_until(job, lambda: job.given_up)
+    assert {event.detail for event in of_kind(job, "killed")} == {"was not ready after 1 s"}
+    assert len(of_kind(job, "killed")) == elastic.MAX_SPAWN_FAILURES
+    before = bench.step()
+    pump_until(job, lambda: job.is_settled and bench.step() > before)
+    assert ids(job) == ["t-0"] and job.result is None
 
 
 def test_who_does_not_leave_or_stop_is_killed_with_its_children(bench):

@@ -129,6 +129,7 @@ def test_one_rank_that_fails_ends_all_and_is_told(bench):
     assert ended(job) == 1
     assert job.failure.splitlines()[0] == "f: rank 1 on n1 exited with 1: KeyError: 'rank one lost its key'"
     assert job.num_restarts == 0
+    assert job.crashes == ["f-1 exited with 1"]
     assert job.replicas == ()
 
 
@@ -157,6 +158,7 @@ def test_restarts_are_bounded_and_excuses_do_not_count(bench):
         "f: rank 0 on n0 exited with 7, after 1 restarts" in job.failure or "rank 1 on n1 exited with 7" in job.failure
     )
     assert job.num_restarts == 1
+    assert len(job.crashes) == 4  # two of them excused
     assert excuses == []
 
 

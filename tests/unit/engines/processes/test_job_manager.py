@@ -378,3 +378,14 @@ def test_an_end_says_which_node_may_be_its_cause(cluster):
     cluster.manager.turn()
     (told,) = (message for message in cluster.told if message["event"] == "ended")
     assert (told["state"], told["node"], told["cause"]) == ("failed", "node-0", "no script")
+
+
+def test_a_crash_that_ends_the_job_is_told_before_its_end(cluster):
+    cluster.start("a", 1, ("node-0", 1))
+    processes = cluster.processes("a")
+    processes.crashes.append("a-0 exited with 1")
+    processes.result, processes.members = 1, []
+    cluster.told.clear()
+    cluster.manager.turn()
+    told = [message["event"] for message in cluster.told if message["event"] in ("crashed", "ended")]
+    assert told == ["crashed", "ended"]

@@ -1,0 +1,44 @@
+"""Trials as they are kept: what a kill in the middle of asking leaves is completed as if there had been none."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+pytest.importorskip("optuna", reason="studies need the extra tune")
+
+from pollux.api.request import JobRequest
+from pollux.api.space import parse_parameter
+from pollux.api.study import StudyRequest
+from pollux.tune import storage
+from pollux.tune.storage import StoredStudy, StudyStorage, make_sampler
+
+SPACE = tuple(map(parse_parameter, ("lr=log:1e-4..1.0", "momentum=0.5..0.99", "width=choice:8,16")))
+REQUEST = StudyRequest(job=JobRequest(command=("python", "x.py")), name="s", space=SPACE, metric="loss", seed=5)
+
+
+def study_with_history(sampler: str) -> StoredStudy:
+    made = StudyStorage(None).create(dataclasses.replace(REQUEST, sampler=sampler), 0.0)
+    for number in range(12):  # TPE begins after ten
+        trial = made.ask()
+        made.observe(trial, 1.0, float(number))
+        trial.value = float(number)
+        made.tell(trial, "complete", "")
+    return made
+
+
+@pytest.mark.parametrize("sampler", ["random", "tpe"])
+@pytest.mark.parametrize("num_kept", range(len(SPACE) + 1))
+def test_a_trial_that_was_being_asked_for_gets_the_parameters_it_would_have_had(sampler: str, num_kept: int) -> None:
+    expected = study_with_history(sampler).ask().params
+
+    broken = study_with_history(sampler)
+    with storage._guarded("asking"):
+        broken._study.sampler = make_sampler(broken.request, 12)
+        trial = broken._study.ask()
+        for parameter in SPACE[:num_kept]:  # as far as the killed server came
+            storage._suggest(trial, parameter)
+    (left,) = (one for one in broken.trials() if one.state == "running")
+    assert broken.complete_params(left) == expected
+    assert broken.trials()[12].params == expected
