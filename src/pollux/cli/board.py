@@ -204,7 +204,8 @@ def _node(node: NodeSummary, marks: Mapping[str, Text]) -> Text:
     if node.health != "ok":
         text.append(f" {node.health}", style="red")
     elif is_leaving:
-        text.append(" drained" if node.is_draining else " leaving", style="yellow")
+        state = "leaving" if not node.is_draining else "draining" if node.used else "drained"
+        text.append(f" {state}", style="yellow")
     return text
 
 

@@ -157,8 +157,19 @@ def drain(
     if as_json:
         print_json(found)
     else:
-        what = "takes jobs again" if is_undone else "gets no jobs any more; those on it move or wait"
-        typer.echo(f"{plain(found.name)} {what}", err=True)
+        typer.echo(f"{plain(found.name)} takes jobs again" if is_undone else _drained(found), err=True)
+
+
+def _drained(node: NodeSummary) -> str:
+    """What becomes of the jobs on a node that is drained."""
+    moving = [plain(job.name) for job in node.jobs if job.may_move]
+    staying = [plain(job.name) for job in node.jobs if not job.may_move]
+    words = [f"{plain(node.name)} gets no jobs any more"]
+    if moving:
+        words.append(f"{', '.join(moving)}: moved to other nodes, or waiting where there is no room")
+    if staying:
+        words.append(f"{', '.join(staying)}: cannot be moved, so the node is in use until they end")
+    return "; ".join(words)
 
 
 # Status ---------------------------------------------------------------------------------------

@@ -18,11 +18,12 @@ import {
   withError,
 } from "./format.js";
 import {jobFigures} from "./job_figures.js";
-import {progressBar, stateChip} from "./jobs.js";
+import {progressBar, stateChip} from "./job_columns.js";
 import {LogView} from "./logs.js";
 import {swatch} from "./paint.js";
 import {noteSequence, now, store} from "./store.js";
 import {openSubmit} from "./submit.js";
+import {Tabs} from "./tabs.js";
 
 const EVERY_MS = 2000,
   RETRY_MS = 10000,
@@ -130,7 +131,8 @@ const resizeTable = () =>
 const section = (title, ...children) => h("section", {}, h("h2", {}, title), children);
 const newestFirst = list => [...list].reverse();
 
-export function jobPage({name, go}) {
+/* `query`: which tab, as the address has it. */
+export function jobPage({name, query, go}) {
   const leaving = new AbortController(),
     {signal} = leaving,
     path = `/jobs/${encodeURIComponent(name)}`;
@@ -153,24 +155,31 @@ export function jobPage({name, go}) {
     decisions = decisionTable(),
     history = historyTable(),
     resizes = resizeTable();
-  const trained = h(
-      "div",
-      {},
-      section("Training", h("div", {class: "grid charts"}, figures.curves)),
-      section("Performance model", h("div", {class: "grid charts"}, figures.model)),
-    ),
-    output = section("Output", logs.element);
-  const body = h(
-    "div",
-    {hidden: true},
-    facts.element,
-    failure,
-    trained,
-    output,
-    section("Replicas", replicas.element),
-    section("Decisions about it", decisions.element),
-    h("div", {class: "grid"}, section("History", history.element), section("Starts and resizes", resizes.element)),
-  );
+  const address = `#/jobs/${encodeURIComponent(name)}`;
+  const tabs = new Tabs({
+    label: `Parts of ${name}`,
+    parts: [
+      ["overview", "Overview", facts.element, failure, h("div", {class: "grid charts"}, figures.overview)],
+      ["metrics", "Metrics", h("div", {class: "grid charts"}, figures.metrics)],
+      ["model", "Model", h("div", {class: "grid charts"}, figures.model)],
+      ["logs", "Logs", logs.element],
+      [
+        "history",
+        "History",
+        section("Decisions", decisions.element),
+        h("div", {class: "grid"}, section("States", history.element), section("Starts and resizes", resizes.element)),
+        section("Replicas", replicas.element),
+      ],
+    ],
+    chosen: new URLSearchParams(query).get("tab"),
+    onchange: key => {
+      // Replaced, not pushed: "back" leaves the job.
+      window.history.replaceState(window.history.state, "", key === "overview" ? address : `${address}?tab=${key}`);
+      if (key === "logs") logs.open();
+    },
+  });
+  if (tabs.chosen === "logs") logs.open();
+  const body = h("div", {hidden: true}, tabs.element);
   const missing = h("div", {class: "card pad empty-page", hidden: true});
   const element = h(
     "div",
@@ -264,6 +273,9 @@ export function jobPage({name, go}) {
       ["Running for", duration(lasted)],
       ["Submitted", time(job.submitted_at)],
       ["Last report", job.reported_at === null ? DASH : ago(Math.max(0, now() - job.reported_at))],
+      ...(job.finished_at === null ? [] : [["Ended", time(job.finished_at)]]),
+      ...(typeof job.used_slot_s === "number" ? [["Slot-hours", number(job.used_slot_s / 3600)]] : []),
+      ...(typeof job.exit_code === "number" ? [["Exit code", String(job.exit_code)]] : []),
       ["Resizes", number(job.num_resizes)],
       ["Crashes", number(job.num_crashes)],
       [
@@ -309,12 +321,14 @@ export function jobPage({name, go}) {
         api(`${path}/curves?points=600`, {signal}),
         wantsModel ? api(`${path}/model`, {signal}) : null,
       ]);
-      if (!missing.hidden) logs.start(); // it was not there before
+      if (!missing.hidden && tabs.chosen === "logs") logs.start(); // it was not there before
       detail = found;
       show();
       showDetail();
-      // A command that does not train with Pollux has nothing to draw, and its output is all there is of it.
-      trained.hidden = found.kind === "fixed" && !curves.at.length;
+      // A command that does not train with Pollux has nothing to draw.
+      const isSilent = found.kind === "fixed" && !curves.at.length;
+      for (const key of ["metrics", "model"]) tabs.setHidden(key, isSilent);
+      figures.setHidden(isSilent);
       figures.updateCurves(curves);
       if (model) {
         modelAt = performance.now();

@@ -163,10 +163,10 @@ class Queries:
     # The cluster ------------------------------------------------------------------------------
 
     def nodes(self) -> list[NodeSummary]:
-        allocations = {name: record.allocation for name, record in self._state.records.items()}
+        records = list(self._state.records.values())
         nodes, unusable = self._engine.nodes(), self._engine.unusable
         draining, releasing, conditions = self._state.draining, self._state.releasing, self._conditions()
-        return node_summaries(nodes, draining, releasing, allocations, conditions, unusable)
+        return node_summaries(nodes, draining, releasing, records, conditions, unusable)
 
     def _conditions(self) -> dict[str, NodeCondition]:
         scheduler = self._state.scheduler
@@ -308,6 +308,8 @@ class Queries:
                 continue
             if job.report is not None and job.report.efficiency is not None:
                 efficient, num_told = efficient + count * job.report.efficiency, num_told + count
+            if job.request is not None and job.request.kind == "fixed":
+                continue  # what it does with its slots is not known
             if job.decided is not None and (share := useful_slots(job.decided.decision, count)) is not None:
                 useful.append(share)
         scheduler, price = self._state.scheduler, self._config.node_price
