@@ -47,6 +47,7 @@ class ClusterSummary:
     lost_share: float | None = field(metadata=about("Share of the jobs' time lost to resizes."))
     sizing: ClusterSize
     data_directory: str
+    why_free: tuple[str, ...] = field(metadata=about("Why slots are free, in words; empty: none is."))
     interval_s: float
     standby_of: str | None = field(
         default=None, metadata=about("On a standby, the URL of the server that leads; empty while none does.")

@@ -107,6 +107,18 @@ class JobPage:
     total: int = field(metadata=about("How many there are in these states."))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobForecast:
+    """When a waiting job will start, by playing the queue on several times. Null: it cannot be foreseen."""
+
+    words: str = field(metadata=about("The answer in a sentence."))
+    low_s: float | None = field(metadata=about("Seconds from now; in 1 of 10 plays it starts earlier."))
+    median_s: float | None
+    high_s: float | None = field(metadata=about("In 1 of 10 plays it starts later."))
+    num_runs: int = field(metadata=about("How often the queue was played on."))
+    num_guessed: int = field(metadata=about("Jobs whose end is guessed by their age."))
+
+
 # In full --------------------------------------------------------------------------------------
 
 

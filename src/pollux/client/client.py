@@ -36,6 +36,7 @@ from pollux.api.job import (
     Cancellation,
     JobCurves,
     JobDetail,
+    JobForecast,
     JobList,
     JobLogFile,
     JobLogFileList,
@@ -153,6 +154,10 @@ class Job:
     def model(self) -> JobModel:
         """Its measured speed, the model fitted to that, and what follows for batch and replicas."""
         return self._client._get(JobModel, path_of("jobs", self.name, "model"))
+
+    def forecast(self) -> JobForecast:
+        """When it will start, if it waits: the queue played on by the server, within two seconds."""
+        return self._client._get(JobForecast, path_of("jobs", self.name, "forecast"))
 
     def cancel(self, reason: str = "") -> JobSummary:
         """End it: it receives SIGTERM, and checkpoints. One that has ended stays as it is."""

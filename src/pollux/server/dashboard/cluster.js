@@ -2,7 +2,7 @@
 
 import {api} from "./api.js";
 import {Figure, hasNumbers, lastOf, layout, line, wholeAxis} from "./charts.js";
-import {h, setText, toast} from "./dom.js";
+import {fill, h, setText, toast} from "./dom.js";
 import {DASH, ago, count, duration, money, number, plural, share, wallClock} from "./format.js";
 import {Gantt} from "./gantt.js";
 import {JobsTable, queueTable} from "./jobs.js";
@@ -242,7 +242,9 @@ export function clusterPage({go}) {
   );
   const ganttNote = h("small", {}, GANTT_NOTE);
   const queueTitle = h("h2", {}, "Queue"),
-    reason = h("p", {class: "muted"});
+    reason = h("p", {class: "muted"}),
+    whyFree = h("ul", {class: "plain reasons"}),
+    free = h("details", {class: "why-free", hidden: true}, h("summary", {}, "Why are slots free?"), whyFree);
   const element = h(
     "div",
     {},
@@ -254,6 +256,7 @@ export function clusterPage({go}) {
       {class: "card pad", "aria-label": "Map"},
       h("div", {class: "section-head"}, h("h2", {}, "Nodes and slots")),
       map.element,
+      free,
       nodesBox,
     ),
     h("section", {}, queueTitle, queue.element),
@@ -333,6 +336,9 @@ export function clusterPage({go}) {
       jobs.update(all);
     }
     if (changes.isFull || changes.samples || changes.cluster || changes.moves) charts.update(since());
+    const why = store.cluster?.why_free ?? [];
+    free.hidden = !why.length;
+    if (changes.isFull || changes.cluster) fill(whyFree, why.map(words => h("li", {}, words)));
     setText(reason, store.cluster?.sizing?.reason ? `Size: ${store.cluster.sizing.reason}` : "");
     reason.hidden = !reason.textContent;
     gantt.refresh();

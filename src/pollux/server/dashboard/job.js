@@ -27,7 +27,8 @@ import {Tabs} from "./tabs.js";
 
 const EVERY_MS = 2000,
   RETRY_MS = 10000,
-  MODEL_EVERY_MS = 8000;
+  MODEL_EVERY_MS = 8000,
+  FORECAST_EVERY_MS = 20000;
 
 /* Facts with their names; made once, then only their text is set. */
 class Facts {
@@ -140,6 +141,7 @@ export function jobPage({name, query, go}) {
     mark = h("span"),
     bar = h("span"),
     reason = h("p", {class: "reason"}),
+    forecast = h("p", {class: "forecast", hidden: true}),
     failure = h("pre", {class: "failure", hidden: true});
   const command = h("code", {class: "command"}),
     facts = new Facts(),
@@ -193,6 +195,7 @@ export function jobPage({name, query, go}) {
     ),
     bar,
     reason,
+    forecast,
     command,
     missing,
     body,
@@ -204,6 +207,24 @@ export function jobPage({name, query, go}) {
 
   const canCheckpoint = () =>
     (detail ?? store.jobs.get(name))?.kind !== "fixed" || Boolean(detail?.request?.checkpoints);
+
+  /* When it will start, asked now and then while it waits. */
+  let forecastAt = -Infinity;
+  async function foresee(state) {
+    if (state !== "pending") {
+      forecast.hidden = true;
+      return;
+    }
+    if (performance.now() - forecastAt < FORECAST_EVERY_MS) return;
+    forecastAt = performance.now();
+    try {
+      const {words} = await api(`${path}/forecast`, {signal});
+      setText(forecast, `When will it start? ${words.charAt(0).toUpperCase()}${words.slice(1)}.`);
+      forecast.hidden = false;
+    } catch {
+      /* the page says what is wrong with the connection */
+    }
+  }
 
   async function askCancel() {
     const told = await confirmDialog({
@@ -244,6 +265,7 @@ export function jobPage({name, query, go}) {
     setText(reason, [job.note, job.reason].filter(Boolean).join(" · ").replaceAll("->", "→"));
     reason.hidden = !reason.textContent;
     cancel.hidden = FINAL.has(job.state);
+    foresee(job.state);
     const lasted = job.started_at === null ? null : (job.finished_at ?? now()) - job.started_at;
     facts.update([
       ["Replicas", `${job.num_replicas}`, ""],
@@ -358,7 +380,7 @@ export function jobPage({name, query, go}) {
       h("p", {}, links.length ? ["There are ", links] : h("a", {href: "#/jobs"}, "To all jobs")),
     );
     missing.hidden = false;
-    for (const part of [body, again, cancel, chip, bar, reason, command]) part.hidden = true;
+    for (const part of [body, again, cancel, chip, bar, reason, forecast, command]) part.hidden = true;
   }
   function refresh(isUrgent) {
     if (timer && !isUrgent) return;

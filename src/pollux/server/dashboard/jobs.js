@@ -1,7 +1,7 @@
 /* Jobs as a table, to sort, search and group; and the page with all of them. */
 
 import {api} from "./api.js";
-import {DataTable, h, set, setText, toast} from "./dom.js";
+import {DataTable, fill, h, set, setText, toast} from "./dom.js";
 import {FINAL, ago, count, plural} from "./format.js";
 import {activeColumns, endedColumns, why} from "./job_columns.js";
 import {grouped, keyOf} from "./job_groups.js";
@@ -48,7 +48,7 @@ export class JobsTable {
       active: make(activeColumns(this), {key: "state", isDown: false}),
       ended: make(endedColumns(this), {key: "ended", isDown: true}),
     };
-    this.tables.ended.element.hidden = true;
+    this.place = h("div", {}, this.tables.active.element);
     this.element = h(
       "div",
       {},
@@ -61,8 +61,7 @@ export class JobsTable {
         this.tally,
         this.compare,
       ),
-      this.tables.active.element,
-      this.tables.ended.element,
+      this.place,
     );
   }
 
@@ -135,7 +134,7 @@ export class JobsTable {
         text = `${job.name} ${job.state} ${job.application} ${job.owner} ${job.team} ${job.kind} ${place} ${why(job)}`;
       return words.every(word => text.toLowerCase().includes(word));
     });
-    for (const table of Object.values(this.tables)) table.element.hidden = table !== this.table;
+    if (this.place.firstElementChild !== this.table.element) fill(this.place, this.table.element);
     setText(
       this.table.empty,
       this.all.length

@@ -143,7 +143,7 @@ export const nodeTable = () =>
         cell: node =>
           node.jobs.length ? node.jobs.slice(0, 8).map(job => [jobLink(job.name), ` × ${job.num_replicas} `]) : DASH,
       },
-      {key: "drain", label: "", mark: node => node.is_draining, cell: drainButton},
+      {key: "drain", label: "Action", mark: node => node.is_draining, cell: drainButton},
     ],
     keyOf: node => node.name,
     sort: {key: "name", isDown: false},

@@ -70,7 +70,7 @@ export function sideBySidePage(query) {
     figures = new Map(),
     table = new DataTable({
       columns: [
-        {key: "name", label: "", cell: row => row.name},
+        {key: "name", label: "What", cell: row => row.name},
         ...names.map((name, index) => ({
           key: `job-${index}`,
           label: name,

@@ -76,3 +76,35 @@ def test_goodput_leaves_fixed_jobs_out(world: World) -> None:
     world.until(lambda: world.cluster._jobs.get(elastic).decided is not None, "a decision")
     sample = world.cluster.queries.take_sample()
     assert sample.num_used_slots == 3 and sample.goodput == pytest.approx(1.0)
+
+
+# --- when does it start, why are slots free --------------------------------------------------------------------------
+
+
+def test_a_waiting_job_is_told_when_it_starts(world: World) -> None:
+    runs = world.submit(kind="fixed", replicas=4, time_limit_s=300.0)
+    world.until_state(runs, "running")
+    mine = world.submit(kind="fixed", replicas=2)
+    world.until(lambda: mine in world.cluster.queries._state.records, "the scheduler has it")
+    found = world.cluster.queries.forecast(mine)
+    assert found.words.startswith("starts in about ") and "of 1 job the end is guessed" in found.words
+    assert found.high_s is not None and found.high_s <= 300.0  # its time limit ends it
+    assert world.cluster.queries.forecast(runs).words == "no estimate: it is running"
+    large = world.submit(kind="fixed", replicas=9)
+    world.until(lambda: large in world.cluster.queries._state.records, "the scheduler has it")
+    assert world.cluster.queries.forecast(large).words == "no estimate: it does not fit the cluster as it is"
+
+
+def test_why_slots_are_free(world: World) -> None:
+    assert world.cluster.queries.summary().why_free == ("no job waits", "no job runs")
+    fixed, most = world.submit(kind="fixed", name="f"), world.submit(kind="elastic", max_replicas=1, name="e")
+    large = world.submit(kind="fixed", replicas=9, name="large")
+    for name in (fixed, most):
+        world.until_state(name, "running")
+    world.until(lambda: large in world.cluster.queries._state.records, "the scheduler has it")
+    words = world.cluster.queries.summary().why_free
+    assert words[0] == "1 job waiting (large: needs 9 slots at once; the cluster has 4)"
+    assert set(words[1:]) == {"f, e: runs with the number of replicas it was submitted with"}
+    other = world.submit(kind="fixed", replicas=2)
+    world.until_state(other, "running")
+    world.until(lambda: world.cluster.queries.summary().why_free == (), "no slot is free")
