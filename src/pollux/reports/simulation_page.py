@@ -20,6 +20,7 @@ from pollux.reports.figures import (
     REPLICA_CLASSES,
     ByPolicy,
     TimeUnit,
+    averages,
     busiest_jobs,
     cdf,
     decisions,
@@ -118,6 +119,7 @@ def _workload_section(
         return placed(figures, f"{key}-{name}", made, label, is_wide=is_wide)
 
     charts = [
+        figure("averages", averages(by_policy, colours), "Job completion time", is_wide=True),
         figure("jct", cdf(by_policy, "jct", colours), "Job completion time: share of jobs done within"),
         figure("rho", cdf(by_policy, "rho", colours), "Finish-time fairness ρ: share of jobs at or below"),
     ]

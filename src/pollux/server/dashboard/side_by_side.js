@@ -5,7 +5,6 @@ import {Figure, hasNumbers, layout, line, wholeAxis} from "./charts.js";
 import {DataTable, fill, h, toast} from "./dom.js";
 import {DASH, byName, count, duration, isOdd, number, plain, quoted, share, time} from "./format.js";
 import {stateChip} from "./job_columns.js";
-import {jobLink} from "./paint.js";
 import {noteSequence, now} from "./store.js";
 
 const MOST_JOBS = 6,
@@ -154,7 +153,7 @@ export function sideBySidePage(query) {
       fill(
         key,
         known.map(({job}, place) =>
-          h("span", {class: "key"}, curveMark(place), jobLink(job.name), " ", stateChip(job.state)),
+          h("span", {class: "key"}, curveMark(place), link(job.name), stateChip(job.state)),
         ),
       );
       compare();
@@ -204,6 +203,9 @@ export function sideBySidePage(query) {
     },
   };
 }
+
+/* Without the job's own colour, which is another one than its curves have here. */
+const link = name => h("a", {href: `#/jobs/${encodeURIComponent(name)}`}, name);
 
 /* A short line as the curves have it: its colour here is by place, not the job's own, so that six always differ. */
 const curveMark = place =>
