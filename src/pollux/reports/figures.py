@@ -156,12 +156,11 @@ def averages(by_policy: ByPolicy, colours: Mapping[str, int]) -> Figure:
         if varies:
             trace["error_y"] = {"type": "data", "symmetric": False, "color": "@ink", **errors}
         traces.append(trace)
-    note = "" if not any(len(seeds) > 1 for seeds in by_policy.values()) else ", least to greatest of the seeds"
     layout = {
         "bargap": 0.35,
-        "xaxis": {"domain": [0, 0.46], "title": {"text": f"mean{note}"}},
+        "xaxis": {"domain": [0, 0.46], "title": {"text": "mean"}},
         "yaxis": {"rangemode": "tozero", "title": {"text": unit}},
-        "xaxis2": {"domain": [0.54, 1], "anchor": "y2", "title": {"text": f"99th percentile{note}"}},
+        "xaxis2": {"domain": [0.54, 1], "anchor": "y2", "title": {"text": "99th percentile"}},
         "yaxis2": {"rangemode": "tozero", "anchor": "x2"},
     }
     return {"data": traces, "layout": layout, "height": 320}
@@ -188,6 +187,9 @@ def over_time(by_policy: ByPolicy, name: str, unit: TimeUnit, colours: Mapping[s
     }
     if name == "efficiency":
         layout["yaxis"] = {"tickformat": ".0%", "range": [0, 1.05]}
+    if name == "waiting":  # whole jobs have whole ticks
+        most = max((max(trace["y"], default=0) for trace in traces), default=0)
+        layout["yaxis"] |= {"tickformat": "d"} | ({"dtick": 1} if most <= 8 else {})
     if name == "gpus":
         longest = max((seeds[0] for seeds in by_policy.values()), key=lambda result: result.makespan_s)
         start = min(job.submitted_at for job in longest.jobs)
