@@ -56,6 +56,8 @@ class PretendedEngine:
 
     applies_at_once = False
 
+    unusable: tuple[()] = ()
+
     def __init__(self, wake: Callable[[], None]) -> None:
         self._nodes = [Node(name=f"n{i:03}", num_slots=SLOTS_PER_NODE, accelerator="gpu") for i in range(NUM_NODES)]
         self._wake, self._turn = wake, threading.Lock()

@@ -156,7 +156,7 @@ def asked_for(arrival: Arrival, arm: Arm, num_slots: int) -> tuple[int | None, i
 def live_cluster(arm: Arm, options: argparse.Namespace, folder: Path, env: dict[str, str]) -> Iterator[Client]:
     """A server that is ready; at the end no process of it is left."""
     data = folder / "data"
-    command = [sys.executable, "-m", "pollux.cli", "up", "--data", str(data), "--port", "0", "--policy", arm.policy]
+    command = [sys.executable, "-m", "pollux", "up", "--data", str(data), "--port", "0", "--policy", arm.policy]
     command += ["--interval", str(options.interval_s)]
     command += ["--slots", str(options.slots)] if options.slots else ["--slots-per-gpu", str(options.slots_per_gpu)]
     with (folder / "server.log").open("wb") as log:

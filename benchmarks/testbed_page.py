@@ -91,7 +91,7 @@ def replay(result: Result, out: Path) -> Numbers | None:
     """What ``pollux replay`` predicts of an arm's jobs, or None where it cannot."""
     folder = out / f"{result['arm']}-{result['seed']}"
     since = datetime.fromtimestamp(result["began_at"] - 0.5).isoformat()  # without the job that warms up
-    command = [sys.executable, "-m", "pollux.cli", "replay", "--data", str(folder), "--since", since, "--json"]
+    command = [sys.executable, "-m", "pollux", "replay", "--data", str(folder), "--since", since, "--json"]
     try:
         done = subprocess.run(
             [*command, "--policy", result["policy"], "--jobs", "1"], capture_output=True, text=True, timeout=REPLAY_S

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import shutil
@@ -14,12 +15,15 @@ from typing import Any
 
 import pytest
 
+from pollux.api.job import JobRow
 from pollux.client import Client
 from pollux.server.config import ServiceConfig
 from pollux.server.service import Service
 from tests.unit.live_server import ELASTIC
 
 PATIENCE_MS = 60_000
+DESKTOP = {"width": 1280, "height": 900}
+PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True, "device_scale_factor": 1.5}
 SCREENSHOTS = Path(__file__).resolve().parents[2] / "out" / "screenshots"
 EVIL = "<img src=x onerror=window.evil=1>"
 BIG_LINE_BYTES = 10_000_000
@@ -141,6 +145,16 @@ class Visitor:
         assert is_evil is None
 
 
+@contextlib.contextmanager
+def stranger(chrome: Any, server: Watched, **options: Any) -> Iterator[Visitor]:
+    """With a browser of its own, which remembers nothing."""
+    context = chrome.new_context(**{"viewport": DESKTOP, **options})
+    made = Visitor(context, server)
+    yield made
+    made.close()
+    context.close()
+
+
 class Told:
     """Stands in for the stream of events, for what no real cluster does at the right moment: every ``tell`` is one
     message, that tells all, after which the stream ends. A page that was told asks again within a second.
@@ -151,15 +165,59 @@ class Told:
         self._waiting: list[Any] = []
         page.route("**/api/v1/events*", lambda route: self._waiting.append(route))
 
-    def tell(self, *, jobs: Iterable[dict[str, Any]] = (), nodes: Iterable[dict[str, Any]] = ()) -> None:
+    def tell(
+        self,
+        *,
+        jobs: Iterable[dict[str, Any]] = (),
+        nodes: Iterable[dict[str, Any]] = (),
+        cluster: dict[str, Any] | None = None,
+    ) -> None:
         hear(self._page, lambda: self._waiting, "the page asks for events")
         version = self._page.evaluate("window.pollux?.store.version ?? 0")
-        cluster = {"jobs": {}, "nodes": 0, "num_slots": 0, "num_used_slots": 0, "last_decision_s": None}
-        told = {"at": time.time(), "is_full": True, "cluster": cluster, "jobs": list(jobs), "nodes": list(nodes)}
+        summary = {
+            "jobs": {},
+            "nodes": 0,
+            "num_slots": 0,
+            "num_used_slots": 0,
+            "last_decision_s": None,
+            **(cluster or {}),
+        }
+        told = {"at": time.time(), "is_full": True, "cluster": summary, "jobs": list(jobs), "nodes": list(nodes)}
         body = f"event: state\ndata: {json.dumps(told)}\n\n"
         self._waiting.pop().fulfill(body=body, headers={"Content-Type": "text/event-stream"})
         self._page.wait_for_function("version => pollux.store.version > version", arg=version)
         two_frames(self._page)
+
+
+def row_of(name: str, sequence: int = 1, **more: Any) -> dict[str, Any]:
+    """A job as the stream of events has it."""
+    blank = dict.fromkeys(field.name for field in dataclasses.fields(JobRow))
+    known = {
+        "state": "pending",
+        "kind": "elastic",
+        "reason": "",
+        "note": "",
+        "array": "",
+        "study": "",
+        "metric_name": "",
+    }
+    counted = {"num_replicas": 0, "min_replicas": 1, "max_replicas": 1, "submitted_at": time.time(), "allocation": []}
+    return {
+        **blank,
+        **known,
+        **counted,
+        "application": "",
+        "metric_name": "",
+        "name": name,
+        "sequence": sequence,
+        **more,
+    }
+
+
+def node_of(name: str, num_slots: int = 4, **more: Any) -> dict[str, Any]:
+    """A node as the stream of events has it."""
+    state = {"is_draining": False, "is_leaving": False, "used": 0, "jobs": [], "health": "ok", "problem": ""}
+    return {"name": name, "num_slots": num_slots, "accelerator": "cpu", **state, **more}
 
 
 def hear(page: Any, condition: Callable[[], object], what: str) -> None:
@@ -182,8 +240,9 @@ def draw_all(page: Any) -> None:
           const endsAt = performance.now() + patienceMs, frame = () => new Promise(requestAnimationFrame);
           await frame(); // in which a change of colours is told
           await frame();
-          const isWaiting = one => one.querySelector(".figure-empty:not([hidden])")?.innerText.includes("Drawing")
-            || "pale" in one.dataset;
+          const isDrawing = one => one.querySelector(".figure-empty:not([hidden])")?.innerText.includes("Drawing"),
+            // Not in a tab that is closed.
+            isWaiting = one => one.offsetParent && (isDrawing(one) || "pale" in one.dataset);
           for (const figure of document.querySelectorAll("main figure")) {
             if (isWaiting(figure)) figure.scrollIntoView({block: "center"});
             while (isWaiting(figure) && performance.now() < endsAt) await new Promise(done => setTimeout(done, 20));

@@ -1,14 +1,12 @@
 """The dashboard in a real browser, before a real server with real jobs: what it shows, what it does, what it survives.
 
-Screenshots of every page go to ``out/screenshots``; whoever changes a page looks at them.
+How pages look is in ``test_pages.py``; what was wrong once, and the next questions, in ``test_questions.py``.
 """
 
 from __future__ import annotations
 
-import contextlib
 import re
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -19,81 +17,22 @@ from pollux.tune import Study
 from tests.browser.browsing import (
     ELASTIC_JOB,
     EVIL,
-    ODD_JOB,
-    SCREENSHOTS,
     Told,
     Visitor,
     Watched,
-    browser,
     draw_all,
     hear,
-    overflow,
+    stranger,
     two_frames,
 )
-from tests.leftovers import processes_in
 from tests.long import long
 
-DESKTOP = {"width": 1280, "height": 900}
-PHONE = {"viewport": {"width": 390, "height": 844}, "is_mobile": True, "has_touch": True, "device_scale_factor": 1.5}
-PAGES = {"cluster": "#/", "jobs": "#/jobs", "job": "#/jobs/train", "decisions": "#/decisions", "compare": "#/compare"}
-PAGES |= {"studies": "#/studies", "usage": "#/usage"}
-FIGURES_OF_A_JOB = (
-    *("Replicas", "Batch size", "Accumulation", "Learning-rate gain", "Gradient noise scale", "Efficiency"),
-    *("Throughput and goodput", "Progress", "Time of a step", "Measured against predicted", "Goodput by batch size"),
-    "Speedup by replicas",
-)
+FIGURES_OF_A_JOB = {
+    "overview": ("Replicas", "Batch size", "Throughput and goodput", "Progress"),
+    "metrics": ("loss", "Accumulation", "Learning-rate gain", "Gradient noise scale", "Efficiency"),
+    "model": ("Time of a step", "Measured against predicted", "Goodput by batch size", "Speedup by replicas"),
+}
 REPORT = "<!DOCTYPE html><title>r</title><h1>The published report</h1><script>document.title = 'ran'</script>"
-
-
-@pytest.fixture(scope="module")
-def chrome() -> Iterator[Any]:
-    with browser() as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def server(chrome: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
-    folder = tmp_path_factory.mktemp("dashboard")
-    made = Watched(folder)
-    made.start()
-    try:
-        made.submit("train", ELASTIC_JOB, 5000, max_replicas=2)
-        made.submit("odd", ODD_JOB, 5000, max_replicas=1)
-        made.submit("waits", ELASTIC_JOB, 1, min_replicas=64)
-        made.until(lambda client: (client.job("train").view().goodput or 0) > 0, "train reports")
-        made.until(lambda client: EVIL in client.job("odd").view().metrics, "odd reports")
-        yield made
-    finally:
-        with made.client as client:
-            for job in client.jobs(states=("running", "pending", "starting", "resizing")):
-                job.cancel("the test is over")
-        made.stop(keeps_jobs=False)
-    assert processes_in(folder) == []
-
-
-@pytest.fixture(scope="module")
-def context(chrome: Any) -> Iterator[Any]:
-    """Shared, so that plotly.js is loaded once."""
-    made = chrome.new_context(viewport=DESKTOP)
-    yield made
-    made.close()
-
-
-@pytest.fixture
-def visitor(context: Any, server: Watched) -> Iterator[Visitor]:
-    made = Visitor(context, server)
-    yield made
-    made.close()
-
-
-@contextlib.contextmanager
-def stranger(chrome: Any, server: Watched, **options: Any) -> Iterator[Visitor]:
-    """With a browser of its own, which remembers nothing."""
-    context = chrome.new_context(**{"viewport": DESKTOP, **options})
-    made = Visitor(context, server)
-    yield made
-    made.close()
-    context.close()
 
 
 def text_of(page: Any, selector: str) -> str:
@@ -119,11 +58,14 @@ def test_a_job(visitor: Visitor) -> None:
     page = visitor.open("#/jobs/train")
     page.get_by_role("heading", name="train running").wait_for()
     page.locator("dl.facts").get_by_text("Learning-rate gain").wait_for()
-    page.locator("figure[aria-label=loss]").wait_for()
-    draw_all(page)
-    for name in (*FIGURES_OF_A_JOB, "loss"):
-        assert page.locator(f"figure[aria-label='{name}'] .main-svg").count() > 0, name
+    for tab, figures in FIGURES_OF_A_JOB.items():
+        page.get_by_role("tab", name=tab.capitalize()).click()
+        page.locator(f"figure[aria-label='{figures[0]}']").wait_for()
+        draw_all(page)
+        for name in figures:
+            assert page.locator(f"figure[aria-label='{name}'] .main-svg").count() > 0, name
     assert "error" in text_of(page, "figure[aria-label='Time of a step'] figcaption")
+    page.get_by_role("tab", name="History").click()
     assert "train-0" in text_of(page, "table[aria-label=Replicas]")
     assert "0 → 1" in text_of(page, "table[aria-label=Decisions]")
     assert "1 on" in text_of(page, "table[aria-label=Resizes]")
@@ -157,8 +99,9 @@ def test_how_sure_a_noise_scale_is_and_what_training_decided(visitor: Visitor) -
         told |= {"noise_scale": 100.0, "noise_scale_error": 120.0, "notes": [note], "timings": [], "replica": None}
     headers = {"Authorization": f"Bearer {visitor.server.token}"}
     httpx.post(f"{visitor.server.url}/api/v1/jobs/train/reports", json=told, headers=headers).raise_for_status()
-    page = visitor.open("#/jobs/train")
+    page = visitor.open("#/jobs/train?tab=history")
     page.locator("table[aria-label=History]", has_text=note.replace("->", "→")).wait_for()
+    page.get_by_role("tab", name="Metrics").click()
     draw_all(page)
     figure = "figure[aria-label='Gradient noise scale']"
     drawn = page.evaluate(f'() => document.querySelector("{figure} .plot").data.map(one => one.name)')
@@ -168,7 +111,7 @@ def test_how_sure_a_noise_scale_is_and_what_training_decided(visitor: Visitor) -
 
 def test_hard_output_is_shown_sensibly(visitor: Visitor) -> None:
     """NaN, a line of 10 MB, colours of a terminal, and HTML where names are."""
-    page = visitor.open("#/jobs/odd")
+    page = visitor.open("#/jobs/odd?tab=logs")
     page.locator(".log-line", has_text="more characters").wait_for()
     lines = page.locator(".log-line").all_inner_texts()
     long = next(line for line in lines if line.startswith("begin xxx"))
@@ -176,6 +119,7 @@ def test_hard_output_is_shown_sensibly(visitor: Visitor) -> None:
     assert f"red {EVIL}" in lines
     before = len(lines)
     page.wait_for_function("before => document.querySelectorAll('.log-line').length > before", arg=before)  # live
+    page.get_by_role("tab", name="Metrics").click()
     evil = page.locator("figure", has_text=EVIL).first
     evil.scroll_into_view_if_needed()
     evil.locator(".main-svg").first.wait_for()
@@ -190,8 +134,8 @@ def test_names_and_reasons_are_text(visitor: Visitor) -> None:
     visitor.server.submit("evil", "import time; time.sleep(600)", EVIL, kind="fixed")
     page = visitor.open("#/jobs/evil")
     page.locator(".command", has_text=EVIL).wait_for()
-    page.get_by_role("heading", name="Training").wait_for(state="hidden")  # a command that tells nothing has no curves
-    page.get_by_role("heading", name="Output").wait_for()
+    page.get_by_role("tab", name="Model").wait_for(state="hidden")  # a command that tells nothing has no curves
+    page.get_by_role("tab", name="Logs").wait_for()
     with visitor.server.client as client:
         client.job("evil").cancel(EVIL)
     page.locator(".reason", has_text=EVIL).wait_for()
@@ -216,10 +160,10 @@ def test_the_cluster(visitor: Visitor) -> None:
     assert rows.count() == 1
     page.get_by_label("Filter jobs").fill("")
     page.get_by_role("button", name="Job", exact=True).click()
-    names = [row.split()[0] for row in rows.all_inner_texts()]
+    names = [row.replace("▸", "").split()[0] for row in rows.all_inner_texts()]
     assert names == sorted(names) and len(names) >= 3
     page.get_by_role("button", name="Job", exact=True).click()
-    assert [row.split()[0] for row in rows.all_inner_texts()] == names[::-1]
+    assert [row.replace("▸", "").split()[0] for row in rows.all_inner_texts()] == names[::-1]
     assert page.locator("canvas.map").bounding_box()["height"] > 20
     page.locator("canvas.gantt").wait_for()
     draw_all(page)
@@ -302,7 +246,7 @@ def test_output_stays_when_the_job_ends(visitor: Visitor) -> None:
     go = visitor.server.folder / "go"
     script = f"import os, time\nwhile not os.path.exists({str(go)!r}): time.sleep(0.02)\n"
     visitor.server.submit("talks", script + "print(*range(700), sep='\\n')", kind="fixed")
-    page = visitor.open("#/jobs/talks")
+    page = visitor.open("#/jobs/talks?tab=logs")
     state = page.locator(".tools [role=status]")
     page.wait_for_function("() => document.querySelector('.logs')?.innerText === 'It has written nothing yet.'")
     page.evaluate("pollux.store.jobs.set = () => {}")  # its end is told by the events last
@@ -315,7 +259,7 @@ def test_output_stays_when_the_job_ends(visitor: Visitor) -> None:
 
 
 def test_simulations(visitor: Visitor) -> None:
-    page = visitor.open("#/compare")
+    page = visitor.open("#/simulations")
     page.get_by_text("No simulation has been published yet").wait_for()
     assert "pollux replay --publish" in text_of(page, "main")
     summary = [
@@ -332,7 +276,6 @@ def test_simulations(visitor: Visitor) -> None:
     page.locator("iframe.report").scroll_into_view_if_needed()
     page.frame_locator("iframe.report").get_by_text("The published report").wait_for()
     page.evaluate("scrollTo(0, 0)")
-    page.screenshot(path=_place("compare-light-one"), full_page=True)
     page.locator(".simulation input").focus()
     page.keyboard.press("Space")
     page.locator("table[aria-label=Summary]").wait_for(state="detached")
@@ -370,6 +313,7 @@ def test_submit_and_cancel(visitor: Visitor) -> None:
     page.get_by_label("At most replicas").clear()
     page.locator("dialog").get_by_role("button", name="Submit").click()
     page.wait_for_function("() => location.hash === '#/jobs/typed'")
+    page.get_by_role("tab", name="Logs").click()
     page.locator(".log-line", has_text="words of a shell").wait_for()
     page.locator("h1 .state", has_text="running").wait_for()
     page.get_by_role("button", name="Cancel the job").click()
@@ -387,7 +331,7 @@ def test_drain_by_mouse_and_use_again_by_keyboard(visitor: Visitor) -> None:
     page.locator("canvas.map").wait_for()
     page.locator("canvas.map").click(position={"x": 15, "y": 8})  # on the node's name
     page.locator("dialog").get_by_role("button", name="Drain it …").click()
-    page.locator("dialog", has_text="moved away").get_by_role("button", name="Drain it").click()
+    page.locator("dialog", has_text="No more jobs go there").get_by_role("button", name="Drain it").click()
     page.wait_for_function("() => [...pollux.store.nodes.values()][0].is_draining")
     page.locator(".legend", has_text="drained").wait_for()
     page.locator("canvas.map").focus()
@@ -526,7 +470,7 @@ def enter(visitor: Visitor) -> None:
 def test_a_restart_of_the_server(visitor: Visitor) -> None:
     lost = ("CONNECTION_REFUSED", "INCOMPLETE_CHUNKED_ENCODING", "CONNECTION_RESET", "EMPTY_RESPONSE")
     visitor.expects += [f"ERR_{what}" for what in lost]
-    page = visitor.open("#/jobs/odd")
+    page = visitor.open("#/jobs/odd?tab=logs")
     page.locator(".log-line", has_text="is over").first.wait_for()
     url = visitor.server.url
     visitor.server.stop(keeps_jobs=True)
@@ -543,64 +487,3 @@ def test_a_restart_of_the_server(visitor: Visitor) -> None:
     last = "document.querySelector('.log-line:last-child')"
     page.wait_for_function(f"before => {last} && {last}.innerText !== before", arg=before)  # its output comes again
     assert page.evaluate("performance.getEntriesByType('navigation')[0].type") == "navigate"
-
-
-# --- how it looks ----------------------------------------------------------------------------------------------------
-
-
-def _place(name: str) -> str:
-    SCREENSHOTS.mkdir(parents=True, exist_ok=True)
-    return str(SCREENSHOTS / f"{name}.png")
-
-
-def test_every_page_fits_a_phone(chrome: Any, server: Watched) -> None:
-    with stranger(chrome, server, **PHONE) as visitor:
-        take_pictures(visitor.open(), "phone")
-
-
-@long
-def test_every_page_in_light_and_dark(visitor: Visitor) -> None:
-    take_pictures(visitor.open(), "light", "dark")
-
-
-def take_pictures(page: Any, *modes: str) -> None:
-    for name, hash_ in PAGES.items():
-        page.evaluate("hash => { location.hash = hash }", hash_)
-        page.locator("main h1").first.wait_for(state="attached")
-        if name == "job":
-            page.locator("figure[aria-label=loss]").wait_for()
-        elif name in ("studies", "usage"):
-            page.locator("main h1").first.wait_for()
-        elif name != "compare":
-            page.locator("main :is(table[aria-label=Jobs], .round)").first.wait_for()
-        else:
-            page.get_by_text("No simulation has been published yet").wait_for()
-        for mode in modes:
-            page.emulate_media(color_scheme="dark" if mode == "dark" else "light")
-            draw_all(page)
-            assert overflow(page) <= 0, f"{name} is {overflow(page)} px too wide"
-            page.screenshot(path=_place(f"{name}-{mode}"), full_page=True)
-            dark, light = "rgb(15, 18, 23)", "rgb(246, 247, 249)"
-            colour = page.evaluate("getComputedStyle(document.body).backgroundColor")
-            assert colour == (dark if mode == "dark" else light)
-    page.locator("#submit").click()
-    page.locator("#submit-dialog summary").click()
-    page.screenshot(path=_place(f"submit-{mode}"))
-
-
-def test_the_switch_overrides_the_system(chrome: Any, server: Watched) -> None:
-    with stranger(chrome, server, color_scheme="light") as visitor:
-        switch_theme(visitor.open())
-
-
-def switch_theme(page: Any) -> None:
-    switch = page.locator("#theme")
-    colour = "getComputedStyle(document.body).backgroundColor"
-    light = page.evaluate(colour)
-    switch.click()
-    assert page.evaluate("document.documentElement.dataset.theme") == "light" and page.evaluate(colour) == light
-    switch.click()
-    assert page.evaluate("document.documentElement.dataset.theme") == "dark" and page.evaluate(colour) != light
-    page.reload()
-    page.get_by_text("Slots in use").wait_for()
-    assert page.evaluate(colour) != light

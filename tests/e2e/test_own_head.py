@@ -24,7 +24,7 @@ from tests.ray_cluster import RAY, RayNode  # noqa: E402
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="needs fork and /proc"), long]
 
 SLACK = 2.0  # a machine with other tests on it
-POLLUX = [sys.executable, "-m", "pollux.cli"]
+POLLUX = [sys.executable, "-m", "pollux"]
 
 
 @pytest.fixture

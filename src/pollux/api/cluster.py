@@ -47,6 +47,7 @@ class ClusterSummary:
     lost_share: float | None = field(metadata=about("Share of the jobs' time lost to resizes."))
     sizing: ClusterSize
     data_directory: str
+    why_free: tuple[str, ...] = field(metadata=about("Why slots are free, in words; empty: none is."))
     interval_s: float
     standby_of: str | None = field(
         default=None, metadata=about("On a standby, the URL of the server that leads; empty while none does.")
@@ -57,6 +58,7 @@ class ClusterSummary:
 class JobOnNode:
     name: str
     num_replicas: int
+    may_move: bool = field(metadata=about("False: it is not preemptible, and stays on a drained node until it ends."))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,7 +164,7 @@ class ClusterSample:
     num_pending: int = field(metadata=about("Jobs that wait for some."))
     efficiency: float | None = field(metadata=about("Mean of the jobs' efficiencies, weighted by their replicas."))
     goodput: float | None = field(
-        metadata=about("Useful work per second, in slots: what a job does with one counts 1.")
+        metadata=about("Useful work per second, in slots: what a job does with one counts 1. Fixed jobs do not count.")
     )
     node_hours: float = field(metadata=about("Since the data directory was made."))
     cost: float | None = field(metadata=about("Of those, if the price of an hour is known."))

@@ -58,7 +58,14 @@ class JobRow:
     num_resizes: int = field(metadata=about("Starts and resizes after the first start."))
     num_crashes: int
     reported_at: float | None
-    loss: float | NonFinite | None = field(metadata=about("The metric of that name, if the script logs one."))
+    metric_name: str = field(
+        metadata=about("The logged number to show beside it: its study's, else a loss, else the first; empty: none.")
+    )
+    metric: float | NonFinite | None = field(metadata=about("Its last value."))
+    array: str = field(metadata=about("The array that it is a part of; empty: none."))
+    study: str = field(metadata=about("The study that it is a trial of; empty: none."))
+    exit_code: int | None
+    used_slot_s: float | None = field(metadata=about("Slot-seconds that it held, all in all; null until it ends."))
 
     @property
     def is_over(self) -> bool:
@@ -74,7 +81,6 @@ class JobSummary(JobRow):
     weight: float
     is_preemptible: bool
     generation: int
-    exit_code: int | None
     after: tuple[str, ...]
     standing: str = field(metadata=about("What its team has of its guarantee, in words; empty: it has none."))
     held_back: str = field(metadata=about("Why a limit, guarantee or priority keeps it from having more, if one does."))
@@ -82,7 +88,6 @@ class JobSummary(JobRow):
     deadline_at: float | None = field(metadata=about("By when it should be through; None: no deadline."))
     deadline: str = field(metadata=about("Whether it can be, or was, in words; empty: no deadline."))
     budget_slot_s: float | None = field(metadata=about("Slot-seconds that it may hold; None: no budget."))
-    study: str = field(metadata=about("The study that it is a trial of; empty: none."))
     num_steps: int | None
     metrics: Mapping[str, object] = field(metadata=about("What the script logged last: any JSON values."))
     running_s: float | None = field(metadata=about("Time in which it held slots."))
@@ -100,6 +105,18 @@ class JobList:
 class JobPage:
     jobs: tuple[JobSummary, ...]
     total: int = field(metadata=about("How many there are in these states."))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobForecast:
+    """When a waiting job will start, by playing the queue on several times. Null: it cannot be foreseen."""
+
+    words: str = field(metadata=about("The answer in a sentence."))
+    low_s: float | None = field(metadata=about("Seconds from now; in 1 of 10 plays it starts earlier."))
+    median_s: float | None
+    high_s: float | None = field(metadata=about("In 1 of 10 plays it starts later."))
+    num_runs: int = field(metadata=about("How often the queue was played on."))
+    num_guessed: int = field(metadata=about("Jobs whose end is guessed by their age."))
 
 
 # In full --------------------------------------------------------------------------------------

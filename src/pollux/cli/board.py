@@ -9,8 +9,8 @@ import itertools
 import math
 import string
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from rich.console import Group, RenderableType
 from rich.table import Table
@@ -31,8 +31,22 @@ COLOURS = ("#56b4e9", "#e69f00", "#009e73", "#f0e442", "#d55e00", "#cc79a7", "#8
 LETTERS = string.ascii_lowercase + string.ascii_uppercase
 _BAR_WIDTH = 24
 _FREE, _MANY = "·", "+"
+_LEVELS = "·▁▂▃▄▅▆▇█"
+_HEAT = ("blue", "cyan", "green", "magenta", "red")  # of a node, by the share of its slots that is used
+# By what the running jobs can be sorted: name, and what comes first.
+SORTS: Mapping[str, Callable[[JobSummary], float | str]] = {
+    "state": lambda view: 0.0,  # as the server has them: those that hold slots, then those that ended
+    "name": lambda view: str(view.name),
+    "replicas": lambda view: -view.num_replicas,
+    "progress": lambda view: -(view.progress or 0.0),
+    "left": lambda view: math.inf if view.remaining_s is None else view.remaining_s,
+    "goodput": lambda view: -(view.goodput or 0.0),
+    "age": lambda view: view.submitted_at,
+}
 KEYS = (
     ("↑ ↓ or k j", "choose a job"),
+    ("/", "show only jobs with these words in name, state, owner, node or reason; Esc shows all"),
+    ("s", f"sort by another column: {', '.join(SORTS)}"),
     ("Enter", "its curves and its log; Enter or Esc goes back"),
     ("c", "cancel it, after a question"),
     ("?", "this help"),
@@ -50,6 +64,14 @@ class Board:
     rounds: Sequence[RoundSummary] = ()
     samples: Sequence[ClusterSample] = ()
     marks: Mapping[str, Text] = field(default_factory=dict)
+    filter: str = ""
+    sort: str = "state"
+
+    def arranged(self, filter_: str, sort: str) -> Board:
+        """The same with the jobs that have all of these words, sorted."""
+        words = filter_.lower().split()
+        jobs = [view for view in self.jobs if all(word in _searched(view) for word in words)]
+        return replace(self, jobs=sorted(jobs, key=SORTS[sort]), filter=filter_, sort=sort)
 
     @property
     def now(self) -> float:
@@ -72,6 +94,11 @@ class Board:
     def to_json(self) -> dict[str, Json]:
         parts = ("cluster", "nodes", "jobs", "rounds", "samples")
         return {name: encode(getattr(self, name)) for name in parts}
+
+
+def _searched(view: JobSummary) -> str:
+    places = " ".join(node for node, _ in view.allocation)
+    return f"{view.name} {view.state} {view.owner} {view.team} {places} {view.reason}".lower()
 
 
 def colour_of(name: str) -> str:
@@ -167,11 +194,9 @@ def node_map(board: Board, width: int, rows: int) -> list[Text]:
     widest = max(min(cell.cell_len, max(width, 8)) for cell in cells)
     columns = max((width + 2) // (widest + 2), 1)
     room = rows * columns
-    rest = board.nodes[room if len(cells) <= room else max(room - columns, 0) :]
-    if rest and rows > 1:
-        shown = cells[: len(cells) - len(rest)]
-    else:
-        shown, rest = cells[:room], board.nodes[room:]
+    if len(cells) > room and rows > 1:
+        return heat_map(board.nodes, width, rows)
+    shown, rest = cells[:room], board.nodes[room:]
     lines = []
     for row in range(0, len(shown), columns):
         line = Text()
@@ -185,6 +210,25 @@ def node_map(board: Board, width: int, rows: int) -> list[Text]:
         more = f"and {numbers.plural(len(rest), 'node')} more: {used} of {slots} slots used"
         lines[rows - 1 :] = [Text(more, style="dim")]
     return lines
+
+
+def heat_map(nodes: Sequence[NodeSummary], width: int, rows: int) -> list[Text]:
+    """Blocks as high as the slots of a node are used; where there are more nodes than room, of a few nodes together."""
+    per_block = math.ceil(len(nodes) / (width * (rows - 1)))
+    blocks = [_block(nodes[begin : begin + per_block]) for begin in range(0, len(nodes), per_block)]
+    lines = [Text.assemble(*blocks[begin : begin + width]) for begin in range(0, len(blocks), width)]
+    full, empty = sum(node.used >= node.num_slots > 0 for node in nodes), sum(not node.used for node in nodes)
+    each = "a block each" if per_block == 1 else f"a block for every {per_block}"
+    told = f"{numbers.plural(len(nodes), 'node')}, {each}, as high as slots are used: {full} full, {empty} empty"
+    return [*lines, Text(told, style="dim")]
+
+
+def _block(nodes: Sequence[NodeSummary]) -> Text:
+    num_slots = sum(node.num_slots for node in nodes)
+    used = sum(node.used for node in nodes) / num_slots if num_slots else 0.0
+    is_out = any(node.is_draining or node.is_leaving or node.health != "ok" for node in nodes)
+    level = _LEVELS[min(math.ceil(used * (len(_LEVELS) - 1)), len(_LEVELS) - 1)]
+    return Text(level, style="yellow" if is_out else _HEAT[min(int(used * len(_HEAT)), len(_HEAT) - 1)])
 
 
 def _node(node: NodeSummary, marks: Mapping[str, Text]) -> Text:
@@ -208,7 +252,8 @@ def _node(node: NodeSummary, marks: Mapping[str, Text]) -> Text:
     if node.health != "ok":
         text.append(f" {node.health}", style="red")
     elif is_leaving:
-        text.append(" drained" if node.is_draining else " leaving", style="yellow")
+        state = "leaving" if not node.is_draining else "draining" if node.used else "drained"
+        text.append(f" {state}", style="yellow")
     return text
 
 
@@ -280,7 +325,7 @@ def board_lines(board: Board, width: int, height: int | None, chosen: str | None
         fixed = 4 + (num_queued > 0) + (num_told > 0)
         rows = share_rows(wanted, height - len(parts) - fixed)
     parts += [_title("nodes"), *node_map(board, width, rows["map"])]
-    parts += [Text(), jobs_part(board, width, None if height is None else rows["jobs"], chosen)]
+    parts += [_arranged_line(board), jobs_part(board, width, None if height is None else rows["jobs"], chosen)]
     if num_queued:
         parts += [_title("queue"), *queue_part(board, None if height is None else rows["queue"], chosen)]
     if num_told:
@@ -288,6 +333,13 @@ def board_lines(board: Board, width: int, height: int | None, chosen: str | None
     if height is None:
         return Group(*_cut(parts))
     return Group(*_cut(parts), *_down_to(height, parts), _fitting(footer))
+
+
+def _arranged_line(board: Board) -> Text:
+    """What is left out, and in which order; empty if nothing was asked for."""
+    told = [f"with “{plain(board.filter)}”"] if board.filter else []
+    told += [f"by {board.sort}"] if board.sort != "state" else []
+    return Text(f"jobs {', '.join(told)}" if told else "", style="bold dim")
 
 
 def _down_to(height: int, parts: Sequence[RenderableType]) -> list[Text]:
@@ -329,7 +381,8 @@ def footer_line(question: str | None, *, is_inside: bool = False) -> Text:
     if question is not None:
         return Text(question, style="bold reverse")
     first = (("Esc", "back"), ("↑↓", "another job")) if is_inside else (("↑↓", "choose"), ("Enter", "look into"))
-    keys = (*first, ("c", "cancel"), ("?", "help"), ("q", "leave"))
+    find = () if is_inside else (("/", "filter"), ("s", "sort"))
+    keys = (*first, *find, ("c", "cancel"), ("?", "help"), ("q", "leave"))
     return Text("  ").join(Text(key, style="bold").append(f" {what}", style="not bold dim") for key, what in keys)
 
 

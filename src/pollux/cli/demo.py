@@ -30,7 +30,7 @@ from pollux.api.report import encode_report
 from pollux.cli.demo_simulated import simulated_demo
 from pollux.cli.gather import pages
 from pollux.cli.job_table import job_table, plain
-from pollux.cli.outputs import announce, check_outputs, output_console
+from pollux.cli.outputs import announce, check_outputs, output_console, write_page
 from pollux.cli.run import data_directory, embedded_service, signals_as_exceptions
 from pollux.cli.server_log import show_log
 from pollux.cli.top import header
@@ -43,7 +43,6 @@ from pollux.reports import numbers
 from pollux.reports.look import require_plotly
 from pollux.reports.page import Heading
 from pollux.simulator.recording import Recording, read_recording
-from pollux.simulator.result import write_text
 
 DEFAULT_REPORT = Path("out/demo.html")
 EXAMPLES = Path(__file__).resolve().parents[3] / "examples"
@@ -130,8 +129,7 @@ def demo(
         title = f"{len(comparison.recording.jobs)} jobs that shared {comparison.recording.num_slots} slots"
         command = f"pollux demo{' --fast' if is_fast else ''}{'' if slots is None else f' --slots {slots}'}"
         heading = Heading(title=title, command=command, slot="slot", packages=("torch",))
-        made = recording_report(comparison, heading, note=EMULATION)
-        write_text(html, made)
+        write_page(html, lambda url: recording_report(comparison, heading, note=EMULATION, plotly_url=url))
         announce(html)
     if has_failed:
         raise typer.Exit(EXIT_FAILED)

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.markup import escape
 
 from pollux.cli.compare import end_with, report_title, run_setups
-from pollux.cli.outputs import announce, output_console
+from pollux.cli.outputs import announce, output_console, write_page
 from pollux.cli.policy_tables import policy_table
 from pollux.cli.setups import Setup, command_line
 from pollux.policy import PolicySettings
@@ -18,7 +18,7 @@ from pollux.reports.numbers import duration
 from pollux.reports.page import Heading
 from pollux.reports.simulation_page import html_report
 from pollux.simulator.config import SimulationConfig
-from pollux.simulator.result import SimulationResult, group_results, write_text
+from pollux.simulator.result import SimulationResult, group_results
 
 WORKLOAD = "builtin:small"
 POLICIES = ("pollux", "tiresias", "optimus", "equal", "srtf", "fifo")
@@ -58,6 +58,7 @@ def simulated_demo(html: Path, seed: int, jobs: int | None) -> None:
     print_sketch(console, results)
     arguments = [("--workload", WORKLOAD), *(("--policy", policy) for policy in POLICIES), ("--seeds", seed)]
     command = command_line("compare", arguments, setups[0])
-    write_text(html, html_report(results, Heading(title=report_title(results), command=command)))
+    heading = Heading(title=report_title(results), command=command)
+    write_page(html, lambda url: html_report(results, heading, plotly_url=url))
     announce(html)
     end_with(failed)

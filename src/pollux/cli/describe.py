@@ -303,4 +303,7 @@ def describe(
             print_json({**encoded(job), "model": found.model(), "curves": found.curves()})
             return
         now = client.status().now
+        starts = plain(found.forecast().words) if job.state == "pending" else ""
     show(description(job, now))
+    if starts:
+        show(Text(f"\nWhen it starts\n  {starts}"))

@@ -221,8 +221,19 @@ def drain(
     if as_json:
         print_json(found)
     else:
-        what = "takes jobs again" if is_undone else "gets no jobs any more; those on it move or wait"
-        typer.echo(f"{plain(found.name)} {what}", err=True)
+        typer.echo(f"{plain(found.name)} takes jobs again" if is_undone else _drained(found), err=True)
+
+
+def _drained(node: NodeSummary) -> str:
+    """What becomes of the jobs on a node that is drained."""
+    moving = [plain(job.name) for job in node.jobs if job.may_move]
+    staying = [plain(job.name) for job in node.jobs if not job.may_move]
+    words = [f"{plain(node.name)} gets no jobs any more"]
+    if moving:
+        words.append(f"{', '.join(moving)}: moved to other nodes, or waiting where there is no room")
+    if staying:
+        words.append(f"{', '.join(staying)}: cannot be moved, so the node is in use until they end")
+    return "; ".join(words)
 
 
 # Status ---------------------------------------------------------------------------------------
@@ -239,6 +250,7 @@ def status_lines(cluster: ClusterSummary) -> list[tuple[str, str]]:
         ("version", f"{cluster.version}, engine {cluster.engine}, policy {cluster.policy}"),
         ("up since", f"{moment(cluster.started_at)} ({numbers.duration(cluster.now - cluster.started_at)})"),
         ("slots", f"{slots}, on {numbers.plural(cluster.nodes, 'node')}"),
+        *([("free, as", "; ".join(map(plain, cluster.why_free)))] if cluster.why_free else []),
         ("jobs", counts or "none"),
         ("rounds", f"{rounds}, the last in {numbers.duration(took_s)}; at least every {cluster.interval_s:g}s"),
         ("lost", f"{numbers.share(cluster.lost_share)} of the running jobs' time, to resizes and restarts"),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from rich.console import Console
 from pollux.cli.connect import DataOption, ServerOption, connect, say
 from pollux.cli.option_groups import OptionGroup
 from pollux.errors import InputFileError
+from pollux.reports import look
 from pollux.reports.look import require_plotly
 from pollux.reports.page import Heading
 from pollux.simulator.result import write_json, write_text
@@ -79,7 +81,7 @@ class Outputs(OptionGroup):
         Args:
             document: what ``--output`` and ``--json`` give.
             summary: the rows of a published report.
-            page: makes the HTML page, with plotly from a URL or, with None, inside.
+            page: makes the HTML page, with plotly from a URL.
             show: prints the tables.
 
         Raises:
@@ -89,7 +91,7 @@ class Outputs(OptionGroup):
             write_json(self.output, document())
             announce(self.output)
         if self.html is not None:
-            write_text(self.html, page(None))
+            write_page(self.html, page)
             announce(self.html)
         if self.is_published:
             publish(self.data, self.server, heading, kind=kind, summary=summary(), make_html=page)
@@ -140,6 +142,19 @@ def check_server(is_wanted: bool, data: Path | None, server: str | None) -> None
     if is_wanted:
         with connect(data, server) as client:
             client.status()
+
+
+def write_page(path: Path, make_html: Callable[[str | None], str]) -> None:
+    """Write a report, and beside it plotly, once for all reports of the folder: a page alone has less than a megabyte.
+
+    Raises:
+        PolluxError: a file cannot be written, or plotly is missing.
+    """
+    text = look.plotly_js()
+    script = path.with_name(f"plotly-{zlib.crc32(text.encode()):08x}.js")  # another version has another name
+    if not script.exists():
+        write_text(script, text)
+    write_text(path, make_html(script.name))
 
 
 def publish(

@@ -31,6 +31,7 @@ from pollux.cli.outputs import (
     check_server,
     output_console,
     publish,
+    write_page,
 )
 from pollux.cli.policy_tables import policy_table
 from pollux.cli.setups import Setup, command_line
@@ -49,7 +50,7 @@ from pollux.reports.look import require_plotly
 from pollux.reports.page import Heading
 from pollux.reports.versions import versions
 from pollux.simulator.recording import Recording
-from pollux.simulator.result import SimulationResult, write_text
+from pollux.simulator.result import SimulationResult
 
 FORMAT = "pollux-replay/1"
 OTHERS = ("tiresias", "optimus", "srtf", "fifo", "equal", "pollux")
@@ -255,7 +256,7 @@ def replay(
         return replay_report(recording, made.recorded, made.simulated, heading, note=note, plotly_url=plotly_url)
 
     if out is not None:
-        write_text(out, page())
+        write_page(out, page)
         announce(out)
     if is_published:
         summary = comparison_json((made.recorded, *made.simulated))["summary"]

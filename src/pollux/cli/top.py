@@ -22,7 +22,7 @@ from rich.text import Text
 
 from pollux.api.cluster import ClusterSample
 from pollux.api.job import JobCurves, JobSummary
-from pollux.cli.board import Board, board_lines, footer_line, header, help_lines, job_lines, marks_of
+from pollux.cli.board import SORTS, Board, board_lines, footer_line, header, help_lines, job_lines, marks_of
 from pollux.cli.connect import DataOption, JsonOption, ServerOption, connect, print_json, show
 from pollux.cli.job_table import plain
 from pollux.cli.listing import current_views
@@ -46,6 +46,9 @@ class Screen:
     chosen: str | None = None
     is_inside: bool = False  # looking into the chosen job
     is_help: bool = False
+    filter: str = ""  # words that shown jobs have
+    is_typing: bool = False  # the filter
+    sort: str = "state"
     question: str | None = None  # the job that would be cancelled
     is_leaving: bool = False
     cancels: str | None = None  # a job that is to be cancelled now
@@ -58,6 +61,8 @@ def press(screen: Screen, key: str, names: Sequence[str]) -> Screen:
     if screen.question is not None:
         asked, screen = screen.question, dataclasses.replace(screen, question=None)
         return dataclasses.replace(screen, cancels=asked) if key in ("y", "Y") else screen
+    if screen.is_typing and key:
+        return _type(screen, key)
     if key in ("q", "Q", ""):
         return dataclasses.replace(screen, is_leaving=True)
     if screen.is_help:
@@ -66,6 +71,13 @@ def press(screen: Screen, key: str, names: Sequence[str]) -> Screen:
         return dataclasses.replace(screen, is_help=True)
     if screen.is_inside and key in ("enter", "escape", "left", "backspace"):
         return dataclasses.replace(screen, is_inside=False)
+    if not screen.is_inside and key == "/":
+        return dataclasses.replace(screen, is_typing=True)
+    if not screen.is_inside and key == "s":
+        sorts = list(SORTS)
+        return dataclasses.replace(screen, sort=sorts[(sorts.index(screen.sort) + 1) % len(sorts)])
+    if key == "escape":
+        return dataclasses.replace(screen, filter="")
     if not names:
         return screen
     steps = {"up": -1, "k": -1, "down": 1, "j": 1}
@@ -78,6 +90,17 @@ def press(screen: Screen, key: str, names: Sequence[str]) -> Screen:
     if key == "c":
         return dataclasses.replace(screen, chosen=chosen, question=chosen)
     return screen
+
+
+def _type(screen: Screen, key: str) -> Screen:
+    """A key while the filter is typed: Enter keeps it, Esc shows all jobs again."""
+    if key == "enter":
+        return dataclasses.replace(screen, is_typing=False)
+    if key == "escape":
+        return dataclasses.replace(screen, is_typing=False, filter="")
+    if key == "backspace":
+        return dataclasses.replace(screen, filter=screen.filter[:-1])
+    return dataclasses.replace(screen, filter=screen.filter + key) if len(key) == 1 and key.isprintable() else screen
 
 
 # Asking ---------------------------------------------------------------------------------------
@@ -136,6 +159,9 @@ class Looker:
             return str(error)
         return f"{name} is {view.state}"
 
+    def arranged(self, screen: Screen) -> Board:
+        return self.board.arranged(screen.filter, screen.sort)
+
     def draw(self, screen: Screen, width: int, height: int, problem: str = "") -> RenderableType:
         lines = [Text(f"looking again: {problem}", style="bold red", no_wrap=True, overflow="ellipsis")]
         room = height - 1 if problem else height
@@ -147,11 +173,13 @@ class Looker:
         footer = (
             Text(plain(screen.note), style="bold") if screen.note else footer_line(question, is_inside=screen.is_inside)
         )
+        if screen.is_typing:
+            footer = Text(f"/{screen.filter}▏ Enter keeps it, Esc shows all", style="bold")
         if screen.is_help:
             return help_lines()
         if screen.is_inside and self.inside is not None:
             return job_lines(*self.inside, self.board.now, width, height, footer)
-        return board_lines(self.board, width, height, screen.chosen, footer)
+        return board_lines(self.arranged(screen), width, height, screen.chosen, footer)
 
 
 # Keys -----------------------------------------------------------------------------------------
@@ -221,31 +249,39 @@ def wait_for_keys(has_keys: bool, timeout_s: float) -> list[str]:
 
 def top(
     is_once: Annotated[bool, typer.Option("--once", help="Print it once and leave.")] = False,
+    find: Annotated[
+        str, typer.Option("--filter", metavar="WORDS", help="Only jobs with these words: name, state, owner, node.")
+    ] = "",
+    sort: Annotated[str, typer.Option("--sort", metavar="COLUMN", help=f"One of {', '.join(SORTS)}.")] = "state",
     every: Annotated[float, typer.Option("--every", metavar="S", min=0.1, help="Seconds between two looks.")] = 1.0,
     as_json: JsonOption = False,
     data: DataOption = None,
     server: ServerOption = None,
 ) -> None:
     """Show the cluster, its jobs, its queue and its decisions, live. Press ? for the keys, q to leave."""
+    if sort not in SORTS:
+        raise typer.BadParameter(f"{sort!r}; known: {', '.join(SORTS)}", param_hint="--sort")
     with connect(data, server, timeout_s=5.0) as client:
         if is_once or as_json or not sys.stdout.isatty():
-            board = look(client)
+            board = look(client).arranged(find, sort)
             width = Console().width if sys.stdout.isatty() else _FILE_WIDTH
             print_json(board.to_json()) if as_json else show(board_lines(board, width, None, None, Text()))
             return
-        _live(Looker(client), client, every)  # no server at all is an error, and says so
+        _live(
+            Looker(client), client, every, Screen(filter=find, sort=sort)
+        )  # no server at all is an error, and says so
 
 
-def _live(looker: Looker, client: Client, every_s: float) -> None:
+def _live(looker: Looker, client: Client, every_s: float, screen: Screen) -> None:
     console = Console(highlight=False)
-    screen, problem, looks_at = Screen(), "", 0.0
+    problem, looks_at = "", 0.0
     with single_keys() as has_keys, Live(console=console, screen=True, auto_refresh=False) as live:
         while True:
             live.update(looker.draw(screen, console.width, console.height, problem), refresh=True)
             keys = wait_for_keys(has_keys, min(max(looks_at - time.monotonic(), 0.0), every_s))
             before = screen
             for key in keys:
-                screen = press(screen, key, looker.board.names)
+                screen = press(screen, key, looker.arranged(screen).names)
                 if screen.is_leaving:
                     return
             try:

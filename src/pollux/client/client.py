@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 import httpx
 
-from pollux import errors
 from pollux.api.cluster import (
     ClusterChanges,
     ClusterSample,
@@ -36,6 +35,7 @@ from pollux.api.job import (
     Cancellation,
     JobCurves,
     JobDetail,
+    JobForecast,
     JobList,
     JobLogFile,
     JobLogFileList,
@@ -55,10 +55,10 @@ from pollux.api.simulation import (
 )
 from pollux.client.accounts import Param, path_of
 from pollux.client.address import Address, find_address
+from pollux.client.answers import read_answer
 from pollux.client.request import make_request
 from pollux.client.shipping import Shipping
 from pollux.errors import (
-    AccessDeniedError,
     InvalidValueError,
     JobCancelledError,
     JobFailedError,
@@ -66,7 +66,6 @@ from pollux.errors import (
     ServerError,
     ServerNotFoundError,
     ServerUnavailableError,
-    UnknownNameError,
 )
 from pollux.server_address import LEADER_HEADER
 from pollux.tls import PLAIN_VARIABLE, check_plain
@@ -154,6 +153,10 @@ class Job:
     def model(self) -> JobModel:
         """Its measured speed, the model fitted to that, and what follows for batch and replicas."""
         return self._client._get(JobModel, path_of("jobs", self.name, "model"))
+
+    def forecast(self) -> JobForecast:
+        """When it will start, if it waits: the queue played on by the server, within two seconds."""
+        return self._client._get(JobForecast, path_of("jobs", self.name, "forecast"))
 
     def cancel(self, reason: str = "") -> JobSummary:
         """End it: it receives SIGTERM, and checkpoints. One that has ended stays as it is."""
@@ -459,7 +462,7 @@ class Client(Shipping):
             response = self._http.request(method, self._url(path), **asked)
             if self._follow(response):
                 response = self._http.request(method, self._url(path), **asked)
-        return _answer(response)
+        return read_answer(response)
 
     def _follow(self, response: httpx.Response) -> bool:
         """Whether a standby has refused a change, and this client asks the server that leads from now on."""
@@ -484,7 +487,7 @@ class Client(Shipping):
         with self._asking(), answer as response:
             if not response.is_success:
                 response.read()
-                _answer(response)
+                read_answer(response)
             yield Answer(media_type=response.headers.get("content-type", ""), parts=response.iter_text())
 
     def _lines(self, path: str, params: _Params, silence_s: float) -> Iterator[str]:
@@ -495,7 +498,7 @@ class Client(Shipping):
         with self._asking(), answer as response:
             if response.status_code != httpx.codes.OK:
                 response.read()
-                _answer(response)
+                read_answer(response)
             for text in response.iter_text():
                 *lines, rest = (rest + text).split("\n")
                 yield from lines
@@ -551,49 +554,3 @@ class Client(Shipping):
                     raise TimeoutError(f"the server cannot be asked: {error}") from error
             time.sleep(min(_RECONNECT_S, max(ends_at - time.monotonic(), 0.0)))
             self.look_again()
-
-
-# Answers --------------------------------------------------------------------------------------
-
-
-def _answer(response: httpx.Response) -> dict[str, Json]:
-    document: Json
-    try:
-        document = response.json()
-    except ValueError:
-        document = None
-    if response.is_success and isinstance(document, dict):
-        return document
-    raise _error(response, document)
-
-
-def _error(response: httpx.Response, document: Json) -> PolluxError:
-    """The error the server described, as the class of that name."""
-    described = document.get("error") if isinstance(document, dict) else None
-    if not isinstance(described, dict) or "message" not in described:
-        seen = " ".join(response.text[:200].split())
-        return ServerError(
-            f"{response.url} answered {response.status_code} {seen!r}; is it a Pollux server of version {__version__}?"
-        )
-    message = str(described["message"])
-    if response.status_code in (401, 403):
-        return AccessDeniedError(message)
-    if response.status_code == 503:
-        return ServerUnavailableError(message)
-    kind = getattr(errors, str(described.get("type")), None)
-    if kind is UnknownNameError:
-        known = described.get("known")
-        return _unknown_name(message, [str(name) for name in known] if isinstance(known, list) else [])
-    try:
-        is_ours = isinstance(kind, type) and issubclass(kind, PolluxError)
-        error = kind(message) if is_ours and kind is not None else ServerError(message)
-    except TypeError:  # one that is made of several values
-        return ServerError(message)
-    assert isinstance(error, PolluxError)
-    return error
-
-
-def _unknown_name(message: str, known: Sequence[str]) -> UnknownNameError:
-    error = UnknownNameError("name", "", known)
-    error.args = (message,)  # as the server put it: it knows what was asked for
-    return error

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 import numpy as np
 
 from pollux.reports.numbers import duration, rounded
 from pollux.reports.page import Figure
-from pollux.simulator.result import SimulationResult
+from pollux.reports.steps import steps_of
+from pollux.simulator.result import SimulationResult, Spread, mean_of
 
 MAX_GANTT_JOBS = 60  # rows, the busiest jobs: with more, rows are too thin to see
 _MAX_NAMED_JOBS = 15  # rows that have room for a name
@@ -123,14 +125,61 @@ def log_axis(values: Sequence[float]) -> Figure:
 _DOTTED = {"color": "@muted", "width": 1.5, "dash": "dot"}
 
 
+def averages(by_policy: ByPolicy, colours: Mapping[str, int]) -> Figure:
+    """Bars of the mean and the 99th percentile, with the least and the greatest of several seeds."""
+    is_long = max(mean_of(seeds, "jct_s.p99") for seeds in by_policy.values()) > 3 * 3600
+    unit, unit_s = ("hours", 3600.0) if is_long else ("minutes", 60.0)
+    names = [html.escape(policy, quote=False) for policy in by_policy]
+    traces = []
+    wanted: tuple[tuple[str, Callable[[Spread], float]], ...] = (
+        ("mean", lambda one: one.mean),
+        ("99th percentile", lambda one: one.p99),
+    )
+    for axis, (label, of) in enumerate(wanted):
+        by_seed = [[of(result.jct_s) / unit_s for result in seeds] for seeds in by_policy.values()]
+        means = [fmean(values) for values in by_seed]
+        errors: Figure = {
+            "array": rounded([max(values) - mean for values, mean in zip(by_seed, means, strict=True)]),
+            "arrayminus": rounded([mean - min(values) for values, mean in zip(by_seed, means, strict=True)]),
+        }
+        varies = any(len(values) > 1 for values in by_seed)
+        trace: Figure = {
+            "type": "bar",
+            "name": label,
+            "x": names,
+            "y": rounded(means),
+            "xaxis": f"x{axis + 1}" if axis else "x",
+            "yaxis": f"y{axis + 1}" if axis else "y",
+            "marker": bar_marker([colours[policy] for policy in by_policy]),
+            "hovertemplate": f"%{{x}}: %{{y:.3g}} {unit}<extra>{label}</extra>",
+        }
+        if varies:
+            trace["error_y"] = {"type": "data", "symmetric": False, "color": "@ink", **errors}
+        traces.append(trace)
+    layout = {
+        "bargap": 0.35,
+        "xaxis": {"domain": [0, 0.46], "title": {"text": "mean"}},
+        "yaxis": {"rangemode": "tozero", "title": {"text": unit}},
+        "xaxis2": {"domain": [0.54, 1], "anchor": "y2", "title": {"text": "99th percentile"}},
+        "yaxis2": {"rangemode": "tozero", "anchor": "x2"},
+    }
+    return {"data": traces, "layout": layout, "height": 320}
+
+
 def over_time(by_policy: ByPolicy, name: str, unit: TimeUnit, colours: Mapping[str, int], slot: str = "GPU") -> Figure:
+    """``gpus`` and ``waiting`` as steps of whole ones; ``efficiency`` as the means of pieces of time, level in each."""
     traces = []
     for policy, seeds in by_policy.items():
-        series = seeds[0].series
-        start = min(job.submitted_at for job in seeds[0].jobs)
-        x = [unit.of(at - start) for at in series.time_s]
-        form = "%{y:.0%}" if name == "efficiency" else "%{y:.1f}"
-        traces.append(line(colours[policy], policy, x, rounded(getattr(series, name)), hovertemplate=form))
+        y: Sequence[float | None]
+        if name == "efficiency":
+            series = seeds[0].series
+            start = min(job.submitted_at for job in seeds[0].jobs)
+            x, y, form = [unit.of(at - start) for at in series.time_s], rounded(series.efficiency), "%{y:.0%}"
+            shape = "hvh"  # times are the middles of pieces
+        else:
+            steps = steps_of(seeds[0])
+            x, y, form, shape = [unit.of(at) for at in steps.time_s], list(getattr(steps, name)), "%{y:d}", "hv"
+        traces.append(line(colours[policy], policy, x, y, hovertemplate=form, line={"shape": shape}))
     layout: Figure = {
         "hovermode": "x unified",
         "xaxis": {"title": {"text": f"{unit.name} since the first submission"}},
@@ -138,13 +187,17 @@ def over_time(by_policy: ByPolicy, name: str, unit: TimeUnit, colours: Mapping[s
     }
     if name == "efficiency":
         layout["yaxis"] = {"tickformat": ".0%", "range": [0, 1.05]}
+    if name == "waiting":  # whole jobs have whole ticks
+        most = max((max(trace["y"], default=0) for trace in traces), default=0)
+        layout["yaxis"] |= {"tickformat": "d"} | ({"dtick": 1} if most <= 8 else {})
     if name == "gpus":
         longest = max((seeds[0] for seeds in by_policy.values()), key=lambda result: result.makespan_s)
         start = min(job.submitted_at for job in longest.jobs)
         x = [unit.of(at - start) for at in longest.series.time_s]
         total = rounded(longest.series.gpus_total)
         traces.append(
-            {"type": "scatter", "mode": "lines", "name": f"all {slot}s", "x": x, "y": total, "line": _DOTTED}
+            {"type": "scatter", "mode": "lines", "name": f"all {slot}s", "x": x, "y": total}
+            | {"line": {**_DOTTED, "shape": "hvh"}}
             | {"hoverinfo": "skip"}
         )
     return {"data": traces, "layout": layout, "height": 320}

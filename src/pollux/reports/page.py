@@ -61,7 +61,10 @@ def make_page(
     )
 
 
-_FIGURE = """<figure class="card{wide}"><figcaption>{title}</figcaption>
+_FIGURE = """<figure class="card{wide}"><figcaption>{title}<span class="takes">
+<button type="button" class="take" data-take="svg" data-of="{id}" aria-label="{title} as SVG">SVG</button>
+<button type="button" class="take" data-take="csv" data-of="{id}" aria-label="{title} as CSV">CSV</button>
+</span></figcaption>
 <div id="{id}" class="plot" role="img" aria-label="{title}" style="height:{height}px"></div></figure>"""
 
 _PAGE = """<!DOCTYPE html>
@@ -96,6 +99,32 @@ function draw(id) {
   const data = figure.data.map(trace => ({...trace, visible: !(hidden[section + "/" + trace.meta])}));
   Look.drawFigure(id, {...figure, data});
 }
+/* Figures to take along: for a paper, or for figures of one's own. */
+function csvOf(id) {
+  const quoted = value => {
+    const text = value === null || value === undefined ? "" : String(value);
+    return /[",\\n]/.test(text) ? `"${text.replaceAll('"', '""')}"` : text;
+  };
+  const rows = [["curve", "x", "y", "error below", "error above"]];
+  for (const trace of figures[id].data)
+    (trace.y ?? []).forEach((y, at) =>
+      rows.push([trace.name, trace.x?.[at], y, trace.error_y?.arrayminus?.[at], trace.error_y?.array?.[at]]));
+  return rows.map(row => row.map(quoted).join(",")).join("\\r\\n") + "\\r\\n";
+}
+function take(button) {
+  const id = button.dataset.of;
+  if (button.dataset.take === "svg") {
+    const {width, height} = document.getElementById(id).getBoundingClientRect();
+    Plotly.downloadImage(id, {format: "svg", filename: id, width, height});
+    return;
+  }
+  const link = document.createElement("a");
+  link.href = URL.createObjectURL(new Blob([csvOf(id)], {type: "text/csv"}));
+  link.download = `${id}.csv`;
+  link.click();
+  setTimeout(() => URL.revokeObjectURL(link.href), 60000);
+}
+document.querySelectorAll("[data-take]").forEach(button => button.addEventListener("click", () => take(button)));
 const drawAll = () => Object.keys(figures).forEach(draw);
 drawAll();
 Look.whenThemeChanges(drawAll);

@@ -20,6 +20,7 @@ from pollux.reports.figures import (
     REPLICA_CLASSES,
     ByPolicy,
     TimeUnit,
+    averages,
     busiest_jobs,
     cdf,
     decisions,
@@ -117,7 +118,9 @@ def _workload_section(
     def figure(name: str, made: Figure, label: str, *, is_wide: bool = False) -> str:
         return placed(figures, f"{key}-{name}", made, label, is_wide=is_wide)
 
+    spread = "; whiskers: least and greatest of the seeds" * (num_seeds > 1)
     charts = [
+        figure("averages", averages(by_policy, colours), f"Job completion time{spread}", is_wide=True),
         figure("jct", cdf(by_policy, "jct", colours), "Job completion time: share of jobs done within"),
         figure("rho", cdf(by_policy, "rho", colours), "Finish-time fairness ρ: share of jobs at or below"),
     ]

@@ -101,7 +101,7 @@ def test_a_detached_server_reads_the_file_again(tmp_path: Path) -> None:
     file = tmp_path / "pollux.toml"
     hook = '[notify.webhook]\nurl = "http://127.0.0.1:9/"\nsecret-file = "hook.secret"\n'
     file.write_text(f'data = "{tmp_path / "data"}"\nslots = 2\nport = 0\n{hook}')
-    pollux = [sys.executable, "-m", "pollux.cli"]
+    pollux = [sys.executable, "-m", "pollux"]
     began = subprocess.run([*pollux, "up", "--detach", "--config", file], capture_output=True, text=True, timeout=150)
     try:
         assert began.returncode == 0, began.stderr

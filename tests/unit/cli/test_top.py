@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import fcntl
 import io
 import json
@@ -132,7 +133,7 @@ def test_all_parts_are_told() -> None:
     text = "\n".join(drawn(board_lines(made(), 160, 40, "job-1", footer_line(None)), 160))
     for part in ("goodput 5.5", "efficiency 90%", "cost 3.00", "node-hours 1.5", "3 running", "7 decisions", "last in"):
         assert part in text, part
-    assert re.search(r"node-0 aa··\s+node-1 bb·· drained", text)
+    assert re.search(r"node-0 aa··\s+node-1 bb·· draining", text)
     assert re.search(r"a  job-0 +running +2", text)
     assert "waits-0  1m00s  waits because of [red]x [2J y" in text
     assert text.index("sentence 8") < text.index("sentence 7") and "nothing changed" not in text
@@ -156,9 +157,10 @@ def test_a_server_that_has_just_begun_tells_less() -> None:
 def test_more_nodes_than_fit_are_counted() -> None:
     board = made(2, 0, 1000, 8)
     lines = [line.plain for line in node_map(board, 80, 5)]
-    assert len(lines) == 5
-    shown = sum(line.count("node-") for line in lines)
-    assert lines[-1] == f"and {1000 - shown} nodes more: {2 * (1000 - shown)} of {8 * (1000 - shown)} slots used"
+    assert len(lines) == 5 and [len(line) for line in lines[:4]] == [80, 80, 80, 10]
+    assert lines[-1] == "1000 nodes, a block for every 4, as high as slots are used: 0 full, 0 empty"
+    (only,) = node_map(board, 80, 1)
+    assert "nodes more:" in only.plain
     assert [line.plain.rstrip() for line in node_map(made(1, 0, 1, 64), 80, 5)] == ["node-0 a×2 ·×62"]
 
 
@@ -368,3 +370,34 @@ def test_live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         if terminal is not None:
             terminal.close()
     nobody_works_in(tmp_path)
+
+
+def typed(keys: str, screen: Screen | None = None) -> Screen:
+    screen = screen or Screen()
+    for key in keys:
+        screen = press(screen, {"\n": "enter", "\x1b": "escape", "\b": "backspace"}.get(key, key), ["job-0"])
+    return screen
+
+
+def test_jobs_are_filtered_and_sorted_by_keys() -> None:
+    screen = typed("/qjob-12\b\n")  # letters that are keys elsewhere are letters here
+    assert (screen.filter, screen.is_typing, screen.is_leaving) == ("qjob-1", False, False)
+    assert typed("\x1b", screen).filter == ""
+    assert typed("ss").sort == "replicas" and typed("s" * 7).sort == "state"
+    board = made(12, 4)
+    shown = board.arranged("job-1", "name")
+    assert [view.name for view in shown.placed] == ["job-1", "job-10", "job-11"] and shown.queue == []
+    text = "\n".join(drawn(board_lines(shown, 160, 40, None, footer_line(None)), 160))
+    assert "jobs with “job-1”, by name" in text and "job-2" not in text.split("jobs with")[1].split("decisions")[0]
+    some = [job("a", num_replicas=1), job("b", num_replicas=8)]
+    assert [view.name for view in dataclasses.replace(board, jobs=some).arranged("", "replicas").jobs] == ["b", "a"]
+
+
+def test_many_nodes_are_heat_instead_of_letters() -> None:
+    """100 nodes stay readable: a block each, where names and letters have no room."""
+    board = made(3, num_nodes=100)
+    lines = [line.plain for line in node_map(board, 80, 4)]
+    assert len(lines) == 3 and [len(line) for line in lines[:2]] == [80, 20]
+    assert set("".join(lines[:2])) == {"▄"} and lines[2].startswith("100 nodes, a block each")
+    few = [line.plain for line in node_map(made(3, num_nodes=4), 80, 4)]
+    assert "node-0 aa··" in few[0]

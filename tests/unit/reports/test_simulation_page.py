@@ -75,7 +75,7 @@ def test_every_figure_has_its_place(results: list[SimulationResult]) -> None:
     tags.feed(text)
     assert set(figures(text)) == {name for name in tags.ids if name != "figures"}
     kinds = {name.split("-")[1].rstrip("0123456789") for name in figures(text)}
-    assert kinds == {"jct", "rho", "gpus", "waiting", "efficiency", "gantt", "decisions"}
+    assert kinds == {"averages", "jct", "rho", "gpus", "waiting", "efficiency", "gantt", "decisions"}
 
 
 def test_the_table_names_policies_and_the_best(results: list[SimulationResult]) -> None:

@@ -18,7 +18,17 @@ from pollux.api.cluster import (
     NodeSummary,
     Timeline,
 )
-from pollux.api.job import FittedModel, JobCurves, JobDetail, JobModel, JobRow, JobSummary, StateChange, TrainingNote
+from pollux.api.job import (
+    FittedModel,
+    JobCurves,
+    JobDetail,
+    JobForecast,
+    JobModel,
+    JobRow,
+    JobSummary,
+    StateChange,
+    TrainingNote,
+)
 from pollux.api.report import Report, ReportAnswer, StoredReport, stored
 from pollux.api.request import JobRequest, check_dependencies, unique_name
 from pollux.api.round import RoundDetail, RoundSummary
@@ -28,6 +38,7 @@ from pollux.server.live.accounts import Accounts
 from pollux.server.live.operations import Operations
 from pollux.server.live.retention import Retention
 from pollux.server.present.charts import job_curves, job_model
+from pollux.server.present.forecasts import no_forecast
 from pollux.server.present.metrics import Metrics
 from pollux.server.present.views import KnownJob, cluster_size, job_row, job_summary
 from pollux.server.storage.simulations import Simulations
@@ -230,7 +241,7 @@ class FakeCluster:
             version=__version__,
             engine="fake", policy="none", started_at=1.0, now=time.time(), num_slots=4, num_used_slots=0,
             nodes=2, jobs={"pending": len(self.views)}, num_rounds=0, last_decision_s=None, lost_share=None,
-            sizing=cluster_size(None, None, None), data_directory=str(self.directory), interval_s=60.0,
+            why_free=(), sizing=cluster_size(None, None, None), data_directory=str(self.directory), interval_s=60.0,
         )  # fmt: skip
 
     def job_directory(self, name: str) -> Path:
@@ -239,6 +250,10 @@ class FakeCluster:
 
     def is_ended(self, name: str) -> bool:
         return self.summary_of(name).is_over
+
+    def forecast(self, name: str) -> JobForecast:
+        self.summary_of(name)
+        return no_forecast("it is a fake")
 
     def usage(self, by: Sequence[str], since: str | None, until: str | None) -> list[UsageRow]:
         return []

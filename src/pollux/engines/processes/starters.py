@@ -22,6 +22,7 @@ from pollux.engines.processes.prepare_main import prepared
 from pollux.engines.processes.trees import (
     dying_with_parent,
     has_ended,
+    has_ended_child,
     has_group,
     kill_group,
     reap,
@@ -166,7 +167,9 @@ class ColdStarter(LocalStarter):
                 self._asked.add(replica.pid)
 
     def poll(self) -> list[StarterEvent]:
-        for pid, (replica, process) in list(self._replicas.items()):
+        # Many jobs share a starter and each looks at it in every turn: one question for all, while none has ended.
+        ended = list(self._replicas.items()) if self._replicas and has_ended_child() else []
+        for pid, (replica, process) in ended:
             # Such a shell ends before its commands, which may have something to save.
             if pid in self._asked and has_ended(pid) and has_group(pid):
                 continue

@@ -91,6 +91,14 @@ def has_ended(pid: int) -> bool:
     return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
 
 
+def has_ended_child() -> bool:
+    """Whether any child of this process is a zombie. Also where there are no children: then all were reaped."""
+    try:
+        return os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+    except ChildProcessError:
+        return True
+
+
 def reap(pid: int) -> int | None:
     """The exit code of a child that has ended, else None. What is left of its process group is killed."""
     if not has_ended(pid):

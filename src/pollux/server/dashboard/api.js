@@ -102,6 +102,12 @@ export async function api(path, options = {}) {
   return response.status === 204 ? null : response.json();
 }
 
+/* A whole answer as a file. */
+export async function download(path, {signal, timeoutMs = 120000} = {}) {
+  const signals = [AbortSignal.timeout(timeoutMs), ...(signal ? [signal] : [])];
+  return (await request(path, {signal: AbortSignal.any(signals)})).blob();
+}
+
 export const post = (path, body = {}) => api(path, {method: "POST", body});
 
 /* The text of an answer that goes on, piece by piece, to `take`. Returns when it has ended. Aborts if nothing comes

@@ -1,8 +1,9 @@
 /* Figures that draw themselves when they are seen: plotly comes with the first of them, one is drawn per frame, and
-   each at most every two seconds. */
+   each at most every two seconds. Dragging zooms, in all figures over time at once; a double click goes back. */
 
-import {fill, h, set, setText} from "./dom.js";
+import {fill, h, set, setText, toast} from "./dom.js";
 import {DASH, number} from "./format.js";
+import {figureCsv, save} from "./save.js";
 
 const EVERY_MS = 2000;
 let loading = null;
@@ -78,11 +79,19 @@ export class Figure {
   constructor({title, hint = "", height = 220, isWide = false, empty = "Nothing measured yet."}) {
     this.value = h("span", {class: "figure-value"});
     this.plot = h("div", {class: "plot", style: {height: `${height}px`}});
+    const take = (text, label, onclick) =>
+      h("button", {type: "button", class: "take", "aria-label": `${label} of ${title}`, title: label, onclick}, text);
+    this.takes = h(
+      "span",
+      {class: "takes", hidden: true},
+      take("CSV", "Numbers as CSV", () => save(`${title}.csv`, figureCsv(this.spec), "text/csv")),
+      take("PNG", "Picture as PNG", () => this.savePicture()),
+    );
     this.note = h("p", {class: "empty figure-empty", style: {height: `${height}px`}}, "Not loaded yet.");
     this.element = h(
       "figure",
       {class: `card${isWide ? " wide" : ""}`, role: "group", "aria-label": title},
-      h("figcaption", {}, h("span", {}, title, hint && h("small", {}, hint)), this.value),
+      h("figcaption", {}, h("span", {}, title, hint && h("small", {}, hint)), this.value, this.takes),
       this.note,
       this.plot,
     );
@@ -106,6 +115,7 @@ export class Figure {
     setText(this.value, value === DASH ? "" : value);
     this.spec = spec;
     this.isDrawn &&= Boolean(spec);
+    this.takes.hidden = !this.isDrawn;
     this.note.hidden = this.isDrawn;
     this.plot.hidden = !this.isDrawn;
     setText(this.note, spec ? "Drawing …" : this.empty);
@@ -136,11 +146,23 @@ export class Figure {
     if (!this.plot.isConnected || !this.spec) return;
     this.isStale = false;
     this.drawnAt = performance.now();
+    const isFirst = !this.isDrawn || !this.plot.data;
     this.isDrawn = true;
+    this.takes.hidden = false;
     delete this.element.dataset.pale;
     this.note.hidden = true;
     this.plot.hidden = false;
-    Look.drawFigure(this.plot, this.spec);
+    const drawn = Look.drawFigure(this.plot, {...this.spec, config: {doubleClick: "autosize", ...this.spec.config}});
+    if (isFirst) drawn.then(() => this.plot.on?.("plotly_relayout", change => zoomAll(this, change)));
+  }
+
+  async savePicture() {
+    try {
+      const {width, height} = this.plot.getBoundingClientRect();
+      await Plotly.downloadImage(this.plot, {format: "png", filename: this.title, width, height, scale: 2});
+    } catch (error) {
+      toast(`The picture cannot be made: ${error.message}`);
+    }
   }
 
   fail() {
@@ -155,6 +177,26 @@ export class Figure {
     figures.delete(this.element);
     observer.unobserve(this.element);
     if (window.Plotly && this.plot.data) Plotly.purge(this.plot);
+  }
+}
+
+/* --- zooming --- */
+
+let isZooming = false;
+
+/* What one figure over time shows, all of them show. */
+async function zoomAll(from, change) {
+  if (isZooming || from.spec?.layout?.xaxis?.type !== "date") return;
+  const range = [change["xaxis.range[0]"], change["xaxis.range[1]"]];
+  const wanted = range[0] !== undefined ? {"xaxis.range": range} : change["xaxis.autorange"] ? {"xaxis.autorange": true} : null;
+  if (!wanted) return;
+  isZooming = true;
+  try {
+    for (const figure of figures.values())
+      if (figure !== from && figure.isDrawn && figure.spec?.layout?.xaxis?.type === "date")
+        await Plotly.relayout(figure.plot, wanted);
+  } finally {
+    isZooming = false;
   }
 }
 
@@ -184,10 +226,10 @@ export function layout(own = {}) {
   const {xaxis, yaxis, ...more} = own;
   return {
     xaxis: xaxis ?? timeAxis(),
-    yaxis: {rangemode: "tozero", nticks: 5, ...(yaxis ?? {})},
+    yaxis: {rangemode: "tozero", nticks: 5, fixedrange: true, ...(yaxis ?? {})},
     hovermode: "x unified",
     uirevision: "keep",
-    dragmode: false,
+    dragmode: matchMedia("(pointer: fine)").matches ? "zoom" : false, // a finger scrolls the page
     margin: {l: 40, r: 12, t: 8, b: 28},
     ...more,
   };

@@ -2,13 +2,13 @@
 
 import {api} from "./api.js";
 import {Figure, hasNumbers, lastOf, layout, line, wholeAxis} from "./charts.js";
-import {h, setText, toast} from "./dom.js";
-import {ago, count, duration, money, number, plural, share, wallClock} from "./format.js";
+import {fill, h, setText, toast} from "./dom.js";
+import {DASH, ago, count, duration, money, number, plural, share, wallClock} from "./format.js";
 import {Gantt} from "./gantt.js";
 import {JobsTable, queueTable} from "./jobs.js";
 import {NodeMap} from "./map.js";
 import {nodeTable, openNode} from "./nodes.js";
-import {jobsByArrival, loadSamples, noteSequence, now, roundsNewestFirst, store} from "./store.js";
+import {current, jobsByArrival, loadSamples, noteSequence, now, roundsNewestFirst, store} from "./store.js";
 
 const SPANS = [
   [900, "15 minutes"],
@@ -50,10 +50,15 @@ class Tile {
   }
 }
 
+const hoursText = hours => (hours === null ? DASH : hours < 10 ? hours.toFixed(2) : count(hours));
+
 function tiles() {
   const all = {
     slots: new Tile("Slots in use"),
-    goodput: new Tile("Goodput", "Useful work per second, in slots: what a job does with one slot counts 1"),
+    goodput: new Tile(
+      "Goodput",
+      "Useful work per second, in slots: what a job does with one slot counts 1. What fixed jobs do is not known",
+    ),
     efficiency: new Tile("Efficiency", "Statistical efficiency of the running jobs, weighted by their replicas"),
     jobs: new Tile("Jobs"),
     lost: new Tile(
@@ -71,24 +76,25 @@ function tiles() {
     ),
     update() {
       const {cluster} = store,
-        sample = store.samples.at(-1),
         last = roundsNewestFirst()[0];
       if (!cluster) return;
       const jobs = cluster.jobs ?? {},
-        running = (jobs.running ?? 0) + (jobs.resizing ?? 0) + (jobs.starting ?? 0) + (jobs.stopping ?? 0);
+        here = current();
       let out = 0; // slots that are free, but not for use
       for (const node of store.nodes.values())
         if (node.is_draining || node.is_leaving) out += node.num_slots - node.used;
       all.slots.update(
-        count(cluster.num_used_slots),
+        count(here.num_used_slots),
         `on ${plural(cluster.nodes, "node")}${out ? `, ${count(out)} drained` : ""}`,
-        cluster.num_slots ? cluster.num_used_slots / cluster.num_slots : 0,
-        `of ${count(cluster.num_slots)}`,
+        here.num_slots ? here.num_used_slots / here.num_slots : 0,
+        `of ${count(here.num_slots)}`,
       );
-      // The last sample may be of seconds ago, when a job still ran.
-      const efficiency = cluster.num_used_slots ? sample?.efficiency : null;
-      all.goodput.update(number(cluster.num_used_slots ? sample?.goodput : 0), "useful slots’ worth of work");
-      all.efficiency.update(share(efficiency), "of the running jobs", efficiency ?? null);
+      const apart = here.num_fixed_slots;
+      all.goodput.update(
+        number(here.goodput),
+        apart ? `slots’ worth; ${plural(apart, "slot")} of fixed jobs apart` : "useful slots’ worth of work",
+      );
+      all.efficiency.update(share(here.efficiency), "of the running jobs", here.efficiency);
       const ended = [
         ["succeeded", "done"],
         ["failed", "failed"],
@@ -96,17 +102,16 @@ function tiles() {
       ]
         .filter(([state]) => jobs[state])
         .map(([state, word]) => `${count(jobs[state])} ${word}`);
-      all.jobs.update(count(running), [`${count(jobs.pending ?? 0)} waiting`, ...ended].join(" · "), null, "running");
+      all.jobs.update(count(here.num_running), [`${count(here.num_pending)} waiting`, ...ended].join(" · "), null, "running");
       all.lost.update(share(cluster.lost_share), "to resizes and restarts of the running jobs");
-      const sizing = cluster.sizing,
-        hours = Object.values(sizing?.node_hours ?? {}).reduce((sum, one) => sum + one, 0);
+      const sizing = cluster.sizing;
       const wanted =
         sizing?.num_wanted !== null && sizing?.num_wanted !== undefined
           ? `${plural(sizing.num_wanted, "node")} wanted`
           : "";
       all.cost.update(
-        hours < 10 ? hours.toFixed(2) : count(hours),
-        [sizing?.cost !== null && sizing?.cost !== undefined ? `cost ${money(sizing.cost)}` : "no price set", wanted]
+        hoursText(here.node_hours),
+        [here.cost !== null ? `cost ${money(here.cost)}` : "no price set", wanted]
           .filter(Boolean)
           .join(" · "),
       );
@@ -132,7 +137,8 @@ function curves() {
     elements: Object.values(figures).map(figure => figure.element),
     /* `since`: those of before are too old. */
     update(since) {
-      const samples = store.samples.filter(sample => sample.at >= since),
+      const kept = store.samples.filter(sample => sample.at >= since),
+        samples = kept.length && store.cluster ? [...kept, current()] : kept,
         x = samples.map(sample => wallClock(sample.at)),
         of = name => samples.map(sample => sample[name]);
       if (!samples.length) {
@@ -195,7 +201,7 @@ function curves() {
               layout: layout(hasCost ? right : {}),
             }
           : null,
-        hasCost ? `${number(lastOf(hours))} h, cost ${money(lastOf(cost))}` : `${number(lastOf(hours))} h`,
+        hasCost ? `${hoursText(lastOf(hours))} h, cost ${money(lastOf(cost))}` : `${hoursText(lastOf(hours))} h`,
       );
     },
     remove() {
@@ -236,7 +242,9 @@ export function clusterPage({go}) {
   );
   const ganttNote = h("small", {}, GANTT_NOTE);
   const queueTitle = h("h2", {}, "Queue"),
-    reason = h("p", {class: "muted"});
+    reason = h("p", {class: "muted"}),
+    whyFree = h("ul", {class: "plain reasons"}),
+    free = h("details", {class: "why-free", hidden: true}, h("summary", {}, "Why are slots free?"), whyFree);
   const element = h(
     "div",
     {},
@@ -248,6 +256,7 @@ export function clusterPage({go}) {
       {class: "card pad", "aria-label": "Map"},
       h("div", {class: "section-head"}, h("h2", {}, "Nodes and slots")),
       map.element,
+      free,
       nodesBox,
     ),
     h("section", {}, queueTitle, queue.element),
@@ -326,7 +335,10 @@ export function clusterPage({go}) {
       setText(queueTitle, waiting.length ? `Queue: ${plural(waiting.length, "job waits", "jobs wait")}` : "Queue");
       jobs.update(all);
     }
-    if (changes.isFull || changes.samples) charts.update(since());
+    if (changes.isFull || changes.samples || changes.cluster || changes.moves) charts.update(since());
+    const why = store.cluster?.why_free ?? [];
+    free.hidden = !why.length;
+    if (changes.isFull || changes.cluster) fill(whyFree, why.map(words => h("li", {}, words)));
     setText(reason, store.cluster?.sizing?.reason ? `Size: ${store.cluster.sizing.reason}` : "");
     reason.hidden = !reason.textContent;
     gantt.refresh();

@@ -83,10 +83,12 @@ export class KeyedList {
 }
 
 /* A table whose columns are {key, label, title, value(item), cell(item) -> text or nodes, class}. At most `step` rows
-   stand in the page; a button shows more. Sorting is by the column's value; null comes last either way. */
+   stand in the page; a button shows more. Sorting is by the column's value; null comes last either way. `expand(item)`
+   gives rows that stand under it. A table that is wider than its place says so, and can be scrolled. */
 export class DataTable {
-  constructor({columns, keyOf, step = 100, sort = null, empty = "Nothing here.", label = "", onsort = () => {}}) {
-    Object.assign(this, {columns, keyOf, step, limit: step, sort, items: [], onsort});
+  constructor({columns, keyOf, step = 100, sort = null, empty = "Nothing here.", label = "", onsort, expand}) {
+    Object.assign(this, {columns, keyOf, step, limit: step, sort, items: [], expand});
+    this.onsort = onsort ?? (() => {});
     this.head = h("tr");
     for (const column of columns) {
       const button =
@@ -112,7 +114,12 @@ export class DataTable {
     });
     this.table = h("table", {"aria-label": label}, h("thead", {}, this.head), this.body);
     this.scroll = h("div", {class: "scroll", tabindex: "0", role: "region", "aria-label": label}, this.table);
-    this.element = h("div", {class: "table"}, this.scroll, this.empty, this.more);
+    this.cut = h("p", {class: "cut-hint", hidden: true}, "More columns: scroll sideways →");
+    this.box = h("div", {class: "scroll-box"}, this.scroll);
+    this.element = h("div", {class: "table"}, this.box, this.cut, this.empty, this.more);
+    this.scroll.addEventListener("scroll", () => this.seeCut(), {passive: true});
+    new ResizeObserver(() => this.seeCut()).observe(this.scroll);
+    new ResizeObserver(() => this.seeCut()).observe(this.table);
     this.list = new KeyedList(this.body, () => this.makeRow());
   }
 
@@ -136,6 +143,15 @@ export class DataTable {
     };
   }
 
+  /* Which sides of the table are out of sight. */
+  seeCut() {
+    const {scrollLeft, scrollWidth, clientWidth} = this.scroll,
+      hidden = scrollWidth - clientWidth;
+    const sides = [scrollLeft > 2 && "left", hidden - scrollLeft > 2 && "right"].filter(Boolean).join(" ");
+    set(this.box, {"data-cut": sides || null});
+    this.cut.hidden = hidden <= 2;
+  }
+
   sortBy(column) {
     const isSame = this.sort?.key === column.key;
     this.sort = {key: column.key, isDown: isSame ? !this.sort.isDown : Boolean(column.isDown)};
@@ -148,8 +164,9 @@ export class DataTable {
     const column = this.columns.find(one => one.key === this.sort?.key);
     for (const one of this.columns)
       set(one.th, {"aria-sort": one === column ? (this.sort.isDown ? "descending" : "ascending") : null});
-    const sorted = column ? sortedBy(items, column.value, this.sort.isDown) : items;
-    this.list.update(sorted.slice(0, this.limit), this.keyOf);
+    const sort = some => (column ? sortedBy(some, column.value, this.sort.isDown) : some);
+    const rows = sort(items).slice(0, this.limit);
+    this.list.update(this.expand ? rows.flatMap(item => [item, ...sort(this.expand(item))]) : rows, this.keyOf);
     const left = items.length - this.limit;
     this.more.hidden = left <= 0;
     setText(this.more, `Show ${Math.min(left, this.step)} more of ${left}`);

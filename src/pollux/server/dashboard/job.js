@@ -19,15 +19,17 @@ import {
   withError,
 } from "./format.js";
 import {jobFigures} from "./job_figures.js";
-import {progressBar, stateChip} from "./jobs.js";
+import {progressBar, stateChip} from "./job_columns.js";
 import {LogView} from "./logs.js";
 import {swatch} from "./paint.js";
 import {noteSequence, now, store} from "./store.js";
 import {openSubmit} from "./submit.js";
+import {Tabs} from "./tabs.js";
 
 const EVERY_MS = 2000,
   RETRY_MS = 10000,
-  MODEL_EVERY_MS = 8000;
+  MODEL_EVERY_MS = 8000,
+  FORECAST_EVERY_MS = 20000;
 
 /* Facts with their names; made once, then only their text is set. */
 class Facts {
@@ -140,7 +142,8 @@ const resizeTable = () =>
 const section = (title, ...children) => h("section", {}, h("h2", {}, title), children);
 const newestFirst = list => [...list].reverse();
 
-export function jobPage({name, go}) {
+/* `query`: which tab, as the address has it. */
+export function jobPage({name, query, go}) {
   const leaving = new AbortController(),
     {signal} = leaving,
     path = `/jobs/${encodeURIComponent(name)}`;
@@ -148,6 +151,7 @@ export function jobPage({name, go}) {
     mark = h("span"),
     bar = h("span"),
     reason = h("p", {class: "reason"}),
+    forecast = h("p", {class: "forecast", hidden: true}),
     failure = h("pre", {class: "failure", hidden: true});
   const command = h("code", {class: "command"}),
     facts = new Facts(),
@@ -163,24 +167,31 @@ export function jobPage({name, go}) {
     decisions = decisionTable(),
     history = historyTable(),
     resizes = resizeTable();
-  const trained = h(
-      "div",
-      {},
-      section("Training", h("div", {class: "grid charts"}, figures.curves)),
-      section("Performance model", h("div", {class: "grid charts"}, figures.model)),
-    ),
-    output = section("Output", logs.element);
-  const body = h(
-    "div",
-    {hidden: true},
-    facts.element,
-    failure,
-    trained,
-    output,
-    section("Replicas", replicas.element),
-    section("Decisions about it", decisions.element),
-    h("div", {class: "grid"}, section("History", history.element), section("Starts and resizes", resizes.element)),
-  );
+  const address = `#/jobs/${encodeURIComponent(name)}`;
+  const tabs = new Tabs({
+    label: `Parts of ${name}`,
+    parts: [
+      ["overview", "Overview", facts.element, failure, h("div", {class: "grid charts"}, figures.overview)],
+      ["metrics", "Metrics", h("div", {class: "grid charts"}, figures.metrics)],
+      ["model", "Model", h("div", {class: "grid charts"}, figures.model)],
+      ["logs", "Logs", logs.element],
+      [
+        "history",
+        "History",
+        section("Decisions", decisions.element),
+        h("div", {class: "grid"}, section("States", history.element), section("Starts and resizes", resizes.element)),
+        section("Replicas", replicas.element),
+      ],
+    ],
+    chosen: new URLSearchParams(query).get("tab"),
+    onchange: key => {
+      // Replaced, not pushed: "back" leaves the job.
+      window.history.replaceState(window.history.state, "", key === "overview" ? address : `${address}?tab=${key}`);
+      if (key === "logs") logs.open();
+    },
+  });
+  if (tabs.chosen === "logs") logs.open();
+  const body = h("div", {hidden: true}, tabs.element);
   const missing = h("div", {class: "card pad empty-page", hidden: true});
   const element = h(
     "div",
@@ -194,6 +205,7 @@ export function jobPage({name, go}) {
     ),
     bar,
     reason,
+    forecast,
     command,
     missing,
     body,
@@ -205,6 +217,24 @@ export function jobPage({name, go}) {
 
   const canCheckpoint = () =>
     (detail ?? store.jobs.get(name))?.kind !== "fixed" || Boolean(detail?.request?.checkpoints);
+
+  /* When it will start, asked now and then while it waits. */
+  let forecastAt = -Infinity;
+  async function foresee(state) {
+    if (state !== "pending") {
+      forecast.hidden = true;
+      return;
+    }
+    if (performance.now() - forecastAt < FORECAST_EVERY_MS) return;
+    forecastAt = performance.now();
+    try {
+      const {words} = await api(`${path}/forecast`, {signal});
+      setText(forecast, `When will it start? ${words.charAt(0).toUpperCase()}${words.slice(1)}.`);
+      forecast.hidden = false;
+    } catch {
+      /* the page says what is wrong with the connection */
+    }
+  }
 
   async function askCancel() {
     const told = await confirmDialog({
@@ -245,6 +275,7 @@ export function jobPage({name, go}) {
     setText(reason, [job.note, detail?.idle, job.reason].filter(Boolean).join(" · ").replaceAll("->", "→"));
     reason.hidden = !reason.textContent;
     cancel.hidden = FINAL.has(job.state);
+    foresee(job.state);
     const lasted = job.started_at === null ? null : (job.finished_at ?? now()) - job.started_at;
     facts.update([
       ["Replicas", `${job.num_replicas}`, ""],
@@ -274,6 +305,9 @@ export function jobPage({name, go}) {
       ["Running for", duration(lasted)],
       ["Submitted", time(job.submitted_at)],
       ["Last report", job.reported_at === null ? DASH : ago(Math.max(0, now() - job.reported_at))],
+      ...(job.finished_at === null ? [] : [["Ended", time(job.finished_at)]]),
+      ...(typeof job.used_slot_s === "number" ? [["Slot-hours", number(job.used_slot_s / 3600)]] : []),
+      ...(typeof job.exit_code === "number" ? [["Exit code", String(job.exit_code)]] : []),
       ["Resizes", number(job.num_resizes)],
       ["Crashes", number(job.num_crashes)],
       [
@@ -326,12 +360,14 @@ export function jobPage({name, go}) {
         api(`${path}/curves?points=600`, {signal}),
         wantsModel ? api(`${path}/model`, {signal}) : null,
       ]);
-      if (!missing.hidden) logs.start(); // it was not there before
+      if (!missing.hidden && tabs.chosen === "logs") logs.start(); // it was not there before
       detail = found;
       show();
       showDetail();
-      // A command that does not train with Pollux has nothing to draw, and its output is all there is of it.
-      trained.hidden = found.kind === "fixed" && !curves.at.length;
+      // A command that does not train with Pollux has nothing to draw.
+      const isSilent = found.kind === "fixed" && !curves.at.length;
+      for (const key of ["metrics", "model"]) tabs.setHidden(key, isSilent);
+      figures.setHidden(isSilent);
       figures.updateCurves(curves);
       if (model) {
         modelAt = performance.now();
@@ -361,7 +397,7 @@ export function jobPage({name, go}) {
       h("p", {}, links.length ? ["There are ", links] : h("a", {href: "#/jobs"}, "To all jobs")),
     );
     missing.hidden = false;
-    for (const part of [body, again, cancel, chip, bar, reason, command]) part.hidden = true;
+    for (const part of [body, again, cancel, chip, bar, reason, forecast, command]) part.hidden = true;
   }
   function refresh(isUrgent) {
     if (timer && !isUrgent) return;

@@ -48,12 +48,19 @@ export function jobFigures() {
       empty: "No decision has considered more than one size for it.",
     }),
   };
+  const {gain, noise, efficiency, accum, ...first} = own,
+    overview = Object.values(first).map(figure => figure.element);
   return {
-    curves: [...Object.values(own).map(figure => figure.element), holder],
+    overview,
+    metrics: [holder, ...[efficiency, noise, gain, accum].map(figure => figure.element)],
     model: Object.values(model).map(figure => figure.element),
     updateCurves: told => {
       drawCurves(own, told);
       drawMetrics(metrics, holder, told);
+    },
+    /* Of a job that tells nothing. */
+    setHidden: isHidden => {
+      for (const element of overview) element.hidden = isHidden;
     },
     updateModel: told => drawModel(model, told),
     remove() {

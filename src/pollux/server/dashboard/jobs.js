@@ -1,130 +1,20 @@
-/* Jobs as a table, to sort and to search; and the page with all of them. */
+/* Jobs as a table, to sort, search and group; and the page with all of them. */
 
 import {api} from "./api.js";
-import {DataTable, h, set, setText, toast} from "./dom.js";
-import {DASH, FINAL, ago, asNumber, batchParts, count, duration, number, plural, share, time} from "./format.js";
+import {DataTable, fill, h, set, setText, toast} from "./dom.js";
+import {FINAL, ago, count, plural} from "./format.js";
+import {activeColumns, endedColumns, why} from "./job_columns.js";
+import {grouped, keyOf} from "./job_groups.js";
 import {jobLink} from "./paint.js";
 import {noteSequence, now, store} from "./store.js";
 
-const RANK = {running: 0, resizing: 0, starting: 1, stopping: 1, pending: 2, failed: 3, cancelled: 4, succeeded: 5};
-const MARKS = {
-  running: "▶",
-  resizing: "↔",
-  starting: "△",
-  stopping: "▽",
-  pending: "…",
-  failed: "✕",
-  cancelled: "◦",
-  succeeded: "✓",
-};
-
-/* The state in words, a sign and a colour. */
-export const stateChip = state =>
-  h("span", {class: `state ${state}`}, h("span", {"aria-hidden": "true"}, MARKS[state] ?? "?"), state);
-
-export function progressBar(progress) {
-  if (typeof progress !== "number") return DASH;
-  return h(
-    "span",
-    {
-      class: "progress",
-      role: "progressbar",
-      "aria-valuemin": 0,
-      "aria-valuemax": 100,
-      "aria-valuenow": Math.round(100 * progress),
-      "aria-label": "progress",
-    },
-    h(
-      "span",
-      {class: "progress-track"},
-      h("span", {class: "progress-bar", style: {width: `${Math.min(100, 100 * progress)}%`}}),
-    ),
-    h("span", {class: "progress-text"}, share(progress)),
-  );
-}
-
-/* Where all is well there is nothing to explain. */
-const why = job => job.note || (["running", "succeeded"].includes(job.state) ? "" : job.reason);
-
-const columns = () => [
-  {
-    key: "name",
-    label: "Job",
-    value: job => job.name,
-    mark: job => `${job.name}/${why(job)}`,
-    cell: job => [jobLink(job.name), why(job) && h("small", {class: "why", title: why(job)}, why(job))],
-  },
-  {
-    key: "state",
-    label: "State",
-    class: "left",
-    value: job => (RANK[job.state] ?? 9) * 1e9 - job.sequence,
-    mark: job => job.state,
-    cell: job => stateChip(job.state),
-  },
-  {
-    key: "replicas",
-    label: "Replicas",
-    isDown: true,
-    value: job => job.num_replicas,
-    cell: job => (job.num_replicas ? String(job.num_replicas) : DASH),
-  },
-  {
-    key: "progress",
-    label: "Progress",
-    class: "left",
-    isDown: true,
-    value: job => job.progress,
-    mark: job => (job.progress === null ? DASH : share(job.progress)),
-    cell: job => progressBar(job.progress),
-  },
-  {
-    key: "remaining",
-    label: "Left",
-    title: "Time it still needs, by its own reports",
-    value: job => job.remaining_s,
-    cell: job => (job.remaining_s === null ? DASH : duration(job.remaining_s)),
-  },
-  {
-    key: "batch",
-    label: "Batch",
-    title: "Examples per step: replicas × device batch × accumulation",
-    isDown: true,
-    value: job => job.total_batch,
-    mark: job => `${job.total_batch}/${batchParts(job)}`,
-    cell: job => (job.total_batch === null ? DASH : [count(job.total_batch), h("small", {}, batchParts(job))]),
-  },
-  {
-    key: "efficiency",
-    label: "Efficiency",
-    title: "Statistical efficiency: progress per example, against the batch size it was tuned for",
-    isDown: true,
-    value: job => job.efficiency,
-    cell: job => share(job.efficiency),
-  },
-  {
-    key: "goodput",
-    label: "Goodput",
-    title: "Useful examples per second",
-    isDown: true,
-    value: job => job.goodput,
-    cell: job => (job.goodput === null ? DASH : `${number(job.goodput)}/s`),
-  },
-  {key: "loss", label: "Loss", value: job => asNumber(job.loss), cell: job => number(job.loss)},
-  {
-    key: "submitted",
-    label: "Submitted",
-    isDown: true,
-    value: job => job.submitted_at,
-    cell: job => time(job.submitted_at),
-  },
-];
+const MOST_CHOSEN = 6;
 
 export class JobsTable {
-  /* `keep` is called with the filters and the order whenever the user has changed them. */
-  constructor({step = 100, keep = () => {}} = {}) {
-    this.all = [];
-    this.keep = keep;
+  /* `keep` is called with the filters and the order whenever the user has changed them. `selects`: jobs can be chosen,
+     to be compared. */
+  constructor({step = 100, keep = () => {}, selects = false} = {}) {
+    Object.assign(this, {all: [], keep, selects, chosen: new Set(), open: new Set()});
     this.search = h("input", {
       type: "search",
       placeholder: "Filter by name, state, reason …",
@@ -141,16 +31,60 @@ export class JobsTable {
         ["failed", "Failed"],
       ].map(([value, text]) => h("option", {value}, text)),
     );
+    this.groups = h("input", {type: "checkbox", checked: true, onchange: () => this.change()});
     this.tally = h("span", {class: "muted", role: "status"});
-    this.table = new DataTable({
-      columns: columns(),
-      keyOf: job => job.name,
-      sort: {key: "state", isDown: false},
-      step,
-      label: "Jobs",
-      onsort: () => this.keep(this.filters()),
-    });
-    this.element = h("div", {}, h("div", {class: "tools"}, this.search, this.which, this.tally), this.table.element);
+    this.compare = h("a", {class: "button", hidden: true});
+    const make = (columns, sort) =>
+      new DataTable({
+        columns,
+        keyOf,
+        sort,
+        step,
+        label: "Jobs",
+        onsort: () => this.keep(this.filters()),
+        expand: row => (row.isGroup && this.isOpen(row) ? row.members.map(job => ({...job, isMember: true})) : []),
+      });
+    this.tables = {
+      active: make(activeColumns(this), {key: "state", isDown: false}),
+      ended: make(endedColumns(this), {key: "ended", isDown: true}),
+    };
+    this.place = h("div", {}, this.tables.active.element);
+    this.element = h(
+      "div",
+      {},
+      h(
+        "div",
+        {class: "tools"},
+        this.search,
+        this.which,
+        h("label", {class: "check"}, this.groups, "Group arrays and studies"),
+        this.tally,
+        this.compare,
+      ),
+      this.place,
+    );
+  }
+
+  /* That which is shown: of jobs that have ended, other things are of interest. */
+  get table() {
+    return ["ended", "failed"].includes(this.which.value) ? this.tables.ended : this.tables.active;
+  }
+
+  isOpen(group) {
+    return this.open.has(keyOf(group));
+  }
+
+  toggle(group) {
+    const key = keyOf(group);
+    if (!this.open.delete(key)) this.open.add(key);
+    this.show();
+  }
+
+  choose(name, isChosen) {
+    if (isChosen) this.chosen.add(name);
+    else this.chosen.delete(name);
+    if (this.chosen.size > MOST_CHOSEN) this.chosen.delete(this.chosen.values().next().value); // the first one goes
+    this.show();
   }
 
   update(jobs) {
@@ -166,10 +100,13 @@ export class JobsTable {
   /* What differs from what is shown at first, as the address has it. */
   filters() {
     const {key, isDown} = this.table.sort,
+      first = this.table === this.tables.ended ? "-ended" : "state",
+      sort = `${isDown ? "-" : ""}${key}`,
       chosen = new URLSearchParams();
     if (this.search.value) chosen.set("find", this.search.value);
     if (this.which.value !== "all") chosen.set("which", this.which.value);
-    if (key !== "state" || isDown) chosen.set("sort", `${isDown ? "-" : ""}${key}`);
+    if (!this.groups.checked) chosen.set("groups", "no");
+    if (sort !== first) chosen.set("sort", sort);
     return chosen;
   }
 
@@ -177,6 +114,7 @@ export class JobsTable {
     this.search.value = chosen.get("find") ?? "";
     const which = chosen.get("which");
     if ([...this.which.options].some(option => option.value === which)) this.which.value = which;
+    this.groups.checked = chosen.get("groups") !== "no";
     const [, minus, key] = /^(-?)(\w+)$/.exec(chosen.get("sort") ?? "") ?? [];
     if (this.table.columns.some(column => column.key === key)) this.table.sort = {key, isDown: Boolean(minus)};
   }
@@ -192,22 +130,31 @@ export class JobsTable {
       )
         return false;
       if (!words.length) return true;
-      const text = `${job.name} ${job.state} ${job.application} ${why(job)} ${job.kind}`.toLowerCase();
-      return words.every(word => text.includes(word));
+      const place = (job.allocation ?? []).map(([node]) => node).join(" "),
+        text = `${job.name} ${job.state} ${job.application} ${job.owner} ${job.team} ${job.kind} ${place} ${why(job)}`;
+      return words.every(word => text.toLowerCase().includes(word));
     });
+    if (this.place.firstElementChild !== this.table.element) fill(this.place, this.table.element);
     setText(
       this.table.empty,
       this.all.length
         ? "No job matches."
         : "No jobs yet. “Submit a job” above starts one, as does: pollux submit -- python train.py",
     );
-    this.table.update(chosen);
+    this.table.update(this.groups.checked ? grouped(chosen) : chosen);
     setText(
       this.tally,
       chosen.length === this.all.length
         ? plural(chosen.length, "job")
         : `${count(chosen.length)} of ${plural(this.all.length, "job")}`,
     );
+    const names = [...this.chosen];
+    this.compare.hidden = !this.selects || names.length < 1;
+    set(this.compare, {
+      href: names.length > 1 ? `#/compare?jobs=${names.map(encodeURIComponent).join(",")}` : null,
+      "aria-disabled": names.length > 1 ? null : "true",
+    });
+    setText(this.compare, names.length > 1 ? `Compare ${names.length} jobs` : "Choose another job to compare");
   }
 }
 
@@ -238,7 +185,7 @@ export function jobsPage(query = "") {
     older = new Map(),
     // Replaced, not pushed: "back" leaves the page, it does not take letters away.
     keep = chosen => history.replaceState(history.state, "", chosen.size ? `#/jobs?${chosen}` : "#/jobs"),
-    table = new JobsTable({keep});
+    table = new JobsTable({keep, selects: true});
   table.restore(new URLSearchParams(query));
   const more = h("button", {type: "button", class: "ghost", onclick: load}, "Load older jobs");
   const note = h("p", {class: "muted"});
@@ -251,8 +198,7 @@ export function jobsPage(query = "") {
       const page = await api(`/jobs?limit=500&offset=${offset}&newest=true`, {signal: leaving.signal});
       offset += page.jobs.length;
       total = page.total;
-      for (const job of page.jobs)
-        older.set(job.name, {...job, loss: job.metrics?.loss ?? null});
+      for (const job of page.jobs) older.set(job.name, job);
       page.jobs.forEach(noteSequence);
       update();
     } catch (error) {

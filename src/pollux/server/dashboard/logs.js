@@ -1,8 +1,10 @@
 /* A job's output as it comes. Whatever it prints, the page stays small: so many lines, and none longer than this. */
 
-import {ApiError, api, stream} from "./api.js";
-import {fill, h, setText, whileSeen} from "./dom.js";
-import {FINAL, count} from "./format.js";
+import {ApiError, api, download, stream} from "./api.js";
+import {fill, h, set, setText, toast, whileSeen} from "./dom.js";
+import {FINAL, byName, count, plural, time} from "./format.js";
+import {save} from "./save.js";
+import {now} from "./store.js";
 
 const MOST_LINES = 5000,
   MOST_LETTERS = 4000,
@@ -49,24 +51,32 @@ class LineCutter {
 }
 
 export class LogView {
+  /* Asks for nothing before `start()`. */
   constructor(name) {
     this.name = name;
-    this.which = h(
-      "select",
-      {
-        "aria-label": "Which output",
-        onchange: () => {
-          this.pending = [];
-          fill(this.box);
-          this.start();
-        },
-      },
-      [
-        ["both", "stdout and stderr"],
-        ["out", "stdout"],
-        ["err", "stderr"],
-      ].map(([value, text]) => h("option", {value}, text)),
-    );
+    const select = (label, options) =>
+      h(
+        "select",
+        {"aria-label": label, onchange: () => this.restart()},
+        options.map(([value, text]) => h("option", {value}, text)),
+      );
+    this.which = select("Which output", [
+      ["both", "stdout and stderr"],
+      ["out", "stdout"],
+      ["err", "stderr"],
+    ]);
+    this.replica = select("Which replica", [["", "All replicas"]]);
+    this.find = h("input", {
+      type: "search",
+      placeholder: "Find in the output …",
+      "aria-label": "Find in the output",
+      oninput: () => this.search(),
+    });
+    this.times = h("input", {
+      type: "checkbox",
+      onchange: event => set(this.box, {"data-times": event.target.checked}),
+    });
+    this.found = h("span", {class: "muted", role: "status"});
     this.state = h("span", {class: "muted", role: "status"});
     this.toEnd = h(
       "button",
@@ -91,21 +101,82 @@ export class LogView {
         this.toEnd.hidden = this.isFollowing;
       },
     });
-    this.element = h("div", {}, h("div", {class: "tools"}, this.which, this.toEnd, this.state), this.box);
-    this.isFollowing = true;
-    this.isOpen = false;
-    this.openedAt = 0;
-    this.pending = [];
+    const times = "When this page received the line; lines from before it was opened have no time.";
+    this.element = h(
+      "div",
+      {},
+      h(
+        "div",
+        {class: "tools"},
+        this.find,
+        this.which,
+        this.replica,
+        h("label", {class: "check", title: times}, this.times, "Times"),
+        h("button", {type: "button", class: "ghost", onclick: () => this.download()}, "Download"),
+        this.toEnd,
+        this.found,
+        this.state,
+      ),
+      this.box,
+    );
+    Object.assign(this, {isFollowing: true, isOpen: false, isStarted: false, openedAt: 0, pending: []});
     this.unwatch = whileSeen(
       () => this.ending?.abort(),
-      () => this.start(),
+      () => this.isStarted && this.start(),
     );
+  }
+
+  /* When the output is looked at for the first time. */
+  open() {
+    if (this.isStarted) return;
     this.start();
+    this.listReplicas();
+  }
+
+  restart() {
+    this.pending = [];
+    fill(this.box);
+    this.start();
+  }
+
+  async listReplicas() {
+    try {
+      const {files} = await api(`/jobs/${encodeURIComponent(this.name)}/log-files`, {signal: this.ending?.signal});
+      const names = [...new Set(files.map(file => file.replica))].sort(byName);
+      this.replica.append(...names.map(value => h("option", {value}, value)));
+    } catch {
+      /* all of them, then */
+    }
+  }
+
+  /* Which part of the output, as the server wants to be asked. */
+  part() {
+    const replica = this.replica.value ? `&replica=${encodeURIComponent(this.replica.value)}` : "";
+    return `/jobs/${encodeURIComponent(this.name)}/logs?stream=${this.which.value}${replica}`;
+  }
+
+  async download() {
+    try {
+      save(`${this.name}.log`, await download(this.part(), {signal: this.ending?.signal}));
+    } catch (error) {
+      if (error.name !== "AbortError") toast(`The output: ${error.message}`);
+    }
+  }
+
+  search() {
+    const words = this.find.value.toLowerCase();
+    let found = 0;
+    for (const line of this.box.children) {
+      line.hidden = Boolean(words) && !line.textContent.toLowerCase().includes(words);
+      found += line.hidden ? 0 : 1;
+    }
+    setText(this.found, words ? plural(found, "line") : "");
   }
 
   async start() {
     this.ending?.abort();
     this.isOpen = false;
+    this.isStarted = true;
     const mine = (this.ending = new AbortController());
     let waitMs = 500;
     while (!mine.signal.aborted) {
@@ -114,10 +185,10 @@ export class LogView {
         isFirst = true; // what is there stays until there is something new to show
       try {
         const cutter = new LineCutter((text, dropped) => this.add(text, dropped));
-        const path = `/jobs/${encodeURIComponent(this.name)}/logs?follow=true&tail=${TAIL}&stream=${this.which.value}`;
         await stream(
-          path,
+          `${this.part()}&follow=true&tail=${TAIL}`,
           piece => {
+            this.isTail = isFirst; // which was written before, at some time
             if (isFirst) {
               this.pending = [];
               fill(this.box);
@@ -173,7 +244,7 @@ export class LogView {
 
   add(text, dropped) {
     if (!this.pending.length) requestAnimationFrame(() => this.flush());
-    this.pending.push([text, dropped]);
+    this.pending.push([text, dropped, this.isTail ? "" : time(now())]);
     if (this.pending.length > 2 * MOST_LINES) this.pending.splice(0, this.pending.length - MOST_LINES);
   }
 
@@ -181,16 +252,17 @@ export class LogView {
     const lines = this.pending.slice(-MOST_LINES);
     this.pending = [];
     this.box.append(
-      ...lines.map(([text, dropped]) =>
+      ...lines.map(([text, dropped, at]) =>
         h(
           "div",
-          {class: "log-line"},
+          {class: "log-line", "data-at": at},
           text || "\u200b",
           dropped > 0 && h("em", {class: "cut"}, ` … ${count(dropped)} more characters`),
         ),
       ),
     );
     while (this.box.childElementCount > MOST_LINES) this.box.firstElementChild.remove();
+    if (this.find.value) this.search();
     if (this.isFollowing) this.scroll();
   }
 

@@ -2,11 +2,12 @@
 
 import {api, remember, remembered, setToken, takeTokenFromAddress, whenDenied} from "./api.js";
 import {clusterPage} from "./cluster.js";
-import {comparePage} from "./compare.js";
 import {decisionsPage} from "./decisions.js";
 import {announce, fill, h, set, setText, tip} from "./dom.js";
 import {jobPage} from "./job.js";
 import {jobsPage} from "./jobs.js";
+import {sideBySidePage} from "./side_by_side.js";
+import {simulationsPage} from "./simulations.js";
 import {connect, forget, store, subscribe, tryNow} from "./store.js";
 import {studiesPage, studyPage} from "./studies.js";
 import {openSubmit} from "./submit.js";
@@ -38,10 +39,11 @@ function makePage(hash) {
       }
     });
   if (!parts.length) return clusterPage({go});
-  if (parts[0] === "jobs") return parts.length > 1 ? jobPage({name: parts.slice(1).join("/"), go}) : jobsPage(query);
+  if (parts[0] === "jobs") return parts.length > 1 ? jobPage({name: parts.slice(1).join("/"), query, go}) : jobsPage(query);
   if (parts[0] === "decisions") return decisionsPage();
   if (parts[0] === "studies") return parts.length > 1 ? studyPage({name: parts.slice(1).join("/")}) : studiesPage();
-  if (parts[0] === "compare") return comparePage();
+  if (parts[0] === "simulations") return simulationsPage();
+  if (parts[0] === "compare") return sideBySidePage(query);
   if (parts[0] === "usage") return usagePage();
   return {
     title: "Not found",
@@ -67,7 +69,7 @@ function show({keepsFocus = false} = {}) {
   tip.hide();
   for (const link of document.querySelectorAll("#nav a")) {
     const own = link.getAttribute("href"),
-      isHere = own === "#/" ? /^#?\/?$/.test(location.hash) : location.hash.startsWith(own);
+      isHere = own === "#/" ? /^#?\/?$/.test(location.hash) : location.hash.startsWith(own) || (own === "#/jobs" && location.hash.startsWith("#/compare"));
     set(link, {"aria-current": isHere ? "page" : null});
   }
   if (isDenied) {

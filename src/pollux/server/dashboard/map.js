@@ -2,6 +2,7 @@
 
 import {announce, h, refill, set, tip} from "./dom.js";
 import {byName, plural} from "./format.js";
+import {nodeState} from "./nodes.js";
 import {Canvas, colours, fillOf, fitted, jobLink} from "./paint.js";
 import {store} from "./store.js";
 
@@ -93,7 +94,7 @@ export class NodeMap {
         isOut = node.is_draining || node.is_leaving;
       if (hasLabels) {
         context.fillStyle = paint.muted;
-        const label = isOut ? `${node.name} · ${node.is_leaving ? "leaving" : "drained"}` : node.name,
+        const label = isOut ? `${node.name} · ${nodeState(node)}` : node.name,
           room = this.shape.tile - 14;
         // Where there is no room for both, the hatching says it.
         const shown = context.measureText(label).width <= room ? label : fitted(context, node.name, room);
@@ -242,7 +243,7 @@ export class NodeMap {
   words({index, slot}) {
     const node = this.nodes[index],
       job = slot === null ? null : this.slotsOf(node)[slot];
-    const state = node.is_leaving ? ", is given back" : node.is_draining ? ", drained" : "";
+    const state = node.is_leaving ? ", is given back" : node.is_draining ? `, ${nodeState(node)}` : "";
     const lines = [
       `${node.name}${slot === null ? "" : `, slot ${slot}`}${state}`,
       `${node.used} of ${plural(node.num_slots, "slot")} used · ${node.accelerator}`,

@@ -6,14 +6,36 @@ import {DASH, gigabytes, gpuParts, number, plural, share} from "./format.js";
 import {jobLink} from "./paint.js";
 import {store} from "./store.js";
 
+/* What will become of the jobs on a node that is drained. */
+function drainWords(jobs) {
+  const moving = jobs.filter(job => job.may_move),
+    staying = jobs.filter(job => !job.may_move),
+    named = some => (some.length > 3 ? plural(some.length, "job") : some.map(job => job.name).join(", "));
+  return [
+    "No more jobs go there.",
+    moving.length && `${named(moving)}: moved to other nodes, or waiting where there is no room.`,
+    staying.length && `${named(staying)}: cannot be moved, so the node is in use until ${staying.length > 1 ? "they end" : "it ends"}.`,
+  ]
+    .filter(Boolean)
+    .join(" ");
+}
+
+/* In a word: what a node does for the cluster now. */
+export const nodeState = node =>
+  node.health !== "ok"
+    ? node.health
+    : node.is_leaving
+      ? "leaving"
+      : node.is_draining
+        ? node.used
+          ? "draining"
+          : "drained"
+        : "in use";
+
 async function setDrained(name, isDrained) {
   const jobs = store.nodes.get(name)?.jobs ?? [];
   const told = isDrained
-    ? {
-        title: `Drain ${name}?`,
-        action: "Drain it",
-        text: `No more jobs go there${jobs.length ? `; ${plural(jobs.length, "job")} on it will be moved away` : ""}.`,
-      }
+    ? {title: `Drain ${name}?`, action: "Drain it", text: drainWords(jobs)}
     : {title: `Use ${name} again?`, action: "Use it again", text: "The next decision may give its slots to jobs."};
   if (!(await confirmDialog(told))) return;
   try {
@@ -63,7 +85,7 @@ export function openNode(name) {
         [
           `${node.used} of ${plural(node.num_slots, "slot")} used`,
           node.accelerator,
-          node.is_draining && "drained",
+          node.is_draining && nodeState(node),
           node.is_leaving && "is given back once it is empty",
           node.health !== "ok" && `${node.health}: ${node.problem}`,
         ]
@@ -114,8 +136,7 @@ export const nodeTable = () =>
         label: "State",
         class: "left",
         value: node => Number(node.is_draining),
-        cell: node =>
-          node.health !== "ok" ? node.health : node.is_leaving ? "leaving" : node.is_draining ? "drained" : "in use",
+        cell: nodeState,
       },
       {
         key: "accelerator",
@@ -158,7 +179,7 @@ export const nodeTable = () =>
         cell: node =>
           node.jobs.length ? node.jobs.slice(0, 8).map(job => [jobLink(job.name), ` × ${job.num_replicas} `]) : DASH,
       },
-      {key: "drain", label: "", mark: node => node.is_draining, cell: drainButton},
+      {key: "drain", label: "Action", mark: node => node.is_draining, cell: drainButton},
     ],
     keyOf: node => node.name,
     sort: {key: "name", isDown: false},

@@ -3,6 +3,7 @@
 
 import {api, ApiError, eventParser, stream} from "./api.js";
 import {announce, whileSeen} from "./dom.js";
+import {FINAL} from "./format.js";
 
 const EVERY_S = 1;
 const SILENCE_MS = 40000; // the server says something every 15 s
@@ -27,6 +28,39 @@ export const store = {
 export const now = () => Date.now() / 1000 + store.clockSkewS;
 export const jobsByArrival = () => [...store.jobs.values()].sort((a, b) => a.sequence - b.sequence);
 export const roundsNewestFirst = () => [...store.rounds.values()].sort((a, b) => b.id - a.id);
+
+/* The cluster at this moment, with the fields of a sample: tiles, headings and the ends of curves all show this. Of
+   goodput only the samples tell; `sampledAt` is when. */
+export function current() {
+  const {cluster} = store,
+    sample = store.samples.at(-1),
+    counts = cluster.jobs ?? {},
+    of = state => counts[state] ?? 0,
+    hours = cluster.sizing?.node_hours;
+  let efficient = 0,
+    measured = 0,
+    fixed = 0;
+  for (const job of store.jobs.values()) {
+    if (FINAL.has(job.state) || !job.num_replicas) continue;
+    if (job.kind === "fixed") fixed += job.num_replicas;
+    if (typeof job.efficiency !== "number") continue;
+    efficient += job.num_replicas * job.efficiency;
+    measured += job.num_replicas;
+  }
+  return {
+    at: now(),
+    num_slots: cluster.num_slots,
+    num_used_slots: cluster.num_used_slots,
+    num_fixed_slots: fixed,
+    num_running: of("running") + of("resizing") + of("starting") + of("stopping"),
+    num_pending: of("pending"),
+    efficiency: measured ? efficient / measured : null,
+    goodput: cluster.num_used_slots > fixed ? (sample?.goodput ?? null) : cluster.num_used_slots ? null : 0,
+    sampledAt: sample?.at ?? null,
+    node_hours: hours ? Object.values(hours).reduce((sum, one) => sum + one, 0) : (sample?.node_hours ?? null),
+    cost: cluster.sizing?.cost ?? null,
+  };
+}
 
 const listeners = new Set();
 let changes = null; // since the last frame

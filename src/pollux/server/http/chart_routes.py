@@ -7,7 +7,7 @@ from typing import Annotated
 from fastapi import Query, Response
 
 from pollux.api.cluster import ReadingList, SampleList, Timeline
-from pollux.api.job import JobCurves, JobModel
+from pollux.api.job import JobCurves, JobForecast, JobModel
 from pollux.server.http.dependencies import ItsQueries, of_people
 from pollux.server.http.errors import answer
 from pollux.server.http.openapi import error_answers
@@ -74,6 +74,20 @@ def curves(queries: ItsQueries, name: str, points: _Points = 600) -> Response:
 def model(queries: ItsQueries, name: str) -> Response:
     """What was measured, what was fitted to it, and what follows for the batch size and the number of replicas."""
     return answer(queries.model(name))
+
+
+@charts.get(
+    "/jobs/{name}/forecast",
+    summary="When a waiting job will start",
+    response_model=JobForecast,
+    responses=error_answers(404, 422),
+)
+def forecast(queries: ItsQueries, name: str) -> Response:
+    """The queue played on with the cluster's policy, several times, as the ends of jobs are not known. Takes up to 2 s.
+
+    Jobs that will be submitted later, quotas and deadlines are not foreseen.
+    """
+    return answer(queries.forecast(name))
 
 
 ROUTERS = (charts,)

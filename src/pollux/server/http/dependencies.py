@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 
 from pollux.api.cluster import CheckedNode, ClusterSample, NodeReading, NodeSummary, Timeline
 from pollux.api.codec import MAX_INTEGER, Json, decode, loads, shown
-from pollux.api.job import JobCurves, JobDetail, JobModel, JobSummary
+from pollux.api.job import JobCurves, JobDetail, JobForecast, JobModel, JobSummary
 from pollux.api.report import MAX_REPORT_BYTES, Report, ReportAnswer, StoredReport
 from pollux.api.request import JobRequest
 from pollux.api.round import RoundDetail
@@ -56,6 +56,7 @@ class ClusterQueries(Watched, Protocol):
     def model(self, name: str) -> JobModel: ...
     def job_directory(self, name: str) -> Path: ...
     def is_ended(self, name: str) -> bool: ...
+    def forecast(self, name: str) -> JobForecast: ...
     def usage(self, by: Sequence[UsageKey], since: str | None, until: str | None) -> list[UsageRow]: ...
 
 

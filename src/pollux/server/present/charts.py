@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
@@ -17,7 +17,6 @@ from pollux.api.job import (
     JobCurves,
     JobModel,
     MeasuredPoint,
-    NonFinite,
     Numbers,
     SpeedupCurve,
 )
@@ -28,7 +27,7 @@ from pollux.model.goodput import candidate_batches, corrected_times
 from pollux.model.profile import Configuration, Timing
 from pollux.model.throughput import grad_s, iteration_s
 from pollux.scheduler.record import JobRecord
-from pollux.server.present.views import finite, number_or_name
+from pollux.server.present.views import finite, numbers_in
 from pollux.types import BatchLimits, FloatArray, IntArray, JobDecision, Node
 
 _CURVES = tuple(name for name in JobCurves.__dataclass_fields__ if name not in ("at", "metrics"))
@@ -38,23 +37,13 @@ _NUM_LINE_POINTS = 40
 def job_curves(reports: Sequence[tuple[float, Report]]) -> JobCurves:
     """Columns of equal length. Of the metrics, those that ever were numbers; those that are not finite as texts."""
     told = [report for _, report in reports]
-    metrics = [dict(_numbers(report.metrics)) for report in told]
+    metrics = [dict(numbers_in(report.metrics)) for report in told]
     names = dict.fromkeys(name for numbers in metrics for name in numbers)
     return JobCurves(
         at=tuple(at for at, _ in reports),
         **{field: tuple(getattr(report, field) for report in told) for field in _CURVES},
         metrics={name: tuple(numbers.get(name) for numbers in metrics) for name in names},
     )
-
-
-def _numbers(metrics: Mapping[str, object], path: str = "") -> Iterator[tuple[str, float | NonFinite]]:
-    """Metrics that are numbers, also in objects within (``eval/accuracy``)."""
-    for name, value in metrics.items():
-        where = f"{path}{name}"
-        if isinstance(value, Mapping):
-            yield from _numbers(value, f"{where}/")
-        elif (number := number_or_name(value)) is not None:
-            yield where, number
 
 
 # The model ------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
 from pollux.api.cluster import CheckedNode, ClusterSample, ClusterSummary, NodeReading, NodeSummary, Timeline
-from pollux.api.job import JobCurves, JobDetail, JobModel, JobRow, JobSummary, Replica
+from pollux.api.job import JobCurves, JobDetail, JobForecast, JobModel, JobRow, JobSummary, Replica
 from pollux.api.report import StoredReport
 from pollux.api.request import JobRequest
 from pollux.api.round import RoundDetail, RoundSummary
@@ -32,6 +32,7 @@ from pollux.server.live.recorder import DecisionLog
 from pollux.server.live.state import ClusterState
 from pollux.server.present.charts import job_curves, job_model, useful_slots
 from pollux.server.present.deadlines import deadline_in_words, spent_in_words
+from pollux.server.present.forecasts import free_slot_reasons, job_forecast, no_forecast
 from pollux.server.present.gauges import Measured
 from pollux.server.present.views import (
     Capacity,
@@ -56,6 +57,7 @@ from pollux.server.storage.records import StoredJob
 from pollux.server.storage.store import SqlStore
 from pollux.server.storage.time_series import TimeSeries
 from pollux.server.storage.usage import UsageStore
+from pollux.types import Node, slots_in_use
 from pollux.version import __version__
 
 TIMELINE_S = 3600.0
@@ -173,11 +175,11 @@ class Queries:
     # The cluster ------------------------------------------------------------------------------
 
     def nodes(self) -> list[NodeSummary]:
-        allocations = {name: record.allocation for name, record in self._state.records.items()}
+        records = list(self._state.records.values())
         nodes, unusable = self._engine.nodes(), self._engine.unusable
         draining, releasing, conditions = self._state.draining, self._state.releasing, self._conditions()
         readings = self._engine.readings
-        return node_summaries(nodes, draining, releasing, allocations, conditions, unusable, readings)
+        return node_summaries(nodes, draining, releasing, records, conditions, unusable, readings)
 
     def check_nodes(self, script: str, packages: Sequence[str]) -> list[CheckedNode]:
         """Look at all nodes now. Raises EngineError: they cannot be asked."""
@@ -221,8 +223,25 @@ class Queries:
             lost_share=lost_s / running_s if running_s > 0 else None,
             sizing=cluster_size(scheduler, self._config.autoscale, self._config.node_price),
             data_directory=str(self._config.data_directory),
+            why_free=self._why_free(nodes, records),
             interval_s=self._config.interval_s,
         )
+
+    def _why_free(self, nodes: Sequence[Node], records: Mapping[str, JobRecord]) -> tuple[str, ...]:
+        leaving = self._state.draining | self._state.releasing
+        holding = [record for record in records.values() if record.allocation]
+        used = slots_in_use([record.allocation for record in holding])
+        num_free = sum(max(one.num_slots - used.get(one.name, 0), 0) for one in nodes if one.name not in leaving)
+        if not num_free:
+            return ()
+        capacity, running, waiting = self._capacity(), [], []
+        for record in records.values():
+            job = self._jobs.get(record.name)
+            if record.allocation:
+                running.append((record, None if job is None or job.decided is None else job.decided.decision))
+            else:
+                waiting.append((record.name, self._state.held_back(record.name) or waiting_reason(record, capacity)))
+        return free_slot_reasons(num_free, running, waiting)
 
     def measured(self, *, is_ready: bool, node_s_before: Mapping[str, float]) -> Measured:
         """What is there at this moment, for the metrics. ``node_s_before``: counted by servers before."""
@@ -308,6 +327,33 @@ class Queries:
             record, report, self._engine.nodes(), None if decided is None else (decided.decision, decided.id)
         )
 
+    def forecast(self, name: str) -> JobForecast:
+        """When a waiting job will start. Takes up to two seconds.
+
+        Raises:
+            UnknownNameError: there is no such job.
+        """
+        summary = self.summary_of(name)
+        record, now = self._state.records.get(name), self._clock.now()
+        if summary.state != "pending" or record is None or summary.held_back:
+            why = summary.held_back or (summary.reason if summary.state == "pending" else f"it is {summary.state}")
+            return no_forecast(why)
+        limits_s = {}
+        for one in self._state.records:
+            request = self._jobs.request_of(one)
+            if request is not None and request.time_limit_s is not None:
+                limits_s[one] = request.time_limit_s - self._state.records[one].attained_s
+        return job_forecast(
+            name,
+            self._engine.nodes(),
+            [one for one in self._state.records.values() if not self._state.held_back(one.name) and not one.is_spent],
+            leaving=self._state.draining | self._state.releasing,
+            policy=self._config.policy,
+            settings=self._config.settings,
+            limits_s=limits_s,
+            now=now,
+        )
+
     def useful_share(self, record: JobRecord) -> float:
         """Of a job's slots, what counts: its speedup over one slot, for each. 1 where it is not known."""
         job = self._jobs.get(record.name)
@@ -332,6 +378,8 @@ class Queries:
                 continue
             if job.report is not None and job.report.efficiency is not None:
                 efficient, num_told = efficient + count * job.report.efficiency, num_told + count
+            if job.request is not None and job.request.kind == "fixed":
+                continue  # what it does with its slots is not known
             if job.decided is not None and (share := useful_slots(job.decided.decision, count)) is not None:
                 useful.append(share)
         scheduler, price = self._state.scheduler, self._config.node_price

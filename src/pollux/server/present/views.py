@@ -10,7 +10,7 @@ import dataclasses
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -38,7 +38,7 @@ from pollux.scheduler.record import JobRecord, RoundRecord
 from pollux.server.present.deadlines import ended_in_words
 from pollux.server.present.explanations import changes_of, explain
 from pollux.server.storage.records import StoredResize, StoredRound
-from pollux.types import NO_ALLOCATION, Allocation, JobDecision, Node
+from pollux.types import NO_ALLOCATION, JobDecision, Node
 
 _NONFINITE: dict[str, NonFinite] = {"nan": "nan", "inf": "inf", "-inf": "-inf"}
 HIDDEN = "(hidden)"  # in place of a value of a job's environment
@@ -106,6 +106,7 @@ def job_summary(job: KnownJob, now: float, *, reason: str = "", note: str = "") 
     allocation = NO_ALLOCATION if record is None else record.allocation
     state = JobState.PENDING if record is None else record.state
     running_s, lost_s = (0.0, 0.0) if record is None else spent_s(record, job.report, now)
+    metric_name, metric = headline_metric(report.metrics, "" if request is None else request.metric)
     return JobSummary(
         name=job.name,
         state=state.value,
@@ -139,7 +140,9 @@ def job_summary(job: KnownJob, now: float, *, reason: str = "", note: str = "") 
         deadline_at=None if spec is None else spec.deadline_at,
         deadline=job.deadline or ended_in_words(spec, record),
         budget_slot_s=None if spec is None else spec.budget_slot_s,
+        array="" if request is None else request.array_of,
         study="" if request is None else request.study,
+        used_slot_s=record.attained_slot_s if record is not None and state.is_final else None,
         progress=report.progress,
         epoch=report.epoch if has_report else None,
         num_steps=report.num_steps if has_report else None,
@@ -153,7 +156,8 @@ def job_summary(job: KnownJob, now: float, *, reason: str = "", note: str = "") 
         throughput=report.throughput,
         goodput=report.goodput,
         metrics=dict(report.metrics),
-        loss=number_or_name(report.metrics.get("loss")),
+        metric_name=metric_name,
+        metric=metric,
         reported_at=job.reported_at,
         running_s=running_s,
         attained_slot_s=0.0 if record is None else record.attained_slot_s,
@@ -175,6 +179,24 @@ def number_or_name(value: object) -> float | NonFinite | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     return value if math.isfinite(value) else _NONFINITE[str(value)]
+
+
+def numbers_in(metrics: Mapping[str, object], path: str = "") -> Iterator[tuple[str, float | NonFinite]]:
+    """Metrics that are numbers, also in objects within (``eval/accuracy``)."""
+    for name, value in metrics.items():
+        where = f"{path}{name}"
+        if isinstance(value, Mapping):
+            yield from numbers_in(value, f"{where}/")
+        elif (number := number_or_name(value)) is not None:
+            yield where, number
+
+
+def headline_metric(metrics: Mapping[str, object], wanted: str = "") -> tuple[str, float | NonFinite | None]:
+    """The number to show beside a job, with its name: ``wanted``, else a loss, else the first that was logged."""
+    numbers = dict(numbers_in(metrics))
+    losses = (name for name in numbers if name.endswith("loss"))
+    name = next((one for one in (wanted, "loss", *losses, *numbers) if one in numbers), "")
+    return name, numbers.get(name)
 
 
 def _remaining_s(report: Report | None) -> float | None:
@@ -400,16 +422,17 @@ def node_summaries(
     nodes: Iterable[Node],
     draining: Collection[str],
     leaving: Collection[str],
-    allocations: Mapping[str, Allocation],
+    records: Iterable[JobRecord],
     conditions: Mapping[str, NodeCondition],
     unusable: Iterable[UnusableNode] = (),
     readings: Mapping[str, NodeReading] | None = None,
 ) -> list[NodeSummary]:
     """Nodes that are there, then those that get no work and those that are lost, without slots."""
     jobs: dict[str, list[JobOnNode]] = {}
-    for name, allocation in allocations.items():
-        for node, count in allocation.shares:
-            jobs.setdefault(node, []).append(JobOnNode(name=name, num_replicas=count))
+    for record in records:
+        for node, count in record.allocation.shares:
+            job = JobOnNode(name=record.name, num_replicas=count, may_move=record.spec.is_preemptible)
+            jobs.setdefault(node, []).append(job)
     found = [
         NodeSummary(
             name=node.name,

@@ -151,7 +151,7 @@ def test_what_is_shown_of_the_whole(world):
     assert (summary.num_slots, summary.num_used_slots, summary.jobs["running"]) == (4, 1, 1)
     assert summary.num_rounds >= 1 and summary.last_decision_s > 0
     (node,) = world.cluster.queries.nodes()
-    assert node.used == 1 and node.jobs == (JobOnNode(name=name, num_replicas=1),)
+    assert node.used == 1 and node.jobs == (JobOnNode(name=name, num_replicas=1, may_move=False),)
     world.until(lambda: world.cluster.queries.jobs(["running"], 10, 0, True)[1], "the state saved")
     views, total = world.cluster.queries.jobs(["running"], 10, 0, True)
     assert total == 1 and views[0].name == name

@@ -78,6 +78,7 @@ class Watched:
             jobs={},
             num_rounds=0,
             last_decision_s=None,
+            why_free=(),
             lost_share=self.hours,
             sizing=sizing,
             data_directory="",

@@ -26,7 +26,7 @@ function averageOf(rows) {
 /* The least, if there is anything to choose. */
 const bestOf = values => (Math.min(...values) < Math.max(...values) ? Math.min(...values) : null);
 
-export function comparePage() {
+export function simulationsPage() {
   const leaving = new AbortController(),
     {signal} = leaving;
   const list = h("div", {class: "simulations"}),
@@ -48,7 +48,7 @@ export function comparePage() {
   const element = h(
     "div",
     {},
-    h("h1", {}, "Compare"),
+    h("h1", {}, "Simulations"),
     h(
       "p",
       {class: "muted"},
@@ -250,7 +250,7 @@ export function comparePage() {
   load();
   addEventListener("focus", load, {signal}); // back from the terminal where one was published
   return {
-    title: "Compare",
+    title: "Simulations",
     element,
     update: changes => {
       if (changes.isFull) load();

@@ -1,0 +1,110 @@
+"""What lists show of jobs and nodes: metric, group, end; who stays on a drained node; what goodput counts."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+
+from pollux.scheduler.lifecycle import JobState
+from pollux.server.present.views import headline_metric
+from tests.unit.server.live.world import World, report
+
+
+def tell(world: World, name: str, **values: Any) -> None:
+    world.cluster.report(report(name, **values))
+
+
+@pytest.mark.parametrize(
+    ("logged", "wanted", "shown"),
+    [
+        ({"accuracy": 0.9}, "", ("accuracy", 0.9)),  # examples/digits.py
+        ({"recall": 0.5}, "", ("recall", 0.5)),  # examples/recommender.py
+        ({"perplexity": 20.0, "val_loss": 3.0}, "", ("val_loss", 3.0)),  # examples/char_gpt.py
+        ({"val_loss": 3.0, "loss": 2.0}, "", ("loss", 2.0)),
+        ({"val_loss": 3.0, "accuracy": 0.9}, "accuracy", ("accuracy", 0.9)),  # what its study reads
+        ({"eval": {"loss": 1.0}, "note": "x"}, "", ("eval/loss", 1.0)),
+        ({"loss": float("nan")}, "", ("loss", "nan")),
+        ({"note": "x", "flag": True}, "", ("", None)),
+        ({}, "", ("", None)),
+    ],
+)
+def test_the_metric_beside_a_job(logged: dict[str, object], wanted: str, shown: tuple[str, object]) -> None:
+    assert headline_metric(logged, wanted) == shown
+
+
+def test_a_row_has_the_metric_the_array_and_nothing_of_an_end(world: World) -> None:
+    name = world.submit(kind="elastic", name="sweep", array="0-1")
+    world.until_state(name, "running")
+    tell(world, name, metrics={"accuracy": 0.75})
+    row = world.cluster.queries.row(name)
+    assert (row.metric_name, row.metric, row.array, row.study) == ("accuracy", 0.75, "sweep", "")
+    assert row.exit_code is None and row.used_slot_s is None
+
+
+def test_a_row_of_an_ended_job_has_its_slot_seconds_and_exit_code(world: World) -> None:
+    name = world.submit(kind="fixed", replicas=2)
+    world.until_state(name, "running")
+    time.sleep(0.2)
+    world.engine.end(name, JobState.FAILED, exit_code=3, reason="exit code 3")
+    world.until_state(name, "failed")
+    row = world.cluster.queries.row(name)
+    assert row.exit_code == 3 and row.finished_at is not None
+    assert row.used_slot_s is not None and 0.3 < row.used_slot_s < 30
+
+
+def test_a_job_that_cannot_be_moved_says_so_on_its_node(world: World) -> None:
+    fixed, elastic = world.submit(kind="fixed"), world.submit(kind="elastic", max_replicas=1)
+    for name in (fixed, elastic):
+        world.until_state(name, "running")
+    (node,) = world.cluster.queries.nodes()
+    assert {one.name: one.may_move for one in node.jobs} == {fixed: False, elastic: True}
+    world.cluster.drain("a", True)
+    world.until_state(elastic, "pending")
+    assert world.cluster.queries.summary_of(fixed).state == "running"  # as was said
+
+
+def test_goodput_leaves_fixed_jobs_out(world: World) -> None:
+    """Nothing is known of what a fixed job does with its slot: it may be a sleep."""
+    fixed = world.submit(kind="fixed", replicas=2)
+    world.until_state(fixed, "running")
+    world.until(lambda: world.cluster._jobs.get(fixed).decided is not None, "a decision")
+    assert world.cluster.queries.take_sample().goodput is None
+    elastic = world.submit(kind="elastic", max_replicas=1)
+    world.until_state(elastic, "running")
+    world.until(lambda: world.cluster._jobs.get(elastic).decided is not None, "a decision")
+    sample = world.cluster.queries.take_sample()
+    assert sample.num_used_slots == 3 and sample.goodput == pytest.approx(1.0)
+
+
+# --- when does it start, why are slots free --------------------------------------------------------------------------
+
+
+def test_a_waiting_job_is_told_when_it_starts(world: World) -> None:
+    runs = world.submit(kind="fixed", replicas=4, time_limit_s=300.0)
+    world.until_state(runs, "running")
+    mine = world.submit(kind="fixed", replicas=2)
+    world.until(lambda: mine in world.cluster.queries._state.records, "the scheduler has it")
+    found = world.cluster.queries.forecast(mine)
+    assert found.words.startswith("starts in about ") and "of 1 job the end is guessed" in found.words
+    assert found.high_s is not None and found.high_s <= 300.0  # its time limit ends it
+    assert world.cluster.queries.forecast(runs).words == "no estimate: it is running"
+    large = world.submit(kind="fixed", replicas=9)
+    world.until(lambda: large in world.cluster.queries._state.records, "the scheduler has it")
+    assert world.cluster.queries.forecast(large).words == "no estimate: it does not fit the cluster as it is"
+
+
+def test_why_slots_are_free(world: World) -> None:
+    assert world.cluster.queries.summary().why_free == ("no job waits", "no job runs")
+    fixed, most = world.submit(kind="fixed", name="f"), world.submit(kind="elastic", max_replicas=1, name="e")
+    large = world.submit(kind="fixed", replicas=9, name="large")
+    for name in (fixed, most):
+        world.until_state(name, "running")
+    world.until(lambda: large in world.cluster.queries._state.records, "the scheduler has it")
+    words = world.cluster.queries.summary().why_free
+    assert words[0] == "1 job waiting (large: needs 9 slots at once; the cluster has 4)"
+    assert set(words[1:]) == {"f, e: runs with the number of replicas it was submitted with"}
+    other = world.submit(kind="fixed", replicas=2)
+    world.until_state(other, "running")
+    world.until(lambda: world.cluster.queries.summary().why_free == (), "no slot is free")
