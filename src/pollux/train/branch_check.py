@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Literal
 
+from pollux.errors import UnknownNameError
 from pollux.train.batching import BatchChoice
 from pollux.train.state import FlatState
 
@@ -52,6 +53,13 @@ class BranchCheck:
     _verified: int = 0  # the largest total that was kept
     _hold_until: int = 0  # the step before which no larger batch is tried
     _num_lost: int = 0
+
+    @classmethod
+    def named(cls, name: str | None) -> BranchCheck:
+        """The check that ``run.dataloader`` is asked for; None for none. Raises UnknownNameError."""
+        if name not in (None, "branch"):
+            raise UnknownNameError("batch check", name, ("branch",))
+        return cls(is_on=name == "branch")
 
     @property
     def is_under_way(self) -> bool:

@@ -124,10 +124,14 @@ def _watch(get_error: Callable[[], object], ended: threading.Event, on_error: Ca
             return
 
 
-def abort(groups: list[dist.ProcessGroup], device: torch.device) -> None:
+def abort(groups: list[dist.ProcessGroup], device: torch.device) -> list[threading.Thread]:
     """End all collectives of these groups. Each in a thread: one may wait for another's kernel."""
-    for group in groups:
-        threading.Thread(target=_abort, args=(group, device), name="pollux-abort", daemon=True).start()
+    threads = [
+        threading.Thread(target=_abort, args=(group, device), name="pollux-abort", daemon=True) for group in groups
+    ]
+    for thread in threads:
+        thread.start()
+    return threads
 
 
 def _abort(group: dist.ProcessGroup, device: torch.device) -> None:

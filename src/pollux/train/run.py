@@ -20,10 +20,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from pollux.errors import InvalidValueError, UnknownNameError
+from pollux.errors import InvalidValueError
 from pollux.membership.replica import Membership, membership_from_environment
 from pollux.membership.stacks import write_stacks_on_signal
-from pollux.membership.store import Group
 from pollux.train.batching import BatchChoice, BatchPolicy, batch_policy, make_limits, shape_of
 from pollux.train.branch_check import BranchCheck
 from pollux.train.checkpoint import CheckpointDirectory
@@ -44,7 +43,7 @@ from pollux.train.sharded_gradients import ShardedGradients
 from pollux.train.sharded_module import ShardFunction
 from pollux.train.state import Stateful, flatten
 from pollux.train.step_exchange import StepExchange
-from pollux.train.team import Team
+from pollux.train.team import Team, lone_group
 from pollux.train.trainees import Trainees, index_of, parts_of
 from pollux.train.trial import Trial
 from pollux.train.tuner import Tuner, device_shares
@@ -136,7 +135,7 @@ class Run:
             self._team.adopt(group)
         elif membership.is_elastic:
             # Others may be training already. This replica joins them when it is set up, and is alone until then.
-            self._team.form(_alone())
+            self._team.form(lone_group())
             self._team.warm_up()
         else:
             self._team.form(membership.join(timeout_s))
@@ -149,7 +148,7 @@ class Run:
         self._tracked: dict[str, Stateful] = {}
         self._loader: AdaptiveLoader | None = None
         self._tuner: Tuner | None = None
-        self._checks_branches = False  # before the batch grows
+        self._branch = BranchCheck()
         self._trainees: Trainees | None = None
         self._is_closed = False
         self._printing: PrintOnce | None = None
@@ -289,9 +288,7 @@ class Run:
             raise InvalidValueError(
                 "run.dataloader was called before: a run trains on one loader; use torch's DataLoader for evaluation"
             )
-        if batch_check not in (None, "branch"):
-            raise UnknownNameError("batch check", batch_check, ("branch",))
-        self._checks_branches = batch_check == "branch"
+        self._branch = BranchCheck.named(batch_check)
         return self._make_loader(dataset, batch_size, max_batch_size, device_batch_size, policy, options)
 
     def _make_loader(
@@ -593,15 +590,10 @@ class Run:
                 tracked=self._tracked,
                 choice=self._tuner.choose(None, 0, 0, None),
                 trial=self._trial,
-                branch=BranchCheck(is_on=self._checks_branches),
+                branch=self._branch,
             )
         return self._session.state
 
 
 def _may_publish(membership: Membership) -> bool:
     return not membership.is_fenced()
-
-
-def _alone() -> Group:
-    store = dist.HashStore()  # type: ignore[attr-defined]
-    return Group(generation=-1, attempt=0, rank=0, world_size=1, local_rank=0, num_nodes=1, store=store)

@@ -371,6 +371,7 @@ class Session:
     def _break_up(self) -> None:
         """Close the group's connections, so that peers that wait for this replica notice."""
         let_go(self._state.trainees.failure)
+        self.team.cut_off()
         self._state.trainees.release()
         self.team.dissolve(is_broken=True)
         gc.collect()  # reference cycles of frames and errors may keep the connections open

@@ -161,6 +161,19 @@ class Team:
             thread.start()
             self._ending.append(thread)
 
+    def cut_off(self) -> None:
+        """End what a broken group has under way on the device, before anything of the group is freed.
+
+        Survivors on an H200 hung while DDP's reducer was freed, with an abort under way. Freeing it waits for the
+        device with Python's lock held; a sum that waits for a lost peer there ends by the abort only, and the abort for
+        its part waits for torch's watchdog, which runs Python code. Waiting here lets go of the lock.
+        """
+        if not self.is_cuda or self.size == 1 or dist.group.WORLD is None:
+            return
+        deadline = time.monotonic() + END_TIMEOUT_S
+        for thread in nccl.abort(list(distributed_c10d._world.pg_names), self.device):
+            thread.join(max(deadline - time.monotonic(), 0.0))
+
     def close(self) -> None:
         """Leave for good. The interpreter may end after this, so the groups are given a moment to end before."""
         if not self.is_adopted:
@@ -311,6 +324,12 @@ class _Watch:
 def is_broken_by(error: RuntimeError) -> bool:
     """Whether this error of a collective of the user's own means that the group is broken. gloo has no type for it."""
     return isinstance(error, dist.DistBackendError | dist.DistNetworkError) or "gloo" in str(error)
+
+
+def lone_group() -> Group:
+    """Of a replica that trains alone."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    return Group(generation=-1, attempt=0, rank=0, world_size=1, local_rank=0, num_nodes=1, store=store)
 
 
 def let_go(error: BaseException | None) -> None:
