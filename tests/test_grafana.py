@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from pollux.api.cluster import NodeReading, SlotReading
 from pollux.api.report import Report
 from pollux.api.usage import UsageRow
 from pollux.scheduler.knowledge import Knowledge
@@ -33,6 +35,15 @@ NOT_SHOWN: dict[str, str] = {
     "pollux_usage_slot_seconds_total": "for bills, not for watching: pollux usage has tables",
     "pollux_usage_goodput_seconds_total": "for bills, not for watching: pollux usage has tables",
 }
+
+
+READING = NodeReading(
+    at=1.0, cpu=0.5, memory_bytes=1, memory_total_bytes=2, disk_bytes=1, disk_total_bytes=2, received_bytes_per_s=1.0,
+    sent_bytes_per_s=1.0, slots=(
+        SlotReading(slot=0, gpu="GPU-a", utilisation=0.5, memory_bytes=1, memory_total_bytes=2, power_w=100.0,
+                    temperature_c=40.0),
+    ),
+)  # fmt: skip
 
 
 def exported() -> dict[str, set[str]]:
@@ -62,6 +73,7 @@ def exported() -> dict[str, set[str]]:
             )
         ],
     )
+    seen = replace(seen, readings={"a": READING}, energy_j=1.0)
     metrics.watch(lambda: seen)
     metrics.answered("GET", "/healthz", 200, 0.1)
     metrics.open_answers["/healthz"] += 1

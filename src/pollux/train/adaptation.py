@@ -287,7 +287,7 @@ class Adaptation:
     def settled(self) -> BatchChoice:
         """The batch for a new allocation: the same total, as near as these replicas allow."""
         state, progress = self._state, self._state.progress
-        total = state.choice.total if progress.num_steps else None
+        total = state.branch.resting(state.choice).total if progress.num_steps else None
         return state.tuner.choose(
             state.exchange.noise, progress.num_examples, progress.num_steps, total, state.earned, stays=True
         )

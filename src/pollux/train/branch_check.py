@@ -20,6 +20,9 @@ from dataclasses import dataclass, field
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Literal
 
+import torch
+from torch import Tensor
+
 from pollux.errors import UnknownNameError
 from pollux.train.batching import BatchChoice
 from pollux.train.state import FlatState
@@ -31,6 +34,8 @@ if TYPE_CHECKING:
 STAY_STEPS = 32  # of the first branch, at least; the second has as many examples
 TOLERANCE = 0.02  # a larger batch may lag by this share of the error at equal examples: it makes up for it in time
 SIGMAS = 2.0  # standard errors by which it must lag too: with few samples, chance alone differs by more than 2 %
+LEAST_TRY_STEPS = 4  # of the second branch, so that there are errors to compare
+ROOM = 0.8  # of the free memory that the copies may take
 HOLD_STEPS = 500  # after a batch that lost, before a larger one is tried again; twice as many each time
 
 Phase = Literal["stay", "try", "keep", "lose"]
@@ -78,6 +83,12 @@ class BranchCheck:
         span = _span(state.choice.total, choice.total)
         left = 0 if length is None else length - state.loader.position
         if state.progress.num_steps < self._hold_until or left < span + choice.total:
+            return False
+        if not _has_room(state):
+            state.tuner.note(
+                f"step {state.progress.num_steps}: no memory to try a batch of {choice.total} beside this one"
+            )
+            self._hold_until = state.progress.num_steps + HOLD_STEPS
             return False
         self.larger, self._first, self._end = choice, first, first + span
         return True
@@ -143,6 +154,10 @@ class BranchCheck:
             self._num_lost += 1
             self.cancel()
 
+    def resting(self, present: BatchChoice) -> BatchChoice:
+        """The batch to go on with if the check is broken off now: a larger one that is only being tried is not kept."""
+        return self.before if self.phase == "try" and self.before is not None else present
+
     def cancel(self) -> None:
         """Forget the check under way, for example when replicas change. Training goes on from where it is."""
         self.phase = self.before = self.larger = self._start = self._stayed = None
@@ -154,6 +169,16 @@ def can_branch(state: RunState) -> bool:
 
 
 def _span(present: int, larger: int) -> int:
-    """Examples in a branch: a multiple of both batches, so that both end at the same example."""
-    both = math.lcm(present, larger)
-    return both * -(-STAY_STEPS * present // both)
+    """Examples in a branch: whole steps of the larger batch. Of the smaller one the last step may reach beyond."""
+    return larger * max(-(-STAY_STEPS * present // larger), LEAST_TRY_STEPS)
+
+
+def _has_room(state: RunState) -> bool:
+    """Whether two copies of the trained state fit on the device beside what training takes."""
+    if state.device.type != "cuda":
+        return True
+    module, optimizer = state.trainee.module, state.trainee.optimizer
+    moments = [value for one in optimizer.state.values() for value in one.values() if isinstance(value, Tensor)]
+    size = sum(tensor.nbytes for tensor in (*module.parameters(), *module.buffers(), *moments))
+    free, _ = torch.cuda.mem_get_info(state.device)
+    return 2 * size < ROOM * free

@@ -7,9 +7,12 @@ whether a sum is under way. If one is, the replica's state is damaged, whatever 
 
 from __future__ import annotations
 
+import time
 from typing import Protocol
 
 import torch
+
+from pollux.train.nccl import CUT_TIMEOUT_S
 
 
 class Mark(Protocol):
@@ -37,9 +40,17 @@ class DeviceSums:
         return have_ended and not self._is_cut  # in this order: an abort may end them while the driver is asked
 
     def cut(self) -> None:
-        """The group is about to be aborted. May be called from another thread."""
-        self._is_cut = True  # until the driver answers: it may not, while a kernel hangs
-        self._is_cut = not all(mark.query() for mark in self._marks)
+        """The group is about to be aborted. May be called from another thread, and more than once.
+
+        The driver may not answer while a kernel hangs. An answer that comes late may come after the abort, which ends
+        sums with wrong results, so it counts for nothing; nor does a second call, which comes after the first abort.
+        """
+        if self._is_cut:
+            return
+        self._is_cut, begun = True, time.monotonic()
+        have_ended = all(mark.query() for mark in self._marks)
+        if have_ended and time.monotonic() - begun < CUT_TIMEOUT_S:
+            self._is_cut = False
 
     def reset(self) -> None:
         """For a new group."""

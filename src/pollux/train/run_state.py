@@ -90,7 +90,7 @@ class RunState:
             {
                 **self._trained(),
                 "tuner": self.tuner.state_dict(),
-                "total_batch": self.tuner.resting_total(self.choice),
+                "total_batch": self.tuner.resting_total(self.branch.resting(self.choice)),
                 "stalled_s": self.stalled_s,
                 "seed": self.seed,
                 "lineage": self.lineage,

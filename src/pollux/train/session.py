@@ -294,6 +294,7 @@ class Session:
         if any(newer for _, newer, *_ in wants):
             self._resize()
         elif wants[0][3]:
+            self.team.settle()
             try:
                 self._save()
             except CheckpointError as error:
@@ -307,6 +308,7 @@ class Session:
         if self.checkpointer is None:
             logger.warning("%s: leaving without a checkpoint; pass checkpoint_dir to train.init() to have one", name)
         else:
+            self.team.settle()
             try:
                 self._save()
                 if self.team.rank == 0:
@@ -320,7 +322,6 @@ class Session:
         """Save and wait: on rank 0, or on all ranks if the model is sharded. Raises CheckpointError."""
         assert self.checkpointer is not None
         self._wants_save = False
-        self.team.settle()
         with self.fence.respected():
             self.checkpointer.save(self._state, self._last_generation, self.team)
 

@@ -464,4 +464,5 @@ def test_a_detached_server_is_started_with_the_same_settings(nowhere: Path) -> N
         "--interval": "5.0",
         "--hang-timeout": "1800.0s",
         "--max-workdir": "512",
+        "--log-limit": "1073741824",
     }

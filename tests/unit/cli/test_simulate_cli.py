@@ -226,7 +226,7 @@ def test_bad_workloads_name_file_row_and_what_is_allowed(here: Path, command: st
         (simulate("--interference", "1.5"), ["interference 1.5"]),
         (simulate("--p", "2"), ["p = 2.0", "from -20 to 1"]),
         (scaled("--autoscale", "3..2"), ["nodes 3..2"]),
-        (scaled("--autoscale", "0..2"), ["nodes 0..2", "1 <= min"]),
+        (scaled("--autoscale", "0..2"), ["nodes", ": 0; at least 1 is needed"]),
         (scaled("--autoscale", "4"), ["--autoscale '4'", "as in 1..16"]),
         (scaled("--autoscale", "1..x"), ["--autoscale '1..x'", "as in 1..16"]),
         (simulate("--budget", "8"), ["--budget 8.0", "add --autoscale"]),

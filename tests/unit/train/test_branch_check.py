@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import pytest
@@ -11,11 +12,12 @@ from torch.utils.data import TensorDataset
 
 from pollux import train
 from pollux.errors import UnknownNameError
-from pollux.train import branch_check
+from pollux.train import branch_check, tuner
 from pollux.train import scaling as scaling_rules
 from pollux.train.adaptation import Adaptation
 from pollux.train.batching import BatchChoice, BatchSituation, spread
 from pollux.train.branch_check import BranchCheck
+from pollux.types import BatchConfig
 from tests.unit.train.processes import Rows, a_run, flat, replicas, small_model
 
 M0, LARGER, STEPS = 8, 16, 200
@@ -23,8 +25,10 @@ M0, LARGER, STEPS = 8, 16, 200
 
 @pytest.fixture(autouse=True)
 def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """How often steps are split to measure the noise depends on the clock, and a split step draws other dropout."""
+    """Nothing depends on the clock: how often steps are split to measure the noise, and when batches are considered."""
     monkeypatch.setattr(Adaptation, "split_every", lambda _: 0)
+    monkeypatch.setattr(tuner, "ADAPT_INTERVAL_S", 0.0)
+    monkeypatch.setattr(tuner, "ADAPT_SHARE", math.inf)
 
 
 class DoubleOnce:
@@ -157,6 +161,7 @@ def test_errors_are_compared_over_the_same_examples() -> None:
 def train_two(loses: bool) -> tuple[Tensor, int, list[int], list[str]]:
     """Weights, total batch, the examples that the model has learnt from, and notes: of one of several replicas."""
     Adaptation.split_every = lambda _: 0  # type: ignore[method-assign]
+    tuner.ADAPT_INTERVAL_S, tuner.ADAPT_SHARE = 0.0, math.inf
     BranchCheck.has_lost = lambda _: loses  # type: ignore[method-assign]
     module = small_model()
     optimizer = torch.optim.SGD(module.parameters(), lr=0.05, momentum=0.9)
@@ -186,3 +191,17 @@ def test_two_replicas_try_together_and_stay_equal(loses: bool) -> None:
     assert any("was tried" in note for note in results[0][3])
     if not loses:  # the branch that training went on with has had each example once
         assert sorted(results[0][2] + results[1][2]) == list(range(2000))
+
+
+def test_a_check_that_is_broken_off_keeps_the_smaller_batch() -> None:
+    small, large = (BatchChoice(config=BatchConfig(total, 0), total=total) for total in (M0, LARGER))
+    check = BranchCheck(is_on=True, before=small, larger=large, phase="try")
+    assert check.resting(large) == small
+    check.cancel()
+    assert check.resting(large) == large
+
+
+def test_branches_of_odd_batches_are_short() -> None:
+    assert branch_check._span(800, 1001) == 1001 * 26
+    assert branch_check._span(129, 256) == 256 * 17
+    assert branch_check._span(8, 1024) == 1024 * branch_check.LEAST_TRY_STEPS

@@ -58,3 +58,15 @@ def test_without_an_answer_of_the_driver_the_sum_counts_as_cut() -> None:
         sums.cut()
     event.answers, event.has_passed = True, True
     assert not sums.are_done()
+
+
+def test_a_second_loss_does_not_clear_the_first() -> None:
+    """Both the owner and torch's watchdog may tell of the same lost peer, before and after the abort."""
+    sums, event = DeviceSums(), Event()
+    sums.note(event)
+    sums.cut()
+    event.has_passed = True  # the abort
+    sums.cut()
+    assert not sums.are_done()
+    sums.reset()
+    assert sums.are_done()

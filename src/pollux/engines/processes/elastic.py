@@ -36,9 +36,11 @@ from typing import Literal, Self
 
 from pollux.engines.processes.elastic_replica import Crash, ElasticReplica, JobEvent
 from pollux.engines.processes.failure import describe_failure, how_it_ended, node_cause, read_failure
+from pollux.engines.processes.packages import BUILD_S
 from pollux.engines.processes.replica_job import FIRST_PAUSE_S, LONGEST_PAUSE_S, STOPPED_CODE, NodeFailure
 from pollux.engines.processes.slots import ReplicaView, Slot, checked
 from pollux.engines.processes.starters import Command, Starter
+from pollux.engines.processes.workdirs import CODE
 from pollux.errors import InvalidValueError, MembershipError
 from pollux.membership.controller import JobController
 from pollux.membership.roster import Member
@@ -319,10 +321,11 @@ class ElasticJob:
     def _end_late_newcomers(self) -> None:
         """Where members train. A first start is watched by the server, which knows the job's own time-out."""
         now = time.monotonic()
+        limit_s = NEWCOMER_S + (BUILD_S if CODE in self._env else 0.0)  # its packages may have to be built first
         for process in self._newcomers if self._members and self._held_since is None else ():
-            if not process.is_ready and process.exit_code is None and now > process.spawned_at + NEWCOMER_S:
+            if not process.is_ready and process.exit_code is None and now > process.spawned_at + limit_s:
                 process.spawned_at = now
-                self._kill(process, f"was not ready after {NEWCOMER_S:g} s")
+                self._kill(process, f"was not ready after {limit_s:g} s")
 
     def _see_ended_newcomers(self) -> None:
         for process in self._ended(self._newcomers):

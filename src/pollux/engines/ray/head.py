@@ -161,7 +161,7 @@ def start_head(directory: Path, host: str) -> str:
         has_ended = os.waitpid(pid, os.WNOHANG)[0] != 0
         if has_ended or time.monotonic() > deadline:
             if not has_ended:
-                stop_head(directory)
+                stop_head(directory, keeps_books=before is not None)
             last = " / ".join(line.strip() for line in text.splitlines()[-3:])
             raise EngineError(f"a Ray head could not be started; {log} ends with: {last}")
         time.sleep(0.1)
@@ -171,8 +171,8 @@ def start_head(directory: Path, host: str) -> str:
     return address
 
 
-def stop_head(directory: Path) -> None:
-    """End a head of our own, and all that it started, if there is one."""
+def stop_head(directory: Path, *, keeps_books: bool = False) -> None:
+    """End a head of our own, and all that it started, if there is one. With ``keeps_books`` it can be started again."""
     found = _read(directory)
     if found is None:
         return
@@ -186,8 +186,9 @@ def stop_head(directory: Path) -> None:
     if found.head is not None:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(found.head.pid, os.WNOHANG)
-    (directory / HEAD_FILE).unlink(missing_ok=True)
-    shutil.rmtree(directory / HEAD_BOOKS, ignore_errors=True)
+    if not keeps_books:
+        (directory / HEAD_FILE).unlink(missing_ok=True)
+        shutil.rmtree(directory / HEAD_BOOKS, ignore_errors=True)
 
 
 def _end(processes: Sequence[psutil.Process]) -> None:

@@ -177,10 +177,11 @@ def prepared(config: ServiceConfig) -> Iterator[ServiceConfig]:
         return
     if importlib.util.find_spec("ray") is None:
         raise InvalidValueError('the engine "ray" needs ray, not installed here: pip install "pollux-scheduler[ray]"')
-    from pollux.engines.ray.head import as_others_know_it, find_address, own_address, start_head, stop_head
+    from pollux.engines.ray.head import HEAD_FILE, as_others_know_it, find_address, own_address, start_head, stop_head
 
     address = find_address(config.address, config.data_directory)
-    is_new = address is None
+    # A head that was there before, and is only started again, keeps its books whatever happens here.
+    is_new = address is None and not (config.data_directory / HEAD_FILE).exists()
     if address is None:
         # For the loopback Ray takes the address that this machine has among others.
         is_open = config.host in (None, "0.0.0.0", "::")

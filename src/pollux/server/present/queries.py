@@ -338,15 +338,15 @@ class Queries:
         if summary.state != "pending" or record is None or summary.held_back:
             why = summary.held_back or (summary.reason if summary.state == "pending" else f"it is {summary.state}")
             return no_forecast(why)
-        limits_s = {}
-        for one in self._state.records:
+        limits_s, records = {}, self._state.records
+        for one, other in records.items():
             request = self._jobs.request_of(one)
             if request is not None and request.time_limit_s is not None:
-                limits_s[one] = request.time_limit_s - self._state.records[one].attained_s
+                limits_s[one] = request.time_limit_s - other.attained_s
         return job_forecast(
             name,
             self._engine.nodes(),
-            [one for one in self._state.records.values() if not self._state.held_back(one.name) and not one.is_spent],
+            [one for one in records.values() if not self._state.held_back(one.name) and not one.is_spent],
             leaving=self._state.draining | self._state.releasing,
             policy=self._config.policy,
             settings=self._config.settings,

@@ -10,6 +10,7 @@ from pollux.api.cluster import NodeReading
 from pollux.api.codec import decode, dumps, encoded, loads
 from pollux.server.storage.database import Database
 from pollux.server.storage.tables import energy as _energy
+from pollux.server.storage.tables import jobs
 from pollux.server.storage.tables import readings as _readings
 from pollux.server.storage.time_series import thinned
 
@@ -48,9 +49,12 @@ class ReadingStore:
         return found
 
     def add_energy(self, joules: Mapping[str, float]) -> None:
-        """To what jobs took before; all of them or none."""
+        """To what jobs took before; all of them or none. Jobs that were pruned meanwhile are left out."""
         with self._database.writing() as connection:
+            known = set(connection.scalars(sa.select(jobs.c.name).where(jobs.c.name.in_(list(joules)))))
             for job, more in joules.items():
+                if job not in known:
+                    continue
                 change = _energy.update().where(_energy.c.job == job).values(joules=_energy.c.joules + more)
                 if connection.execute(change).rowcount == 0:
                     connection.execute(_energy.insert().values(job=job, joules=more))
@@ -61,6 +65,6 @@ class ReadingStore:
         return found
 
     def energies(self) -> float:
-        """Of all jobs that ever were."""
+        """Of all jobs that are kept."""
         with self._database.reading() as connection:
             return float(connection.scalar(sa.select(sa.func.sum(_energy.c.joules))) or 0.0)

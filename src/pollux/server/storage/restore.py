@@ -133,7 +133,9 @@ def _note_moves(directory: Path, stage: Path) -> Path:
     logs = [f"{name}{suffix}" for name in DATABASES for suffix in ("-wal", "-shm")]
     plain = (*DATABASES, *PLAIN_FILES, backup.DATABASE_FILE)
     names = [*(name for name in plain if (stage / name).exists()), *parts]
-    moves: dict[str, Json] = {"before": before.name, "away": [*logs, ENDS_FILE, EPOCH], "names": list(names)}
+    # What the backup lacks was not there then. A database and its log go together.
+    missing = [name for name in plain if name not in names]
+    moves: dict[str, Json] = {"before": before.name, "away": [*logs, *missing, ENDS_FILE, EPOCH], "names": list(names)}
     write_object(directory / NOTE, {"step": "files", **moves})
     return before
 

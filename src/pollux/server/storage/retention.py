@@ -11,10 +11,10 @@ import sqlalchemy as sa
 
 from pollux.api.codec import loads
 from pollux.server.storage.database import Database
-from pollux.server.storage.tables import jobs, knowledge, reports, resizes, secrets, training_notes, transitions
+from pollux.server.storage.tables import energy, jobs, knowledge, reports, resizes, secrets, training_notes, transitions
 
 JOBS_AT_ONCE = 100  # in a transaction: others want to write, too
-_OF_JOB = (reports, training_notes, transitions, resizes, secrets)
+_OF_JOB = (reports, training_notes, transitions, resizes, secrets, energy)
 
 
 def ended_before(database: Database, at: float) -> list[str]:

@@ -39,7 +39,8 @@ def test_a_deadline_is_answered_at_once_and_shown(world: World) -> None:
     world.until_state("due", "running")
     world.until(lambda: "can be met" in world.cluster.queries.summary_of("due").deadline, "the standing")
     world.engine.end("due")
-    assert world.until_state("due", "succeeded").deadline.startswith("met, ")
+    world.until_state("due", "succeeded")
+    world.until(lambda: world.cluster.queries.summary_of("due").deadline.startswith("met, "), "the deadline was met")
 
 
 def test_a_deadline_that_cannot_be_met_is_refused_with_the_best_there_is(world: World) -> None:

@@ -10,6 +10,7 @@ from pollux.api.codec import Json
 from pollux.scheduler.lifecycle import JobState
 from pollux.server.live.job_table import JobTable, LaunchSettings
 from pollux.server.live.retention import Retention
+from pollux.server.storage.readings import ReadingStore
 from pollux.server.storage.store import SqlStore
 from pollux.server.storage.tables import knowledge, usage
 from tests.postgres import open_store, place, postgres
@@ -39,6 +40,7 @@ class World:
         state = JobState.PENDING if ended is None else JobState.SUCCEEDED
         self.store.save_job(make_record(name, sequence=1, state=state, finished_at=ended))
         self.store.save_report(name, 1.0, report_of(name))
+        ReadingStore(self.store).add_energy({name: 5.0, "gone": 1.0})
         for folder, content in (("logs/1", "log"), ("checkpoints", "state")):
             path = self.directory / "jobs" / name / folder
             path.mkdir(parents=True)
