@@ -152,7 +152,7 @@ def test_the_dashboard_is_one_that_grafana_takes():
     assert document["schemaVersion"] >= 39 and document["uid"] == "pollux"
     assert [variable["name"] for variable in document["templating"]["list"]][:3] == ["datasource", "instance", "job"]
     rows = [panel["title"] for panel in document["panels"] if panel["type"] == "row"]
-    assert rows == ["Cluster", "Jobs", "Decisions", "Health"]
+    assert rows == ["Cluster", "Jobs", "Decisions", "Health", "Devices"]
     assert len({panel["id"] for panel in panels()}) == len(list(panels()))
     for panel in panels():
         if panel["type"] == "row":
