@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,12 +13,15 @@ from fastapi.routing import APIRoute
 from starlette.testclient import TestClient
 
 from pollux.api.access import TeamChange, TokenRequest, UserChange
+from pollux.api.job import JobForecast
 from pollux.api.request import JobRequest
 from pollux.api.space import parse_parameter
 from pollux.api.study import StudyRequest, encode_study
+from pollux.server.http import chart_routes
 from pollux.server.http.app import ROUTERS, create_app
 from pollux.server.http.auth import Access
 from pollux.server.live.trials import ClusterJobs
+from pollux.server.present.forecasts import no_forecast
 from pollux.tune.studies import Studies
 from tests.unit.server.live.world import World
 
@@ -76,3 +82,41 @@ def test_values_of_an_environment_are_in_no_answer(members):
     assert answered > 15
     assert members.bob.get("/studies/known").json()["request"]["job"]["env"] == {"KEY": "(hidden)"}
     assert members.studies._driver("known").request.job.env == {"KEY": SECRET}  # a trial needs it
+
+
+def test_where_jobs_run_as_unix_users_only_admins_ask_for_files_of_the_machine(members):
+    script = {"script": "/root/.ssh/id_rsa"}
+    assert members.bob.post("/node-checks", json=script).status_code == 200  # all is the server's user's there
+    users = members.cluster.accounts._users
+    users["ada"] = dataclasses.replace(users["ada"], unix_user="ada")  # set_user wants a server that is root
+    refused = members.bob.post("/node-checks", json=script)
+    assert refused.status_code == 403 and "only admins" in refused.json()["error"]["message"]
+    assert members.bob.post("/node-checks", json={"packages": ["numpy"]}).status_code == 200
+    assert members.operator.post("/node-checks", json=script).status_code == 200
+
+
+def test_one_forecast_is_made_at_a_time_and_waiting_ends(members, monkeypatch):
+    monkeypatch.setattr(chart_routes, "FORECAST_WAIT_S", 0.2, raising=False)
+    begun, may_end, now, most = threading.Event(), threading.Event(), [0], [0]
+
+    def slow(name: str) -> JobForecast:
+        now[0] += 1
+        most[0] = max(most[0], now[0])
+        begun.set()
+        assert may_end.wait(20)
+        now[0] -= 1
+        return no_forecast("played on")
+
+    monkeypatch.setattr(members.cluster.queries, "forecast", slow)
+    with members.bob as client, ThreadPoolExecutor(3) as threads:
+        first = threads.submit(client.get, "/jobs/known/forecast")
+        assert begun.wait(20)
+        others = [threads.submit(client.get, "/jobs/known/forecast") for _ in range(2)]
+        try:
+            found = [one.result(20).status_code for one in others]
+        except TimeoutError:
+            found = []
+        finally:
+            may_end.set()
+        assert (found, first.result(20).status_code, most[0]) == ([503, 503], 200, 1)
+        assert client.get("/jobs/known/forecast").status_code == 200  # the turn was given back
