@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from pollux.api.codec import decode, dumps, encode, loads
-from pollux.api.workdir import MAX_LIST_BYTES, WorkdirFiles, check_workdir, workdir_id
+from pollux.api.workdir import HASH, MAX_LIST_BYTES, WorkdirFiles, check_workdir, workdir_id
 from pollux.errors import InvalidValueError, StoreError
 
 NUM_THREADS = 16  # questions to a URL at a time
@@ -92,10 +92,10 @@ class CodeStore:
     # Inside -----------------------------------------------------------------------------------
 
     def _file(self, sha256: str) -> str:
-        return f"{self.root}/files/{sha256[:2]}/{sha256}"
+        return f"{self.root}/files/{_checked(sha256)[:2]}/{sha256}"
 
     def _list(self, id_: str) -> str:
-        return f"{self.root}/lists/{id_}.json"
+        return f"{self.root}/lists/{_checked(id_)}.json"
 
     def _has(self, path: str) -> bool:
         if not self._is_url:
@@ -137,3 +137,10 @@ class CodeStore:
         finally:
             if not self._is_url:
                 Path(draft).unlink(missing_ok=True)
+
+
+def _checked(sha256: str) -> str:
+    """It becomes part of a path."""
+    if not HASH.fullmatch(sha256):
+        raise InvalidValueError(f"sha256 {sha256!r:.80}; 64 hexadecimal digits are needed")
+    return sha256

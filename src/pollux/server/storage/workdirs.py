@@ -77,7 +77,8 @@ class Workdirs:
             )
         if request.kind != "auto":
             return request
-        hashes = {f"/{one.path}": one.sha256 for one in self.store.read_list(request.workdir).files if one.sha256}
+        files = self.store.read_list(request.workdir).files
+        hashes = {f"/{one.path}": one.sha256 for one in files if one.kind != "link"}
 
         def read(path: str) -> str | None:
             if (sha256 := hashes.get(path)) is None:
