@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import os
 import secrets
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import IO, Any
@@ -28,27 +28,30 @@ class CodeStore:
         self.root = root.rstrip("/")
         self._is_url = "://" in root
 
-    def missing(self, hashes: Iterable[str]) -> list[str]:
-        """Those of these files that are not here yet."""
-        wanted = list(dict.fromkeys(hashes))
-        with ThreadPoolExecutor(NUM_THREADS if self._is_url else 1) as threads:
-            are_here = list(threads.map(lambda one: self._has(self._file(one)), wanted))
-        return [one for one, is_here in zip(wanted, are_here, strict=True) if not is_here]
+    def sizes(self, hashes: Iterable[str]) -> dict[str, int]:
+        """In bytes, of those of these files that are here."""
+        return self._sizes({one: self._file(one) for one in hashes})
 
-    def put_file(self, sha256: str, source: IO[bytes]) -> None:
-        """Raises:
-        InvalidValueError: these bytes have another hash.
-        StoreError: there is no room, say.
+    def put_file(self, sha256: str, source: IO[bytes], max_bytes: int | None = None) -> int:
+        """How many bytes it has.
+
+        Raises:
+            InvalidValueError: these bytes have another hash, or there are more than ``max_bytes``; nothing is kept.
+            StoreError: there is no room, say.
         """
-        digest = hashlib.sha256()
+        digest, size = hashlib.sha256(), 0
         with self._writing(self._file(sha256)) as target:
             while part := source.read(CHUNK_BYTES):
+                size += len(part)
+                if max_bytes is not None and size > max_bytes:
+                    raise InvalidValueError(f"the file {sha256} has more bytes than the {max_bytes} that are allowed")
                 digest.update(part)
                 target.write(part)
             if digest.hexdigest() != sha256:
                 raise InvalidValueError(
                     f"a file was sent as {sha256}, and its bytes have the hash {digest.hexdigest()}"
                 )
+        return size
 
     def put_list(self, found: WorkdirFiles) -> str:
         """Keep the list of a directory whose files are all here; its id."""
@@ -79,11 +82,18 @@ class CodeStore:
             found: bytes = file.read(max_bytes)
             return found
 
-    def copy_to(self, sha256: str, target: Path) -> None:
-        """A file's bytes into a new local file. Raises OSError: it is not here, damaged, or there is no room."""
-        digest = hashlib.sha256()
+    def copy_to(self, sha256: str, target: Path, size_bytes: int | None = None) -> None:
+        """A file's bytes into a new local file.
+
+        Raises:
+            OSError: it is not here, damaged, has more bytes than ``size_bytes``, or there is no room.
+        """
+        digest, size = hashlib.sha256(), 0
         with self._open(self._file(sha256), "rb") as source, target.open("xb") as copy:
             while part := source.read(CHUNK_BYTES):
+                size += len(part)
+                if size_bytes is not None and size > size_bytes:
+                    raise OSError(f"{self._file(sha256)} has more than the {size_bytes} bytes of its list")
                 digest.update(part)
                 copy.write(part)
         if digest.hexdigest() != sha256:
@@ -97,11 +107,24 @@ class CodeStore:
     def _list(self, id_: str) -> str:
         return f"{self.root}/lists/{_checked(id_)}.json"
 
+    def _sizes(self, paths: Mapping[str, str]) -> dict[str, int]:
+        """Of the files at these paths that are here, by what they are called in ``paths``."""
+        with ThreadPoolExecutor(NUM_THREADS if self._is_url else 1) as threads:
+            found = list(threads.map(self._size, paths.values()))
+        return {name: size for name, size in zip(paths, found, strict=True) if size is not None}
+
+    def _size(self, path: str) -> int | None:
+        """None: there is no such file."""
+        try:
+            if not self._is_url:
+                return os.stat(path).st_size
+            filesystem, inside = self._remote(path)
+            return int(filesystem.info(inside)["size"])
+        except FileNotFoundError:
+            return None
+
     def _has(self, path: str) -> bool:
-        if not self._is_url:
-            return os.path.exists(path)
-        filesystem, inside = self._remote(path)
-        return bool(filesystem.exists(inside))
+        return self._size(path) is not None
 
     def _open(self, path: str, mode: str) -> IO[Any]:
         if not self._is_url:

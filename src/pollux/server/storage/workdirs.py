@@ -36,30 +36,41 @@ class Workdirs:
         """What of a directory is to be sent. It is kept, and can be used, when nothing is missing.
 
         Raises:
-            InvalidValueError: it is too large, or no directory.
+            InvalidValueError: it is too large, no directory, or a file that is here has another size.
         """
         if found.size_bytes > self.limits.max_bytes:
             raise InvalidValueError(too_large(found.size_bytes, self.limits))
         check_workdir(found)
-        missing = self.store.missing(one.sha256 for one in found.files if one.kind != "link")
-        return WorkdirAnswer(id=workdir_id(found) if missing else self.store.put_list(found), missing=tuple(missing))
+        files = [one for one in found.files if one.kind != "link"]
+        sizes = self.store.sizes(one.sha256 for one in files)
+        for one in files:
+            if (size := sizes.get(one.sha256, one.size_bytes)) != one.size_bytes:
+                raise InvalidValueError(f"workdir: {one.path!r} is said to have {one.size_bytes} bytes; it has {size}")
+        missing = tuple(dict.fromkeys(one.sha256 for one in files if one.sha256 not in sizes))
+        return WorkdirAnswer(id=workdir_id(found) if missing else self.store.put_list(found), missing=missing)
 
     def take(self, bundle: IO[bytes]) -> int:
         """Keep the files of a tar archive, each named by its hash; how many.
 
         Raises:
-            InvalidValueError: it is no such archive, or the bytes of a file have another hash.
+            InvalidValueError: it is no such archive, holds more than a directory may, or the bytes of a file have
+                another hash. Files before that one are kept.
         """
-        num_files = 0
+        num_files, left = 0, self.limits.max_bytes
         try:
             with tarfile.open(fileobj=bundle, mode="r:") as archive:
                 for member in archive:
-                    content = archive.extractfile(member) if member.isreg() and HASH.fullmatch(member.name) else None
+                    if num_files == self.limits.max_files:
+                        raise InvalidValueError(f"more than {num_files} files in a bundle")
+                    if member.size > left:
+                        raise InvalidValueError(too_large(self.limits.max_bytes - left + member.size, self.limits))
+                    is_plain = _is_plain(member) and not archive.pax_headers and HASH.fullmatch(member.name)
+                    content = archive.extractfile(member) if is_plain else None
                     if content is None:
                         raise InvalidValueError(
-                            f"{member.name!r:.80} in a bundle; files named by their hash are needed"
+                            f"{member.name!r:.80} in a bundle; plain files named by their hash are needed"
                         )
-                    self.store.put_file(member.name, content)
+                    left -= self.store.put_file(member.name, content, left)
                     num_files += 1
         except tarfile.TarError as error:
             raise InvalidValueError(f"the body is no tar archive: {error}") from error
@@ -93,6 +104,11 @@ class Workdirs:
         if text is None and script is not None and not script.startswith("/"):
             raise InvalidValueError(f"script {script!r} is not in the working directory that was sent")
         return request.resolved(text, read)
+
+
+def _is_plain(member: tarfile.TarInfo) -> bool:
+    """All of its bytes are in the archive. A sparse file of a few bytes can be as large as its header says."""
+    return member.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and member.sparse is None and not member.pax_headers
 
 
 def too_large(size_bytes: int, limits: WorkdirLimits) -> str:
