@@ -1,15 +1,17 @@
 """Where working directories of jobs are kept: lists of files and the files, each under its hash.
 
-The server writes, nodes read. It is a folder, or a URL that fsspec opens. A file is written whole or not at all, and
-never changed.
+The server writes, nodes read. It is a folder of the server's user, which others cannot look into, or a URL that fsspec
+opens. A file is written whole or not at all, and never changed.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import secrets
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,11 +24,25 @@ from pollux.errors import InvalidValueError, StoreError
 NUM_THREADS = 16  # questions to a URL at a time
 CHUNK_BYTES = 1 << 20
 
+logger = logging.getLogger(__name__)
+
 
 class CodeStore:
     def __init__(self, root: str) -> None:
         self.root = root.rstrip("/")
         self._is_url = "://" in root
+
+    def close_to_others(self) -> None:
+        """A folder that other users could look into is closed to them, and that is logged."""
+        try:
+            if self._is_url or not (mode := stat.S_IMODE(os.stat(self.root).st_mode)) & 0o077:
+                return
+            os.chmod(self.root, 0o700)
+            logger.warning("%s could be read by others (mode %o); it is closed to them now", self.root, mode)
+        except FileNotFoundError:
+            pass  # it is made when it is needed
+        except OSError as error:
+            logger.warning("%s can be read by others, and cannot be closed to them: %s", self.root, error)
 
     def sizes(self, hashes: Iterable[str]) -> dict[str, int]:
         """In bytes, of those of these files that are here."""
@@ -128,7 +144,7 @@ class CodeStore:
 
     def _open(self, path: str, mode: str) -> IO[Any]:
         if not self._is_url:
-            return open(path, mode)
+            return open(path, mode, opener=lambda name, flags: os.open(name, flags, 0o600))
         filesystem, inside = self._remote(path)
         opened: IO[Any] = filesystem.open(inside, mode)
         return opened
@@ -145,7 +161,8 @@ class CodeStore:
         draft = path if self._is_url else f"{path}.{secrets.token_hex(4)}.new"
         try:
             if not self._is_url:
-                os.makedirs(os.path.dirname(path), exist_ok=True)
+                os.makedirs(self.root, mode=0o700, exist_ok=True)
+                os.makedirs(os.path.dirname(path), mode=0o700, exist_ok=True)
             with self._open(draft, "wb") as file:
                 try:
                     yield file

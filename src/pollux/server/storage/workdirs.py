@@ -30,6 +30,7 @@ MAX_SOURCE_BYTES = 1_000_000  # of a file that is looked at
 class Workdirs:
     def __init__(self, storage: str, max_bytes: int = DEFAULT_MAX_MIB << 20) -> None:
         self.store = CodeStore(f"{storage.rstrip('/')}/{FOLDER}")
+        self.store.close_to_others()
         self.limits = WorkdirLimits(max_bytes=max_bytes, max_files=MAX_FILES)
 
     def announce(self, found: WorkdirFiles) -> WorkdirAnswer:

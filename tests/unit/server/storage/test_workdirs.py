@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import io
+import logging
+import os
+import stat
 import tarfile
 from pathlib import Path
 
@@ -141,3 +144,29 @@ def test_a_copy_stops_beyond_the_size_of_its_list(workdirs, tmp_path):
     with pytest.raises(OSError, match="more than the 8 bytes"):
         workdirs.store.copy_to(hash_of(TEXT), tmp_path / "copy", len(TEXT) - 1)
     assert (tmp_path / "copy").stat().st_size == 0
+
+
+# Other users ----------------------------------------------------------------------------------
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_files_and_folders_are_the_servers_alone(workdirs, tmp_path):
+    before = os.umask(0)
+    try:
+        workdirs.take(bundle(TEXT))
+        workdirs.announce(listing(a=TEXT))
+    finally:
+        os.umask(before)
+    assert mode_of(tmp_path / "workdirs") == 0o700
+    assert len(stored(tmp_path)) == 2 and {mode_of(path) for path in stored(tmp_path)} == {0o600}
+
+
+def test_a_folder_of_before_is_closed_at_the_start(tmp_path, caplog):
+    (tmp_path / "workdirs").mkdir()
+    (tmp_path / "workdirs").chmod(0o755)
+    with caplog.at_level(logging.WARNING):
+        Workdirs(str(tmp_path))
+    assert mode_of(tmp_path / "workdirs") == 0o700 and "755" in caplog.text
