@@ -556,6 +556,8 @@ def check_dependencies(requests: Sequence[JobRequest], existing: Existing) -> No
 def shown_request(request: Mapping[str, object]) -> dict[str, object]:
     """What was submitted, as others may see it: without the values of its environment, of which some are secrets."""
     shown, env, pip = dict(request), request.get("env"), request.get("pip")
+    if isinstance(workdir := request.get("workdir"), str):
+        shown["workdir"] = workdir[:12]
     if isinstance(env, Mapping):
         shown["env"] = dict.fromkeys(env, HIDDEN)
     if isinstance(pip, list):

@@ -15,12 +15,14 @@ import stat
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, Literal
 
+from pollux.api.access import check_account_name
 from pollux.api.codec import decode, dumps, encode, loads
 from pollux.api.workdir import HASH, MAX_LIST_BYTES, WorkdirFiles, check_workdir, workdir_id
 from pollux.errors import InvalidValueError, StoreError
 
+SentKind = Literal["files", "lists"]
 NUM_THREADS = 16  # questions to a URL at a time
 CHUNK_BYTES = 1 << 20
 
@@ -80,6 +82,16 @@ class CodeStore:
     def has_list(self, id_: str) -> bool:
         return self._has(self._list(id_))
 
+    def note_sent(self, sender: str, kind: SentKind, sha256: str) -> None:
+        """Remember that this user has sent this file, or announced this list when its files were here."""
+        if not self._has(path := self._sent(sender, kind, sha256)):
+            with self._writing(path):
+                pass
+
+    def sent(self, sender: str, kind: SentKind, hashes: Iterable[str]) -> set[str]:
+        """Those of these that this user has sent."""
+        return set(self._sizes({one: self._sent(sender, kind, one) for one in hashes}))
+
     def read_list(self, id_: str) -> WorkdirFiles:
         """Raises StoreError: it is not here, or damaged."""
         try:
@@ -122,6 +134,9 @@ class CodeStore:
 
     def _list(self, id_: str) -> str:
         return f"{self.root}/lists/{_checked(id_)}.json"
+
+    def _sent(self, sender: str, kind: SentKind, sha256: str) -> str:
+        return f"{self.root}/senders/{check_account_name('user', sender)}/{kind}/{_checked(sha256)[:2]}/{sha256}"
 
     def _sizes(self, paths: Mapping[str, str]) -> dict[str, int]:
         """Of the files at these paths that are here, by what they are called in ``paths``."""

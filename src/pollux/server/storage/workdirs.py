@@ -2,6 +2,9 @@
 
 Files are kept under their hashes in the jobs' storage (:class:`~pollux.engines.code_store.CodeStore`), where nodes find
 them. Any thread may call.
+
+A file counts as missing for a user who has not sent it, and only users who announced a directory can use it: to know
+a hash must not be enough to get the content. A ``sender`` of None is an admin, to whom all is open.
 """
 
 from __future__ import annotations
@@ -33,7 +36,7 @@ class Workdirs:
         self.store.close_to_others()
         self.limits = WorkdirLimits(max_bytes=max_bytes, max_files=MAX_FILES)
 
-    def announce(self, found: WorkdirFiles) -> WorkdirAnswer:
+    def announce(self, found: WorkdirFiles, sender: str | None) -> WorkdirAnswer:
         """What of a directory is to be sent. It is kept, and can be used, when nothing is missing.
 
         Raises:
@@ -43,14 +46,19 @@ class Workdirs:
             raise InvalidValueError(too_large(found.size_bytes, self.limits))
         check_workdir(found)
         files = [one for one in found.files if one.kind != "link"]
-        sizes = self.store.sizes(one.sha256 for one in files)
+        hashes = dict.fromkeys(one.sha256 for one in files)
+        sizes = self.store.sizes(hashes if sender is None else self.store.sent(sender, "files", hashes))
         for one in files:
             if (size := sizes.get(one.sha256, one.size_bytes)) != one.size_bytes:
                 raise InvalidValueError(f"workdir: {one.path!r} is said to have {one.size_bytes} bytes; it has {size}")
-        missing = tuple(dict.fromkeys(one.sha256 for one in files if one.sha256 not in sizes))
-        return WorkdirAnswer(id=workdir_id(found) if missing else self.store.put_list(found), missing=missing)
+        if missing := tuple(one for one in hashes if one not in sizes):
+            return WorkdirAnswer(id=workdir_id(found), missing=missing)
+        id_ = self.store.put_list(found)
+        if sender is not None:
+            self.store.note_sent(sender, "lists", id_)
+        return WorkdirAnswer(id=id_, missing=())
 
-    def take(self, bundle: IO[bytes]) -> int:
+    def take(self, bundle: IO[bytes], sender: str | None) -> int:
         """Keep the files of a tar archive, each named by its hash; how many.
 
         Raises:
@@ -72,10 +80,20 @@ class Workdirs:
                             f"{member.name!r:.80} in a bundle; plain files named by their hash are needed"
                         )
                     left -= self.store.put_file(member.name, content, left)
+                    if sender is not None:
+                        self.store.note_sent(sender, "files", member.name)
                     num_files += 1
         except tarfile.TarError as error:
             raise InvalidValueError(f"the body is no tar archive: {error}") from error
         return num_files
+
+    def check_sender(self, workdir: str, sender: str | None) -> None:
+        """Raises:
+        InvalidValueError: this user has not announced this directory, whether or not others have.
+        """
+        is_here = HASH.fullmatch(workdir) and self.store.has_list(workdir)
+        if not is_here or (sender is not None and not self.store.sent(sender, "lists", [workdir])):
+            raise InvalidValueError(f"workdir {workdir!r:.80} is not here; send it first, as pollux submit does")
 
     def resolved(self, request: JobRequest) -> JobRequest:
         """With its kind seen from the files that were sent.
@@ -83,10 +101,7 @@ class Workdirs:
         Raises:
             InvalidValueError: the directory is not here, or its script is not in it.
         """
-        if not HASH.fullmatch(request.workdir) or not self.store.has_list(request.workdir):
-            raise InvalidValueError(
-                f"workdir {request.workdir!r:.80} is not here; send it first, as pollux submit does"
-            )
+        self.check_sender(request.workdir, None)
         if request.kind != "auto":
             return request
         files = self.store.read_list(request.workdir).files

@@ -13,10 +13,12 @@ from fastapi.routing import APIRoute
 from starlette.testclient import TestClient
 
 from pollux.api.access import TeamChange, TokenRequest, UserChange
+from pollux.api.codec import dumps, encode
 from pollux.api.job import JobForecast
 from pollux.api.request import JobRequest
 from pollux.api.space import parse_parameter
 from pollux.api.study import StudyRequest, encode_study
+from pollux.api.workdir import WorkdirFiles
 from pollux.server.http import chart_routes
 from pollux.server.http.app import ROUTERS, create_app
 from pollux.server.http.auth import Access
@@ -24,6 +26,7 @@ from pollux.server.live.trials import ClusterJobs
 from pollux.server.present.forecasts import no_forecast
 from pollux.tune.studies import Studies
 from tests.unit.server.live.world import World
+from tests.unit.server.storage.test_workdirs import TEXT, bundle, hash_of, listing
 
 TOKEN = "operator-token-0123456789"
 SECRET = "hunter2-of-ada"
@@ -120,3 +123,42 @@ def test_one_forecast_is_made_at_a_time_and_waiting_ends(members, monkeypatch):
             may_end.set()
         assert (found, first.result(20).status_code, most[0]) == ([503, 503], 200, 1)
         assert client.get("/jobs/known/forecast").status_code == 200  # the turn was given back
+
+
+def send(client: TestClient, found: WorkdirFiles, *contents: bytes) -> str:
+    """A directory as a client sends it; its id."""
+    first = client.post("/workdirs", json=encode(found)).json()
+    if first["missing"]:
+        assert set(first["missing"]) <= {hash_of(content) for content in contents}
+        assert client.post("/workdir-files", content=bundle(*contents).read()).status_code == 200
+        assert client.post("/workdirs", json=encode(found)).json() == {**first, "missing": []}
+    return str(first["id"])
+
+
+def test_a_members_directory_is_of_no_use_to_another(members):
+    found = listing(**{"train.py": TEXT})
+    id_ = send(members.ada, found, TEXT)
+    job = JobRequest(command=("python", "train.py"), kind="fixed", name="known", workdir=id_).to_dict()
+    assert members.ada.post("/jobs", json=job).status_code == 201
+    assert members.ada.post("/jobs", json=job).status_code == 201  # submitted again
+    shown = members.bob.get("/jobs/known").json()["request"]["workdir"]
+    assert shown == id_[:12]
+    refused = members.bob.post("/jobs", json=job)
+    assert refused.status_code == 422 and "is not here; send it first" in refused.json()["error"]["message"]
+    study = {"job": job, "space": [{"name": "lr", "kind": "float", "low": 0.1, "high": 0.9}], "metric": "loss"}
+    assert members.bob.post("/studies", json=study).status_code == 422
+    assert members.operator.post("/jobs", json={**job, "owner": "bob"}).status_code == 201
+
+
+def test_a_hash_that_is_known_is_not_enough_to_get_a_file(members):
+    found = listing(**{"train.py": TEXT})
+    id_ = send(members.ada, found, TEXT)
+    assert members.bob.post("/workdirs", json=encode(found)).json()["missing"] == [hash_of(TEXT)]
+    as_file = dumps(encode(found), "workdir").encode()  # its hash is the id of the list
+    assert hash_of(as_file) == id_
+    assert members.bob.post("/workdir-files", content=bundle(as_file).read()).status_code == 200
+    job = JobRequest(command=("python", "train.py"), kind="fixed", workdir=id_).to_dict()
+    assert members.bob.post("/jobs", json=job).status_code == 422
+    assert send(members.bob, found, TEXT) == id_
+    assert members.bob.post("/jobs", json=job).status_code == 201
+    assert members.operator.post("/workdirs", json=encode(found)).json()["missing"] == []

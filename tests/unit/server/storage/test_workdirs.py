@@ -69,7 +69,7 @@ def test_a_link_is_not_read_as_a_script(workdirs, tmp_path):
     (tmp_path / "secret").write_text("from pollux import train; train.init()")
     found = WorkdirFiles(files=(WorkdirEntry(path="a.py", kind="link", target="b", sha256="../../../secret"),))
     with pytest.raises(InvalidValueError, match="only files have them"):
-        workdirs.announce(found)
+        workdirs.announce(found, None)
     request = JobRequest(command=("python", "a.py"), workdir=workdirs.store.put_list(found))
     with pytest.raises(InvalidValueError, match="only files have them"):
         workdirs.resolved(request)
@@ -106,22 +106,22 @@ def test_a_sparse_archive_fills_no_disk(workdirs, tmp_path, made, size):
     with tarfile.open(fileobj=made(size), mode="r:") as archive:
         assert [one.size for one in archive] == [size]  # it is what it is meant to be
     with pytest.raises(InvalidValueError, match=r"plain files|at most"):
-        workdirs.take(made(size))
+        workdirs.take(made(size), None)
     assert stored(tmp_path) == []
 
 
 def test_a_bundle_holds_no_more_than_a_directory_may(workdirs, tmp_path):
     parts = [bytes([number]) * (LIMIT // 3) for number in range(4)]
     with pytest.raises(InvalidValueError, match="at most"):
-        workdirs.take(bundle(*parts))
+        workdirs.take(bundle(*parts), None)
     assert sum(path.stat().st_size for path in stored(tmp_path)) <= LIMIT
 
 
 def test_a_bundle_of_plain_files_is_taken(workdirs):
     found = listing(a=TEXT, b=b"", c=TEXT)
-    assert set(workdirs.announce(found).missing) == {hash_of(TEXT), hash_of(b"")}
-    assert workdirs.take(bundle(TEXT, b"")) == 2
-    assert workdirs.announce(found).missing == ()
+    assert set(workdirs.announce(found, None).missing) == {hash_of(TEXT), hash_of(b"")}
+    assert workdirs.take(bundle(TEXT, b""), None) == 2
+    assert workdirs.announce(found, None).missing == ()
 
 
 def test_a_file_that_is_longer_than_allowed_is_not_kept(tmp_path):
@@ -131,14 +131,14 @@ def test_a_file_that_is_longer_than_allowed_is_not_kept(tmp_path):
 
 
 def test_a_size_that_is_only_claimed_is_refused(workdirs):
-    workdirs.take(bundle(TEXT))
+    workdirs.take(bundle(TEXT), None)
     files = tuple(WorkdirEntry(path=str(number), sha256=hash_of(TEXT), size_bytes=0) for number in range(20_000))
     with pytest.raises(InvalidValueError, match="said to have 0 bytes; it has 9"):
-        workdirs.announce(WorkdirFiles(files=files))
+        workdirs.announce(WorkdirFiles(files=files), None)
 
 
 def test_a_copy_stops_beyond_the_size_of_its_list(workdirs, tmp_path):
-    workdirs.take(bundle(TEXT))
+    workdirs.take(bundle(TEXT), None)
     workdirs.store.copy_to(hash_of(TEXT), tmp_path / "whole", len(TEXT))
     assert (tmp_path / "whole").read_bytes() == TEXT
     with pytest.raises(OSError, match="more than the 8 bytes"):
@@ -156,8 +156,8 @@ def mode_of(path: Path) -> int:
 def test_files_and_folders_are_the_servers_alone(workdirs, tmp_path):
     before = os.umask(0)
     try:
-        workdirs.take(bundle(TEXT))
-        workdirs.announce(listing(a=TEXT))
+        workdirs.take(bundle(TEXT), None)
+        workdirs.announce(listing(a=TEXT), None)
     finally:
         os.umask(before)
     assert mode_of(tmp_path / "workdirs") == 0o700
