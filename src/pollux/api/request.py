@@ -49,6 +49,8 @@ _UNITS_S = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?)([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _DURATION = re.compile("".join(rf"(?:([0-9]{{1,9}}(?:\.[0-9]{{1,9}})?){unit})?" for unit in _UNITS_S))
 _WORKDIR = re.compile("(/.*|[0-9a-f]{64})?", re.DOTALL)
+_URL_USER = re.compile(r"//[^/@\s]+@")  # of an index with a password
+HIDDEN = "(hidden)"  # in place of a value of a job's environment
 _LOST = {"failed": "failed", "cancelled": "was cancelled", "unknown": "is not known"}
 
 
@@ -549,3 +551,15 @@ def check_dependencies(requests: Sequence[JobRequest], existing: Existing) -> No
             raise InvalidValueError(f"job {request.name!r} is to run after {name!r}, which is not known.{hint}")
     if cycle := find_cycle(requests, existing):
         raise InvalidValueError(f"jobs would wait for each other for ever: {' after '.join(cycle)}; drop one of these")
+
+
+def shown_request(request: Mapping[str, object]) -> dict[str, object]:
+    """What was submitted, as others may see it: without the values of its environment, of which some are secrets."""
+    shown, env, pip = dict(request), request.get("env"), request.get("pip")
+    if isinstance(workdir := request.get("workdir"), str):
+        shown["workdir"] = workdir[:12]
+    if isinstance(env, Mapping):
+        shown["env"] = dict.fromkeys(env, HIDDEN)
+    if isinstance(pip, list):
+        shown["pip"] = [_URL_USER.sub("//", str(line)) for line in pip]
+    return shown

@@ -13,7 +13,7 @@ from typing import ClassVar, Literal
 
 from pollux.api.codec import Codec, Special, about
 from pollux.api.job import NonFinite
-from pollux.api.request import MAX_NAME_LENGTH, JobRequest, default_name
+from pollux.api.request import MAX_NAME_LENGTH, JobRequest, default_name, shown_request
 from pollux.api.space import Parameter, Value, check_space, value_text
 from pollux.errors import InvalidValueError
 
@@ -197,6 +197,11 @@ def encode_study(request: StudyRequest) -> dict[str, object]:
     found = STUDIES.encode(request)
     assert isinstance(found, dict)
     return dict(found)
+
+
+def shown_study(request: StudyRequest) -> dict[str, object]:
+    """As others may see it: its job without the values of its environment."""
+    return {**encode_study(request), "job": shown_request(request.job.to_dict())}
 
 
 def decode_study(value: object) -> StudyRequest:

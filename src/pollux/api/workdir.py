@@ -79,8 +79,12 @@ def check_workdir(found: WorkdirFiles) -> None:
         folders.update("/".join(parts[:end]) for end in range(1, len(parts)))
         if one.kind == "link":
             check_link(one.path, one.target)
+            if one.sha256 or one.size_bytes:
+                raise InvalidValueError(f"workdir: the link {one.path!r} has a sha256 or a size; only files have them")
         elif not HASH.fullmatch(one.sha256):
             raise InvalidValueError(f"workdir: sha256 = {one.sha256!r:.80} of {one.path!r}; 64 digits are needed")
+        elif one.target:
+            raise InvalidValueError(f"workdir: the file {one.path!r} has a target, {one.target!r}; only links have one")
     if both := sorted(taken & folders):
         raise InvalidValueError(f"workdir: {both[0]!r} is a file and a folder")
 

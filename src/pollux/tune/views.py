@@ -14,7 +14,7 @@ from pollux.api.study import (
     StudySummary,
     TrialPoint,
     TrialView,
-    encode_study,
+    shown_study,
 )
 from pollux.tune.driver import StudyDriver
 from pollux.tune.storage import StoredTrial
@@ -64,7 +64,7 @@ def detail(driver: StudyDriver, url: str) -> StudyDetail:
     short = summary(driver)
     return StudyDetail(
         **{name: getattr(short, name) for name in StudySummary.__dataclass_fields__},
-        request=encode_study(driver.request),
+        request=shown_study(driver.request),
         trials=tuple(trial_view(driver, one) for one in driver.trials.values()),
         improvements=tuple(
             Improvement(at=at, slot_s=slot_s, trial=trial, value=value)

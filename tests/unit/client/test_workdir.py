@@ -126,6 +126,9 @@ def test_a_file_that_changes_while_it_is_sent_is_noticed(project):
         WorkdirEntry(path="a", sha256="../../x"),
         WorkdirEntry(path="a", kind="link", target="/etc"),
         WorkdirEntry(path="b/a", kind="link", target="../../etc"),
+        WorkdirEntry(path="a", kind="link", target="b", sha256="../../../../etc/passwd"),
+        WorkdirEntry(path="a", kind="link", target="b", size_bytes=1),
+        WorkdirEntry(path="a", sha256="0" * 64, target="b"),
     ],
     ids=str,
 )

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 
 from fastapi import FastAPI
@@ -69,6 +70,7 @@ def create_app(
     app.state.studies = studies
     app.state.metrics, app.state.has_open_metrics = cluster.metrics, has_open_metrics
     app.state.feed = Feed(cluster.queries)
+    app.state.forecast_turn = asyncio.Semaphore(1)  # each takes a CPU for up to two seconds
     app.state.is_ending = False  # set to end streams
     app.openapi = lambda: describe(app)  # type: ignore[method-assign]
     add_handlers(app)

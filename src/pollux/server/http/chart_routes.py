@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated
 
-from fastapi import Query, Response
+from fastapi import Query, Request, Response
+from starlette.concurrency import run_in_threadpool
 
 from pollux.api.cluster import ReadingList, SampleList, Timeline
 from pollux.api.job import JobCurves, JobForecast, JobModel
 from pollux.server.http.dependencies import ItsQueries, of_people
-from pollux.server.http.errors import answer
+from pollux.server.http.errors import answer, retry_later
 from pollux.server.http.openapi import error_answers
 
 MAX_POINTS = 10_000
+FORECAST_WAIT_S = 10.0  # until those before it are done
 
 _Time = Annotated[float | None, Query(ge=0, le=1e12, allow_inf_nan=False, description="Seconds since 1970.")]
 _Points = Annotated[int, Query(ge=1, le=MAX_POINTS, description="At most so many, evenly chosen.")]
@@ -82,12 +85,21 @@ def model(queries: ItsQueries, name: str) -> Response:
     response_model=JobForecast,
     responses=error_answers(404, 422),
 )
-def forecast(queries: ItsQueries, name: str) -> Response:
+async def forecast(request: Request, queries: ItsQueries, name: str) -> Response:
     """The queue played on with the cluster's policy, several times, as the ends of jobs are not known. Takes up to 2 s.
 
-    Jobs that will be submitted later, quotas and deadlines are not foreseen.
+    Jobs that will be submitted later, quotas and deadlines are not foreseen. One forecast is made at a time: others
+    wait for up to 10 s, and are answered 503 then.
     """
-    return answer(queries.forecast(name))
+    turn: asyncio.Semaphore = request.app.state.forecast_turn
+    try:
+        await asyncio.wait_for(turn.acquire(), FORECAST_WAIT_S)
+    except TimeoutError:
+        return retry_later("ServerUnavailableError", "other forecasts are being made; ask again later")
+    try:
+        return answer(await run_in_threadpool(queries.forecast, name))
+    finally:
+        turn.release()
 
 
 ROUTERS = (charts,)

@@ -32,6 +32,7 @@ from pollux.errors import PolluxError
 from pollux.server.http.dependencies import (
     ADMIN,
     READY,
+    ItsCaller,
     ItsCluster,
     ItsQueries,
     Limit,
@@ -40,7 +41,7 @@ from pollux.server.http.dependencies import (
     is_still_allowed,
     of_people,
 )
-from pollux.server.http.errors import answer, retry_later
+from pollux.server.http.errors import Refusal, answer, retry_later
 from pollux.server.http.openapi import Responses, body_schema, error_answers
 from pollux.server.present.feed import Feed
 
@@ -90,9 +91,17 @@ def list_nodes(queries: ItsQueries) -> Response:
     responses=error_answers(413, 422),
     openapi_extra=body_schema(NodeCheck, is_required=False),
 )
-def check_nodes(queries: ItsQueries, body: Annotated[NodeCheck, Depends(body_of(NodeCheck))]) -> Response:
-    """Takes seconds. Nodes that do not answer in time are told, too."""
-    return answer(NodeChecks(nodes=tuple(queries.check_nodes(body.script, body.packages))))
+def check_nodes(
+    cluster: ItsCluster, caller: ItsCaller, body: Annotated[NodeCheck, Depends(body_of(NodeCheck))]
+) -> Response:
+    """Takes seconds. Nodes that do not answer in time are told, too.
+
+    Where users have Unix users, only admins name a script: the server looks for it as root, who sees all files.
+    """
+    if body.script and cluster.accounts.has_unix_users and not caller.is_admin:
+        message = f"script {body.script!r:.80}; only admins ask for one here, as jobs run as Unix users: leave it out"
+        raise Refusal(403, "AccessDeniedError", message)
+    return answer(NodeChecks(nodes=tuple(cluster.queries.check_nodes(body.script, body.packages))))
 
 
 @cluster.post(

@@ -163,13 +163,21 @@ def require_owner(caller: Caller, job: str, owner: str) -> None:
         raise Refusal(403, "AccessDeniedError", message)
 
 
+def sender_of(caller: Caller) -> str | None:
+    """Whose working directories it may use. None: all."""
+    return None if caller.is_admin else caller.owner
+
+
 def owned_by(caller: Caller, request: JobRequest, cluster: ServedCluster) -> JobRequest:
     """The request with its owner: the caller, or the user that an admin names.
 
     Raises:
         Refusal: the caller is no admin and submits for another user.
         UnknownNameError: no user has that name.
+        InvalidValueError: the caller is no admin and has not sent its working directory.
     """
+    if request.workdir:
+        cluster.workdirs.check_sender(request.workdir, sender_of(caller))
     if request.owner not in ("", caller.owner):
         if not caller.is_admin:
             raise Refusal(403, "AccessDeniedError", f"job for {request.owner!r}; only admins submit for others")

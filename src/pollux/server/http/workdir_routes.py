@@ -18,7 +18,7 @@ from pollux.api.workdir import (
     WorkdirLimits,
     WorkdirReceipt,
 )
-from pollux.server.http.dependencies import ItsCluster, of_people, read_body, too_large
+from pollux.server.http.dependencies import ItsCaller, ItsCluster, of_people, read_body, sender_of, too_large
 from pollux.server.http.errors import Refusal, answer
 from pollux.server.http.openapi import Schema, body_schema, error_answers
 
@@ -50,10 +50,10 @@ def limits(cluster: ItsCluster) -> Response:
     responses=error_answers(413, 422),
     openapi_extra=body_schema(WorkdirFiles, is_required=True),
 )
-def announce(cluster: ItsCluster, body: Annotated[WorkdirFiles, Depends(read_list)]) -> Response:
-    """The files that the server does not have yet. Send those, and announce it again: when none is missing, a job can
-    be submitted with its id as ``workdir``."""
-    return answer(cluster.workdirs.announce(body))
+def announce(cluster: ItsCluster, caller: ItsCaller, body: Annotated[WorkdirFiles, Depends(read_list)]) -> Response:
+    """The files that the server does not have from the caller yet. Send those, and announce it again: when none is
+    missing, a job of the caller's can be submitted with its id as ``workdir``."""
+    return answer(cluster.workdirs.announce(body, sender_of(caller)))
 
 
 @workdirs.post(
@@ -63,13 +63,14 @@ def announce(cluster: ItsCluster, body: Annotated[WorkdirFiles, Depends(read_lis
     responses=error_answers(413, 422),
     openapi_extra=_BUNDLE,
 )
-async def take(request: Request, cluster: ItsCluster) -> Response:
+async def take(request: Request, cluster: ItsCluster, caller: ItsCaller) -> Response:
     """A tar archive of files, each named by the SHA-256 of its bytes."""
     most = max(cluster.workdirs.limits.max_bytes, BUNDLE_BYTES) + _OVERHEAD_BYTES
     with tempfile.SpooledTemporaryFile(_IN_MEMORY_BYTES) as bundle:
         await _receive(request, bundle, most)
         bundle.seek(0)
-        return answer(WorkdirReceipt(num_files=await run_in_threadpool(cluster.workdirs.take, bundle)))
+        num_files = await run_in_threadpool(cluster.workdirs.take, bundle, sender_of(caller))
+        return answer(WorkdirReceipt(num_files=num_files))
 
 
 async def _receive(request: Request, target: IO[bytes], max_bytes: int) -> None:

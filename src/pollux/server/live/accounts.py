@@ -92,6 +92,11 @@ class Accounts:
         user = self._users.get(owner)
         return "" if user is None else user.unix_user
 
+    @property
+    def has_unix_users(self) -> bool:
+        """Whether jobs of some users run as another Unix user than the server."""
+        return any(user.unix_user for user in self._users.values())
+
     # Teams ------------------------------------------------------------------------------------
 
     def teams(self) -> list[TeamSummary]:

@@ -14,7 +14,7 @@ from pathlib import Path
 from pollux.api.cluster import CheckedNode, ClusterSample, ClusterSummary, NodeReading, NodeSummary, Timeline
 from pollux.api.job import JobCurves, JobDetail, JobForecast, JobModel, JobRow, JobSummary, Replica
 from pollux.api.report import StoredReport
-from pollux.api.request import JobRequest
+from pollux.api.request import JobRequest, shown_request
 from pollux.api.round import RoundDetail, RoundSummary
 from pollux.api.usage import UsageKey, UsageRow
 from pollux.engines.live import LiveEngine
@@ -45,7 +45,6 @@ from pollux.server.present.views import (
     node_summaries,
     round_detail,
     round_summary,
-    shown_request,
     spent_s,
     standing_in_words,
     state_change,

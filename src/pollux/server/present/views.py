@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,9 +40,7 @@ from pollux.server.storage.records import StoredResize, StoredRound
 from pollux.types import NO_ALLOCATION, JobDecision, Node
 
 _NONFINITE: dict[str, NonFinite] = {"nan": "nan", "inf": "inf", "-inf": "-inf"}
-HIDDEN = "(hidden)"  # in place of a value of a job's environment
 _ROW_FIELDS = tuple(one.name for one in dataclasses.fields(JobRow))
-_URL_USER = re.compile(r"//[^/@\s]+@")  # of an index with a password
 _BLANK = Report(
     generation=0,
     num_replicas=0,
@@ -81,13 +78,6 @@ class KnownJob:
     standing: str = ""
     held_back: str = ""
     deadline: str = ""
-
-
-def shown_request(request: Mapping[str, object]) -> dict[str, object]:
-    """What was submitted, without the values of its environment: some are secrets, and all are only the job's."""
-    env, pip = request.get("env"), request.get("pip")
-    shown = {**request, "env": dict.fromkeys(env, HIDDEN)} if isinstance(env, Mapping) else dict(request)
-    return {**shown, "pip": [_URL_USER.sub("//", str(line)) for line in pip]} if isinstance(pip, list) else shown
 
 
 def versions_in(request: Mapping[str, object]) -> dict[str, str]:

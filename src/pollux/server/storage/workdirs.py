@@ -2,6 +2,9 @@
 
 Files are kept under their hashes in the jobs' storage (:class:`~pollux.engines.code_store.CodeStore`), where nodes find
 them. Any thread may call.
+
+A file counts as missing for a user who has not sent it, and only users who announced a directory can use it: to know
+a hash must not be enough to get the content. A ``sender`` of None is an admin, to whom all is open.
 """
 
 from __future__ import annotations
@@ -30,40 +33,67 @@ MAX_SOURCE_BYTES = 1_000_000  # of a file that is looked at
 class Workdirs:
     def __init__(self, storage: str, max_bytes: int = DEFAULT_MAX_MIB << 20) -> None:
         self.store = CodeStore(f"{storage.rstrip('/')}/{FOLDER}")
+        self.store.close_to_others()
         self.limits = WorkdirLimits(max_bytes=max_bytes, max_files=MAX_FILES)
 
-    def announce(self, found: WorkdirFiles) -> WorkdirAnswer:
+    def announce(self, found: WorkdirFiles, sender: str | None) -> WorkdirAnswer:
         """What of a directory is to be sent. It is kept, and can be used, when nothing is missing.
 
         Raises:
-            InvalidValueError: it is too large, or no directory.
+            InvalidValueError: it is too large, no directory, or a file that is here has another size.
         """
         if found.size_bytes > self.limits.max_bytes:
             raise InvalidValueError(too_large(found.size_bytes, self.limits))
         check_workdir(found)
-        missing = self.store.missing(one.sha256 for one in found.files if one.kind != "link")
-        return WorkdirAnswer(id=workdir_id(found) if missing else self.store.put_list(found), missing=tuple(missing))
+        files = [one for one in found.files if one.kind != "link"]
+        hashes = dict.fromkeys(one.sha256 for one in files)
+        sizes = self.store.sizes(hashes if sender is None else self.store.sent(sender, "files", hashes))
+        for one in files:
+            if (size := sizes.get(one.sha256, one.size_bytes)) != one.size_bytes:
+                raise InvalidValueError(f"workdir: {one.path!r} is said to have {one.size_bytes} bytes; it has {size}")
+        if missing := tuple(one for one in hashes if one not in sizes):
+            return WorkdirAnswer(id=workdir_id(found), missing=missing)
+        id_ = self.store.put_list(found)
+        if sender is not None:
+            self.store.note_sent(sender, "lists", id_)
+        return WorkdirAnswer(id=id_, missing=())
 
-    def take(self, bundle: IO[bytes]) -> int:
+    def take(self, bundle: IO[bytes], sender: str | None) -> int:
         """Keep the files of a tar archive, each named by its hash; how many.
 
         Raises:
-            InvalidValueError: it is no such archive, or the bytes of a file have another hash.
+            InvalidValueError: it is no such archive, holds more than a directory may, or the bytes of a file have
+                another hash. Files before that one are kept.
         """
-        num_files = 0
+        num_files, left = 0, self.limits.max_bytes
         try:
             with tarfile.open(fileobj=bundle, mode="r:") as archive:
                 for member in archive:
-                    content = archive.extractfile(member) if member.isreg() and HASH.fullmatch(member.name) else None
+                    if num_files == self.limits.max_files:
+                        raise InvalidValueError(f"more than {num_files} files in a bundle")
+                    if member.size > left:
+                        raise InvalidValueError(too_large(self.limits.max_bytes - left + member.size, self.limits))
+                    is_plain = _is_plain(member) and not archive.pax_headers and HASH.fullmatch(member.name)
+                    content = archive.extractfile(member) if is_plain else None
                     if content is None:
                         raise InvalidValueError(
-                            f"{member.name!r:.80} in a bundle; files named by their hash are needed"
+                            f"{member.name!r:.80} in a bundle; plain files named by their hash are needed"
                         )
-                    self.store.put_file(member.name, content)
+                    left -= self.store.put_file(member.name, content, left)
+                    if sender is not None:
+                        self.store.note_sent(sender, "files", member.name)
                     num_files += 1
         except tarfile.TarError as error:
             raise InvalidValueError(f"the body is no tar archive: {error}") from error
         return num_files
+
+    def check_sender(self, workdir: str, sender: str | None) -> None:
+        """Raises:
+        InvalidValueError: this user has not announced this directory, whether or not others have.
+        """
+        is_here = HASH.fullmatch(workdir) and self.store.has_list(workdir)
+        if not is_here or (sender is not None and not self.store.sent(sender, "lists", [workdir])):
+            raise InvalidValueError(f"workdir {workdir!r:.80} is not here; send it first, as pollux submit does")
 
     def resolved(self, request: JobRequest) -> JobRequest:
         """With its kind seen from the files that were sent.
@@ -71,13 +101,11 @@ class Workdirs:
         Raises:
             InvalidValueError: the directory is not here, or its script is not in it.
         """
-        if not HASH.fullmatch(request.workdir) or not self.store.has_list(request.workdir):
-            raise InvalidValueError(
-                f"workdir {request.workdir!r:.80} is not here; send it first, as pollux submit does"
-            )
+        self.check_sender(request.workdir, None)
         if request.kind != "auto":
             return request
-        hashes = {f"/{one.path}": one.sha256 for one in self.store.read_list(request.workdir).files if one.sha256}
+        files = self.store.read_list(request.workdir).files
+        hashes = {f"/{one.path}": one.sha256 for one in files if one.kind != "link"}
 
         def read(path: str) -> str | None:
             if (sha256 := hashes.get(path)) is None:
@@ -92,6 +120,11 @@ class Workdirs:
         if text is None and script is not None and not script.startswith("/"):
             raise InvalidValueError(f"script {script!r} is not in the working directory that was sent")
         return request.resolved(text, read)
+
+
+def _is_plain(member: tarfile.TarInfo) -> bool:
+    """All of its bytes are in the archive. A sparse file of a few bytes can be as large as its header says."""
+    return member.type in (tarfile.REGTYPE, tarfile.AREGTYPE) and member.sparse is None and not member.pax_headers
 
 
 def too_large(size_bytes: int, limits: WorkdirLimits) -> str:
