@@ -69,7 +69,8 @@ def with_own_python(env: Mapping[str, str]) -> dict[str, str]:
 def unpack(code: JobCode, target: str, env: Mapping[str, str], identity: UnixIdentity | None = None) -> None:
     """Make ``target`` a copy of the working directory, if it is none yet. It is ``identity``'s, if there is one.
 
-    ``env``: the replica's, which may name another folder for caches.
+    ``env``: the replica's, which may name another folder for caches. With an ``identity`` this process is root, and
+    its own environment counts: root writes to no folder that a job names.
 
     Raises:
         EngineError: it cannot be had; says why.
@@ -83,7 +84,7 @@ def unpack(code: JobCode, target: str, env: Mapping[str, str], identity: UnixIde
                 return
             draft = Path(tempfile.mkdtemp(prefix=f"{os.path.basename(target)}-", dir=os.path.dirname(target)))
             try:
-                _fill(draft, code, env)
+                _fill(draft, code, env if identity is None else os.environ)
                 if identity is not None:
                     _give(draft, identity)
                 os.rename(draft, target)
