@@ -82,6 +82,7 @@ def unpack(code: JobCode, target: str, env: Mapping[str, str], identity: UnixIde
         with locked(f"{target}.lock", WAIT_S):
             if os.path.isdir(target):
                 return
+            # For its owner alone, and so it stays: the files in it may be read by all who get in.
             draft = Path(tempfile.mkdtemp(prefix=f"{os.path.basename(target)}-", dir=os.path.dirname(target)))
             try:
                 _fill(draft, code, env if identity is None else os.environ)
@@ -105,12 +106,12 @@ def _fill(draft: Path, code: JobCode, env: Mapping[str, str]) -> None:
         else:
             cache.copy_to(one, path)
             path.chmod(0o755 if one.kind == "program" else 0o644)
-    draft.chmod(0o755)
     cache.tidy()
 
 
 def _give(folder: Path, identity: UnixIdentity) -> None:
-    for path in (folder, *folder.rglob("*")):
+    """The folder comes last: until then its user cannot get in and change what is still root's."""
+    for path in (*folder.rglob("*"), folder):
         os.chown(path, identity.uid, identity.gid, follow_symlinks=False)
 
 

@@ -7,6 +7,7 @@ import io
 import os
 import pwd
 import shutil
+import stat
 import sys
 import tempfile
 import time
@@ -21,7 +22,7 @@ from pollux.engines.code_store import CodeStore
 from pollux.engines.processes.identity import RUN_AS, identity_of
 from pollux.engines.processes.starters import ColdStarter, Command, ReplicaProcess
 from pollux.engines.processes.workdirs import JobCode, locked, unpack
-from tests.intruder import NOBODY, needs_another_user
+from tests.intruder import NOBODY, needs_another_user, run_as_nobody
 
 pytestmark = needs_another_user
 TIMEOUT_S = 30.0
@@ -134,3 +135,34 @@ def test_root_keeps_what_it_fetched_in_its_own_cache(
     unpack(needed, str(folder / "work"), {"XDG_CACHE_HOME": str(open_folder)}, identity_of({RUN_AS: nobody()}))
     assert not list(open_folder.iterdir())
     assert [path.read_bytes() for path in (folder / "own").rglob("*") if path.is_file()] == [b"made at home\n"]
+
+
+READ = """
+import os, sys
+try:
+    print(os.listdir(sys.argv[1]), open(sys.argv[1] + "/deep/note").read())
+except OSError as error:
+    print(type(error).__name__)
+"""
+
+
+def test_a_copy_of_roots_jobs_is_closed_to_other_users(folder: Path, workdir: str) -> None:
+    unpack(code(folder, workdir=workdir), str(folder / "work"), {})
+    assert (folder / "work" / "deep" / "note").read_text() == "made at home\n"
+    assert run_as_nobody(READ, str(folder / "work")).strip() == "PermissionError"
+
+
+def test_a_copy_is_its_users_alone_and_given_away_last(
+    folder: Path, workdir: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, chown = [], os.chown
+
+    def noted(path: Path, *arguments: int, **options: bool) -> None:
+        given.append(path.name)
+        chown(path, *arguments, **options)
+
+    monkeypatch.setattr(os, "chown", noted)
+    unpack(code(folder, workdir=workdir), str(folder / "work"), {}, identity_of({RUN_AS: nobody()}))
+    assert stat.S_IMODE((folder / "work").stat().st_mode) == 0o700
+    assert sorted(given[:-1]) == ["deep", "note"] and given[-1].startswith("work-")
+    assert "made at home" in run_as_nobody(READ, str(folder / "work"))
