@@ -19,6 +19,7 @@ from typing import IO
 
 from pollux.engines.processes.identity import become, identity_of
 from pollux.engines.processes.packages import activated, environment_for
+from pollux.engines.processes.trees import die_with
 from pollux.engines.processes.workdirs import CODE, code_of, unpack
 from pollux.errors import PolluxError
 
@@ -49,7 +50,7 @@ def environment_file(env: Mapping[str, str]) -> IO[bytes]:
 
 def main(argv: Sequence[str]) -> int:
     fd, directory, *command = argv
-    env = dict(os.environ)
+    env, owner = dict(os.environ), os.getppid()
     try:
         if fd != OWN:
             with open(int(fd), "rb") as file:
@@ -59,6 +60,7 @@ def main(argv: Sequence[str]) -> int:
             unpack(code, directory, env, identity)
         if identity is not None:
             become(identity)  # before packages are built: that runs code of theirs
+            die_with(owner)  # which the change of user has undone
             _take_on(env)
         os.chdir(directory)
         if code is not None and code.pip:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
+import json
 import os
 import pwd
 import shutil
 import stat
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -20,6 +23,7 @@ import pytest
 from pollux.api.workdir import WorkdirEntry, WorkdirFiles
 from pollux.engines.code_store import CodeStore
 from pollux.engines.processes.identity import RUN_AS, identity_of
+from pollux.engines.processes.leftovers import MARK, REPLICA, kill_leftovers, mark_of
 from pollux.engines.processes.starters import ColdStarter, Command, ReplicaProcess
 from pollux.engines.processes.workdirs import JobCode, locked, unpack
 from tests.intruder import NOBODY, needs_another_user, run_as_nobody
@@ -166,3 +170,63 @@ def test_a_copy_is_its_users_alone_and_given_away_last(
     assert stat.S_IMODE((folder / "work").stat().st_mode) == 0o700
     assert sorted(given[:-1]) == ["deep", "note"] and given[-1].startswith("work-")
     assert "made at home" in run_as_nobody(READ, str(folder / "work"))
+
+
+OWNER = """
+import json, sys, time
+from pollux.engines.processes.leftovers import MARK, REPLICA, kill_leftovers, mark_of
+from pollux.engines.processes.starters import ColdStarter, Command
+replica = ColdStarter(()).spawn(Command(**json.loads(sys.argv[1])))
+print(replica.pid, flush=True)
+time.sleep(60)
+"""
+
+
+def has_ended(process: psutil.Process) -> bool:
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def until(is_so: Callable[[], bool], what: str) -> None:
+    ends_at = time.monotonic() + TIMEOUT_S
+    while not is_so():
+        assert time.monotonic() < ends_at, what
+        time.sleep(0.02)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the parent has to end it")
+def test_a_prepared_replica_of_another_user_dies_with_its_supervisor(folder: Path, workdir: str) -> None:
+    out = str(folder / "out")
+    env = {"PATH": os.environ["PATH"], RUN_AS: nobody(), **code(folder, workdir=workdir).to_env()}
+    argv = ["/bin/sh", "-c", "echo begun; exec sleep 50"]
+    command = {"argv": argv, "env": env, "cwd": str(folder / "work"), "stdout": out, "stderr": out}
+    with subprocess.Popen([sys.executable, "-c", OWNER, json.dumps(command)], stdout=subprocess.PIPE, text=True) as one:
+        assert one.stdout is not None
+        replica = psutil.Process(int(one.stdout.readline()))
+        until(lambda: "begun" in (folder / "out").read_text(), "it does not begin")
+        assert replica.uids().real == NOBODY
+        one.kill()
+    try:
+        until(lambda: has_ended(replica), "it outlives its supervisor")
+    finally:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            replica.kill()
+
+
+def test_root_finds_what_replicas_of_its_unix_users_left_behind(folder: Path) -> None:
+    mark = mark_of(folder)
+    options = {"user": NOBODY, "group": NOBODY, "extra_groups": [], "cwd": "/"}
+    left, other = (
+        subprocess.Popen(["/bin/sleep", "50"], env=env, **options)  # type: ignore[call-overload]
+        for env in ({MARK: mark, REPLICA: "r1"}, {MARK: f"{mark}-other", REPLICA: "r1"})
+    )
+    try:
+        assert kill_leftovers(mark, ["r2"]) == []
+        assert kill_leftovers(mark, ["r1"]) == [left.pid]
+        assert left.wait(timeout=TIMEOUT_S) == -9 and other.poll() is None
+    finally:
+        for process in (left, other):
+            process.kill()
+            process.wait()
