@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import os
 import pwd
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 RUN_AS = "POLLUX_UNIX_USER"
+# What an interpreter needs to find and import torch.
+_PLAIN = re.compile("PATH|HOME|LANG|LC_.*|TZ|LD_LIBRARY_PATH|PYTHON.*|VIRTUAL_ENV|(CUDA|NVIDIA)_.*")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +42,11 @@ def identity_of(env: Mapping[str, str]) -> UnixIdentity | None:
     return UnixIdentity(
         name=name, uid=entry.pw_uid, gid=entry.pw_gid, groups=tuple(os.getgrouplist(name, entry.pw_gid))
     )
+
+
+def plain_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """What of this process's environment a process gets that later becomes another user: no secrets."""
+    return {name: value for name, value in environ.items() if _PLAIN.fullmatch(name)}
 
 
 def become(identity: UnixIdentity) -> None:

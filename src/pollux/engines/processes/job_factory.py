@@ -7,16 +7,14 @@ The job manager calls it. The fork server is started for the first elastic job, 
 from __future__ import annotations
 
 import os
-import re
 import socket
-from collections.abc import Mapping
 from typing import Any
 
 from pollux.engines.processes.commands import plan_start
 from pollux.engines.processes.elastic import ElasticJob
 from pollux.engines.processes.fixed import FixedJob
 from pollux.engines.processes.fork_server import ForkServer
-from pollux.engines.processes.identity import RUN_AS
+from pollux.engines.processes.identity import RUN_AS, plain_environment
 from pollux.engines.processes.leftovers import MARK
 from pollux.engines.processes.replica_job import JobOrder, ReplicaJob
 from pollux.engines.processes.starters import ColdStarter, Starter
@@ -24,8 +22,6 @@ from pollux.engines.processes.workdirs import with_own_python
 
 LOOPBACK = "lo"  # Linux's name for the interface
 MAX_OF_USERS = 8  # fork servers: each has imported torch, some 250 MB; further users' replicas are started cold
-# What an interpreter needs to find and import torch.
-_PLAIN = re.compile("PATH|HOME|LANG|LC_.*|TZ|LD_LIBRARY_PATH|PYTHON.*|VIRTUAL_ENV|(CUDA|NVIDIA)_.*")
 
 
 def options_of(order: JobOrder) -> dict[str, Any]:
@@ -51,10 +47,6 @@ def loopback_env() -> dict[str, str]:
     return {"GLOO_SOCKET_IFNAME": LOOPBACK, "NCCL_SOCKET_IFNAME": LOOPBACK}
 
 
-def _plain_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environ.items() if _PLAIN.fullmatch(name) or name == MARK}
-
-
 class LocalJobFactory:
     def __init__(self) -> None:
         self._cold = ColdStarter(prefix=())
@@ -72,7 +64,8 @@ class LocalJobFactory:
         if unix_user not in self._fork_servers:
             if unix_user and len(self._fork_servers) > MAX_OF_USERS:
                 return self._python
-            environment = os.environ if not unix_user else _plain_environment(os.environ)
+            mark = {MARK: os.environ[MARK]} if MARK in os.environ else {}
+            environment = os.environ if not unix_user else {**plain_environment(os.environ), **mark}
             self._fork_servers[unix_user] = ForkServer(environment)
         return self._fork_servers[unix_user]
 

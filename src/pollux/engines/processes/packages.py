@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from pollux.api.masking import without_passwords
 from pollux.engines.processes.workdirs import JobCode, cache_folder, locked
 from pollux.errors import EngineError
 
@@ -106,4 +107,8 @@ def _run(command: Sequence[str], directory: str, what: str) -> None:
     if code:
         last = text.decode("utf-8", "replace").rstrip().splitlines()[-NUM_LINES:]
         how = f"not done after {BUILD_S:g} s" if code == -1 else f"exit code {code}"
-        raise EngineError(f"{what:.200} cannot be installed on this node ({how}); the last lines:\n" + "\n".join(last))
+        shown = without_passwords(what)  # before it is cut: half a URL is not seen as one
+        raise EngineError(
+            f"{shown:.200} cannot be installed on this node ({how}); the last lines:\n"
+            + without_passwords("\n".join(last))
+        )

@@ -17,8 +17,9 @@ from dataclasses import dataclass
 from typing import Literal, Protocol, Self
 
 from pollux.engines.processes.failure import read_end
-from pollux.engines.processes.identity import identity_of
-from pollux.engines.processes.prepare_main import prepared
+from pollux.engines.processes.identity import identity_of, plain_environment
+from pollux.engines.processes.leftovers import MARK, REPLICA
+from pollux.engines.processes.prepare_main import environment_file, prepared
 from pollux.engines.processes.trees import (
     dying_with_parent,
     has_ended,
@@ -129,23 +130,7 @@ class ColdStarter(LocalStarter):
         self._num_spawned += 1
         replica = ReplicaProcess(key=str(self._num_spawned))
         try:
-            identity = identity_of(command.env)
-            argv, cwd = [*self._prefix, *command.argv], command.cwd
-            if CODE in command.env:
-                argv, cwd, identity = prepared(argv, cwd), "/", None  # it changes to that user itself
-            with open(command.stdout, "ab") as out, open(command.stderr, "ab") as err:
-                process = subprocess.Popen(
-                    dying_with_parent(argv),
-                    env=command.env,
-                    cwd=cwd,
-                    stdin=subprocess.DEVNULL,
-                    stdout=out,
-                    stderr=err,
-                    start_new_session=True,
-                    user=None if identity is None else identity.uid,
-                    group=None if identity is None else identity.gid,
-                    extra_groups=None if identity is None else identity.groups,
-                )
+            process = self._start(command)
         except OSError as error:
             with contextlib.suppress(OSError), open(command.stderr, "a", encoding="utf-8") as err_file:
                 print(f"cannot start {command.argv[0]} in {command.cwd}: {error}", file=err_file)
@@ -156,6 +141,34 @@ class ColdStarter(LocalStarter):
         self._replicas[process.pid] = replica, process
         self._events.append(StarterEvent(kind="spawned", replica=replica))
         return replica
+
+    def _start(self, command: Command) -> subprocess.Popen[bytes]:
+        """Raises OSError."""
+        identity = identity_of(command.env)
+        argv, cwd, env = [*self._prefix, *command.argv], command.cwd, command.env
+        with contextlib.ExitStack() as files:
+            fds: list[int] = []
+            if CODE in env and identity is not None:
+                # Until it changes to that user itself, it is root: it must not be started with what a job asked for.
+                fds = [files.enter_context(environment_file(env)).fileno()]
+                argv, cwd, identity = prepared(argv, cwd, fds[0]), "/", None
+                marks = {name: env[name] for name in (MARK, REPLICA) if name in env}
+                env = {**plain_environment(os.environ), **marks}
+            elif CODE in env:
+                argv, cwd = prepared(argv, cwd), "/"
+            return subprocess.Popen(
+                dying_with_parent(argv),
+                env=env,
+                cwd=cwd,
+                stdin=subprocess.DEVNULL,
+                stdout=files.enter_context(open(command.stdout, "ab")),
+                stderr=files.enter_context(open(command.stderr, "ab")),
+                pass_fds=fds,
+                start_new_session=True,
+                user=None if identity is None else identity.uid,
+                group=None if identity is None else identity.gid,
+                extra_groups=None if identity is None else identity.groups,
+            )
 
     def signal(self, replica: ReplicaProcess, signum: int, *, group: bool | None = None) -> None:
         if replica.exit_code is not None or replica.pid is None:

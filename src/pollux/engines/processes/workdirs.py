@@ -69,7 +69,8 @@ def with_own_python(env: Mapping[str, str]) -> dict[str, str]:
 def unpack(code: JobCode, target: str, env: Mapping[str, str], identity: UnixIdentity | None = None) -> None:
     """Make ``target`` a copy of the working directory, if it is none yet. It is ``identity``'s, if there is one.
 
-    ``env``: the replica's, which may name another folder for caches.
+    ``env``: the replica's, which may name another folder for caches. With an ``identity`` this process is root, and
+    its own environment counts: root writes to no folder that a job names.
 
     Raises:
         EngineError: it cannot be had; says why.
@@ -81,9 +82,10 @@ def unpack(code: JobCode, target: str, env: Mapping[str, str], identity: UnixIde
         with locked(f"{target}.lock", WAIT_S):
             if os.path.isdir(target):
                 return
+            # For its owner alone, and so it stays: the files in it may be read by all who get in.
             draft = Path(tempfile.mkdtemp(prefix=f"{os.path.basename(target)}-", dir=os.path.dirname(target)))
             try:
-                _fill(draft, code, env)
+                _fill(draft, code, env if identity is None else os.environ)
                 if identity is not None:
                     _give(draft, identity)
                 os.rename(draft, target)
@@ -104,12 +106,12 @@ def _fill(draft: Path, code: JobCode, env: Mapping[str, str]) -> None:
         else:
             cache.copy_to(one, path)
             path.chmod(0o755 if one.kind == "program" else 0o644)
-    draft.chmod(0o755)
     cache.tidy()
 
 
 def _give(folder: Path, identity: UnixIdentity) -> None:
-    for path in (folder, *folder.rglob("*")):
+    """The folder comes last: until then its user cannot get in and change what is still root's."""
+    for path in (*folder.rglob("*"), folder):
         os.chown(path, identity.uid, identity.gid, follow_symlinks=False)
 
 
