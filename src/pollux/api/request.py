@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
 from pollux.api.codec import Json
 from pollux.api.kind import ReadFile, detect_kind, import_roots, module_of, no_files, parse_python
+from pollux.api.masking import without_passwords
 from pollux.errors import InvalidValueError
 
 if TYPE_CHECKING:
@@ -49,7 +50,6 @@ _UNITS_S = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?)([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _DURATION = re.compile("".join(rf"(?:([0-9]{{1,9}}(?:\.[0-9]{{1,9}})?){unit})?" for unit in _UNITS_S))
 _WORKDIR = re.compile("(/.*|[0-9a-f]{64})?", re.DOTALL)
-_URL_USER = re.compile(r"//[^/@\s]+@")  # of an index with a password
 HIDDEN = "(hidden)"  # in place of a value of a job's environment
 _LOST = {"failed": "failed", "cancelled": "was cancelled", "unknown": "is not known"}
 
@@ -561,5 +561,5 @@ def shown_request(request: Mapping[str, object]) -> dict[str, object]:
     if isinstance(env, Mapping):
         shown["env"] = dict.fromkeys(env, HIDDEN)
     if isinstance(pip, list):
-        shown["pip"] = [_URL_USER.sub("//", str(line)) for line in pip]
+        shown["pip"] = [without_passwords(str(line)) for line in pip]
     return shown

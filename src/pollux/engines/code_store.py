@@ -110,7 +110,7 @@ class CodeStore:
             found: bytes = file.read(max_bytes)
             return found
 
-    def copy_to(self, sha256: str, target: Path, size_bytes: int | None = None) -> None:
+    def copy_to(self, sha256: str, target: Path, size_bytes: int) -> None:
         """A file's bytes into a new local file.
 
         Raises:
@@ -120,7 +120,7 @@ class CodeStore:
         with self._open(self._file(sha256), "rb") as source, target.open("xb") as copy:
             while part := source.read(CHUNK_BYTES):
                 size += len(part)
-                if size_bytes is not None and size > size_bytes:
+                if size > size_bytes:
                     raise OSError(f"{self._file(sha256)} has more than the {size_bytes} bytes of its list")
                 digest.update(part)
                 copy.write(part)

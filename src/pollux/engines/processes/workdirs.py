@@ -124,7 +124,7 @@ class FileCache:
 
     def copy_to(self, entry: WorkdirEntry, target: Path) -> None:
         if self._folder is None:
-            self._store.copy_to(entry.sha256, target)
+            self._store.copy_to(entry.sha256, target, entry.size_bytes)
             return
         cached = self._folder / entry.sha256[:2] / entry.sha256
         try:
@@ -139,7 +139,7 @@ class FileCache:
         draft = cached.with_name(f"{cached.name}.{os.getpid()}.new")
         draft.unlink(missing_ok=True)
         try:
-            self._store.copy_to(entry.sha256, draft)
+            self._store.copy_to(entry.sha256, draft, entry.size_bytes)
             shutil.copyfile(draft, target)
             os.replace(draft, cached)
         finally:
