@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from itertools import pairwise
-from statistics import median
 
 import pytest
 
@@ -61,8 +60,9 @@ def test_times_of_a_loop_that_sleeps(timer):
         time.sleep(REST_S)
     counted = slice(FIRST_WARM_UP_STEPS, FIRST_WARM_UP_STEPS + FIRST_WINDOW)
     starts, readies = marks[0::2], marks[1::2]
-    grad_s = median([ready - start for start, ready in zip(starts, readies, strict=True)][counted])
-    step_s = median([later - start for start, later in pairwise(starts)][counted])
+    # The first value of a configuration is that of the fastest of its few steps.
+    grad_s = min([ready - start for start, ready in zip(starts, readies, strict=True)][counted])
+    step_s = min([later - start for start, later in pairwise(starts)][counted])
     ((configuration, timing),) = timer.take()
     assert configuration == HERE
     assert GRAD_S <= timing.grad_s == pytest.approx(grad_s, rel=0.2)
