@@ -233,8 +233,8 @@ class ElasticLoader:
         while True:
             try:
                 step = source.begin(self._position, self._seed, self._shape)
-            except BaseException:
-                self._close_after_error()
+            except BaseException:  # the DataLoader may have lost a worker, and a reset would wait for it forever
+                self.close()
                 raise
             if step is None:
                 break
@@ -247,7 +247,7 @@ class ElasticLoader:
                         whole = source.num_examples(range(step.start, step.start + step.count))
                     self._current = Pass(step, index, own, whole)
                 except BaseException:
-                    self._close_after_error()
+                    self.close()
                     raise
                 yield batch
                 if turn != self._turn:
@@ -313,10 +313,6 @@ class ElasticLoader:
                 f"a step of {total} examples never fits into an epoch of {length} with drop_last: "
                 "use a smaller batch or drop_last=False"
             )
-
-    def _close_after_error(self) -> None:
-        """After a failed read the DataLoader may have lost a worker, and a reset would wait for that worker forever."""
-        self.close()
 
 
 # --- checks, and the order of a sampler --------------------------------------------------------------------------

@@ -73,7 +73,7 @@ def test_old_jobs_go_and_a_dry_run_says_which(world: World) -> None:
 
 
 def test_the_name_of_a_removed_job_stays_taken(world: World) -> None:
-    """Its token is made from its name: whoever had the old one could report for a new job of that name."""
+    """Its token is made from its name: the holder of the old one could report for a new job of that name."""
     row = {"day": "2026-01-01", "job": "old-0", "owner": "ada", "team": "vision", "accelerator": "cpu"}
     with world.store.writing() as connection:
         connection.execute(usage.insert().values(**row, slot_s=1.0, useful_s=1.0, cost=0.0))

@@ -220,8 +220,8 @@ def test_mail_reaches_the_operator_and_the_owner() -> None:
             eventually(lambda: len(server.mails) >= 2, "another mail", 10)
     finally:
         server.close()
-    everybody = {address for to, _ in server.mails for address in to}
-    assert everybody == {"ops@lab.example", "ada@lab.example"}
+    addressees = {address for to, _ in server.mails for address in to}
+    assert addressees == {"ops@lab.example", "ada@lab.example"}
     assert "Subject: [pollux] job train failed" in server.mails[0][1]
     assert server.mails[-1][0] == ["ops@lab.example"]
 
