@@ -28,14 +28,16 @@ Line = dict[str, Any]  # one run, as in the file
 PLAIN, ADAPTIVE = "fixed-1-same", "adaptive"
 TARGET_AT = 0.8
 COLUMN = {name: index for index, name in enumerate(
-    ("train_s", "examples", "steps", "quality", "batch", "phi", "phi_error", "lr_factor"))}  # fmt: skip
+    ("train_s", "examples", "steps", "quality", "batch", "phi", "phi_error", "lr_factor", "useful"))}  # fmt: skip
 
 
 # From curves to numbers -----------------------------------------------------------------------
 
 
 def column(line: Line, name: str) -> NDArray[np.float64]:
-    """Missing values become NaN."""
+    """Missing values become NaN. Older files have no useful examples: at M0 all are."""
+    if COLUMN[name] >= len(line["curve"][0]):
+        name = "examples"
     return np.array([row[COLUMN[name]] for row in line["curve"]], np.float64)
 
 
@@ -104,6 +106,18 @@ class Result:
         plain, ours = self.times.get(PLAIN, {}), self.times.get(ADAPTIVE, {})
         return {seed: plain[seed] / ours[seed] for seed in ours if plain.get(seed) and ours[seed]}  # type: ignore[operator]
 
+    def at_equal_progress(self) -> tuple[list[float], list[float]]:
+        """(adaptive, M0): the quality of each seed at the progress that all of them have made, by Pollux' count."""
+        ours, plain = ([seeds[seed] for seed in sorted(seeds)] for seeds in
+                       (self.by_mode.get(ADAPTIVE, {}), self.by_mode.get(PLAIN, {})))  # fmt: skip
+        if not ours or not plain:
+            return [], []
+        common = min(float(column(line, "useful")[-1]) for line in (*ours, *plain))
+        around = [common * share for share in (0.96, 0.98, 1.0)]  # three evaluations, as one of them is noisy
+        found = [[float(np.mean(np.interp(around, column(line, "useful"), column(line, "quality")))) for line in lines]
+                 for lines in (ours, plain)]  # fmt: skip
+        return found[0], found[1]
+
 
 def find_target(task: Task, plain: Iterable[Line]) -> float:
     return statistics.median(quality_at(line, TARGET_AT * line["budget_s"]) for line in plain)
@@ -168,11 +182,12 @@ def summary(found: Sequence[Result]) -> dict[str, Any]:
         lines = [line for seeds in result.by_mode.values() for line in seeds.values() if line["status"] == "done"]
         common_s = min((line["curve"][-1][0] for line in lines), default=0.0)
         over_plain, over_best = result.speedup(PLAIN), result.speedup(result.best)
+        ours, plain = result.at_equal_progress()
         tasks[result.task.name] = {
             "target": result.target, "quality": result.task.quality, "common_time_s": common_s,
             "fixed_1_s": result.time(PLAIN), "best_fixed": result.best, "best_fixed_s": result.time(result.best),
             "adaptive_s": result.time(ADAPTIVE),
-            "speedup_by_seed": result.speedups(),
+            "speedup_by_seed": result.speedups(), "quality_at_equal_progress": {ADAPTIVE: ours, PLAIN: plain},
             "speedup_over_m0": over_plain[0], "speedup_over_m0_is": over_plain[1],
             "speedup_over_best": over_best[0], "speedup_over_best_is": over_best[1],
             "modes": {mode: mode_summary(result, mode, common_s) for mode in sorted(result.by_mode)},
@@ -222,6 +237,9 @@ def print_tables(found: Sequence[Result], numbers: dict[str, Any]) -> None:
         speedups = ", ".join(f"seed {seed}: {value:.2f}" for seed, value in task["speedup_by_seed"].items())
         print(f"adaptive is {ratio(task, 'speedup_over_m0')} times as fast as M0 ({speedups or 'no pair'}), "
               f"{ratio(task, 'speedup_over_best')} times as fast as the best fixed batch")  # fmt: skip
+        equal = {mode: ", ".join(f"{value:.3f}" for value in values)
+                 for mode, values in task["quality_at_equal_progress"].items()}  # fmt: skip
+        print(f"at equal progress: {equal[ADAPTIVE] or 'unknown'}; at M0 {equal[PLAIN] or 'unknown'}")
     for name, mean in numbers["means"].items():
         print(f"\n{name}: geometric mean {number(mean['geometric_mean'], '.3f')} over {mean['tasks']} tasks, of which "
               f"{mean['bounds']} are bounds", end="")  # fmt: skip

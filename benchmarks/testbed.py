@@ -298,7 +298,7 @@ def setting(options: argparse.Namespace) -> dict[str, Any]:
 def accelerator(options: argparse.Namespace) -> str:
     if options.slots:
         return "CPU"
-    from pollux.engines.processes.devices import find_gpus
+    from pollux.engines.processes.gpus import find_gpus
 
     return ", ".join(sorted({gpu.name for gpu in find_gpus()})) or "unknown"
 

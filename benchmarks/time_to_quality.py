@@ -50,7 +50,7 @@ RATES = ("fixed-1-x0.5", "fixed-1-x2", "fixed-1-x5")
 MODES = ("adaptive", *FIXED, "pollux-fixed", "too-large", *RATES)
 FIRST = ("adaptive", "fixed-1-same")  # without these there is nothing to compare
 SMOKE_MODES = ("adaptive", "fixed-1-same", "fixed-4-scaled", "pollux-fixed", "too-large")
-COLUMNS = ("train_s", "examples", "steps", "quality", "batch", "phi", "phi_error", "lr_factor")
+COLUMNS = ("train_s", "examples", "steps", "quality", "batch", "phi", "phi_error", "lr_factor", "useful")
 EVALUATIONS = 60  # per budget
 TOO_LARGE = 8
 START_S = 20.0  # that a run takes beside its training, at most: imports, data, warm-up
@@ -76,6 +76,7 @@ class Now:
     phi: float = math.nan
     phi_error: float = math.nan
     lr_factor: float = 1.0
+    useful: float | None = None  # examples at M0 that would have taught as much, by Pollux' count; None: all of them
 
 
 class Recorder:
@@ -123,7 +124,8 @@ class Recorder:
         with torch.no_grad(), precision(self._task, self._device):
             quality = self._problem.evaluate(self._model)
         self._model.train()
-        row = (train_s, self._examples, now.steps, quality, now.batch, now.phi, now.phi_error, now.lr_factor)
+        useful = self._examples if now.useful is None else now.useful
+        row = (train_s, self._examples, now.steps, quality, now.batch, now.phi, now.phi_error, now.lr_factor, useful)
         self.curve.append([float(f"{value:.6g}") if math.isfinite(value) else None for value in row])
         if self._target is not None:
             is_reached = (quality >= self._target) if self._task.higher_is_better else (quality <= self._target)
@@ -224,7 +226,7 @@ def train_pollux(
     def read() -> Now:
         error = getattr(run, "noise_scale_error", math.nan)
         return Now(run.num_steps, total(), run.noise_scale, math.nan if error is None else error,
-                   run.learning_rate_factor)  # fmt: skip
+                   run.learning_rate_factor, run.progress.num_useful)  # fmt: skip
 
     recorder.start(read())
     is_over = False

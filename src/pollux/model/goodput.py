@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from pollux.errors import InvalidValueError
-from pollux.model.efficiency import efficiency
+from pollux.model.efficiency import earned_efficiency, efficiency
 from pollux.model.profile import Timing
 from pollux.model.throughput import grad_s, iteration_s
 from pollux.types import BatchConfig, BatchLimits, FloatArray, IntArray, JobView, ShapeFactors, ThroughputParams
@@ -172,10 +172,10 @@ class BatchTuner:
         totals = total_of(self._num_replicas, device, accum, self._limits).astype(float)
         return totals, totals / (accum * pass_s + step_s)
 
-    def value(self, config: BatchConfig, phi: float) -> float:
-        """Goodput of one (m, s), within the limits or not."""
+    def value(self, config: BatchConfig, phi: float, earned: float = 1.0) -> float:
+        """Goodput of one (m, s), within the limits or not. ``earned``: see :meth:`best`."""
         total, rate = self._rates(np.array([config.device_batch]), np.array([config.accum_steps]))
-        return float((rate * efficiency(phi, self._limits.initial, total))[0])
+        return float((rate * earned_efficiency(phi, self._limits.initial, total, earned))[0])
 
     def best(
         self,
@@ -184,8 +184,11 @@ class BatchTuner:
         threshold: float = KEEP_THRESHOLD,
         *,
         limit: int | None = None,
+        earned: float = 1.0,
     ) -> tuple[BatchConfig, float]:
         """The (m, s) with the highest goodput, and that goodput.
+
+        ``earned``: the share of a larger batch's gain that counts (:func:`~pollux.model.efficiency.earned_gain`).
 
         ``current`` is kept unless the best beats it by more than ``threshold``. With a ``limit``, larger totals are
         not considered, ``current`` included; the smallest allowed one always is.
@@ -194,11 +197,11 @@ class BatchTuner:
         if limit is not None:
             limit = max(limit, int(self._totals[rates > 0].min()))
             rates = np.where(self._totals <= limit, rates, 0.0)
-        values = rates * efficiency(phi, self._limits.initial, self._totals)
+        values = rates * earned_efficiency(phi, self._limits.initial, self._totals, earned)
         best = int(values.argmax())
         config, value = BatchConfig(int(self._device[best]), int(self._accum[best])), float(values[best])
         if current is not None and current != config and self._may_keep(current, limit):
-            kept = self.value(current, phi)
+            kept = self.value(current, phi, earned)
             if value <= kept * (1.0 + threshold):
                 return current, kept
         return config, value

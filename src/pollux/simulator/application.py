@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+from pollux.model.efficiency import earned_gain
 from pollux.types import BatchLimits, JobSpec
 
 
@@ -35,10 +36,12 @@ class GradientStats:
 
     sqr: float
     var: float
+    earned: float = 1.0  # the share of a larger batch's gain that counts
 
     def gain(self, scale: float) -> float:
         """Progress of one step with a batch ``scale`` times M0."""
-        return (self.var + self.sqr) / (self.var / scale + self.sqr)
+        full = (self.var + self.sqr) / (self.var / scale + self.sqr)
+        return full if self.earned == 1 else earned_gain(full, self.earned)
 
 
 def dense_placement(num_replicas: int, gpus_per_node: int) -> tuple[int, ...]:
@@ -68,6 +71,10 @@ class Habits:
     batch_threshold: float | None = None  # gain below which it does not change its batch
     rounds_epochs: bool = True  # an epoch's last stretch takes whole seconds, as in the artifact
     lone_noise_scales: tuple[float, ...] = ()
+    # By epoch, the largest batch that it had dared by then, and the largest of one replica: batches grow with evidence
+    # and with replicas. Empty: any.
+    largest_batches: tuple[tuple[int, int], ...] = ()
+    earned: float = 1.0  # the share of a larger batch's gain that it counts: its learning rate may not have followed
 
 
 NO_HABITS = Habits()

@@ -116,7 +116,7 @@ class ProfiledApplication:
         self._validate(noise_scales)
         initial = limits.initial
         phis = [min(float(phi), MAX_NOISE_SCALE) for phi in noise_scales]
-        self._gradients = [GradientStats(1.0, phi / initial) for phi in phis]
+        self._gradients = [GradientStats(1.0, phi / initial, habits.earned) for phi in phis]
         # Steps at M over progress d are d/gain = M0/M·(d + (M - M0)·d/(φ + M0)): two running sums give any stretch.
         lengths = [end - start for start, end in pairwise([0.0, *self._ends])]
         self._slowed = list(accumulate(d / (phi + initial) for d, phi in zip(lengths, phis, strict=True)))
@@ -152,7 +152,13 @@ class ProfiledApplication:
             len(alone) in (0, len(ends)),
             f"{name}: {len(alone)} noise scales of one replica for {len(ends)} epochs; one for each or none is needed",
         )
+        dared = len(self.habits.largest_batches)
+        _require(
+            dared in (0, len(ends)), f"{name}: {dared} largest batches for {len(ends)} epochs; one for each or none"
+        )
         _require(all(phi >= 0 for phi in (*noise_scales, *alone)), f"{name}: noise scales must be numbers >= 0")
+        earned = self.habits.earned
+        _require(0 <= earned <= 1, f"{name}: a share of {earned} of a larger batch's gain; 0..1 is needed")
         for what, delay_s in (("start", self.habits.start_s), ("resize", self.habits.resize_s)):
             _require(
                 delay_s is None or (math.isfinite(delay_s) and delay_s >= 0),
@@ -210,12 +216,22 @@ class ProfiledApplication:
 
     def iterations_between(self, epoch: int, last: int, total_batch: int) -> float:
         initial = self.limits.initial
+        if self.habits.earned != 1:
+            parts = range(epoch + 1, last + 1)
+            return math.fsum(
+                (self._ends[part] - self._ends[part - 1]) / self._gradients[part].gain(total_batch / initial)
+                for part in parts
+            )
         progress = self._ends[last] - self._ends[epoch]
         slowed = self._slowed[last] - self._slowed[epoch]
         return initial / total_batch * (progress + (total_batch - initial) * slowed)
 
 
 # Files ----------------------------------------------------------------------------------------
+
+
+def _as_tuples(value: Any) -> Any:
+    return tuple(_as_tuples(item) for item in value) if isinstance(value, list) else value
 
 
 def profiles_json(applications: Mapping[str, ProfiledApplication], source: str) -> dict[str, Any]:
@@ -276,7 +292,7 @@ def _applications(table: Mapping[str, Any]) -> dict[str, ProfiledApplication]:
             epoch_ends=ends,
             noise_scales=row["noise_scales"],
             corrections={kind: _corrections(entry) for kind, entry in accelerators.items()},
-            habits=Habits(**{**habits, "lone_noise_scales": tuple(habits.get("lone_noise_scales", ()))}),
+            habits=Habits(**{name: _as_tuples(value) for name, value in habits.items()}),
         )
     return found
 

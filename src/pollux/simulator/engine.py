@@ -82,7 +82,7 @@ class SimulatedJob:
     params: Mapping[str, ThroughputParams] = field(default_factory=dict)
     tuner: BatchTuner | None = None
     tuner_basis: tuple[object, ...] = ()  # what the tuner was made from
-    tuned_for: float = math.nan  # the noise scale that the batch was chosen for
+    tuned_for: tuple[float, int | None] = (math.nan, None)  # the noise scale and limit that the batch was chosen for
     rate: float = math.nan  # progress per second; nan: to be computed
     new_timings: dict[Configuration, Timing] = field(default_factory=dict)
     measured: dict[Shape, dict[int, Timing]] = field(default_factory=dict)
@@ -145,16 +145,18 @@ class SimulatedJob:
             return
         if is_new_allocation and self.total_batch == 0:
             self.batch = fixed_batch(limits.initial, replicas, limits)
-        phi = self.phi()
+        phi, dared = self.phi(), self.application.habits.largest_batches
+        limit = max(dared[self.epoch][0], dared[self.epoch][1] * replicas) if self.epoch < len(dared) else None
         shape = (len(self.placement), replicas)
         measured = self.measured.get((self.accelerator, *shape), {})
         basis = (params, limits, shape, len(measured))
         if self.tuner is None or basis != self.tuner_basis:
             self.tuner, self.tuner_basis = BatchTuner(params, limits, *shape, measured), basis
-        elif phi == self.tuned_for and not is_new_allocation:
+        elif (phi, limit) == self.tuned_for and not is_new_allocation:
             return
-        self.tuned_for = phi
-        self.batch, _ = self.tuner.best(phi, None if is_new_allocation else self.batch, self.batch_threshold)
+        self.tuned_for = (phi, limit)
+        current, earned = None if is_new_allocation else self.batch, self.application.habits.earned
+        self.batch, _ = self.tuner.best(phi, current, self.batch_threshold, limit=limit, earned=earned)
 
     def current_rate(self) -> float:
         """Progress per second; also notes the step time, as profiling would."""

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 
 from pollux.errors import FitError, InvalidValueError, ProfileError, SimulationError
+from pollux.model.efficiency import SAME_RATE, earned_gain, gain
 from pollux.model.fitting import fit
 from pollux.model.profile import Configuration, Profile, Timing
 from pollux.model.throughput import grad_s, sync_s
@@ -36,6 +37,7 @@ from pollux.types import DEFAULT_ACCELERATOR, BatchLimits, JobSpec, ThroughputPa
 Record = Mapping[str, Any]  # one JSON object
 
 NUM_STAGES = 40  # stretches of equal progress with a constant noise scale each; reports of short jobs are no denser
+_FEW_GAINS = 0.1  # gains that add up to less say nothing: batches hardly grew
 LIVE_BATCH_THRESHOLD = 0.05  # gain for which a live job changes its batch: pollux.model.goodput.KEEP_THRESHOLD
 LIVE_INTERVAL_S, LIVE_CHARGE_S = 10.0, 1.0  # of a server that recorded neither: the defaults of ``pollux up``
 _MAX_PROGRESS = 0.98  # later, the work left is too small to tell the whole from: its rounding error grows 50-fold
@@ -322,6 +324,8 @@ def _elastic(
                 batch_threshold=LIVE_BATCH_THRESHOLD,
                 rounds_epochs=False,
                 lone_noise_scales=tuple(alone),
+                largest_batches=_largest_batches(reports, limits, 1.0 if done is None else done),
+                earned=_earned(reports, limits),
             ),
         )
 
@@ -374,15 +378,17 @@ def _rigid(job: Record, allocations: Sequence[tuple[float, float, int]], num_slo
 
 
 def _standing_s(job: Record, reports: Sequence[Record]) -> float | None:
-    """Its slots' time before its first step (the mean of its starts) and after its last; None: not on record.
+    """Its slots' time before its first step (the mean of its starts) and after its goal; None: not on record.
 
     The first start on a cluster takes longer than others, under any policy.
     """
     known = [entry["took_s"] for entry in job["resizes"] if not entry["before"] and entry["took_s"] is not None]
     if not known:
         return None
-    is_complete = bool(reports) and job["finished_at"] is not None and (reports[-1]["progress"] or 0.0) > 0.999
-    tail_s = max(job["finished_at"] - reports[-1]["at"], 0.0) if is_complete else 0.0
+    # A job may train on beyond its goal: an epoch ends with a whole pass over the data.
+    through = next((report for report in reports if (report["progress"] or 0.0) > 0.999), None)
+    is_complete = through is not None and job["finished_at"] is not None
+    tail_s = max(job["finished_at"] - through["at"], 0.0) if is_complete and through is not None else 0.0
     return float(fmean(known) + tail_s)
 
 
@@ -476,6 +482,40 @@ def _work_of(reports: Sequence[Record], limits: BatchLimits) -> float:
     if work <= 0:
         raise SimulationError("how much it had to do is not on record")
     return work
+
+
+def _largest_batches(reports: Sequence[Record], limits: BatchLimits, done: float) -> tuple[tuple[int, int], ...]:
+    """By stage, the largest batch that the job has had up to its end, in all and of one replica.
+
+    A live job doubles its batch when it has seen enough to be sure, often not before half of its work is done.
+    """
+    known = [report for report in reports if report["progress"] is not None and report["noise_scale"] is not None]
+    total, own, reached, found = limits.initial, limits.initial, 0, []
+    for stage in range(NUM_STAGES):
+        while reached < len(known) and known[reached]["progress"] <= (stage + 1) / NUM_STAGES * done:
+            batch, replicas = known[reached]["total_batch"], known[reached]["num_replicas"]
+            total, own, reached = max(total, batch), max(own, -(-batch // replicas)), reached + 1
+        found.append((total, own))
+    return tuple(found) if known else ()
+
+
+def _earned(reports: Sequence[Record], limits: BatchLimits) -> float:
+    """The share of larger batches' gains that the job counted, over all its reports with such batches.
+
+    A live job counts :data:`~pollux.model.efficiency.SAME_RATE` of them until its learning rate has followed the batch.
+    So does one that never had a larger batch, if it may have one.
+    """
+    counted = possible = 0.0
+    for report in reports:
+        if report["noise_scale"] is None or report["total_batch"] <= limits.initial:
+            continue
+        full = float(gain(report["noise_scale"], limits.initial, report["total_batch"]))
+        if full > 1:
+            least = earned_gain(full, 0.0)
+            counted, possible = counted + report["gain"] - least, possible + full - least
+    if possible < _FEW_GAINS:
+        return SAME_RATE
+    return min(max(counted / possible, 0.0), 1.0)
 
 
 def _noise_scales(reports: Sequence[Record], done: float) -> tuple[list[float], list[float]]:

@@ -11,12 +11,14 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from pollux.model.efficiency import SAME_RATE
 from pollux.train import output_error
-from pollux.train.batching import SAME_RATE, BatchChoice, shape_of
+from pollux.train.batching import BatchChoice, shape_of
 from pollux.train.branch_check import PHASES
 from pollux.train.data import Pass
 from pollux.train.encoding import sendable
 from pollux.train.gradients import WHOLE_STEP, Norms, PassPlan
+from pollux.train.moments import NoiseStats
 from pollux.train.norm_layers import NormLayers, NormSample
 from pollux.train.position import Step
 from pollux.train.report import Advice
@@ -169,9 +171,14 @@ class Adaptation:
             marks = lead.marks + sample.marks
             norms[state.exchange.lead] = replace(lead, host_s=lead.host_s + sample.host_s, marks=marks)
             state.norm_noise.add(sample, weight)
-        state.exchange.add(
-            step, norms, MeasuredStep(num_gradients=len(sizes), count=count, batch_size=mean, scale=weight)
+        measured = MeasuredStep(
+            num_gradients=len(sizes),
+            count=count,
+            batch_size=mean,
+            scale=weight,
+            initial_batch=state.tuner.limits.initial,
         )
+        state.exchange.add(step, norms, measured)
         state.last_measured = step
 
     def _sample_weight(self, step_examples: int, num_steps: int) -> float:
@@ -268,7 +275,7 @@ class Adaptation:
             return BatchChange(choice, "explore")
         if state.branch.must_check(state, choice):
             return BatchChange(state.choice, "stay") if state.branch.propose(state, choice) else None
-        phi = "" if noise is None else f" (noise scale {noise.noise_scale:.4g} ± {noise.error:.2g})"
+        phi = "" if noise is None else f" ({_evidence(noise, choice.total > before)})"
         state.tuner.note(f"step {progress.num_steps}: batch {before} -> {choice.total}{phi}")
         return BatchChange(choice, "better")
 
@@ -346,3 +353,11 @@ def plan_of(current: Pass, is_measured: bool) -> PassPlan:
         measures=is_measured,
         is_split=current.step.is_split,
     )
+
+
+def _evidence(noise: NoiseStats, is_growth: bool) -> str:
+    """The noise scale in words, and the bound that a change rests on: the lower one for a growth."""
+    likely, bound = noise.noise_scale, noise.noise_scale_low if is_growth else noise.noise_scale_high
+    shown = [f"{float(f'{value:.3g}'):.12g}" for value in (likely, bound)]  # no exponents
+    limit = f", at {'least' if is_growth else 'most'} {shown[1]}"
+    return f"noise scale {shown[0]}{limit if bound != likely else ''}"

@@ -172,7 +172,7 @@ def _gather(
             continue
         state, grad = states.get(parameter, {}), parameter.grad
         moment = _moment_of(state)
-        if grad is None or grad.is_sparse or moment is None or moment.shape != grad.shape:
+        if grad is None or grad.is_sparse or grad.is_complex() or moment is None or moment.shape != grad.shape:
             continue
         grads.append(local_part(grad))
         moments.append(local_part(moment))

@@ -24,18 +24,14 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 
 from pollux.errors import InvalidValueError, UnknownNameError
+from pollux.model.efficiency import SAME_RATE, earned_gain
 from pollux.model.goodput import corrected_times, fixed_batch
 from pollux.model.profile import Timing
 from pollux.train.encoding import sendable
 from pollux.train.position import StepShape
-from pollux.train.progress import earned_gain, gain_of
+from pollux.train.progress import gain_of
 from pollux.types import BatchConfig, BatchLimits, ThroughputParams
 
-# The share of its gain that a larger batch has while the rate stays at the user's. On a quadratic the gain is then
-# 2 - 1/gain (share 0) if the rate was the best one for M0, and more than the full gain if the rate was too high for M0.
-# Measured at 4 times the batch and the same rate: ResNet-18 with SGD 2.9 of 3.5, a vision transformer with AdamW 3.3 of
-# 3.0, an LSTM with Adam 1.6 of 2.8. A higher share lets batches grow more, before the rate has followed.
-SAME_RATE = 0.5
 ROUNDING = 1e-6  # of a logarithm: 2.9999999 doublings count as 3
 LEAST_RATE_SHARE = 1e-9  # a schedule that ends at rate 0 must not ask for an infinite batch
 
@@ -103,8 +99,14 @@ class AdaptiveBatch:
             most = min(most, situation.epoch_length)
         larger, smaller = self._next(total, 2.0, situation), self._next(total, 0.5, situation)
         threshold = self.threshold_while_rising if situation.is_rate_rising else self.threshold
-        if situation.may_grow and total < larger <= most and self._gain(larger, total, low, situation) > threshold:
-            return spread(larger, situation)
+        if situation.may_grow and total < larger <= most:
+            # Goodput has one maximum. One step time that was measured too long must not hide it: look further too.
+            further = self._next(larger, 2.0, situation)
+            is_worth_it = self._gain(larger, total, low, situation) > threshold
+            if not is_worth_it and larger < further <= most:
+                is_worth_it = self._gain(further, total, low, situation) > (1 + threshold) ** 2 - 1
+            if is_worth_it:
+                return spread(larger, situation)
         # A rate that is still on its way up is no reason to shrink: at least SAME_RATE counts as earned.
         hopeful = replace(situation, earned=max(situation.earned, SAME_RATE))
         if situation.may_shrink and smaller < total and self._gain(smaller, total, high, hopeful) > self.threshold:

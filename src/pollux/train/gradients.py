@@ -36,7 +36,8 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from pollux.train.device_sums import DeviceSums
-from pollux.train.noise import WARM_UP_STEPS, GroupOptions, Preconditioner, squared_norm, weighed
+from pollux.train.noise import WARM_UP_STEPS, GroupOptions, Preconditioner, weighed
+from pollux.train.parameter_parts import NUM_PARTS, ParameterParts
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import GradBucket
@@ -69,7 +70,7 @@ WHOLE_STEP = PassPlan(weight=1.0)  # one replica, one pass
 
 @dataclass(frozen=True, slots=True)
 class Norms:
-    """The result of a measured step, as 0-d tensors on the device."""
+    """The result of a measured step, as (NUM_PARTS,) tensors on the device: by part of the model."""
 
     sum_sqr: Tensor  # Σ|g_i|² over this replica's passes
     sqr_mean: Tensor  # |ḡ|² of the mean over everything
@@ -83,15 +84,16 @@ class _Measurement:
     mean: list[Tensor] = field(default_factory=list)  # by bucket
     is_void: bool = False  # no valid sample, for example because the optimizer has no state to divide by yet
     inverse: list[Tensor] | None = None  # one replica only: the same for all passes of the step
-    inverse_of: list[int] = field(default_factory=list)  # identities of the parameters
+    inverse_of: tuple[int, ...] = ()  # identities of the parameters
 
 
 @dataclass(frozen=True, slots=True)
 class _Views:
-    """A bucket's gradients one by one, ordered by the optimizer's parameter groups."""
+    """A bucket's gradients one by one; with a metric, ordered by the optimizer's parameter groups."""
 
     groups: Groups
     gradients: list[Tensor]
+    identities: tuple[int, ...]  # of their parameters
 
 
 class GradientHook:
@@ -116,6 +118,7 @@ class GradientHook:
         self._optimizer = optimizer
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._preconditioner = Preconditioner.for_optimizer(optimizer)
+        self._parts = ParameterParts(optimizer)
         self.warm_up_steps = 0 if self._preconditioner is None else WARM_UP_STEPS
         self._loss_scale, self._on_ready, self._on_last = loss_scale, on_ready, on_last
         self._beta_exponent = beta_exponent
@@ -167,8 +170,8 @@ class GradientHook:
         if measurement is None or measurement.is_void or not measurement.mean:
             return None
         return Norms(
-            torch.stack(measurement.own or [torch.zeros_like(measurement.mean[0])]).sum(),
-            torch.stack(measurement.mean).sum(),
+            torch.stack(measurement.own or [torch.zeros_like(measurement.mean[0])]).sum(0),
+            torch.stack(measurement.mean).sum(0),
             self._host_s,
             tuple(self._marks),
         )
@@ -191,6 +194,7 @@ class GradientHook:
         self._pieces.clear()
         self._lone_accumulated.clear()
         self._groups.clear()
+        self._parts.clear()
         self._layouts.clear()
         self.sums.reset()
         with self._lock:
@@ -313,15 +317,17 @@ class GradientHook:
             return
         with self._costs(held[0][1]):
             tensors = [grad for _, grad in held]
+            identities = tuple(id(one) for one, _ in held)
             if self._preconditioner is not None:
                 self._prepare_inverse(measurement, held)
                 by_parameter = {id(one): grad for one, grad in held}
                 if not measurement.inverse or any(key not in by_parameter for key in measurement.inverse_of):
                     measurement.is_void = True  # no state yet, or the passes used different parameters
                     return
-                chosen = [by_parameter[key] for key in measurement.inverse_of]
+                identities = measurement.inverse_of
+                chosen = _as_real([by_parameter[key] for key in identities])
                 tensors = list(torch._foreach_mul(measurement.inverse, chosen))
-            norms.append(squared_norm(tensors, self._loss_scale()))
+            norms.append(self._parts.squared_norms(_as_real(tensors), identities, self._loss_scale()))
 
     def _prepare_inverse(self, measurement: _Measurement, held: list[tuple[nn.Parameter, Tensor]]) -> None:
         """The inverse metric of the parameters with a gradient in the first pass that have been stepped before."""
@@ -336,7 +342,7 @@ class GradientHook:
             groups.append((options, stepped))
         self._preconditioner.beta_exponent = self._beta_exponent()
         measurement.inverse = self._preconditioner.inverse(groups, is_known_ready=True) or []
-        measurement.inverse_of = [id(one) for _, stepped in groups for one in stepped]
+        measurement.inverse_of = tuple(id(one) for _, stepped in groups for one in stepped)
 
     # --- what DDP calls ----------------------------------------------------------------------------------------
 
@@ -431,14 +437,12 @@ class GradientHook:
         self, group: dist.ProcessGroup, bucket: GradBucket, buffer: Tensor, is_last_bucket: bool
     ) -> torch.futures.Future[Tensor]:
         measurement = self._measurement
-        if measurement is not None and measurement.is_void:
-            measurement = None  # no sample to complete
         # DDP frees the bucket when this returns, but its parameters and views are needed after the sum.
-        views = self._views(bucket) if measurement is not None else None
+        views = self._views(bucket) if measurement is not None and not measurement.is_void else None
         if group.size() == 1 or self.failure is not None:
-            if measurement is not None:
+            if measurement is not None and views is not None:
                 with self._costs(buffer):
-                    measurement.mean.append(self._squared_norm(buffer, views))
+                    measurement.mean.append(self._squared_norms(buffer, views))
             # Send nothing more to a group that failed: a late peer would take it for another message.
             if is_last_bucket and self.failure is None:
                 self._on_last()
@@ -458,8 +462,8 @@ class GradientHook:
                 reduced.value()
                 if key is not None:
                     self._kept[key] = buffer.clone()
-                if measurement is not None:
-                    measurement.mean.append(self._squared_norm(buffer, views))
+                if measurement is not None and views is not None:
+                    measurement.mean.append(self._squared_norms(buffer, views))
                 if buffer.is_cuda and is_last_bucket:
                     self.sums.note()  # when its future ends, the device has only queued it
                 self._end(outcome, buffer)
@@ -504,29 +508,31 @@ class GradientHook:
 
     def _measure_pass(self, measurement: _Measurement, bucket: GradBucket, buffer: Tensor, plan: PassPlan) -> None:
         views = self._views(bucket)
-        if self._preconditioner is not None and views is None:
+        if views is None:
             measurement.is_void = True
         elif plan.weight > 0:  # a filler gives no sample
-            measurement.own.append(self._squared_norm(buffer, views))
+            measurement.own.append(self._squared_norms(buffer, views))
 
-    def _squared_norm(self, buffer: Tensor, views: _Views | None) -> Tensor:
-        tensors = [buffer] if views is None else weighed(self._inverse(views), views.gradients)
-        if not tensors:
-            return torch.zeros((), device=buffer.device)
-        return squared_norm(tensors, self._loss_scale())
+    def _squared_norms(self, buffer: Tensor, views: _Views) -> Tensor:
+        """(NUM_PARTS,) of a bucket's gradients."""
+        if not views.gradients:
+            return torch.zeros(NUM_PARTS, dtype=torch.float32, device=buffer.device)
+        tensors = weighed(self._inverse(views), _as_real(views.gradients))
+        return self._parts.squared_norms(tensors, views.identities, self._loss_scale())
 
-    def _inverse(self, views: _Views) -> list[Tensor]:
-        assert self._preconditioner is not None
+    def _inverse(self, views: _Views) -> list[Tensor] | None:
+        if self._preconditioner is None:
+            return None
         self._preconditioner.beta_exponent = self._beta_exponent()
         inverse = self._preconditioner.inverse(views.groups)
         assert inverse is not None  # views exist only if the parameters were stepped
         return inverse
 
     def _views(self, bucket: GradBucket) -> _Views | None:
-        """The bucket's gradients by parameter group; None without a metric, or before the first step."""
-        if self._preconditioner is None:
-            return None
+        """The bucket's gradients; in a metric, by parameter group, and None before the first step."""
         key = _key(bucket)
+        if self._preconditioner is None:
+            return _Views([], bucket.gradients(), key)
         if key not in self._groups:
             self._groups[key] = _by_group(self._optimizer, bucket.parameters())
         if not self._optimizer.state:
@@ -534,12 +540,14 @@ class GradientHook:
         gradients = bucket.gradients()
         groups: Groups = []
         chosen: list[Tensor] = []
+        identities: list[int] = []
         for options, members in self._groups[key]:
             # A parameter that was never stepped has no v̂ yet, and is left out of the norm.
             stepped = [(one, place) for one, place in members if self._preconditioner.is_ready([(options, [one])])]
             groups.append((options, [one for one, _ in stepped]))
             chosen += [gradients[place] for _, place in stepped]
-        return _Views(groups, chosen)
+            identities += [id(one) for one, _ in stepped]
+        return _Views(groups, chosen, tuple(identities))
 
 
 def _key(bucket: GradBucket) -> BucketKey:
@@ -555,6 +563,10 @@ def _by_group(
         (options, [(one, places[id(one)]) for one in options["params"] if id(one) in places])
         for options in optimizer.param_groups
     ]
+
+
+def _as_real(tensors: list[Tensor]) -> list[Tensor]:
+    return [torch.view_as_real(one) if one.is_complex() else one for one in tensors]
 
 
 def _completed(buffer: Tensor) -> torch.futures.Future[Tensor]:

@@ -33,6 +33,8 @@ COMPARED = {
     "tracked": "tracked state",
 }
 
+STEPS_OF_COPY = 1e10  # more than a run has; a part of a step is still seen beside it
+
 logger = logging.getLogger(__name__)
 
 
@@ -41,6 +43,7 @@ class _Note(TypedDict):
 
     steps: float  # -1 without a state; a part of a step counts less than the whole
     device_max: int
+    accelerator: str
     model: str
     data: tuple[str | int | None, ...]
     batch: tuple[int, int, int]
@@ -63,12 +66,16 @@ class Handover:
     def mark_damaged(self) -> None:
         self.has_state, self.is_damaged = False, True
 
+    def mark_whole(self) -> None:
+        """Another trial's state was loaded, all of it."""
+        self.has_state, self.is_damaged, self.missing_part = True, False, 0.0
+
     def agree(self, state: RunState) -> None:
         """Raises BrokenGroup when a peer is lost, InvalidValueError on all ranks if scripts differ."""
         team = self._team
         notes = team.gather(self._note(state))
         _compare(notes)
-        state.tuner.bound(min(note["device_max"] for note in notes))
+        state.tuner.share_limits([(note["accelerator"], note["device_max"]) for note in notes])
         steps = [note["steps"] for note in notes]
         is_sharded = state.trainees.shards is not None
         had_state = self.has_state
@@ -125,8 +132,9 @@ class Handover:
     def _note(self, state: RunState) -> _Note:
         limits = state.tuner.limits
         return {
-            "steps": state.progress.num_steps - self.missing_part if self.has_state else -1.0,
-            "device_max": limits.device_max,
+            "steps": self._place(state) if self.has_state else -1.0,
+            "device_max": state.tuner.own_device_max,
+            "accelerator": state.tuner.accelerator,
             "model": state.trainees.signature,
             "data": state.loader.identity,
             "batch": (limits.initial, limits.maximum, limits.device_min),
@@ -136,6 +144,10 @@ class Handover:
             "sums": self._sums.results,
             "cut": None if state.trainees.shards is None else state.trainees.shards.cut,
         }
+
+    def _place(self, state: RunState) -> float:
+        """How far this replica has come: by copies of other trials first, as a copied state may have fewer steps."""
+        return STEPS_OF_COPY * state.trial.num_copies + state.progress.num_steps - self.missing_part
 
     def _move_shards(self, shards: ModelShards, checkpoint: ShardFiles | None, cuts: list[Cut | None]) -> None:
         """Give each replica its rows: from the checkpoint, or from the replicas with the state to go on from."""

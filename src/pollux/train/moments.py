@@ -7,7 +7,7 @@ a communication hook can compute it from flat buffers. Letters as in :mod:`pollu
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
@@ -91,9 +91,51 @@ class _Ratio:
         return (max(c / (b + root), 0.0) if c > 0 and b + root > 0 else 0.0), MAX_NOISE_SCALE
 
 
+def share_of_mean_scale(parts: Sequence[PartStats], batch: float) -> float:
+    """The noise scale by which a model learns at ``batch``, as a share (0..1) of the mean over its parts.
+
+    tr(Σ)/|G|² of a whole model is the mean of its parts' noise scales φ_g, weighted by w_g = |G_g|²/|G|², the share of
+    the progress that a part makes. But a step of M examples makes Σ w_g·M/(φ_g + M) of the progress of a step without
+    noise. That is concave in φ_g, so a part with a very high φ_g (an embedding, where each example uses a few rows) may
+    lift the mean, and the other parts gain nothing from a batch as large as that. The noise scale φ that describes such
+    a model satisfies 1/(φ + M) = Σ w_g/(φ_g + M). It is lowest for small M and becomes the mean for large ones.
+
+    Of few samples, parts differ by chance. So a part counts as different from the mean only as far as it is beyond its
+    error: the surplus x becomes x·max(1 - λ/x², 0) (the garrote of Breiman, 1995), with λ = 2·ln(parts)·error², which
+    the largest of so many chance values hardly exceeds (Donoho and Johnstone, 1994).
+    """
+    total_sqr, total_var = sum(part.sqr for part in parts), sum(part.var for part in parts)
+    if total_sqr <= 0 or total_var <= 0:
+        return 1.0
+    weight = denominator = 0.0
+    threshold = 2 * math.log(max(len(parts), 2))
+    for part in parts:
+        expected = part.var * total_sqr / total_var
+        surplus = part.sqr - expected
+        kept = max(1 - threshold * part.error_2 / surplus**2, 0.0) if surplus else 0.0
+        sqr = max(expected + surplus * kept, 0.0)
+        weight += sqr
+        denominator += sqr**2 / (part.var + sqr * batch) if sqr > 0 else 0.0
+    if weight <= 0 or denominator <= 0:
+        return 1.0
+    scale, mean = weight / denominator - batch, total_var / weight
+    return min(max(scale / mean, 0.0), 1.0)
+
+
+@dataclass(frozen=True, slots=True)
+class PartStats:
+    """|G|² and tr(Σ) of some of a model's parameters."""
+
+    sqr: float
+    var: float
+    error_2: float  # squared standard error of ``sqr``
+
+
 class AverageState(TypedDict):
     sums: Tensor | None
+    parts: Tensor | None
     num_samples: int
+    batch: float
 
 
 class MomentsState(TypedDict):
@@ -110,15 +152,29 @@ class _Average:
     """
 
     NUM_SUMS = 7  # |G|², tr(Σ), weight, |G|⁴, tr(Σ)², |G|²·tr(Σ), and the sum of squared weights
+    NUM_PART_SUMS = 3  # of a part of the model: |G|², tr(Σ), |G|⁴
 
     def __init__(self) -> None:
-        self.sums: Tensor | None = None  # (NUM_SUMS,) float32
+        self.sums: Tensor | None = None  # (NUM_SUMS,) float32, of the whole model
+        self.parts: Tensor | None = None  # (NUM_PART_SUMS, parts) float32; None if it is one part
         self.num_samples = 0
+        self.batch = 1.0  # M0, at which the parts are compared
 
     def clear(self) -> None:
-        self.sums, self.num_samples = None, 0
+        self.sums, self.parts, self.num_samples = None, None, 0
 
-    def add(self, sqr: Tensor, var: Tensor, decay: float) -> None:
+    def add(self, sqrs: Tensor, variances: Tensor, decay: float, batch: float) -> None:
+        """Add a sample, by part of the model."""
+        self.batch = batch
+        sqr, var = sqrs.sum(), variances.sum()
+        if len(sqrs) > 1:
+            by_part = torch.stack((sqrs, variances, sqrs.square()))
+            parts = self.parts
+            if parts is None or parts.shape != by_part.shape:
+                parts = torch.zeros_like(by_part)
+            parts = parts.to(sqr.device)
+            is_good = torch.isfinite(sqr.square() + var.square())
+            self.parts = torch.where(is_good, parts * decay + by_part * (1.0 - decay), parts)
         sums = torch.zeros(self.NUM_SUMS, device=sqr.device) if self.sums is None else self.sums.to(sqr.device)
         one = torch.ones_like(sqr)
         sample = torch.stack((sqr, var, one, sqr.square(), var.square(), sqr * var, one * (1.0 - decay)))
@@ -151,19 +207,46 @@ class _Average:
         least = max(sqr, math.sqrt(ratio.var_q))
         low, high = ratio.bounds()
         error = min(ratio.error(least), MAX_NOISE_SCALE) if least > 0 else 0.0
-        return NoiseStats(sqr=least, var=max(var, 0.0), is_biased=is_biased, error=error, low=low, high=high)
+        effective = self._share_of_mean_scale(weight, share)
+        return NoiseStats(
+            sqr=least,
+            var=max(var, 0.0) * effective,
+            is_biased=is_biased,
+            error=error * effective,
+            low=low * effective,
+            high=high if high >= MAX_NOISE_SCALE else high * effective,
+        )
+
+    def _share_of_mean_scale(self, weight: float, share: float) -> float:
+        if self.parts is None:
+            return 1.0
+        rows = ((value / weight for value in part) for part in self.parts.T.tolist())
+        parts = [PartStats(sqr, max(var, 0.0), max(sqr_2 - sqr**2, 0.0) * share) for sqr, var, sqr_2 in rows]
+        return share_of_mean_scale(parts, self.batch)
 
     def state_dict(self) -> AverageState:
-        return {"sums": None if self.sums is None else self.sums.clone(), "num_samples": self.num_samples}
+        return {
+            "sums": None if self.sums is None else self.sums.clone(),
+            "parts": None if self.parts is None else self.parts.clone(),
+            "num_samples": self.num_samples,
+            "batch": self.batch,
+        }
 
     def load_state_dict(self, state: Mapping[str, object]) -> None:
-        sums, num_samples = (entry(state, name) for name in ("sums", "num_samples"))
+        sums, parts, num_samples, batch = (entry(state, name) for name in ("sums", "parts", "num_samples", "batch"))
         if sums is not None and not (isinstance(sums, Tensor) and sums.shape == (self.NUM_SUMS,)):
             raise InvalidValueError(
                 f"this is not a state of the noise scale: 'sums' must be a tensor of {self.NUM_SUMS} numbers"
             )
+        if parts is not None and not (
+            isinstance(parts, Tensor) and parts.ndim == 2 and len(parts) == self.NUM_PART_SUMS
+        ):
+            raise InvalidValueError(
+                f"this is not a state of the noise scale: 'parts' must be a tensor of {self.NUM_PART_SUMS} rows"
+            )
         self.sums = None if sums is None else sums.detach().float().clone()
-        self.num_samples = int(num_samples)
+        self.parts = None if parts is None else parts.detach().float().clone()
+        self.num_samples, self.batch = int(num_samples), float(batch)
 
 
 class GradientMoments:
@@ -173,7 +256,8 @@ class GradientMoments:
     They are averaged separately and clipped only when read: clipping each sample would add a bias that stays.
     The average is exponential and debiased; a step at batch scale S counts as S steps (factor smoothing^S).
 
-    |G|² is at least the standard error of its average, so that φ is not overestimated from few samples.
+    |G|² is at least the standard error of its average, so that φ is not overestimated from few samples. Where samples
+    tell the parts of a model apart, tr(Σ) is the one of :func:`share_of_mean_scale`.
 
     With ``is_relative`` every sample is divided by √mean|g_i|². Otherwise the few steps with gradients ten times as
     long as the others' would dominate the average. φ is the ratio of the two averages in both cases; |G|² and tr(Σ)
@@ -212,9 +296,12 @@ class GradientMoments:
         count: float,
         scale: float = 1.0,
         is_biased: bool = False,
+        initial_batch: float | None = None,
     ) -> None:
-        """Add one sample: mean_i |g_i|² and |ḡ|² of ``count`` micro-gradients, as 0-d tensors.
+        """Add one sample: mean_i |g_i|² and |ḡ|² of ``count`` micro-gradients.
 
+        0-d tensors, or 1-d ones with the squared norms of each part of the model; these are compared at
+        ``initial_batch``, M0, as gains count from there (by default at this batch).
         ``batch_size`` is m. If the micro-batches differ in size and ḡ weighs each by its size, pass their harmonic mean
         h, and M/h as ``count``: both estimates stay unbiased. ``scale`` is S = M/M0. A sample that is not finite (the
         loss scale overflowed) is ignored, on the device.
@@ -229,14 +316,14 @@ class GradientMoments:
             if self._in_a_row == 0:
                 self._averages[is_biased].clear()
             self._in_a_row += 1
-        mean_sqr, sqr_mean = mean_sqr.detach().float(), sqr_mean.detach().float()
+        mean_sqr, sqr_mean = mean_sqr.detach().float().reshape(-1), sqr_mean.detach().float().reshape(-1)
         if self._is_relative:
-            root = mean_sqr.sqrt()
-            mean_sqr, sqr_mean = root, sqr_mean / root  # 0/0 is not finite, so that sample is ignored
+            root = mean_sqr.sum().sqrt()
+            mean_sqr, sqr_mean = mean_sqr / root, sqr_mean / root  # 0/0 is not finite, so that sample is ignored
         spread = mean_sqr - sqr_mean
         sqr = torch.add(sqr_mean, spread, alpha=-1.0 / (count - 1))  # = (c·|ḡ|² − mean|g_i|²)/(c − 1)
         var = spread * (batch_size * count / (count - 1))
-        self._averages[is_biased].add(sqr, var, self.smoothing**scale)
+        self._averages[is_biased].add(sqr, var, self.smoothing**scale, initial_batch or batch_size * count)
         if self._in_a_row >= self.SWITCH_SAMPLES or self.num_samples == 0:
             self._is_biased, self._in_a_row = is_biased, 0
 

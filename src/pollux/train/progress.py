@@ -1,9 +1,10 @@
 """Counts a run's progress in steps, examples and useful examples, at any batch sizes. The session calls it.
 
 No I/O, no torch. A step of M examples teaches as much as min(M, r·M0) examples at the tuned batch M0, where r is
-AdaScale's gain; less if the learning rate was not raised with the batch (:func:`earned_gain`). These are its useful
-examples. A pass over the data with large batches has fewer useful examples than examples. An *epoch* of ``run.epochs``
-is as much progress as one pass at M0: one pass, or several, rounded to whole ones.
+AdaScale's gain; less if the learning rate was not raised with the batch (``earned_gain`` of
+:mod:`pollux.model.efficiency`). These are its useful examples. A pass over the data with large batches has fewer useful
+examples than examples. An *epoch* of ``run.epochs`` is as much progress as one pass at M0: one pass, or several,
+rounded to whole ones.
 """
 
 from __future__ import annotations
@@ -23,17 +24,6 @@ def gain_of(noise_scale: float | None, initial_batch: float, total_batch: float)
         return 1.0
     phi = min(noise_scale, MAX_NOISE_SCALE)
     return total_batch / initial_batch * (phi + initial_batch) / (phi + total_batch)
-
-
-def earned_gain(gain: float, earned: float) -> float:
-    """The gain of a step at a learning rate that gives only the share ``earned`` of it.
-
-    On a quadratic, a step with f times the best rate of M0 teaches f·(2 - f/r) as much as one at M0, where r is
-    AdaScale's gain: r at f = r, but only 2 - 1/r, less than two, at the unchanged rate f = 1.
-    """
-    if gain <= 1:
-        return gain
-    return earned * gain + (1 - earned) * (2 - 1 / gain)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -46,7 +46,7 @@ from pollux.train.step_exchange import StepExchange
 from pollux.train.team import Team, lone_group
 from pollux.train.trainees import Trainees, index_of, parts_of
 from pollux.train.trial import Trial
-from pollux.train.tuner import Tuner, device_shares
+from pollux.train.tuner import Tuner, pick_device, use_device
 
 logger = logging.getLogger(__name__)
 _V = TypeVar("_V", bool, int, float, str)
@@ -86,9 +86,7 @@ def init(
             environment["POLLUX_JOB_ID"],
             membership.world_size,
         )
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", membership.local_rank % torch.cuda.device_count())
+    device = pick_device(device, membership.local_rank)
     if checkpoint_every_s is not None and not checkpoint_every_s > 0:
         raise InvalidValueError(f"checkpoint_every_s is {checkpoint_every_s}; it must be a positive number of seconds")
     checkpointer = None
@@ -113,10 +111,7 @@ class Run:
         timeout_s: float,
         trial: Trial | None = None,
     ) -> None:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-            if device_shares() > 1:
-                torch.cuda.set_per_process_memory_fraction(1 / device_shares(), device)
+        use_device(device)
         self.device, self._trial = device, trial or Trial()
         self._team = Team(device, timeout_s)
         if dist.is_initialized():
@@ -257,8 +252,12 @@ class Run:
         return 1.0 if self._trainees is None else self._trainees.members[self._exchange.lead].rate.factor
 
     def param(self, name: str, default: _V) -> _V:
-        """A parameter of the study that this run is a trial of; ``default`` elsewhere. See docs/tune.md."""
+        """The present value of a parameter of the study that this run is a trial of; ``default`` elsewhere."""
         return self._trial.param(name, default)
+
+    def on_new_params(self, function: Callable[[], object]) -> None:
+        """Call ``function`` on every replica when the study has given this run other parameters. See docs/tune.md."""
+        self._trial.on_params.append(function)
 
     # --- setting up ---------------------------------------------------------------------------------------------
 
@@ -558,6 +557,7 @@ class Run:
             if self._trainees is not None:
                 self._trainees.detach()
             self._session.reporter.close()
+            self._trial.close()
             self._session.membership.close()
             self._team.close()
             self._session.fence.end()

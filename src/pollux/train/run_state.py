@@ -5,22 +5,26 @@ The session changes this state from step to step; the checkpointer and resizes c
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, replace
 from typing import Any, TypedDict
 
 import torch
 
+from pollux.api.copy import CopyNote
 from pollux.api.report import Report
 from pollux.errors import InvalidValueError
+from pollux.model.efficiency import earned_gain
 from pollux.train.batch_changes import GrowthGuard
 from pollux.train.batching import BatchChoice
 from pollux.train.branch_check import BranchCheck
-from pollux.train.data import ElasticLoader
+from pollux.train.data import ElasticLoader, Pass
 from pollux.train.norm_layers import NormNoise
 from pollux.train.output_error import OutputError
-from pollux.train.progress import Goal, Progress, earned_gain, gain_of
-from pollux.train.scaling import RateState
+from pollux.train.progress import Goal, Progress, gain_of
+from pollux.train.scaling import RateState, StepContext
 from pollux.train.state import FlatState, Stateful, flatten, random_state, set_random_state, unflatten
+from pollux.train.state_transfer import Snapshot
 from pollux.train.step_exchange import ExchangeState, StepExchange
 from pollux.train.trainee import Trainee
 from pollux.train.trainees import Trainees
@@ -84,6 +88,18 @@ class RunState:
             return num_examples / self.tuner.limits.initial
         return earned_gain(gain_of(self.noise_scale, self.tuner.limits.initial, num_examples), self.earned)
 
+    def context(self, index: int, current: Pass | None) -> StepContext:
+        """For the learning rate of the model at ``index`` in the pass under way."""
+        initial = self.tuner.limits.initial
+        return StepContext(
+            total_batch=initial if current is None else current.step_examples,
+            initial_batch=initial,
+            noise=self.exchange.channels[index].noise,
+            num_examples=self.progress.num_examples,
+            progress=self.progress.iterations,
+            is_short=current is not None and current.step.is_short,
+        )
+
     def capture(self) -> FlatState:
         """Everything that another process needs to continue. Tensors are not copied."""
         return flatten(
@@ -115,6 +131,26 @@ class RunState:
         self.metrics.update(self.trial.load_state_dict(state["trial"]))
         if with_random:
             set_random_state(state["random"], self.device)
+
+    def refusal_of(self, snapshot: Snapshot) -> str:
+        """Why this run cannot go on from another trial's state; empty if it can."""
+        if snapshot.signature != self.trainees.signature:
+            return "the other trial has another model or optimizer"
+        if snapshot.identity != self.loader.identity:
+            return f"the other trial reads other data: {snapshot.identity} instead of {self.loader.identity}"
+        if set(unflatten(snapshot.flat)["tracked"]) != set(self.tracked):
+            return "the other trial tracks other state by run.track"
+        return ""
+
+    def adopt(self, flat: FlatState, note: CopyNote) -> None:
+        """Go on from another trial's state with other parameters. Step times, values and checkpoints stay its own."""
+        state = unflatten(flat)
+        self._load_trained(state)
+        self.choice = replace(self.choice, total=state["total_batch"])
+        self.trainees.apply_params(json.loads(state["trial"])["params"], note.params)
+        self.trial.num_copies += 1
+        self.trial.copied = note
+        self.trial.set_params(note.params)
 
     def copied(self) -> FlatState:
         """A copy in memory of what training changes, to go back to. Step times and learnt limits stay as they are."""
@@ -200,7 +236,7 @@ class RunState:
             progress=progress,
             remaining_examples=remaining,
             stalled_s=self.stalled_s,
-            batch=tuner.limits,
+            batch=tuner.told_limits,
             device_batch=choice.config.device_batch,
             accum_steps=choice.config.accum_steps,
             total_batch=choice.total,

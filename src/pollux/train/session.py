@@ -29,6 +29,7 @@ from pollux.membership.store import Group
 from pollux.train.adaptation import Adaptation, BatchChange, plan_of
 from pollux.train.batching import BatchChoice
 from pollux.train.checkpointer import Checkpointer
+from pollux.train.copy_boundary import CopyBoundary
 from pollux.train.data import Pass
 from pollux.train.elastic_model import broadcast_buffers
 from pollux.train.fence import Fence
@@ -75,6 +76,7 @@ class Session:
         self._has_left = False  # ``break`` left the loop during this pass
         self.sums = ReplicaSums(team)
         self._handover = Handover(team, self.sums, checkpointer)
+        self._copying = CopyBoundary(team, self._handover, checkpointer)
         self._wanted_change: BatchChange | None = None  # on rank 0
         self._wants_save = False  # a checkpoint of a sharded model is due
         self._reported_s = time.monotonic()
@@ -275,6 +277,7 @@ class Session:
         if now - self._reported_s >= REPORT_INTERVAL_S:
             self._reported_s = now
             self.report()
+        self._copying.attend(state)
         # A branch that may be given up is not saved: its step count may be higher than that of the one to keep.
         if self.checkpointer is not None and not state.branch.is_under_way and self.checkpointer.is_due():
             self._wants_save = state.trainees.shards is not None  # all ranks save their shards together
@@ -287,12 +290,16 @@ class Session:
     def _attend(self) -> None:
         """A replica asked for a decision: all learn why, and act together."""
         change = self._wanted_change if self.team.rank == 0 else None
-        wants = self.team.gather((self.signals.received, self.membership.has_newer(), change, self._wants_save))
+        has_copy = self._copying.is_due(self._state)
+        asked = self.signals.received, self.membership.has_newer(), change, self._wants_save, has_copy
+        wants = self.team.gather(asked)
         signals = [received for received, *_ in wants if received is not None]
         if signals:
             self._leave(signals[0])
         if any(newer for _, newer, *_ in wants):
             self._resize()
+        elif wants[0][4]:
+            self._copying.take(self._state, self._settle_batch)
         elif wants[0][3]:
             self.team.settle()
             try:
@@ -545,16 +552,7 @@ class Session:
 
     def context(self, index: int) -> StepContext:
         """For the learning rate of the model at ``index``."""
-        state, current = self._state, self.current
-        initial = state.tuner.limits.initial
-        return StepContext(
-            total_batch=initial if current is None else current.step_examples,
-            initial_batch=initial,
-            noise=state.exchange.channels[index].noise,
-            num_examples=state.progress.num_examples,
-            progress=state.progress.iterations,
-            is_short=current is not None and current.step.is_short,
-        )
+        return self._state.context(index, self.current)
 
     def num_scheduler_steps(self, trainee: Trainee) -> int:
         """How many steps an LR scheduler makes when the user calls its ``step`` now."""
@@ -581,7 +579,8 @@ class Session:
     def _start_exchange(self) -> None:
         state = self._state
         has_news = self.signals.received is not None or self.membership.has_newer()
-        wants, adaptation = has_news or self._wants_save or self._wanted_change is not None, self._adaptation
+        wants = has_news or self._wants_save or self._wanted_change is not None or self._copying.is_due(state)
+        adaptation = self._adaptation
         state.exchange.start(
             state.progress.num_steps,
             wants_attention=wants,

@@ -34,6 +34,7 @@ from torch.distributed.tensor import DTensor
 from pollux.train.device_sums import DeviceSums
 from pollux.train.gradients import Norms, PassPlan
 from pollux.train.noise import WARM_UP_STEPS, GroupOptions, Preconditioner, squared_norm, weighed
+from pollux.train.parameter_parts import as_one_part
 from pollux.train.sharded_module import ShardGroup
 from pollux.train.team import Team
 
@@ -133,8 +134,8 @@ class ShardedGradients:
         if measurement is None or measurement.is_void or not measurement.mean:
             return None
         return Norms(
-            torch.stack(measurement.own).sum() if measurement.own else torch.zeros_like(measurement.mean[0]),
-            torch.stack(measurement.mean).sum(),
+            as_one_part(torch.stack(measurement.own or [torch.zeros_like(measurement.mean[0])]).sum()),
+            as_one_part(torch.stack(measurement.mean).sum()),
             measurement.host_s,
             tuple(measurement.marks),
         )

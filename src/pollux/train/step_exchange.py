@@ -18,10 +18,12 @@ from torch import Tensor
 
 from pollux.train.gradients import Norms
 from pollux.train.moments import GradientMoments, MomentsState, NoiseStats
+from pollux.train.parameter_parts import NUM_PARTS
 from pollux.train.team import Sum, Team
 
 MIN_SAMPLES = 5  # before a noise scale is used: the error of fewer is mostly unknown
 LAG_STEPS = {"cpu": 1, "cuda": 2}  # steps; a GPU runs about one step behind the host, so two are always there
+_NOTHING = [0.0] * NUM_PARTS
 LEAD_MARGIN = 1.25  # another model leads if its noise scale is so many times larger: estimates differ by chance
 
 
@@ -33,6 +35,7 @@ class MeasuredStep:
     batch_size: float  # h, examples in each; where they differ, the harmonic mean
     count: float  # M/h: the number of gradients; a little more where they differ in size
     scale: float  # M/M0, times the steps since the last measurement
+    initial_batch: int  # M0
 
 
 class ExchangeState(TypedDict):
@@ -44,7 +47,7 @@ class ExchangeState(TypedDict):
 class _Unread:
     step: int
     sample: MeasuredStep
-    values: Tensor  # (2,) on the host: sum_sqr, sqr_mean
+    values: Tensor  # (2, NUM_PARTS) on the host: sum_sqr, sqr_mean
     arrived: torch.cuda.Event | None
     host_s: float
     marks: tuple[tuple[torch.cuda.Event, torch.cuda.Event], ...]
@@ -67,32 +70,35 @@ class NoiseChannel:
     def read(self) -> None:
         self.noise = self.moments.read() if self.moments.num_samples >= MIN_SAMPLES else None
 
-    def take_due(self, step: int, lag: int) -> tuple[float, float]:
-        """(sum_sqr, sqr_mean) of a sample that all ranks send in this step; zeros without one."""
+    def take_due(self, step: int, lag: int) -> tuple[list[float], list[float]]:
+        """(sum_sqr, sqr_mean) by part, of a sample that all ranks send in this step; zeros without one."""
         self.sent = None
         if not self.unread or self.unread[0].step + lag > step:
-            return 0.0, 0.0
+            return _NOTHING, _NOTHING
         self.sent = self.unread.popleft()
         if self.sent.arrived is not None:
             self.sent.arrived.synchronize()  # returns at once: the device passed it about LAG_STEPS ago
         sum_sqr, sqr_mean = self.sent.values.tolist()
         return sum_sqr, sqr_mean
 
-    def add_sums(self, sum_sqr: float, sqr_mean: float) -> bool:
-        """Add the sample that all ranks have sent. Whether there was one."""
+    def add_sums(self, sums: Sequence[float]) -> bool:
+        """Add the sample that all ranks have sent: sum_sqr and sqr_mean by part. Whether there was one."""
         if self.sent is None:
             return False
         sample, self.sent = self.sent.sample, None
+        sum_sqr, sqr_mean = torch.tensor(sums, dtype=torch.float64).reshape(2, NUM_PARTS)
+        mean_sqr = sum_sqr / sample.num_gradients
         self.moments.update(
-            torch.tensor(sum_sqr / sample.num_gradients),
-            torch.tensor(sqr_mean),
+            mean_sqr,
+            sqr_mean,
             batch_size=sample.batch_size,
             count=sample.count,
             scale=sample.scale,
+            initial_batch=sample.initial_batch,
         )
         self.read()
-        spread = sum_sqr / sample.num_gradients - sqr_mean
-        self.last_sqr = sqr_mean - spread / (sample.count - 1)
+        spread = mean_sqr - sqr_mean
+        self.last_sqr = float((sqr_mean - spread / (sample.count - 1)).sum())
         return True
 
 
@@ -142,7 +148,7 @@ class StepExchange:
             values = torch.stack((one.sum_sqr, one.sqr_mean))
             arrived = None
             if values.is_cuda:
-                host = torch.empty(2, dtype=values.dtype, pin_memory=True)
+                host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
                 host.copy_(values, non_blocking=True)
                 arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 arrived.record()
@@ -159,7 +165,7 @@ class StepExchange:
         for channel, direction in zip(self.channels, directions, strict=True):
             sum_sqr, sqr_mean = channel.take_due(step, self._lag)
             has_share = is_first or self.is_sharded
-            vector += (sum_sqr, sqr_mean if has_share else 0.0, float(direction) if is_first else 0.0)
+            vector += [float(direction) if is_first else 0.0, *sum_sqr, *(sqr_mean if has_share else _NOTHING)]
             cost_s += 0.0 if channel.sent is None else channel.sent.cost_s()
         self.cost_s = cost_s or self.cost_s
         self._sum = self._team.start_sum(vector)
@@ -169,12 +175,12 @@ class StepExchange:
         assert self._sum is not None
         sums, self._sum = self._sum, None
         interval, attention, *told = sums.wait()
-        is_new = False
+        is_new, width = False, 1 + 2 * NUM_PARTS
         for index, channel in enumerate(self.channels):
-            is_new |= channel.add_sums(told[3 * index], told[3 * index + 1])
+            is_new |= channel.add_sums(told[width * index + 1 : width * (index + 1)])
         if is_new:
             self._choose_lead()
-        return attention > 0, int(interval), [int(direction) for direction in told[2::3]]
+        return attention > 0, int(interval), [int(direction) for direction in told[::width]]
 
     def _choose_lead(self) -> None:
         """The model with the largest noise scale, clearly larger than that of the lead so far."""

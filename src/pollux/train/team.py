@@ -55,6 +55,7 @@ class Team:
         )  # from a thread, when a collective failed on the device
         self._ending: list[threading.Thread] = []
         self._sockets: gloo.Sockets = {}
+        self._is_connected = False  # the device's communicator of this group was made
         self._watching: threading.Event | None = None
         self._warming: threading.Thread | None = None
 
@@ -80,7 +81,7 @@ class Team:
     def form(self, group: Group) -> None:
         """Connect to the others, leaving any group before. Raises BrokenGroup when they do not come."""
         self.dissolve()
-        self.is_adopted = False
+        self.is_adopted = self._is_connected = False
         if self.is_cuda:
             nccl.prepare_environment()
         backend = "cpu:gloo,cuda:nccl" if self.is_cuda else "gloo"
@@ -111,12 +112,13 @@ class Team:
                 self.share(None)
                 if self.is_cuda:
                     nccl.connect(self.process_group, self.device, self.is_lost)
+                    self._is_connected = True
                     self._watch_device(group)
             distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout_s))
 
     def adopt(self, group: Group) -> None:
         """Use the default group that the script has made itself, and leave it to the script."""
-        self.group, self.is_adopted = group, True
+        self.group, self.is_adopted, self._is_connected = group, True, self.is_cuda
 
     def warm_up(self) -> None:
         """Begin to wake the device, for a group that is formed later."""
@@ -167,8 +169,10 @@ class Team:
         Survivors on an H200 hung while DDP's reducer was freed, with an abort under way. Freeing it waits for the
         device with Python's lock held; a sum that waits for a lost peer there ends by the abort only, and the abort for
         its part waits for torch's watchdog, which runs Python code. Waiting here lets go of the lock.
+
+        A group that was lost while NCCL connected has no sums yet. Its abort may wait for the connection, for seconds.
         """
-        if not self.is_cuda or self.size == 1 or dist.group.WORLD is None:
+        if not self._is_connected or self.size == 1 or dist.group.WORLD is None:
             return
         deadline = time.monotonic() + END_TIMEOUT_S
         for thread in nccl.abort(list(distributed_c10d._world.pg_names), self.device):

@@ -6,6 +6,7 @@ communication hook, step hooks and gates are attached to them, and :meth:`Traine
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, TypedDict
@@ -255,6 +256,23 @@ class Trainee:
             self._scheduler.load_state_dict(state["scheduler"])
         self.credited_epoch = state["credited_epoch"]
 
+    def apply_params(self, before: Mapping[str, object], after: Mapping[str, object]) -> None:
+        """Parameters that are named as one of the optimizer's (lr, momentum, weight_decay) change there by as much.
+
+        By the ratio of new and old value: groups with rates of their own, and schedules, keep their proportions.
+        """
+        for name, new in after.items():
+            old = before.get(name)
+            if new == old or not _is_number(new) or not _is_number(old):
+                continue
+            for group in self.optimizer.param_groups:
+                for key in (name, "initial_lr") if name == "lr" else (name,):
+                    if key in group:
+                        group[key] = _scaled(group[key], float(str(old)), float(str(new)))
+            bases = getattr(self._scheduler, "base_lrs", None) if name == "lr" else None
+            if self._scheduler is not None and isinstance(bases, list):
+                self._scheduler.base_lrs = [_scaled(one, float(str(old)), float(str(new))) for one in bases]  # type: ignore[attr-defined]
+
     def detach(self) -> None:
         self.rate.detach()
         self.norm_layers.clear()
@@ -304,3 +322,18 @@ def check_trainable(model: nn.Module, optimizer: torch.optim.Optimizer, lr_sched
     held = getattr(lr_scheduler, "optimizer", optimizer)
     if held is not optimizer:
         raise InvalidValueError("the LR scheduler belongs to another optimizer; make it from the one that you pass")
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _scaled(value: Any, old: float, new: float) -> Any:
+    """``value`` times new over old; a tensor in place, as captured graphs refer to it."""
+    if isinstance(value, Tensor):
+        with torch.no_grad():
+            value.mul_(new / old) if old else value.fill_(new)
+        return value
+    if not _is_number(value):
+        return value
+    return value * (new / old) if old and value != old else new

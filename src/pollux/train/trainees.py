@@ -7,7 +7,7 @@ one with the largest noise scale. Every model has a noise scale, a learning-rate
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypedDict
 
@@ -192,6 +192,11 @@ class Trainees:
         for member, one in zip(self.members, state["members"], strict=True):
             member.load_state_dict(one)
         self.load_scaler_state(state["scaler"])
+
+    def apply_params(self, before: Mapping[str, object], after: Mapping[str, object]) -> None:
+        """Optimizers get the parameters of theirs that a study has changed: see :meth:`Trainee.apply_params`."""
+        for member in self.members:
+            member.apply_params(before, after)
 
     def follow(self, rule: str) -> None:
         for member in self.members:

@@ -9,6 +9,7 @@ import logging
 import math
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TypedDict
 
@@ -28,12 +29,18 @@ from pollux.train.step_timer import StepTimer
 from pollux.types import BatchConfig, BatchLimits, ThroughputParams
 
 ADAPT_INTERVAL_S = 0.2  # least time between two choices of a batch
-ADAPT_SHARE = 1 / 500  # of the time may go into choosing; a choice that has to fit θ again takes several ms
+# Choosing may take this share of the time, and up to FIRST_CHOICES_S at once if it has taken less before. A choice that
+# has to fit θ again takes some ms, and the first one much more, as it imports the fit: without the allowance the batch
+# could not grow for half a minute, which is when growing pays most.
+ADAPT_SHARE = 1 / 500
+FIRST_CHOICES_S = 0.5
 KNOWN_SIZES = 3  # device batches in a restored profile from which the curve counts as known; fewer explore again
 # The first timing of a configuration is that of the fastest of a few steps, later ones are medians. On a busy machine
 # they differ by up to so much, which is no reason to explore again.
 FIRST_CORRECTION = 1.5
-STEPS_TO_EXPLORE_AGAIN = 2000  # at least, as exploring costs some steps at large batches and step times vary
+# Steps between two explorations, at least; twice as many after each. Exploring costs some steps at large batches, and
+# step times vary all the time on a busy machine.
+STEPS_TO_EXPLORE_AGAIN, MAX_DOUBLED_WAITS = 2000, 5
 MAX_NOTES = 20  # kept for the next report; older ones are dropped
 
 logger = logging.getLogger(__name__)
@@ -41,11 +48,13 @@ logger = logging.getLogger(__name__)
 
 class TunerState(TypedDict):
     profile: list[tuple[str, tuple[int, int, int], tuple[float, float, int]]]  # accelerator, configuration, timing
-    device_max: int
+    device_max_on: dict[str, int]  # learnt limits by accelerator type
     asked_device_max: int
     change_limiter: dict[str, int]
     rates: ScheduleState
     has_explored: bool
+    explored_at: int
+    num_explored_again: int
 
 
 class Tuner:
@@ -62,6 +71,7 @@ class Tuner:
         self._advised: ThroughputParams | None = None  # fitted to the timings of similar jobs too
         self.num_nodes, self.num_replicas = 1, 1
         self._asked = limits  # as the user gave them; ``limits`` may have become tighter
+        self._device_max_on: dict[str, int] = {}  # learnt limits by accelerator type: another has another memory
         self._new: list[tuple[Configuration, Timing]] = []
         self.epoch_length: int | None = None  # examples, where that is known
         self._has_told = False  # timings were sent to the scheduler, so its advice may rest on them alone
@@ -71,7 +81,9 @@ class Tuner:
         self._first_s: dict[Configuration, float] = {}  # first timings that later ones have not corrected yet
         self._explored_at = 0  # the step at which exploring began last
         self._base_total: int | None = None  # the batch before and after exploring; None: M0
+        self._num_explored_again = 0
         self._consider_at = -math.inf  # when another batch is considered next
+        self._budget_s, self._budgeted_at = FIRST_CHOICES_S, math.inf  # that choosing may take, and since when
 
     def configuration(self, device_batch: int) -> Configuration:
         return Configuration(self.num_nodes, self.num_replicas, device_batch)
@@ -207,15 +219,24 @@ class Tuner:
         if not is_exact and now < self._consider_at:
             return None
         choice = self.choose(noise, num_examples, num_steps, current.total, earned)
-        self._consider_at = now + max(ADAPT_INTERVAL_S, (time.monotonic() - now) / ADAPT_SHARE)
+        self._consider_at = now + max(ADAPT_INTERVAL_S, self._pay(now))
         return choice if choice != current else None
+
+    def _pay(self, begun_at: float) -> float:
+        """Take a choice that began then from the budget. Returns the seconds until the next one can be paid."""
+        earned_s = max(begun_at - self._budgeted_at, 0.0) * ADAPT_SHARE
+        self._budget_s = min(self._budget_s + earned_s, FIRST_CHOICES_S) - (time.monotonic() - begun_at)
+        self._budgeted_at = begun_at
+        return max(-self._budget_s, 0.0) / ADAPT_SHARE
 
     def _is_curve_stale(self, num_steps: int) -> bool:
         """Whether to explore again. Not often, as step times vary on a busy machine."""
-        is_due = self._has_drifted and num_steps - self._explored_at >= STEPS_TO_EXPLORE_AGAIN
+        wait = STEPS_TO_EXPLORE_AGAIN * 2 ** min(self._num_explored_again, MAX_DOUBLED_WAITS)
+        is_due = self._has_drifted and num_steps - self._explored_at >= wait
         if not is_due or not self.explorer.is_done or not getattr(self.policy, "explores", False):
             return False
         self._has_drifted, self._explored_at = False, num_steps
+        self._num_explored_again += 1
         return True
 
     def _explore(self, num_steps: int, current: BatchChoice, epoch_length: int | None) -> BatchChoice | None:
@@ -263,9 +284,25 @@ class Tuner:
         self.bound(bound)  # exploring ends at this limit too
 
     def bound(self, device_max: int) -> None:
-        """Limit the examples on a device from now on. The limit is saved in checkpoints."""
-        if device_max < self.limits.device_max:
-            self.limits = replace(self.limits, device_max=max(device_max, self.limits.device_min))
+        """Limit the examples on a device of this type from now on. The limit is saved in checkpoints."""
+        if device_max < self.own_device_max:
+            own = self._device_max_on[self.accelerator] = max(device_max, self.limits.device_min)
+            self.limits = replace(self.limits, device_max=min(self.limits.device_max, own))
+
+    @property
+    def own_device_max(self) -> int:
+        """The limit on this type of device, whatever those of other replicas are."""
+        return self._device_max_on.get(self.accelerator, self._asked.device_max)
+
+    def share_limits(self, told: Sequence[tuple[str, int]]) -> None:
+        """The limits of all replicas that train together, each with its type: the least holds for all of them."""
+        self.bound(min(most for kind, most in told if kind == self.accelerator))
+        self.limits = replace(self.limits, device_max=min(most for _, most in told))
+
+    @property
+    def told_limits(self) -> BatchLimits:
+        """For the scheduler: as the user gave them, with what was learnt of each type."""
+        return replace(self._asked, device_max_on=tuple(sorted(self._device_max_on.items())))
 
     def throughput(self, choice: BatchChoice) -> float | None:
         """Measured examples per second in the present configuration; None if not measured."""
@@ -277,11 +314,13 @@ class Tuner:
     def state_dict(self) -> TunerState:
         return {
             "profile": [(accelerator, (*c,), (*t,)) for accelerator, c, t in self.profile],
-            "device_max": self.limits.device_max,
+            "device_max_on": dict(self._device_max_on),
             "asked_device_max": self._asked.device_max,
             "change_limiter": self.change_limiter.state_dict(),
             "rates": self.rates.state_dict(),
             "has_explored": self.explorer.is_done,
+            "explored_at": self._explored_at,
+            "num_explored_again": self._num_explored_again,
         }
 
     def load_state_dict(self, state: TunerState) -> None:
@@ -291,12 +330,14 @@ class Tuner:
         self._is_stale = bool(len(self.profile))
         self.change_limiter.load_state_dict(state["change_limiter"])
         self.rates.load_state_dict(state["rates"])
+        self._explored_at, self._num_explored_again = state["explored_at"], state["num_explored_again"]
         sizes = {c.device_batch for c in self.profile.timings(self.accelerator)}
         if state["has_explored"] or len(sizes) >= KNOWN_SIZES:
             self.explorer.stop()
         # A learnt limit holds while the user's limit is unchanged; a new one is tried.
         if state["asked_device_max"] == self._asked.device_max:
-            self.bound(state["device_max"])
+            self.bound(state["device_max_on"].get(self.accelerator, self._asked.device_max))
+            self._device_max_on = {**state["device_max_on"], **self._device_max_on}
 
     def _allows(self, config: BatchConfig) -> bool:
         total = config.total(self.num_replicas)
@@ -330,3 +371,19 @@ def device_shares() -> int:
     """How many slots share this replica's GPU; 1 outside a cluster."""
     text = os.environ.get(DEVICE_SHARES, "1")
     return int(text) if text.isdecimal() and int(text) > 0 else 1
+
+
+def pick_device(asked: str | torch.device | None, local_rank: int) -> torch.device:
+    """The device that is asked for; without one, this replica's GPU if there is any."""
+    device = torch.device(asked or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", local_rank % torch.cuda.device_count())
+    return device
+
+
+def use_device(device: torch.device) -> None:
+    """Make it torch's present device, with this slot's share of its memory."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        if device_shares() > 1:
+            torch.cuda.set_per_process_memory_fraction(1 / device_shares(), device)

@@ -319,9 +319,9 @@ def test_a_job_that_keeps_a_batch_above_its_initial_one_keeps_it_in_simulation(p
     """As with FixedBatch(total=256): its steps are fewer than at M0, and take longer."""
     total, entry = 8 * INITIAL, job("a", 0, 100, max_replicas=1)
     limits = {"initial": INITIAL, "maximum": total, "device_min": 8, "device_max": 256, "minimum": INITIAL}
-    told = reports_of(entry, 1000, batch=limits, total_batch=total, device_batch=total)
-    found = read_recording([entry], {"a": told}, [{"num_slots": 1}], interval_s=2.0)
     gain = 8 * (PHI + INITIAL) / (PHI + total)
+    told = reports_of(entry, 1000, batch=limits, total_batch=total, device_batch=total, gain=gain)
+    found = read_recording([entry], {"a": told}, [{"num_slots": 1}], interval_s=2.0)
     expected_s = START_S + 1000 / gain * (PASS_S + EXAMPLE_S * total)
     assert jct_s(replay(found, policy)) == pytest.approx({"a": expected_s}, rel=0.02)
     path = write_workload(found, tmp_path, "a test")
@@ -332,7 +332,10 @@ def test_a_job_that_keeps_a_batch_above_its_initial_one_keeps_it_in_simulation(p
 
 def test_a_recorded_job_takes_one_pass_on_one_replica():
     """As live jobs do, and unlike the artifact's, which accumulate there."""
-    found = recording(job("a", 0, 100), slots=1)
+    entry = job("a", 0, 100)
+    told = reports_of(entry, 1000, total_batch=8 * INITIAL, device_batch=8 * INITIAL, gain=6.0)
+    told[-1] |= {"total_batch": INITIAL, "device_batch": INITIAL, "gain": 1.0}  # it adapts
+    found = read_recording([entry], {"a": told}, [{"num_slots": 1}], interval_s=2.0)
     application, spec = found.jobs[0].application, recorded_workload(found).jobs[0]
     assert not application.limits.accumulates_alone
     engine = SimulatedEngine([Node(name="here", num_slots=1)], recorded_applications(found), adapts_batch=True)
@@ -378,3 +381,16 @@ def test_nodes_that_differ_become_equal_ones():
     assert (found.config.num_nodes, found.config.gpus_per_node) == (1, 4)
     with pytest.raises(InvalidValueError, match="at least one node"):
         read_recording([job("a", 0, 9)], {}, [])
+
+
+def test_a_batch_grows_no_sooner_than_the_job_dared_and_counts_as_much_as_it_counted():
+    """As live jobs do while their learning rate has not followed."""
+    entry = job("a", 0, 100)
+    told = reports_of(entry, 1000)
+    full = 4 * (PHI + INITIAL) / (PHI + 4 * INITIAL)
+    for one in told[5:]:
+        one |= {"total_batch": 4 * INITIAL, "device_batch": 4 * INITIAL, "gain": 0.5 * full + 0.5 * (2 - 1 / full)}
+    habits = read_recording([entry], {"a": told}, [{"num_slots": 1}], interval_s=2.0).jobs[0].application.habits
+    assert habits.earned == pytest.approx(0.5)
+    assert {habits.largest_batches[stage] for stage in range(19)} == {(INITIAL, INITIAL)}
+    assert set(habits.largest_batches[20:]) == {(4 * INITIAL, 4 * INITIAL)}

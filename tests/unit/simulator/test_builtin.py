@@ -13,16 +13,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pollux.errors import InvalidValueError, UnknownNameError
+from pollux.model.efficiency import earned_gain, gain
+from pollux.model.goodput import BatchTuner
 from pollux.model.throughput import iteration_s
 from pollux.policy import make_policy
-from pollux.simulator.application import Application
+from pollux.scheduler.ports import StartJob
+from pollux.simulator.application import Application, Habits
 from pollux.simulator.builtin import ProfiledApplication, StepCorrections, load_builtin
 from pollux.simulator.config import SimulationConfig
+from pollux.simulator.engine import SimulatedEngine
 from pollux.simulator.osdi21 import load_traces
 from pollux.simulator.run import simulate
 from pollux.simulator.workload import load_workload
 from pollux.testing.snapshots import params
-from pollux.types import BatchLimits, ThroughputParams
+from pollux.types import Allocation, BatchLimits, JobSpec, Node, ThroughputParams
 
 LIMITS = BatchLimits(initial=100, maximum=800, device_min=10, device_max=200)
 THETA = ThroughputParams(0.1, 0.001, 0.3, 0.01, 0.05, 0.002, 1.5)
@@ -236,3 +240,43 @@ def _steps(app: Application, batch: int) -> float:
         (ends[epoch + 1] - ends[epoch]) / app.gradient(epoch, batch).gain(batch / app.limits.initial)
         for epoch in range(app.num_epochs)
     )
+
+
+class TestHabits:
+    """Jobs that were recorded live count less of a larger batch's gain, and grow no faster than they did."""
+
+    def test_a_share_of_the_gain_counts_in_progress_and_steps(self) -> None:
+        whole, half = make(), make(habits=Habits(earned=0.5))
+        for epoch in range(3):
+            full = whole.gradient(epoch, 400).gain(4.0)
+            counted = half.gradient(epoch, 400).gain(4.0)
+            assert counted == pytest.approx(earned_gain(full, 0.5))
+            assert counted <= full
+        assert half.iterations_between(0, 2, 400) > whole.iterations_between(0, 2, 400)
+        assert make(habits=Habits(earned=1 - 1e-12)).iterations_between(0, 2, 400) == pytest.approx(
+            whole.iterations_between(0, 2, 400)
+        )
+
+    def test_the_batch_is_chosen_by_what_counts(self) -> None:
+        tuner = BatchTuner(THETA, LIMITS, 1, 4)
+        full, half = (tuner.best(900.0, earned=earned)[0].total(4) for earned in (1.0, 0.5))
+        assert half < full
+        (device, accum), value = tuner.best(900.0, earned=0.5)
+        total = 4 * device * (accum + 1)
+        assert value == pytest.approx(
+            earned_gain(float(gain(900.0, 100, total)), 0.5) * 100 / float(iteration_s(THETA, 1, 4, device, accum))
+        )
+
+    def test_batches_are_no_larger_than_the_job_had_dared_by_then(self) -> None:
+        habits = Habits(largest_batches=((100, 10), (100, 50), (200, 200)))
+        engine = SimulatedEngine([Node(name="n", num_slots=4)], {"app": make(habits=habits)}, adapts_batch=True)
+        spec = JobSpec(name="job", application="app", batch=LIMITS, max_replicas=4)
+        allocation = Allocation.of(("n", 4))
+        engine.apply([StartJob(job="job", spec=spec, allocation=allocation, generation=1, params={"gpu": THETA})])
+        job, seen = engine.jobs["job"], set()
+        while "job" in engine.jobs and engine.now < 1e5:
+            seen.add((job.epoch, job.total_batch))
+            engine.advance(engine.now + 1.0)
+        assert max(total for epoch, total in seen if epoch == 0) == 100
+        assert max(total for epoch, total in seen if epoch == 1) == 200
+        assert max(total for epoch, total in seen if epoch == 2) > 200

@@ -8,7 +8,6 @@ traceback included. Warnings are errors there too. Replicas that do not end in t
 from __future__ import annotations
 
 import copy
-import multiprocessing
 import os
 import pickle
 import shutil
@@ -30,20 +29,9 @@ from pollux import train
 from pollux.errors import PolluxError
 from pollux.membership.replica import StaticMembership
 from pollux.train.run import Run
+from tests.forked import fork_context
 
 TIMEOUT_S = 60.0  # a bound for a hang on a busy machine, not an expectation
-PRELOAD = [
-    "torch._dynamo",
-    "torch.distributed.checkpoint",
-    "torch.nn.parallel",
-    "torch.distributed.algorithms.join",
-    "torch.testing",
-    "pytest",
-    "hypothesis",
-    "tests.unit.train.processes",
-]
-
-
 FOLDER = "POLLUX_TEST_FOLDER"
 
 
@@ -62,8 +50,7 @@ def replicas(
 
     ``killed`` are replicas that kill themselves; their value is None.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = fork_context()
     processes, pipes = [], []
     folder = tempfile.mkdtemp(prefix="replicas-")
     for rank in range(num_replicas):

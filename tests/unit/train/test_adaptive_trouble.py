@@ -21,7 +21,15 @@ from pollux import train
 from pollux.errors import InvalidValueError
 from pollux.train import tuner
 from pollux.train.batching import AdaptiveBatch, FixedBatch, RampBatch
+from tests.long import first_of
 from tests.unit.train.processes import Rows, a_run, replicas, small_model
+
+
+@pytest.fixture(autouse=True)
+def other_tests_keep_their_intervals(monkeypatch):
+    """``train_with`` sets them in the process that it runs in, which is this one or a replica."""
+    for name in ("ADAPT_INTERVAL_S", "ADAPT_SHARE"):
+        monkeypatch.setattr(tuner, name, getattr(tuner, name))
 
 
 def loss_of(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -197,7 +205,7 @@ def skips_on_two() -> dict[str, Any]:
     return train_with(at_times(math.inf, lambda step: step % 5 == 0 and rank == 1), scaler=scaler, num_rows=1600)
 
 
-@pytest.mark.parametrize("function", [diverges_on_two, skips_on_two])
+@pytest.mark.parametrize("function", first_of([diverges_on_two, skips_on_two]))
 def test_the_same_on_two_replicas(function):
     results = replicas(2, function)
     assert sum(result["seen"] for result in results) == (2400 if function is diverges_on_two else 1600)

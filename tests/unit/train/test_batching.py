@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 pytest.importorskip("torch")
 
 from pollux.errors import InvalidValueError, UnknownNameError
+from pollux.model.efficiency import SAME_RATE
 from pollux.model.goodput import goodput
 from pollux.model.profile import Timing
 from pollux.train.batching import (
-    SAME_RATE,
     AdaptiveBatch,
     BatchChoice,
     BatchSituation,
@@ -249,6 +249,19 @@ def test_growth_during_the_users_warm_up_needs_overwhelming_evidence():
     assert adaptive(100.0, LAUNCH_BOUND, total=64)[0].total == 128  # by 44 %
     assert adaptive(100.0, LAUNCH_BOUND, total=64, is_rate_rising=True)[0].total == 64
     assert adaptive(1.0, total=256, is_rate_rising=True)[0].total == 128  # a shrink does not
+
+
+@pytest.mark.parametrize("is_rate_rising", [False, True])
+def test_one_step_time_that_was_measured_too_long_does_not_hide_larger_batches(is_rate_rising):
+    """A vision transformer beside others on a card: 64 was timed in a bad moment."""
+    vit = slice_of_a_card(12.4, 24.8, 12.3, 17.6)
+    assert adaptive(1e6, total=32, is_rate_rising=is_rate_rising, **vit)[0].total == 64
+
+
+def test_a_batch_that_an_epoch_does_not_allow_is_no_reason_to_grow():
+    """64 is slow, 128 is fast, but an epoch has 110 examples: the batch would stay at 64."""
+    slow = slice_of_a_card(12.4, 30.0, 12.3, 17.6)
+    assert adaptive(1e6, total=32, epoch_length=110, **slow)[0].total == 32
 
 
 @pytest.mark.parametrize("replicas", [1, 2])

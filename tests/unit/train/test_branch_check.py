@@ -18,6 +18,7 @@ from pollux.train.adaptation import Adaptation
 from pollux.train.batching import BatchChoice, BatchSituation, spread
 from pollux.train.branch_check import BranchCheck
 from pollux.types import BatchConfig
+from tests.long import first_of
 from tests.unit.train.processes import Rows, a_run, flat, replicas, small_model
 
 M0, LARGER, STEPS = 8, 16, 200
@@ -183,7 +184,7 @@ def train_two(loses: bool) -> tuple[Tensor, int, list[int], list[str]]:
         return flat(module), state.choice.total, rows, list(state.tuner.take_notes())
 
 
-@pytest.mark.parametrize("loses", [False, True])
+@pytest.mark.parametrize("loses", first_of([True, False]))
 def test_two_replicas_try_together_and_stay_equal(loses: bool) -> None:
     results = replicas(2, train_two, loses)
     assert torch.equal(results[0][0], results[1][0])

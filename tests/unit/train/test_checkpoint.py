@@ -237,7 +237,9 @@ def test_kill_at_any_moment_leaves_a_good_checkpoint_and_no_litter(tmp_path, at,
     drafts.mkdir(exist_ok=True)
     directory = at(tmp_path / "store" if at.is_url else tmp_path)
     environment = {**os.environ, "TMPDIR": str(drafts)}
-    assert int(finish(run(code, directory.path, drafts, env=environment))) >= 1
+    *warnings, last = finish(run(code, directory.path, drafts, env=environment)).splitlines()
+    assert int(last) >= 1
+    assert at.is_url or warnings == []  # a file:// has half a manifest where its writer was killed; that is passed over
     assert directory.load("ours") is not None
     monkeypatch.setattr(tempfile, "tempdir", str(drafts))
     directory.save({}, b"", info(10**6))

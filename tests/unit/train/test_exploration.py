@@ -20,6 +20,7 @@ from pollux import train
 from pollux.model.profile import Timing
 from pollux.train import exploration
 from pollux.train.exploration import MAX_PROBE_STEPS, MEMORY_SHARE, WORTH, Explorer, Ladder, MemoryWatch
+from tests.long import first_of
 from tests.unit.train.processes import Rows, a_run, replicas, small_model
 
 GIB = 2**30
@@ -214,7 +215,7 @@ def train_on_two(failing_rank: int) -> dict[str, Any]:
     return train_while_exploring(40 * 64, fits=16, failing_rank=failing_rank)
 
 
-@pytest.mark.parametrize("failing_rank", [0, 1])
+@pytest.mark.parametrize("failing_rank", first_of([1, 0]))
 def test_a_probe_that_one_of_two_replicas_has_no_memory_for(failing_rank):
     results = replicas(2, train_on_two, failing_rank)
     assert results[0]["seen"] + results[1]["seen"] == Counter(range(40 * 64))

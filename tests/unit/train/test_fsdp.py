@@ -164,10 +164,9 @@ def check(folder: Path, results: list[Any], reference: dict[str, Tensor]) -> Non
 @pytest.mark.parametrize(
     "plan",
     [
-        [(0, [0]), (3, [0, 1]), (6, [0, 1, 2, 3]), (9, [0])],
-        [(0, [0, 1]), (3, [2, 0, 1]), (5, [1, 2, 3]), (8, [3])],
+        pytest.param([(0, [0]), (3, [0, 1]), (6, [0, 1, 2, 3]), (9, [0])], id="1-2-4-1", marks=long),
+        pytest.param([(0, [0, 1]), (3, [2, 0, 1]), (5, [1, 2, 3]), (8, [3])], id="2-3-3-1"),
     ],
-    ids=["1-2-4-1", "2-3-3-1"],
 )
 def test_resizes_in_place_give_the_values_of_unsharded_training(tmp_path: Path, plan: Plan) -> None:
     check(tmp_path, replicas(4, train_planned, tmp_path, plan), unsharded())
@@ -184,6 +183,7 @@ def test_accumulated_steps_and_momentum_are_resized_too(tmp_path: Path) -> None:
     check(tmp_path, replicas(3, train_with, options, tmp_path, plan), unsharded("SGD"))
 
 
+@long
 def test_a_lost_shard_comes_back_from_the_last_checkpoint(tmp_path: Path) -> None:
     plan: Plan = [(0, [0, 1, 2]), (None, [0, 1]), (10, [0, 1, 3])]
     options = {"checkpoint_dir": tmp_path / "checkpoints", "checkpoint_every_s": 1e-6}
@@ -224,6 +224,7 @@ def train_some(folder: Path, until: int) -> dict[str, Tensor] | None:
         return values_of(model, optimizer)
 
 
+@long
 def test_a_checkpoint_is_resumed_by_any_number_of_replicas(tmp_path: Path) -> None:
     for num_replicas, until in ((2, 4), (3, 7), (1, 9)):
         assert replicas(num_replicas, train_some, tmp_path, until) == [None] * num_replicas
@@ -243,6 +244,7 @@ def train_an_epoch(folder: str) -> dict[str, Tensor]:
         return values_of(model, optimizer)
 
 
+@long
 def test_a_run_that_is_resumed_after_its_last_step_saves_what_it_loaded(tmp_path: Path) -> None:
     first, _ = replicas_of(2, train_an_epoch, str(tmp_path))
     again, _ = replicas_of(2, train_an_epoch, str(tmp_path))  # it makes no step, and saves all the same
@@ -377,6 +379,7 @@ def shard_big_enough(model: nn.Module, mesh: DeviceMesh) -> None:
     ("num_replicas", "device_batch", "copies"),
     [(2, None, 1), *(pytest.param(*case, marks=long) for case in [(3, 4, 1), (1, 4, 1), (4, None, 2)])],
 )
+@long
 def test_the_noise_scale_is_that_of_a_replicated_model(num_replicas: int, device_batch: int, copies: int) -> None:
     plain = replicas(num_replicas, measure, "SGD", False, device_batch)[0]
     same = replicas(num_replicas, measure, "SGD", True, device_batch, copies)
@@ -417,6 +420,7 @@ def clip(is_sharded: bool) -> tuple[list[float], dict[str, Tensor]]:
         return norms, values_of(model, optimizer)
 
 
+@long
 def test_gradients_are_clipped_by_their_norm_over_all_shards() -> None:
     (norms, values), (sharded_norms, sharded_values) = replicas(2, clip, False)[0], replicas(2, clip, True)[1]
     assert min(norms) > 0.05

@@ -19,6 +19,7 @@ from pollux.train import NoiseScale, adaptation
 from pollux.train.batching import FixedBatch
 from pollux.train.noise import WARM_UP_STEPS
 from pollux.train.position import EpochOrder, StepShape, divide
+from tests.long import first_of, long
 from tests.unit.train.processes import Rows, a_run, flat, replicas, small_model, twin
 
 DEVICE_BATCH = 3
@@ -117,7 +118,7 @@ def errors_of_all_shapes(num_replicas: int) -> dict[str, float]:
     return worst
 
 
-@pytest.mark.parametrize("num_replicas", [1, 2, 3, 4])
+@pytest.mark.parametrize("num_replicas", first_of([3, 1, 2, 4], 2))
 def test_the_gradient_is_that_of_one_big_batch(num_replicas):
     for worst in replicas(num_replicas, errors_of_all_shapes, num_replicas):
         for case, error in worst.items():
@@ -219,10 +220,10 @@ def errors_of_feature(name: str) -> tuple[list[float], int, int, Tensor]:
     return errors, *counts, flat(module)
 
 
-FEATURES = ("plain", "autocast", "scaler", "overflow", "frozen", "unused", "static graph", "compile")
+FEATURES = ("plain", "overflow", "unused", "compile", "autocast", "scaler", "frozen", "static graph")
 
 
-@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize("feature", first_of(FEATURES, 4))
 def test_what_people_do_around_a_gradient_gives_what_it_gives_in_one_process(feature):
     results = replicas(2, errors_of_feature, feature)
     for errors, num_steps, num_examples, _ in results:
@@ -380,9 +381,9 @@ def check_against_truth(kind: str, result: dict[str, float], num_replicas: int, 
     [
         pytest.param(2, 0, 1, ["SGD", "AdamW", "RMSprop"], id="replicas"),
         pytest.param(1, 2, 1, ["SGD", "Adam", "RMSprop"], id="accumulation"),
-        pytest.param(2, 1, 1, ["SGD", "Adam"], id="both"),
+        pytest.param(2, 1, 1, ["SGD", "Adam"], id="both", marks=long),
         pytest.param(1, 0, 1, ["SGD", "Adam", "AdamW", "RMSprop"], id="split"),
-        pytest.param(2, 0, 4, ["SGD", "AdamW"], id="replicas, every 4th step"),
+        pytest.param(2, 0, 4, ["SGD", "AdamW"], id="replicas, every 4th step", marks=long),
         pytest.param(1, 0, 4, ["SGD", "Adam"], id="split, every 4th step"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 
@@ -14,7 +15,9 @@ from hypothesis import strategies as st
 
 from pollux.errors import InvalidValueError
 from pollux.model.efficiency import MAX_NOISE_SCALE
-from pollux.train.moments import CONFIDENCE, GradientMoments, NoiseStats
+from pollux.train.moments import CONFIDENCE, GradientMoments, NoiseStats, PartStats, share_of_mean_scale
+from pollux.train.progress import gain_of
+from tests.long import long
 
 NUM_TRIALS = 300
 
@@ -41,9 +44,9 @@ def trial(
     ("phi", "num_samples", "count", "decay"),
     [
         pytest.param(16, 40, 2, 0.999, id="little noise"),
-        pytest.param(64, 60, 2, 0.999, id="as much noise as signal"),
+        pytest.param(64, 60, 2, 0.999, id="as much noise as signal", marks=long),
         pytest.param(64, 40, 4, 0.999, id="four gradients"),
-        pytest.param(200, 120, 2, 0.999, id="much noise"),
+        pytest.param(200, 120, 2, 0.999, id="much noise", marks=long),
         pytest.param(64, 120, 2, 0.96, id="a short window"),
     ],
 )
@@ -156,3 +159,71 @@ def test_bounds_survive_a_checkpoint():
     assert other.read() == moments.read() != stats
     with pytest.raises(InvalidValueError):
         NoiseStats(sqr=1.0, var=1.0, error=math.nan)
+
+
+def test_parts_that_are_alike_have_the_mean_as_their_noise_scale():
+    parts = [PartStats(sqr=share, var=share * 50.0, error_2=0.0) for share in (0.1, 0.3, 0.6)]
+    assert share_of_mean_scale(parts, 32) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("batch", [1.0, 64.0, 1e4, 1e9])
+def test_a_part_with_much_noise_does_not_speak_for_the_others(batch):
+    """An embedding has a tenth of |G|², and a noise scale of 5,000; the rest has 50. The mean is 545."""
+    parts = [PartStats(sqr=0.9, var=45.0, error_2=0.0), PartStats(sqr=0.1, var=500.0, error_2=0.0)]
+    scale = 545 * share_of_mean_scale(parts, batch)
+    assert 1 / (scale + batch) == pytest.approx(0.9 / (50 + batch) + 0.1 / (5000 + batch))
+    assert 50 < scale <= 545.001
+
+
+def test_parts_that_differ_within_their_errors_count_as_alike():
+    parts = [PartStats(sqr=0.9, var=45.0, error_2=0.9), PartStats(sqr=0.1, var=500.0, error_2=0.9)]
+    assert share_of_mean_scale(parts, 32) == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize("num_samples", [10, 30])
+def test_parts_that_are_alike_hardly_differ_by_chance(num_samples):
+    """Sixteen parts with the same noise scale of 500, whose |G|² is measured with the error of so few samples."""
+    rng = random.Random(num_samples)
+    shares = []
+    for _ in range(200):
+        error = 1 / 16 * 500 / 32 / math.sqrt(num_samples * 500)  # as for parts of 500 elements
+        parts = [PartStats(sqr=1 / 16 + rng.gauss(0, error), var=500 / 16, error_2=error**2) for _ in range(16)]
+        shares.append(share_of_mean_scale(parts, 32))
+    assert sorted(shares)[100] > 0.98 and min(shares) > 0.7
+
+
+@pytest.mark.parametrize("scale", [2, 8, 32])
+def test_gains_count_as_much_as_the_parts_make_together(scale):
+    """By one noise scale, taken at M0, the gain of a larger batch is nearly that of the parts, and never far above."""
+    initial, weights, scales = 32, (0.9, 0.1), (50.0, 5000.0)
+    parts = [PartStats(sqr=w, var=w * phi, error_2=0.0) for w, phi in zip(weights, scales, strict=True)]
+
+    def progress(batch: float) -> float:
+        return sum(w * batch / (phi + batch) for w, phi in zip(weights, scales, strict=True))
+
+    phi = 545 * share_of_mean_scale(parts, initial)
+    counted = gain_of(phi, initial, scale * initial)
+    assert counted == pytest.approx(progress(scale * initial) / progress(initial), rel=0.1)
+
+
+def test_the_noise_scale_of_a_model_with_an_embedding_is_below_its_mean():
+    """Samples of the two parts above, from gradients with that noise; and the state holds the parts."""
+    generator = torch.Generator().manual_seed(0)
+    moments, whole = GradientMoments(is_relative=True), GradientMoments(is_relative=True)
+    size, batch = 4000, 16  # elements of each part, examples in each of two gradients
+    true = torch.tensor([0.9, 0.1]).div(size).sqrt()[:, None].expand(2, size)
+    spread = torch.tensor([45.0, 500.0]).div(size * batch).sqrt()[:, None]
+    for _ in range(200):
+        grads = [true + spread * torch.randn(2, size, generator=generator) for _ in range(2)]
+        mean_sqr = sum(grad.square().sum(1) for grad in grads) / 2
+        sqr_mean = (sum(grads) / 2).square().sum(1)
+        moments.update(mean_sqr, sqr_mean, batch_size=batch, count=2)
+        whole.update(mean_sqr.sum(), sqr_mean.sum(), batch_size=batch, count=2)
+    assert whole.noise_scale == pytest.approx(545, rel=0.15)
+    expected = 1 / (0.9 / (50 + 32) + 0.1 / (5000 + 32)) - 32
+    assert moments.noise_scale == pytest.approx(expected, rel=0.2)
+    stats, other = moments.read(), GradientMoments(is_relative=True)
+    assert stats is not None and stats.low is not None and stats.high is not None
+    assert stats.low < stats.noise_scale < stats.high
+    other.load_state_dict(moments.state_dict())
+    assert other.read() == stats

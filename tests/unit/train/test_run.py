@@ -25,7 +25,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 from pollux import train
 from pollux.errors import CheckpointError, InvalidValueError, PolluxError, UnknownNameError
-from pollux.train.batching import SAME_RATE, AdaptiveBatch, BatchChoice, BatchSituation, FixedBatch
+from pollux.model.efficiency import SAME_RATE
+from pollux.train.batching import AdaptiveBatch, BatchChoice, BatchSituation, FixedBatch
 from pollux.train.leaving import EXIT_CODE, SIGNALS, Leave
 from pollux.train.report import FileReporter, Report
 from pollux.train.run import Run

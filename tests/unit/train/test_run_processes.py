@@ -29,6 +29,7 @@ from pollux.train.report import Report
 from pollux.train.run import Run
 from pollux.train.scaling import FALL, MAX_GLIDE, SquareRoot
 from pollux.types import BatchConfig
+from tests.long import first_of, long
 from tests.unit.train.processes import FileMembership, Rows, a_run, flat, refusal, replicas, small_model
 
 INITIAL, TOTAL = 4, 16
@@ -90,6 +91,7 @@ def train_by_adascale() -> list[dict[str, Any]]:
     return steps
 
 
+@long
 def test_adascale_uses_the_shared_statistics_and_shows_the_unscaled_rate():
     results = replicas(2, train_by_adascale)
     assert len(results[0]) == 56
@@ -374,6 +376,7 @@ def train_three_times() -> list[Tensor]:
     return weights
 
 
+@long
 def test_one_run_after_another_in_the_same_processes():
     first, second = replicas(2, train_three_times)
     assert all(map(torch.equal, first, second))
@@ -428,6 +431,7 @@ def train_through_trouble(
         }
 
 
+@long
 def test_out_of_memory_on_one_rank_is_everybodys(tmp_path):
     undisturbed = replicas(2, train_through_trouble, None, 2)
     results = replicas(2, train_through_trouble, str(tmp_path), 2, "memory")
@@ -443,7 +447,7 @@ def test_out_of_memory_on_one_rank_is_everybodys(tmp_path):
         assert {epoch for epoch, _ in result["consumed"]} == {2}
 
 
-@pytest.mark.parametrize("num_later", [1, 2, 3])
+@pytest.mark.parametrize("num_later", first_of([3, 2, 1]))
 def test_a_signal_to_one_rank_is_everybodys_and_any_number_goes_on(tmp_path, num_later):
     left = replicas(2, train_through_trouble, str(tmp_path), 1, "signal")
     assert [result["reason"] for result in left] == ["SIGTERM: left after step 3"] * 2
@@ -472,6 +476,7 @@ def run_out_of_memory_for_good() -> str:
     return "no error"
 
 
+@long
 def test_out_of_memory_at_the_least_ends_every_rank():
     first, second = replicas(2, run_out_of_memory_for_good)
     assert second.startswith("InvalidValueError: out of memory with 6 examples on the device, and device_batch_size")

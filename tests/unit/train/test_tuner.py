@@ -103,6 +103,29 @@ def test_a_batch_is_reconsidered_now_and_then_only(tuner, monkeypatch):
     assert reconsider(tuner, MUCH, first) is None
 
 
+def test_a_slow_first_choice_does_not_keep_the_batch_from_growing(monkeypatch):
+    """It imports and fits, which takes longer than a few hundred later choices together."""
+    now = [0.0]
+    monkeypatch.setattr(tuner_module.time, "monotonic", lambda: now[0])
+    tuner = Tuner(make_limits(64, 1024, (8, 256)), AdaptiveBatch(), CPU)
+    tuner.explorer.stop()
+    choose, costs_s, chosen_at = tuner.choose, iter([0.1] + [0.005] * 10_000), []
+
+    def slow_choice(*args: Any) -> BatchChoice:
+        chosen_at.append(now[0])
+        now[0] += next(costs_s)
+        return choose(*args)
+
+    tuner.choose = slow_choice  # type: ignore[method-assign]
+    current = BatchChoice(config=BatchConfig(64, 0), total=64)
+    while now[0] < 600:
+        tuner.reconsider(MUCH, SEEN, STEP, current, None)
+        now[0] += 0.01
+    assert len([at for at in chosen_at if at < 5]) >= 20
+    late = len([at for at in chosen_at if at > 300])
+    assert 50 < late <= 300 * tuner_module.ADAPT_SHARE / 0.005 + 1  # no more than its share in the long run
+
+
 def test_without_noise_m0_is_best(tuner):
     feed(tuner, m32=(0.10, 0.11), m64=(0.2, 0.21))
     first = tuner.choose(None, SEEN, STEP, None)
@@ -152,6 +175,25 @@ def test_a_bound_holds_for_who_asks_for_the_same(tuner):
     smaller = Tuner(make_limits(64, 1024, (8, 100)), AdaptiveBatch(), CPU)
     smaller.load_state_dict(state)
     assert smaller.limits.device_max == 100
+
+
+def test_a_limit_is_learnt_for_one_type_of_device_and_told_as_such():
+    limits = make_limits(128, 4096, (4, 200))
+    small = Tuner(limits, AdaptiveBatch(), CPU)
+    small.accelerator = "1g.18gb"
+    small.halve(100)
+    assert small.limits.device_max == 50
+    assert small.told_limits.on("1g.18gb").device_max == 50 and small.told_limits.on("7g.141gb").device_max == 200
+    large = Tuner(limits, AdaptiveBatch(), CPU)
+    large.accelerator = "7g.141gb"
+    large.load_state_dict(small.state_dict())  # it moved to a larger one
+    assert large.limits.device_max == 200
+    for one in (small, large):  # while both are members, all use one limit
+        one.share_limits([("1g.18gb", 50), ("7g.141gb", 200)])
+        assert one.limits.device_max == 50
+    large.share_limits([("7g.141gb", 200)])
+    assert large.limits.device_max == 200
+    assert large.told_limits.on("1g.18gb").device_max == 50  # known, should it go back
 
 
 def test_a_profile_survives_and_is_fitted_anew(tuner):
