@@ -22,6 +22,7 @@ from pollux.errors import InvalidValueError
 
 DEFAULT_ACCELERATOR = "gpu"
 UNBOUNDED_REPLICAS = 1 << 20
+_ROUNDING = 1e-9
 
 FloatArray = npt.NDArray[np.float64]
 IntArray = npt.NDArray[np.int64]
@@ -39,10 +40,32 @@ class Node:
     name: str
     num_slots: int
     accelerator: str = DEFAULT_ACCELERATOR
+    labels: tuple[tuple[str, str], ...] = ()  # by key; what constraints of jobs speak of
+    cpus: float | None = None  # None: not known, and taken as enough
+    memory_bytes: int | None = None  # the same
+    notice: str = ""  # why it will be gone soon, as spot nodes are told; jobs leave it
+    device_memory_bytes: int | None = None  # of each slot; None: not known, or no device of its own
 
     def __post_init__(self) -> None:
+        if self.labels:
+            object.__setattr__(self, "labels", tuple(sorted((key, value) for key, value in self.labels)))
         _require(bool(self.name), "a node needs a name")
         _require(self.num_slots >= 1, f"node {self.name!r} has {self.num_slots} slots; it needs at least 1")
+
+
+@dataclass(frozen=True, slots=True)
+class Constraint:
+    """A node's label must have one of these values; or, with ``is_not``, none of them. No such label: no value."""
+
+    key: str
+    values: tuple[str, ...]
+    is_not: bool = False
+
+    def admits(self, node: Node) -> bool:
+        return any(key == self.key and value in self.values for key, value in node.labels) != self.is_not
+
+    def __str__(self) -> str:
+        return f"{self.key}{'!=' if self.is_not else '='}{','.join(self.values)}"
 
 
 class NodeShare(NamedTuple):
@@ -222,9 +245,17 @@ class JobSpec:
     priority: int = 0  # of two jobs of one team, the one with less is stopped first
     deadline_at: float | None = None  # by when it should be through; None: no deadline
     budget_slot_s: float | None = None  # slot-seconds that it may hold; None: no budget
+    constraints: tuple[Constraint, ...] = ()  # that each of its nodes meets
+    cpus: float = 0.0  # for each replica; what is not asked for is not counted
+    memory_bytes: int = 0  # the same
+    device_memory_bytes: int | None = None  # that each of its slots must have; None: not said
 
     def __post_init__(self) -> None:
         _require(bool(self.name), "a job needs a name")
+        _require(
+            math.isfinite(self.cpus) and self.cpus >= 0 and self.memory_bytes >= 0,
+            f"job {self.name!r}: {self.cpus} CPUs and {self.memory_bytes} bytes for a replica; numbers >= 0 are needed",
+        )
         _require(
             1 <= self.min_replicas <= self.max_replicas,
             f"job {self.name!r}: replicas {self.min_replicas}..{self.max_replicas}; they need 1 <= min <= max",
@@ -242,6 +273,10 @@ class JobSpec:
             f"job {self.name!r}: budget of {self.budget_slot_s} slot-seconds; a positive number is needed",
         )
         _require(
+            self.device_memory_bytes is None or self.device_memory_bytes >= 1,
+            f"job {self.name!r}: {self.device_memory_bytes} bytes of device memory; a positive number is needed",
+        )
+        _require(
             math.isfinite(self.weight) and self.weight > 0,
             f"job {self.name!r}: weight {self.weight}; it must be a positive number",
         )
@@ -255,7 +290,26 @@ class JobSpec:
         )
 
     def may_use(self, node: Node) -> bool:
-        return self.accelerators is None or node.accelerator in self.accelerators
+        """Its type, its labels, and room for one replica if it had the node to itself."""
+        return (
+            (self.accelerators is None or node.accelerator in self.accelerators)
+            and all(constraint.admits(node) for constraint in self.constraints)
+            and self.most_on(node) > 0
+        )
+
+    def most_on(self, node: Node) -> int:
+        """Replicas that fit on a node by its slots, CPUs and memory, if nothing else is on it."""
+        most = node.num_slots
+        if self.cpus and node.cpus is not None:
+            most = min(most, int(node.cpus / self.cpus + _ROUNDING))
+        if self.memory_bytes and node.memory_bytes is not None:
+            most = min(most, node.memory_bytes // self.memory_bytes)
+        return most
+
+    @property
+    def is_picky(self) -> bool:
+        """It asks more of a node than slots of a type."""
+        return bool(self.constraints or self.cpus or self.memory_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -102,7 +102,7 @@ class NodeSummary:
     num_slots: int
     accelerator: str
     is_draining: bool
-    is_leaving: bool = field(metadata=about("It is given back once it is empty."))
+    is_leaving: bool = field(metadata=about("It is given back once it is empty, or taken away soon: see problem."))
     used: int = field(metadata=about("Slots that jobs hold."))
     jobs: tuple[JobOnNode, ...]
     health: NodeHealthName = field(
@@ -114,6 +114,9 @@ class NodeSummary:
     )
     problem: str = field(default="", metadata=about("What is wrong with it, and for which jobs."))
     reading: NodeReading | None = field(default=None, metadata=about("What it did last; null: not told yet."))
+    labels: Mapping[str, str] = field(default_factory=dict, metadata=about("What constraints of jobs speak of."))
+    cpus: float | None = field(default=None, metadata=about("Null: not known."))
+    memory_bytes: int | None = field(default=None, metadata=about("Null: not known."))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -172,6 +172,17 @@ class Replica:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ShellPlace:
+    """Where a shell beside a replica is to be: what its owner needs to enter, and no secret of the job."""
+
+    replica: Replica
+    boot_id: str = field(metadata=about("Of the machine, as the kernel tells it; empty: not known."))
+    gpu: str = field(metadata=about("UUID of its GPU or slice; empty: none."))
+    unix_user: str = field(metadata=about("That the job runs as; empty: the server's."))
+    checkpoint_dir: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class JobDetail(JobSummary):
     """All there is to say about a job."""
 

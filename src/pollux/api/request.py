@@ -23,6 +23,7 @@ from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
 from pollux.api.codec import Json
+from pollux.api.constraint import check_constraints, parse_constraint
 from pollux.api.kind import ReadFile, detect_kind, import_roots, module_of, no_files, parse_python
 from pollux.api.masking import without_passwords
 from pollux.errors import InvalidValueError
@@ -41,6 +42,7 @@ DEFAULT_RESTARTS = 3
 UNBOUNDED_REPLICAS = 1 << 20  # as in pollux.types, which imports numpy: a client does without
 MAX_ARRAY_JOBS = 10_000
 MAX_PRIORITY = 1000
+MAX_MEMORY_BYTES = 1 << 50
 ARRAY_INDEX = "POLLUX_ARRAY_INDEX"
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_NAME_LENGTH - 1}}}")
 _HEADER = re.compile(r"#POLLUX(?:[ \t](.*))?|# POLLUX[ \t]+(-.*)")  # code formatters put the space there
@@ -88,9 +90,9 @@ def _name(what: str, value: object) -> str:
     return _require(bool(_NAME.fullmatch(text)), what, text, f"{allowed}, as in {suggest_name(text)!r}")
 
 
-def _whole(what: str, value: object, least: int) -> None:
-    needed = f"a whole number from {least} to {UNBOUNDED_REPLICAS} is needed"
-    is_whole = isinstance(value, int) and not isinstance(value, bool) and least <= value <= UNBOUNDED_REPLICAS
+def _whole(what: str, value: object, least: int, most: int = UNBOUNDED_REPLICAS) -> None:
+    needed = f"a whole number from {least} to {most} is needed"
+    is_whole = isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
     _require(is_whole, what, value, needed)
 
 
@@ -211,6 +213,9 @@ class JobRequest:
     array: str = ""
     array_index: int | None = None  # set by expand()
     accelerators: tuple[str, ...] = ()  # empty: any
+    constraints: tuple[str, ...] = ()  # on labels of its nodes, as in zone=a
+    cpus: float | None = None  # for each replica; what is not asked for is not counted
+    memory_bytes: int | None = None  # the same
     owner: str = ""  # set by the server: who submitted it
     priority: int = 0
     after_any: tuple[str, ...] = ()
@@ -226,6 +231,7 @@ class JobRequest:
     workdir: str = ""  # that travels with it: a directory of the client's, or its id when the server has it
     pip: tuple[str, ...] = ()  # requirements, a line each
     versions: Mapping[str, str] = field(default_factory=dict, hash=False)  # of what runs: git, workdir, python, ...
+    gpu_memory_bytes: int | None = None  # that the device of each replica must have
 
     def __post_init__(self) -> None:
         put = object.__setattr__
@@ -249,6 +255,8 @@ class JobRequest:
         for key, what in (("deadline_s", "deadline"), ("budget_hours", "budget")):
             if (value := getattr(self, key)) is not None:
                 put(self, key, _positive(what, value))
+        if self.gpu_memory_bytes is not None:
+            _whole("GPU memory in bytes", self.gpu_memory_bytes, 1, 1 << 50)
         for key in ("after", "after_any", "after_fail"):
             put(self, key, tuple(dict.fromkeys(_name(f"{key}: job", name) for name in _texts(key, getattr(self, key)))))
         if _text("array", self.array):
@@ -261,11 +269,22 @@ class JobRequest:
         _text("study", self.study)
         _text("metric", self.metric)
         _require("" not in self.accelerators, "accelerators", self.accelerators, "leave empty names out")
+        self._check_nodes()
         _text("owner", self.owner)
         self._check_code()
         is_whole = isinstance(self.priority, int) and not isinstance(self.priority, bool)
         is_priority = is_whole and abs(self.priority) <= MAX_PRIORITY
         _require(is_priority, "priority", self.priority, f"a whole number from {-MAX_PRIORITY} to {MAX_PRIORITY}")
+
+    def _check_nodes(self) -> None:
+        put = object.__setattr__
+        put(self, "constraints", check_constraints(_texts("constraints", self.constraints)))
+        if self.cpus is not None:
+            put(self, "cpus", _positive("CPUs", self.cpus))
+        if self.memory_bytes is not None:
+            is_whole = isinstance(self.memory_bytes, int) and not isinstance(self.memory_bytes, bool)
+            is_size = is_whole and 0 < self.memory_bytes <= MAX_MEMORY_BYTES
+            _require(is_size, "memory", self.memory_bytes, "bytes are needed, as in 4096, 200M, 1.5G")
 
     def _check_code(self) -> None:
         is_known = _WORKDIR.fullmatch(_text("workdir", self.workdir)) is not None
@@ -276,6 +295,7 @@ class JobRequest:
         for line in self.pip:
             is_one = bool(line.strip()) and "\n" not in line
             _require(is_one, "pip", line, "a requirement is needed, as in einops==0.8 or --index-url=URL")
+        _require(isinstance(self.versions, Mapping), "versions", self.versions, "names with their versions are needed")
         for name, value in self.versions.items():
             _text(f"version of {name}", value)
 
@@ -336,7 +356,7 @@ class JobRequest:
 
     def to_spec(self, name: str, submitted_at: float) -> JobSpec:
         """What the scheduler needs. A fixed job that does not checkpoint would lose its work, so is not preemptible."""
-        from pollux.types import JobSpec
+        from pollux.types import Constraint, JobSpec
 
         _require(self.kind != "auto" and not self.array, "job", name, "it must be resolved and expanded first")
         exact = self.replicas or (1 if self.kind == "fixed" else None)
@@ -350,10 +370,14 @@ class JobRequest:
             is_preemptible=self.is_preemptible and (self.kind in RESIZED or self.checkpoints),
             weight=self.weight,
             accelerators=frozenset(self.accelerators) or None,
+            constraints=tuple(Constraint(*parse_constraint(text)) for text in self.constraints),
+            cpus=self.cpus or 0.0,
+            memory_bytes=self.memory_bytes or 0,
             owner=self.owner,
             priority=self.priority,
             deadline_at=None if self.deadline_s is None else submitted_at + self.deadline_s,
             budget_slot_s=None if self.budget_hours is None else 3600 * self.budget_hours,
+            device_memory_bytes=self.gpu_memory_bytes,
         )
 
     def to_dict(self) -> dict[str, Json]:
@@ -379,7 +403,7 @@ class Option:
 
     name: str
     field: str
-    type: Literal["text", "int", "float", "flag", "duration", "list", "lines", "pairs"]
+    type: Literal["text", "int", "float", "flag", "duration", "size", "list", "lines", "pairs"]
     metavar: str  # empty for a flag, which is --name or --no-name
     help: str
 
@@ -401,6 +425,8 @@ class Option:
             if self.type == "pairs":
                 return dict(word.split("=", 1) for word in words)
             (word,) = words
+            if self.type == "size":
+                return parse_size(word)
             return int(word) if self.type == "int" else float(word) if self.type == "float" else parse_duration(word)
         except ValueError:
             _require(False, f"--{self.name}", value, f"{self.metavar} is needed. {self.help}")
@@ -435,6 +461,12 @@ OPTIONS = (
     Option("hold", "is_held", "flag", "", "Wait until pollux release."),
     Option("array", "array", "text", "INDICES", f"One job per index ({ARRAY_INDEX}): 0-9, 1,3,7; 0-99%4: 4 at a time."),
     Option("accelerators", "accelerators", "list", "TYPE,...", "Run on these types only."),
+    Option(
+        "constraint", "constraints", "lines", "KEY=VALUE", "Run on nodes with this label: zone=a, zone=a,b, zone!=c."
+    ),
+    Option("cpus", "cpus", "float", "N", "CPUs that a node has for each replica; not counted by default."),
+    Option("memory", "memory_bytes", "size", "SIZE", "Memory that a node has for each replica: 512M, 32G."),
+    Option("gpu-memory", "gpu_memory_bytes", "size", "SIZE", "Only on devices with so much memory: 20G, 512M."),
     Option("owner", "owner", "text", "USER", "Submit it for another user; for admins."),
 )
 _BY_FIELD = {option.field: option for option in OPTIONS}

@@ -12,12 +12,12 @@ import math
 from collections.abc import Mapping
 
 from pollux.policy.base import Policy, PolicySettings
-from pollux.policy.deadlines import DeadlineJob, Promises
+from pollux.policy.deadlines import DeadlineJob, Promises, planned_end
 from pollux.policy.dense import may_use, place_counts, settle
 from pollux.policy.estimates import largest_nodes, remaining_steps, step_s
 from pollux.types import JobView, Plan, Snapshot
 
-_SPARE_S = 120.0  # before a deadline, for rounds and restarts: the artifact charges them by scaling overheads
+_RESIZE_S = 30.0  # a change of a job's share, until one was seen
 
 
 class ElasticFlowPolicy(Policy):
@@ -64,14 +64,20 @@ def _known(job: JobView, now: float, num_slots: int, largest: Mapping[str, int],
     if job.spec.batch is not None:
         most = min(most, max(job.spec.batch.max_replicas, job.spec.min_replicas))
     deadline_at = job.spec.deadline_at or math.inf
-    left_s = max(deadline_at - now, 0.0)
-    planned_at = deadline_at - min(_SPARE_S, left_s / 2) if math.isfinite(deadline_at) else deadline_at
+    planned_at = planned_end(deadline_at, now) if math.isfinite(deadline_at) else deadline_at
     least = job.spec.min_replicas
     if most < least:
         return DeadlineJob(job.name, planned_at, (), ())
     work = steps if math.isfinite(steps) and steps > 0 else 1.0  # without a length only speeds are compared
     bounds = (least, max(1 << (most.bit_length() - 1), least))
-    found = DeadlineJob.of(job.name, planned_at, bounds, lambda count: work * step_s(job, count, largest, kind))
+    found = DeadlineJob.of(
+        job.name,
+        planned_at,
+        bounds,
+        lambda count: work * step_s(job, count, largest, kind),
+        spare_s=deadline_at - planned_at if math.isfinite(deadline_at) else 0.0,
+        resize_s=_RESIZE_S if job.resize_s is None else job.resize_s,
+    )
     return found if found.is_known else DeadlineJob(job.name, planned_at, (least,), (1.0,))
 
 

@@ -1,27 +1,27 @@
 """Deadlines around any policy: jobs that were promised one get at least the share that meets it.
 
-The planner (:mod:`pollux.scheduler.planner`) calls :meth:`Deadlines.decide`. The policy is asked first, and its plan is
-kept if every promised job has its minimum share. Otherwise promised jobs get theirs, and the other jobs keep what is
-left in proportion to what the policy gave them: they shrink before they stop. Deadlines in the past count for nothing.
+The planner (:mod:`pollux.scheduler.planner`) calls :meth:`Deadlines.decide`. The policy is asked with the minimum
+shares of promised jobs as their least replicas, and divides the rest as it does without deadlines. If it gives one of
+them less all the same, promised jobs get their share and the others keep what is left in proportion to what the policy
+gave them: they shrink before they stop. Deadlines that are past or cannot be met any more count for nothing.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from pollux.model.goodput import GoodputModel, best_batch
-from pollux.policy.deadlines import DeadlineJob, Promises, Shares, can_admit, earliest_deadline
-from pollux.policy.dense import Budget, may_use, place_counts
+from pollux.policy.deadlines import DeadlineJob, Promises, Shares, can_admit, earliest_deadline, planned_end
+from pollux.policy.dense import Budget, may_use
 from pollux.policy.estimates import largest_nodes, remaining_steps, step_s
 from pollux.policy.simulated import oracle_of
-from pollux.scheduler.caps import Demand, allot
+from pollux.scheduler.deadline_shares import is_enough, with_floors, with_shares
 from pollux.scheduler.record import JobRecord
-from pollux.types import NO_ALLOCATION, Allocation, BatchLimits, JobView, Plan, Snapshot
+from pollux.types import BatchLimits, JobView, Plan, Snapshot
 
-_SPARE_S = 120.0  # a deadline is planned for so much earlier: rounds, starts and resizes take time
-_SPARE_SHARE = 0.03  # and for this share of the time that is left: models are no more accurate
+_RESIZE_S = 30.0  # a change of a job's share, until one was seen
 
 Ask = Callable[[Snapshot], Plan]
 
@@ -70,26 +70,25 @@ class Deadlines:
     def decide(self, snapshot: Snapshot, ask: Ask) -> Plan:
         """A plan that keeps promises, by asking the policy once."""
         due = [job for job in snapshot.jobs if (job.spec.deadline_at or 0.0) > snapshot.now] if self._is_active else []
-        plan = ask(snapshot)
         if not due:
             self.standings = {}
-            return plan
-        num_slots = snapshot.num_slots
+            return ask(snapshot)
         jobs = [deadline_job(job, snapshot) for job in due]
-        shares = self._promises.shares(snapshot.now, num_slots, jobs)
+        shares = self._promises.shares(snapshot.now, snapshot.num_slots, jobs)
         self.standings = {job.name: self._standing(job, shares) for job in due}
-        needed = {name: count for name, count in shares.now.items() if self._promises.has(name) and count}
+        floors = {name: count for name, count in shares.now.items() if count}
         for job, known in zip(due, jobs, strict=True):
             if not known.is_known and not job.has_started:  # it has to run before anything can be said of it
-                needed[job.name] = job.spec.min_replicas
-        if _is_enough(plan, needed):
+                floors[job.name] = job.spec.min_replicas
+        plan = ask(with_floors(snapshot, floors))
+        if is_enough(plan, floors):
             return plan
         held = Plan(allocations={job.name: job.allocation for job in snapshot.jobs if job.allocation})
         num_held = sum(allocation.num_slots for allocation in held.allocations.values())
-        if num_held == snapshot.num_slots and _is_enough(held, needed):
+        if num_held == snapshot.num_slots and is_enough(held, floors):
             # The policy would take back what deadlines were given before: each resize of that kind costs both sides.
             return replace(plan, allocations=held.allocations)
-        return _with_shares(snapshot, plan, needed)
+        return with_shares(snapshot, plan, floors)
 
     def assess(self, snapshot: Snapshot, job: JobView) -> Verdict:
         """Whether a job that is not in the snapshot could be promised its deadline now."""
@@ -123,8 +122,7 @@ class Deadlines:
 def deadline_job(job: JobView, snapshot: Snapshot) -> DeadlineJob:
     """What is known of a job's speed and length, on the type that it holds or the fastest it may use."""
     deadline_at = job.spec.deadline_at or 0.0
-    left_s = max(deadline_at - snapshot.now, 0.0)
-    planned_at = deadline_at - min(_SPARE_S + _SPARE_SHARE * left_s, left_s / 2)
+    planned_at = planned_end(deadline_at, snapshot.now)
     largest = largest_nodes(snapshot.nodes)
     slots: dict[str, int] = {}
     for node in snapshot.nodes:
@@ -144,6 +142,8 @@ def deadline_job(job: JobView, snapshot: Snapshot) -> DeadlineJob:
             planned_at,
             (job.spec.min_replicas, most),
             lambda count, kind=kind: finish_s(job, count, largest, kind),  # type: ignore[misc]
+            deadline_at - planned_at,
+            _RESIZE_S if job.resize_s is None else job.resize_s,
         )
         if best is None or min(found.finish_s, default=math.inf) < min(best.finish_s, default=math.inf):
             best = found
@@ -160,67 +160,3 @@ def finish_s(job: JobView, count: int, largest: Mapping[str, int], accelerator: 
         return job.remaining_examples / goodput if goodput > 0 else math.inf
     steps, time_s = remaining_steps(job), step_s(job, count, largest, accelerator)
     return steps * time_s if math.isfinite(steps) and math.isfinite(time_s) else math.inf
-
-
-def _is_enough(plan: Plan, needed: Mapping[str, int]) -> bool:
-    return all(plan.allocation_of(name).num_slots >= count for name, count in needed.items())
-
-
-def _with_shares(snapshot: Snapshot, plan: Plan, needed: Mapping[str, int]) -> Plan:
-    """The plan with at least ``needed``; what others must give comes from those that have more, in proportion."""
-    budget = Budget(snapshot)
-    type_of = {job.name: _type(job, plan, budget) for job in snapshot.jobs}
-    counts: dict[str, int] = {}
-    types: dict[str, str] = {}
-    for kind, num_slots in budget.total.items():
-        mine = [job for job in snapshot.jobs if type_of[job.name] == kind]
-        demands = list(_demands(mine, plan, needed))
-        counts |= allot(demands, num_slots)
-        types |= {job.name: kind for job in mine}
-    order = sorted(_staying(snapshot, plan, counts), key=lambda job: job.name not in needed)  # promised ones first
-    return replace(plan, allocations=place_counts(snapshot.nodes, order, counts, types))
-
-
-def _staying(snapshot: Snapshot, plan: Plan, counts: Mapping[str, int]) -> list[JobView]:
-    """Jobs where the policy put them, if their count is the policy's; then where they are, if that is still free."""
-    free = {node.name: node.num_slots for node in snapshot.nodes}
-
-    def fits(allocation: Allocation) -> bool:
-        if any(count > free[node] for node, count in allocation.own_shares):
-            return False
-        for node, count in allocation.own_shares:
-            free[node] -= count
-        return True
-
-    found: dict[str, JobView] = {}
-    for job in sorted(snapshot.jobs, key=lambda job: not job.is_fixed):
-        planned = plan.allocation_of(job.name)
-        if planned and planned.num_slots == counts.get(job.name, 0) and fits(planned):
-            found[job.name] = replace(job, allocation=planned)
-    for job in snapshot.jobs:
-        if job.name not in found:
-            stays = job.allocation.num_slots == counts.get(job.name, 0) and fits(job.allocation)
-            found[job.name] = job if stays else replace(job, allocation=NO_ALLOCATION)
-    return [found[job.name] for job in snapshot.jobs]
-
-
-def _demands(jobs: Iterable[JobView], plan: Plan, needed: Mapping[str, int]) -> Iterable[Demand]:
-    for place, job in enumerate(jobs):
-        own, count = needed.get(job.name, 0), plan.allocation_of(job.name).num_slots
-        least = max(own, min(job.spec.min_replicas, count))
-        yield Demand(
-            job=job.name,
-            count=max(count, own),
-            least=count if job.is_fixed else least,
-            is_bound=job.is_fixed,
-            order=(0 if own else 1, not job.allocation, place),
-            weight=job.spec.weight,
-        )
-
-
-def _type(job: JobView, plan: Plan, budget: Budget) -> str:
-    """That of the plan, else the one it holds, else the largest that it may use."""
-    planned = budget.type_of(plan.allocation_of(job.name)) or budget.type_of(job.allocation)
-    if planned is not None:
-        return planned
-    return max((kind for kind in budget.total if may_use(job, kind)), key=budget.total.__getitem__, default="")

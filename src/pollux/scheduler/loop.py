@@ -18,10 +18,11 @@ from pollux.policy.base import Policy
 from pollux.scheduler.autoscale import SizeDecision
 from pollux.scheduler.config import SchedulerConfig as SchedulerConfig
 from pollux.scheduler.deadlines import Deadlines, Verdict
+from pollux.scheduler.device_memory import memory_by_type, narrowed, newly_unfit, unfit_here
 from pollux.scheduler.knowledge import Knowledge, ProfileMemory, learn_all, recall_ratios
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.node_health import NodeHealth
-from pollux.scheduler.nodes import SlotRules, placeable, shrunk
+from pollux.scheduler.nodes import SlotRules, noticed, placeable, shrunk
 from pollux.scheduler.planner import Planner
 from pollux.scheduler.plausible import Plausibility
 from pollux.scheduler.ports import (
@@ -38,14 +39,20 @@ from pollux.scheduler.ports import (
     NodePool,
     NodesChanged,
     ResizeFailed,
-    ResizeJob,
     StopJob,
     Store,
-    TuneJob,
 )
 from pollux.scheduler.quotas import Quotas
 from pollux.scheduler.reconcile import Actual, Change, Resize, Start, reconcile
-from pollux.scheduler.record import Departure, JobRecord, RoundRecord, as_it_was, num_replicas_text, reallocations
+from pollux.scheduler.record import (
+    Departure,
+    JobRecord,
+    RoundRecord,
+    as_it_was,
+    num_replicas_text,
+    reallocations,
+    tunings,
+)
 from pollux.scheduler.sizing import Sizer
 from pollux.types import NO_ALLOCATION, Allocation, JobSpec, JobView, Node, Plan, Snapshot
 
@@ -297,8 +304,7 @@ class Scheduler:
             self._keep_survivors(now)
             self.reconsider("nodes")
             return
-        record = self._active.get(event.job)
-        if record is None:
+        if (record := self._active.get(event.job)) is None:
             logger.debug("event for a job that is not active: %s", event)
             return
         match event:
@@ -329,15 +335,12 @@ class Scheduler:
                 self._start_again(record, now, reason)
             case JobEnded(node=node) if node and self._may_start_elsewhere(record, event, now):
                 self._start_again(record, now, f"failed on {node} ({event.cause}): it starts on another node")
+            case JobEnded() if unfit := unfit_here(event, record, self._engine.nodes()):
+                record.unfit_types |= unfit
+                self._start_again(record, now, f"{next(iter(unfit.values()))}: it starts on another type")
             case JobEnded(state=state, at=at, reason=reason, exit_code=exit_code):
-                # By another clock than ours, which may have been set meanwhile.
-                at = min(at if record.started_at is None else max(at, record.started_at), now)
-                record.account(now)
-                if record.allocation:  # time since it ended was not its own
-                    record.attained_s -= now - at
-                    record.attained_slot_s -= (now - at) * record.allocation.num_slots
                 record.exit_code = exit_code
-                self._end(record, state, at, reason)
+                self._end(record, state, record.account_end(at, now), reason)
                 self.reconsider("end")
 
     def _start_again(self, record: JobRecord, now: float, reason: str) -> None:
@@ -353,24 +356,26 @@ class Scheduler:
     def _may_start_elsewhere(self, record: JobRecord, end: JobEnded, now: float) -> bool:
         """A node may be the cause of this failure, and there is another one that the job has not tried."""
         self.health.fail(record.name, end.node, end.cause, now, is_proven=False)
-        barred = self._draining | self.releasing | self.health.excluded(record.name, now).keys()
+        barred = self._leaving().keys() | self.health.excluded(record.name, now).keys()
         others = [node for node in self._engine.nodes() if node.name not in barred and record.spec.may_use(node)]
         return bool(others) and record.state.holds_slots and self.health.may_try_elsewhere(record.name)
 
     def _give_up_resize(self, record: JobRecord, event: ResizeFailed, now: float) -> None:
         """New replicas fail on a node. The job goes on with the replicas it had, and the node is excluded for it."""
-        self.health.fail(record.name, event.node, event.reason, now, is_proven=True)
-        why = f"replicas fail on {event.node} ({event.reason}): the job goes on without it"
+        cause = f"replicas fail on {event.node} ({event.reason})" if event.node else event.reason
+        why = f"{cause}: the job goes on without it"
+        if event.node:
+            record.unfit_types |= newly_unfit(event, record.leaving, self._engine.nodes())
+            self.health.fail(record.name, event.node, event.reason, now, is_proven=True)
         is_current = event.generation == record.generation and record.state in _GOES_ON
         if event.allocation is None or not is_current:
             record.note(now, why)
+        elif event.allocation.num_replicas < record.spec.min_replicas:
+            self._desired.pop(record.name, None)
+            self._stop(record, f"{event.reason}: what is left is not enough to go on with")
         else:
-            record.account(now)
-            self._desired[record.name] = record.allocation = event.allocation
-            record.generation, record.leaving = record.generation + 1, NO_ALLOCATION
-            record.move(JobState.RESIZING, now, why)
-            resize = ResizeJob(job=record.name, allocation=event.allocation, generation=record.generation)
-            self._engine.apply([resize])
+            self._desired[record.name], record.leaving = event.allocation, NO_ALLOCATION
+            self._engine.apply([record.go_on_with(event.allocation, now, why)])
         self._store.save_job(record)
         self.reconsider("node failure")
 
@@ -394,16 +399,14 @@ class Scheduler:
                 if gone:
                     record.note(now, f"lost {', '.join(gone)}: what is left is not enough to go on with")
                 continue
-            record.account(now)
             lost = [share.node for share in record.allocation.shares if share not in allocation.shares]
             if self._desired.get(record.name) == record.allocation:
                 self._desired[record.name] = allocation
             was = record.allocation.num_replicas
-            record.allocation, record.generation = allocation, record.generation + 1
             why = f"lost {', '.join(lost)}: {was} -> {num_replicas_text(allocation)}"
-            record.move(JobState.RESIZING, now, why)
+            resize = record.go_on_with(allocation, now, why)
             self._store.save_job(record)
-            self._engine.apply([ResizeJob(job=record.name, allocation=allocation, generation=record.generation)])
+            self._engine.apply([resize])
 
     def _end(self, record: JobRecord, state: JobState, at: float, reason: str) -> None:
         self.health.end(record.name)
@@ -469,17 +472,21 @@ class Scheduler:
 
     def snapshot(self, now: float) -> Snapshot:
         """All that a policy may read, as of now."""
-        leaving = self._draining | self.releasing
         views = self._views(now)
-        nodes, views = self._rules.usable(
-            leaving, shrunk(self._engine.nodes(), self.health.quarantined(now), views), views
-        )
-        return self._rules.snapshot(now, nodes, views)
+        nodes = shrunk(self._engine.nodes(), self.health.quarantined(now), views)
+        return self._rules.snapshot(now, *self._rules.usable(self._leaving(), nodes, views))
+
+    def _leaving(self) -> dict[str, str]:
+        """Nodes that jobs are to leave, each with why in a word."""
+        asked = dict.fromkeys(self.releasing, "released") | dict.fromkeys(self._draining, "drained")
+        return noticed(self._engine.nodes()) | asked
 
     def _views(self, now: float) -> list[JobView]:
         make, pins_resizing = self._rules.make_view, self.config.pins_resizing
         records = [one for one in self._active.values() if one.name not in self._on_hold and not one.is_spent]
-        return [record.view(now, make, pins_resizing=pins_resizing) for record in records]
+        memory = memory_by_type(self._engine.nodes())
+        views = [record.view(now, make, pins_resizing=pins_resizing) for record in records]
+        return [narrowed(view, one.unfit_types, memory) for view, one in zip(views, records, strict=True)]
 
     def drain(self, nodes: Iterable[str]) -> None:
         """Use these nodes no longer, and no others are drained; jobs leave them with the next decision."""
@@ -501,9 +508,10 @@ class Scheduler:
 
     def _make_round(self, now: float, trigger: str) -> None:
         self._learn()
-        began = time.perf_counter()  # the size is part of the decision, and its plan may be the round's
+        began, nodes = time.perf_counter(), self._engine.nodes()  # the size's plan may be the round's
         if self._sizer is not None:
-            self._sizer.update(now, self._engine.nodes(), self._views(now), self._draining, self._planner.decide)
+            going = self._draining | noticed(nodes).keys()
+            self._sizer.update(now, nodes, self._views(now), going, self._planner.decide)
         # A cluster that decides on events tells of the last job's end when it ends, not when the next one comes.
         sizing = "" if self._sizer is None else self._sizer.changed
         if not self._active and not ((self._departures or sizing) and self.config.decides_on_events):
@@ -511,9 +519,8 @@ class Scheduler:
         snapshot = placeable(self.snapshot(now))
         plan, error = self._plan(snapshot) if self._active else (Plan(allocations={}), "")
         decision_s = time.perf_counter() - began
-        there = {node.name for node in self._engine.nodes()}
-        leaving = dict.fromkeys(self.releasing, "released") | dict.fromkeys(self._draining, "drained")
-        changes = () if error else reallocations(plan, self._active.values(), there, leaving)
+        there = {node.name for node in nodes}
+        changes = () if error else reallocations(plan, self._active.values(), there, self._leaving())
         plan = as_it_was(plan, decision_s, self._active)
         # A job that is stopping keeps its slots until it has; what it held is not what it should get back.
         self._desired = {
@@ -554,13 +561,7 @@ class Scheduler:
         types = [node.accelerator for node in self._engine.nodes()] if self.config.guesses_types else None
         known = [record.knowledge for record in self._active.values()]
         learnt = learn_all(known, self._ratios, types, is_published=self.config.fits_published)
-        fresh = {id(knowledge) for knowledge in learnt}
-        commands: list[Command] = [
-            TuneJob(job=record.name, params=record.knowledge.params)
-            for record in self._active.values()
-            if id(record.knowledge) in fresh and record.allocation
-        ]
-        if commands:
+        if commands := tunings(self._active.values(), learnt):
             self._engine.apply(commands)
 
     # Commands ---------------------------------------------------------------------------------

@@ -38,20 +38,36 @@ def usable(
 def placeable(snapshot: Snapshot) -> Snapshot:
     """Without the jobs that cannot run on the nodes there are: they wait, delay no other job, and count in no share.
 
-    Those are jobs that may use none of the accelerator types, or need more slots of one type than there are. A job that
-    holds slots stays.
+    Those are jobs that may use none of the nodes, or need more slots of one type than there are. A job that holds slots
+    stays.
     """
-    there: Counter[str] = Counter()
-    for node in snapshot.nodes:
-        there[node.accelerator] += node.num_slots
-    jobs = tuple(job for job in snapshot.jobs if job.allocation.shares or _fits(job.spec, there))
+    there = slots_by_type(snapshot.nodes)
+    jobs = tuple(job for job in snapshot.jobs if job.allocation.shares or _fits(job.spec, there, snapshot.nodes))
     return snapshot if len(jobs) == len(snapshot.jobs) else dataclasses.replace(snapshot, jobs=jobs)
 
 
-def _fits(spec: JobSpec, there: Mapping[str, int]) -> bool:
+def slots_by_type(nodes: Iterable[Node], spec: JobSpec | None = None) -> Counter[str]:
+    """All slots there are; of a job that asks more of a node, those that it could have if it were alone."""
+    there: Counter[str] = Counter()
+    for node in nodes:
+        if spec is None:
+            there[node.accelerator] += node.num_slots
+        elif spec.may_use(node):
+            there[node.accelerator] += spec.most_on(node)
+    return there
+
+
+def _fits(spec: JobSpec, there: Mapping[str, int], nodes: Sequence[Node]) -> bool:
     """Whether it could start if it had all slots of a type to itself."""
+    if spec.is_picky:
+        there = slots_by_type(nodes, spec)
     usable = [num for kind, num in there.items() if spec.accelerators is None or kind in spec.accelerators]
     return max(usable, default=0) >= spec.min_replicas
+
+
+def noticed(nodes: Iterable[Node]) -> dict[str, str]:
+    """Nodes that will be gone soon, whatever is decided, each with why in a word."""
+    return {node.name: "taken away soon" for node in nodes if node.notice}
 
 
 def shrunk(nodes: Sequence[Node], quarantined: Collection[str], views: Iterable[JobView]) -> list[Node]:
@@ -119,7 +135,7 @@ def avoiding(snapshot: Snapshot, plan: Plan, excluded: Mapping[str, Mapping[str,
             if all(count <= free[node] for node, count in held.items()):
                 counts.update(held)
                 free.subtract(held)
-    return _rewritten(plan, {name: (allocations[name], note) for name, note in changed.items()})
+    return rewritten(plan, {name: (allocations[name], note) for name, note in changed.items()})
 
 
 def _spared(
@@ -150,7 +166,7 @@ def _exchange(donor: Counter[str], taker: Counter[str], place: str, node: str, n
     taker[place] += num_slots
 
 
-def _rewritten(plan: Plan, changed: Mapping[str, tuple[Counter[str], str]]) -> Plan:
+def rewritten(plan: Plan, changed: Mapping[str, tuple[Counter[str], str]]) -> Plan:
     """The plan with these jobs' slots, and why they changed in its explanation."""
     after = {
         name: Allocation(tuple(NodeShare(node, count) for node, count in counts.items() if count > 0))

@@ -9,9 +9,11 @@ from collections.abc import Mapping
 from pollux.errors import PolicyError, PolluxError
 from pollux.policy.base import Policy
 from pollux.scheduler.deadlines import Deadlines
+from pollux.scheduler.node_classes import barred_nodes, by_class
 from pollux.scheduler.nodes import SlotRules, avoiding
 from pollux.scheduler.quotas import Quotas
 from pollux.scheduler.reconcile import verify_plan
+from pollux.scheduler.resources import fitting
 from pollux.types import Plan, Snapshot
 
 logger = logging.getLogger(__name__)
@@ -30,10 +32,15 @@ class Planner:
     def decide(self, snapshot: Snapshot) -> Plan:
         """The policy's plan, within the quotas and, as far as they let it, with what deadlines need.
 
+        Whatever the policy, jobs are on nodes that they may use, as far as classes of nodes can tell it.
+
         Raises:
             PolluxError: it made none.
         """
-        return self._in_time(snapshot) if self._quotas is None else self._quotas.decide(snapshot, self._in_time)
+        return self._on_classes(snapshot) if self._quotas is None else self._quotas.decide(snapshot, self._on_classes)
+
+    def _on_classes(self, snapshot: Snapshot) -> Plan:
+        return by_class(snapshot, self._in_time)
 
     def _in_time(self, snapshot: Snapshot) -> Plan:
         return self._deadlines.decide(snapshot, self._ask)
@@ -46,7 +53,9 @@ class Planner:
         ``excluded``: nodes that a job may not use, see :func:`~pollux.scheduler.nodes.avoiding`.
         """
         try:
-            plan = avoiding(snapshot, known or self.decide(snapshot), excluded)
+            barred = barred_nodes(snapshot)
+            both = {job: {**barred.get(job, {}), **nodes} for job, nodes in excluded.items()} if barred else excluded
+            plan = fitting(snapshot, avoiding(snapshot, known or self.decide(snapshot), both))
             verify_plan(snapshot, plan, self._rules)
         except PolluxError as error:
             if self._is_strict:

@@ -98,7 +98,10 @@ class JobEnded:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResizeFailed:
-    """New replicas ended on a node before they were ready. The job goes on with those it had."""
+    """New replicas ended on a node before they were ready. The job goes on with those it had.
+
+    ``node`` is "" when slots of the job are gone, and no node is to blame: it goes on with those it has left.
+    """
 
     job: str
     generation: int

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from pollux.errors import InvalidPlanError
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.nodes import SlotRules
-from pollux.types import NO_ALLOCATION, Allocation, Node, Plan, Snapshot, slots_in_use
+from pollux.scheduler.resources import overdrawn
+from pollux.types import NO_ALLOCATION, Allocation, JobView, Node, Plan, Snapshot, slots_in_use
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,8 @@ def verify_plan(snapshot: Snapshot, plan: Plan, rules: SlotRules | None = None) 
             problems.append(f"job {name!r} is placed on several accelerator types: {sorted(types)}")
         if job.spec.accelerators is not None and not types <= job.spec.accelerators:
             problems.append(f"job {name!r} may run on {sorted(job.spec.accelerators)}, not on {sorted(types)}")
+        if job.spec.is_picky and (wrong := _misplaced(job, allocation, nodes)):
+            problems.append(f"job {name!r} may not use {', '.join(wrong)}")
         count = allocation.num_replicas
         is_within = count == 0 or job.spec.min_replicas <= count <= job.spec.max_replicas
         if not is_within and count != job.spec.requested_replicas and allocation != job.allocation:
@@ -79,9 +82,18 @@ def verify_plan(snapshot: Snapshot, plan: Plan, rules: SlotRules | None = None) 
     for node_name, used in slots_in_use(list(plan.allocations.values())).items():
         if node_name in nodes and used > nodes[node_name].num_slots:
             problems.append(f"node {node_name!r} has {nodes[node_name].num_slots} slots, {used} are given away")
+    problems += overdrawn(nodes, jobs, plan)
     problems += rules.problems(plan) if rules is not None else []
     if problems:
         raise InvalidPlanError(*problems)
+
+
+def _misplaced(job: JobView, allocation: Allocation, nodes: Mapping[str, Node]) -> list[str]:
+    """Nodes on which a job gets new replicas, and that it may not use."""
+    held = job.allocation.as_mapping()
+    return [
+        node for node, count in allocation.shares if count > held.get(node, 0) and not job.spec.may_use(nodes[node])
+    ]
 
 
 def reconcile(

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from pollux.scheduler.knowledge import Knowledge
 from pollux.scheduler.lifecycle import JobState, Transition, check_transition
-from pollux.scheduler.ports import JobReport, ResizeJob, StartJob
+from pollux.scheduler.ports import Command, JobReport, ResizeJob, StartJob, TuneJob
 from pollux.scheduler.reconcile import together
 from pollux.types import NO_ALLOCATION, Allocation, JobSpec, JobView, Plan
 
@@ -19,7 +19,8 @@ _HISTORY_LENGTH = 64  # transitions kept for an error message; a job makes a few
 class JobRecord:
     """What the scheduler knows of a job. Mutable; only the scheduler loop writes to it.
 
-    Stored field by field: a new field needs a new SCHEMA_VERSION (``server/storage/database.py``).
+    Stored field by field: a new field has a default, which rows from before it are read with; any other change needs a
+    new SCHEMA_VERSION (``server/storage/database.py``).
     """
 
     spec: JobSpec
@@ -46,6 +47,7 @@ class JobRecord:
     progress: float | None = None
     total_batch: int | None = None
     history: list[Transition] = field(default_factory=list)
+    unfit_types: dict[str, str] = field(default_factory=dict)  # where it ran out of device memory, and how
 
     @property
     def name(self) -> str:
@@ -119,6 +121,22 @@ class JobRecord:
         self.move(target, now, f"{was} -> {num_replicas_text(allocation)}")
         return ResizeJob(job=self.name, allocation=allocation, generation=self.generation)
 
+    def go_on_with(self, left: Allocation, now: float, why: str) -> ResizeJob:
+        """It has lost some of its slots; the command that tells the engine what it holds now."""
+        self.account(now)
+        self.allocation, self.generation = left, self.generation + 1
+        self.move(JobState.RESIZING, now, why)
+        return ResizeJob(job=self.name, allocation=left, generation=self.generation)
+
+    def account_end(self, at: float, now: float) -> float:
+        """When it ended, by our clock: the engine's may have been set meanwhile. Time since then was not its own."""
+        at = min(at if self.started_at is None else max(at, self.started_at), now)
+        self.account(now)
+        if self.allocation:
+            self.attained_s -= now - at
+            self.attained_slot_s -= (now - at) * self.allocation.num_slots
+        return at
+
     def trains(self, now: float, generation: int, took_s: float | None) -> None:
         """The membership it was brought to is at work; how long that took is what the next change will cost.
 
@@ -170,6 +188,16 @@ class JobRecord:
             done_examples=self._done_examples(),
             is_pinned=self.state is JobState.STOPPING or (pins_resizing and is_under_way),
         )
+
+
+def tunings(records: Iterable[JobRecord], learnt: Iterable[Knowledge]) -> list[Command]:
+    """Tells running jobs what was learnt anew of their throughput."""
+    fresh = {id(knowledge) for knowledge in learnt}
+    return [
+        TuneJob(job=record.name, params=record.knowledge.params)
+        for record in records
+        if id(record.knowledge) in fresh and record.allocation
+    ]
 
 
 def num_replicas_text(allocation: Allocation) -> str:

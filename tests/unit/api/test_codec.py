@@ -367,7 +367,10 @@ def test_an_unknown_version_is_refused(version):
 def test_each_missing_field_and_any_extra_one_is_refused_by_name(kind):
     write, read, value = FORMS[kind]
     form = write(value)
-    for name in form:
+    # Stored rows may be older than a field that has a default; a report has all of its fields.
+    optional = {field.name for field in dataclasses.fields(value) if field.default is not dataclasses.MISSING}
+    optional |= {field.name for field in dataclasses.fields(value) if field.default_factory is not dataclasses.MISSING}
+    for name in form if kind == "report" else set(form) - optional:
         with pytest.raises(InvalidValueError, match=name):
             read({key: entry for key, entry in form.items() if key != name})
     with pytest.raises(InvalidValueError, match="'surprise', which is no field"):

@@ -101,3 +101,34 @@ def test_elasticflow_meets_a_deadline_and_gives_the_rest_away() -> None:
     shared = make_policy("elasticflow").decide(whole)
     assert all(shared.allocation_of(name) for name in ("alone", "due"))
     assert sum(one.num_replicas for one in shared.allocations.values()) <= 8
+
+
+def test_a_job_that_cannot_be_met_any_more_takes_nothing_from_the_others() -> None:
+    promises = Promises()
+    first, second = job("first", 50.0, 100.0), job("second", 120.0, 100.0)
+    assert promises.shares(0.0, 4, [first, second]).now == {"first": 2, "second": 1}
+    behind = job("first", 50.0, 300.0)  # it would need more than there is
+    shares = promises.shares(1.0, 4, [behind, second])
+    assert shares.now["second"] == 1 and shares.now.get("first", 0) == 0
+    assert "first" in shares.missed
+
+
+def test_reservations_stay_as_they_were_made_while_jobs_keep_to_them() -> None:
+    promises = Promises()
+    jobs = [job("a", 100.0, 150.0), job("b", 100.0, 150.0)]
+    made = promises.shares(0.0, 4, jobs).now
+    assert made == {"a": 2, "b": 2}
+    # One is ahead: a reservation that is made anew would shrink it, and grow it again after the next delay.
+    ahead = [job("a", 100.0, 60.0), job("b", 100.0, 110.0)]
+    assert promises.shares(20.0, 4, ahead).now == made
+    assert minimum_shares(20.0, 4, ahead).now["a"] == 1
+
+
+def test_a_job_that_is_behind_may_use_up_the_time_that_was_spared() -> None:
+    promises = Promises()
+    planned = DeadlineJob.of("a", 90.0, (1, 2), lambda count: 180.0 / count, spare_s=20.0)
+    promises.shares(0.0, 2, [planned])
+    behind = DeadlineJob.of("a", 90.0, (1, 2), lambda count: 190.0 / count, spare_s=20.0)
+    assert promises.shares(10.0, 2, [behind]).now == {"a": 2}
+    lost = DeadlineJob.of("a", 90.0, (1, 2), lambda count: 220.0 / count, spare_s=20.0)
+    assert promises.shares(10.0, 2, [lost]).missed.keys() == {"a"}

@@ -129,6 +129,23 @@ def test_a_job_that_was_moving_to_a_lost_node_stays_where_it_was():
     assert world.engine.commands[-1] == ResizeJob(job="a", allocation=a.allocation, generation=3)
 
 
+def test_a_node_with_notice_is_left_before_it_goes_and_used_again_if_it_stays():
+    world = World(num_nodes=2, decides_on_events=True)
+    world.submit("a", max_replicas=8)
+    world.round()
+    nodes = world.engine.node_list
+    world.engine.node_list = [nodes[0], dataclasses.replace(nodes[1], notice="taken away at 12:00")]
+    world.engine.events.append(NodesChanged())
+    world.round()
+    assert world.store.jobs["a"].allocation.as_mapping() == {nodes[0].name: 4}
+    assert world.store.jobs["a"].num_crashes == 0
+    world.engine.node_list = nodes
+    world.engine.events.append(NodesChanged())
+    world.round()
+    world.round()
+    assert world.replicas() == {"a": 8}
+
+
 def test_a_node_that_comes_back_is_used_again():
     world = World(num_nodes=2, decides_on_events=True)
     world.submit("a", max_replicas=8)
