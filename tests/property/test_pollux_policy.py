@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pollux.policy import PolicySettings, make_policy
 from pollux.policy.fitness import EPSILON, costs, fitness
-from pollux.policy.placement import PlacementProblem, place
+from pollux.policy.placement import PlacementProblem, SettledCosts, place
 from pollux.policy.pollux import PolluxPolicy
 from pollux.policy.round import RoundProblem, move_factor
 from pollux.policy.solver import solve
@@ -265,7 +265,11 @@ def test_the_last_piece_goes_where_it_fits_tightest():
     cost[0, :, 0], cost[0, 0, 5], cost[0, 1, 5] = 10.0, np.inf, 0.1
     for sizes in ([1, 4, 4], [4, 4, 1]):
         problem = PlacementProblem(
-            capacity=np.array(sizes), settled_cost=cost, moved_cost=cost, current=[{}], is_fixed=np.array([False])
+            capacity=np.array(sizes),
+            settled_cost=SettledCosts(cost, np.array([0]), lambda found, rows: found),
+            moved_cost=cost,
+            current=[{}],
+            is_fixed=np.array([False]),
         )
         shares = place(problem, np.array([5])).shares[0]
         assert sorted(sizes[node] for node in shares) == [1, 4]

@@ -20,14 +20,17 @@ EPSILON = 0.004  # of a speedup: that of the artifact, 0.001 for each GPU of a n
 
 def costs(speedups: npt.ArrayLike, weights: npt.ArrayLike, p: float, epsilon: float = EPSILON) -> FloatArray:
     """Cost per job and option; ``weights`` broadcasts over ``speedups``."""
-    shifted = np.asarray(speedups, dtype=float) + epsilon
+    weights = np.asarray(weights)
+    result = np.array(np.broadcast_to(speedups, np.broadcast_shapes(np.shape(speedups), weights.shape)), dtype=float)
+    result += epsilon  # in place: with many jobs most of the time would go into new memory
     if p == 0:
-        powered = -np.log(shifted)
+        np.negative(np.log(result, out=result), out=result)
     elif p == -1:
-        powered = 1.0 / shifted
+        np.divide(1.0, result, out=result)
     else:
-        powered = -math.copysign(1.0, p) * shifted**p
-    result: FloatArray = np.asarray(weights) * powered
+        np.power(result, p, out=result)
+        result *= -math.copysign(1.0, p)
+    result *= weights
     return result
 
 

@@ -183,14 +183,13 @@ def _by_regret(market: Market, response: Response, home: IntArray, *, keeps_home
         np.subtract.at(left, kinds[home >= 0], counts[home >= 0, home[home >= 0]])
     # Jobs for which waiting is cheaper come last: they take what is left.
     order = np.lexsort((-regret, response.kinds < 0))
-    ways = np.argsort(values, axis=1, kind="stable").tolist()
+    order = order[kinds[order] < 0]
+    ways = np.argsort(values[order], axis=1, kind="stable").tolist()
     room = left.tolist()
     vacant = [int(slots) - int((kinds == kind).sum()) for kind, slots in enumerate(market.capacity)]
-    is_open, wanted = np.isfinite(values).tolist(), counts.tolist()
-    for job in order.tolist():
-        if kinds[job] >= 0:
-            continue
-        own, likes = wanted[job], [kind for kind in ways[job] if is_open[job][kind]] or ways[job][:1]
+    is_open, wanted = np.isfinite(values[order]).tolist(), counts[order].tolist()
+    for job, own, way, opens in zip(order.tolist(), wanted, ways, is_open, strict=True):
+        likes = [kind for kind in way if opens[kind]] or way[:1]
         chosen = next((kind for kind in likes if own[kind] <= room[kind]), None)
         if chosen is None:  # no type has enough for it: one with free slots, else the one with the fewest jobs
             chosen = next((kind for kind in likes if room[kind] >= 1), None)

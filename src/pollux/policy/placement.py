@@ -11,7 +11,7 @@ may touch a node.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -22,12 +22,29 @@ from pollux.types import FloatArray, IntArray
 Shares = dict[int, int]  # node -> replicas of one job there
 
 
+class SettledCosts:
+    """Costs of what jobs hold already, as a table (num_jobs, 2, max_count + 1) that is computed where it is read."""
+
+    def __init__(
+        self, speedups: FloatArray, rows: IntArray, cost: Callable[[FloatArray, IntArray], FloatArray]
+    ) -> None:
+        """``cost``: of speedups, and of which jobs they are; ``rows``: the jobs of this table."""
+        self._speedups, self._rows, self._cost = speedups, rows, cost
+
+    def at(self, jobs: IntArray, spans: IntArray, counts: IntArray) -> FloatArray:
+        rows = self._rows[jobs]
+        return self._cost(self._speedups[rows, spans, counts], rows)
+
+    def of_jobs(self, rows: IntArray) -> SettledCosts:
+        return SettledCosts(self._speedups, self._rows[rows], self._cost)
+
+
 @dataclass(frozen=True, slots=True)
 class PlacementProblem:
     """Jobs, nodes and what every allocation would cost."""
 
     capacity: IntArray  # (num_nodes,) slots
-    settled_cost: FloatArray  # (num_jobs, 2, max_count + 1): [on one node, spanning], for what a job holds already
+    settled_cost: SettledCosts  # (num_jobs, 2, max_count + 1): [on one node, spanning], for what a job holds already
     moved_cost: FloatArray  # the same for what it would have to move to; inf: forbidden; [:, :, 0]: idle
     current: Sequence[Shares]  # per job, what it holds now
     is_fixed: npt.NDArray[np.bool_]  # (num_jobs,) must keep exactly what it holds
@@ -38,7 +55,7 @@ class PlacementProblem:
     def __post_init__(self) -> None:
         spans = np.array([len(shares) > 1 for shares in self.current], dtype=np.int64)
         counts = np.array([sum(shares.values()) for shares in self.current], dtype=np.int64)
-        keep_cost = self.settled_cost[np.arange(len(counts)), spans, counts]
+        keep_cost = self.settled_cost.at(np.arange(len(counts)), spans, counts)
         if self.must_change is not None:
             keep_cost[self.must_change & (counts > 0)] = np.inf
         object.__setattr__(self, "keep_cost", keep_cost)
@@ -51,7 +68,7 @@ class PlacementProblem:
         """The same problem for some of the jobs."""
         return replace(
             self,
-            settled_cost=self.settled_cost[rows],
+            settled_cost=self.settled_cost.of_jobs(rows),
             moved_cost=self.moved_cost[rows],
             current=[self.current[row] for row in rows.tolist()],
             is_fixed=self.is_fixed[rows],

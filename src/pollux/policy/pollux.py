@@ -23,7 +23,7 @@ from pollux.policy.mixed import Memory, solve_mixed
 from pollux.policy.round import RoundProblem
 from pollux.policy.solver import solve
 from pollux.policy.speedups import Speedups, rounded_log
-from pollux.types import Explanation, JobDecision, JobView, Node, Plan, Snapshot
+from pollux.types import Allocation, Explanation, JobDecision, JobView, Node, Plan, Snapshot
 
 # When a settled plan is looked at again. Between 0.05 and 0.5, and between 120 s and an hour, the average JCT of the
 # OSDI'21 workloads does not change: a plan that was kept is nearly always the one that would be found again.
@@ -42,7 +42,7 @@ class PolluxPolicy(Policy):
         self._rng = np.random.default_rng(settings.seed)
         self._types: tuple[str, ...] = ()
         self._memory: Memory | None = None  # of the last round, with these types
-        self._settled: tuple[float, tuple[object, ...], Plan] | None = None  # when, for which situation, and the plan
+        self._settled: _Settled | None = None
 
     def reset(self) -> None:
         self._speedups.clear()
@@ -56,41 +56,22 @@ class PolluxPolicy(Policy):
         snapshot = ablated(snapshot, self._settings)
         if self._settings.weights != "equal":
             self._lengths.look(snapshot.jobs)
-        if self._settled is not None:
-            at, before, plan = self._settled
-            if 0 <= snapshot.now - at < _MAX_AGE_S and before == self._situation(snapshot.nodes, snapshot.jobs):
-                return plan
+        left = self._left(snapshot.jobs)
+        settled = self._settled
+        if settled is not None and 0 <= snapshot.now - settled.now < _MAX_AGE_S and settled.is_still(snapshot, left):
+            return settled.unchanged
         plan = self._solve(snapshot)
         # Once the plan is carried out, and nothing else has changed much, there is nothing to decide.
-        self._settled = (snapshot.now, self._situation(snapshot.nodes, snapshot.jobs, plan), _unchanged(plan))
+        self._settled = _Settled(snapshot.now, snapshot.nodes, snapshot.jobs, left, plan)
         return plan
 
-    def _situation(
-        self, nodes: tuple[Node, ...], jobs: tuple[JobView, ...], after: Plan | None = None
-    ) -> tuple[object, ...]:
-        """What a plan depends on, rounded; now, or ``after`` a plan has been carried out."""
-        left = [None] * len(jobs) if self._settings.weights == "equal" else self._left(jobs)
-        held = [job.allocation if after is None else after.allocation_of(job.name) for job in jobs]
-        rows = tuple(
-            (
-                job.spec,
-                allocation,
-                job.is_pinned,
-                job.share,
-                job.has_started or bool(allocation),
-                job.max_profiled_replicas,
-                job.params,
-                job.shape_factors,
-                rounded_log(job.noise_scale_low),
-                rounded_log(length),
-                round(math.log(job.age_s + 1.0) / _OLDER),  # moves get cheaper with age
-            )
-            for job, allocation, length in zip(jobs, held, left, strict=True)
-        )
-        return nodes, rows
-
     def _left(self, jobs: tuple[JobView, ...]) -> list[float | None]:
-        """The work left of each job: in examples as declared, or in slot-seconds as ended jobs have shown."""
+        """The work left of each job: in examples as declared, or in slot-seconds as ended jobs have shown.
+
+        None of all where it does not count.
+        """
+        if self._settings.weights == "equal":
+            return [None] * len(jobs)
         learnt: list[float | None] = self._lengths.left(jobs).tolist()
         if self._settings.weights == "learnt":
             return learnt
@@ -116,6 +97,45 @@ class PolluxPolicy(Policy):
         found = solve_mixed(round_.problems, round_.nodes, self._memory if types == self._types else None, self._rng)
         self._types, self._memory = types, found.memory
         return round_.plan(found.solution)
+
+
+class _Settled:
+    """A situation for which a plan was made, and the plan."""
+
+    def __init__(
+        self, now: float, nodes: tuple[Node, ...], jobs: tuple[JobView, ...], left: list[float | None], plan: Plan
+    ) -> None:
+        self.now, self._nodes, self._jobs, self._left, self._plan = now, nodes, jobs, left, plan
+
+    def is_still(self, snapshot: Snapshot, left: list[float | None]) -> bool:
+        """Whether nothing has changed but that the plan was carried out."""
+        if self._nodes != snapshot.nodes or len(self._jobs) != len(snapshot.jobs):
+            return False
+        return all(
+            _row(before, self._plan.allocation_of(before.name), length) == _row(job, job.allocation, now)
+            for before, length, job, now in zip(self._jobs, self._left, snapshot.jobs, left, strict=True)
+        )
+
+    @property
+    def unchanged(self) -> Plan:
+        return _unchanged(self._plan)
+
+
+def _row(job: JobView, allocation: Allocation, left: float | None) -> tuple[object, ...]:
+    """What a plan depends on, rounded, of a job with this allocation."""
+    return (
+        job.spec,
+        allocation,
+        job.is_pinned,
+        job.share,
+        job.has_started or bool(allocation),
+        job.max_profiled_replicas,
+        job.params,
+        job.shape_factors,
+        rounded_log(job.noise_scale_low),
+        rounded_log(left),
+        round(math.log(job.age_s + 1.0) / _OLDER),  # moves get cheaper with age
+    )
 
 
 def _unchanged(plan: Plan) -> Plan:

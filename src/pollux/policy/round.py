@@ -9,14 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
 
 from pollux.policy.base import PolicySettings
-from pollux.policy.dense import types_of
+from pollux.policy.dense import may_use, types_of
 from pollux.policy.fitness import costs, fitness
 from pollux.policy.mixed import homes, keep_costs
-from pollux.policy.placement import PlacementProblem, Shares
+from pollux.policy.placement import PlacementProblem, SettledCosts, Shares
 from pollux.policy.solver import Solution
 from pollux.policy.speedups import SpeedupTable
 from pollux.policy.weights import job_weights, remaining_seconds
@@ -25,6 +27,7 @@ from pollux.types import (
     Allocation,
     Explanation,
     FloatArray,
+    IntArray,
     JobDecision,
     JobView,
     NodeShare,
@@ -64,13 +67,16 @@ def _move_factors(
     Where the time left is known and counts, δ is weighed against it: what takes t on the fair share takes t/s + k·δ
     instead of t/s. Long jobs then move for little and jobs about to end not at all. k is ``_CHARGED_MOVES``.
     """
+    charged = np.array([move_factor(job, settings) for job in jobs])[:, None, None, None]
+    if not np.isfinite(remaining_s).any():
+        return np.broadcast_to(charged, speedups.shape)
     factors = np.empty_like(speedups)
     for row, (job, left_s) in enumerate(zip(jobs, remaining_s.tolist(), strict=True)):
         if math.isfinite(left_s) and job.has_started:
             lost = _CHARGED_MOVES * resize_cost_s(job, settings) * speedups[row] / max(left_s, 1e-9)
             factors[row] = 1.0 / (1.0 + lost)
         else:
-            factors[row] = move_factor(job, settings)
+            factors[row] = charged[row]
     return factors
 
 
@@ -102,30 +108,31 @@ class RoundProblem:
         )
         width = max(table.speedups.shape[2] for table in tables)
         settled = np.zeros((len(jobs), len(types), 2, width))
-        allowed = np.zeros((len(jobs), len(types), 2, width), dtype=bool)
-        for row, (job, table) in enumerate(zip(jobs, tables, strict=True)):
+        for row, table in enumerate(tables):
             settled[row, :, :, : table.speedups.shape[2]] = table.speedups
-            allowed[row, :, :, job.spec.min_replicas : table.max_replicas + 1] = True
-            if job.spec.accelerators is not None:
-                allowed[row, [name not in job.spec.accelerators for name in types]] = False
+        allowed = _allowed(jobs, tables, width)
         fair_goodputs = np.array([table.fair_goodput for table in tables])
         remaining_s = remaining_seconds(jobs, fair_goodputs, settings, learnt_s)
         weights = job_weights(jobs, remaining_s, settings.p)
         factors = _move_factors(jobs, remaining_s, settled, settings)
         column = weights[:, None, None, None]
-        settled_cost = costs(settled, column, settings.p, settings.epsilon)
         moved_cost = costs(settled * factors, column, settings.p, settings.epsilon)
         # Where a move is charged everything, running is still better than not running: a tie goes to running.
-        hopeless = factors.max(axis=(1, 2, 3)) < 1e-6
+        hopeless = (factors[:, 0, 0, 0] if factors.strides[1:] == (0, 0, 0) else factors.max(axis=(1, 2, 3))) < 1e-6
         moved_cost[hopeless, :, :, 1:] -= _TIE * np.abs(moved_cost[hopeless, :, :, :1])
-        must_change = np.zeros(len(jobs), dtype=bool)
-        must_change[_must_change(jobs, settings.avoid_interference)] = True
         is_fixed = np.array([job.is_fixed for job in jobs])
+        must_change = np.zeros(len(jobs), dtype=bool)
+        must_change[_must_change(jobs, is_fixed, settings.avoid_interference)] = True
+
+        def settled_cost(speedups: FloatArray, rows: IntArray) -> FloatArray:
+            return costs(speedups, weights[rows], settings.p, settings.epsilon)
+
         problems = []
         for index, members in enumerate(nodes):
             capacity = np.array([snapshot.nodes[node].num_slots for node in members], dtype=np.int64)
             where = {snapshot.nodes[node].name: place for place, node in enumerate(members)}
-            fits = allowed[:, index]
+            fits = np.repeat(allowed[:, None], 2, axis=1)
+            fits[[not may_use(job, types[index]) for job in jobs]] = False
             fits[:, 0, int(capacity.max()) + 1 :] = False
             fits[:, 1, int(capacity.sum()) + 1 :] = False
             fits[:, 1, :2] = False
@@ -133,11 +140,12 @@ class RoundProblem:
                 fits[:, 1] = False
             # An idle job has zero speedup whichever way one looks at it, and may always be idle.
             fits[:, :, 0] = True
+            moved_cost[:, index][~fits] = np.inf
             problems.append(
                 PlacementProblem(
                     capacity=capacity,
-                    settled_cost=settled_cost[:, index],
-                    moved_cost=np.where(fits, moved_cost[:, index], np.inf),
+                    settled_cost=SettledCosts(settled[:, index], np.arange(len(jobs)), settled_cost),
+                    moved_cost=moved_cost[:, index],
                     current=[
                         {where[node]: count for node, count in job.allocation.shares if node in where} for job in jobs
                     ],
@@ -183,7 +191,7 @@ class RoundProblem:
         if not shares:
             return NO_ALLOCATION
         named = {self.snapshot.nodes[node].name: count for node, count in shares.items()}
-        if named == job.allocation.as_mapping():
+        if len(named) == len(job.allocation.shares) and all(named.get(node) == n for node, n in job.allocation.shares):
             return job.allocation
         staying = [node for node, _ in job.allocation.shares if node in named]
         arriving = [node for node in named if node not in staying]
@@ -213,7 +221,7 @@ class RoundProblem:
             speedup_before=before,
             speedup_after=after,
             move_factor=factor,
-            option_replicas=np.arange(len(best)),
+            option_replicas=_first_counts(len(best)),
             option_speedups=best,
             note=self._note(job, table, kind),
         )
@@ -229,16 +237,33 @@ class RoundProblem:
         return ""
 
 
-def _must_change(jobs: Sequence[JobView], exclusive_spans: bool) -> list[int]:
+@lru_cache(maxsize=512)
+def _first_counts(number: int) -> IntArray:
+    counts = np.arange(number)
+    counts.setflags(write=False)
+    return counts
+
+
+def _allowed(jobs: Sequence[JobView], tables: Sequence[SpeedupTable], width: int) -> npt.NDArray[np.bool_]:
+    """(num_jobs, width): the counts that every job may be given."""
+    least = np.array([job.spec.min_replicas for job in jobs])[:, None]
+    most = np.array([table.max_replicas for table in tables])[:, None]
+    counts = np.arange(width)
+    found: npt.NDArray[np.bool_] = (least <= counts) & (counts <= most)
+    return found
+
+
+def _must_change(jobs: Sequence[JobView], is_fixed: npt.NDArray[np.bool_], exclusive_spans: bool) -> list[int]:
     """Jobs that cannot keep what they hold: out of their bounds, or spanning onto a node that another job spans."""
     spanned: set[str] = set()
     found = []
-    for row, job in sorted(enumerate(jobs), key=lambda item: not item[1].is_fixed):
+    for row in np.argsort(~is_fixed, kind="stable").tolist():
+        job = jobs[row]
         nodes = [node for node, _ in job.allocation.shares]
         spans = len(nodes) > 1
         is_within = not nodes or job.spec.min_replicas <= job.allocation.num_replicas <= job.spec.max_replicas
         clashes = exclusive_spans and spans and not spanned.isdisjoint(nodes)
-        if (not is_within or clashes) and not job.is_fixed:
+        if (not is_within or clashes) and not is_fixed[row]:
             found.append(row)
         elif spans:
             spanned.update(nodes)

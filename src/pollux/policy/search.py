@@ -18,6 +18,8 @@ from pollux.types import FloatArray, IntArray
 _IMPROVEMENT = 1e-9  # relative: less is rounding, not improvement
 # Nodes up to which every pair is tried; beyond, the number of pairs would take most of a decision
 _ALL_PAIRS_LIMIT = 24
+_MANY_NODES = 1000  # beyond, nodes are looked at only if their jobs have less than they should
+_WORTH_A_ROUND = 1e-4  # with so many nodes a round of search that gains less is the last
 # The next three bound the time of a search where the cluster is larger or the jobs are more varied than in the OSDI'21
 # workloads: there neither none nor four times as much changes a single completion time.
 _MAX_ITEMS = 12  # jobs per pair that are re-divided; further ones stay
@@ -25,10 +27,17 @@ _MAX_ADMITTED = 4  # idle jobs that room is made for, per round of search
 _MAX_WAITING_ITEMS = 2  # idle jobs that each pair is offered
 
 
-def improve(placement: Placement, rng: np.random.Generator, *, target: float, max_rounds: int) -> None:
-    """Alternate all kinds of moves until none finds anything, the cost is ``target``, or ``max_rounds`` are over."""
+def improve(
+    placement: Placement, rng: np.random.Generator, *, target: float, max_rounds: int, wanted: FloatArray | None = None
+) -> None:
+    """Alternate all kinds of moves until none finds anything, the cost is ``target``, or ``max_rounds`` are over.
+
+    ``wanted``: (num_jobs,) what jobs would cost if there were no nodes. With many nodes those are looked at whose jobs
+    are far from it.
+    """
     is_small = placement.problem.num_nodes <= _ALL_PAIRS_LIMIT
     search: _PairSearch | None = None
+    least = _WORTH_A_ROUND if placement.problem.num_nodes > _MANY_NODES else _IMPROVEMENT
     for _ in range(max_rounds):
         before = placement.total_cost
         if is_small:
@@ -37,9 +46,9 @@ def improve(placement: Placement, rng: np.random.Generator, *, target: float, ma
             if placement.total_cost <= target:
                 return
         search = search or _PairSearch(placement)
-        search.redivide(rng)
+        search.redivide(rng, wanted)
         reached = placement.total_cost
-        if reached <= target or not reached < before - _IMPROVEMENT * abs(before):
+        if reached <= target or not reached < before - least * abs(before):
             return
 
 
@@ -70,14 +79,17 @@ def _take_from(placement: Placement, node: int, loser: int | None, costs: FloatA
     left = np.minimum(held, room - extra)
     loses: FloatArray | float = 0.0
     if loser is not None:
-        loses = placement.costs_by_share(loser, node, width)[left] - placement.cost[loser]
+        with np.errstate(invalid="ignore"):  # what it holds may be forbidden by now, and what it would have left too
+            loses = placement.costs_by_share(loser, node, width)[left] - placement.cost[loser]
     others_held = placement.num_held.copy()
     for resident in placement.residents[node]:
         others_held[resident] -= 1
     jobs = np.arange(len(others_held))
     spans = np.minimum(others_held, 1)
     gains = costs[jobs[:, None], spans[:, None], placement.count[:, None] + extra]
-    delta = gains - placement.cost[:, None] + loses  # (num_jobs, room)
+    with np.errstate(invalid="ignore"):
+        delta = gains - placement.cost[:, None] + loses  # (num_jobs, room)
+    delta[np.isnan(delta)] = np.inf  # from forbidden to forbidden: nothing is gained
     if loser is not None:
         delta[loser] = np.inf
     threshold = -_IMPROVEMENT * max(1.0, abs(float(placement.cost.max())))
@@ -196,13 +208,21 @@ class _PairSearch:
         impossible = side * side
         self.predecessor = np.where((before_a >= 0) & (before_b >= 0), before_a * side + before_b, impossible)
 
-    def redivide(self, rng: np.random.Generator) -> None:
-        """Few nodes: every pair, until none gets better. Many: a random matching."""
+    def redivide(self, rng: np.random.Generator, wanted: FloatArray | None = None) -> None:
+        """Few nodes: every pair, until none gets better. Many: a random matching; ``wanted``: see :func:`improve`."""
         num_nodes = self.placement.problem.num_nodes
         if num_nodes > _ALL_PAIRS_LIMIT:
+            order = rng.permutation(num_nodes)
             half = num_nodes // 2
-            order = rng.permutation(num_nodes).tolist()
-            self.solve(list(zip(order[:half], order[half : 2 * half], strict=True)))
+            others = order[half : 2 * half]
+            if num_nodes > _MANY_NODES and wanted is not None:
+                short = self._short(wanted)[order]
+                order = order[np.argsort(-short, kind="stable")]  # the worst first, the rest at random behind them
+                half = min(half, max(_MANY_NODES // 2, int((short > 0).sum())))
+                others = order[half:]
+                free = np.array(self.placement.free)[others]
+                others = others[np.argsort(-free, kind="stable")][:half]  # those that have something to give first
+            self.solve(list(zip(order[:half].tolist(), others.tolist(), strict=True)))
             return
         pairs = [(a, b) for a in range(num_nodes) for b in range(a + 1, num_nodes)] or [(0, 0)]
         changes = self.placement.changes
@@ -211,19 +231,30 @@ class _PairSearch:
             self._seen = list(changes)
             self.solve([pair for pair in pairs if pair[0] in dirty or pair[1] in dirty])
 
+    def _short(self, wanted: FloatArray) -> FloatArray:
+        """(num_nodes,) by how much jobs on each node cost more than they would if there were no nodes."""
+        short = np.maximum(self.placement.cost - wanted, 0.0)
+        short[short < _IMPROVEMENT * np.abs(wanted)] = 0.0
+        found = np.zeros(self.placement.problem.num_nodes)
+        for job in np.flatnonzero(short).tolist():
+            for node in self.placement.shares[job]:
+                found[node] += short[job]
+        return found
+
     def solve(self, pairs: Sequence[tuple[int, int]]) -> None:
         """Solve every pair, apply the improvements that do not touch each other."""
         placement, width = self.placement, self.width
-        waiting = [
-            job for job, shares in enumerate(placement.shares) if not shares and not placement.problem.is_fixed[job]
-        ][:_MAX_WAITING_ITEMS]
+        idle = np.flatnonzero((placement.count == 0) & ~placement.problem.is_fixed).tolist()
+        # Pairs that have a job in common cannot both be changed. So with a matching each idle job has a pair to itself.
+        shares_idle = placement.problem.num_nodes > _ALL_PAIRS_LIMIT
+        waiting = [] if shares_idle else idle[:_MAX_WAITING_ITEMS]
         is_shared = [any(len(placement.shares[job]) == 1 for job in residents) for residents in placement.residents]
         # Pairs with spanning jobs only have nothing to re-divide; take_over handles those.
         pairs = [(a, b) for a, b in pairs if waiting or is_shared[a] or is_shared[b]]
         items_of, rooms = [], []
-        for a, b in pairs:
+        for row, (a, b) in enumerate(pairs):
             items, room_a, room_b = self._items(a, b)
-            items_of.append((items + waiting)[:_MAX_ITEMS])
+            items_of.append((items + (idle[row : row + 1] if shares_idle else waiting))[:_MAX_ITEMS])
             rooms.append((room_a, room_b))
         num_items = max((len(items) for items in items_of), default=0)
         if num_items == 0:

@@ -7,6 +7,7 @@ makes the views and carries out the allocations (:mod:`pollux.simulator.slot_sha
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -40,6 +41,25 @@ class SimulatedJobView(JobView):
 def oracle_of(job: JobView) -> Oracle | None:
     """The job's oracle; None on a live cluster."""
     return job.oracle if isinstance(job, SimulatedJobView) else None
+
+
+class TypeNamesOracle:
+    """An oracle that is asked by other names for its types, which the scheduler gave them for a round."""
+
+    def __init__(self, oracle: Oracle, type_of: Mapping[str, str]) -> None:
+        self._oracle, self._type_of = oracle, type_of
+
+    def iteration_s(self, num_replicas: int, accelerator: str = DEFAULT_ACCELERATOR) -> float:
+        return self._oracle.iteration_s(num_replicas, self._type_of.get(accelerator, accelerator))
+
+    def remaining_iterations(self) -> float:
+        return self._oracle.remaining_iterations()
+
+    def loss(self, share_done: float) -> float | None:
+        return self._oracle.loss(share_done)
+
+    def load(self, num_replicas: int, accelerator: str = DEFAULT_ACCELERATOR) -> float:
+        return self._oracle.load(num_replicas, self._type_of.get(accelerator, accelerator))
 
 
 @dataclass(frozen=True, slots=True)

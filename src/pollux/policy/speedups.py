@@ -18,7 +18,7 @@ from pollux.policy.dense import may_use, types_of
 from pollux.policy.exploration import explored_replicas
 from pollux.policy.gangs import demand
 from pollux.policy.weights import entitled_weights
-from pollux.types import FloatArray, JobView, Snapshot
+from pollux.types import FloatArray, JobSpec, JobView, Snapshot
 
 _PLAN_STEP = 0.02  # relative change of a noise scale, or of the work left, below which a plan is kept; 0.005: same JCTs
 # Relative changes of a noise scale below which a table is kept, with few jobs and with many. Goodput changes by less
@@ -30,6 +30,8 @@ _SUPER_LINEAR = 1.5
 # Fair shares that a table reaches at most. A power mean with p <= 0 gives a job so many only if its weight is far above
 # the others', which is accounted for.
 _MOST_SHARES = 16
+# The same with more than so many jobs, where tables are most of the memory. On 100,000 GPUs no job has had more than 4.
+_VERY_MANY_JOBS, _FEWER_SHARES = 10_000, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,7 @@ class Speedups:
         self._settings = settings
         self._goodputs = GoodputTables()
         self._cluster: tuple[object, ...] = ()
-        self._known: dict[str, tuple[tuple[object, ...], SpeedupTable]] = {}  # by job, for what
+        self._known: dict[str, _KnownTable] = {}  # by job
 
     def clear(self) -> None:
         self._goodputs.clear()
@@ -67,19 +69,74 @@ class Speedups:
         if cluster.basis != self._cluster:
             self._cluster = cluster.basis
             self._known.clear()
-        known: dict[str, tuple[tuple[object, ...], SpeedupTable]] = {}
+        known: dict[str, _KnownTable] = {}
         changed: list[JobView] = []
         for job in snapshot.jobs:
-            basis = _basis(job, cluster.step)
             found = self._known.get(job.name)
-            if found is not None and found[0] == basis:
+            if found is not None and found.is_valid(job, cluster):
                 known[job.name] = found
             else:
                 changed.append(job)
         for job, table in zip(changed, _compute(changed, cluster, self._goodputs), strict=True):
-            known[job.name] = (_basis(job, cluster.step), table)
+            known[job.name] = _KnownTable.of(job, cluster, table)
         self._known = known
-        return [known[job.name][1] for job in snapshot.jobs]
+        return [known[job.name].table for job in snapshot.jobs]
+
+
+@dataclass(frozen=True, slots=True)
+class _KnownTable:
+    """A job's table, and all that it depends on."""
+
+    spec: JobSpec
+    params: object
+    shape_factors: object
+    noise: int | None  # rounded
+    log_noise: float  # as it was
+    max_profiled_replicas: int
+    num_held: int  # if the table has to be wider for them
+    table: SpeedupTable
+
+    @classmethod
+    def of(cls, job: JobView, cluster: _Cluster, table: SpeedupTable) -> _KnownTable:
+        return cls(
+            job.spec,
+            job.params,
+            job.shape_factors,
+            rounded_log(job.noise_scale_low, cluster.step),
+            _log(job.noise_scale_low),
+            job.max_profiled_replicas,
+            _beyond(job, table),
+            table,
+        )
+
+    def is_valid(self, job: JobView, cluster: _Cluster) -> bool:
+        """Whether the table is as good as a new one.
+
+        Where noise scales are rounded coarsely, those near a border would cross it again and again: there the table is
+        kept until the noise scale has moved by a whole step.
+        """
+        if not (
+            (self.spec is job.spec or self.spec == job.spec)
+            and self.max_profiled_replicas == job.max_profiled_replicas
+            and (self.params is job.params or self.params == job.params)
+            and (self.shape_factors is job.shape_factors or self.shape_factors == job.shape_factors)
+            and self.num_held == _beyond(job, self.table)
+        ):
+            return False
+        if cluster.step < _COARSE_STEP:
+            return self.noise == rounded_log(job.noise_scale_low, cluster.step)
+        now = _log(job.noise_scale_low)
+        return abs(now - self.log_noise) < cluster.step or (math.isnan(now) and math.isnan(self.log_noise))
+
+
+def _beyond(job: JobView, table: SpeedupTable) -> int:
+    """The replicas that a job holds, if they are more than its table would have for others."""
+    held = job.allocation.num_replicas
+    return held if held > table.max_replicas else 0
+
+
+def _log(value: float | None) -> float:
+    return math.nan if value is None or math.isnan(value) else math.log(max(value, 1e-9))
 
 
 def speedup_tables(snapshot: Snapshot, settings: PolicySettings | None = None) -> list[SpeedupTable]:
@@ -90,12 +147,6 @@ def speedup_tables(snapshot: Snapshot, settings: PolicySettings | None = None) -
 def rounded_log(value: float | None, step: float = _PLAN_STEP) -> int | None:
     """A noise scale, or the work left, in steps of a logarithmic scale: the same step counts as unchanged."""
     return None if value is None or math.isnan(value) else round(math.log(max(value, 1e-9)) / step)
-
-
-def _basis(job: JobView, step: float) -> tuple[object, ...]:
-    """All that a job's table depends on."""
-    noise, held = rounded_log(job.noise_scale_low, step), job.allocation.num_replicas
-    return job.spec, job.params, job.shape_factors, noise, job.max_profiled_replicas, held
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,7 +198,8 @@ def _most(jobs: Sequence[JobView], slots: Sequence[int], settings: PolicySetting
         return able[-1]
     weights = entitled_weights(jobs, p)
     favour = float(weights.max() / weights.mean()) ** (1 / (1 - p))
-    most = _MOST_SHARES * math.ceil(level) * favour
+    shares = _MOST_SHARES if len(jobs) <= _VERY_MANY_JOBS else _FEWER_SHARES
+    most = shares * math.ceil(level) * favour
     return largest if most >= largest else math.ceil(most)
 
 
