@@ -33,6 +33,7 @@ from pollux.simulator.workload import job_spec
 from pollux.testing import EngineConformance
 from pollux.testing.snapshots import make_nodes
 from pollux.types import Allocation, JobSpec, Node
+from tests.long import long
 
 
 class TestSimulatedEngine(EngineConformance):
@@ -205,14 +206,14 @@ class ReportingEngine:
         return [*self.engine.poll(), *self._sink.drain()]
 
 
-def launcher(folder: Path, url: str) -> Callable[[str], Any]:
+def launcher(folder: Path, url: str, num_epochs: int = 24) -> Callable[[str], Any]:
     """How jobs are launched whose files are in a folder."""
     from pollux.engines.launch import Launch
 
     def launch_of(job: str) -> Launch:
         env = {**os.environ, "POLLUX_URL": url, "POLLUX_TOKEN": "secret", "POLLUX_JOB_ID": job}
         return Launch(
-            command=(sys.executable, str(Path(__file__).parent / "scripts" / "line.py")),
+            command=(sys.executable, str(Path(__file__).parent / "scripts" / "line.py"), str(num_epochs)),
             kind="elastic",
             directory=str(folder / "jobs" / job),
             checkpoint_dir=str(folder / "jobs" / job / "checkpoints"),
@@ -223,12 +224,12 @@ def launcher(folder: Path, url: str) -> Callable[[str], Any]:
     return launch_of
 
 
-def open_engine(directory: Path, folder: Path, url: str = "") -> Any:
+def open_engine(directory: Path, launch_of: Callable[[str], Any]) -> Any:
     from pollux.engines.local.engine import LocalEngine
-    from pollux.engines.processes.devices import detect_nodes
+    from pollux.engines.processes.layout import detect_nodes
 
     nodes, devices = detect_nodes(nodes="2x2", slots=4)
-    return LocalEngine(directory, nodes=nodes, devices=devices, launch_of=launcher(folder, url))
+    return LocalEngine(directory, nodes=nodes, devices=devices, launch_of=launch_of)
 
 
 @pytest.fixture(scope="module")
@@ -238,11 +239,13 @@ def supervisor_directory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[P
     pytest.importorskip("psutil")
     directory = tmp_path_factory.mktemp("supervisor")
     yield directory
-    open_engine(directory, directory).close(stops_jobs=True)
+    open_engine(directory, launcher(directory, "")).close(stops_jobs=True)
 
 
 class LiveEngineConformance(EngineConformance):
     """Of engines that start real processes, and leave a supervisor running for the next one."""
+
+    num_epochs = 24  # longer than any start or resize
 
     @pytest.fixture(autouse=True)
     def bench(self, tmp_path: Path) -> Iterator[None]:
@@ -269,6 +272,11 @@ class LiveEngineConformance(EngineConformance):
     def pass_time(self, engine: Engine) -> None:
         time.sleep(0.2)
 
+    def test_jobs_end_by_themselves(self) -> None:
+        self.num_epochs = 4
+        super().test_jobs_end_by_themselves()
+
+    @long
     def test_every_node_tells_what_its_machine_does(self) -> None:
         engine = self.ready_engine()
         names, live = {node.name for node in engine.nodes()}, self.opened[-1]
@@ -288,14 +296,14 @@ class TestLocalEngine(LiveEngineConformance):
         self.directory = supervisor_directory
 
     def open(self, url: str) -> Any:
-        return open_engine(self.directory, self.folder, url)
+        return open_engine(self.directory, launcher(self.folder, url, self.num_epochs))
 
 
-def open_ray_engine(directory: Path, address: str, folder: Path, url: str = "") -> Any:
+def open_ray_engine(directory: Path, address: str, launch_of: Callable[[str], Any]) -> Any:
     from pollux.engines.ray.engine import RayEngine, RaySettings
 
     settings = RaySettings(address=address, name="conformance", owner="tests", resource="CPU")
-    return RayEngine(directory, settings, launch_of=launcher(folder, url))
+    return RayEngine(directory, settings, launch_of=launch_of)
 
 
 @pytest.fixture(scope="module")
@@ -310,7 +318,7 @@ def ray_supervisor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[P
         for name in ("r0", "r1"):
             cluster.add(name, 2)
         yield directory, cluster.address
-        open_ray_engine(directory, cluster.address, directory).close(stops_jobs=True)
+        open_ray_engine(directory, cluster.address, launcher(directory, "")).close(stops_jobs=True)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs fork and /proc")
@@ -320,4 +328,18 @@ class TestRayEngine(LiveEngineConformance):
         self.directory, self.address = ray_supervisor
 
     def open(self, url: str) -> Any:
-        return open_ray_engine(self.directory, self.address, self.folder, url)
+        return open_ray_engine(self.directory, self.address, launcher(self.folder, url, self.num_epochs))
+
+    # Beyond what the local engine shows of the supervisor that both have, these say little about Ray.
+
+    @long
+    def test_a_stopped_job_says_so_and_can_start_again(self) -> None:
+        super().test_a_stopped_job_says_so_and_can_start_again()
+
+    @long
+    def test_two_jobs_do_not_disturb_each_other(self) -> None:
+        super().test_two_jobs_do_not_disturb_each_other()
+
+    @long
+    def test_advice_about_throughput_is_taken(self) -> None:
+        super().test_advice_about_throughput_is_taken()

@@ -3,9 +3,9 @@
 A supervisor of one machine first sends ``challenge{nonce}``, and the first hello answers it with ``proof``
 (:mod:`pollux.engines.local.secret`). The engine asks, with ``op``:
 
-    hello{version, epoch?, devices: [Device], takes_over?, proof?}    start{job, generation, launch, allocation}
-    resize{job, generation, allocation}   stop{job, grace_s, reason}   forget{job, generation}   shutdown{grace_s}
-    dump{job}   check{number, asked}
+    hello{version, oldest?, epoch?, devices: [Device], layout?, takes_over?, proof?}
+    start{job, generation, launch, allocation}   resize{job, generation, allocation}   stop{job, grace_s, reason}
+    forget{job, generation}   shutdown{grace_s}   dump{job}   check{number, asked}
 
 and the supervisor tells, with ``event``:
 
@@ -15,6 +15,12 @@ and the supervisor tells, with ``event``:
     gave_up{job, generation, node, reason, allocation}   nodes{nodes: [...]}
     unusable{nodes: [{name, reason}]}   head{problem}   replaced{}   readings{nodes: {name: NodeReading}}
     checked{number, nodes: {name: findings}}
+
+``version`` is what a side speaks, ``oldest`` what it still understands; both speak the newest that they share. So a
+server and a supervisor of neighbouring versions work together, and either can be upgraded first.
+
+``layout`` asks a supervisor to make slots of its machine's GPUs, and to tell when they change; ``devices`` are then not
+used. In ``gave_up``, ``node`` is "" when slots of the job are gone and no node is to blame.
 
 ``epoch`` counts the servers that have led. A supervisor refuses a hello of an earlier one than it has obeyed.
 
@@ -29,7 +35,30 @@ from pollux.engines.transport import Channel, Message
 from pollux.errors import EngineError
 from pollux.types import Allocation
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
+OLDEST_VERSION = 7  # that is still spoken
+VERSIONS: Message = {"version": PROTOCOL_VERSION, "oldest": OLDEST_VERSION}  # of every hello
+_NODE_FIELDS_OF_8 = ("labels", "cpus", "memory_bytes", "notice", "device_memory_bytes")
+
+
+def common_version(hello: Message) -> int | None:
+    """The version to speak with the one who says this hello; None: there is none that both know."""
+    version = hello.get("version")
+    oldest = hello.get("oldest", version)
+    if not isinstance(version, int) or not isinstance(oldest, int):
+        return None
+    common = min(version, PROTOCOL_VERSION)
+    return common if common >= max(oldest, OLDEST_VERSION) else None
+
+
+def in_version(message: Message, version: int) -> Message:
+    """A supervisor's message as a server of this version understands it."""
+    if version >= 8:
+        return message
+    if message["event"] in ("nodes", "state") and message["nodes"] is not None:
+        rows = [{key: row[key] for key in row if key not in _NODE_FIELDS_OF_8} for row in message["nodes"]]
+        return {**message, "nodes": rows}
+    return message
 
 
 def ask(channel: Channel, request: Message | None, event: str, deadline: float) -> Message | None:

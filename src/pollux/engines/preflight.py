@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from pollux.api.cluster import CheckedNode, NodeFinding
-from pollux.engines.processes.devices import find_gpus
+from pollux.engines.processes.gpus import find_gpus
 from pollux.engines.ray.storage_probe import storage_problem
 from pollux.engines.transport import Message
 from pollux.version import __version__

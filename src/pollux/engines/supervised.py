@@ -126,6 +126,7 @@ class SupervisedEngine:
         self._jobs: dict[str, _Known] = {}
         self._events: list[tuple[Event, int | None]] = []  # with the generation to forget, if it is an end
         self._to_forget: list[tuple[str, int]] = []
+        self._unknown: set[str] = set()  # jobs that were stopped as unknown, until their end comes
         self._is_adopted = self._is_closed = False
         self._num_states = 0
         self._trouble = self._head_problem = ""
@@ -377,6 +378,7 @@ class SupervisedEngine:
         elif known is None:
             return
         elif kind == "runs":
+            self._unknown.discard(message["job"])
             self._events.append((JobRuns(job=message["job"], generation=message["generation"]), None))
         elif kind == "replicas":
             known.replicas = _replicas(message["replicas"])
@@ -395,9 +397,13 @@ class SupervisedEngine:
             )
             self._events.append((event, None))
 
+    def describe(self, nodes: Sequence[Node]) -> Sequence[Node]:
+        """Nodes as the supervisor told them, with what else the engine knows of them."""
+        return nodes
+
     def _take_nodes(self, rows: Sequence[Message] | None) -> None:
         """None: the supervisor does not know; the nodes are those the engine was made with."""
-        nodes = self._nodes if rows is None else [Node(**row) for row in rows]
+        nodes = self._nodes if rows is None else list(self.describe([Node(**row) for row in rows]))
         if nodes != self._nodes:
             self._nodes = nodes
             self._events.append((NodesChanged(), None))
@@ -410,6 +416,9 @@ class SupervisedEngine:
 
     def _take_end(self, message: Message, known: _Known | None) -> None:
         job, generation = message["job"], message["generation"]
+        if job in self._unknown and message["event"] == "stopped" and known is not None and not known.is_stopping:
+            known = None  # an earlier job of this name, which ended while the start of this one was under way
+        self._unknown.discard(job)
         if known is None or 0 < generation < known.started:  # not waited for; it may have been told twice
             self._send({"op": "forget", "job": job, "generation": generation})
             return
@@ -464,6 +473,7 @@ class SupervisedEngine:
                 continue
             if row["end"] is None:
                 logger.warning("%s: the server does not know it; it is stopped", job)
+                self._unknown.add(job)
                 self._send_stop(job, "the server does not know it")
             else:
                 self._send({"op": "forget", "job": job, "generation": row["generation"]})

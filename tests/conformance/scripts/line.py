@@ -1,5 +1,6 @@
 """Fits a line with pollux.train, slowly: each example takes a little time, as on a device with more to do."""
 
+import sys
 import time
 
 import torch
@@ -8,7 +9,7 @@ from torch.utils.data import TensorDataset
 
 from pollux import train
 
-NUM_EXAMPLES, EPOCHS, EXAMPLE_S = 256, 24, 0.002
+NUM_EXAMPLES, EXAMPLE_S = 256, 0.002
 
 torch.manual_seed(0)
 x = torch.randn(NUM_EXAMPLES, 8)
@@ -17,7 +18,7 @@ run = train.init()
 loader = run.dataloader(TensorDataset(x, y), batch_size=16, max_batch_size=64, device_batch_size=(2, 32))
 model = nn.Linear(8, 1)
 model, optimizer = run.prepare(model, torch.optim.SGD(model.parameters(), lr=0.05))
-for _epoch in run.epochs(EPOCHS):
+for _epoch in run.epochs(int(sys.argv[1])):
     for inputs, targets in loader:
         time.sleep(EXAMPLE_S * len(inputs))
         nn.functional.mse_loss(model(inputs), targets).backward()

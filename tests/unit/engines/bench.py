@@ -14,7 +14,7 @@ import psutil
 from pollux.engines.launch import Launch
 from pollux.engines.live import ReplicaInfo
 from pollux.engines.local.engine import LocalEngine
-from pollux.engines.processes.devices import detect_nodes
+from pollux.engines.processes.layout import detect_nodes
 from pollux.scheduler.knowledge import Knowledge
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.ports import Event, JobRuns, ResizeJob, StartJob, StopJob

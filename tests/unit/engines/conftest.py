@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from tests.leftovers import processes_in
+from tests.nvml.box import box as box
 
 if TYPE_CHECKING:
     from tests.unit.engines.bench import Bench

@@ -18,7 +18,7 @@ import psutil
 from pollux.engines.local.files import LOCK, LOG, socket_address
 from pollux.engines.local.secret import proof_of, read_secret
 from pollux.engines.logs import rotate
-from pollux.engines.messages import PROTOCOL_VERSION, ask
+from pollux.engines.messages import VERSIONS, ask
 from pollux.engines.processes.devices import Device
 from pollux.engines.processes.leftovers import MARK
 from pollux.engines.transport import Channel, Message
@@ -40,7 +40,7 @@ class SupervisorProcess:
 
     def hello(self, devices: Sequence[Device], epoch: int) -> Message:
         rows = [asdict(device) for device in devices]
-        return {"op": "hello", "version": PROTOCOL_VERSION, "epoch": epoch, "devices": rows}
+        return {"op": "hello", **VERSIONS, "epoch": epoch, "devices": rows}
 
     def start(self) -> None:
         """In a session of its own: it outlives this process, and hears nothing of its terminal."""

@@ -5,16 +5,20 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import psutil
 
 from pollux.api.cluster import CheckedNode
+from pollux.api.constraint import Label
 from pollux.engines.launch import Launch
 from pollux.engines.local.connection import SupervisorProcess, connect
+from pollux.engines.local.described import described
 from pollux.engines.ownership import LOCAL, note_engine, require_free
 from pollux.engines.preflight import CheckRequest, check_here
 from pollux.engines.processes.devices import Device
+from pollux.engines.processes.layout import LayoutRequest
 from pollux.engines.processes.leftovers import kill_leftovers, mark_of
 from pollux.engines.ray.storage_probe import write_probe
 from pollux.engines.supervised import GRACE_S, SupervisedEngine
@@ -28,8 +32,16 @@ logger = logging.getLogger(__name__)
 class LocalConnector:
     """The supervisor of one directory on this machine."""
 
-    def __init__(self, directory: Path, devices: Sequence[Device], options: Mapping[str, str], epoch: int = 0) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        devices: Sequence[Device],
+        options: Mapping[str, str],
+        epoch: int = 0,
+        layout: LayoutRequest | None = None,
+    ) -> None:
         self._process, self._devices, self._epoch = SupervisorProcess(directory, options), list(devices), epoch
+        self._layout = None if layout is None else asdict(layout)
         self._mark = mark_of(directory)
         self._supervisor: psutil.Process | None = None
         self._stops_jobs = False
@@ -47,7 +59,7 @@ class LocalConnector:
         return False  # its end is seen at once
 
     def hello(self) -> Message:
-        return self._process.hello(self._devices, self._epoch)
+        return {**self._process.hello(self._devices, self._epoch), "layout": self._layout}
 
     def connect(self, giving_up: threading.Event, *, takes_over: bool = True) -> tuple[Channel, Message]:
         channel, state = connect(self._process, {**self.hello(), "takes_over": takes_over}, giving_up)
@@ -89,8 +101,13 @@ class LocalEngine(SupervisedEngine):
         grace_s: float = GRACE_S,
         supervisor_options: Mapping[str, str] | None = None,
         epoch: int = 0,
+        layout: LayoutRequest | None = None,
+        labels: Sequence[Label] | None = None,
     ) -> None:
-        """``nodes`` and ``devices`` as of :func:`~pollux.engines.processes.devices.detect_nodes`.
+        """``nodes`` and ``devices`` as of :func:`~pollux.engines.processes.layout.detect_nodes`.
+
+        ``layout``: the supervisor makes slots of the GPUs by this, and again when they change. ``labels``: of nodes;
+        with any, even none, nodes tell their CPUs and memory too.
 
         ``epoch``: of the server that leads; a supervisor obeys none of an earlier one.
         ``supervisor_options`` are given to a supervisor that is started, as ``--name value``. For the rest see
@@ -102,9 +119,13 @@ class LocalEngine(SupervisedEngine):
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         require_free(path, LOCAL)
         note_engine(path, LOCAL)
-        self._directory = path
-        self._local = LocalConnector(path, devices, supervisor_options or {}, epoch)
+        self._directory, self._labels = path, labels
+        self._local = LocalConnector(path, devices, supervisor_options or {}, epoch, layout)
+        nodes = self.describe(nodes)
         super().__init__(self._local, nodes=nodes, launch_of=launch_of, on_event=on_event, grace_s=grace_s)
+
+    def describe(self, nodes: Sequence[Node]) -> Sequence[Node]:
+        return nodes if self._labels is None else described(nodes, self._labels)
 
     def check(self, asked: CheckRequest) -> Sequence[CheckedNode]:
         """See :class:`~pollux.engines.live.LiveEngine`. All nodes are this machine."""

@@ -1,8 +1,9 @@
 """The process that owns all replicas of a machine, so that they train on when the server is gone.
 
 ``python -m pollux.engines.local.supervisor --directory D``, started by :mod:`pollux.engines.local.connection`, listens
-on a socket in D and does what its client asks (:mod:`pollux.engines.messages`). One thread does that; another only
-reads what the machine does (:mod:`pollux.engines.processes.readings`). It ends after a while without work, and with
+on a socket in D and does what its client asks (:mod:`pollux.engines.messages`). One thread does that; two others only
+read what the machine does (:mod:`pollux.engines.processes.readings`) and which GPUs there are
+(:mod:`pollux.engines.processes.layout_watch`). It ends after a while without work, and with
 SIGTERM when all jobs have left; its replicas end with it.
 """
 
@@ -21,6 +22,7 @@ from pathlib import Path
 from pollux.engines.local.clients import Clients
 from pollux.engines.local.files import LOCK, forget_epoch, read_epoch, write_epoch
 from pollux.engines.processes.job_manager import JobManager
+from pollux.engines.processes.layout_watch import LayoutWatch
 from pollux.engines.processes.leftovers import MARK, kill_leftovers, mark_of
 from pollux.engines.processes.readings import Sampler
 from pollux.engines.processes.replica_job import GRACE_S
@@ -58,8 +60,10 @@ class Supervisor:
                 where=str(directory),
                 epoch=read_epoch(directory),
                 on_epoch=lambda epoch: write_epoch(directory, epoch),
+                lay_out=lambda request: self._watch.lay_out(request),
             ),
         )
+        self._watch, self._num_crashes = LayoutWatch(directory), 0
         self._clients = Clients(directory, self._handler.refusal_of)
         self._sampler = Sampler(str(directory), lambda: manager.devices)
         self._idle_since = self._heard_at = time.monotonic()
@@ -78,6 +82,7 @@ class Supervisor:
 
     def close(self) -> None:
         self._sampler.close()
+        self._watch.close()
         self._manager.close()
         self._clients.close()
 
@@ -90,6 +95,11 @@ class Supervisor:
         for message in messages:
             self._handler.obey(message)
         self._manager.turn()
+        if self._manager.num_crashes > self._num_crashes:  # the cause may be a device that is gone
+            self._num_crashes = self._manager.num_crashes
+            self._watch.look_soon()
+        if (layout := self._watch.take()) is not None:
+            self._manager.use_layout(layout)
         self._manager.tell_readings(self._sampler.take())
         self._clients.flush()
 

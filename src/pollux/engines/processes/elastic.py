@@ -30,12 +30,18 @@ import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Literal, Self
 
 from pollux.engines.processes.elastic_replica import Crash, ElasticReplica, JobEvent
-from pollux.engines.processes.failure import describe_failure, how_it_ended, node_cause, read_failure
+from pollux.engines.processes.failure import (
+    describe_failure,
+    how_it_ended,
+    is_bad_usage,
+    node_cause,
+    read_failure,
+)
 from pollux.engines.processes.packages import BUILD_S
 from pollux.engines.processes.replica_job import FIRST_PAUSE_S, LONGEST_PAUSE_S, STOPPED_CODE, NodeFailure
 from pollux.engines.processes.slots import ReplicaView, Slot, checked
@@ -206,6 +212,18 @@ class ElasticJob:
         if self._is_started:
             self.pump()
 
+    def lose_slots(self, slots: Collection[Slot], reason: str) -> bool:
+        """See :class:`~pollux.engines.processes.replica_job.ReplicaJob`."""
+        for process in self._all():
+            if process.slot in slots and process.exit_code is None:
+                process.handle.is_orphan = True  # which is no crash of the script
+                self._kill(process, reason)
+        self._recent_crashes = [crash for crash in self._recent_crashes if crash.process.slot not in slots]
+        left = [one.slot for one in self._members if one.exit_code is None and one.slot not in slots]
+        if left and self._result is None:
+            self._requested = self._target = tuple(slot for slot in self._target if slot not in slots) or tuple(left)
+        return bool(left)
+
     def kill(self, rank: int, signum: int = signal.SIGKILL) -> None:
         """For tests: send a signal to the member of this rank."""
         if not 0 <= rank < len(self._members):
@@ -342,19 +360,26 @@ class ElasticJob:
             self._early_ends[process.slot.node] += 1
             num_ends = self._early_ends.total()
             is_training = any(member.exit_code is None for member in self._members)
-            if num_ends >= (MAX_SPAWN_FAILURES if is_training else min(MAX_SPAWN_FAILURES, self._max_restarts + 1)):
+            most = MAX_SPAWN_FAILURES if is_training else min(MAX_SPAWN_FAILURES, self._max_restarts + 1)
+            if num_ends >= most or self._refuses_its_arguments(process):
                 if is_training:
                     self._give_up_change(process)
                     return
                 self.blame = self._blamed(process)
                 many = f"{num_ends} replicas in a row" if num_ends > 1 else "a replica"
                 why = f"{many} ended before {'they were' if num_ends > 1 else 'it was'} ready"
-                where = f"{process.member.replica_id} on {process.slot.node}"
-                self._fail(f"{why}, the last ({where}) {self._how(process)}", process)
+                which = "the last" if num_ends > 1 else "it"
+                self._fail(f"{why}; {which} {self._how(process)} on {process.slot.node}", process)
                 return
             self._pause(num_ends)
         if self._early_finishers and not self._newcomers and not self._members and self._result is None:
             self._end(0)
+
+    def _refuses_its_arguments(self, process: ElasticReplica) -> bool:
+        """Which no further start mends. Others that are ready, here or before, show that the arguments are good."""
+        is_first = not self._formed and not any(other.is_ready for other in self._newcomers)
+        code = process.exit_code or 0
+        return is_first and is_bad_usage(code, self._starter.stderr_tail(self._stderr_of(process)))
 
     def _give_up_change(self, process: ElasticReplica) -> None:
         """Newcomers do not get ready: the members go on, each in its slot."""
@@ -561,10 +586,9 @@ class ElasticJob:
         self._note("finished", f"code {code}")
 
     def _fail(self, why: str, process: ElasticReplica) -> None:
-        path = self._stderr_of(process)
-        self.failure = describe_failure(f"{self._name}: {why}", path, self._starter.stderr_tail(path))
+        path, code = self._stderr_of(process), process.exit_code or 1
+        self.failure = describe_failure(f"{self._name}: {why}", path, self._starter.stderr_tail(path), code)
         self._note("failed", self.failure, process)
-        code = process.exit_code or 1
         self._end(code if code > 0 else 128 - code)
 
     @staticmethod

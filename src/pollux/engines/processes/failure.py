@@ -11,6 +11,7 @@ MOST_BYTES = 64_000  # how far back a traceback is looked for
 HEADER = "Traceback (most recent call last)"
 _LONGEST_HEADLINE = 300
 _RANKS = re.compile(r"^(\[rank\d+\]: ?)+", re.MULTILINE)  # torch's, before every line, once per group it has seen
+_BAD_USAGE, _USAGE = 2, re.compile(r"^usage: ", re.MULTILINE | re.IGNORECASE)
 _CANNOT_START = (126, 127)  # what a shell says of a command that it may not or cannot start
 _OF_A_NODE = re.compile(
     r"No such file or directory|ModuleNotFoundError|ImportError|Permission denied|Read-only file system|"
@@ -28,10 +29,14 @@ def how_it_ended(exit_code: int) -> str:
         return f"was killed by signal {-exit_code}"
 
 
+def is_bad_usage(exit_code: int, stderr: str) -> bool:
+    """Whether a script refused its arguments, as argparse and click do: another start would end alike, on any node."""
+    return exit_code == _BAD_USAGE and _USAGE.search(_RANKS.sub("", stderr)) is not None
+
+
 def node_cause(exit_code: int, stderr: str) -> str:
     """In a line, why a replica failed, if the cause may be its node and not its script; "" otherwise."""
-    lines = [line.strip() for line in _RANKS.sub("", stderr).splitlines() if line.strip()]
-    headline = read_failure(stderr)[0] or (lines[-1] if lines else "")
+    headline = read_failure(stderr)[0] or _last_line(stderr)
     if exit_code in _CANNOT_START or _OF_A_NODE.search(headline):
         return (headline or how_it_ended(exit_code))[:_LONGEST_HEADLINE]
     return ""
@@ -63,8 +68,18 @@ def read_failure(stderr: str) -> tuple[str, str]:
     return headline[:_LONGEST_HEADLINE], tail
 
 
-def describe_failure(what: str, path: str | Path, stderr: str) -> str:
-    """A line that says it all, and below it the end of stderr, which was read from ``path``."""
+def _last_line(stderr: str) -> str:
+    lines = [line.strip() for line in _RANKS.sub("", stderr).splitlines() if line.strip()]
+    return lines[-1][:_LONGEST_HEADLINE] if lines else ""
+
+
+def describe_failure(what: str, path: str | Path, stderr: str, exit_code: int) -> str:
+    """A line that says it all, and below it the end of stderr, which was read from ``path``.
+
+    Without a traceback the last line says why a script left by itself; it has nothing to do with a signal.
+    """
     headline, tail = read_failure(stderr)
+    if not headline and exit_code > 0:
+        headline = _last_line(stderr)
     summary = f"{what}: {headline}" if headline else what
     return f"{summary}\nIts stderr ({path}) ends with:\n{tail or '(nothing)'}"

@@ -10,7 +10,7 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -121,6 +121,11 @@ class FixedJob:
             self._ask_to_end(self._grace_s)
         self.pump()
 
+    def lose_slots(self, slots: Collection[Slot], reason: str) -> bool:
+        """It cannot go on without any of its processes."""
+        logger.warning("%s: %s", self._name, reason)
+        return not any(slot in slots for slot in self._target)
+
     def request_stop(self, grace_s: float = 30.0) -> None:
         """SIGTERM to every process now, SIGKILL to their trees after ``grace_s``. Again: no later than that."""
         self.pump()  # a job whose processes have all ended has finished
@@ -206,7 +211,7 @@ class FixedJob:
             what = f"{self._name}: rank {failed.rank} on {failed.slot.node} {how_it_ended(code)}{after}"
             path = str(self._log_dir / f"{failed.replica_id}.err")
             stderr = self._starter.stderr_tail(path)
-            self.failure = describe_failure(what, path, stderr)
+            self.failure = describe_failure(what, path, stderr, code)
             is_early = self._failed_at - failed.started_at < EARLY_S
             if is_early and (cause := node_cause(code, stderr)):
                 self.blame = NodeFailure(failed.slot.node, cause)

@@ -1,4 +1,4 @@
-"""Which Unix user a replica runs as, where the supervisor is root. The starters ask it.
+"""Which Unix user a replica runs as, where the supervisor is root, and which machine this is. The starters ask it.
 
 The server puts the user's name into the replica's environment, under a name that jobs cannot set themselves.
 """
@@ -54,3 +54,12 @@ def become(identity: UnixIdentity) -> None:
     os.setgroups(identity.groups)
     os.setresgid(identity.gid, identity.gid, identity.gid)
     os.setresuid(identity.uid, identity.uid, identity.uid)
+
+
+def boot_id() -> str:
+    """Tells this machine from others until it starts anew; "" where the kernel does not say."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="utf-8") as file:
+            return file.read().strip()
+    except OSError:
+        return ""

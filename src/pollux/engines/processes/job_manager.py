@@ -9,6 +9,7 @@ those that it has, takes the lowest free ones of a node, and waits for a slot wh
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import math
@@ -23,6 +24,7 @@ from pollux.api.codec import encoded
 from pollux.engines.launch import Launch
 from pollux.engines.messages import allocation_from_list, allocation_to_list
 from pollux.engines.processes.devices import Device, slot_env
+from pollux.engines.processes.layout import SlotLayout
 from pollux.engines.processes.leftovers import MARK, kill_leftovers, mark_of
 from pollux.engines.processes.log_cap import cap_logs
 from pollux.engines.processes.replica_job import STOPPED_CODE, JobFactory, JobOrder, NodeFailure, ReplicaJob
@@ -84,6 +86,7 @@ class JobManager:
         self._devices: dict[Slot, Device] = {}
         self._nodes: list[Message] | None = None
         self.unusable: list[Message] = []  # nodes that get no work, as they were told
+        self.num_crashes = 0  # of all jobs
         self._factory: JobFactory | None = None
         self._is_warm = False
         self._closing_grace_s: float | None = None
@@ -122,6 +125,28 @@ class JobManager:
     def use(self, devices: Sequence[Device]) -> None:
         """The slots there are from now on; a replica in another one stays there until it is moved."""
         self._devices = {Slot(device.node, device.number): device for device in devices}
+
+    def use_layout(self, layout: SlotLayout | None) -> None:
+        """The slots of this machine's GPUs as they are now. Replicas on devices that are gone are killed.
+
+        None: what the nodes are, the client knows.
+        """
+        if layout is None:
+            self._nodes = None
+            return
+        there = {device.number for device in layout.devices}
+        reasons = {ill.name: ill.reason for ill in layout.unusable}
+        gone = {
+            slot: f"slot {slot.number} of {slot.node} ({device.gpu}) cannot be used: "
+            f"{reasons.get(device.gpu or '', 'NVML does not list it any more')}"
+            for slot, device in self._devices.items()
+            if device.gpu is not None and device.number not in there
+        }
+        self.use(layout.devices)
+        if gone:
+            self.lose_slots(gone)
+        self.tell_nodes([dataclasses.asdict(node) for node in layout.nodes])
+        self.tell_unusable([dataclasses.asdict(ill) for ill in layout.unusable])
 
     @property
     def devices(self) -> list[Device]:
@@ -183,6 +208,35 @@ class JobManager:
                 logger.warning("%s: %s; it starts again elsewhere", entry.job, reason)
                 processes.close()
                 self._finish(entry, {"event": "lost", "reason": reason})
+
+    def lose_slots(self, gone: Mapping[Slot, str]) -> None:
+        """These slots cannot be used any more, each with why. A job goes on in its others; without any it is lost."""
+        self._devices = {slot: device for slot, device in self._devices.items() if slot not in gone}
+        num_there = Counter(slot.node for slot in self._devices)
+        for entry in self._living():
+            processes = entry.processes
+            if processes is None:
+                short = [node for node, count in entry.allocation.shares if count > num_there[node]]
+                if short and not entry.is_stopping:
+                    self._finish(entry, {"event": "lost", "reason": f"{short[0]} has fewer slots now"})
+                continue
+            held = dict.fromkeys((*entry.slots, *(view.slot for view in processes.replicas)))
+            hit = [slot for slot in held if slot in gone]
+            if not hit:
+                continue
+            reason, goes_on = gone[hit[0]], processes.lose_slots(hit, gone[hit[0]])
+            if entry.is_stopping:
+                continue
+            if not goes_on:
+                logger.warning("%s: %s; it starts again elsewhere", entry.job, reason)
+                processes.close()
+                self._finish(entry, {"event": "lost", "reason": reason})
+                continue
+            entry.slots = tuple(slot for slot in entry.slots if slot not in gone)
+            if entry.is_placed:  # else a newer command waits for its slots
+                entry.allocation = Allocation.of(*Counter(slot.node for slot in entry.slots).items())
+            logger.warning("%s: %s; it goes on with %d replicas", entry.job, reason, len(entry.slots))
+            self._tell_smaller(entry, "", reason)
 
     def state(self) -> list[Message]:
         return [
@@ -316,9 +370,13 @@ class JobManager:
             if entry.is_placed:  # else a newer command waits for its slots
                 entry.slots, entry.allocation = members, Allocation.of(*Counter(slot.node for slot in members).items())
             logger.warning("%s: a change is given up: replicas fail on %s: %s", entry.job, node, cause)
-            told: Message = {"event": "gave_up", "job": entry.job, "generation": entry.generation}
-            held = allocation_to_list(entry.allocation)
-            self._tell({**told, "node": node, "reason": cause, "allocation": held if entry.is_placed else None})
+            self._tell_smaller(entry, node, cause)
+
+    def _tell_smaller(self, entry: _Entry, node: str, reason: str) -> None:
+        """It holds less than it was commanded to. ``node``: the one to blame, if there is one."""
+        held = allocation_to_list(entry.allocation) if entry.is_placed else None
+        told: Message = {"event": "gave_up", "job": entry.job, "generation": entry.generation, "node": node}
+        self._tell({**told, "reason": reason, "allocation": held})
 
     def _finish(self, entry: _Entry, end: Message) -> None:
         entry.processes, entry.slots = None, ()
@@ -452,6 +510,7 @@ class JobManager:
         """Before the end of a job is told: of an ended one no more is heard."""
         for crash in processes.crashes[entry.num_crashes :]:
             entry.num_crashes += 1
+            self.num_crashes += 1
             self._tell({"event": "crashed", "job": entry.job, "reason": crash})
 
     def _note_of(self, entry: _Entry) -> str:

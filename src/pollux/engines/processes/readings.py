@@ -17,7 +17,8 @@ from typing import Any
 import psutil
 
 from pollux.api.cluster import NodeReading, SlotReading
-from pollux.engines.processes.devices import Device, find_gpus
+from pollux.engines.processes.devices import Device
+from pollux.engines.processes.gpus import open_nvml
 
 PERIOD_S = 5.0
 _MIB = 1 << 20  # readings are rounded, so that what rests is told once
@@ -124,7 +125,7 @@ class Sampler:
         """``devices``: the slots there are, asked at every reading, from another thread."""
         self._devices, self._period_s = devices, period_s
         self._host = HostMeter(folder)
-        self._nvml = _open_nvml()
+        self._nvml = open_nvml()
         self._turn = threading.Lock()
         self._readings: dict[str, NodeReading] | None = None  # that were not taken
         self._is_closed = threading.Event()
@@ -157,17 +158,3 @@ class Sampler:
             node: replace(host, slots=tuple(slots.get(node, ())))
             for node in dict.fromkeys(device.node for device in devices)
         }
-
-
-def _open_nvml() -> Any:
-    """The module, ready to be asked; None where there is no GPU or no driver."""
-    if not find_gpus():
-        return None
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError as error:
-        logger.warning("GPUs cannot be read: %s", error)
-        return None
-    return pynvml

@@ -6,7 +6,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple, Protocol
@@ -62,6 +62,9 @@ class ReplicaJob(Protocol):
 
     def place(self, slots: Sequence[Slot]) -> None:
         """Replicas in exactly these slots; those already in one of them stay, if the job is elastic."""
+
+    def lose_slots(self, slots: Collection[Slot], reason: str) -> bool:
+        """These slots cannot be used any more: replicas there are killed. Whether the job goes on in its others."""
 
     def pump(self) -> int | None:
         """One turn, without waiting. The job's exit code once it has one."""

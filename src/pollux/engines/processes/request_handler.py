@@ -9,9 +9,10 @@ import logging
 import os
 from collections.abc import Callable, Mapping
 
-from pollux.engines.messages import PROTOCOL_VERSION
+from pollux.engines.messages import PROTOCOL_VERSION, common_version, in_version
 from pollux.engines.processes.devices import Device
 from pollux.engines.processes.job_manager import JobManager
+from pollux.engines.processes.layout import LayoutRequest, SlotLayout
 from pollux.engines.processes.replica_job import GRACE_S
 from pollux.engines.transport import Message
 from pollux.errors import PolluxError
@@ -28,11 +29,16 @@ class RequestHandler:
         where: str,
         epoch: int = 0,
         on_epoch: Callable[[int], None] = lambda epoch: None,
+        lay_out: Callable[[LayoutRequest | None], SlotLayout | None] = lambda request: None,
     ) -> None:
-        """``where``: whose jobs these are, for people. ``epoch``: of the last leader; ``on_epoch`` hears of a newer."""
+        """``where``: whose jobs these are, for people. ``epoch``: of the last leader; ``on_epoch`` hears of a newer.
+
+        ``lay_out`` makes slots of this machine's GPUs; None: the client has said what the slots are.
+        """
         self.manager, self._send, self._where = manager, send, where
-        self._epoch, self._on_epoch = epoch, on_epoch
+        self._epoch, self._on_epoch, self._lay_out = epoch, on_epoch, lay_out
         self.is_introduced = self.is_closing = False
+        self._version = PROTOCOL_VERSION  # that is spoken with the client
         self._ops: Mapping[str, Callable[[Message], None]] = {
             "start": manager.start,
             "resize": manager.resize,
@@ -50,7 +56,7 @@ class RequestHandler:
     def tell(self, message: Message) -> None:
         """To a client that has said hello; one that comes later asks for the state."""
         if self.is_introduced:
-            self._send(message)
+            self._send(in_version(message, self._version))
 
     def obey(self, message: Message) -> None:
         """Do what is asked. A request that fails does not disturb the replicas."""
@@ -64,14 +70,15 @@ class RequestHandler:
 
     def refusal_of(self, hello: Message) -> str:
         """Why this hello cannot be accepted; "" if it can."""
-        version, epoch = hello.get("version"), _epoch(hello)
-        if version == PROTOCOL_VERSION and epoch < self._epoch:
+        epoch, is_understood = _epoch(hello), common_version(hello) is not None
+        if is_understood and epoch < self._epoch:
             return (
                 f"the jobs in {self._where} obey the server of epoch {self._epoch}, and this one is of epoch {epoch}: "
                 "it does not lead any more"
             )
-        if version == PROTOCOL_VERSION:
+        if is_understood:
             return ""
+        version = hello.get("version")
         return (
             f"the supervisor (pid {os.getpid()}) that looks after the jobs in {self._where} speaks version "
             f"{PROTOCOL_VERSION} of its protocol, and was asked in version {version}: use the Pollux "
@@ -96,12 +103,15 @@ class RequestHandler:
         if (epoch := _epoch(message)) > self._epoch:
             self._epoch = epoch
             self._on_epoch(epoch)
+        self._version = common_version(message) or PROTOCOL_VERSION
         if message["devices"] is not None:
-            rows = [Device(**row) for row in message["devices"]]
-            self.manager.use(rows)
+            asked = message.get("layout")
+            if asked is None:  # else the devices of an earlier hello are compared with those there are now
+                self.manager.use([Device(**row) for row in message["devices"]])
+            self.manager.use_layout(self._lay_out(None if asked is None else LayoutRequest(**asked)))
         self.is_introduced = True
         told = {"jobs": self.manager.state(), "nodes": self.manager.nodes, "unusable": self.manager.unusable}
-        self.tell({"event": "state", "version": PROTOCOL_VERSION, "pid": os.getpid(), **told})
+        self.tell({"event": "state", "version": self._version, "pid": os.getpid(), **told})
 
 
 def _epoch(hello: Message) -> int:

@@ -23,7 +23,7 @@ from typing import Any
 from pollux.api.cluster import CheckedNode, NodeFinding
 from pollux.engines.launch import Launch
 from pollux.engines.logs import rotate
-from pollux.engines.messages import PROTOCOL_VERSION, ask
+from pollux.engines.messages import VERSIONS, ask
 from pollux.engines.ownership import ENGINE_FILE, RAY, forget_engine, note_engine, require_free
 from pollux.engines.preflight import CheckRequest
 from pollux.engines.processes.space import MIN_FREE_BYTES
@@ -81,7 +81,7 @@ class RayConnector:
 
     def hello(self) -> Message:
         about = {"devices": None, "is_scaled": self._settings.is_scaled, "epoch": self._settings.epoch}
-        return {"op": "hello", "version": PROTOCOL_VERSION, **about}
+        return {"op": "hello", **VERSIONS, **about}
 
     def connect(self, giving_up: threading.Event, *, takes_over: bool = True) -> tuple[Channel, Message]:
         self._end_proxy()

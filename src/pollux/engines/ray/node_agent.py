@@ -15,6 +15,7 @@ import logging
 import os
 import re
 import shutil
+import socket
 import sys
 import tempfile
 import threading
@@ -29,25 +30,32 @@ import psutil
 from pollux.api.codec import encoded
 from pollux.engines.preflight import CheckRequest, preflight
 from pollux.engines.processes.commands import plan_start
-from pollux.engines.processes.devices import Device, find_gpus
+from pollux.engines.processes.devices import Device
 from pollux.engines.processes.failure import read_end
 from pollux.engines.processes.fork_server import ForkServer
+from pollux.engines.processes.gpus import Gpu, Survey, find_gpus, survey, visible_gpus
 from pollux.engines.processes.identity import RUN_AS
 from pollux.engines.processes.leftovers import MARK, REPLICA, kill_leftovers
 from pollux.engines.processes.readings import Sampler
 from pollux.engines.processes.starters import MISSING_CODE, ColdStarter, Command, ReplicaProcess, Starter
 from pollux.engines.processes.workdirs import code_of, with_own_python
 from pollux.engines.ray.network import free_port, network_env
+from pollux.engines.ray.notice import NoticeWatch
 from pollux.engines.ray.outbox import Numbered, Outbox
 from pollux.engines.ray.storage_probe import storage_problem
 from pollux.engines.transport import Message
+from pollux.version import __version__
 
 PERIOD_S = 0.02
 LEASE_S = 120.0  # after so long without a word the supervisor has given this node up
 CHUNK_BYTES = 1 << 20
+OUTPUT, COPIES = "output", "copies"  # folders of an agent: what replicas print, and working directories
 READ_PERIOD_S = 0.1
 SECRETS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")  # of the Ray cluster: no job may have them
 RAYS_OWN = ("RAY_", "PYTHONBREAKPOINT", "CUDA_VISIBLE_DEVICES")
+
+# What the supervisor asks of an agent, and is told. A node has the agent of the Pollux that is installed there.
+AGENT_PROTOCOL, OLDEST_PROTOCOL = 2, 1
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +78,8 @@ class NodeAgent:
         kill_orphans(f"{cluster}:")
         self._mark = f"{cluster}:{me.pid}:{me.create_time()}"
         self._folder = Path(tempfile.mkdtemp(prefix=f"{prefix}{me.pid}-"))
+        (self._folder / OUTPUT).mkdir(mode=0o700)
+        self._folder.chmod(0o711)  # jobs of other users pass through to their copies, and see nothing else
         self._environment = {name: value for name, value in os.environ.items() if not name.startswith(RAYS_OWN)}
         self._changed = threading.Condition()  # guards all below
         self._orders: deque[Message] = deque()
@@ -78,13 +88,18 @@ class NodeAgent:
         self._seen: set[str] = set()  # keys
         self._logs: dict[str, float | None] = {}  # name -> when its replica ended
         self._heard_at = time.monotonic()
+        self._notice, self._told_notice = NoticeWatch(os.environ), ""
         self._sampler = Sampler(str(self._folder), _own_devices)
         threading.Thread(target=self._run, name="pollux-agent", daemon=True).start()
 
     def describe(self, probe: str | None = None) -> Message:
         """What this node is, and why it can get no work. ``probe``: see :func:`storage_problem`."""
-        problem = "" if probe is None else storage_problem(probe)
-        return {"pid": os.getpid(), "gpus": [gpu.name for gpu in find_gpus()], "problem": problem}
+        gpus, problem = gpus_for_ray(survey(), _raylet_environment())
+        if not problem and probe is not None:
+            problem = storage_problem(probe)
+        about = {"protocol": AGENT_PROTOCOL, "oldest": OLDEST_PROTOCOL, "version": __version__, "pid": os.getpid()}
+        memory = [gpu.memory_bytes for gpu in gpus]
+        return {**about, "gpus": [gpu.name for gpu in gpus], "memory": memory, "problem": problem}
 
     def preflight(self, asked: Message, probe: str | None) -> tuple[float, list[Message]]:
         """This node's time, and what is found on it (:mod:`pollux.engines.preflight`)."""
@@ -117,7 +132,17 @@ class NodeAgent:
 
     def _path_of(self, name: str) -> Path:
         """Where a file of the server's is written here."""
-        return self._folder / name.lstrip("/")
+        return self._folder / OUTPUT / name.lstrip("/")
+
+    def _make_place(self, cwd: str) -> str:
+        """Where a job's copy of its working directory goes. Users pass through to their own, and cannot look around."""
+        path = self._folder
+        for part in (COPIES, *Path(cwd.lstrip("/")).parts[:-1]):
+            path = path / part
+            with contextlib.suppress(FileExistsError):
+                path.mkdir(mode=0o700)
+                path.chmod(0o711)
+        return str(path / Path(cwd).name)
 
     def _new_output(self, known: Mapping[str, int]) -> dict[str, tuple[int, bytes]]:
         with self._changed:
@@ -177,6 +202,9 @@ class NodeAgent:
                     self._events.put({"event": "exited", "key": order["key"], **end})
         for reading in (self._sampler.take() or {}).values():
             self._events.put({"event": "reading", "reading": encoded(reading)})
+        if (notice := self._notice.reason) != self._told_notice:
+            self._told_notice = notice
+            self._events.put({"event": "notice", "reason": notice})
         fork_server.poll()
         cold.poll()
         for key, process in list(self._processes.items()):
@@ -211,9 +239,10 @@ class NodeAgent:
             return  # asked twice
         self._seen.add(order["key"])
         own = {name: value for name, value in order["env"].items() if name not in SECRETS}
-        env = with_own_python({**network_env(self._address), **own, MARK: self._mark})
+        host = slice_host(socket.gethostname(), own.get("CUDA_VISIBLE_DEVICES", ""))
+        env = with_own_python({**network_env(self._address), **host, **own, MARK: self._mark})
         code = code_of(env)
-        cwd = str(self._path_of(order["cwd"])) if code is not None and code.workdir else order["cwd"]
+        cwd = self._make_place(order["cwd"]) if code is not None and code.workdir else order["cwd"]
         start = plan_start(order["argv"], env, cwd, parent_env=self._environment)
         files = {}
         for kind in ("stdout", "stderr"):
@@ -230,6 +259,49 @@ class NodeAgent:
         starter: Starter = fork_server if is_forked else cold
         replica = starter.spawn(command)
         self._processes[order["key"]] = _AgentProcess(replica=replica, starter=starter, command=command)
+
+
+def version_problem(answer: Message) -> str:
+    """Why the agent that answered this cannot be used; empty: it can. One of before versions were told speaks 1."""
+    protocol = int(answer.get("protocol", 1))
+    oldest, version = int(answer.get("oldest", protocol)), answer.get("version", "an older version")
+    if protocol < OLDEST_PROTOCOL:
+        return f"its Pollux ({version}) is too old for this server's ({__version__}): upgrade this node first"
+    if oldest > AGENT_PROTOCOL:
+        return f"its Pollux ({version}) is too new for this server's ({__version__}): upgrade the head and server first"
+    return ""
+
+
+def gpus_for_ray(found: Survey, env: Mapping[str, str]) -> tuple[list[Gpu], str]:
+    """The GPUs and slices that Ray hands out on a node, and why it can get no work. ``env``: of its raylet.
+
+    Ray decides which device a replica gets, so that all of a node must be well and alike.
+    """
+    gpus = visible_gpus(found.gpus, env)
+    if found.unusable and "CUDA_VISIBLE_DEVICES" not in env:
+        first = found.unusable[0]
+        return gpus, f"{first.name} cannot be used: {first.reason}; or start Ray with others in CUDA_VISIBLE_DEVICES"
+    kinds = list(dict.fromkeys(gpu.name for gpu in gpus))
+    if len(kinds) > 1:
+        return gpus, (
+            f"it has devices of several types ({', '.join(kinds)}), and the slots of a node are alike: start one Ray "
+            "node for each type, each with its UUIDs in CUDA_VISIBLE_DEVICES"
+        )
+    return gpus, ""
+
+
+def slice_host(host: str, devices: str) -> dict[str, str]:
+    """NCCL refuses two ranks on one card of one host, so each slice is a host of its own to it."""
+    return {"NCCL_HOSTID": f"{host}-{devices}"} if devices.startswith("MIG-") else {}
+
+
+def _raylet_environment() -> dict[str, str]:
+    """Of the process that started us: Ray hides devices from an actor that asked for none."""
+    try:
+        parent = psutil.Process().parent()
+        return {} if parent is None else parent.environ()
+    except (psutil.Error, OSError):
+        return {}
 
 
 def _own_devices() -> list[Device]:

@@ -31,7 +31,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pollux.engines.preflight import clock_finding, silent
 from pollux.engines.processes.devices import CPU
-from pollux.engines.ray.node_agent import NodeAgent
+from pollux.engines.ray.node_agent import NodeAgent, version_problem
 from pollux.engines.ray.scale import ScalableNode, ScaleRequest, requested, unwanted
 from pollux.engines.transport import Message
 from pollux.errors import EngineError
@@ -45,6 +45,12 @@ FIRST_PAUSE_S = 2.0  # before a node that gets no work is looked at again; doubl
 LONGEST_PAUSE_S = 60.0
 LINGER_S = 3.0  # a node must have been unwanted for so long: its last output is fetched meanwhile
 _GPU = "GPU"
+SHORT_LABELS = {
+    "ray.io/availability-zone": "zone",
+    "ray.io/availability-region": "region",
+    "ray.io/market-type": "market",
+    "ray.io/node-group": "group",
+}
 
 logger = logging.getLogger(__name__)
 NodeAgentActor = ray.remote(num_cpus=0, max_concurrency=8, max_restarts=0)(NodeAgent)
@@ -59,6 +65,11 @@ class RayNode:
     address: str
     num_slots: int
     accelerator: str
+    labels: tuple[tuple[str, str], ...] = ()
+    cpus: float | None = None
+    memory_bytes: int | None = None
+    notice: str = ""  # why it will be gone soon
+    device_memory_bytes: int | None = None
 
 
 class _RayRow(TypedDict):
@@ -69,6 +80,31 @@ class _RayRow(TypedDict):
     NodeManagerAddress: str
     NodeManagerHostname: str
     Resources: dict[str, float]
+    Labels: dict[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFacts:
+    """What Ray says of a node besides its slots."""
+
+    labels: tuple[tuple[str, str], ...] = ()
+    cpus: float | None = None
+    memory_bytes: int | None = None
+
+
+def facts_of(row: _RayRow) -> NodeFacts:
+    """A node's own labels, and by short names those that Ray's auto-scalers and KubeRay give it."""
+    labels = {key: value for key, value in row.get("Labels", {}).items() if key != "ray.io/node-id"}
+    for key, short in SHORT_LABELS.items():
+        if key in labels:
+            labels.setdefault(short, labels[key])
+    resources = row["Resources"]
+    memory = resources.get("memory")
+    return NodeFacts(
+        labels=tuple(sorted(labels.items())),
+        cpus=resources.get("CPU", 0.0),
+        memory_bytes=None if memory is None else int(memory),
+    )
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -79,6 +115,8 @@ class _NodeState:
     name: str
     address: str
     num_total: int  # slots
+    facts: NodeFacts = NodeFacts()
+    notice: str = ""  # as its agent told
     agent: ActorHandle | None = None
     describing: ray.ObjectRef | None = None
     asked_at: float = 0.0
@@ -212,6 +250,7 @@ class NodeAgents:
                         name=node.name,
                         address=node.address,
                         num_total=node.num_total,
+                        facts=node.facts,
                         is_released=True,
                         unwanted_since=node.unwanted_since,
                     )
@@ -291,11 +330,21 @@ class NodeAgents:
             self._join(node)
         self._see_answers()
         self._see_others()
+        self._see_notices(ray._private.state.state.get_draining_nodes())
         self._ask_for_nodes()
         with self._turn:
             is_asked = all(s.offer is not None or s.problem or s.is_released for s in self._states.values())
         if is_asked:
             self.has_looked.set()
+
+    def _see_notices(self, draining: Mapping[str, int]) -> None:
+        """Nodes that their machines, or Ray itself (``draining``, by Ray's id), say will be gone."""
+        with self._turn:
+            for node in self._states.values():
+                notice = node.notice or (node.id in draining and "Ray drains it") or ""
+                if node.offer is not None and node.offer.notice != notice:
+                    logger.warning("%s: %s", node.name, notice or "it stays after all")
+                    node.offer = dataclasses.replace(node.offer, notice=notice)
 
     def _slots_of(self, row: _RayRow) -> int:
         return int(row["Resources"].get(self.resource, 0))
@@ -311,7 +360,9 @@ class NodeAgents:
         name = row["NodeName"] if row["NodeName"] != address else row["NodeManagerHostname"] or address
         if name in self._names:
             name = f"{name}-{node_id[-6:]}"
-        self._states[node_id] = _NodeState(id=node_id, name=name, address=address, num_total=self._slots_of(row))
+        self._states[node_id] = _NodeState(
+            id=node_id, name=name, address=address, num_total=self._slots_of(row), facts=facts_of(row)
+        )
         self._names[name] = node_id
 
     def _join(self, node: _NodeState) -> None:
@@ -348,20 +399,25 @@ class NodeAgents:
                 continue
             node.describing = None
             with self._turn:
-                node.problem = answer["problem"]
+                node.problem = version_problem(answer) or answer["problem"]
                 node.num_problems = node.num_problems + 1 if node.problem else 0
             if node.problem:
                 if node.num_problems == 1:
                     logger.warning("%s gets no work: %s", node.name, node.problem)
                 node.asked_at = time.monotonic()
                 continue
-            accelerator = answer["gpus"][0] if answer["gpus"] and self.resource == _GPU else CPU
+            has_gpus = bool(answer["gpus"]) and self.resource == _GPU
+            sizes = [size for size in answer.get("memory", []) if size is not None and has_gpus]
             offer = RayNode(
                 id=node.id,
                 name=node.name,
                 address=node.address,
                 num_slots=node.num_total,
-                accelerator=accelerator,
+                accelerator=answer["gpus"][0] if has_gpus else CPU,
+                labels=node.facts.labels,
+                cpus=node.facts.cpus,
+                memory_bytes=node.facts.memory_bytes,
+                device_memory_bytes=min(sizes, default=None),
             )
             with self._turn:
                 node.offer = offer
@@ -449,6 +505,8 @@ class NodeAgents:
                     node.num_heard = number
                     if message["event"] == "reading":
                         self._readings[node.name] = message["reading"]
+                    elif message["event"] == "notice":
+                        node.notice = message["reason"]
                     else:
                         self._events.append((node.name, message))
 

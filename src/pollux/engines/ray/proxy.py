@@ -27,7 +27,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from pollux.engines.messages import PROTOCOL_VERSION
+from pollux.engines.messages import PROTOCOL_VERSION, VERSIONS
 from pollux.engines.ray.connection import LAST_S, Refused, join
 from pollux.engines.ray.head_watch import HeadWatch
 from pollux.engines.transport import Channel, Message
@@ -68,7 +68,7 @@ class Proxy:
         """
         import ray
 
-        hello = {"version": PROTOCOL_VERSION, "takes_over": takes_over, "epoch": epoch}
+        hello = {**VERSIONS, "takes_over": takes_over, "epoch": epoch}
         if reason := ray.get(self._supervisor.greet.remote(self._client, owner, hello), timeout=START_S):
             raise Refused(reason)
         HeadWatch(ray.nodes, lambda problem: self._channel.send({"event": "head", "problem": problem})).start()

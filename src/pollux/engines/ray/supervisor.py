@@ -212,7 +212,16 @@ class RaySupervisor:
             self._known = known
             self._manager.use([device for node in known.values() for device in self._devices_of(node)])
             rows = [
-                {"name": node.name, "num_slots": node.num_slots, "accelerator": node.accelerator}
+                {
+                    "name": node.name,
+                    "num_slots": node.num_slots,
+                    "accelerator": node.accelerator,
+                    "labels": node.labels,
+                    "cpus": node.cpus,
+                    "memory_bytes": node.memory_bytes,
+                    "notice": node.notice,
+                    "device_memory_bytes": node.device_memory_bytes,
+                }
                 for node in known.values()
             ]
             self._manager.tell_nodes(rows)

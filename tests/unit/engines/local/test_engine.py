@@ -16,6 +16,7 @@ from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.ports import JobEnded, JobLost, JobRuns, JobStopped, StartJob
 from pollux.types import Allocation, JobSpec
 from tests.leftovers import processes_in
+from tests.long import long
 from tests.unit.engines.bench import Bench, is_alive, until
 
 
@@ -192,6 +193,7 @@ time.sleep(300)
     until(lambda: processes_in(bench.folder) == [], "all gone")
 
 
+@long
 def test_the_death_of_the_fork_server_is_no_crash_of_the_jobs(bench):
     bench.prepare("a", max_restarts=0)
     old = bench.run("a", ("node-0", 2))

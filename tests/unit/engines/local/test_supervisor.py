@@ -101,6 +101,7 @@ def test_commands_given_while_there_is_no_supervisor_are_answered_by_a_loss(own_
     assert [event for event in bench.engine.poll() if not isinstance(event, JobRuns)] == []
 
 
+@long
 def test_sigterm_lets_all_jobs_leave_first(own_bench):
     """The engine, which did not ask for it, gets another supervisor."""
     bench = own_bench
@@ -112,6 +113,7 @@ def test_sigterm_lets_all_jobs_leave_first(own_bench):
     until(lambda: bench.engine.supervisor_pid != first and not is_alive(first))
 
 
+@long
 def test_an_end_survives_the_supervisor(own_bench):
     bench = own_bench
     bench.prepare("a", bench.script("raise SystemExit('no luck')"), kind="fixed")
@@ -150,7 +152,8 @@ def test_there_is_one_supervisor_per_directory(own_bench):
 
 
 def test_a_supervisor_that_speaks_another_version_refuses_and_says_what_to_do(own_bench, monkeypatch):
-    monkeypatch.setattr(connection, "PROTOCOL_VERSION", PROTOCOL_VERSION + 1)
+    newer = PROTOCOL_VERSION + 1
+    monkeypatch.setattr(connection, "VERSIONS", {"version": newer, "oldest": newer})
     with pytest.raises(EngineError, match=rf"speaks version {PROTOCOL_VERSION}.* was asked in version .* SIGTERM"):
         own_bench.open()
     monkeypatch.undo()

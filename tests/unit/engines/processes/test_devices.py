@@ -1,14 +1,15 @@
 from __future__ import annotations
 
 import os
-import sys
-import types
 
 import pytest
 
-from pollux.engines.processes.devices import Device, Gpu, detect_nodes, find_gpus, slot_env, visible_gpus
+from pollux.engines.processes.devices import Device, slot_env
+from pollux.engines.processes.gpus import Gpu, find_gpus, visible_gpus
+from pollux.engines.processes.layout import detect_nodes
 from pollux.errors import InvalidValueError
 from pollux.types import Node
+from tests.nvml.box import card, part
 
 H200 = [Gpu(number=number, uuid=f"GPU-{number}abc", name="NVIDIA H200") for number in range(4)]
 
@@ -87,67 +88,24 @@ def test_looking_for_gpus_never_fails():
     assert all(gpu.uuid and gpu.name for gpu in find_gpus())
 
 
-class NVMLError(Exception):
-    pass
-
-
-class FakeNvml(types.ModuleType):
-    """NVML with cards by number: None is lost, a list has the names of its MIG slices by instance."""
-
-    NVMLError = NVMLError
-    NVML_DEVICE_MIG_ENABLE = 1
-
-    def __init__(self, cards):
-        super().__init__("pynvml")
-        self._cards = cards
-
-    def nvmlInit(self):
-        pass
-
-    nvmlShutdown = nvmlInit
-
-    def nvmlDeviceGetCount(self):
-        return len(self._cards)
-
-    def nvmlDeviceGetHandleByIndex(self, number):
-        if self._cards[number] is None:
-            raise NVMLError("GPU is lost")
-        return (number,)
-
-    def nvmlDeviceGetUUID(self, handle):
-        return f"GPU-{handle[0]}" if len(handle) == 1 else f"MIG-{handle[0]}-{handle[1]}"
-
-    def nvmlDeviceGetName(self, handle):
-        return b"H200" if len(handle) == 1 else f"H200 MIG {self._cards[handle[0]][handle[1]]}"
-
-    def nvmlDeviceGetMigMode(self, handle):
-        if self._cards[handle[0]] == "old":
-            raise NVMLError("Not Supported")
-        return [int(isinstance(self._cards[handle[0]], dict)), 0]
-
-    def nvmlDeviceGetMaxMigDeviceCount(self, handle):
-        return 7
-
-    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle, index):
-        instances = sorted(self._cards[handle[0]])
-        if index >= len(instances):
-            raise NVMLError("Not Found")
-        return (handle[0], instances[index])
-
-    def nvmlDeviceGetGpuInstanceId(self, handle):
-        return handle[1]
-
-
 @pytest.fixture
-def nvml(monkeypatch):
+def nvml(box):
+    """Cards by number: "lost", "old" without MIG, "whole", or the names of its MIG slices by instance."""
+
     def use(*cards):
-        monkeypatch.setitem(sys.modules, "pynvml", FakeNvml(cards))
+        rows = []
+        for number, one in enumerate(cards):
+            more = {"is_lost": one == "lost", "is_old": one == "old"}
+            if isinstance(one, dict):
+                more["slices"] = [part(number, instance, profile) for instance, profile in sorted(one.items())]
+            rows.append(card(number, name="H200", **more))
+        box.cut(*rows)
 
     return use
 
 
 def test_one_gpu_that_fell_off_the_bus_does_not_hide_the_others(nvml):
-    nvml("whole", None, "old")
+    nvml("whole", "lost", "old")
     assert [(gpu.number, gpu.uuid, gpu.name) for gpu in find_gpus()] == [(0, "GPU-0", "H200"), (2, "GPU-2", "H200")]
 
 
@@ -156,8 +114,8 @@ def test_mig_slices_are_slots_of_their_own_types_beside_whole_gpus(nvml):
     nodes, devices = detect_nodes(env={})
     assert [(node.num_slots, node.accelerator) for node in nodes] == [
         (1, "H200"),
-        (1, "H200 MIG 3g.71gb"),
-        (2, "H200 MIG 1g.18gb"),
+        (1, "NVIDIA H200 MIG 3g.71gb"),
+        (2, "NVIDIA H200 MIG 1g.18gb"),
     ]
     assert [slot_env(device)["CUDA_VISIBLE_DEVICES"] for device in devices] == [
         "GPU-0",

@@ -21,6 +21,7 @@ from pollux.engines.processes.slots import Slot
 from pollux.engines.processes.starters import ColdStarter
 from pollux.errors import InvalidValueError
 from tests.leftovers import processes_in
+from tests.long import long
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -250,6 +251,16 @@ def test_a_script_that_cannot_start_fails_the_job_with_its_stderr(bench):
     assert len(of_kind(job, "spawned")) == 3
 
 
+def test_a_script_that_refuses_its_arguments_is_started_once(bench):
+    job = bench.job("import argparse\nargparse.ArgumentParser(prog='train.py').parse_args(['--foo'])")
+    assert job.wait(20.0) == 2
+    assert job.failure.splitlines()[0] == (
+        "t: a replica ended before it was ready; it exited with 2 on localhost: "
+        "train.py: error: unrecognized arguments: --foo"
+    )
+    assert len(of_kind(job, "spawned")) == 1 and job.blame is None
+
+
 def test_a_script_that_cannot_start_is_started_once_if_it_may_not_restart(bench):
     job = bench.job("raise ImportError('no module named nonsense')", max_restarts=0)
     assert job.wait(60.0) == 1
@@ -277,6 +288,7 @@ time.sleep(60)
 """
 
 
+@long
 def test_newcomers_that_never_get_ready_are_given_up_and_the_members_go_on(bench, monkeypatch):
     monkeypatch.setattr(elastic, "NEWCOMER_S", 1.0)
     job = bench.job(f"import os, time\nif os.environ['POLLUX_REPLICA_ID'] != 't-0':\n    time.sleep(300)\n{SCRIPT}")
@@ -374,6 +386,7 @@ def test_a_script_that_always_raises_fails_with_its_first_traceback(bench):
     assert job.num_restarts <= 1 and 2 <= len(of_kind(job, "spawned")) <= 4
 
 
+@long
 def test_what_is_excused_is_not_counted(bench):
     excuses = ["no space"] * 6
     (bench.folder / "crash").touch()
@@ -424,11 +437,12 @@ def test_newcomers_that_never_get_ready_end_the_change_and_not_the_job(bench, tm
     pump_until(job, lambda: bench.step() > before)
 
 
+@long
 def test_a_start_that_fails_names_the_node_where_the_cause_may_be_there(bench):
     job = bench.job("import no_such_package", slots=[Slot("bad", 0)])
     assert job.wait(20.0) == 1
     assert job.blame == ("bad", "ModuleNotFoundError: No module named 'no_such_package'")
-    assert " on bad) exited with 1" in job.failure
+    assert "the last exited with 1 on bad: ModuleNotFoundError" in job.failure
     other = bench.job("raise ValueError('a bug')", slots=[Slot("bad", 0)])
     assert other.wait(20.0) == 1
     assert other.blame is None

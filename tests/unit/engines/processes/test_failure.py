@@ -8,7 +8,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from pollux.engines.processes.failure import describe_failure, how_it_ended, read_end, read_failure
+from pollux.engines.processes.failure import describe_failure, how_it_ended, is_bad_usage, read_end, read_failure
 
 TRACE = """Traceback (most recent call last):
   File "train.py", line 3, in <module>
@@ -23,7 +23,7 @@ def test_the_exception_and_its_traceback_are_found(tmp_path):
     headline, tail = read_failure(path.read_text())
     assert headline == "ValueError: too bad"
     assert tail.startswith("Traceback") and tail.endswith("shutting down")
-    assert describe_failure("a: rank 1 exited with 1", path, path.read_text()).splitlines()[0] == (
+    assert describe_failure("a: rank 1 exited with 1", path, path.read_text(), 1).splitlines()[0] == (
         "a: rank 1 exited with 1: ValueError: too bad"
     )
 
@@ -36,11 +36,20 @@ def test_torchs_marks_of_ranks_are_taken_off(tmp_path):
 
 def test_without_a_traceback_the_end_is_shown(tmp_path):
     path = tmp_path / "err"
-    assert describe_failure("gone", path, read_end(path)).endswith("(nothing)")
+    assert describe_failure("gone", path, read_end(path), 1).endswith("(nothing)")
     path.write_text("x" * 10_000 + "Segmentation fault")
     headline, tail = read_failure(path.read_text())
     assert headline == ""
     assert len(tail) == 4000 and tail.endswith("Segmentation fault")
+
+
+def test_without_a_traceback_the_last_line_is_the_reason_of_an_exit_and_not_of_a_signal():
+    usage = "usage: train.py [-h]\ntrain.py: error: unrecognized arguments: --foo\n"
+    said = describe_failure("it exited with 2", "err", usage, 2)
+    assert said.splitlines()[0] == "it exited with 2: train.py: error: unrecognized arguments: --foo"
+    assert describe_failure("it was killed", "err", "a warning\n", -9).splitlines()[0] == "it was killed"
+    assert is_bad_usage(2, usage) and not is_bad_usage(1, usage)
+    assert not is_bad_usage(2, "python: can't open file 'train.py': [Errno 2] No such file or directory\n")
 
 
 def test_a_deep_recursion_is_cut_in_the_middle(tmp_path):

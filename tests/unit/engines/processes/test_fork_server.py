@@ -220,6 +220,7 @@ def test_replicas_end_with_a_killed_fork_server_and_the_next_spawn_starts_anothe
     assert not is_alive(last.pid) and not is_alive(fork_server.pid)
 
 
+@long
 def test_replicas_end_with_the_fork_servers_owner(folder):
     owner = f"""
 import os, sys, time

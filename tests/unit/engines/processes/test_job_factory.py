@@ -19,6 +19,7 @@ from pollux.engines.processes.identity import RUN_AS
 from pollux.engines.processes.job_factory import LocalJobFactory
 from pollux.engines.processes.starters import Command, Starter
 from tests.intruder import needs_another_user
+from tests.long import long
 
 # Reads all of its own memory that it can, the interpreter's heap and the stack among it.
 # It knows the secret by its beginning and its hash alone, so that it does not find itself.
@@ -99,6 +100,7 @@ def test_a_job_does_not_find_what_another_users_job_was_started_with(factory: Lo
 
 
 @needs_another_user
+@long
 def test_a_job_of_a_unix_user_does_not_find_the_servers_environment(
     factory: LocalJobFactory, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -12,8 +12,9 @@ import pytest
 pytest.importorskip("psutil")
 
 from pollux.engines.launch import Launch
-from pollux.engines.processes.devices import Device, detect_nodes
+from pollux.engines.processes.devices import Device
 from pollux.engines.processes.job_manager import JobManager
+from pollux.engines.processes.layout import detect_nodes
 from pollux.engines.processes.replica_job import JobOrder, NodeFailure
 from pollux.engines.processes.slots import ReplicaView, Slot
 from pollux.engines.processes.space import SpaceWatch

@@ -5,7 +5,9 @@ import time
 import psutil
 
 from pollux.api.cluster import SlotReading
-from pollux.engines.processes.devices import Device, Gpu, detect_nodes
+from pollux.engines.processes.devices import Device
+from pollux.engines.processes.gpus import Gpu
+from pollux.engines.processes.layout import detect_nodes
 from pollux.engines.processes.readings import HostMeter, Sampler, read_slots
 from tests.unit.engines.processes.nvml import FakeNvml, Part
 

@@ -47,6 +47,24 @@ def test_another_version_is_refused_and_may_not_command(supervisor):
     assert not supervisor.handler.is_closing
 
 
+@pytest.mark.parametrize(("version", "oldest", "spoken"), [(7, None, 7), (9, 8, 8), (12, 7, 8)])
+def test_a_server_of_a_neighbouring_version_is_spoken_to_in_the_newest_that_both_know(
+    supervisor, version, oldest, spoken
+):
+    supervisor.manager.tell_nodes([{"name": "n", "num_slots": 1, "accelerator": "cpu", "labels": [], "cpus": 2.0}])
+    hello = {**HELLO, "devices": None, "version": version} | ({} if oldest is None else {"oldest": oldest})
+    supervisor.handler.obey(hello)
+    (state,) = supervisor.told
+    assert (state["event"], state["version"]) == ("state", spoken)
+    assert ("labels" in state["nodes"][0]) == (spoken >= 8)  # a server of version 7 would stumble over it
+
+
+@pytest.mark.parametrize(("version", "oldest"), [(6, None), (10, 9), ("8", None), (None, None)])
+def test_a_server_too_far_away_is_refused(supervisor, version, oldest):
+    supervisor.handler.obey({**HELLO, "version": version, "oldest": oldest or version})
+    assert [message["event"] for message in supervisor.told] == ["refused"]
+
+
 def test_a_server_of_an_earlier_epoch_is_refused_and_may_not_command(supervisor):
     epochs: list[int] = []
     supervisor.handler = RequestHandler(

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import pwd
 import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,7 +23,11 @@ psutil = pytest.importorskip("psutil")
 
 from pollux.client.workdir import list_workdir  # noqa: E402
 from pollux.engines.code_store import CodeStore  # noqa: E402
+from pollux.engines.processes.identity import RUN_AS  # noqa: E402
 from pollux.engines.processes.workdirs import JobCode  # noqa: E402
+from pollux.engines.ray.node_agent import AGENT_PROTOCOL, version_problem  # noqa: E402
+from tests.intruder import NOBODY, needs_another_user, run_as_nobody  # noqa: E402
+from tests.long import first_of, long  # noqa: E402
 from tests.unit.engines.bench import is_alive, until  # noqa: E402
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs fork and /proc")
@@ -140,7 +146,7 @@ def script(folder: Path, code: str) -> tuple[str, str]:
     return sys.executable, str(path)
 
 
-@pytest.mark.parametrize("command", [("python", "-c", "import lib; print(lib.WORD)"), ("python", "main.py")])
+@pytest.mark.parametrize("command", first_of([("python", "main.py"), ("python", "-c", "import lib; print(lib.WORD)")]))
 def test_a_working_directory_is_unpacked_on_the_node_and_fetched_once(
     open_host: OpenHost, tmp_path: Path, command: tuple[str, ...]
 ) -> None:
@@ -166,6 +172,44 @@ def test_a_working_directory_is_unpacked_on_the_node_and_fetched_once(
     host.ask("obey", [{**order, "cwd": str(tmp_path / "job-3")}])
     end = host.until_told("exited", "3")
     assert end["code"] and "cannot be unpacked on this node" in end["tail"]
+
+
+def test_a_node_of_another_version_is_told_who_must_be_upgraded_first(host: Host) -> None:
+    answer = host.ask("describe")
+    assert version_problem(answer) == "" and version_problem({"problem": ""}) == ""  # nor of the version before
+    too_new = {**answer, "protocol": AGENT_PROTOCOL + 2, "oldest": AGENT_PROTOCOL + 1, "version": "9.0"}
+    assert "(9.0) is too new" in version_problem(too_new) and "server first" in version_problem(too_new)
+    assert version_problem({**answer, "protocol": 0}).endswith("upgrade this node first")
+
+
+@needs_another_user
+def test_a_job_of_another_unix_user_enters_its_copy_and_no_other_user_sees_output(tmp_path: Path) -> None:
+    temporary = Path(tempfile.mkdtemp(prefix="pollux-agent-"))  # which that user can pass, as /tmp
+    temporary.chmod(0o1777)
+    project = tmp_path / "project"
+    project.mkdir()
+    (project / "main.py").write_text("import os\nprint(os.getuid(), os.listdir('.'))\n")
+    store = CodeStore(str(tmp_path / "store"))
+    found = list_workdir(project).hashed()
+    for one in found.files:
+        with (project / one.path).open("rb") as file:
+            store.put_file(one.sha256, file)
+    code = JobCode(store=store.root, workdir=store.put_list(found), is_far=True).to_env()
+    host = Host(temporary, f"u{os.getpid()}")
+    try:
+        order = spawn(
+            tmp_path, "1", "/usr/bin/env", "python3", "main.py", **code, **{RUN_AS: pwd.getpwuid(NOBODY).pw_name}
+        )
+        order["env"]["PATH"] = "/usr/bin:/bin"
+        host.ask("obey", [{**order, "cwd": "/var/lib/pollux/jobs/one/work"}])
+        end = host.until_told("exited", "1")
+        assert (end["code"], host.output(order["stdout"])) == (0, f"{NOBODY} ['main.py']\n"), end
+        listing = "import os, sys\nfor path in sys.argv[1:]: print(os.access(path, os.R_OK))"
+        others = [path for path in host.folder.rglob("*") if "one" not in path.parts]
+        assert set(run_as_nobody(listing, str(host.folder), *map(str, others)).split()) == {"False"}
+    finally:
+        host.end()
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def test_what_happens_is_told_until_it_was_heard(open_host: OpenHost, tmp_path: Path) -> None:
@@ -205,7 +249,7 @@ def test_output_is_given_from_an_offset_and_removed_when_all_was_taken(host: Hos
     name, err = f"{tmp_path}/jobs/prints.out", f"{tmp_path}/jobs/prints.err"
     host.ask("obey", [spawn(tmp_path, "prints", *script(tmp_path, "print('one\\ntwo')"))])
     host.until_told("exited", "prints")
-    path = host.folder / name.lstrip("/")
+    path = host.folder / "output" / name.lstrip("/")
     assert host.ask("read_logs", {}, 1.0)[name] == [0, ""]  # nobody asked from where on
     assert host.ask("read_logs", {name: 0}, 1.0)[name] == [0, "one\ntwo\n"]
     assert host.ask("read_logs", {name: 4}, 1.0)[name] == [4, "two\n"]
@@ -240,6 +284,7 @@ def test_what_a_node_says_of_itself(host: Host, tmp_path: Path) -> None:
     assert 1024 <= host.ask("port") <= 65535
 
 
+@long
 def test_an_agent_that_hears_nothing_ends_all(open_host: OpenHost, tmp_path: Path) -> None:
     host = open_host(lease_s=5.0)
     host.ask("obey", [spawn(tmp_path, "1", *RUNAWAY)])
