@@ -44,6 +44,7 @@ def check(found, trials):
     assert found.best_value == min(one.value for one in counted if one.value is not None)
 
 
+@long
 def test_a_study_of_a_real_network_goes_on_after_the_server_is_killed(cluster):
     study = begin(cluster, 6)
     cluster.until(lambda: sum(one.value is not None for one in study.describe().trials) >= 2, "two values")
@@ -59,6 +60,18 @@ def test_a_study_of_a_real_network_goes_on_after_the_server_is_killed(cluster):
     assert all(0 < point.progress <= 1 for points in curves.values() for point in points)
     jobs = cluster.client.jobs()
     assert sorted(job.name for job in jobs) == sorted(one.job for one in found.trials)
+
+
+def test_a_population_copies_states_in_memory_while_it_trains(cluster):
+    space = {"lr": "log:1e-5..1.0", "momentum": "0.5..0.99"}
+    options = {"pruner": "pbt", "sampler": "random", "min_progress": 0.1, "space": space, "max_replicas": 1}
+    found = begin(cluster, 4, epochs=10, **options).wait(PATIENCE_S)
+    check(found, 4)
+    copied = [one for one in found.trials if one.copied]
+    assert copied, (found.warnings, [(one.number, one.value) for one in found.trials])
+    for one in copied:
+        notes = cluster.client.job(one.job).describe().training_notes
+        assert any("took over the state of trial" in note.text for note in notes), notes
 
 
 NUM_KILLS = 50

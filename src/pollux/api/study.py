@@ -18,7 +18,7 @@ from pollux.api.space import Parameter, Value, check_space, value_text
 from pollux.errors import InvalidValueError
 
 SamplerName = Literal["tpe", "random", "cmaes", "gp"]
-PrunerName = Literal["asha", "hyperband", "median", "curve", "none"]
+PrunerName = Literal["asha", "hyperband", "median", "curve", "pbt", "none"]
 StudyStateName = Literal["running", "stopped", "finished", "failed", "unreadable"]
 TrialStateName = Literal["waiting", "running", "complete", "pruned", "failed", "stopped"]
 MAX_TRIALS = 10_000
@@ -66,6 +66,8 @@ class StudyRequest:
         if not (math.isfinite(self.weight) and self.weight > 0):
             raise InvalidValueError(f"weight {self.weight}; a positive number is needed")
         check_space(self.space)
+        if self.pruner == "pbt":
+            self._check_population()
         known = {one.name for one in self.space}
         for word in self.job.command:
             for asked in _PLACEHOLDER.findall(word):
@@ -73,6 +75,20 @@ class StudyRequest:
                     raise InvalidValueError(
                         f"the command has {{{asked}}}, which is no parameter of the space; it has {', '.join(known)}"
                     )
+
+    def _check_population(self) -> None:
+        if all(one.kind != "float" for one in self.space):
+            raise InvalidValueError(
+                "population-based training (pruner pbt) changes real numbers while trials train, and the space has "
+                f"none but {', '.join(map(str, self.space))}; write 1.0..8.0 for a range of real numbers"
+            )
+        if self.trials < 2:
+            raise InvalidValueError(f"a population of {self.trials} trial; pruner pbt needs at least 2")
+        if self.arguments or any(_PLACEHOLDER.search(word) for word in self.job.command):
+            raise InvalidValueError(
+                "pruner pbt changes parameters while a script runs, which cannot see that on its command line: read "
+                'them by run.param("name", default), without --arguments and {name}'
+            )
 
     @property
     def sign(self) -> float:
@@ -112,6 +128,7 @@ class TrialView:
     chance: float | None = field(metadata=about("That it ends as the best: what its weight follows."))
     slot_s: float = field(metadata=about("Seconds times slots it has held."))
     reason: str
+    copied: tuple[int, ...] = field(default=(), metadata=about("Trials whose state it took over, in order."))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

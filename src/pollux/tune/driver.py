@@ -17,6 +17,8 @@ from pollux.api.space import Value
 from pollux.api.study import TrialStateName
 from pollux.errors import InvalidValueError
 from pollux.tune.apportion import Apportionment, Candidate, Prospect, Rule, apportion
+from pollux.tune.copies import CopyDesk
+from pollux.tune.exploits import Exploits
 from pollux.tune.ports import Jobs, TrialJob
 from pollux.tune.promise import MOST_WEIGHT_STEP, chances, job_weights, slots_of_study
 from pollux.tune.rungs import Curve, make_pruner
@@ -36,8 +38,8 @@ logger = logging.getLogger(__name__)
 class StudyDriver:
     """Owns a study's trials in memory. Not for two threads at once."""
 
-    def __init__(self, stored: StoredStudy, jobs: Jobs, rule: Rule = apportion) -> None:
-        """``rule``: how slots are shared out; simulations compare others with ours."""
+    def __init__(self, stored: StoredStudy, jobs: Jobs, rule: Rule = apportion, desk: CopyDesk | None = None) -> None:
+        """``rule``: how slots are shared out; simulations compare others with ours. ``desk``: where trials copy."""
         self.stored, self._jobs, self._rule = stored, jobs, rule
         self.request = stored.request
         self.pruner = make_pruner(self.request.pruner, self.request.min_progress, self.request.eta)
@@ -48,6 +50,7 @@ class StudyDriver:
         self.warnings: list[str] = []
         self._weights: dict[str, float] = {}
         self._over_since: dict[int, float] = {}  # by trial whose job succeeded without a value
+        self._exploits = None if desk is None or self.request.pruner != "pbt" else Exploits(stored, desk)
         self._recover()
 
     @property
@@ -188,6 +191,11 @@ class StudyDriver:
         if trial.number not in self.seen:
             return
         verdict = self.pruner.judge(self.curve_of(trial), [self.curve_of(one) for one in self._counted()])
+        if self._exploits is not None:
+            if problem := self._exploits.follow(trial):
+                self._warn(problem)
+            if verdict.num_decided > trial.num_decided:
+                self._exploits.consider(trial, self.pruner.rungs[verdict.num_decided - 1], self._counted())
         self.stored.decide(trial, verdict.num_decided)
         if verdict.reason:
             self._finish(trial, "pruned", verdict.reason)
@@ -204,6 +212,8 @@ class StudyDriver:
         self.stored.tell(trial, state, reason)
         logger.info("study %s: trial %d %s%s", self.name, trial.number, state, f": {reason}" if reason else "")
         job = self.seen.pop(trial.number, None)
+        if self._exploits is not None:
+            self._exploits.end(trial)
         self._weights.pop(self.job_of(trial), None)
         if job is not None and not job.is_over:
             self._jobs.cancel(self.job_of(trial), reason or f"its trial is {state}")
@@ -250,13 +260,14 @@ class StudyDriver:
         live, counted = self.live, self._counted()
         ended = [one for one in counted if one.state != "running"]
         best = min((one.value for one in ended if one.value is not None), default=None)
-        self.chances = chances({one.number: one.points for one in live}, best)
+        complete = [one.points for one in ended if one.state == "complete"]
+        self.chances = chances({one.number: one.points for one in live}, best, complete)
         candidates = [
             Candidate(
                 number=one.number,
                 chance=self.chances[one.number],
                 progress=self._progress(one),
-                is_proven=one.num_decided > 0 or (not self.pruner.rungs and bool(one.points)),
+                is_proven=self._is_proven(one),
                 has_slots=one.number in self.seen and self.seen[one.number].num_replicas > 0,
             )
             for one in live
@@ -269,6 +280,12 @@ class StudyDriver:
         num_seen = sum(bool(one.points) for one in counted)
         prospect = Prospect(num_left=num_left, num_seen=num_seen, cost=cost)
         return self._rule(candidates, prospect, self._num_slots(), self.request.job.max_replicas or MANY)
+
+    def _is_proven(self, trial: StoredTrial) -> bool:
+        """Whether its curve decides on its slots. A population trains side by side: its worst trial may copy others."""
+        if self._exploits is not None:
+            return False
+        return trial.num_decided > 0 or (not self.pruner.rungs and bool(trial.points))
 
     def _progress(self, trial: StoredTrial) -> float:
         job = self.seen.get(trial.number)

@@ -156,11 +156,14 @@ class Never:
 
 def make_pruner(name: str, first: float, eta: int) -> Pruner:
     """``name``: one of :data:`pollux.api.study.PrunerName`."""
+    from pollux.tune.population import Population
+
     made: dict[str, Pruner] = {
         "asha": Asha(first, eta),
         "hyperband": Asha(first, eta, NUM_BRACKETS),
         "median": Median(first),
         "curve": Extrapolation(first),
+        "pbt": Population(first),
         "none": Never(),
     }
     return made[name]

@@ -28,6 +28,7 @@ from pollux.errors import InvalidValueError, StoreError, UnknownNameError
 
 _REQUEST, _STATE, _REASON, _ENDED, _CREATED = "request", "state", "reason", "ended_at", "created_at"
 _IMPROVEMENTS, _REPEATED = "improvements", "repeated"
+_PARAMS, _COPIED = "params", "copied"  # of a trial that took over another's state
 _STEPS: Final = 1_000_000  # Optuna counts steps in whole numbers: millionths of a trial's work
 _PREFIX = "pollux:"
 _FIXED = "fixed_params"  # Optuna's own: what a trial gets, whatever its sampler would say
@@ -56,6 +57,7 @@ class StoredTrial:
     slot_s: float = 0.0
     reason: str = ""
     last_report: int = 0  # id of the last report that was read
+    copied: list[tuple[str, int]] = field(default_factory=list)  # ids of copies, and the trials they came from
 
 
 @contextlib.contextmanager
@@ -205,7 +207,7 @@ class StoredStudy:
                 found.append(
                     StoredTrial(
                         number=one.number,
-                        params=dict(one.params),
+                        params=attributes.get(_PREFIX + _PARAMS) or dict(one.params),
                         state=attributes.get(_PREFIX + _STATE) or _OURS[one.state],
                         value=_last_value(one, sign),
                         points=[(step / _STEPS, sign * value) for step, value in steps if math.isfinite(value)],
@@ -213,6 +215,7 @@ class StoredStudy:
                         slot_s=float(attributes.get(_PREFIX + "slot_s", 0.0)),
                         reason=str(attributes.get(_PREFIX + _REASON, "")),
                         last_report=0,
+                        copied=[(str(id_), int(source)) for id_, source in attributes.get(_PREFIX + _COPIED, [])],
                     )
                 )
             return found
@@ -271,6 +274,15 @@ class StoredStudy:
         with _guarded("keeping a value"):
             self._study._storage.set_trial_intermediate_value(self._id(trial), step, self.request.sign * value)
         trial.points.append((step / _STEPS, value))
+
+    def keep_copy(self, trial: StoredTrial, id_: str, source: int, params: Mapping[str, Value]) -> None:
+        """A trial has taken over another's state, and goes on with other parameters. Once for each id."""
+        if any(id_ == known for known, _ in trial.copied):
+            return
+        self._note(trial, _PARAMS, dict(params))
+        self._note(trial, _COPIED, [*trial.copied, (id_, source)])
+        trial.copied.append((id_, source))
+        trial.params = dict(params)
 
     def decide(self, trial: StoredTrial, num_decided: int) -> None:
         """Keep how many rungs were looked at."""

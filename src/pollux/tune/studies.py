@@ -14,8 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from pollux.api.copy import CopyAnswer, CopyNews
 from pollux.api.study import StudyCurves, StudyDetail, StudyRequest, StudySummary
 from pollux.errors import InvalidValueError, PolluxError, StoreError, UnknownNameError
+from pollux.tune.copies import CopyDesk
 from pollux.tune.ports import Jobs
 
 if TYPE_CHECKING:  # they bring optuna, an extra
@@ -36,7 +38,7 @@ class Studies:
 
     def __init__(self, directory: Path, jobs: Jobs) -> None:
         self._path, self._jobs = directory / STUDIES_FILE, jobs
-        self._lock = threading.Lock()
+        self._lock, self._desk = threading.Lock(), CopyDesk(jobs.now)
         self._storage: StudyStorage | None = None
         self._drivers: dict[str, StudyDriver] = {}
         self._unreadable: dict[str, str] = {}  # why, by study
@@ -78,7 +80,7 @@ class Studies:
             storage = StudyStorage(self._path)
             for name in storage.names():
                 try:
-                    self._drivers[name] = StudyDriver(storage.load(name), self._jobs)
+                    self._drivers[name] = StudyDriver(storage.load(name), self._jobs, desk=self._desk)
                 except StoreError as error:
                     self._unreadable[name] = str(error)
                     logger.error("%s", error)
@@ -110,7 +112,7 @@ class Studies:
 
         with contextlib.suppress(PolluxError), self._turn():
             if self._storage is not None:
-                self._drivers[name] = StudyDriver(self._storage.load(name), self._jobs)
+                self._drivers[name] = StudyDriver(self._storage.load(name), self._jobs, desk=self._desk)
 
     @contextlib.contextmanager
     def _turn(self) -> Iterator[None]:
@@ -137,7 +139,7 @@ class Studies:
 
             if request.name in self._unreadable:
                 raise InvalidValueError(f"a study named {request.name!r} exists; choose another name")
-            driver = StudyDriver(storage.create(request, self._jobs.now()), self._jobs)
+            driver = StudyDriver(storage.create(request, self._jobs.now()), self._jobs, desk=self._desk)
             self._drivers[request.name] = driver
             logger.info("study %s: %d trials for %s", request.name, request.trials, request.metric)
             return summary(driver)
@@ -177,6 +179,17 @@ class Studies:
             from pollux.tune.views import as_csv
 
             return as_csv(driver)
+
+    def copy_news(self, job: str, news: CopyNews) -> None:
+        """What a trial's job tells of copies between trials. Never waits."""
+        self._desk.take(job, news)
+
+    def copy_answer(self, job: str, news: CopyNews) -> CopyAnswer:
+        """What it is to do. Never waits."""
+        driver = self._drivers.get(news.study)  # unknown for a moment after the server's start
+        if driver is not None and driver.request.pruner != "pbt":
+            return CopyAnswer(again=False)
+        return CopyAnswer(order=self._desk.order_for(job))
 
     def stop_study(self, name: str) -> StudySummary:
         """End its trials. One that is over stays as it is."""

@@ -90,6 +90,7 @@ def trial_view(driver: StudyDriver, trial: StoredTrial) -> TrialView:
         chance=driver.chances.get(trial.number) if trial.state == "running" else None,
         slot_s=trial.slot_s,
         reason=trial.reason,
+        copied=tuple(source for _, source in trial.copied),
     )
 
 

@@ -103,3 +103,12 @@ def test_a_diverging_trial_wins_no_slots_by_a_huge_noise_scale():
     jobs = (view("good", weights[0], 500.0), view("bad", weights[1], 1e6))
     plan = make_policy("pollux", PolicySettings()).decide(Snapshot(now=600.0, nodes=nodes, jobs=jobs))
     assert plan.allocation_of("good").num_replicas > 2 * plan.allocation_of("bad").num_replicas
+
+
+def test_after_a_good_end_beginners_are_told_apart_from_a_trial_that_never_learnt():
+    """All had a chance of 0 there, and the trial with the lowest number was trained to its end on all slots."""
+    good = [(0.1, 2.2), (0.3, 0.8), (0.6, 0.3), (1.0, 0.11)]
+    flat = [(step / 10, 2.31) for step in range(1, 5)]
+    found = chances({4: flat, 9: [(0.1, 2.25)], 14: [(0.1, 2.15)]}, best=0.11, complete=[good])
+    assert found[4] < 0.01 < found[9] < found[14]
+    assert chances({4: flat, 9: [(0.1, 2.25)]}, best=0.11, complete=[[]])[9] == 0.0  # nothing to learn from

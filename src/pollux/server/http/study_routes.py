@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import time
 from typing import Annotated, cast
 
-from fastapi import Depends, Request, Response
+from fastapi import APIRouter, Depends, Query, Request, Response
 
+from pollux.api.codec import decode, loads
+from pollux.api.copy import MAX_COPY_BYTES, WAIT_S, CopyAnswer, CopyNews
 from pollux.api.study import (
     StudyCurves,
     StudyDetail,
@@ -23,10 +27,11 @@ from pollux.server.http.dependencies import (
     body_of,
     of_people,
     owned_by,
+    read_body,
     read_json,
     require_owner,
 )
-from pollux.server.http.errors import answer
+from pollux.server.http.errors import Refusal, answer
 from pollux.server.http.openapi import Responses, body_schema, error_answers
 from pollux.tune.studies import Studies
 
@@ -127,4 +132,39 @@ def resume_study(
     return answer(its.resume(name, body.trials))
 
 
-ROUTERS = (studies,)
+# Copies between trials ------------------------------------------------------------------------
+
+copying = APIRouter(prefix="/api/v1", tags=["studies"])  # for jobs, with their own tokens
+LOOK_S = 0.05  # between two looks for an order
+
+
+@copying.post(
+    "/jobs/{name}/copies",
+    summary="Hear of copies between trials",
+    response_model=CopyAnswer,
+    responses=error_answers(413, 422),
+    openapi_extra=body_schema(CopyNews, is_required=True),
+)
+async def copies(
+    request: Request,
+    caller: ItsCaller,
+    studies: ItsStudies,
+    name: str,
+    wait: Annotated[bool, Query(description="Answer when there is an order, or after 10 s.")] = False,
+) -> Response:
+    """A trial's job tells what came of a copy, and hears what it is to do. The state itself never comes here."""
+    if not caller.may_report_for(name):
+        raise Refusal(403, "AccessDeniedError", f"this is the token of job {caller.job!r}, not of {name!r}")
+    news = decode(CopyNews, loads(await read_body(request, MAX_COPY_BYTES), "body"), "body")
+    studies.copy_news(name, news)
+    ends_at = time.monotonic() + (WAIT_S if wait else 0.0)
+    found = studies.copy_answer(name, news)
+    while found.order is None and found.again and time.monotonic() < ends_at and not request.app.state.is_ending:
+        await asyncio.sleep(LOOK_S)
+        if await request.is_disconnected():
+            break
+        found = studies.copy_answer(name, news)
+    return answer(found)
+
+
+ROUTERS = (copying, studies)
