@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from pollux.api.cluster import NodeReading
 from pollux.api.codec import encode
 from pollux.api.report import Report
 from pollux.engines.live import ReplicaInfo
@@ -57,6 +58,7 @@ class PretendedEngine:
     applies_at_once = False
 
     unusable: tuple[()] = ()
+    readings: dict[str, NodeReading] = {}  # noqa: RUF012 - never changed
 
     def __init__(self, wake: Callable[[], None]) -> None:
         self._nodes = [Node(name=f"n{i:03}", num_slots=SLOTS_PER_NODE, accelerator="gpu") for i in range(NUM_NODES)]

@@ -46,6 +46,15 @@ class ServerAddress:
         """The path to post a job's reports to."""
         return f"{self._path}/api/v1/jobs/{urllib.parse.quote(job, safe='')}/reports"
 
+    def copies_of(self, job: str) -> str:
+        """The path where a trial hears of copies between trials."""
+        return f"{self._path}/api/v1/jobs/{urllib.parse.quote(job, safe='')}/copies"
+
+    @property
+    def place(self) -> tuple[str, int]:
+        """Host and port."""
+        return self._host, self._port or (80 if self._context is None else 443)
+
     def look_again(self, told: str | None = None) -> bool:
         """After a failure: whether the server is elsewhere now, as a standby ``told`` or as the file says."""
         url, ca = (told, self._ca) if told else self._read()

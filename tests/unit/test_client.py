@@ -143,7 +143,7 @@ def test_jobs_are_listed_in_pages_and_by_state(client: Client, here: Path) -> No
     assert pending[-4:] == [waiting.name, *(job.name for job in later)]
     assert [job.name for job in client.jobs(["pending"], 2, newest_first=True)] == [later[2].name, later[1].name]
     assert client.jobs(["pending"], 0) == []
-    assert "99" in waiting.view().reason
+    eventually(lambda: "99" in waiting.view().reason, "the next round says why it waits")
     assert waiting.name in later[0].view().reason
     waiting.cancel()
     assert [job.wait(WAIT_S) for job in later] == ["cancelled"] * 3
@@ -330,7 +330,9 @@ def test_half_a_message_is_none() -> None:
 
 def test_where_the_server_is_looked_for(service: Service, here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = service.config.data_directory
-    with pytest.raises(ServerNotFoundError, match=r"no-data; start one: pollux up"):
+    with pytest.raises(
+        ServerNotFoundError, match=r"no-data; start one: pollux up, or name another directory: --data, \$POLLUX_DATA"
+    ):
         Client()
     assert find_address(None, None, directory).url == service.url
     monkeypatch.setenv("POLLUX_DATA", str(directory))
@@ -351,10 +353,12 @@ def test_a_local_token_is_not_sent_to_another_server(service: Service, monkeypat
     monkeypatch.setenv("POLLUX_DATA", str(directory))
     assert find_address(service.url, None, None).token == own  # the server of that directory
     assert find_address(f"{service.url}/", None, None).token == own
-    for url in ("http://192.0.2.7:7077", "https://evil.example", service.url.replace("http", "https")):
+    for url in (service.url.replace("127.0.0.1", "localhost"), service.url.replace("http", "https")):
         with pytest.raises(AccessDeniedError, match=r"no token for .*; set POLLUX_TOKEN"):
             find_address(url, None, None)
         assert find_address(url, None, directory, allows_plain=True).token == own  # as the caller says
+    with pytest.raises(ServerNotFoundError, match=r"answers at http://127\.0\.0\.1:9: Connection refused"):
+        find_address("http://127.0.0.1:9", None, None)  # a token would not help
 
 
 def test_nobody_listens_there() -> None:
@@ -528,3 +532,9 @@ def test_a_virtual_environment_that_is_not_activated_is_used_all_the_same(monkey
 def test_a_program_that_is_not_there_is_refused(program: str) -> None:
     with pytest.raises(InvalidValueError, match="is not there"):
         make_request([program, "x"], {})
+
+
+def test_a_script_without_its_interpreter_is_refused_with_it(here: Path) -> None:
+    Path("train.py").touch()
+    with pytest.raises(InvalidValueError, match=r"program 'train.py' is not there.*did you mean: python train\.py\?"):
+        make_request(["train.py"], {})

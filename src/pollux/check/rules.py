@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import re
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -20,6 +21,13 @@ _OWN_PARALLEL = {
     "torch.utils.data.distributed.DistributedSampler": "run.dataloader(...) divides the data",
 }
 _ENV_RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
+# Of run.dataloader, and of the ElasticLoader that it makes (a test compares them).
+DATALOADER_OPTIONS = {
+    *("dataset", "batch_size", "max_batch_size", "device_batch_size", "policy"),
+    *("batch_check", "shuffle", "seed", "sampler", "batch_sampler"),
+    *("collate_fn", "num_workers", "pin_memory", "prefetch_factor", "drop_last"),
+    *("timeout_s", "worker_init_fn", "multiprocessing_context", "auto_commit"),
+}
 
 
 class Found(NamedTuple):
@@ -182,6 +190,16 @@ def own_data(script: Script) -> Iterator[Found]:
                     yield Found(outer, "a restart begins this loop at its first epoch again", advice)
 
 
+def unknown_option(script: Script) -> Iterator[Found]:
+    """An argument that run.dataloader does not take."""
+    for call, _ in script.calls():
+        for name in (keyword.arg for keyword in call.keywords) if script.is_of_run(call.func, "dataloader") else ():
+            if name is not None and name not in DATALOADER_OPTIONS:
+                close = difflib.get_close_matches(name, DATALOADER_OPTIONS, 1)
+                advice = f"did you mean {close[0]}?" if close else "leave it out, or see help(train.Run.dataloader)"
+                yield Found(call, f"run.dataloader takes no {name}", advice)
+
+
 def counted_passes(script: Script) -> Iterator[Found]:
     """A loader gives one batch for each pass; a step may have several."""
     for loop in script.training_loops():
@@ -321,6 +339,7 @@ TRAIN_RULES: list[Rule] = [
     own_parallelism,
     not_prepared,
     own_data,
+    unknown_option,
     counted_passes,
     local_averages,
     closures,

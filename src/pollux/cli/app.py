@@ -100,6 +100,9 @@ PANELS: dict[str, dict[str, Listed]] = {
             "operations",
             "Change a job that is not over: weight, priority, bounds, limits, deadline, budget. They count next round.",
         ),
+        "shell": Listed(
+            "shell", "Open a shell beside a replica, on its machine: in its folder, with its GPU, as its Unix user."
+        ),
         "requeue": Listed(
             "operations",
             "Let a running job checkpoint and wait again; submit one that is over again. Print its name.",
@@ -151,6 +154,20 @@ PANELS: dict[str, dict[str, Listed]] = {
         ),
     },
 }
+# What other tools call it, for those who know them.
+USUAL_COMMANDS = {
+    "delete": ("cancel",),
+    "jobs": ("ls",),
+    "kill": ("cancel",),
+    "list": ("ls",),
+    "ps": ("ls",),
+    "queue": ("ls",),
+    "rm": ("cancel",),
+    "show": ("describe",),
+    "start": ("up",),
+    "stop": ("cancel", "down"),
+}
+USUAL_OPTIONS = {"--gpu": ("--replicas", "--max-replicas"), "--gpus": ("--replicas", "--max-replicas")}
 # Options behind the command that a job runs are that command's own.
 _SETTINGS = {name: {"allow_interspersed_args": False} for name in ("submit", "run")}
 
@@ -173,6 +190,9 @@ class LoadedWhenAsked(TyperGroup):
     """
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if args and args[0] in USUAL_COMMANDS and not ctx.resilient_parsing:
+            meant = " or ".join(f"'{name}'" for name in USUAL_COMMANDS[args[0]])
+            ctx.fail(f"No such command {args[0]!r}. Did you mean {meant}?")
         name, command, rest = super().resolve_command(ctx, args)
         return name, command if name is None else load_command(name), rest  # None: what is being completed is no name
 
@@ -184,6 +204,11 @@ class LoadedWhenAsked(TyperGroup):
             raise typer.Exit(EXIT_BAD_USAGE) from None
         except KeyboardInterrupt:
             raise typer.Exit(EXIT_INTERRUPTED) from None
+        except Exception as error:
+            # click's NoSuchOption, which typer has a copy of: it offers what is spelled alike.
+            if meant := USUAL_OPTIONS.get(getattr(error, "option_name", "")):
+                error.possibilities = list(meant)  # type: ignore[attr-defined]
+            raise
 
 
 app = typer.Typer(

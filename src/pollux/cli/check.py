@@ -1,17 +1,27 @@
-"""``pollux check``: says what will go wrong with a training script, without running it."""
+"""``pollux check``: says what will go wrong with a training script, without running it.
+
+``pollux submit`` and ``run`` say the errors among it, too.
+"""
 
 from __future__ import annotations
 
+import logging
+import shlex
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from pollux.api.request import JobRequest, find_script
 from pollux.check import Finding, check_script
 from pollux.cli.connect import JsonOption, print_json, say
 from pollux.errors import InputFileError
+from pollux.reports import numbers
 
 EXIT_PROBLEMS = 1
+MAX_ERRORS = 5  # that a submission shows
+
+logger = logging.getLogger(__name__)
 
 
 def check(
@@ -27,10 +37,32 @@ def check(
         print_json({"findings": found})
     else:
         for one in found:
-            typer.echo(f"{one.file}:{one.line}: {one.severity}: {one.problem}; {one.advice} ({one.rule})")
+            typer.echo(_line(one))
         num_errors = sum(one.severity == "error" for one in found)
         say(f"{len(scripts)} read: {num_errors} errors, {len(found) - num_errors} warnings")
     raise typer.Exit(EXIT_PROBLEMS if found else 0)
+
+
+def say_script_errors(request: JobRequest) -> None:
+    """What ``pollux submit`` and ``run`` say of a script that will go wrong. Never keeps a job from being submitted."""
+    script = find_script(request.command)
+    if script is None or not script.endswith(".py"):
+        return
+    try:
+        text = Path(request.workdir or request.cwd or ".", script).read_text(encoding="utf-8", errors="replace")
+        errors = [one for one in check_script(text, script) if one.severity == "error"]
+    except Exception:  # a file that went away, or a rule that a strange script defeats
+        logger.debug("%s was not checked", script, exc_info=True)
+        return
+    for one in errors[:MAX_ERRORS]:
+        say(_line(one))
+    if errors:
+        rest = f", and {len(errors) - MAX_ERRORS} more" if len(errors) > MAX_ERRORS else ""
+        say(f"({numbers.plural(min(len(errors), MAX_ERRORS), 'error')}{rest}, by: pollux check {shlex.quote(script)})")
+
+
+def _line(one: Finding) -> str:
+    return f"{one.file}:{one.line}: {one.severity}: {one.problem}; {one.advice} ({one.rule})"
 
 
 def _check(path: Path) -> list[Finding]:

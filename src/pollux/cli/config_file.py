@@ -57,9 +57,12 @@ def take_defaults(ctx: typer.Context, path: Path | None) -> Path | None:
         name = key.replace("_", "-")
         if name not in keys:
             raise InputFileError(path, _unknown(key, [*keys, NOTIFY]))
+        parameter = keys[name]
+        if parameter.multiple and isinstance(value, str | list):
+            defaults[parameter.name] = [str(one) for one in ([value] if isinstance(value, str) else value)]
+            continue
         if isinstance(value, dict | list):
             raise InputFileError(path, f"{key} = {value!r:.80}; one value is needed, as of --{name}")
-        parameter = keys[name]
         if parameter.is_flag and not isinstance(value, bool):
             raise InputFileError(path, f"{key} = {value!r:.80}; true or false is needed")
         if isinstance(value, bool):

@@ -209,7 +209,7 @@ def _run(plan: Sequence[DemoJob], slots: int | None, console: Console) -> tuple[
 
 def _num_slots(wanted: int | None) -> int | None:
     """None: the GPUs. A single one could not be shared by two replicas, so that CPU slots show more."""
-    from pollux.engines.processes.devices import find_gpus
+    from pollux.engines.processes.gpus import find_gpus
 
     return wanted if wanted is not None or len(find_gpus()) >= 2 else CPU_SLOTS
 

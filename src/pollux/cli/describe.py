@@ -28,7 +28,7 @@ from pollux.cli.connect import (
     print_json,
     show,
 )
-from pollux.cli.job_table import STATE_STYLES, age_s, plain
+from pollux.cli.job_table import STATE_STYLES, age_s, plain, short_reason
 from pollux.reports import numbers
 
 UNBOUNDED = 1 << 20  # replicas; where no bound is set
@@ -164,7 +164,7 @@ def speedup_table(decision: DecisionWithOptions) -> Table | None:
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("replicas", justify="right")
     table.add_column("speedup", justify="right")
-    table.add_column("")
+    table.add_column("1: its fair share", header_style="dim")
     for replicas, speedup in options:
         marks = ["chosen"] if replicas == decision.after else []
         marks += ["before"] if replicas == decision.before and decision.before != decision.after else []
@@ -260,7 +260,7 @@ def description(job: JobDetail, now: float) -> Group:
     """All of it, to print. ``now`` is the server's time."""
     title = Text(plain(job.name), style="bold")
     title.append(f"  {job.state}", style=STATE_STYLES.get(job.state, ""))
-    why = job.note or (job.reason or "").split("\n", 1)[0]
+    why = job.note or short_reason(job)
     if why and why != job.state:
         title.append(f"  {plain(why)}", style="not bold")
     parts: list[RenderableType] = [title, _fact_table(facts(job, now))]

@@ -19,8 +19,8 @@ from rich.table import Table
 from rich.text import Text
 
 from pollux.cli.connect import DataOption, JsonOption, connect, print_json, show
-from pollux.client.address import find_data_directory, is_alive, read_server_file
-from pollux.engines.processes.devices import find_gpus, visible_gpus
+from pollux.client.address import DATA_VARIABLE, find_data_directory, is_alive, read_server_file
+from pollux.engines.processes.gpus import find_gpus, visible_gpus
 from pollux.errors import PolluxError
 from pollux.version import __version__
 
@@ -176,7 +176,7 @@ def _limits() -> Iterator[Finding]:
 def _server(directory: Path) -> Iterator[Finding]:
     told = read_server_file(directory)
     if told is None or not is_alive(told.get("pid")):
-        yield _port()
+        yield _port(directory)
         return
     try:
         with connect(directory, None, timeout_s=10.0) as client:
@@ -193,13 +193,14 @@ def _server(directory: Path) -> Iterator[Finding]:
         yield Finding(subject="server", state="problem", found=found, advice=advice)
 
 
-def _port() -> Finding:
+def _port(directory: Path) -> Finding:
+    none = f"none runs with the data directory {directory} (another: --data, ${DATA_VARIABLE})"
     with socket.socket() as one:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             one.bind(("127.0.0.1", USUAL_PORT))
         except OSError:
             return Finding(
-                subject="server", state="fine", found=f"none runs; port {USUAL_PORT} is taken, so the next free one"
+                subject="server", state="fine", found=f"{none}; port {USUAL_PORT} is taken, so the next free one"
             )
-    return Finding(subject="server", state="fine", found=f"none runs; port {USUAL_PORT} is free")
+    return Finding(subject="server", state="fine", found=f"{none}; port {USUAL_PORT} is free")

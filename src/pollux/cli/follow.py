@@ -10,7 +10,7 @@ from typing import TextIO
 
 from pollux.api.job import JobSummary
 from pollux.cli.connect import say
-from pollux.cli.job_table import plain, reason
+from pollux.cli.job_table import plain, reason, short_reason
 from pollux.cli.terminal import for_file
 from pollux.client import Job
 from pollux.errors import PolluxError
@@ -40,7 +40,7 @@ def exit_code_of(jobs: Sequence[Job]) -> int:
 def outcome(job: Job) -> str:
     """``gpt failed: why``; a reason that only repeats the state is none."""
     view = job.last_seen or job.view()
-    why = plain((view.reason or "").split("\n", 1)[0])
+    why = short_reason(view)
     return f"{plain(job.name)} {view.state}" + (f": {why}" if why not in ("", "succeeded", view.state) else "")
 
 

@@ -31,6 +31,11 @@ def plain(value: object) -> str:
     return "".join(character if character.isprintable() else " " for character in str(value))
 
 
+def short_reason(view: JobSummary) -> str:
+    """Its first line, without the job's name before it: every table and sentence has that already."""
+    return plain((view.reason or "").split("\n", 1)[0].removeprefix(f"{view.name}: "))
+
+
 def age_s(view: JobSummary, now: float) -> float:
     """Since it was submitted, until it ended."""
     end = view.finished_at
@@ -59,7 +64,7 @@ def reason(view: JobSummary) -> str:
     note = view.note or ""
     if note or view.state in ("running", "succeeded"):
         return plain(note)
-    return plain((view.reason or "").split("\n", 1)[0])
+    return short_reason(view)
 
 
 def deadline(view: JobSummary, now: float) -> str:

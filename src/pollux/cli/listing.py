@@ -106,12 +106,15 @@ def ls(
 def node_table(nodes: Iterable[NodeSummary]) -> Table:
     """With what GPUs and CPUs do, where any node tells of them."""
     nodes = list(nodes)
+    has_labels = any(node.labels for node in nodes)
     has_gpus = any(node.reading is not None and node.reading.slots for node in nodes)
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("node")
     table.add_column("slots", justify="right")
     table.add_column("used", justify="right")
     table.add_column("accelerator")
+    if has_labels:
+        table.add_column("labels")
     table.add_column("state")
     for head in (("GPU", "GPU memory", "power", "°C") if has_gpus else ()) + ("CPU", "memory"):
         table.add_column(head, justify="right", no_wrap=True)
@@ -123,12 +126,19 @@ def node_table(nodes: Iterable[NodeSummary]) -> Table:
             str(node.num_slots),
             str(node.used),
             Text(plain(node.accelerator)),
+            *([Text(plain(labels_in_words(node)))] if has_labels else ()),
             _node_state(node),
             *(gpu_cells(node.reading) if has_gpus else ()),
             *host_cells(node.reading),
             Text(jobs),
         )
     return table
+
+
+def labels_in_words(node: NodeSummary) -> str:
+    """Ray's own long names are left out where a short one says the same."""
+    shown = {key: value for key, value in node.labels.items() if not key.startswith("ray.io/")}
+    return ", ".join(f"{key}={value}" for key, value in sorted(shown.items()))
 
 
 def gpu_cells(reading: NodeReading | None) -> tuple[str, str, str, str]:
@@ -160,7 +170,7 @@ def _node_state(node: NodeSummary) -> Text:
     if node.health != "ok":
         return Text(f"{node.health}: {plain(node.problem)}", style="yellow" if node.health == "suspect" else "red")
     if node.is_leaving:
-        return Text("leaving", style="yellow")
+        return Text(f"leaving: {plain(node.problem)}" if node.problem else "leaving", style="yellow")
     if node.is_draining:
         return Text("draining" if node.used else "drained", style="yellow")
     return Text("ready", style="green")

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from pollux.api.request import JobRequest
+from pollux.cli.check import say_script_errors
 from pollux.cli.connect import say
 from pollux.cli.follow import exit_code_of, follow_jobs, outcome
 from pollux.cli.job_options import CommandArgument, takes_job_options
@@ -143,6 +144,7 @@ def run(
     from pollux.server.config import ServiceConfig
 
     request = make_request(command, options, say)  # refused before anything is begun
+    say_script_errors(request)
     show_log(logging.INFO if is_verbose else logging.ERROR)
     with signals_as_exceptions(), data_directory(data) as directory:
         config = ServiceConfig(data_directory=directory, port=0, slots=slots, nodes=nodes)

@@ -77,6 +77,15 @@ class ClusterOptions:
             rich_help_panel=_CLUSTER,
         ),
     ] = 1
+    label: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--label",
+            metavar="KEY=VALUE",
+            help="A label of this machine's nodes, for --constraint of jobs; NODE:KEY=VALUE for one. May be repeated.",
+            rich_help_panel=_CLUSTER,
+        ),
+    ] = None
     policy: PolicyOption = "pollux"
     interval: IntervalOption = None
     storage: Annotated[

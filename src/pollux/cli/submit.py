@@ -6,6 +6,7 @@ from typing import Annotated, Any
 
 import typer
 
+from pollux.cli.check import say_script_errors
 from pollux.cli.connect import DataOption, ServerOption, connect, say
 from pollux.cli.follow import exit_code_of, follow_jobs, outcome
 from pollux.cli.job_options import CommandArgument, takes_job_options
@@ -26,6 +27,7 @@ def submit(
     Options may also stand in the script, in lines as #POLLUX --max-replicas 4 before its first statement.
     """
     request = make_request(command, options, say)  # what is wrong with it needs no server to be seen
+    say_script_errors(request)
     with connect(data, server) as client:
         jobs = client.submit_all(request)
         for job in jobs:

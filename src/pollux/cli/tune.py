@@ -60,7 +60,7 @@ def begin(
     parallel: Annotated[int | None, _option("--parallel", metavar="N", help="At most so many at a time.")] = None,
     sampler: Annotated[str | None, _option("--sampler", metavar="tpe|random|cmaes|gp", help="Optuna's.")] = None,
     pruner: Annotated[
-        str | None, _option("--pruner", metavar="asha|hyperband|median|curve|none", help="By progress.")
+        str | None, _option("--pruner", metavar="asha|hyperband|median|curve|pbt|none", help="By progress.")
     ] = None,
     eta: Annotated[
         int | None, _option("--eta", metavar="N", help="Of so many trials at a rung one goes on; 3.")

@@ -27,7 +27,14 @@ from pollux.cli.policy_options import PolicyOptions, said_settings
 from pollux.cli.server_log import LogFormat, show_log
 from pollux.cli.server_options import ClusterOptions, ManyMachinesOptions, ServiceOptions, takes_records
 from pollux.client import Client
-from pollux.client.address import STANDBY_FILE, find_address, find_data_directory, read_server_file
+from pollux.client.address import (
+    DATA_VARIABLE,
+    STANDBY_FILE,
+    URL_VARIABLE,
+    find_address,
+    find_data_directory,
+    read_server_file,
+)
 from pollux.errors import (
     InputFileError,
     InvalidValueError,
@@ -92,6 +99,7 @@ def up(
         raise UnknownNameError("policy", cluster.policy, policy_names())
     if is_detached:
         typer.echo(url := start_detached(config, service.log_format))
+        _say_how_to_reach(config.data_directory)
         if sys.stderr.isatty():
             say(f"Dashboard: {link(url, find_address(None, None, config.data_directory).token)}")
         return
@@ -141,6 +149,7 @@ def make_config(
         slots=cluster.slots,
         nodes=cluster.nodes,
         slots_per_gpu=cluster.slots_per_gpu,
+        labels=tuple(cluster.label or ()),
         policy=cluster.policy,
         storage=cluster.storage,
         hang_timeout_s=cluster.hang_timeout_s(DEFAULT_HANG_S),
@@ -156,6 +165,13 @@ def make_config(
         node_price=machines.node_price,
     )
     return config if cluster.interval is None else dataclasses.replace(config, interval_s=cluster.interval)
+
+
+def _say_how_to_reach(directory: Path) -> None:
+    """Where the next command would look elsewhere."""
+    if directory != find_data_directory() and not os.environ.get(URL_VARIABLE):
+        quoted = shlex.quote(str(directory))
+        say(f"Other commands find it by --data {quoted}, or all of them by: export {DATA_VARIABLE}={quoted}")
 
 
 def _say_where(service: Service | Standby) -> None:
@@ -251,6 +267,7 @@ def arguments_of(config: ServiceConfig, log_format: LogFormat = LogFormat.TEXT) 
             "--settle": f"{size.settle_s!r}s",
         }
     words = [word for name, value in options.items() if value is not None for word in (name, str(value))]
+    words += [word for text in config.labels for word in ("--label", text)]
     return ["up", *words, *(["--open-metrics"] if config.has_open_metrics else [])]
 
 

@@ -24,7 +24,7 @@ from pollux.api.access import (
 )
 from pollux.api.cluster import CheckedNode, NodeCheck, NodeChecks, NodeReading, Pruned, Pruning, ReadingList
 from pollux.api.codec import Json, decode, encode
-from pollux.api.job import JobAction, JobList, JobSelection, JobSummary, JobUpdate, SelectedJobs
+from pollux.api.job import JobAction, JobList, JobSelection, JobSummary, JobUpdate, SelectedJobs, ShellPlace
 from pollux.api.usage import UsageRow, UsageTable
 from pollux.errors import InvalidValueError
 
@@ -114,6 +114,10 @@ class Accounting:
     def requeue(self, job: str) -> JobSummary:
         """A running job waits again; one that is over is submitted again, under a new name."""
         return self._post(JobList, path_of("jobs", job, "requeue")).jobs[0]
+
+    def shell(self, job: str, rank: int = 0) -> ShellPlace:
+        """Where a shell beside a replica is to be. For its owner and admins; the server notes who asked."""
+        return decode(ShellPlace, self._ask("POST", path_of("jobs", job, "shell"), None, rank=rank), "answer")
 
     def readings(
         self, node: str, since: float | None = None, until: float | None = None, points: int = 600

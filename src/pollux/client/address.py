@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import ssl
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -19,6 +20,7 @@ from pollux.tls import CA_VARIABLE, PLAIN_VARIABLE, check_plain, client_context,
 
 DATA_VARIABLE, URL_VARIABLE, TOKEN_VARIABLE = "POLLUX_DATA", "POLLUX_URL", "POLLUX_TOKEN"
 SERVER_FILE, STANDBY_FILE, TOKEN_FILE = "server.json", "standby.json", "token"
+_KNOCK_S = 2.0  # for a server that no token is known for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +62,11 @@ class Address:
 
 
 def no_server_in(directory: Path) -> str:
-    return f"no Pollux server runs with the data directory {directory}; start one: pollux up"
+    return f"{none_runs_in(directory)}; start one: pollux up, or name another directory: --data, ${DATA_VARIABLE}"
+
+
+def none_runs_in(directory: Path) -> str:
+    return f"no Pollux server runs with the data directory {directory}"
 
 
 def find_data_directory(given: str | Path | None = None) -> Path:
@@ -80,7 +86,7 @@ def find_address(
     another machine. Both may also be said by the environment.
 
     Raises:
-        ServerNotFoundError: none runs with that data directory.
+        ServerNotFoundError: none runs with that data directory, or none listens at a URL that no token is known for.
         AccessDeniedError: its token cannot be found.
         InvalidValueError: it is no URL, or the token would go unencrypted to another machine.
     """
@@ -98,6 +104,7 @@ def find_address(
         is_of_it = data_directory is not None or is_here
         token = token or os.environ.get(TOKEN_VARIABLE) or (_read_token(directory) if is_of_it else "")
         if not token:
+            _check_listens(url)
             raise AccessDeniedError(
                 f"no token for {url}; set {TOKEN_VARIABLE} to the operator's (the server's data directory has it in "
                 f"the file {TOKEN_FILE!r}), or name the data directory"
@@ -150,6 +157,16 @@ def _is_url(text: str) -> bool:
         return parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0 and text.isprintable()
     except ValueError:  # a port that is no number, or too large
         return False
+
+
+def _check_listens(url: str) -> None:
+    """Sends nothing. Raises ServerNotFoundError: nothing accepts a connection there, so a token would not help."""
+    parts = urlsplit(url)
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    try:
+        socket.create_connection((parts.hostname or "", port), timeout=_KNOCK_S).close()
+    except OSError as error:
+        raise ServerNotFoundError(f"no Pollux server answers at {url}: {error.strerror or error}") from error
 
 
 def _read_token(directory: Path) -> str:

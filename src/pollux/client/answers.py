@@ -8,8 +8,11 @@ import httpx
 
 from pollux import errors
 from pollux.api.codec import Json
+from pollux.client.address import TOKEN_FILE, TOKEN_VARIABLE
 from pollux.errors import AccessDeniedError, PolluxError, ServerError, ServerUnavailableError, UnknownNameError
 from pollux.version import __version__
+
+_WHENCE_TOKEN = f"this client takes it from ${TOKEN_VARIABLE}, or with --data DIR from the file {TOKEN_FILE!r} there"
 
 
 def read_answer(response: httpx.Response) -> dict[str, Json]:
@@ -37,7 +40,9 @@ def _error(response: httpx.Response, document: Json) -> PolluxError:
             f"{response.url} answered {response.status_code} {seen!r}; is it a Pollux server of version {__version__}?"
         )
     message = str(described["message"])
-    if response.status_code in (401, 403):
+    if response.status_code == 401:
+        return AccessDeniedError(f"{message}; {_WHENCE_TOKEN}")
+    if response.status_code == 403:
         return AccessDeniedError(message)
     if response.status_code == 503:
         return ServerUnavailableError(message)

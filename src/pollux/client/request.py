@@ -121,7 +121,11 @@ def _check_program(program: str, cwd: str, path: str | None) -> None:
     else:
         is_there, where = shutil.which(program, path=path) is not None, "in PATH"
     if not is_there:
-        raise InvalidValueError(f"program {program!r} is not there, or may not be executed; it was looked for {where}")
+        is_script = program.endswith(".py") and Path(cwd, program).is_file()
+        advice = f"; did you mean: python {program}?" if is_script else ""
+        raise InvalidValueError(
+            f"program {program!r} is not there, or may not be executed; it was looked for {where}{advice}"
+        )
 
 
 def _script_text(command: Sequence[str], cwd: str) -> str | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from pollux.api.constraint import parse_label
 from pollux.errors import InvalidValueError
 from pollux.policy import PolicySettings
 from pollux.scheduler.autoscale import AutoscaleConfig
@@ -40,6 +41,7 @@ class ServiceConfig:
     slots: int | None = None  # CPU slots; None: the GPUs, or a slot per CPU where there are none
     nodes: str | None = None  # virtual nodes, as in "2x2"
     slots_per_gpu: int = 1  # on each GPU or MIG slice
+    labels: tuple[str, ...] = ()  # of nodes, as in zone=a, or node-1:zone=a for one
     policy: str = "pollux"
     settings: PolicySettings = LIVE_SETTINGS
     interval_s: float = 10.0  # decide at least this often
@@ -87,6 +89,12 @@ class ServiceConfig:
             raise InvalidValueError(
                 "slots and nodes are Ray's to say: leave out --slots, --nodes and --slots-per-gpu with --engine ray"
             )
+        if is_ray and self.labels:
+            raise InvalidValueError(
+                f"label {self.labels[0]!r}; labels are Ray's to say: start nodes with ray start --labels zone=a"
+            )
+        for text in self.labels:
+            parse_label(text)
         for option in ("address", "resource", "autoscale", "node_slots"):
             if not is_ray and getattr(self, option) is not None:
                 raise InvalidValueError(f"{option} is for a cluster of several machines: it needs --engine ray")

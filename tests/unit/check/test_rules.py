@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 import textwrap
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from pollux.check import check_script
+from pollux.check.rules import DATALOADER_OPTIONS
 
 ROOT = Path(__file__).resolve().parents[3]
 GOOD = """\
@@ -101,6 +103,7 @@ def test_a_line_that_goes_wrong_is_found(after, line, rule):
     [
         ("for epoch in run.epochs(10)", "for epoch in range(10)", "own-data"),
         ("loader = run.dataloader(dataset, batch_size=32)", "loader = DataLoader(dataset)", "own-data"),
+        ("batch_size=32)", "batch_size=32, max_batchsize=64)", "unknown-option"),
         ("model, optimizer = run.prepare(", "run.prepare(", "not-prepared"),
         ("torch.optim.SGD(model.parameters()", "torch.optim.SGD(other.parameters()", "not-prepared"),
         ("run.prepare(model, optimizer, scheduler)", "run.prepare(model, optimizer)", "not-prepared"),
@@ -109,6 +112,14 @@ def test_a_line_that_goes_wrong_is_found(after, line, rule):
 def test_a_loop_that_goes_wrong_is_found(old, new, rule):
     assert old in GOOD
     assert rule in {name for _, name in found(GOOD.replace(old, new))}
+
+
+def test_the_options_of_a_loader_are_those_it_takes():
+    from pollux.train.data import ElasticLoader
+    from pollux.train.run import Run
+
+    taken = {*inspect.signature(Run.dataloader).parameters, *inspect.signature(ElasticLoader).parameters}
+    assert taken - {"self", "options", "shape", "share_order"} == DATALOADER_OPTIONS
 
 
 def test_accumulation_of_ones_own_and_counted_passes_are_found():

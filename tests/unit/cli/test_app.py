@@ -11,7 +11,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from pollux.cli.app import PANELS, app, load_command
+from pollux.cli.app import PANELS, USUAL_COMMANDS, app, load_command
 
 LISTED = {name: listed for panel in PANELS.values() for name, listed in panel.items()}
 LIGHT = ("status", "ls", "nodes", "submit", "wait", "logs", "cancel", "describe", "top", "down")
@@ -46,6 +46,15 @@ def test_a_name_that_is_none() -> None:
     result = CliRunner().invoke(app, ["sumbit", "--", "true"])
     assert result.exit_code == 2
     assert "Did you mean 'submit'?" in result.stderr
+
+
+def test_names_of_other_tools_lead_to_ours() -> None:
+    killed = CliRunner().invoke(app, ["kill", "gpt"])
+    assert killed.exit_code == 2 and "Did you mean 'cancel'?" in killed.stderr
+    meant = {name for names in USUAL_COMMANDS.values() for name in names}
+    assert meant <= set(LISTED) and not set(USUAL_COMMANDS) & set(LISTED)
+    gpus = CliRunner().invoke(app, ["submit", "--gpus", "2", "--", "true"])
+    assert gpus.exit_code == 2 and "--max-replicas, --replicas" in gpus.stderr
 
 
 def test_what_asks_a_server_loads_no_more_than_that() -> None:

@@ -230,10 +230,12 @@ def test_the_server_can_be_named_by_its_url(
     assert "no Pollux server runs" in refusal("status")
     assert read("status", "--data", str(data))["num_slots"] == 4
     assert "no token" in refusal("status", "--server", service.url)
+    assert "answers at http://127.0.0.1:9: Connection refused" in refusal("status", "--server", "http://127.0.0.1:9")
     monkeypatch.setenv("POLLUX_TOKEN", service.token)
     assert read("status", "--server", service.url)["num_slots"] == 4
     monkeypatch.setenv("POLLUX_TOKEN", "x" * 30)
-    assert "token is not known" in refusal("status", "--server", service.url)
+    said = refusal("status", "--server", service.url)
+    assert "token is not known" in said and "from $POLLUX_TOKEN, or with --data DIR" in said
 
 
 def test_top_goes_on_until_q(data: Path) -> None:
@@ -283,12 +285,18 @@ def alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     nobody_works_in(tmp_path)
 
 
+@long
 def test_up_detached_and_down(alone: Path) -> None:
     (alone / "data").mkdir(mode=0o755)
     started = subprocess.run(
-        [*POLLUX, "up", "--detach", "--slots", "2", "--port", "0"], capture_output=True, text=True, timeout=90
+        [*POLLUX, "up", "--detach", "--slots", "2", "--port", "0", "--data", "data"],
+        capture_output=True,
+        text=True,
+        timeout=90,
+        env={**os.environ, "POLLUX_DATA": "elsewhere"},
     )
     assert started.returncode == 0, started.stderr
+    assert f"export POLLUX_DATA={alone / 'data'}\n" in started.stderr
     told = read_server_file(alone / "data")
     assert told is not None
     assert started.stdout == f"{told['url']}\n"
@@ -302,8 +310,10 @@ def test_up_detached_and_down(alone: Path) -> None:
 
     result = runner.invoke(app, ["down"])
     assert result.exit_code == 0, result.output
+    assert result.stderr == "the server has ended; 1 job was stopped, and goes on with the next pollux up\n"
     assert not is_alive(told["pid"])
-    assert "no Pollux server runs" in refusal("down")
+    said = refusal("down")
+    assert "no Pollux server runs" in said and "pollux up" not in said
 
 
 def test_up_in_the_foreground_says_where_and_ends_by_a_signal(alone: Path) -> None:
@@ -332,6 +342,7 @@ def refused_start(*arguments: str) -> str:
     return ended.stderr
 
 
+@long
 def test_a_server_that_cannot_start_says_why(alone: Path) -> None:
     assert "3y" in refusal("up", "--nodes", "3y")
     with socket.create_server(("127.0.0.1", 0)) as somebody:
@@ -380,6 +391,7 @@ def test_a_job_that_a_signal_ended_is_told_by_the_exit_code(alone: Path) -> None
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=long)])
+@long
 def test_an_interrupted_run_leaves_nothing(alone: Path, number: signal.Signals, code: int) -> None:
     temporary = alone / "tmp"
     temporary.mkdir()

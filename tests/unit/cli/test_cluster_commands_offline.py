@@ -318,7 +318,7 @@ def test_a_job_of_which_nothing_is_known_can_be_described() -> None:
         ("succeeded", "succeeded", "gpt succeeded"),
         ("cancelled", "cancelled", "gpt cancelled"),
         ("cancelled", "a mistake", "gpt cancelled: a mistake"),
-        ("failed", "gpt: exited with 1\nTraceback", "gpt failed: gpt: exited with 1"),
+        ("failed", "gpt: exited with 1\nTraceback", "gpt failed: exited with 1"),
         ("failed", "", "gpt failed"),
     ],
 )
@@ -398,10 +398,18 @@ def test_a_bad_header_is_named_with_its_line(nowhere: Path) -> None:
     assert_refused(["submit", "--", "python", "train.py"], "train.py, line 2", "--max-replicas")
 
 
+def test_errors_of_a_script_are_said_and_do_not_keep_it_from_the_server(nowhere: Path) -> None:
+    loops = "for epoch in range(3):\n    for x in loader:\n        print(x)\n"
+    (nowhere / "train.py").write_text(f"{ELASTIC}run = train.init()\nloader = run.dataloader(data)\n{loops}")
+    said = runner.invoke(app, ["submit", "--", "python", "train.py"]).stderr
+    assert "train.py:4: error: a restart begins this loop" in said
+    assert "warning" not in said and said.endswith("--data, $POLLUX_DATA\n")  # no server runs
+
+
 def test_odd_servers() -> None:
     for url in ("localhost:7077", "http://", "http://127.0.0.1:99999", "http://[::1", "ftp://a", "http://a\n"):
         assert_refused(["ls", "--server", url], "a URL is needed")
-    assert_refused(["ls", "--server", "http://127.0.0.1:9"], "no token")
+    assert_refused(["ls", "--server", "http://127.0.0.1:9"], "no Pollux server answers")
     assert_refused(["ls", "--state", "runing"], "Did you mean 'running'?")
     assert_refused(["up", "--policy", "polux"], "Did you mean 'pollux'?")
     assert_refused(["wait", "x", "--timeout", "soon"], "'soon'")

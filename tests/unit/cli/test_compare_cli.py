@@ -23,6 +23,7 @@ from pollux.errors import InvalidValueError, SimulationError
 from pollux.policy import PolicySettings
 from pollux.simulator.config import SimulationConfig
 from pollux.simulator.result import SimulationResult
+from tests.long import long
 
 runner = CliRunner()
 
@@ -167,7 +168,7 @@ def _die(index: int, setup: Setup) -> None:
     os._exit(9)
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=long)])
 def test_a_signal_ends_the_workers_too(here: Path, number: signal.Signals, code: int) -> None:
     """The signal goes to the parent alone: workers end because it stops them, not because a terminal told them."""
     command = [sys.executable, "-c", "from pollux.cli import main; main()"]

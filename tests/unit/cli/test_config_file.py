@@ -15,6 +15,7 @@ from pollux.cli import up as module
 from pollux.cli.app import app, load_command
 from pollux.cli.config_file import NOT_IN_FILES
 from pollux.server.config import ServiceConfig
+from tests.long import long
 
 runner = CliRunner()
 
@@ -93,6 +94,7 @@ def test_the_example_of_the_unit_is_a_good_one(started: list[ServiceConfig], tmp
     assert started[0].data_directory == Path("/var/lib/pollux")
 
 
+@long
 def test_a_detached_server_reads_the_file_again(tmp_path: Path) -> None:
     """For real, with a webhook in it: secrets are not put on its command line."""
     secret = tmp_path / "hook.secret"

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 
 from pollux.cli import doctor
 from pollux.cli.app import app
-from pollux.engines.processes.devices import Gpu
+from pollux.engines.processes.gpus import Gpu
 
 CARD = Gpu(number=0, uuid="GPU-12345678-aa", name="NVIDIA H200")
 

@@ -109,6 +109,7 @@ def test_update_and_requeue(client: Client) -> None:
     assert "changed" in pollux("update", "changed", "--weight", "2", code=2)
 
 
+@long
 def test_a_throttled_array_runs_so_many_at_a_time(client: Client) -> None:
     client.submit_all(["sleep", "0.5"], name="slow", array="0-2%1")
     most = 0

@@ -52,10 +52,10 @@ def refusal(*arguments: str) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_average_completion_time_of_a_recorded_demo_is_predicted_within_a_tenth(here: Path, name: str) -> None:
+def test_the_average_completion_time_of_a_recorded_demo_is_predicted_within_six_per_cent(here: Path, name: str) -> None:
     found = replay("--data", str(unpack(name, here / "data")), "--policy", "fifo")
-    assert abs(found["average_error"]) < 0.10
-    assert found["mean_error"] < 0.15
+    assert abs(found["average_error"]) < 0.06
+    assert found["mean_error"] < 0.08
     recorded, simulated = found["avg_jct_s"]["recorded"], found["avg_jct_s"]["simulated"]
     assert found["average_error"] == pytest.approx(simulated / recorded - 1)
     assert len(found["jobs"]) == 6 and found["left_out"] == {}
@@ -98,6 +98,7 @@ def server(here: Path) -> Iterator[Service]:
         yield service
 
 
+@long
 def test_a_running_server_tells_the_same_and_shows_what_is_published(
     server: Service, data: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

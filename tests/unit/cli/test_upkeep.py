@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from pollux.cli.app import app
 from pollux.client import Client
 from pollux.server.service import Service
+from tests.long import long
 from tests.unit.live_server import config_of, eventually
 
 runner = CliRunner()
@@ -55,6 +56,7 @@ def test_a_server_moves_to_another_data_directory(data: Path, tmp_path: Path) ->
     assert "duration" in pollux(moved, "prune", "--older-than", "soon", code=2)[1]
 
 
+@long
 def test_a_chatty_job_is_kept_short_and_trains_on(data: Path) -> None:
     limit = 2 << 20
     with Service(config_of(data, max_log_bytes=limit)), Client(data_directory=data) as client:

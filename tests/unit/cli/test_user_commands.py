@@ -19,6 +19,7 @@ from pollux.cli.app import app
 from pollux.client import Client
 from pollux.errors import AccessDeniedError
 from pollux.server.service import Service
+from tests.long import long
 from tests.unit.live_server import ELASTIC, eventually, live_server
 
 runner = CliRunner()
@@ -190,6 +191,7 @@ def test_jobs_run_as_their_owners_unix_user(service: Service, tmp_path: Path, ki
     assert logs.stat().st_uid == 0
 
 
+@long
 def test_a_lent_guarantee_comes_back_by_shrinking(service: Service, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(ELASTIC)
     for team in ("borrower", "owner"):
@@ -233,6 +235,7 @@ def test_a_limit_holds_and_is_told(service: Service) -> None:
             job.cancel()
 
 
+@long
 def test_usage_is_told_by_user_and_as_csv(service: Service) -> None:
     pollux("team", "add", "metered")
     token = pollux("user", "add", "meg", "--team", "metered").strip()

@@ -32,6 +32,7 @@ from pollux.server.service import Service, serve
 from pollux.server.storage.store import SqlStore
 from pollux.version import __version__
 from tests.leftovers import processes_in
+from tests.long import long
 from tests.unit.server.fake_cluster import FakeCluster
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -428,6 +429,7 @@ REAL_PROGRAM = """
 """
 
 
+@long
 def test_jobs_that_do_not_listen_are_killed_at_the_second_signal(tmp_path):
     work = tmp_path / "work"
     work.mkdir()

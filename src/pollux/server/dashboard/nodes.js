@@ -68,6 +68,12 @@ function slotItem(slot) {
   return h("li", {}, `Slot ${slot.slot}: ${[`busy ${busy}`, memory, power, temperature].join(" · ")}`);
 }
 
+const labelsOf = node =>
+  Object.entries(node.labels ?? {})
+    .filter(([key]) => !key.startsWith("ray.io/"))
+    .map(([key, value]) => `${key}=${value}`)
+    .join(", ");
+
 /* What is on a node; from here it is drained, or used again. */
 export function openNode(name) {
   const node = store.nodes.get(name);
@@ -85,8 +91,9 @@ export function openNode(name) {
         [
           `${node.used} of ${plural(node.num_slots, "slot")} used`,
           node.accelerator,
+          labelsOf(node),
           node.is_draining && nodeState(node),
-          node.is_leaving && "is given back once it is empty",
+          node.is_leaving && (node.problem || "is given back once it is empty"),
           node.health !== "ok" && `${node.health}: ${node.problem}`,
         ]
           .filter(Boolean)

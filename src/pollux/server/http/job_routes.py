@@ -29,6 +29,7 @@ from pollux.api.job import (
     JobSummary,
     JobUpdate,
     SelectedJobs,
+    ShellPlace,
 )
 from pollux.api.report import MAX_REPORT_BYTES, Report, ReportAnswer, ReportList, encode_report, read_report
 from pollux.api.request import JobRequest
@@ -153,6 +154,24 @@ def update(
     require_owner(caller, name, cluster.queries.summary_of(name).owner)
     cluster.operations.update(name, body)
     return answer(cluster.queries.summary_of(name))
+
+
+@jobs.post(
+    "/jobs/{name}/shell",
+    summary="Ask for a shell beside a replica",
+    response_model=ShellPlace,
+    responses=error_answers(404, 422),
+    dependencies=READY,
+)
+def shell(
+    cluster: ItsCluster,
+    caller: ItsCaller,
+    name: str,
+    rank: Annotated[int, Query(ge=0, le=MAX_INTEGER, description="Of the replica.")] = 0,
+) -> Response:
+    """For the owner and admins, on one machine; the job's history notes who asked. The kernel checks who may enter."""
+    require_owner(caller, name, cluster.queries.summary_of(name).owner)
+    return answer(cluster.operations.shell(name, rank, caller.owner))
 
 
 @jobs.post(

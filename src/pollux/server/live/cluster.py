@@ -32,6 +32,7 @@ from pollux.policy import make_policy
 from pollux.scheduler.deadlines import Verdict
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.loop import Scheduler, SchedulerConfig
+from pollux.scheduler.node_classes import no_node_reason
 from pollux.scheduler.ports import NodePool
 from pollux.scheduler.quotas import HALF_LIFE_S, Quotas
 from pollux.scheduler.record import JobRecord
@@ -57,6 +58,7 @@ from pollux.server.storage.readings import ReadingStore
 from pollux.server.storage.simulations import Simulations
 from pollux.server.storage.store import SqlStore
 from pollux.server.storage.usage import UsageStore
+from pollux.types import JobSpec
 
 ANSWER_S = 10.0  # the longest a caller waits for the scheduler's thread
 CUT_OFF_S = 5.0  # that a stop waits for an engine that reaches no job
@@ -127,7 +129,7 @@ class Cluster:
         self._turn_s = 0.0  # what the last one took
         self._tidy_at = self._sample_at = self._look_at = self._watch_at = 0.0
         self._problem = "the scheduler has not begun yet"
-        self.operations = Operations(self, self._jobs, store)
+        self.operations = Operations(self, self._jobs, store, engine)
         self.retention = Retention(self._jobs, store, self._clock.now)
         self._notifier = Notifier(config.notify)
         self._news = News(self._notifier, config.url)
@@ -217,16 +219,24 @@ class Cluster:
             InvalidValueError: it cannot ever run, or not by its deadline; nothing of it was kept.
         """
         now = self._clock.now()
+        self._check_nodes(request, now)
         answer = "" if request.deadline_s is None else self._assess(request, now)
         admitted = self._jobs.admit(request, now)
         self._queue(lambda: self._take_in(admitted))
         found = [self.queries.summary_of_held(job, now) for job in admitted]
         return [dataclasses.replace(summary, deadline=answer) for summary in found]
 
+    def _check_nodes(self, request: JobRequest, now: float) -> None:
+        """Where no other nodes can come, a job that none is right for is refused."""
+        if self._config.engine_name == "local":
+            reason = no_node_reason(_first_spec(request, now), self._engine.nodes())
+            if reason:
+                raise InvalidValueError(f"{reason}: change --constraint, --cpus or --memory; nodes: pollux nodes")
+
     def _assess(self, request: JobRequest, now: float) -> str:
         """What can be said of the deadline; of an array as of its first job."""
-        first = dataclasses.replace(request.expand()[0], kind="elastic" if request.kind == "auto" else request.kind)
-        verdict: Verdict = self._ask(lambda: self._working().assess(first.to_spec(first.name, now)))
+        spec = _first_spec(request, now)
+        verdict: Verdict = self._ask(lambda: self._working().assess(spec))
         words = verdict_in_words(verdict, request.deadline_s or 0.0, now)
         if verdict.is_possible is False:
             raise InvalidValueError(f"deadline {words}; give it more time, or leave --deadline out")
@@ -561,6 +571,12 @@ class Cluster:
     def _refuse_calls(self) -> None:
         while self._calls:
             self._calls.popleft()[1].set_exception(StoreError("the server is stopping"))
+
+
+def _first_spec(request: JobRequest, now: float) -> JobSpec:
+    """What a job asks for, before it is admitted; of an array its first."""
+    first = dataclasses.replace(request.expand()[0], kind="elastic" if request.kind == "auto" else request.kind)
+    return first.to_spec(first.name, now)
 
 
 def launch_settings(config: ClusterConfig) -> LaunchSettings:

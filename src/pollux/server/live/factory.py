@@ -10,12 +10,14 @@ import contextlib
 import dataclasses
 import hashlib
 import importlib.util
+import logging
 import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from typing import TypeVar
 
+from pollux.api.constraint import parse_label
 from pollux.engines.launch import Launch
 from pollux.engines.live import LiveEngine
 from pollux.errors import InvalidValueError
@@ -47,6 +49,8 @@ ClusterMaker = Callable[[ServiceConfig, SqlStore, str], ServedCluster]
 EngineMaker = Callable[[Callable[[str], Launch], Callable[[], None]], _E]
 """Makes an engine, given how to start a job and what to call when something happened."""
 
+logger = logging.getLogger(__name__)
+
 
 def make_cluster(config: ServiceConfig, store: SqlStore, url: str) -> ServedCluster:
     """As the configuration says."""
@@ -55,16 +59,32 @@ def make_cluster(config: ServiceConfig, store: SqlStore, url: str) -> ServedClus
 
 def make_local_cluster(config: ServiceConfig, store: SqlStore, url: str) -> ServedCluster:
     """The one of this machine: processes in its GPUs or CPU slots."""
+    from pollux.engines.local.described import check_labels
     from pollux.engines.local.engine import LocalEngine
-    from pollux.engines.processes.devices import detect_nodes
+    from pollux.engines.processes.layout import LayoutRequest, SlotBook, detect_nodes
 
     nodes, devices = detect_nodes(config.slots, config.nodes, slots_per_gpu=config.slots_per_gpu)
+    layout = LayoutRequest(
+        nodes=config.nodes, slots_per_gpu=config.slots_per_gpu, visible=os.environ.get("CUDA_VISIBLE_DEVICES")
+    )
+    had_gpus = config.slots is None and SlotBook(config.data_directory).has_seen_gpus
+    if had_gpus and all(device.gpu is None for device in devices):
+        logger.warning(
+            "the GPUs that %s was used with are gone: jobs wait for them; for CPU slots start with --slots N",
+            config.data_directory,
+        )
+        nodes, devices = [], []
+    labels = [parse_label(text) for text in config.labels]
+    if nodes:
+        check_labels(nodes, labels)
 
     def make_engine(launch_of: Callable[[str], Launch], on_event: Callable[[], None]) -> LocalEngine:
         return LocalEngine(
             config.data_directory,
             nodes=nodes,
             devices=devices,
+            labels=labels,
+            layout=layout if had_gpus or any(device.gpu for device in devices) else None,
             launch_of=launch_of,
             on_event=on_event,
             grace_s=config.grace_s,

@@ -100,7 +100,9 @@ class JobTable:
     def __init__(self, store: SqlStore, settings: LaunchSettings) -> None:
         self._store, self._settings = store, settings
         self.accounts = Accounts(store, time.time)
-        self.workdirs = Workdirs(settings.storage or str(settings.directory), settings.max_workdir_bytes)
+        self.workdirs = Workdirs(
+            settings.storage or str(settings.directory), settings.max_workdir_bytes, self._workdirs_in_use
+        )
         self._turn = threading.Lock()
         self._names = store.names()  # of all jobs there ever were
         self._jobs: dict[str, LiveJob] = {}  # that are not over
@@ -116,6 +118,10 @@ class JobTable:
             job.sequence, job.submitted_at = stored.sequence, stored.submitted_at
             job.request = JobRequest.from_dict(stored.request or {})
             self._tokens[_hash(self._token_of(job.name))] = job.name
+
+    def _workdirs_in_use(self) -> set[str]:
+        requests = [job.request for job in list(self._jobs.values())]
+        return {request.workdir for request in requests if request is not None and request.workdir}
 
     def __contains__(self, name: str) -> bool:
         """Whether there is such a job and it is not over."""

@@ -1,4 +1,4 @@
-"""Operations on many jobs at once: cancel, hold, release; and on one: update, requeue. Routes call it.
+"""Operations on many jobs at once: cancel, hold, release; and on one: update, requeue, shell. Routes call it.
 
 Jobs are chosen by name, by pattern (``sweep-*``), by the name of their array, or all of them. Changes are made on the
 scheduler thread, all in one transaction: thousands of jobs take seconds, and after a crash either all or none changed.
@@ -7,12 +7,17 @@ scheduler thread, all in one transaction: thousands of jobs take seconds, and af
 from __future__ import annotations
 
 import dataclasses
+import logging
+import time
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from typing import Protocol, TypeVar
 
-from pollux.api.job import JobAction, JobUpdate
+from pollux.api.job import JobAction, JobUpdate, Replica, ShellPlace
 from pollux.api.request import JobRequest
+from pollux.engines.live import LiveEngine
+from pollux.engines.local.engine import LocalEngine
+from pollux.engines.processes.identity import boot_id
 from pollux.errors import InvalidValueError, UnknownNameError
 from pollux.scheduler.loop import Scheduler
 from pollux.server.live.job_table import JobTable, LiveJob
@@ -21,6 +26,8 @@ from pollux.server.storage.store import SqlStore
 _T = TypeVar("_T")
 _PATTERN = frozenset("*?[")
 BULK_ANSWER_S = 50.0  # thousands of jobs take some seconds
+
+logger = logging.getLogger(__name__)
 
 
 class SchedulerThread(Protocol):
@@ -33,8 +40,8 @@ class SchedulerThread(Protocol):
 
 
 class Operations:
-    def __init__(self, cluster: SchedulerThread, jobs: JobTable, store: SqlStore) -> None:
-        self._cluster, self._jobs, self._store = cluster, jobs, store
+    def __init__(self, cluster: SchedulerThread, jobs: JobTable, store: SqlStore, engine: LiveEngine) -> None:
+        self._cluster, self._jobs, self._store, self._engine = cluster, jobs, store, engine
 
     def select(self, names: Sequence[str], *, is_all: bool, owner: str | None) -> list[LiveJob]:
         """Jobs that are not over. ``owner``: patterns and ``is_all`` choose only this user's; None: any user's.
@@ -139,6 +146,35 @@ class Operations:
             raise UnknownNameError("job that is not over", name, [one.name for one in self._jobs.active][-20:])
         self._require_holdable(job)
         self._cluster._ask(lambda: self._cluster._working().requeue(name))
+
+    def shell(self, name: str, rank: int, asked_by: str) -> ShellPlace:
+        """Where a shell beside a replica is to be. The job's notes and the server's log say who asked for it.
+
+        Raises:
+            UnknownNameError: there is no such job, or it is over.
+            InvalidValueError: it has no such replica now, or is not on this machine.
+        """
+        job = next((one for one in self._jobs.active if one.name == name), None)
+        if job is None:
+            raise UnknownNameError("job that is not over", name, [one.name for one in self._jobs.active][-20:])
+        if not isinstance(self._engine, LocalEngine):
+            raise InvalidValueError(f"job {name!r} is not on this machine; enter its node, as pollux describe names it")
+        living = [one for one in self._engine.replicas(name) if one.rank is not None and one.pid is not None]
+        found = next((one for one in living if one.rank == rank), None)
+        if found is None:
+            ranks = ", ".join(str(one.rank) for one in living) or "none"
+            raise InvalidValueError(f"rank {rank} of job {name!r} does not run; those that do: {ranks}")
+        reading = self._engine.readings.get(found.node)
+        gpus = {one.slot: one.gpu for one in (() if reading is None else reading.slots)}
+        self._store.add_note(name, time.time(), f"{asked_by} asked for a shell beside rank {rank}")
+        logger.warning("%s: %s asked for a shell beside %s", name, asked_by, found.replica_id)
+        return ShellPlace(
+            replica=Replica(**dataclasses.asdict(found)),
+            boot_id=boot_id(),
+            gpu=gpus.get(found.slot, ""),
+            unix_user=self._jobs.accounts.unix_user_of(_owner(job)) or "",
+            checkpoint_dir=self._jobs.checkpoints_of(name),
+        )
 
     def _save_request(self, job: LiveJob, request: JobRequest) -> None:
         self._store.save_request(job.name, request.to_dict())

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import datetime
 
 from pollux.api.access import OPERATOR
@@ -29,15 +28,18 @@ from pollux.api.round import (
 )
 from pollux.engines.live import UnusableNode
 from pollux.scheduler.autoscale import AutoscaleConfig
+from pollux.scheduler.device_memory import memory_by_type, misfits
 from pollux.scheduler.lifecycle import JobState, Transition
 from pollux.scheduler.loop import Scheduler
+from pollux.scheduler.node_classes import no_node_reason
 from pollux.scheduler.node_health import NodeCondition
+from pollux.scheduler.nodes import slots_by_type
 from pollux.scheduler.quotas import Standing
 from pollux.scheduler.record import JobRecord, RoundRecord
 from pollux.server.present.deadlines import ended_in_words
 from pollux.server.present.explanations import changes_of, explain
 from pollux.server.storage.records import StoredResize, StoredRound
-from pollux.types import NO_ALLOCATION, JobDecision, Node
+from pollux.types import NO_ALLOCATION, JobDecision, JobSpec, Node
 
 _NONFINITE: dict[str, NonFinite] = {"nan": "nan", "inf": "inf", "-inf": "-inf"}
 _ROW_FIELDS = tuple(one.name for one in dataclasses.fields(JobRow))
@@ -226,6 +228,8 @@ class Capacity:
     num_drained: Mapping[str, int]
     most_slots: int | None = None  # that auto-scaling may bring it to; None: it does not scale
     unusable: tuple[UnusableNode, ...] = ()
+    nodes: tuple[Node, ...] = ()
+    memory: Mapping[str, int | None] = field(default_factory=dict)  # of a slot's device, by type; None: not known
 
     @classmethod
     def of(
@@ -236,18 +240,31 @@ class Capacity:
         most_slots: int | None = None,
         unusable: Sequence[UnusableNode] = (),
     ) -> Capacity:
-        slots: Counter[str] = Counter()
-        drained: Counter[str] = Counter()
-        for node in nodes:
-            slots[node.accelerator] += node.num_slots
-            drained[node.accelerator] += node.num_slots * (node.name in draining)
-        return cls(slots, drained, most_slots, tuple(unusable))
+        nodes = tuple(nodes)
+        drained = slots_by_type(node for node in nodes if node.name in draining)
+        return cls(slots_by_type(nodes), drained, most_slots, tuple(unusable), nodes, memory_by_type(nodes))
+
+    def seen_by(self, spec: JobSpec) -> Capacity:
+        """Without what the job's constraints, CPUs and memory leave it no use of."""
+        if not spec.is_picky:
+            return self
+        there, all_there = slots_by_type(self.nodes, spec), self.num_slots
+        drained = {kind: min(self.num_drained[kind], there[kind]) for kind in all_there}
+        return dataclasses.replace(self, num_slots={kind: there[kind] for kind in all_there}, num_drained=drained)
 
 
 def waiting_reason(record: JobRecord, capacity: Capacity) -> str:
     """Why a pending job does not run."""
-    spec, there = record.spec, capacity.num_slots
+    spec = record.spec
+    if no_node := no_node_reason(spec, capacity.nodes):
+        return no_node
+    capacity = capacity.seen_by(spec)
+    there = capacity.num_slots
     usable = [kind for kind in there if spec.accelerators is None or kind in spec.accelerators]
+    unfit = misfits(spec, record.unfit_types, {kind: capacity.memory.get(kind) for kind in usable})
+    if unfit and len(unfit) == len(usable):
+        return f"no slot has enough memory: {'; '.join(f'{kind} {why}' for kind, why in sorted(unfit.items()))}"
+    usable = [kind for kind in usable if kind not in unfit]
     if there and not usable:
         wanted = ", ".join(sorted(spec.accelerators or ()))
         return f"needs a slot of type {wanted}; the cluster has {', '.join(sorted(there))}"
@@ -262,6 +279,8 @@ def waiting_reason(record: JobRecord, capacity: Capacity) -> str:
         first = capacity.unusable[0]
         return f"no node can be used ({len(capacity.unusable)} joined); {first.name}: {first.reason}"
     if least > num_slots:
+        if spec.is_picky:
+            return f"needs {slots}; nodes that it may use have room for {num_slots} replicas of it"
         if len(there) == 1:
             return f"needs {slots}; the cluster has {num_slots}"
         most = ", ".join(f"{there[kind]} of type {kind}" for kind in sorted(usable))
@@ -429,12 +448,15 @@ def node_summaries(
             num_slots=node.num_slots,
             accelerator=node.accelerator,
             is_draining=node.name in draining,
-            is_leaving=node.name in leaving,
+            is_leaving=node.name in leaving or bool(node.notice),
             used=sum(job.num_replicas for job in jobs.get(node.name, ())),
             jobs=tuple(jobs.get(node.name, ())),
             health=conditions[node.name].state if node.name in conditions else "ok",
-            problem=conditions[node.name].reason if node.name in conditions else "",
+            problem=conditions[node.name].reason if node.name in conditions else node.notice,
             reading=(readings or {}).get(node.name),
+            labels=dict(node.labels),
+            cpus=node.cpus,
+            memory_bytes=node.memory_bytes,
         )
         for node in nodes
     ]

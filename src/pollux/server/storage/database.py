@@ -148,6 +148,18 @@ class Database:
                 self._batch.connection = None
 
     @contextmanager
+    def adding(self) -> Iterator[sa.Connection]:
+        """As :meth:`writing`, for rows that no other transaction knows yet: on PostgreSQL it waits for no turn."""
+        is_alone = self._is_sqlite or getattr(self._batch, "connection", None) is not None
+        if is_alone or self._leadership is None:
+            with self.writing() as connection:
+                yield connection
+            return
+        with self._transaction(self._writer) as connection:
+            self._leadership.check(connection)
+            yield connection
+
+    @contextmanager
     def writing(self) -> Iterator[sa.Connection]:
         if (batch := getattr(self._batch, "connection", None)) is not None:
             yield batch

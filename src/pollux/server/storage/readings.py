@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import sqlalchemy as sa
 
@@ -12,9 +12,12 @@ from pollux.server.storage.database import Database
 from pollux.server.storage.tables import energy as _energy
 from pollux.server.storage.tables import jobs
 from pollux.server.storage.tables import readings as _readings
+from pollux.server.storage.tables import totals as _totals
 from pollux.server.storage.time_series import thinned
 
 KEEP_READINGS = 200_000  # of all nodes: one node every ten seconds is 23 days, a hundred nodes are 5 hours
+
+PRUNED_JOULES = "pruned_joules"
 
 
 class ReadingStore:
@@ -65,6 +68,17 @@ class ReadingStore:
         return found
 
     def energies(self) -> float:
-        """Of all jobs that are kept."""
+        """Of all jobs since the database was made; those that were pruned count."""
         with self._database.reading() as connection:
-            return float(connection.scalar(sa.select(sa.func.sum(_energy.c.joules))) or 0.0)
+            kept = float(connection.scalar(sa.select(sa.func.sum(_energy.c.joules))) or 0.0)
+            pruned = connection.scalar(sa.select(_totals.c.value).where(_totals.c.name == PRUNED_JOULES))
+            return kept + float(pruned or 0.0)
+
+
+def keep_energy(connection: sa.Connection, names: Sequence[str]) -> None:
+    """Before these jobs' rows go: what they took stays in the sum of all."""
+    query = sa.select(sa.func.sum(_energy.c.joules)).where(_energy.c.job.in_(names))
+    joules = float(connection.scalar(query) or 0.0)
+    change = _totals.update().where(_totals.c.name == PRUNED_JOULES).values(value=_totals.c.value + joules)
+    if joules and connection.execute(change).rowcount == 0:
+        connection.execute(_totals.insert().values(name=PRUNED_JOULES, value=joules))

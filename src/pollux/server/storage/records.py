@@ -125,8 +125,7 @@ STORED = Codec(
         IntArray: Special(_never, _decode_counts),
         FloatArray: Special(_never, _decode_estimates),
     },
-    nonfinite_in=(JobDecision, Explanation),
-    requires_all=True,
+    nonfinite_in=(JobDecision, Explanation),  # a field with a default may be missing: its row is older than the field
 )
 
 

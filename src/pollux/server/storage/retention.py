@@ -11,6 +11,7 @@ import sqlalchemy as sa
 
 from pollux.api.codec import loads
 from pollux.server.storage.database import Database
+from pollux.server.storage.readings import keep_energy
 from pollux.server.storage.tables import energy, jobs, knowledge, reports, resizes, secrets, training_notes, transitions
 
 JOBS_AT_ONCE = 100  # in a transaction: others want to write, too
@@ -46,6 +47,7 @@ def forget(database: Database, names: Sequence[str]) -> None:
     """Remove all rows of jobs that are over. What was learnt of an application stays; of a single job it goes."""
     for some in _pieces(names):
         with database.writing() as connection:
+            keep_energy(connection, some)
             for table in _OF_JOB:
                 connection.execute(table.delete().where(table.c.job.in_(some)))
             connection.execute(jobs.delete().where(jobs.c.name.in_(some)))

@@ -104,7 +104,7 @@ class SqlStore(Database):
             for name, request, _ in wanted
         ]
         sequences: list[int] = []
-        with self.writing() as connection:
+        with self.adding() as connection:  # a submission must not wait while the scheduler saves a round
             for row in rows:
                 name = row["name"]
                 if connection.scalar(sa.select(_jobs.c.sequence).where(_jobs.c.name == name)) is not None:

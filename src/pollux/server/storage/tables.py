@@ -129,6 +129,12 @@ energy = sa.Table(
     _of_job(is_key=True),
     sa.Column("joules", sa.Float, nullable=False),
 )
+totals = sa.Table(  # that go on counting when the rows they came from are pruned
+    "totals",
+    tables,
+    sa.Column("name", sa.Text, primary_key=True),
+    sa.Column("value", sa.Float, nullable=False),
+)
 teams = sa.Table(
     "teams",
     tables,

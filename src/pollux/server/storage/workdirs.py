@@ -10,6 +10,9 @@ a hash must not be enough to get the content. A ``sender`` of None is an admin, 
 from __future__ import annotations
 
 import tarfile
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import IO
 
 from pollux.api.request import JobRequest, find_script
@@ -17,6 +20,7 @@ from pollux.api.workdir import (
     HASH,
     MAX_FILES,
     WorkdirAnswer,
+    WorkdirEntry,
     WorkdirFiles,
     WorkdirLimits,
     check_workdir,
@@ -24,14 +28,25 @@ from pollux.api.workdir import (
 )
 from pollux.engines.code_store import CodeStore
 from pollux.errors import InvalidValueError, StoreError
+from pollux.server.storage.workdir_cache import tidy
 
+KEPT_LIMITS = 16  # so many directories of the largest size are kept
 FOLDER = "workdirs"
 DEFAULT_MAX_MIB = 512
 MAX_SOURCE_BYTES = 1_000_000  # of a file that is looked at
 
 
 class Workdirs:
-    def __init__(self, storage: str, max_bytes: int = DEFAULT_MAX_MIB << 20) -> None:
+    def __init__(
+        self,
+        storage: str,
+        max_bytes: int = DEFAULT_MAX_MIB << 20,
+        in_use: Callable[[], Collection[str]] = frozenset,
+        max_kept_bytes: int | None = None,
+    ) -> None:
+        """``in_use``: ids of directories of jobs that are not over. ``max_kept_bytes``: of all directories."""
+        self._in_use, self._turn = in_use, threading.Lock()
+        self._max_kept_bytes = KEPT_LIMITS * max_bytes if max_kept_bytes is None else max_kept_bytes
         self.store = CodeStore(f"{storage.rstrip('/')}/{FOLDER}")
         self.store.close_to_others()
         self.limits = WorkdirLimits(max_bytes=max_bytes, max_files=MAX_FILES)
@@ -47,13 +62,22 @@ class Workdirs:
         check_workdir(found)
         files = [one for one in found.files if one.kind != "link"]
         hashes = dict.fromkeys(one.sha256 for one in files)
+        with self._turn:  # nothing that is seen here is removed before it is noted as used
+            return self._admit(found, files, hashes, sender)
+
+    def _admit(
+        self, found: WorkdirFiles, files: Sequence[WorkdirEntry], hashes: Iterable[str], sender: str | None
+    ) -> WorkdirAnswer:
         sizes = self.store.sizes(hashes if sender is None else self.store.sent(sender, "files", hashes))
         for one in files:
             if (size := sizes.get(one.sha256, one.size_bytes)) != one.size_bytes:
                 raise InvalidValueError(f"workdir: {one.path!r} is said to have {one.size_bytes} bytes; it has {size}")
+        self.store.touch(sizes)
         if missing := tuple(one for one in hashes if one not in sizes):
             return WorkdirAnswer(id=workdir_id(found), missing=missing)
         id_ = self.store.put_list(found)
+        self.store.touch((), [id_])
+        tidy(self.store, {*self._in_use(), id_}, self._max_kept_bytes, time.time())
         if sender is not None:
             self.store.note_sent(sender, "lists", id_)
         return WorkdirAnswer(id=id_, missing=())

@@ -27,7 +27,7 @@ from pollux.server.live.recorder import DecisionLog, Recorder
 from pollux.server.live.state import ClusterState
 from pollux.server.present.views import Capacity, round_summary, waiting_reason
 from pollux.server.storage.store import SqlStore
-from pollux.types import NO_ALLOCATION, Allocation, Explanation, JobDecision, JobSpec, Node, Plan, Snapshot
+from pollux.types import NO_ALLOCATION, Allocation, Constraint, Explanation, JobDecision, JobSpec, Node, Plan, Snapshot
 
 
 def test_more_than_the_cluster_has_waits_with_the_reason(world):
@@ -57,6 +57,28 @@ def test_a_job_that_fits_no_type_is_told_so():
     )
     assert reason(accelerators=frozenset({"h200"})) == "needs a slot of type h200; the cluster has a100, t4"
     assert reason(min_replicas=4) == "waiting for slots"
+
+
+def test_a_job_that_no_node_is_right_for_is_told_what_there_is():
+    nodes = [
+        Node(name=zone, num_slots=2, accelerator="t4", labels=(("zone", zone),), cpus=8.0, memory_bytes=8 << 30)
+        for zone in "ac"
+    ]
+
+    def reason(draining: tuple[str, ...] = (), **spec: Any) -> str:
+        record = JobRecord(spec=JobSpec(name="j", **spec), sequence=0, knowledge=Knowledge("j"))
+        return waiting_reason(record, Capacity.of(nodes, draining))
+
+    in_a = (Constraint("zone", ("a",)),)
+    assert reason(constraints=(Constraint("zone", ("b",)),)) == "no node has zone=b; zone here: a, c"
+    assert reason(constraints=in_a, min_replicas=3) == (
+        "needs 3 slots at once; nodes that it may use have room for 2 replicas of it"
+    )
+    assert reason(cpus=5.0, min_replicas=3) == (
+        "needs 3 slots at once; nodes that it may use have room for 2 replicas of it"
+    )
+    assert reason(("a",), constraints=in_a) == "needs 1 slot; 2 of the cluster's 2 are being drained"
+    assert reason(constraints=in_a) == "waiting for slots"
 
 
 def test_a_drained_cluster_is_why_a_job_waits(world):

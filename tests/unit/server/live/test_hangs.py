@@ -67,7 +67,7 @@ def test_a_silent_job_is_started_again_as_often_as_it_may_be(world: World) -> No
     told = [reason for reason in reasons(world, name) if reason.startswith("hung:")]
     assert len(set(told)) == 2 and "no report for" in told[0] and "after 1 restarts" in told[-1]
     assert world.engine.dumped == [name, name]
-    assert world.store.job(name).state is JobState.FAILED
+    world.until(lambda: world.store.job(name).state is JobState.FAILED, "it is stored")
 
 
 def test_a_job_that_makes_steps_keeps_its_slots(world: World) -> None:

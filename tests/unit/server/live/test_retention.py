@@ -13,10 +13,8 @@ from pollux.server.live.retention import Retention
 from pollux.server.storage.readings import ReadingStore
 from pollux.server.storage.store import SqlStore
 from pollux.server.storage.tables import knowledge, usage
-from tests.postgres import open_store, place, postgres
+from tests.postgres import open_store
 from tests.unit.server.storage.values import make_record, report_of
-
-__all__ = ["place", "postgres"]
 
 NOW = 1_000_000.0
 
@@ -95,3 +93,11 @@ def test_a_link_in_the_place_of_checkpoints_is_not_followed(world: World, tmp_pa
     world.retention.prune(500.0, is_dry_run=False)
     assert (precious / "file").read_text() == "keep me"
     assert not (world.directory / "jobs" / "old-0").exists()
+
+
+def test_the_energy_of_pruned_jobs_stays_in_the_sum(world: World) -> None:
+    readings = ReadingStore(world.store)
+    before = readings.energies()
+    world.retention.prune(500.0, is_dry_run=False)
+    assert readings.energy_of("old-0") is None
+    assert readings.energies() == before == 35.0  # a counter of /metrics must not fall

@@ -34,6 +34,7 @@ from pollux.server.service import Service
 from pollux.server.storage.store import SqlStore
 from pollux.types import Explanation, Node, Plan
 from pollux.version import __version__
+from tests.long import long
 from tests.reports import report_fields
 from tests.unit.live_server import eventually
 from tests.unit.server.live.world import ObedientEngine
@@ -338,6 +339,7 @@ def listening(world: Metered) -> Iterator[None]:
     world.until_value(0, "pollux_event_listeners")
 
 
+@long
 def test_series_of_a_job_vanish_when_it_is_over(tmp_path):
     with metered(tmp_path) as world:
         name = grown(world, "one")
@@ -349,6 +351,7 @@ def test_series_of_a_job_vanish_when_it_is_over(tmp_path):
         assert not [key for key in world.scrape() if key[1] == labels]
 
 
+@long
 def test_a_job_that_waits_has_no_speed(tmp_path):
     """What it told last is not so any more."""
     with metered(tmp_path) as world:
@@ -363,6 +366,7 @@ def test_a_job_that_waits_has_no_speed(tmp_path):
         assert world.value("pollux_job_progress_ratio", job_name=name) == 0.5
 
 
+@long
 def test_a_restart_counts_nothing_twice(tmp_path):
     with metered(tmp_path) as world:
         grown(world, "one")

@@ -22,10 +22,8 @@ from pollux.server.storage.database_copy import read_contents
 from pollux.server.storage.files import locked
 from pollux.server.storage.restore import finish_restore
 from pollux.server.storage.store import SqlStore
-from tests.postgres import PostgresServer, leading, open_store, place, postgres
+from tests.postgres import PostgresServer, leading, open_store
 from tests.unit.server.storage.values import make_record, make_round, report_of
-
-__all__ = ["place", "postgres"]
 
 
 def make_data(directory: Path, place: str | Path, num_jobs: int = 5) -> None:

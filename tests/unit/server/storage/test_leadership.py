@@ -6,6 +6,7 @@ import contextlib
 import os
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -236,3 +237,11 @@ def test_the_database_of_another_data_directory_is_refused(url):
 def test_an_old_postgres_is_refused(url, monkeypatch):
     monkeypatch.setattr(module, "MIN_VERSION", 1000)
     assert "is too old; 1000 or newer is needed" in refusal(url)
+
+
+def test_a_submission_does_not_wait_while_the_scheduler_saves(url):
+    with open_store(url) as sql, ThreadPoolExecutor(1) as other, sql.batched():
+        sql.save_request("none", {})  # the scheduler's transaction is open
+        assert other.submit(sql.add_request, "job", {}, "hash").result(20.0) == 1
+    with open_store(url) as sql:
+        assert [job.name for job in sql.active()] == ["job"]

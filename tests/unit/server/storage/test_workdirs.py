@@ -8,6 +8,7 @@ import logging
 import os
 import stat
 import tarfile
+import time
 from pathlib import Path
 
 import pytest
@@ -170,3 +171,28 @@ def test_a_folder_of_before_is_closed_at_the_start(tmp_path, caplog):
     with caplog.at_level(logging.WARNING):
         Workdirs(str(tmp_path))
     assert mode_of(tmp_path / "workdirs") == 0o700 and "755" in caplog.text
+
+
+def test_what_was_used_longest_ago_goes_and_what_jobs_need_stays(tmp_path: Path) -> None:
+    in_use: set[str] = set()
+    workdirs = Workdirs(str(tmp_path), LIMIT, lambda: in_use, max_kept_bytes=2500)
+
+    def send(number: int, age_s: float) -> str:
+        shared, own = b"s" * 500, bytes([number]) * 1000
+        workdirs.take(bundle(shared, own), "ann")
+        id_ = workdirs.announce(listing(shared=shared, own=own), "ann").id
+        for path in stored(tmp_path):
+            if "senders" not in path.parts and path.stat().st_mtime > time.time() - 60:
+                os.utime(path, (time.time() - age_s,) * 2)
+        return id_
+
+    oldest, old = send(1, 9000.0), send(2, 8000.0)
+    in_use.add(oldest)
+    third = send(3, 7000.0)  # 3,500 bytes now: one has to go, and it is not the one that a job needs
+    assert [workdirs.store.has_list(id_) for id_ in (oldest, old, third)] == [True, False, True]
+    assert workdirs.store.sizes([hash_of(bytes([2]) * 1000), hash_of(b"s" * 500)]) == {hash_of(b"s" * 500): 500}
+    with pytest.raises(InvalidValueError, match="send it first"):
+        workdirs.check_sender(old, "ann")
+    assert workdirs.announce(listing(shared=b"s" * 500, own=bytes([2]) * 1000), "ann").missing  # it is sent again
+    fresh = [send(number, 0.0) for number in (4, 5, 6)]  # none of these may go yet, whatever the bound
+    assert all(workdirs.store.has_list(id_) for id_ in (oldest, *fresh)) and not workdirs.store.has_list(third)
