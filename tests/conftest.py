@@ -1,11 +1,12 @@
-"""Where test data lives, how tests are spread over processes, hypothesis profiles, and independence of the shell."""
+"""Where test data lives, how tests are spread over processes, time-outs, hypothesis profiles, and independence of the
+shell."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,12 @@ settings.register_profile("quick", settings.get_profile("thorough"), max_example
 settings.register_profile("explore", settings.get_profile("thorough"), derandomize=False, max_examples=500)
 settings.load_profile(PROFILE)
 
+if importlib.util.find_spec("sqlalchemy") is not None:
+    # One database server for all tests of a worker. Loaded here, as numpy must not be loaded before the above.
+    from tests.postgres import place, postgres
+
+    __all__ = ["place", "postgres"]
+
 TESTS = Path(__file__).resolve().parent
 SHARED = TESTS.parents[1] / "shared"
 
@@ -50,13 +57,16 @@ SLOW = ("test_docs.py", "e2e", "test_readme.py", "sim")
 # What starts a Ray cluster, all on one worker: two of them at a time are more than a small machine can take.
 RAY = (
     "/test_ray_",
+    "/test_own_head.py",
     "/test_deployments.py",
     "engines/ray/",
     "::TestRayEngine",
     "test_docs.py::test_pages_run_from_top_to_bottom[ray]",
 )
+# All on one worker, too: its tests share a browser and a server with its jobs.
+BROWSER = "tests/browser/"
 # Files of a minute, whose tests share a server.
-SLOW_FILES = ("browser/test_dashboard.py", "unit/cli/test_cluster_commands.py", "unit/engines/local/test_supervisor.py")
+SLOW_FILES = ("unit/cli/test_cluster_commands.py", "unit/engines/local/test_supervisor.py")
 # What the tests of a folder or file import at once, by the extra that brings it. The others skip themselves.
 NEEDS = {
     "browser": "fastapi",
@@ -69,6 +79,8 @@ NEEDS = {
     "unit/train": "torch",
 }
 MISSING = {place: name for place, name in NEEDS.items() if importlib.util.find_spec(name) is None}
+# Each for setting a test up, running it and clearing up after it. A test that hangs fails, and the others go on.
+TIMEOUT_S, LONG_TIMEOUT_S = 240, 600
 MOST_WORKERS = 12  # with more, the longest test decides how long it takes
 
 
@@ -99,6 +111,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         place = item.path.relative_to(TESTS)
         if _needs_ray(item.nodeid):
             return -1
+        if item.nodeid.startswith(BROWSER):
+            return 0
         if place.parts[0] in SLOW:
             return SLOW.index(place.parts[0])
         return len(SLOW) + (place.as_posix() not in SLOW_FILES)
@@ -125,6 +139,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
         def _split_scope(self, nodeid: str) -> str:
             if _needs_ray(nodeid):
                 return "ray"
+            if nodeid.startswith(BROWSER):
+                return BROWSER
             file, *within = nodeid.split("::")
             if file.removeprefix("tests/").split("/", 1)[0] not in SLOW:
                 return file
@@ -132,6 +148,27 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     config.option.loadscopereorder = False
     return InTurn(config, log)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, object, object]:
+    """Fails a test that hangs; where Python itself does not get to that, ``faulthandler_timeout`` ends the worker."""
+    limit_s = LONG_TIMEOUT_S if item.get_closest_marker("long") else TIMEOUT_S
+
+    def give_up(number: int, frame: object) -> None:
+        signal.alarm(60)  # a test may clear up after itself, and hang in that as well
+        pytest.fail(f"not over after {limit_s} s")
+
+    before = signal.signal(signal.SIGALRM, give_up)
+    signal.alarm(limit_s)
+    try:
+        return (yield)
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+pytest_runtest_setup = pytest_runtest_teardown = pytest_runtest_call
 
 
 @pytest.fixture(scope="session")

@@ -72,7 +72,7 @@ ONLY_IN = {
     "uvicorn": ("server/listener", "server/http/connections"),
     "prometheus_client": ("server",),
     "httpx": ("client",),
-    "pynvml": ("engines/processes/devices", "engines/processes/readings"),
+    "pynvml": ("engines/processes/gpus",),
     "ray": ("engines/ray",),
     "transformers": ("integrations/huggingface",),
     "accelerate": ("integrations/accelerate",),

@@ -6,10 +6,10 @@ On a page with console blocks the blocks belong together: one user types them on
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
@@ -17,15 +17,13 @@ from pollux.api.request import OPTIONS
 from tests.long import long
 from tests.pages import ROOT, Block, read_blocks, require_extras, session
 
-if importlib.util.find_spec("sqlalchemy") is not None:
-    from tests.postgres import PostgresServer, postgres
-
-    __all__ = ["postgres"]
+if TYPE_CHECKING:
+    from tests.postgres import PostgresServer
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))
 SESSIONS = [page for page in PAGES if read_blocks(page, "console")]
-EVERY_TIME = {"getting-started", "http"}  # the README's blocks are run as well; other pages are long
+EVERY_TIME = {"http"}  # the README's blocks are run as well; other pages are long
 BLOCKS = [
     pytest.param(block, id=f"{page.stem}-{index}", marks=() if index == 0 and page.stem == "training" else long)
     for page in PAGES

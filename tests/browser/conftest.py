@@ -1,4 +1,4 @@
-"""The browser, the server with its jobs, and a visitor: shared by all tests of the dashboard."""
+"""The browser, the server with its jobs, and a visitor: one of each for all tests of this folder."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tests.browser.browsing import DESKTOP, ELASTIC_JOB, EVIL, ODD_JOB, Visitor,
 from tests.leftovers import processes_in
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def chrome() -> Iterator[Any]:
     with browser() as made:
         yield made
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def server(chrome: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Watched]:
     folder = tmp_path_factory.mktemp("dashboard")
     made = Watched(folder)
@@ -37,7 +37,7 @@ def server(chrome: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wa
     assert processes_in(folder) == []
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def context(chrome: Any) -> Iterator[Any]:
     """Shared, so that plotly.js is loaded once."""
     made = chrome.new_context(viewport=DESKTOP)

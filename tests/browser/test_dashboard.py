@@ -72,6 +72,7 @@ def test_a_job(visitor: Visitor) -> None:
     assert "running" in text_of(page, "table[aria-label=History]")
 
 
+@long
 def test_a_study(visitor: Visitor) -> None:
     pytest.importorskip("optuna", reason="studies need the extra tune")
     script = visitor.server.folder / "study.py"
@@ -91,6 +92,7 @@ def test_a_study(visitor: Visitor) -> None:
         assert page.locator(f"figure[aria-label='{name}'] .main-svg").count() > 0, name
 
 
+@long
 def test_how_sure_a_noise_scale_is_and_what_training_decided(visitor: Visitor) -> None:
     note = f"step 12: batch 64 -> 32, {EVIL}"
     with visitor.server.client as client:
@@ -109,6 +111,7 @@ def test_how_sure_a_noise_scale_is_and_what_training_decided(visitor: Visitor) -
     assert "±" in text_of(page, f"{figure} figcaption .figure-value")
 
 
+@long
 def test_hard_output_is_shown_sensibly(visitor: Visitor) -> None:
     """NaN, a line of 10 MB, colours of a terminal, and HTML where names are."""
     page = visitor.open("#/jobs/odd?tab=logs")
@@ -258,6 +261,7 @@ def test_output_stays_when_the_job_ends(visitor: Visitor) -> None:
     page.locator(".logs", has_text="It has written nothing").wait_for()
 
 
+@long
 def test_simulations(visitor: Visitor) -> None:
     page = visitor.open("#/simulations")
     page.get_by_text("No simulation has been published yet").wait_for()
@@ -326,6 +330,7 @@ def test_submit_and_cancel(visitor: Visitor) -> None:
     assert page.get_by_role("button", name="Cancel the job").count() == 0
 
 
+@long
 def test_drain_by_mouse_and_use_again_by_keyboard(visitor: Visitor) -> None:
     page = visitor.open()
     page.locator("canvas.map").wait_for()
@@ -350,6 +355,7 @@ def test_drain_by_mouse_and_use_again_by_keyboard(visitor: Visitor) -> None:
     assert page.locator("dialog").count() == 0 and page.locator("#tip").is_hidden()
 
 
+@long
 def test_the_focus_stays_where_it_is(visitor: Visitor) -> None:
     """Rows are sorted anew, cells are made anew, nodes and jobs go: whoever works with the keyboard notices nothing."""
     visitor.expects.append("404")  # of jobs that nobody but the events knows
@@ -431,7 +437,7 @@ def test_a_job_is_found_by_keyboard_alone(visitor: Visitor) -> None:
     assert outline == "solid"
     page.keyboard.press("Enter")
     page.wait_for_function("() => location.hash === '#/jobs/train'")
-    assert page.evaluate("document.activeElement.id") == "content"  # a reader goes on with the new page
+    page.wait_for_function("() => document.activeElement.id === 'content'")  # a reader goes on with the new page
 
 
 # --- who may see it --------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.browser.browsing import PHONE, SCREENSHOTS, Visitor, Watched, draw_all, overflow, stranger
-from tests.long import long
+from tests.long import first_of, long
 
 PAGES = {
     "cluster": "#/",
@@ -84,6 +84,7 @@ def test_every_page_in_light_and_dark(visitor: Visitor) -> None:
             page.screenshot(path=place(f"{name}-{mode}"), full_page=True)
 
 
+@long
 def test_every_page_at_200_percent(chrome: Any, server: Watched) -> None:
     """A window of 1280 pixels at 200 % is one of 640 for the page. Nothing is cut off, and nothing lies on the text."""
     with stranger(chrome, server, viewport={"width": 640, "height": 450}, device_scale_factor=2) as visitor:
@@ -101,7 +102,7 @@ def barriers(page: Any) -> list[str]:
     return [f"{one['id']}: {one['help']}: {[node['html'][:160] for node in one['nodes'][:4]]}" for one in found]
 
 
-@pytest.mark.parametrize("mode", ["light", "dark"])
+@pytest.mark.parametrize("mode", first_of(["light", "dark"]))
 def test_axe_finds_no_barrier(visitor: Visitor, mode: str) -> None:
     page = visitor.open()
     found = {}

@@ -19,6 +19,7 @@ from tests.browser.browsing import (
     row_of,
     stranger,
 )
+from tests.long import long
 
 
 def told_by(visitor: Visitor) -> tuple[Told, Any]:
@@ -50,6 +51,7 @@ def test_tiles_and_headings_of_charts_say_the_same(visitor: Visitor) -> None:
     assert page.locator(value.format("Goodput")).inner_text() in (goodput, "")
 
 
+@long
 def test_a_drain_promises_what_happens(visitor: Visitor) -> None:
     told, page = told_by(visitor)
     visitor.open()
@@ -175,6 +177,7 @@ def test_ended_jobs_have_end_slot_hours_and_exit_code(visitor: Visitor) -> None:
 # --- the next question -----------------------------------------------------------------------------------------------
 
 
+@long
 def test_jobs_side_by_side(visitor: Visitor) -> None:
     page = visitor.open("#/jobs")
     page.get_by_label("Choose train to compare").check()
@@ -217,6 +220,7 @@ def test_output_is_searched_filtered_timed_and_taken_along(visitor: Visitor) -> 
     assert taken.value.suggested_filename == "odd.log" and "epoch 1 is over" in text and len(text) > 1_000_000
 
 
+@long
 def test_charts_zoom_by_dragging_all_at_once_and_are_taken_along(visitor: Visitor) -> None:
     page = visitor.open("#/jobs/train")
     page.locator("figure[aria-label=Progress] .main-svg").first.wait_for()

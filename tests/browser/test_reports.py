@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from pollux.cli.app import app
 from tests.browser.browsing import PATIENCE_MS, SCREENSHOTS
+from tests.long import long
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +45,7 @@ def page(chrome: Any, report: Path) -> Any:
     context.close()
 
 
+@long
 def test_lines_are_steps_of_whole_jobs(page: Any) -> None:
     for name in ("gpus", "waiting"):
         traces = page.evaluate("id => figures[id].data", f"w0-{name}")
@@ -61,6 +63,7 @@ def test_bars_have_errors_over_seeds(page: Any) -> None:
     assert all(more > less for more, less in zip(high["y"], mean["y"], strict=True))
 
 
+@long
 def test_figures_are_taken_along(page: Any) -> None:
     with page.expect_download() as taken:
         page.get_by_role("button", name="Jobs waiting as SVG").click()

@@ -8,13 +8,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from tests.postgres import postgres
-
 if TYPE_CHECKING:
     from pollux.engines.processes.fork_server import ForkServer
     from tests.e2e.jobs import Bench
-
-__all__ = ["postgres"]
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import pytest
 
 from pollux.errors import InvalidValueError, JobFailedError
 from tests.e2e.cluster import LiveCluster
+from tests.long import long
 from tests.unit.live_server import ELASTIC
 
 TIMEOUT_S = 120
@@ -150,6 +151,7 @@ def test_a_package_that_cannot_be_built_fails_the_job_with_the_installers_last_l
     assert "no compiler for broken" in failure_of(cluster, project, "unbuildable", "./broken")
 
 
+@long
 def test_contradictory_requirements_fail_the_job_and_say_so(cluster, project):
     wheel(project, "base", "1.0"), wheel(project, "base", "2.0"), wheel(project, "above", requires="base>=2")
     failure = failure_of(cluster, project, "contradiction", "--find-links=.", "above", "base<2")

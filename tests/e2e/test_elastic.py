@@ -17,7 +17,7 @@ from pollux.train.data import ElasticLoader
 from pollux.train.position import StepShape
 from tests.e2e.jobs import BATCH, Bench, is_formed, of_kind, pump_for, pump_until, stalls
 from tests.e2e.scripts import regression
-from tests.long import first_of
+from tests.long import first_of, long
 
 SIZES = (2, 4, 3, 1)
 STEPS_BETWEEN = 8
@@ -131,6 +131,7 @@ def test_a_newcomer_that_comes_when_training_is_over_is_not_waited_for(bench: Be
     assert job.num_restarts == 0
 
 
+@long
 def test_members_train_on_while_newcomers_come(bench: Bench) -> None:
     job = bench.start(2, args=["--epochs", 12, "--setup-s", 1.0, "--step-s", 0.01])
     pump_until(bench, job, lambda: bench.step() >= 10)

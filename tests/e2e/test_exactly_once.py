@@ -80,6 +80,7 @@ def test_exactly_once_through_many_events(tmp_path: Path, fork_server: ForkServe
         bench.close()
 
 
+@long
 def test_exactly_once_of_a_sharded_model(tmp_path: Path, fork_server: ForkServer) -> None:
     """Shards move at the resizes; after the kill all go back to the last checkpoint."""
     events = [("resize", 3, 0.5), ("kill", 1, 1.5), ("resize", 1, 1.0), ("preempt", 2, 0.5)]

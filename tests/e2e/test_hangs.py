@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.cluster import LiveCluster
+from tests.long import long
 
 SCRIPT = """
 import sys, time
@@ -47,6 +48,7 @@ def cluster(tmp_path: Path) -> Iterator[LiveCluster]:
     made.stop()
 
 
+@long
 def test_a_script_that_hangs_writes_its_stack_and_starts_again(cluster: LiveCluster) -> None:
     script = cluster.folder / "hangs.py"
     script.write_text(SCRIPT)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,10 +32,11 @@ POLLUX = [sys.executable, "-m", "pollux"]
 @pytest.fixture
 def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveCluster]:
     """A server with a head of its own, which has one slot, and a node that joined it."""
-    monkeypatch.setattr(head, "_LAST_CLUSTER", str(tmp_path / "none"))
+    # A folder of its own, with a short path for sockets: neither Ray nor the server finds other clusters here.
+    temporary = tempfile.mkdtemp(prefix="pollux-ray-", dir="/tmp")
+    monkeypatch.setenv("RAY_TMPDIR", temporary)
     for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_MODE"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("TMPDIR", "/tmp")
     made = LiveCluster(tmp_path, engine="ray", slots=None, resource="CPU", policy="equal", host="127.0.0.1")
     made.start()
     address = json.loads((made.data / head.HEAD_FILE).read_text())["address"]
@@ -49,6 +52,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveCluster
         made.stop()
         node.kill()
         head.stop_head(made.data)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def kill_head(cluster: LiveCluster) -> list[int]:
@@ -93,5 +97,5 @@ def test_down_after_a_lost_head_is_fast_and_leaves_nothing(own: LiveCluster) -> 
     subprocess.run([*POLLUX, "down", "--data", str(own.data)], check=True, timeout=120)
     took_s = time.monotonic() - began
     print(f"down took {took_s:.1f} s")
-    assert took_s < 20.0 * SLACK
+    assert took_s < 55.0  # 9 s on an idle machine; 61 s there if it waits for the head
     assert not (own.data / head.HEAD_FILE).exists()

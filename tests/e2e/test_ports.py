@@ -18,7 +18,7 @@ pytest.importorskip("torch")
 from pollux.engines.processes.elastic import ElasticJob
 from tests.e2e.cluster import LiveCluster
 from tests.e2e.jobs import Bench, is_formed, of_kind, pump_until, resize_waiting
-from tests.long import first_of, long
+from tests.long import long
 from tests.ports import BOUNDS, NEEDS, PORTS
 
 NAMES = ["mnist", *sorted(BOUNDS.keys() - {"mnist"})]
@@ -47,7 +47,8 @@ def result_of(text: str) -> float:
     return float(found[0])
 
 
-@pytest.mark.parametrize("name", first_of(NAMES))
+@pytest.mark.parametrize("name", NAMES)
+@long
 def test_a_ported_script_is_resized_and_loses_a_replica(bench: Bench, name: str) -> None:
     needs(name)
     job = bench.start(1, "paced.py", args=[PORTS / f"{name}.py"])

@@ -327,6 +327,38 @@ def test_a_drained_node_is_left_before_it_goes(nodes: RayCluster, cluster: LiveC
     finish(cluster, "moves")
 
 
+def test_labels_are_rays_and_a_node_with_notice_is_left_before_it_goes(nodes: RayCluster, cluster: LiveCluster) -> None:
+    notice = cluster.folder / "notice"
+    spot = ["--labels", "zone=east,ray.io/market-type=spot"]
+    nodes.add("spot", 2, *spot, prefix=["env", f"POLLUX_NOTICE_FILE={notice}"])
+    try:
+        cluster.until(lambda: "spot" in names_of(cluster), "it is there")
+        node = next(one for one in cluster.client.nodes() if one.name == "spot")
+        assert (node.labels["zone"], node.labels["market"], node.cpus) == ("east", "spot", 2.0)
+        submit(cluster, "east", constraints=["zone=east"])
+        submit(cluster, "elsewhere", constraints=["zone!=east"])
+        submit(cluster, "nowhere", constraints=["zone=west"])
+        assert until_placed(cluster, "east", 1).keys() == {"spot"}
+        assert "spot" not in until_placed(cluster, "elsewhere", 4)
+        assert cluster.client.job("nowhere").view().reason == "no node has zone=west; zone here: east"
+        cluster.client.job("nowhere").cancel()
+        for name in ("east", "elsewhere"):
+            cluster.client.job(name).cancel()
+            assert cluster.client.job(name).wait(60) == "cancelled"
+        submit(cluster, "anywhere")
+        cluster.until(lambda: "spot" in placed(cluster, "anywhere"), "it is used")
+        notice.write_text("terminate at 12:00")
+        told_at = time.monotonic()
+        cluster.until(lambda: "spot" not in placed(cluster, "anywhere"), "it is left")
+        assert time.monotonic() - told_at < 20.0  # clouds give 30 s to 2 min
+        assert "terminate at 12:00" in next(one for one in cluster.client.nodes() if one.name == "spot").problem
+        nodes.nodes["spot"].kill()
+        assert cluster.client.job("anywhere").view().num_crashes == 0
+        finish(cluster, "anywhere")
+    finally:
+        nodes.nodes.pop("spot").kill()
+
+
 def test_a_node_without_the_storage_is_not_used(nodes: RayCluster, cluster: LiveCluster) -> None:
     """It sees an empty folder in the place of the one that the others share."""
     if os.geteuid() != 0 or shutil.which("unshare") is None:

@@ -51,6 +51,7 @@ def resized_twice(cluster: LiveCluster, name: str) -> JobDetail:
     return cluster.client.job(name).describe()
 
 
+@long
 def test_a_shell_script_is_resized_twice_and_does_every_shard_once(cluster: LiveCluster) -> None:
     num_shards, output = 40, cluster.folder / "shards"
     sleeper(cluster, "first")

@@ -6,8 +6,10 @@ from pathlib import Path
 
 from tests.certificates import make_certificate
 from tests.e2e.cluster import LiveCluster
+from tests.long import long
 
 
+@long
 def test_a_job_trains_and_reports_over_https(tmp_path: Path) -> None:
     made = make_certificate(tmp_path / "tls")
     cluster = LiveCluster(tmp_path, tls_cert=str(made.cert), tls_key=str(made.key)).start()
