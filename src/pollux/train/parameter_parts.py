@@ -29,7 +29,7 @@ class ParameterParts:
     def squared_norms(self, tensors: Sequence[Tensor], identities: tuple[int, ...], scale: Tensor | float) -> Tensor:
         """(NUM_PARTS,) |x/scale|² by part, in float32 on the device of the first tensor.
 
-        ``identities`` are those of the parameters that the tensors are gradients of.
+        ``identities`` are those of the parameters that the tensors are gradients of, or of rows of it.
         """
         device = tensors[0].device
         norms: list[Tensor] = [torch.empty(0)] * len(tensors)
@@ -57,8 +57,3 @@ class ParameterParts:
     def clear(self) -> None:
         """Forget the lists of parameters: a new group has other buckets."""
         self._members.clear()
-
-
-def as_one_part(square: Tensor) -> Tensor:
-    """(NUM_PARTS,) with a squared norm that is not divided, as that of a sharded model."""
-    return torch.cat((square.reshape(1), square.new_zeros(NUM_PARTS - 1)))

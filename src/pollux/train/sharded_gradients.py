@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 from pollux.train.device_sums import DeviceSums
 from pollux.train.gradients import Norms, PassPlan
 from pollux.train.noise import WARM_UP_STEPS, GroupOptions, Preconditioner, squared_norm, weighed
-from pollux.train.parameter_parts import as_one_part
+from pollux.train.parameter_parts import NUM_PARTS, ParameterParts
 from pollux.train.sharded_module import ShardGroup
 from pollux.train.team import Team
 
@@ -50,8 +50,8 @@ DIFFERENT_PASSES = (
 
 @dataclass(slots=True)
 class _Measurement:
-    own: list[Tensor] = field(default_factory=list)  # by pass and layer
-    mean: list[Tensor] = field(default_factory=list)  # by layer, of this rank's rows
+    own: list[Tensor] = field(default_factory=list)  # (NUM_PARTS,) by pass and layer
+    mean: list[Tensor] = field(default_factory=list)  # (NUM_PARTS,) by layer, of this rank's rows
     is_void: bool = False
     host_s: float = 0.0
     marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
@@ -93,6 +93,7 @@ class ShardedGradients:
         self._beta_exponent, self._on_ready, self._on_last = beta_exponent, on_ready, on_last
         self._groups: list[ShardGroup] = []
         self._options: dict[int, GroupOptions] = {}  # by parameter's identity
+        self._parts = ParameterParts(optimizer)
         self._copies: dist.ProcessGroup | None = None
         self._plan: PassPlan | None = None
         self._accumulated: dict[int, Tensor] = {}  # by layer, at least in single precision
@@ -118,6 +119,7 @@ class ShardedGradients:
     def bind(self) -> None:
         """The optimizer has the parameters of the new group."""
         self._options = {id(one): group for group in self._optimizer.param_groups for one in group["params"]}
+        self._parts = ParameterParts(self._optimizer)
 
     # --- the step, pass by pass --------------------------------------------------------------------------------
 
@@ -134,8 +136,8 @@ class ShardedGradients:
         if measurement is None or measurement.is_void or not measurement.mean:
             return None
         return Norms(
-            as_one_part(torch.stack(measurement.own or [torch.zeros_like(measurement.mean[0])]).sum()),
-            as_one_part(torch.stack(measurement.mean).sum()),
+            torch.stack(measurement.own or [torch.zeros_like(measurement.mean[0])]).sum(0),
+            torch.stack(measurement.mean).sum(0),
             measurement.host_s,
             tuple(measurement.marks),
         )
@@ -219,7 +221,7 @@ class ShardedGradients:
         measurement = self._measurement
         if measurement is not None and not measurement.is_void:
             with _costs(measurement, output):
-                norm = self._squared_norm(index, output)
+                norm = self._squared_norms(index, output.view(1, -1))
                 if norm is None:
                     measurement.is_void = True
                 else:
@@ -283,38 +285,48 @@ class ShardedGradients:
             return
         with _costs(measurement, data):
             if self._preconditioner is None:
-                measurement.own.append(squared_norm([data], 1.0))
-                return
-            norm = self._squared_norm(index, own)
+                norm = self._squared_norms(index, data.view(num_shards, -1))
+            elif (norm := self._squared_norms(index, own.view(1, -1))) is not None:
+                norm *= num_shards  # the sum over replicas counts every row once in num_shards
             if norm is None:
                 measurement.is_void = True
             else:
-                measurement.own.append(norm * num_shards)  # the sum over replicas counts every row once in num_shards
+                measurement.own.append(norm)
 
-    def _squared_norm(self, index: int, flat: Tensor) -> Tensor | None:
-        """Of this rank's rows, in the optimizer's metric. None if the metric is not known for all of them."""
+    def _squared_norms(self, index: int, shards: Tensor) -> Tensor | None:
+        """(NUM_PARTS,) |x|² of some ranks' rows, in the optimizer's metric. None if it is not known for all of them.
+
+        ``shards``: a row for each rank, as FSDP2 lays out a layer's gradient. With a metric, this rank's alone.
+        """
+        views: dict[int, list[Tensor]] = {}  # of each parameter, by shard
+        members: dict[int, nn.Parameter] = {}
+        for shard in shards:
+            pairs = self._groups[index].split(shard, with_padding=len(shards) > 1)
+            if pairs is None:  # a parameter had no gradient, so the others cannot be told apart
+                return None if self._preconditioner else self._parts.squared_norms([shards.reshape(-1)], (0,), 1.0)
+            for parameter, view in pairs:
+                if id(parameter) in self._options:  # otherwise not the optimizer's
+                    members[id(parameter)] = parameter
+                    views.setdefault(id(parameter), []).append(view)
+        if not members:
+            return torch.zeros(NUM_PARTS, device=shards.device)
         if self._preconditioner is None:
-            return squared_norm([flat], 1.0)
-        pairs = self._groups[index].split(flat)
-        if pairs is None:
-            return None
-        groups: dict[int, tuple[GroupOptions, list[nn.Parameter], list[Tensor]]] = {}
-        for parameter, view in pairs:
-            options = self._options.get(id(parameter))
-            if options is None:
-                continue  # not the optimizer's
+            identities = tuple(key for key, several in views.items() for _ in several)
+            return self._parts.squared_norms([one for several in views.values() for one in several], identities, 1.0)
+        groups: dict[int, tuple[GroupOptions, list[nn.Parameter]]] = {}
+        for key, parameter in members.items():
+            options = self._options[key]
             if not self._preconditioner.is_ready([(options, [parameter])]):
                 return None
-            _, members, views = groups.setdefault(id(options), (options, [], []))
-            members.append(parameter)
-            views.append(view)
+            groups.setdefault(id(options), (options, []))[1].append(parameter)
         self._preconditioner.beta_exponent = self._beta_exponent()
-        chosen = [(options, members) for options, members, _ in groups.values()]
+        chosen = list(groups.values())
         inverse = self._preconditioner.inverse(chosen, is_known_ready=True)
-        gradients = [view for _, _, views in groups.values() for view in views]
         if not inverse:
-            return torch.zeros((), device=flat.device)
-        return squared_norm(weighed([one.reshape(-1) for one in inverse], gradients), 1.0)
+            return torch.zeros(NUM_PARTS, device=shards.device)
+        identities = tuple(id(one) for _, stepped in chosen for one in stepped)
+        gradients = [views[key][0] for key in identities]
+        return self._parts.squared_norms(weighed([one.reshape(-1) for one in inverse], gradients), identities, 1.0)
 
 
 def _weigh(data: Tensor, weight: float) -> None:

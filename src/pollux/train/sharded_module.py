@@ -47,23 +47,29 @@ class ShardGroup:
     def __init__(self, module: Any, group: Any) -> None:
         self.module = module  # an FSDPModule
         self._group = group
-        self._layout: list[tuple[nn.Parameter, int, int]] | None = None  # parameter, offset, number of elements
+        # Parameter, offset, number of elements, the same with padding.
+        self._layout: list[tuple[nn.Parameter, int, int, int]] | None = None
 
-    def split(self, flat: Tensor) -> list[tuple[nn.Parameter, Tensor]] | None:
+    def split(self, flat: Tensor, *, with_padding: bool = False) -> list[tuple[nn.Parameter, Tensor]] | None:
         """This rank's rows of each trained parameter's gradient in the reduced buffer, flat, without padding.
 
-        None if the buffer is not of all trained parameters: one of them had no gradient.
+        Another rank's rows are laid out alike, but may be more or fewer: with the padding, which is 0, they are all
+        there. None if the buffer is not of all trained parameters: one of them had no gradient.
         """
         if self._layout is None:
             self._layout, at = [], 0
             for one in self._group.fsdp_params:
                 if one.sharded_param.requires_grad:
-                    self._layout.append((one.sharded_param, at, one.sharded_param.to_local().numel()))
-                    at += one.padded_sharded_param_size.numel()
+                    count, padded = one.sharded_param.to_local().numel(), one.padded_sharded_param_size.numel()
+                    self._layout.append((one.sharded_param, at, count, padded))
+                    at += padded
             self._size = at
         if flat.numel() != self._size:
             return None
-        return [(parameter, flat.narrow(0, at, count)) for parameter, at, count in self._layout]
+        return [
+            (parameter, flat.narrow(0, at, padded if with_padding else count))
+            for parameter, at, count, padded in self._layout
+        ]
 
 
 def check_torch() -> None:

@@ -151,12 +151,11 @@ class Operations:
         """Where a shell beside a replica is to be. The job's notes and the server's log say who asked for it.
 
         Raises:
-            UnknownNameError: there is no such job, or it is over.
-            InvalidValueError: it has no such replica now, or is not on this machine.
+            InvalidValueError: it is over, has no such replica now, or is not on this machine.
         """
         job = next((one for one in self._jobs.active if one.name == name), None)
         if job is None:
-            raise UnknownNameError("job that is not over", name, [one.name for one in self._jobs.active][-20:])
+            raise InvalidValueError(f"job {name!r} is over: it has no replica to open a shell beside")
         if not isinstance(self._engine, LocalEngine):
             raise InvalidValueError(f"job {name!r} is not on this machine; enter its node, as pollux describe names it")
         living = [one for one in self._engine.replicas(name) if one.rank is not None and one.pid is not None]
