@@ -109,8 +109,6 @@ class Trial:
     def load_state_dict(self, text: str) -> dict[str, object]:
         """Tell it all again (the study keeps one value for each progress); the metrics that were logged last."""
         state = json.loads(text)
-        if isinstance(state, list):  # of a checkpoint before there were copies
-            state = {"logged": state, "params": self.params, "num_copies": 0, "copied": None}
         self.num_copies = state["num_copies"]
         self.copied = None if state["copied"] is None else decode(CopyNote, state["copied"], "copied")
         if self.num_copies:  # otherwise the parameters are the environment's, which may have been corrected
