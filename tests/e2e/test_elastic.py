@@ -152,10 +152,9 @@ def test_members_train_on_while_newcomers_come(bench: Bench) -> None:
 def test_a_job_moves_to_other_slots_and_takes_its_state_along(bench: Bench) -> None:
     a, b, c = (Slot(node, number) for node, number in (("one", 0), ("one", 1), ("two", 0)))
     job = bench.start(
-        None,
+        [a, b],
         args=["--epochs", 40, "--step-s", 0.01],
-        slots=[a, b],
-        slot_env=lambda slot: {"WHERE": f"{slot.node}-{slot.number}"},
+        env_of=lambda slot: {"WHERE": f"{slot.node}-{slot.number}"},
     )
     pump_until(bench, job, lambda: is_formed(job, 2))
     first, second = job.members
