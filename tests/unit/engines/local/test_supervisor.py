@@ -247,10 +247,10 @@ def test_an_end_in_a_hurry_gives_less_time_than_was_promised(own_bench):
     own_bench.prepare("a", (sys.executable, "-c", code), kind="fixed")
     own_bench.run("a", ("node-0", 1))
     until(lambda: own_bench.log("a"))
-    own_bench.stop("a")  # with ten seconds
+    own_bench.stop("a")  # with 40 seconds
     began = time.monotonic()
     own_bench.engine.close(stops_jobs=True, grace_s=0.0)
-    assert time.monotonic() - began < 8.0
+    assert time.monotonic() - began < 30.0
     assert processes_in(own_bench.folder) == []
 
 
