@@ -21,6 +21,7 @@ from pollux.engines.processes.replica_job import ReplicaCommand, Tolerance
 from pollux.engines.processes.slots import Slot
 from pollux.engines.processes.starters import ColdStarter
 from tests.leftovers import processes_in
+from tests.long import long
 from tests.unit.engines.bench import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -107,6 +108,7 @@ def test_torchruns_variables(bench):
     assert "HOME" not in seen[0]
 
 
+@long
 def test_ranks_can_meet(bench):
     code = """
 import torch, torch.distributed as dist
