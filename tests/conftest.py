@@ -31,6 +31,9 @@ for _name in [name for name in os.environ if name.startswith(("POLLUX_", "RAY_",
 for _name in ("CLICOLOR_FORCE", "COLUMNS", "FORCE_COLOR", "LINES", "NO_COLOR", "PY_COLORS", "RANK", "WORLD_SIZE"):
     os.environ.pop(_name, None)
 
+# As in the Makefile: hundreds of interpreters that tests start must not compile everything again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # A shell that runs this in the background ignores SIGINT, ``nohup`` ignores SIGHUP, and a parent may have blocked
 # signals: processes that tests start and interrupt would inherit it.
 for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
