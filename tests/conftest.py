@@ -65,6 +65,7 @@ SHARED = TESTS.parents[1] / "shared"
 
 # Their tests take seconds each, and share nothing. Those of the first three wait most of that time.
 SLOW = ("test_docs.py", "e2e", "test_readme.py", "sim")
+TOGETHER = ("tests/e2e/test_code_travels.py", "tests/e2e/test_wheel.py")  # but these, which share a server, a wheel
 NUM_BETWEEN = 2  # files that compute between two scopes that wait, so that both cores have work from the beginning
 # What starts a Ray cluster, all on one worker: two of them at a time are more than a small machine can take.
 RAY = (
@@ -148,7 +149,7 @@ def _scope(nodeid: str) -> str:
     if nodeid.startswith(BROWSER):
         return BROWSER
     file, *within = nodeid.split("::")
-    if file.removeprefix("tests/").split("/", 1)[0] not in SLOW:
+    if file in TOGETHER or file.removeprefix("tests/").split("/", 1)[0] not in SLOW:
         return file
     return nodeid if len(within) == 1 else f"{file}::{within[0]}"
 
