@@ -78,8 +78,16 @@ RAY = (
 )
 # All on one worker, too: its tests share a browser and a server with its jobs.
 BROWSER = "tests/browser/"
-# Files of a minute, whose tests share a server.
-SLOW_FILES = ("unit/cli/test_cluster_commands.py", "unit/engines/local/test_supervisor.py")
+# Files that compute longest, 7 to 18 s each, whose tests share something: none may be the last.
+SLOW_FILES = (
+    "unit/cli/test_cluster_commands.py",
+    "unit/engines/local/test_engine.py",
+    "unit/engines/local/test_supervisor.py",
+    "unit/server/http/test_app.py",
+    "unit/test_client.py",
+    "unit/train/test_adaptive_trouble.py",
+    "unit/tune/test_driver.py",
+)
 # What the tests of a folder or file import at once, by the extra that brings it. The others skip themselves.
 NEEDS = {
     "browser": "fastapi",
