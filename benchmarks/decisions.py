@@ -160,7 +160,7 @@ def to_snapshot(instance: dict[str, Any]) -> Snapshot:
                 spec=JobSpec(name=job["name"], batch=limits, max_replicas=job["max_replicas"]),
                 age_s=job["age"],
                 allocation=Allocation(tuple(NodeShare(node, count) for node, count in shares.items())),
-                num_restarts=job["num_restarts"],
+                num_resizes=job["num_restarts"],
                 params={"gpu": ThroughputParams(*job["perf_params"])} if is_known else {},
                 noise_scale=phi,
                 # The instance's own bound stands; it has the exploration limit in it.

@@ -38,6 +38,7 @@ import resize
 from faulty_job import Beat, read_beat, run_job
 from pollux.engines.processes.elastic import ElasticJob
 from pollux.engines.processes.fork_server import ForkServer
+from pollux.engines.processes.replica_job import ReplicaCommand, Tolerance
 from pollux.engines.processes.slots import ReplicaView, Slot
 
 HANG_S = 20.0
@@ -272,17 +273,16 @@ def break_job(options: argparse.Namespace, folder: Path) -> Piece:
     smallest, largest = options.replicas
     with ForkServer() as fork_server:
         fork_server.wait_ready(READY_S)
-        with ElasticJob(
-            argv,
-            num_replicas=smallest,
-            starter=fork_server,
+        command = ReplicaCommand(
+            argv=argv,
+            name="faulty",
             log_dir=folder,
             env=job_environment(folder),
-            slot_env=slot_environment,
-            name="faulty",
-            max_restarts=1000,
-            grace_s=GRACE_S,
-        ) as job:
+            cwd=Path.cwd(),
+            env_of=slot_environment,
+        )
+        tolerance = Tolerance(max_restarts=1000, grace_s=GRACE_S)
+        with ElasticJob(command, slots=smallest, starter=fork_server, tolerance=tolerance) as job:
             job.start()
             breaker = Breaker(job, folder, (smallest, largest), options.seed, begun + options.limit_s - END_MARGIN_S)
             is_alive = breaker.run(options.faults)

@@ -35,6 +35,7 @@ from torch.distributed.fsdp import fully_shard
 from pollux import train
 from pollux.engines.processes.elastic import ElasticJob
 from pollux.engines.processes.fork_server import ForkServer
+from pollux.engines.processes.replica_job import ReplicaCommand
 from pollux.engines.processes.slots import Slot
 from pollux.engines.processes.starters import ColdStarter, Starter
 
@@ -135,15 +136,15 @@ class Maker:
     """Makes the jobs; ``env`` instead of this file's own environment, and more for each slot."""
 
     env: Mapping[str, str] | None = None
-    slot_env: Callable[[Slot], Mapping[str, str]] = lambda _slot: {}
+    env_of: Callable[[Slot], Mapping[str, str]] = lambda _slot: {}
     device: str | None = None
 
     def make(self, folder: Path, width: int, size: int, starter: Starter) -> ElasticJob:
         argv = [__file__, "--train", str(folder), "--width", str(width)]
         argv += [] if self.device is None else ["--device", self.device]
         env = environment(folder) if self.env is None else self.env
-        options = {"env": env, "slot_env": self.slot_env, "name": "resize"}
-        return ElasticJob(argv, num_replicas=size, starter=starter, log_dir=folder, **options)
+        command = ReplicaCommand(argv=argv, name="resize", log_dir=folder, env=env, cwd=Path.cwd(), env_of=self.env_of)
+        return ElasticJob(command, slots=size, starter=starter)
 
 
 def make_job(folder: Path, width: int, size: int, starter: Starter) -> ElasticJob:

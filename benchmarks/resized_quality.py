@@ -77,6 +77,7 @@ def drive(options: argparse.Namespace, stages: tuple[int, ...], name: str) -> li
     """Start the job, resize it after every stage, and return what rank 0 wrote."""
     from pollux.engines.processes.elastic import ElasticJob
     from pollux.engines.processes.fork_server import ForkServer
+    from pollux.engines.processes.replica_job import ReplicaCommand
 
     folder = options.out / name
     folder.mkdir(parents=True, exist_ok=True)
@@ -85,13 +86,18 @@ def drive(options: argparse.Namespace, stages: tuple[int, ...], name: str) -> li
         path.unlink(missing_ok=True)
     argv = [str(Path(__file__).resolve()), "--replica", "--out", str(options.out), "--lines", str(lines)]
     argv += ["--stop-file", str(stop), *(["--smoke"] if options.smoke else ["--data", str(options.data)])]
+    command = ReplicaCommand(
+        argv=argv,
+        name=name,
+        log_dir=folder,
+        env=os.environ,
+        cwd=Path.cwd(),
+        env_of=lambda slot: {"NCCL_HOSTID": f"{name}-{slot.number}", "NCCL_SOCKET_IFNAME": "lo"},
+    )
     with (
         ForkServer() as fork_server,
-        ElasticJob(
-            argv, num_replicas=stages[0], starter=fork_server, log_dir=folder, name=name,
-            slot_env=lambda slot: {"NCCL_HOSTID": f"{name}-{slot.index}", "NCCL_SOCKET_IFNAME": "lo"},
-        ) as job,
-    ):  # fmt: skip
+        ElasticJob(command, slots=stages[0], starter=fork_server) as job,
+    ):
         fork_server.wait_ready(120)
         job.start()
         until = time.monotonic() + 90

@@ -4,6 +4,7 @@ shell."""
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 import signal
 from collections.abc import Generator, Iterator
@@ -30,6 +31,9 @@ for _name in [name for name in os.environ if name.startswith(("POLLUX_", "RAY_",
 for _name in ("CLICOLOR_FORCE", "COLUMNS", "FORCE_COLOR", "LINES", "NO_COLOR", "PY_COLORS", "RANK", "WORLD_SIZE"):
     os.environ.pop(_name, None)
 
+# As in the Makefile: hundreds of interpreters that tests start must not compile everything again.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
 # A shell that runs this in the background ignores SIGINT, ``nohup`` ignores SIGHUP, and a parent may have blocked
 # signals: processes that tests start and interrupt would inherit it.
 for _number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2):
@@ -39,7 +43,7 @@ signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
 # The same examples in every run: a change passes or fails because of what it changed. "explore" looks for new ones.
 settings.register_profile("thorough", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
-settings.register_profile("quick", settings.get_profile("thorough"), max_examples=20)
+settings.register_profile("quick", settings.get_profile("thorough"), max_examples=10)
 settings.register_profile("explore", settings.get_profile("thorough"), derandomize=False, max_examples=500)
 settings.load_profile(PROFILE)
 
@@ -49,11 +53,20 @@ if importlib.util.find_spec("sqlalchemy") is not None:
 
     __all__ = ["place", "postgres"]
 
+if importlib.util.find_spec("httpx") is not None:
+    # Tests that ask a server and name no time-out would give up after 5 s, which a busy machine may need.
+    from httpx import _config
+
+    for _part in ("connect", "read", "write", "pool"):
+        setattr(_config.DEFAULT_TIMEOUT_CONFIG, _part, 60.0)
+
 TESTS = Path(__file__).resolve().parent
 SHARED = TESTS.parents[1] / "shared"
 
-# Their tests take ten seconds and more each, and share nothing.
+# Their tests take seconds each, and share nothing. Those of the first three wait most of that time.
 SLOW = ("test_docs.py", "e2e", "test_readme.py", "sim")
+TOGETHER = ("tests/e2e/test_code_travels.py", "tests/e2e/test_wheel.py")  # but these, which share a server, a wheel
+NUM_BETWEEN = 2  # files that compute between two scopes that wait, so that both cores have work from the beginning
 # What starts a Ray cluster, all on one worker: two of them at a time are more than a small machine can take.
 RAY = (
     "/test_ray_",
@@ -65,8 +78,16 @@ RAY = (
 )
 # All on one worker, too: its tests share a browser and a server with its jobs.
 BROWSER = "tests/browser/"
-# Files of a minute, whose tests share a server.
-SLOW_FILES = ("unit/cli/test_cluster_commands.py", "unit/engines/local/test_supervisor.py")
+# Files that compute longest, 7 to 18 s each, whose tests share something: none may be the last.
+SLOW_FILES = (
+    "unit/cli/test_cluster_commands.py",
+    "unit/engines/local/test_engine.py",
+    "unit/engines/local/test_supervisor.py",
+    "unit/server/http/test_app.py",
+    "unit/test_client.py",
+    "unit/train/test_adaptive_trouble.py",
+    "unit/tune/test_driver.py",
+)
 # What the tests of a folder or file import at once, by the extra that brings it. The others skip themselves.
 NEEDS = {
     "browser": "fastapi",
@@ -96,15 +117,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int | None:
-    """``-n auto``: more than there are cores, as tests that start processes wait for them most of the time."""
+    """``-n auto``: two for each core, as tests that start processes wait for them most of the time."""
     if os.environ.get("PYTEST_XDIST_AUTO_NUM_WORKERS"):
         return None
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(num_cores + (num_cores + 1) // 2, MOST_WORKERS)
+    return min(2 * num_cores, MOST_WORKERS)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Slow tests first: begun last, all would wait for them. Those of hypothesis are known by a marker."""
 
     def turn(item: pytest.Item) -> int:
@@ -118,6 +139,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         return len(SLOW) + (place.as_posix() not in SLOW_FILES)
 
     items.sort(key=turn)
+    if hasattr(config, "workerinput"):
+        items[:] = _mixed(items)
     for item in items:
         if getattr(getattr(item, "obj", None), "is_hypothesis_test", False):
             item.add_marker(pytest.mark.property)
@@ -127,24 +150,40 @@ def _needs_ray(nodeid: str) -> bool:
     return any(part in nodeid for part in RAY)
 
 
+def _scope(nodeid: str) -> str:
+    """What goes to one worker together: a file, or a slow test. Slow ones that share something are in a class."""
+    if _needs_ray(nodeid):
+        return "ray"
+    if nodeid.startswith(BROWSER):
+        return BROWSER
+    file, *within = nodeid.split("::")
+    if file in TOGETHER or file.removeprefix("tests/").split("/", 1)[0] not in SLOW:
+        return file
+    return nodeid if len(within) == 1 else f"{file}::{within[0]}"
+
+
+def _mixed(items: list[pytest.Item]) -> list[pytest.Item]:
+    """Ray and the browser first, then scopes that wait with some that compute between them."""
+    scopes: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        scopes.setdefault(_scope(item.nodeid), []).append(item)
+    first = [scope for scope in ("ray", BROWSER) if scope in scopes]
+    waiting = [scope for scope in scopes if scope.startswith(tuple(f"tests/{place}" for place in SLOW[:3]))]
+    computing = iter([scope for scope in scopes if scope not in {*first, *waiting}])
+    order = first
+    for scope in waiting:
+        order += [scope, *itertools.islice(computing, NUM_BETWEEN)]
+    return [item for scope in (*order, *computing) for item in scopes[scope]]
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Slow tests go to the next free worker, the others file by file: what the tests of a file share is made once.
-
-    Slow ones that share something are in a class, and go together.
-    """
+    """Slow tests go to the next free worker, the others file by file: what the tests of a file share is made once."""
     from xdist.scheduler import LoadScopeScheduling
 
     class InTurn(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            if _needs_ray(nodeid):
-                return "ray"
-            if nodeid.startswith(BROWSER):
-                return BROWSER
-            file, *within = nodeid.split("::")
-            if file.removeprefix("tests/").split("/", 1)[0] not in SLOW:
-                return file
-            return nodeid if len(within) == 1 else f"{file}::{within[0]}"
+            return _scope(nodeid)
 
     config.option.loadscopereorder = False
     return InTurn(config, log)

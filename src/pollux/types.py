@@ -319,7 +319,7 @@ class JobView:
     spec: JobSpec
     age_s: float
     allocation: Allocation = NO_ALLOCATION
-    num_restarts: int | None = None  # None: never started
+    num_resizes: int | None = None  # None: never started
     resize_s: float | None = None  # what a resize was seen to cost it; None: not yet
     attained_s: float = 0.0  # seconds spent holding an allocation, starts and resizes included
     attained_slot_s: float = 0.0  # the same, each second times the slots held
@@ -340,7 +340,7 @@ class JobView:
 
     @property
     def has_started(self) -> bool:
-        return self.num_restarts is not None
+        return self.num_resizes is not None
 
     @property
     def noise_scale_low(self) -> float | None:

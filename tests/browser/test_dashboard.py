@@ -191,6 +191,7 @@ def test_filters_and_order_are_in_the_address(visitor: Visitor) -> None:
     assert page.evaluate("location.hash") == "#/jobs?sort=-submitted"
 
 
+@long
 def test_colours_are_the_same_after_a_reload_and_differ(visitor: Visitor) -> None:
     page = visitor.open()
     read = """() => Object.fromEntries([...document.querySelectorAll("table[aria-label=Jobs] .job-link")].map(
@@ -220,6 +221,7 @@ def test_decisions(visitor: Visitor) -> None:
     page.wait_for_function(f"before => ({number})() > before || before >= 25", arg=before)
 
 
+@long
 def test_the_span_chosen_last_is_shown(visitor: Visitor) -> None:
     """Also if the answer for the one before comes later."""
     page = visitor.open()
@@ -396,6 +398,7 @@ def test_the_focus_stays_where_it_is(visitor: Visitor) -> None:
     assert page.locator("canvas.map").is_hidden()
 
 
+@long
 def test_what_gpus_and_machines_do(visitor: Visitor) -> None:
     slot = {"gpu": "GPU-a", "utilisation": 0.87, "memory_bytes": 12_000_000_000, "memory_total_bytes": 150_000_000_000}
     slots = [{**slot, "slot": number, "power_w": 150.0, "temperature_c": 61} for number in range(2)]

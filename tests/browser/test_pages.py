@@ -39,6 +39,8 @@ SIGNS = {
     "side-by-side": "table[aria-label='How they differ'] td",
     "decisions": ".round",
 }
+SOME = ("cluster", "job", "logs")  # of each kind one: tables, figures, output
+SOME_OR_ALL = [pytest.param(SOME, id="some"), pytest.param(tuple(PAGES), id="all", marks=long)]
 DARK, LIGHT = "rgb(15, 18, 23)", "rgb(246, 247, 249)"
 
 
@@ -59,10 +61,11 @@ def look(page: Any, mode: str) -> None:
     assert page.evaluate("getComputedStyle(document.body).backgroundColor") == (DARK if mode == "dark" else LIGHT)
 
 
-def test_every_page_fits_a_phone(chrome: Any, server: Watched) -> None:
+@pytest.mark.parametrize("names", SOME_OR_ALL)
+def test_every_page_fits_a_phone(chrome: Any, server: Watched, names: tuple[str, ...]) -> None:
     with stranger(chrome, server, **PHONE) as visitor:
         page = visitor.open()
-        for name in PAGES:
+        for name in names:
             go(page, name)
             look(page, "light")
             assert overflow(page) <= 0, f"{name} is {overflow(page)} px too wide"
@@ -102,11 +105,12 @@ def barriers(page: Any) -> list[str]:
     return [f"{one['id']}: {one['help']}: {[node['html'][:160] for node in one['nodes'][:4]]}" for one in found]
 
 
+@pytest.mark.parametrize("names", SOME_OR_ALL)
 @pytest.mark.parametrize("mode", first_of(["light", "dark"]))
-def test_axe_finds_no_barrier(visitor: Visitor, mode: str) -> None:
+def test_axe_finds_no_barrier(visitor: Visitor, mode: str, names: tuple[str, ...]) -> None:
     page = visitor.open()
     found = {}
-    for name in PAGES:
+    for name in names:
         go(page, name)
         look(page, mode)
         found[name] = barriers(page)

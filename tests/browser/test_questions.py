@@ -80,6 +80,7 @@ def test_the_metric_that_a_script_logs_is_in_the_list(visitor: Visitor) -> None:
     assert "0.93" in row and "accuracy" in row
 
 
+@long
 def test_a_table_that_is_cut_says_so(visitor: Visitor) -> None:
     told, page = told_by(visitor)
     page.set_viewport_size({"width": 1440, "height": 900})
@@ -163,6 +164,7 @@ def test_arrays_and_studies_are_one_row(visitor: Visitor) -> None:
     assert rows.count() == 7 and page.evaluate("location.hash") == "#/jobs?groups=no"
 
 
+@long
 def test_ended_jobs_have_end_slot_hours_and_exit_code(visitor: Visitor) -> None:
     told, page = told_by(visitor)
     visitor.open("#/jobs?which=ended")

@@ -269,8 +269,10 @@ class LiveEngineConformance(EngineConformance):
     def make_spec(self, name: str) -> JobSpec:
         return JobSpec(name=name)
 
+    max_turns = 3000
+
     def pass_time(self, engine: Engine) -> None:
-        time.sleep(0.2)
+        time.sleep(0.05)
 
     def test_jobs_end_by_themselves(self) -> None:
         self.num_epochs = 4
@@ -331,6 +333,18 @@ class TestRayEngine(LiveEngineConformance):
         return open_ray_engine(self.directory, self.address, launcher(self.folder, url, self.num_epochs))
 
     # Beyond what the local engine shows of the supervisor that both have, these say little about Ray.
+
+    @long
+    def test_jobs_end_by_themselves(self) -> None:
+        super().test_jobs_end_by_themselves()
+
+    @long
+    def test_nothing_happens_unasked(self) -> None:
+        super().test_nothing_happens_unasked()
+
+    @long
+    def test_work_done_survives_a_stop(self) -> None:
+        super().test_work_done_survives_a_stop()
 
     @long
     def test_a_stopped_job_says_so_and_can_start_again(self) -> None:

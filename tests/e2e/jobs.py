@@ -6,7 +6,7 @@ import json
 import os
 import time
 from bisect import bisect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ from typing import Any
 from pollux.engines.processes.elastic import ElasticJob
 from pollux.engines.processes.elastic_replica import JobEvent
 from pollux.engines.processes.fork_server import ForkServer
+from pollux.engines.processes.replica_job import ReplicaCommand, Tolerance
+from pollux.engines.processes.slots import Slot
 from tests.leftovers import processes_in
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -52,19 +54,19 @@ class Bench:
         return {**env, "OMP_NUM_THREADS": "1", "POLLUX_CHECKPOINT_DIR": str(self.checkpoints)}
 
     def start(
-        self, num_replicas: int | None, script: str = "ledger.py", *, args: Any = (), **options: Any
+        self, slots: int | Sequence[Slot], script: str = "ledger.py", *, args: Any = (), **options: Any
     ) -> ElasticJob:
         argv = [SCRIPTS / script, "--out", self.out, "--hurry", self.hurry, *args]
-        options.setdefault("starter", self.fork_server)
-        job = ElasticJob(
-            [str(arg) for arg in argv],
-            num_replicas=num_replicas,
+        starter, env_of = options.pop("starter", self.fork_server), options.pop("env_of", lambda _slot: {})
+        command = ReplicaCommand(
+            argv=[str(arg) for arg in argv],
+            name=f"job{len(self.jobs)}",
+            log_dir=self.folder / "logs" / str(len(self.jobs)),
             env=self.env,
             cwd=self.folder,
-            log_dir=self.folder / "logs" / str(len(self.jobs)),
-            name=f"job{len(self.jobs)}",
-            **options,
+            env_of=env_of,
         )
+        job = ElasticJob(command, slots=slots, starter=starter, tolerance=Tolerance(**options))
         self.jobs.append(job)
         job.start()
         return job

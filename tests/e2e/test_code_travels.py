@@ -140,6 +140,7 @@ def failure_of(cluster: LiveCluster, project: Path, name: str, *pip: str) -> str
     return error.value.failure
 
 
+@long
 def test_a_package_that_cannot_be_built_fails_the_job_with_the_installers_last_lines(cluster, project):
     broken = project / "broken"
     broken.mkdir()

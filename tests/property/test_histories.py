@@ -121,7 +121,7 @@ def live_through(policy: Policy, steps: list[Step]) -> None:
             dataclasses.replace(
                 job,
                 allocation=held.get(job.name, NO_ALLOCATION),
-                num_restarts=number if job.name in started else None,
+                num_resizes=number if job.name in started else None,
             )
             for job in step.jobs
         ]

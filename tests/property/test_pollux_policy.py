@@ -170,7 +170,7 @@ class TestBehaviour:
 
     def test_a_young_job_is_not_worth_moving_for_little(self):
         held = Allocation.of(("n0", 4))
-        young = make_job("young", allocation=held, age_s=40.0, num_restarts=1)
+        young = make_job("young", allocation=held, age_s=40.0, num_resizes=1)
         snapshot = Snapshot(now=0, nodes=make_nodes(2), jobs=(young,))
         assert PolluxPolicy(PolicySettings()).decide(snapshot).allocations == {"young": held}
 

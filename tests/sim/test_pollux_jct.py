@@ -95,6 +95,7 @@ def test_an_autoscaled_cluster_grows_shrinks_and_costs_less(small):
     assert all(sum(sample.replicas.values()) <= sample.num_slots for sample in scaled.samples)
 
 
+@long
 def test_an_autoscaled_cluster_is_up_to_the_last_job(small):
     scaled = run(small, min_nodes=1, max_nodes=8, decides_on_events=True)
     assert all(record.finished_at is not None for record in scaled.store.jobs.values())

@@ -32,6 +32,7 @@ from pollux.errors import (
     UnknownNameError,
 )
 from pollux.server.service import Service
+from tests.long import long
 from tests.messages import filled
 from tests.unit.live_server import WAIT_S, config_of, eventually, live_server, nobody_works_in
 
@@ -252,6 +253,7 @@ def test_simulations_are_published(client: Client) -> None:
         client.remove_simulation(made.id)
 
 
+@long
 def test_changes_are_told_as_they_happen_and_after_a_restart(here: Path) -> None:
     directory = here / "data"
     messages: list[ClusterChanges] = []

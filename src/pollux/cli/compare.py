@@ -239,13 +239,8 @@ def compare(
     notes.say(notes.unread_settings(policies, setups[0].settings))
     results, failed = run_setups(setups, num_processes, is_bounded=is_bounded)
     notes.say(notes.equal_seeds(results))
-    arguments = [
-        *(("--workload", source) for source in workloads),
-        *(("--policy", name) for name in policies),
-        ("--seeds", ",".join(map(str, all_seeds))),
-    ]
-    flags = " --bound" * is_bounded
-    heading = Heading(title=report_title(results), command=command_line("compare", arguments, setups[0]) + flags)
+    command = command_line("compare", _arguments(workloads, policies, all_seeds), setups[0]) + " --bound" * is_bounded
+    heading = Heading(title=report_title(results), command=command)
     outputs.deliver(
         heading,
         kind="compare",
@@ -255,6 +250,14 @@ def compare(
         show=lambda console: print_tables(console, results),
     )
     end_with(failed)
+
+
+def _arguments(workloads: Sequence[str], policies: Sequence[str], seeds: Sequence[int]) -> list[tuple[str, str]]:
+    return [
+        *(("--workload", source) for source in workloads),
+        *(("--policy", name) for name in policies),
+        ("--seeds", ",".join(map(str, seeds))),
+    ]
 
 
 def report_title(results: Sequence[SimulationResult]) -> str:

@@ -322,7 +322,7 @@ def outcome_table(comparison: Comparison) -> Table:
             numbers.duration(job.jct_s),
             numbers.duration(static.jct_s),
             _range(min(counts), max(counts)),
-            str(job.num_restarts),
+            str(job.num_resizes),
             numbers.share(job.lost_share),
             _range(min(batches), max(batches)),
             Text(plain(reached)),

@@ -239,9 +239,8 @@ def history_lines(job: JobDetail) -> list[str]:
 
 
 def lost_text(job: JobDetail) -> str:
-    restarts = job.num_resizes
-    times = "once" if restarts == 1 else f"{restarts} times"
-    done = f"resized or restarted {times}" if restarts else "neither resized nor restarted"
+    times = "once" if job.num_resizes == 1 else f"{job.num_resizes} times"
+    done = f"resized {times}" if job.num_resizes else "never resized"
     if job.lost_s is None:
         return done
     return f"{done}; {numbers.duration(job.lost_s)} lost, {numbers.share(job.lost_share)} of its time"

@@ -22,7 +22,7 @@ _COLUMNS: tuple[tuple[str, str, str, float, int], ...] = (
     ("makespan h", "makespan_s", ",.2f", 1 / 3600, 2),
     ("ρ p99", "rho.p99", ".2f", 1, 5),
     ("ρ worst", "rho.max", ".2f", 1, 3),
-    ("restarts", "restarts_mean", ".2f", 1, 9),
+    ("resizes", "resizes_mean", ".2f", 1, 9),
     ("GPU-h", "gpu_hours", ",.0f", 1, 7),
     ("node-h", "node_hours", ",.0f", 1, 8),
     ("effic. %", "efficiency_mean", ".0f", 100, 4),

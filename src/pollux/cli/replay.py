@@ -157,7 +157,7 @@ def job_table(replay: Replay) -> Table:
             numbers.duration(replay.simulated[0].jobs[index].jct_s),
             f"{replay.prediction.errors[index]:+.0%}",
             f"{min(counts)}" if min(counts) == max(counts) else f"{min(counts)}-{max(counts)}",
-            str(job.num_restarts),
+            str(job.num_resizes),
         )
     return table
 

@@ -138,7 +138,7 @@ def summary_row(workload: str, policy: str, seeds: Sequence[SimulationResult], b
         "makespan_s": mean_of(seeds, "makespan_s"),
         "rho_p99": mean_of(seeds, "rho.p99"),
         "rho_max": mean_of(seeds, "rho.max"),
-        "restarts_mean": mean_of(seeds, "restarts_mean"),
+        "resizes_mean": mean_of(seeds, "resizes_mean"),
         "gpu_hours": mean_of(seeds, "gpu_hours"),
         "node_hours": mean_of(seeds, "node_hours"),
         "slot_hours": mean_of(seeds, "slot_hours"),

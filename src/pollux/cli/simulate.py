@@ -33,7 +33,7 @@ def result_table(result: SimulationResult) -> Table:
         ("99th percentile JCT", f"{jct.p99:,.1f} s"),
         ("makespan", f"{result.makespan_s / 3600:,.2f} h"),
         ("finish-time fairness ρ (mean, p99, worst)", f"{rho.mean:.2f}, {rho.p99:.2f}, {rho.max:.2f}"),
-        ("restarts per job", f"{result.restarts_mean:.2f}"),
+        ("resizes per job", f"{result.resizes_mean:.2f}"),
         ("GPU-hours held", f"{result.gpu_hours:,.1f}"),
         *((f"  of type {kind}", f"{hours:,.1f}") for kind, hours in result.gpu_hours_by_type.items()),
         ("node-hours, GPU-hours paid for", f"{result.node_hours:,.1f}, {result.slot_hours:,.1f}"),

@@ -28,7 +28,7 @@ _RHO = (
     Column(heading="ρ p99", key="rho_p99", form=".2f", rank=4),
     Column(heading="ρ worst", key="rho_max", form=".2f", rank=2),
 )
-RESTARTS = Column(heading="restarts", key="restarts_mean", form=".2f", rank=3)
+RESIZES = Column(heading="resizes", key="resizes_mean", form=".2f", rank=3)
 DECISION = Column(heading="decision ms", key="decision_s", form=".2f", factor=1000, rank=6)
 COLUMNS = (
     JCT,
@@ -37,7 +37,7 @@ COLUMNS = (
     P99,
     MAKESPAN,
     *_RHO,
-    RESTARTS,
+    RESIZES,
     Column(heading="GPU-h", key="gpu_hours", form=",.0f", rank=5),
     DECISION,
 )
@@ -219,7 +219,7 @@ def osdi21(artifacts: Artifacts, is_quick: bool) -> Suite:
             JCT_BARS,
             Chart(title="Worst finish-time fairness ρ", key="rho_max", is_log=True),
             Chart(title="Makespan", key="makespan_s", factor=1 / 3600, unit="h"),
-            Chart(title="Restarts of a job", key="restarts_mean"),
+            Chart(title="Resizes of a job", key="resizes_mean"),
         ),
         notes=notes,
     )
@@ -239,7 +239,7 @@ def fairness(artifacts: Artifacts, is_quick: bool) -> Suite:
         "mean of speedups: with p = 1 the sum counts, towards -10 the worst job. Beside it policies that aim "
         "at fairness.",
         cases=tuple(cases),
-        columns=(JCT, P99, Column(heading="ρ p50", key="rho_p50", form=".2f", rank=3), *_RHO, *shares, RESTARTS),
+        columns=(JCT, P99, Column(heading="ρ p50", key="rho_p50", form=".2f", rank=3), *_RHO, *shares, RESIZES),
         charts=(
             JCT_BARS,
             Chart(title="Worst finish-time fairness ρ", key="rho_max"),
@@ -297,7 +297,7 @@ def interference(artifacts: Artifacts, is_quick: bool) -> Suite:
         about="Jobs that span nodes and share one are slower by so much. pollux puts at most one of them on a "
         "node, or does not avoid it.",
         cases=tuple(cases),
-        columns=(JCT, P99, MAKESPAN, *_RHO, RESTARTS),
+        columns=(JCT, P99, MAKESPAN, *_RHO, RESIZES),
         charts=(
             dataclasses.replace(JCT_BARS, x="slowdown, %"),
             Chart(title="Makespan", key="makespan_s", factor=1 / 3600, unit="h", x="slowdown, %"),
@@ -322,10 +322,10 @@ def interval(artifacts: Artifacts, is_quick: bool) -> Suite:
         about=f"pollux with a round every {intervals_s[0]} to {intervals_s[-1]} s; and the same with decisions "
         "also when a job comes or ends.",
         cases=tuple(cases),
-        columns=(JCT, P99, MAKESPAN, *_RHO, RESTARTS, DECISION),
+        columns=(JCT, P99, MAKESPAN, *_RHO, RESIZES, DECISION),
         charts=(
             dataclasses.replace(JCT_BARS, x="minutes between rounds"),
-            Chart(title="Restarts of a job", key="restarts_mean", x="minutes between rounds"),
+            Chart(title="Resizes of a job", key="resizes_mean", x="minutes between rounds"),
         ),
         notes=notes,
     )
@@ -360,7 +360,7 @@ def hetero(artifacts: Artifacts, is_quick: bool) -> Suite:
             "p50_jct_s": 828.0,
             "p99_jct_s": 28390.0,
             "makespan_s": 55913.0,
-            "restarts_mean": 4.26,
+            "resizes_mean": 4.26,
         },
         "gavel, max-sum throughput": {"avg_jct_s": 6016.5},
     }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from pollux.errors import InputFileError
-from pollux.evaluation.catalogue import DECISION, JCT, JCT_BARS, MAKESPAN, P99, RESTARTS, Artifacts, Source
+from pollux.evaluation.catalogue import DECISION, JCT, JCT_BARS, MAKESPAN, P99, RESIZES, Artifacts, Source
 from pollux.evaluation.deadlines import deadline_workloads
 from pollux.evaluation.suites import Chart, Column, Suite
 from pollux.simulator.config import SimulationConfig
@@ -46,7 +46,7 @@ def deadlines_suite(artifacts: Artifacts, is_quick: bool) -> Suite:
             Column(heading="JCT of the rest s", key="best_effort_jct_s", form=",.0f"),
             P99,
             MAKESPAN,
-            RESTARTS,
+            RESIZES,
             DECISION,
         ),
         charts=(Chart(title="Deadlines met", key="deadlines_met", factor=100, unit="%"), JCT_BARS),

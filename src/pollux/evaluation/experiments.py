@@ -158,7 +158,7 @@ def shockwave(artifacts: Artifacts, is_quick: bool) -> Suite:
             Column(heading="× max-min", key="makespan_ratio", form=".3f"),
             Column(heading="avg JCT s", key="avg_jct_s", form=",.0f"),
             Column(heading="× max-min", key="jct_ratio", form=".3f"),
-            Column(heading="restarts", key="restarts_mean", form=".1f", rank=1),
+            Column(heading="resizes", key="resizes_mean", form=".1f", rank=1),
         ),
         charts=(Chart(title="Makespan", key="makespan_s", factor=1 / 3600, unit="h"), _BARS),
     )

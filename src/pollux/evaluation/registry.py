@@ -24,7 +24,7 @@ class SuiteEntry:
 
 SUITES: dict[str, SuiteEntry] = {
     "osdi21": SuiteEntry(
-        "every policy on the published workloads: JCT, makespan, fairness, restarts, decisions", main.osdi21
+        "every policy on the published workloads: JCT, makespan, fairness, resizes, decisions", main.osdi21
     ),
     "fairness": SuiteEntry("finish-time fairness by the exponent p, beside themis, equal and gavel", main.fairness),
     "load": SuiteEntry("half to twice as many jobs", main.load),

@@ -106,7 +106,7 @@ def recorded_result(recording: Recording) -> SimulationResult:
     workload, store = recorded_workload(recording), MemoryStore()
     for sequence, job in enumerate(recording.jobs):
         record = JobRecord(spec=job.spec, sequence=sequence, knowledge=Knowledge(job.name), state=JobState.SUCCEEDED)
-        record.finished_at, record.attained_slot_s, record.generation = job.finished_at, job.gpu_s, job.num_restarts + 1
+        record.finished_at, record.attained_slot_s, record.generation = job.finished_at, job.gpu_s, job.num_resizes + 1
         store.save_job(record)
     ended_at = max(job.finished_at for job in recording.jobs)
     run = SimulationRun(

@@ -121,7 +121,7 @@ def _job_table(recording: Recording, prediction: Prediction, static_s: Sequence[
         cells = [duration(job.jct_s), duration(simulated.jct_s), f"{prediction.errors[index]:+.0%}"]
         cells += [duration(static_s[index])] if static_s is not None else []
         cells += [f"{prediction.recorded.jobs[index].rho:.2f}", _range([count for *_, count in job.allocations])]
-        cells += [str(job.num_restarts), "–" if job.lost_share is None else f"{job.lost_share:.1%}", reached or "–"]
+        cells += [str(job.num_resizes), "–" if job.lost_share is None else f"{job.lost_share:.1%}", reached or "–"]
         mark = swatch(index) if has_colours else ""
         values = "".join(f"<td>{html.escape(cell)}</td>" for cell in cells)
         rows.append(f'<tr><th scope="row">{mark}{html.escape(job.name)}</th>{values}</tr>')

@@ -130,7 +130,7 @@ class ChangingCluster:
         return JobView(
             spec=spec,
             age_s=float(rng.uniform(60, 40_000)),
-            num_restarts=int(rng.integers(0, 4)),
+            num_resizes=int(rng.integers(0, 4)),
             params=params,
             noise_scale=float(application.limits.initial * 10 ** rng.uniform(-0.5, 2.0)),
             max_profiled_replicas=int(2 ** rng.integers(0, 5)),
@@ -157,7 +157,7 @@ def _carried_out(job: JobView, plan: Plan, drift: float) -> JobView:
         job,
         age_s=job.age_s + 60.0,
         allocation=allocation,
-        num_restarts=(job.num_restarts or 0) + (allocation != job.allocation),
+        num_resizes=(job.num_resizes or 0) + (allocation != job.allocation),
         noise_scale=job.noise_scale * drift,
         max_profiled_replicas=max(job.max_profiled_replicas, allocation.num_replicas),
     )

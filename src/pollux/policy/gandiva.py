@@ -30,8 +30,8 @@ from pollux.policy.simulated import host_of
 from pollux.types import Allocation, JobView, NodeShare, Plan, Snapshot
 
 # Seconds of a turn, and the least time before a job is migrated or grows. The paper's is a minute, where a switch takes
-# a second; here a restart takes 30. A turn of 180 s has twice the restarts and 12 % more average JCT on the OSDI'21
-# workloads, one of 720 s half the restarts and 4 % less; but the aim is early feedback, and longer turns delay it.
+# a second; here a resize takes 30. A turn of 180 s has twice the resizes and 12 % more average JCT on the OSDI'21
+# workloads, one of 720 s half the resizes and 4 % less; but the aim is early feedback, and longer turns delay it.
 QUANTUM_S = 360.0
 MIN_GAIN = 1.1  # least speed of a packed pair, where taking turns has 1. 1.0 and 1.3 are within 3 % of average JCT
 MIN_GROWTH = 1.1  # least speedup for which a job grows, since it pays for two resizes. 1.0 and 1.3 make no difference

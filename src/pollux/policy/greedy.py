@@ -17,7 +17,7 @@ Gain = Callable[[JobView, int, str], float]
 """Of one replica more than so many, on slots of a type; 0 if it has no use for it."""
 
 # A job moves to another type only for a share this many times as large as on its own, or jobs that come and go would
-# move others back and forth. For ``equal`` on Sia's Philly workload: 5.8 restarts per job and an average JCT of 2,354 s
+# move others back and forth. For ``equal`` on Sia's Philly workload: 5.8 resizes per job and an average JCT of 2,354 s
 # with 1, 4.3 and 2,778 s with 2, 3.6 and 2,716 s with 4. The baselines are meant for one type; chosen by hand.
 _WORTH_A_MOVE = 2.0
 

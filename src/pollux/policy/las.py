@@ -13,7 +13,7 @@ from pollux.policy.gangs import gang_plan
 from pollux.types import JobView, Plan, Snapshot
 
 # Slot-seconds: half an hour of four slots. On the OSDI'21 workloads 6 and 1 half as much costs 4 % of the average JCT
-# by more restarts, twice as much 1 %.
+# by more resizes, twice as much 1 %.
 QUANTUM = 7_200.0
 
 

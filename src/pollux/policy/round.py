@@ -36,7 +36,7 @@ from pollux.types import (
 )
 
 # How many times δ is charged where the work left is known: a move is seldom the last one. Average JCT of the OSDI'21
-# workloads 6, 1 and 3 with declared lengths: 2,040 s with 1 (5.8 restarts per job), 2,002 s with 4, 1,960 s with 8
+# workloads 6, 1 and 3 with declared lengths: 2,040 s with 1 (5.8 resizes per job), 2,002 s with 4, 1,960 s with 8
 # (3.9), 1,962 s with 16.
 _CHARGED_MOVES = 8.0
 _TIE = 1e-7  # of an idle job's cost; breaks ties, and is far below any other difference
@@ -56,7 +56,7 @@ def move_factor(job: JobView, settings: PolicySettings) -> float:
     if not job.has_started and not settings.charges_starts:
         return 1.0
     resize_s = resize_cost_s(job, settings)
-    return max(job.age_s - (job.num_restarts or 0) * resize_s, 0.0) / max(job.age_s + resize_s, 1e-9)
+    return max(job.age_s - (job.num_resizes or 0) * resize_s, 0.0) / max(job.age_s + resize_s, 1e-9)
 
 
 def _move_factors(

@@ -6,7 +6,7 @@ With at most one configuration for a job and no more slots than a type has, a ro
 
     the sum over jobs of (r·G)^p for what a job is given, and of λ for a job that is given nothing,
 
-with p = -0.5 and λ = 1.1, as in the published artifact; r = max(age - restarts·δ, 0)/(age + δ) for a change of what a
+with p = -0.5 and λ = 1.1, as in the published artifact; r = max(age - resizes·δ, 0)/(age + δ) for a change of what a
 job holds, 1 otherwise and for jobs younger than δ. A job never measured counts as equally fast on one replica of
 every type; how many replicas one may ask for is a setting of the cluster (:mod:`pollux.policy.exploration`; twice those
 it was measured with in the paper). On a type where a job has not run, or
@@ -171,7 +171,7 @@ def _is_applied(before: Snapshot, plan: Plan, now: Snapshot) -> bool:
         (before.now, before.nodes, len(before.jobs)) == (now.now, now.nodes, len(now.jobs))
         and all(job.allocation == plan.allocation_of(job.name) for job in now.jobs)
         and all(
-            replace(was, allocation=job.allocation, num_restarts=job.num_restarts) == job
+            replace(was, allocation=job.allocation, num_resizes=job.num_resizes) == job
             for was, job in zip(before.jobs, now.jobs, strict=True)
         )
     )
@@ -213,7 +213,7 @@ def move_factor(job: JobView, settings: PolicySettings) -> float:
     resize_s = resize_cost_s(job, settings)
     if job.age_s < resize_s:
         return 1.0
-    return max(job.age_s - (job.num_restarts or 0) * resize_s, 0.0) / max(job.age_s + resize_s, 1e-9)
+    return max(job.age_s - (job.num_resizes or 0) * resize_s, 0.0) / max(job.age_s + resize_s, 1e-9)
 
 
 def choose(

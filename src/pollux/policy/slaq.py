@@ -28,7 +28,7 @@ from pollux.policy.optimus import max_replicas
 from pollux.policy.simulated import oracle_of
 from pollux.types import JobView, Node, Plan, Snapshot
 
-# Ten times what a resize costs by default. 120 s doubles restarts, 600 s saves a third; same average JCT
+# Ten times what a resize costs by default. 120 s doubles resizes, 600 s saves a third; same average JCT
 EPOCH_S = 300.0
 # Of the first loss, after the last step, of jobs without measured metrics. With less, jobs that have just begun get
 # more slots. Chosen by hand.

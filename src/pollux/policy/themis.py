@@ -32,8 +32,8 @@ from pollux.policy.gangs import demand
 from pollux.policy.greedy import Gain, allot, turns
 from pollux.types import JobView, Plan, Snapshot
 
-# Chosen by hand: long against a restart of 30 s, short against jobs. On the OSDI'21 workloads 6 and 1, leases of 300 s
-# lower the average JCT by 5 % for 40 % more restarts, leases of 1200 s raise it by 2 %.
+# Chosen by hand: long against a resize of 30 s, short against jobs. On the OSDI'21 workloads 6 and 1, leases of 300 s
+# lower the average JCT by 5 % for 40 % more resizes, leases of 1200 s raise it by 2 %.
 LEASE_S = 600.0
 FILTER = 0.8  # f. 0.5 raises the average JCT by 3 %, 0.95 hardly changes it
 _LEAST_SERVICE_S = 60.0  # assumed service of a job of unknown length at the least: a round, so that ρ stays finite

@@ -19,7 +19,7 @@ WORDS = {
     "makespan": "from the first submission to the last end",
     "ρ": "finish-time fairness: a job's JCT over its JCT alone on a fair share of the cluster; above 1 it lost by "
     "sharing",
-    "restarts": "starts and resizes of a job after its first start",
+    "resizes": "starts and resizes of a job after its first start",
     "GPU-h": "GPU-hours that jobs held",
     "efficiency": "statistical efficiency: what an example is worth to training at the batch size in use, relative to "
     "the batch size that the job's user tuned; mean over replicas and time",

@@ -210,7 +210,7 @@ _COLUMNS: tuple[tuple[str, str, str, str, bool], ...] = (
     ("makespan", "first submission to last end", "makespan_s", "duration", True),
     ("ρ p99", "99th percentile of finish-time fairness", "rho.p99", ".2f", False),
     ("ρ worst", "worst finish-time fairness", "rho.max", ".2f", False),
-    ("restarts", "starts and resizes per job after the first start", "restarts_mean", ".1f", False),
+    ("resizes", "starts and resizes per job after the first start", "resizes_mean", ".1f", False),
     ("{slot}-hours", "{slot}-hours held by jobs", "gpu_hours", "number", False),
     ("efficiency", "mean statistical efficiency", "efficiency_mean", ".0%", False),
     ("decision", "mean time of one scheduling decision", "decision_s.mean", "duration", False),

@@ -101,7 +101,7 @@ def _play(
         for name, view in views.items():
             allocation = plan.allocation_of(name)
             views[name] = dataclasses.replace(
-                view, allocation=allocation, num_restarts=view.num_restarts if view.has_started or not allocation else 0
+                view, allocation=allocation, num_resizes=view.num_resizes if view.has_started or not allocation else 0
             )
             if allocation:
                 ends[name] = left[name] / _speed(view, allocation, kinds)

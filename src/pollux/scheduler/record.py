@@ -60,7 +60,7 @@ class JobRecord:
         return budget is not None and self.attained_slot_s >= budget
 
     @property
-    def num_restarts(self) -> int | None:
+    def num_resizes(self) -> int | None:
         """Starts and resizes after the first start; None before it."""
         return None if self.generation == 0 else self.generation - 1
 
@@ -174,7 +174,7 @@ class JobRecord:
             spec=self.spec,
             age_s=max(now - self.spec.submitted_at, 0.0),
             allocation=self.allocation,
-            num_restarts=self.num_restarts,
+            num_resizes=self.num_resizes,
             resize_s=self.resize_s,
             attained_s=self.attained_s,
             attained_slot_s=self.attained_slot_s,
@@ -273,6 +273,6 @@ def reallocations(
         if before == after or record.state is JobState.STOPPING:
             continue
         barred = {node: leaving.get(node, "lost") for node, _ in before.shares if node in leaving or node not in there}
-        has_started = record.num_restarts is not None
+        has_started = record.num_resizes is not None
         found.append(Reallocation(job=record.name, before=before, after=after, has_started=has_started, barred=barred))
     return tuple(found)

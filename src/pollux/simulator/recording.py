@@ -68,7 +68,7 @@ class RecordedJob:
     spec: JobSpec  # submitted_at counts from the first submission
     application: ProfiledApplication
     finished_at: float
-    num_restarts: int
+    num_resizes: int
     gpu_s: float
     lost_share: float | None
     metrics: Mapping[str, Any]
@@ -273,7 +273,7 @@ def _read_job(
         spec=spec,
         application=application,
         finished_at=ended_at - began_at,
-        num_restarts=job["num_resizes"] or 0,
+        num_resizes=job["num_resizes"] or 0,
         gpu_s=job["attained_slot_s"] or 0.0,
         lost_share=job["lost_share"],
         metrics=dict(job["metrics"]),

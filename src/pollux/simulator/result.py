@@ -59,7 +59,7 @@ class JobOutcome:
     application: str
     submitted_at: float
     finished_at: float
-    restarts: int
+    num_resizes: int
     gpu_s: float
     rho: float
     allocations: tuple[tuple[float, float, int], ...]  # (from, to, replicas) in order of time
@@ -151,8 +151,8 @@ class SimulationResult:
         return max(job.finished_at for job in self.jobs) - min(job.submitted_at for job in self.jobs)
 
     @property
-    def restarts_mean(self) -> float:
-        return sum(job.restarts for job in self.jobs) / len(self.jobs)
+    def resizes_mean(self) -> float:
+        return sum(job.num_resizes for job in self.jobs) / len(self.jobs)
 
     @property
     def cost(self) -> float | None:
@@ -182,7 +182,7 @@ class SimulationResult:
             "deadlines_met": self.deadlines_met,
             "best_effort_jct_s": self.best_effort_jct_s,
             "makespan_s": self.makespan_s,
-            "restarts_mean": self.restarts_mean,
+            "resizes_mean": self.resizes_mean,
             "gpu_hours": self.gpu_hours,
             "gpu_hours_by_type": dict(self.gpu_hours_by_type),
             "node_hours": self.node_hours,
@@ -206,7 +206,7 @@ class SimulationResult:
                     "submitted_at_s": job.submitted_at,
                     "finished_at_s": job.finished_at,
                     "jct_s": job.jct_s,
-                    "restarts": job.restarts,
+                    "num_resizes": job.num_resizes,
                     "gpu_s": job.gpu_s,
                     "rho": job.rho,
                     "deadline_at_s": job.deadline_at,
@@ -250,7 +250,7 @@ def summarise(run: SimulationRun, settings: PolicySettings | None = None) -> Sim
             application=record.spec.application,
             submitted_at=float(begin),
             finished_at=float(end),
-            restarts=record.num_restarts or 0,
+            num_resizes=record.num_resizes or 0,
             gpu_s=record.attained_slot_s,
             rho=float(fairness),
             allocations=allocations.get(record.name, ()),

@@ -135,8 +135,7 @@ def simulate(
     slots_per_node = {node.accelerator: node.num_slots for node in nodes}
     profiles_types = len(slots_per_node) > 1 if config.profiles_types is None else config.profiles_types
     engine = SimulatedEngine(nodes, applications, config, adapts_batch=policy.adapts_batch)
-    arrivals = sorted(enumerate(workload.jobs), key=lambda item: item[1].submitted_at)
-    arrivals.reverse()  # next one last
+    arrivals = sorted(enumerate(workload.jobs), key=lambda item: item[1].submitted_at)[::-1]  # next one last
 
     def advance(deadline: float) -> float:
         if attendant is not None and not attendant.is_over:
@@ -173,8 +172,7 @@ def simulate(
     if attendant is not None:
         attendant.begin(scheduler, engine, submit)
 
-    samples: list[SimulatedSample] = []
-    alive_at = 0.0
+    samples, alive_at = list[SimulatedSample](), 0.0
 
     def is_done() -> bool:
         nonlocal alive_at
@@ -184,11 +182,7 @@ def simulate(
             if samples[-1].replicas or arrivals:
                 alive_at = now
             elif now - alive_at > _STALLED_S:
-                names = ", ".join(record.name for record in active[:5])
-                raise SimulationError(
-                    f"policy {policy.name!r} has run nothing for {_STALLED_S / 3600:.0f} h although jobs wait "
-                    f"({names}); {_why_stalled(config)}"
-                )
+                raise _stalled(policy, config, active)
         if on_round is not None:
             on_round(now, len(store.jobs) - len(active))
         return not arrivals and not active and (attendant is None or attendant.is_over)
@@ -204,6 +198,14 @@ def simulate(
         node_s=engine.node_s,
         wall_s=time.perf_counter() - began,
         ended_at=clock.now(),
+    )
+
+
+def _stalled(policy: Policy, config: SimulationConfig, waiting: Sequence[JobRecord]) -> SimulationError:
+    names = ", ".join(record.name for record in waiting[:5])
+    return SimulationError(
+        f"policy {policy.name!r} has run nothing for {_STALLED_S / 3600:.0f} h although jobs wait "
+        f"({names}); {_why_stalled(config)}"
     )
 
 

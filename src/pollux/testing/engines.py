@@ -22,7 +22,12 @@ from pollux.types import Allocation, JobSpec, ThroughputParams
 
 
 class EngineConformance:
-    """Needs two nodes of at least two slots, and jobs that last much longer than a start or a resize."""
+    """Needs two nodes of at least two slots, and jobs that last much longer than a start or a resize.
+
+    ``max_turns``: how often :meth:`pass_time` is called at most until an event comes. Raise it for a slow machine.
+    """
+
+    max_turns = 300
 
     def make_engine(self) -> Engine:
         """Its nodes may come later, if :meth:`pass_time` lets them come."""
@@ -37,12 +42,12 @@ class EngineConformance:
 
     # ------------------------------------------------------------------------------------------
 
-    def ready_engine(self, most: int = 300) -> Engine:
+    def ready_engine(self) -> Engine:
         """An engine with its nodes. The events that told of them have been taken."""
         engine = self.make_engine()
         if len(engine.nodes()) >= 2:
             return engine
-        for _ in range(most):
+        for _ in range(self.max_turns):
             self.pass_time(engine)
             if len(engine.nodes()) >= 2:
                 unasked = [event for event in engine.poll() if event != NodesChanged()]
@@ -50,10 +55,10 @@ class EngineConformance:
                 return engine
         raise AssertionError(f"fewer than two nodes came: {engine.nodes()}")
 
-    def wait_for(self, engine: Engine, is_found: Callable[[Event], bool], most: int = 200) -> list[Event]:
+    def wait_for(self, engine: Engine, is_found: Callable[[Event], bool], most: int = 0) -> list[Event]:
         """All events up to the first that is wanted."""
         seen: list[Event] = []
-        for _ in range(most):
+        for _ in range(most or self.max_turns):
             seen.extend(engine.poll())
             if any(is_found(event) for event in seen):
                 return seen

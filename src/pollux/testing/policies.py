@@ -24,10 +24,10 @@ def apply_plan(snapshot: Snapshot, plan: Plan) -> Snapshot:
     """The snapshot after the plan was carried out, with nothing else changed."""
     jobs = []
     for job in snapshot.jobs:
-        allocation, num_restarts = plan.allocation_of(job.name), job.num_restarts
+        allocation, num_resizes = plan.allocation_of(job.name), job.num_resizes
         if allocation != job.allocation:
-            num_restarts = 0 if num_restarts is None else num_restarts + 1
-        jobs.append(dataclasses.replace(job, allocation=allocation, num_restarts=num_restarts))
+            num_resizes = 0 if num_resizes is None else num_resizes + 1
+        jobs.append(dataclasses.replace(job, allocation=allocation, num_resizes=num_resizes))
     return dataclasses.replace(snapshot, jobs=tuple(jobs))
 
 

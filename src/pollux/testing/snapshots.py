@@ -39,7 +39,7 @@ def make_job(name: str, *, allocation: Allocation = NO_ALLOCATION, measured: boo
     spec = JobSpec(**({"name": name, "application": "app", "batch": LIMITS} | spec_fields))  # type: ignore[arg-type]
     defaults: dict[str, object] = {
         "age_s": 1000.0,
-        "num_restarts": 1 if allocation else None,
+        "num_resizes": 1 if allocation else None,
         "params": {"gpu": PARAMS} if measured else {},
         "noise_scale": 1000.0 if measured else None,
         "max_profiled_replicas": 8 if measured else 0,
@@ -135,7 +135,7 @@ def snapshots(
                 spec=spec,
                 age_s=draw(st.floats(0, 1e5)),
                 allocation=allocation,
-                num_restarts=draw(st.integers(0, 20)) if shares else draw(st.sampled_from([None, 0, 3])),
+                num_resizes=draw(st.integers(0, 20)) if shares else draw(st.sampled_from([None, 0, 3])),
                 attained_s=attained_s,
                 attained_slot_s=attained_s * draw(st.integers(1, 4)),
                 params={name: draw(params) for name in sorted(known)},

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any, Final
 
 import optuna
-from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances
 from optuna.samplers import BaseSampler, CmaEsSampler, GPSampler, RandomSampler, TPESampler
 from optuna.storages import BaseStorage, InMemoryStorage, RDBStorage
 from optuna.trial import TrialState
@@ -188,6 +187,8 @@ class StoredStudy:
         if len(complete) < _LEAST_TRIALS:
             return {}
         try:
+            from optuna.importance import PedAnovaImportanceEvaluator, get_param_importances  # takes a second: sklearn
+
             with _guarded("importance"):
                 found = get_param_importances(self._study, evaluator=PedAnovaImportanceEvaluator())
         except StoreError as error:  # all values equal, say: there is nothing to tell

@@ -117,7 +117,7 @@ def test_what_a_policy_charges_for_a_resize_is_what_was_said(here: Path) -> None
         busy = ["simulate", "--workload", "builtin:small", "--policy", "pollux", "--nodes", "4"]
         result = runner.invoke(app, [*busy, *said, "--html", "r.html", "--json"])
         assert result.exit_code == 0, result.output
-        found[charge_s] = json.loads(result.stdout)["restarts_mean"]
+        found[charge_s] = json.loads(result.stdout)["resizes_mean"]
         assert ("--charge-s" in (here / "r.html").read_text()) == (charge_s is not None)
     assert found["3000"] < found[None] <= found["0"]
 

@@ -50,7 +50,7 @@ class Bench:
 
     def open(self, **more: Any) -> LocalEngine:
         nodes, devices = detect_nodes(nodes="2x2", slots=4)
-        options = {"grace_s": 10.0, **self.options, **more}
+        options = {"grace_s": 40.0, **self.options, **more}
         return LocalEngine(self.directory, nodes=nodes, devices=devices, launch_of=self.launches.__getitem__, **options)
 
     # --- jobs -----------------------------------------------------------------------------------------------------

@@ -52,7 +52,7 @@ def test_there_is_an_end_to_every_wait(pair):
     other.sendall(encode({"a": 1})[:3])
     assert channel.receive(0.05) == []
     assert not channel.send({"x": "y" * (1 << 23)}, timeout_s=0.05)  # the other end takes nothing
-    assert time.monotonic() - began < 5.0
+    assert time.monotonic() - began < 30.0
 
 
 def test_a_connection_that_ends_is_over_for_both(pair):

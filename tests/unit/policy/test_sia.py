@@ -89,12 +89,12 @@ class TestOptions:
             make_job("a", batch=None, requested_replicas=4, measured=False), layout(4, 4), AS_PUBLISHED
         ) == [4]
 
-    def test_moves_are_charged_by_age_and_restarts(self):
-        job = make_job("a", age_s=970.0, num_restarts=3)
+    def test_moves_are_charged_by_age_and_resizes(self):
+        job = make_job("a", age_s=970.0, num_resizes=3)
         assert move_factor(job, PolicySettings(resize_s=30)) == pytest.approx((970 - 90) / 1000)
         measured = dataclasses.replace(job, resize_s=130.0)
         assert move_factor(measured, PolicySettings(resize_s=30)) == pytest.approx((970 - 390) / 1100)
-        assert move_factor(make_job("a", age_s=29.0, num_restarts=9), PolicySettings(resize_s=30)) == 1.0
+        assert move_factor(make_job("a", age_s=29.0, num_resizes=9), PolicySettings(resize_s=30)) == 1.0
 
 
 class TestDecisions:
@@ -115,7 +115,7 @@ class TestDecisions:
     def test_a_change_that_gains_little_is_not_made(self):
         held = Allocation.of(("n0", 4))
         flat = PARAMS._replace(alpha_n=1.0)
-        tired = make_job("a", allocation=held, age_s=600.0, num_restarts=9, params={"gpu": flat})
+        tired = make_job("a", allocation=held, age_s=600.0, num_resizes=9, params={"gpu": flat})
         assert decide(tired).allocations == {"a": held}
 
     def test_each_job_has_the_type_that_it_gains_most_by(self):
@@ -201,7 +201,7 @@ def test_a_long_job_grows_beyond_the_replicas_it_was_measured_with():
             spec=JobSpec(name="long", batch=limits, max_replicas=32),
             allocation=held,
             age_s=1e5,
-            num_restarts=2,
+            num_resizes=2,
             params={"gpu": theta},
             noise_scale=32.0,
             max_profiled_replicas=4,

@@ -140,7 +140,7 @@ def test_nothing_to_show_or_nothing_to_show_it_with(monkeypatch: pytest.MonkeyPa
 
 def test_words_and_policies_are_explained(results: list[SimulationResult]) -> None:
     text = page(results)
-    for word in ("JCT", "ρ", "restarts", "efficiency", "makespan", "pollux", "tiresias"):
+    for word in ("JCT", "ρ", "resizes", "efficiency", "makespan", "pollux", "tiresias"):
         assert f"<dt>{word}</dt><dd>" in text, word
 
 

@@ -36,7 +36,7 @@ def holding(name: str, slots: int, *, left_s: float | None = None, ran_s: float 
     if left_s is not None:
         known = {"params": {"cpu": THETA}, "noise_scale": 0.0, "remaining_examples": 100.0 * left_s}
     return JobView(
-        spec=spec, age_s=ran_s, attained_s=ran_s, num_restarts=0, allocation=Allocation.of(("a", slots)), **known
+        spec=spec, age_s=ran_s, attained_s=ran_s, num_resizes=0, allocation=Allocation.of(("a", slots)), **known
     )
 
 

@@ -85,7 +85,7 @@ def test_a_preempted_job_waits_and_comes_back():
     world.engine.end("short", world.clock.time)
     world.round()
     assert world.replicas() == {"long": 4}
-    assert world.store.jobs["long"].num_restarts == 1
+    assert world.store.jobs["long"].num_resizes == 1
     assert any(isinstance(command, StopJob) for command in world.engine.commands)
 
 

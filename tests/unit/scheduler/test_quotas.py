@@ -52,7 +52,7 @@ class Cluster:
         plan = self.quotas.decide(snapshot, ask)
         verify_plan(snapshot, plan)
         self.jobs = [
-            dataclasses.replace(job, allocation=plan.allocation_of(job.name), num_restarts=job.num_restarts or 0)
+            dataclasses.replace(job, allocation=plan.allocation_of(job.name), num_resizes=job.num_resizes or 0)
             for job in self.jobs
         ]
         self.now += 10.0
@@ -78,7 +78,7 @@ def test_an_idle_guarantee_is_lent_and_comes_back_by_shrinking(policy):
     (standing,) = [one for one in cluster.quotas.standings if one.team == "vision"]
     assert (standing.num_held, standing.lent_to) == (0, {"nlp": 4})
     since = standing.since
-    cluster.jobs.append(make_job("vision0", owner="vision", num_restarts=None))
+    cluster.jobs.append(make_job("vision0", owner="vision", num_resizes=None))
     counts = cluster.decide()
     assert counts["vision0"] >= 4, counts  # within one resize: as many as a new job may ask for
     # Four jobs with a minimum of one have at most four slots: none of them stops.
@@ -92,7 +92,7 @@ def test_a_guarantee_is_met_in_full_by_stopping_as_the_last_step():
     jobs = [make_job(f"nlp{i}", owner="nlp", priority=i) for i in range(4)]
     cluster = Cluster(entitled, *jobs)
     assert used(cluster.decide(), "nlp") == 8
-    cluster.jobs += [make_job(f"vision{i}", owner="vision", num_restarts=None, max_replicas=3) for i in range(2)]
+    cluster.jobs += [make_job(f"vision{i}", owner="vision", num_resizes=None, max_replicas=3) for i in range(2)]
     counts = cluster.decide()
     assert used(counts, "vision") == 6
     assert [counts[f"nlp{i}"] for i in range(4)] == [0, 0, 1, 1]  # the least priority stops first
@@ -114,7 +114,7 @@ def test_every_policy_keeps_limits_and_guarantees(policy):
     cluster = Cluster(entitled, *jobs, policy=policy)
     for _ in range(3):
         assert used(cluster.decide(), "nlp") <= 5
-    cluster.jobs += [make_job(f"vision{i}", owner="vision", num_restarts=None, requested_replicas=2) for i in range(2)]
+    cluster.jobs += [make_job(f"vision{i}", owner="vision", num_resizes=None, requested_replicas=2) for i in range(2)]
     counts = cluster.decide()
     assert used(counts, "vision") == 4 and used(counts, "nlp") <= 4, counts
 
@@ -204,12 +204,12 @@ def test_a_job_of_higher_priority_has_its_minimum_from_its_own_team(policy):
     jobs = [make_job(f"a{i}", owner="nlp", allocation=Allocation.of((f"n{i}", 4)), **wide) for i in range(2)]
     entitled = entitlements(nlp=Quota(), vision=Quota())
     cluster = Cluster(entitled, *jobs, policy=policy)
-    cluster.jobs.append(make_job("urgent", owner="nlp", priority=5, num_restarts=None, **wide))
+    cluster.jobs.append(make_job("urgent", owner="nlp", priority=5, num_resizes=None, **wide))
     counts = cluster.decide()
     assert counts == {"a0": 4, "a1": 0, "urgent": 4}
     assert "priority 5" in cluster.quotas.reasons["a1"]
     other = Cluster(entitled, *jobs, policy=policy)
-    other.jobs.append(make_job("urgent", owner="vision", priority=5, num_restarts=None, **wide))
+    other.jobs.append(make_job("urgent", owner="vision", priority=5, num_resizes=None, **wide))
     if policy == "fifo":  # another team's priority is nothing to them
         assert other.decide()["urgent"] == 0
 

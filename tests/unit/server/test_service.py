@@ -32,7 +32,7 @@ from pollux.server.service import Service, serve
 from pollux.server.storage.store import SqlStore
 from pollux.version import __version__
 from tests.leftovers import processes_in
-from tests.long import long
+from tests.long import first_of, long
 from tests.unit.server.fake_cluster import FakeCluster
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -400,7 +400,7 @@ def program(tmp_path):
         process.stdout.close()
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", first_of([signal.SIGINT, signal.SIGTERM]))
 def test_a_signal_ends_it_in_order(program, tmp_path, number):
     process = program()
     process.send_signal(signal.SIGHUP)  # which changes nothing

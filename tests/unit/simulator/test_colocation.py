@@ -117,14 +117,14 @@ def test_given_speeds_come_before_modelled_ones():
 
 
 @pytest.mark.parametrize("decides_on_events", [True, False])
-def test_a_slot_counts_once_and_taking_over_is_no_restart(decides_on_events: bool):
+def test_a_slot_counts_once_and_taking_over_is_no_resize(decides_on_events: bool):
     finished = run("light", "heavy", decides_on_events=decides_on_events)
     result = summarise(finished)
     light, heavy = result.jobs
     started_at = 0.0 if decides_on_events else 60.0
     assert light.gpu_s == pytest.approx(light.finished_at - started_at)
     assert heavy.gpu_s == pytest.approx(heavy.finished_at - light.finished_at)
-    assert (light.restarts, heavy.restarts) == (0, 0)
+    assert (light.num_resizes, heavy.num_resizes) == (0, 0)
     assert result.utilisation_mean == pytest.approx((heavy.finished_at - started_at) / heavy.finished_at)
     assert max(result.series.gpus) <= 1
     assert {sample.guests for sample in finished.samples if len(sample.replicas) == 2} == {frozenset({"heavy-1"})}
@@ -139,10 +139,10 @@ def test_a_guest_that_ends_first_never_had_a_slot():
 
 
 def test_a_guest_goes_on_when_its_host_is_sent_away():
-    """From 60 s on together, 30 s of them starting; from 120 s on alone, without a delay, and that is no restart."""
+    """From 60 s on together, 30 s of them starting; from 120 s on alone, without a delay, and that is no resize."""
     heavy, light = summarise(run("heavy", "light", policy=Parting())).jobs
     assert light.finished_at == pytest.approx(120 + 100 - 30 * 0.95 / 1.1)
-    assert (light.restarts, heavy.restarts) == (0, 1)
+    assert (light.num_resizes, heavy.num_resizes) == (0, 1)
     assert light.gpu_s == pytest.approx(light.finished_at - 120)
 
 

@@ -59,13 +59,13 @@ def test_the_json_has_what_is_promised(result: SimulationResult) -> None:
     assert data["format"] == "pollux-result/1"
     assert data["pollux_version"] == __version__
     assert (data["policy"], data["workload"], data["num_jobs"]) == ("pollux", "small", 30)
-    for name in ("avg_jct_s", "p50_jct_s", "p99_jct_s", "makespan_s", "restarts_mean", "gpu_hours", "node_hours"):
+    for name in ("avg_jct_s", "p50_jct_s", "p99_jct_s", "makespan_s", "resizes_mean", "gpu_hours", "node_hours"):
         assert data[name] > 0, name
     assert set(data["decision_s"]) == {"mean", "p50", "p99", "max"}
     assert set(data["rho"]) == {"mean", "p99", "max", "share_above_1"}
     assert len(data["jobs"]) == 30
     for job in data["jobs"].values():
-        assert {"jct_s", "restarts", "gpu_s", "rho"} <= set(job)
+        assert {"jct_s", "num_resizes", "gpu_s", "rho"} <= set(job)
     assert data["config"]["num_nodes"] == 4
     assert data["config"]["policy_settings"]["seed"] == 3
     assert data == json.loads(json.dumps(data, allow_nan=False))

@@ -111,7 +111,7 @@ def test_a_node_that_comes_changes_nothing_for_guests_and_one_that_ends_has_held
     engine.events.append(NodesChanged())
     advance()
     assert len(engine.commands) == 2
-    assert store.jobs["guest"].num_restarts == 0
+    assert store.jobs["guest"].num_resizes == 0
     engine.end("guest", clock.time)
     advance()
     engine.end("host", clock.time)

@@ -25,6 +25,7 @@ from pollux.train.checkpoint import (  # noqa: E402
     CheckpointDirectory,
     CheckpointInfo,
 )
+from tests.long import long  # noqa: E402
 from tests.unit.train.checkpoints import (  # noqa: E402
     assert_same,
     finish,
@@ -167,6 +168,7 @@ def test_another_models_checkpoints_are_neither_counted_nor_removed(tmp_path, at
     assert step_of(directory.load("theirs")) == 3
 
 
+@long
 def test_a_reader_survives_a_writer_that_removes_what_it_reads(tmp_path, at):
     writer = run(
         """

@@ -16,6 +16,7 @@ from pollux.errors import PeerLostError
 from pollux.train.batching import FixedBatch
 from pollux.train.run import Run
 from pollux.train.scaling import SquareRoot
+from tests.long import first_of
 from tests.unit.train.processes import (
     Rows,
     a_run,
@@ -60,7 +61,7 @@ def train_with_a_step_that_fails(failing_rank: int | None) -> tuple[int, int, in
         return len(failed), run.num_steps, run.progress.num_examples, flat(module)
 
 
-@pytest.mark.parametrize("failing_rank", [0, 1])
+@pytest.mark.parametrize("failing_rank", first_of([0, 1]))
 def test_a_rank_whose_step_failed_half_way_takes_the_state_of_the_other(failing_rank):
     expected = replicas(2, train_with_a_step_that_fails, None)[0]
     results = replicas(2, train_with_a_step_that_fails, failing_rank)
@@ -153,7 +154,7 @@ def train_scaled_together(moment: str) -> tuple[list[tuple[int, float, int]], Te
         return train_scaled(run, run.rank == 1, moment)
 
 
-@pytest.mark.parametrize("moment", ["before", "unscaled"])
+@pytest.mark.parametrize("moment", first_of(["before", "unscaled"]))
 def test_loss_scales_stay_equal_when_a_step_is_tried_again(moment):
     (scales, parameters), (other_scales, other_parameters) = replicas(2, train_scaled_together, moment)
     assert torch.equal(parameters, other_parameters)
@@ -161,7 +162,7 @@ def test_loss_scales_stay_equal_when_a_step_is_tried_again(moment):
     assert set(scales) == {(step, 4.0 * 2 ** (step // 7), step % 7) for step in range(25)}
 
 
-@pytest.mark.parametrize("moment", ["before", "unscaled"])
+@pytest.mark.parametrize("moment", first_of(["before", "unscaled"]))
 def test_gradients_may_be_unscaled_again_when_a_step_is_tried_again(moment):
     with train.init(device="cpu") as run:
         scales, _ = train_scaled(run, True, moment)
@@ -208,7 +209,7 @@ def train_by_scaled_betas(scale: int, folder: str) -> dict[str, Any]:
     return {"trajectory": dict(trajectory), "counts": dict(counts), "saved": saved, "steps": run.num_steps}
 
 
-@pytest.mark.parametrize("scale", [3, 7])
+@pytest.mark.parametrize("scale", first_of([3, 7]))
 def test_saving_on_one_rank_and_a_hand_over_leave_adam_equal_bit_by_bit(tmp_path, scale):
     """Steps converted by a power of two and back stay what they were; by 3 or 7 they do not."""
     first, second = replicas(2, train_by_scaled_betas, scale, str(tmp_path))

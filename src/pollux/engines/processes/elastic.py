@@ -26,12 +26,10 @@ from __future__ import annotations
 
 import itertools
 import logging
-import os
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Collection, Sequence
 from typing import Literal, Self
 
 from pollux.engines.processes.elastic_replica import Crash, ElasticReplica, JobEvent
@@ -43,9 +41,16 @@ from pollux.engines.processes.failure import (
     read_failure,
 )
 from pollux.engines.processes.packages import BUILD_S
-from pollux.engines.processes.replica_job import FIRST_PAUSE_S, LONGEST_PAUSE_S, STOPPED_CODE, NodeFailure
+from pollux.engines.processes.replica_job import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    STOPPED_CODE,
+    NodeFailure,
+    ReplicaCommand,
+    Tolerance,
+)
 from pollux.engines.processes.slots import ReplicaView, Slot, checked
-from pollux.engines.processes.starters import Command, Starter
+from pollux.engines.processes.starters import Starter
 from pollux.engines.processes.workdirs import CODE
 from pollux.errors import InvalidValueError, MembershipError
 from pollux.membership.controller import JobController
@@ -72,47 +77,27 @@ _STATES: tuple[tuple[str, Literal["starting", "member", "leaving"]], ...] = (
 class ElasticJob:
     def __init__(
         self,
-        argv: Sequence[str],
+        command: ReplicaCommand,
         *,
-        num_replicas: int | None = None,
-        slots: Sequence[Slot] | None = None,
+        slots: Sequence[Slot] | int,
         starter: Starter,
-        log_dir: str | Path,
-        name: str = "job",
-        replica_name: str | None = None,
-        env: Mapping[str, str] | None = None,
-        cwd: str | Path | None = None,
+        tolerance: Tolerance | None = None,
         node_of: Callable[[int], str] = lambda _index: "localhost",
-        slot_env: Callable[[Slot], Mapping[str, str]] = lambda _slot: {},
-        max_restarts: int = 3,
-        replace_lost: bool = True,
-        grace_s: float = 30.0,
-        finish_grace_s: float = 3600.0,
-        excuse: Callable[[], str] = lambda: "",
         host: str = "127.0.0.1",
     ) -> None:
-        """``argv`` is a script and its arguments, or -m, a module and its. The starter stays the caller's.
+        """The starter stays the caller's.
 
-        Where the replicas go is said by ``slots``, or by their number: slots then count from 0, ``node_of`` says which
-        node each pretends to be on, and a replacement takes the slot that became free. ``slot_env`` gives more
-        environment to the replica in a slot (its device). ``max_restarts`` bounds two things: starts of the whole job
-        after a loss of all, and crashes of the script itself; both without five good minutes in between. Not counted
-        are the end of its starter, and all that happens while ``excuse`` says why: they are not the script's fault.
-        ``host`` is this machine's address as the replicas know it. A job that starts again elsewhere needs another
-        ``replica_name``: replicas of before that were given up may still live.
+        ``slots`` says where the replicas go, or how many there are: slots then count from 0, ``node_of`` says which
+        node each pretends to be on, and a replacement takes the slot that became free. ``host`` is this machine's
+        address as the replicas know it.
         """
-        self._argv, self._starter, self._name = tuple(argv), starter, name
-        self._replica_name = replica_name or name
-        self._env = dict(os.environ if env is None else env)
-        self._cwd, self._log_dir = str(cwd or Path.cwd()), Path(log_dir).absolute()
-        self._node_of, self._slot_env = node_of, slot_env
-        self._max_restarts, self._replace_lost = max_restarts, replace_lost
-        self._grace_s, self._finish_grace_s, self._excuse = grace_s, finish_grace_s, excuse
+        self._command, self._starter, self._name = command, starter, command.name
+        self._tolerance, self._node_of = tolerance or Tolerance(), node_of
         self._newcomers: list[ElasticReplica] = []
         self._members: list[ElasticReplica] = []
         self._leaving: list[ElasticReplica] = []
-        self._requested = self._target = checked(self._slots_for(num_replicas or 0) if slots is None else slots)
-        self._controller = JobController(name, host)
+        self._requested = self._target = checked(self._slots_for(slots) if isinstance(slots, int) else slots)
+        self._controller = JobController(command.name, host)
         self._num_spawned = self._num_restarts = self._num_rounds = self._formed = 0
         self._early_ends: Counter[str] = Counter()  # of newcomers, by node, since a group formed
         self._is_started = self._is_closed = False
@@ -152,7 +137,7 @@ class ElasticJob:
 
     def start(self) -> None:
         if not self._is_started:
-            self._starter.make_folder(str(self._log_dir))
+            self._starter.make_folder(str(self._command.log_dir.absolute()))
             self._is_started = True
             self.pump()
 
@@ -339,7 +324,8 @@ class ElasticJob:
     def _end_late_newcomers(self) -> None:
         """Where members train. A first start is watched by the server, which knows the job's own time-out."""
         now = time.monotonic()
-        limit_s = NEWCOMER_S + (BUILD_S if CODE in self._env else 0.0)  # its packages may have to be built first
+        # Its packages may have to be built first.
+        limit_s = NEWCOMER_S + (BUILD_S if CODE in self._command.env else 0.0)
         for process in self._newcomers if self._members and self._held_since is None else ():
             if not process.is_ready and process.exit_code is None and now > process.spawned_at + limit_s:
                 process.spawned_at = now
@@ -360,7 +346,7 @@ class ElasticJob:
             self._early_ends[process.slot.node] += 1
             num_ends = self._early_ends.total()
             is_training = any(member.exit_code is None for member in self._members)
-            most = MAX_SPAWN_FAILURES if is_training else min(MAX_SPAWN_FAILURES, self._max_restarts + 1)
+            most = MAX_SPAWN_FAILURES if is_training else min(MAX_SPAWN_FAILURES, self._tolerance.max_restarts + 1)
             if num_ends >= most or self._refuses_its_arguments(process):
                 if is_training:
                     self._give_up_change(process)
@@ -397,7 +383,7 @@ class ElasticJob:
         return NodeFailure(process.slot.node, cause) if cause else None
 
     def _stderr_of(self, process: ElasticReplica) -> str:
-        return str(self._log_dir / f"{process.member.replica_id}.err")
+        return self._command.stderr_of(process.member.replica_id)
 
     def _see_ended_leavers(self) -> list[ElasticReplica]:
         """Those that broke off while the members may still be in a collective with them."""
@@ -438,10 +424,10 @@ class ElasticJob:
             self._end(0)
             return
         if len(survivors) + len(crashed) < len(self._members) and self._finish_by is None:
-            self._finish_by = time.monotonic() + self._finish_grace_s
-        if len(self._recent_crashes) > self._max_restarts:
-            first = self._recent_crashes[0].process
-            which = f", the first of {len(self._recent_crashes)} crashes in a row" if self._max_restarts else ""
+            self._finish_by = time.monotonic() + self._tolerance.finish_grace_s
+        if len(self._recent_crashes) > self._tolerance.max_restarts:
+            first, num_crashes = self._recent_crashes[0].process, len(self._recent_crashes)
+            which = f", the first of {num_crashes} crashes in a row" if self._tolerance.max_restarts else ""
             who = f"{first.member.replica_id} (rank {self._recent_crashes[0].rank})"
             self._fail(f"{who} {self._how(first)}{which}", first)
         elif not survivors:
@@ -449,14 +435,14 @@ class ElasticJob:
         elif crashed or broken_leavers:
             # A member that ended with 0 cannot take part in a collective either, so it is named with the lost.
             gone = [*(process for process in self._members if process not in survivors), *broken_leavers]
-            if not self._replace_lost:
+            if not self._tolerance.replace_lost:
                 held = {process.slot for process in [*survivors, *self._newcomers]}
                 self._target = tuple(slot for slot in self._target if slot in held)
             self._publish(survivors, lost=[process.member.replica_id for process in gone])
         elif self._finish_by is not None and time.monotonic() > self._finish_by and self._held_since is None:
             for process in survivors:
-                self._kill(process, f"still ran {self._finish_grace_s:g} s after another had finished")
-            self._finish_by = time.monotonic() + self._finish_grace_s
+                self._kill(process, f"still ran {self._tolerance.finish_grace_s:g} s after another had finished")
+            self._finish_by = time.monotonic() + self._tolerance.finish_grace_s
 
     def _remember_crash(self, process: ElasticReplica) -> None:
         """An exception of the script, not a signal: starting it again may not help."""
@@ -468,7 +454,7 @@ class ElasticJob:
             self._recent_crashes.append(Crash(at=now, formed=self._formed, rank=rank, process=process))
 
     def _is_excused(self, process: ElasticReplica) -> bool:
-        excuse = "its starter ended" if process.handle.is_orphan else self._excuse()
+        excuse = "its starter ended" if process.handle.is_orphan else self._tolerance.excuse()
         if excuse:
             self._note("excused", excuse, process)
         return bool(excuse)
@@ -479,14 +465,14 @@ class ElasticJob:
             self._num_restarts = 0
         self._num_restarts += not any(self._is_excused(process) for process in crashed)
         self._num_rounds += 1
-        if self._num_restarts > self._max_restarts:
-            self._num_restarts = self._max_restarts
-            what = f"all replicas were lost, after {self._max_restarts} restarts"
+        if self._num_restarts > self._tolerance.max_restarts:
+            self._num_restarts = self._tolerance.max_restarts
+            what = f"all replicas were lost, after {self._tolerance.max_restarts} restarts"
             self._fail(f"{what}; {first.member.replica_id} {self._how(first)}", first)
             return
         # One whose node was only cut off or frozen may still live somewhere.
         self._controller.fence(process.member.replica_id for process in self._members)
-        self._note("restarting", f"{self._num_restarts} of {self._max_restarts}: {self._how(first)}", first)
+        self._note("restarting", f"{self._num_restarts} of {self._tolerance.max_restarts}: {self._how(first)}", first)
         self._members, self._finish_by, self._target, self._early_finishers = [], None, self._requested, 0
         if self._trained_since is not None and time.monotonic() - self._trained_since > HEALTHY_S:
             self._num_pauses = 0
@@ -523,7 +509,7 @@ class ElasticJob:
     def _change(self, members: list[ElasticReplica]) -> None:
         leaving = [process for process in self._members if process not in members]
         for process in leaving:
-            process.kill_at = time.monotonic() + self._grace_s
+            process.kill_at = time.monotonic() + self._tolerance.grace_s
         self._leaving += leaving
         self._publish(members)
 
@@ -544,7 +530,7 @@ class ElasticJob:
     def _spawn(self, slot: Slot) -> None:
         living = [*self._members, *self._newcomers]
         nodes = [process.member.node for process in living]
-        member = Member(replica_id=f"{self._replica_name}-{self._num_spawned}", node=slot.node)
+        member = Member(replica_id=self._command.replica_id(self._num_spawned), node=slot.node)
         self._num_spawned += 1
         known = list(dict.fromkeys([*nodes, member.node]))
         environment = self._controller.environment(
@@ -556,10 +542,7 @@ class ElasticJob:
             group_rank=known.index(member.node),
             num_restarts=self._num_rounds,  # with those that do not count: plain scripts find their group by it
         )
-        log = str(self._log_dir / member.replica_id)
-        logs = {"stdout": f"{log}.out", "stderr": f"{log}.err"}
-        environment = {**self._env, **self._slot_env(slot), **environment}
-        command = Command(argv=self._argv, env=environment, cwd=self._cwd, node=slot.node, **logs)
+        command = self._command.to_start(member.replica_id, slot, environment)
         process = ElasticReplica(member=member, slot=slot, handle=self._starter.spawn(command))
         self._newcomers.append(process)
         self._note("spawned", f"slot {slot.number} on {slot.node}", process)
@@ -576,7 +559,7 @@ class ElasticJob:
         elif self._stop_by is not None and time.monotonic() > self._stop_by:
             for process in left:
                 self._kill(process, "did not stop in time")
-            self._stop_by = time.monotonic() + self._grace_s
+            self._stop_by = time.monotonic() + self._tolerance.grace_s
 
     def _end(self, code: int) -> None:
         self._result = code

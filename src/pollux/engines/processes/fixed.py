@@ -10,15 +10,21 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
 from pollux.engines.processes.failure import describe_failure, how_it_ended, node_cause
-from pollux.engines.processes.replica_job import FIRST_PAUSE_S, LONGEST_PAUSE_S, STOPPED_CODE, NodeFailure
+from pollux.engines.processes.replica_job import (
+    FIRST_PAUSE_S,
+    LONGEST_PAUSE_S,
+    STOPPED_CODE,
+    NodeFailure,
+    ReplicaCommand,
+    Tolerance,
+)
 from pollux.engines.processes.slots import ReplicaView, Slot
-from pollux.engines.processes.starters import Command, ReplicaProcess, Starter
+from pollux.engines.processes.starters import ReplicaProcess, Starter
 from pollux.errors import EngineError, InvalidValueError
 
 logger = logging.getLogger(__name__)
@@ -43,19 +49,11 @@ class _FixedReplica:
 class FixedJob:
     def __init__(
         self,
-        command: Sequence[str],
+        command: ReplicaCommand,
         *,
         slots: Sequence[Slot],
         starter: Starter,
-        log_dir: str | Path,
-        name: str,
-        replica_name: str | None = None,
-        env: Mapping[str, str],
-        cwd: str | Path,
-        slot_env: Callable[[Slot], Mapping[str, str]] = lambda _slot: {},
-        max_restarts: int = 0,
-        grace_s: float = 30.0,
-        excuse: Callable[[], str] = lambda: "",
+        tolerance: Tolerance,
         address_of: Callable[[str], tuple[str, int]] = lambda _node: (HOST, free_port()),
     ) -> None:
         """``starter`` takes whole commands.
@@ -64,12 +62,8 @@ class FixedJob:
         """
         if not slots:
             raise InvalidValueError("a job has at least 1 replica, got 0; to end it use request_stop()")
-        self._command, self._starter, self._name = tuple(command), starter, name
-        self._replica_name = replica_name or name
-        self._env, self._cwd, self._log_dir = dict(env), str(cwd), Path(log_dir).absolute()
-        self._slot_env, self._grace_s, self._excuse = slot_env, grace_s, excuse
-        self._address_of = address_of
-        self._max_restarts = max_restarts
+        self._command, self._starter, self._name = command, starter, command.name
+        self._tolerance, self._address_of = tolerance, address_of
         self._target = tuple(slots)
         self._processes: list[_FixedReplica] = []
         self._is_started = self._is_stopping = False
@@ -107,7 +101,7 @@ class FixedJob:
 
     def start(self) -> None:
         if not self._is_started:
-            self._starter.make_folder(str(self._log_dir))
+            self._starter.make_folder(str(self._command.log_dir.absolute()))
             self._is_started = True
             self.pump()
 
@@ -118,7 +112,7 @@ class FixedJob:
             return
         self._target = tuple(slots)
         if self._processes and self._placement != self._target and self._kill_at is None:
-            self._ask_to_end(self._grace_s)
+            self._ask_to_end(self._tolerance.grace_s)
         self.pump()
 
     def lose_slots(self, slots: Collection[Slot], reason: str) -> bool:
@@ -179,7 +173,7 @@ class FixedJob:
             failed = [process for process in self._processes if process.exit_code not in (None, 0)]
             if failed:
                 self._first_failure, self._failed_at = failed[0], time.monotonic()
-                self._ask_to_end(self._grace_s)
+                self._ask_to_end(self._tolerance.grace_s)
 
     def _ask_to_end(self, grace_s: float) -> None:
         self._kill_at = time.monotonic() + grace_s
@@ -188,7 +182,7 @@ class FixedJob:
     def _finish_ending(self) -> None:
         if self.replicas:
             if self._kill_at is not None and time.monotonic() > self._kill_at and self._held_since is None:
-                self._kill_at = time.monotonic() + self._grace_s
+                self._kill_at = time.monotonic() + self._tolerance.grace_s
                 self._signal(signal.SIGKILL)
             return
         failed = self._first_failure
@@ -200,16 +194,16 @@ class FixedJob:
 
     def _restart_or_fail(self, failed: _FixedReplica) -> None:
         code = failed.exit_code or 1
-        excuse = "its starter ended" if failed.handle.is_orphan else self._excuse()
+        excuse = "its starter ended" if failed.handle.is_orphan else self._tolerance.excuse()
         if excuse:
             logger.info("%s: rank %d %s, which is excused: %s", self._name, failed.rank, how_it_ended(code), excuse)
-        elif self._num_restarts < self._max_restarts:
+        elif self._num_restarts < self._tolerance.max_restarts:
             self._num_restarts += 1
         else:
             after = f", after {self._num_restarts} restarts" if self._num_restarts else ""
             self.crashes.append(f"{failed.replica_id} {how_it_ended(code)}")
             what = f"{self._name}: rank {failed.rank} on {failed.slot.node} {how_it_ended(code)}{after}"
-            path = str(self._log_dir / f"{failed.replica_id}.err")
+            path = self._command.stderr_of(failed.replica_id)
             stderr = self._starter.stderr_tail(path)
             self.failure = describe_failure(what, path, stderr, code)
             is_early = self._failed_at - failed.started_at < EARLY_S
@@ -242,7 +236,7 @@ class FixedJob:
             "POLLUX_GENERATION": str(self._num_starts),
         }
         for rank, slot in enumerate(self._target):
-            replica_id = f"{self._replica_name}-{self._num_spawned}"
+            replica_id = self._command.replica_id(self._num_spawned)
             self._num_spawned += 1
             own = {
                 "RANK": str(rank),
@@ -251,16 +245,7 @@ class FixedJob:
                 "GROUP_RANK": str(known.index(slot.node)),
                 "POLLUX_REPLICA_ID": replica_id,
             }
-            log = str(self._log_dir / replica_id)
-            command = Command(
-                argv=self._command,
-                env={**self._env, **self._slot_env(slot), **common, **own},
-                cwd=self._cwd,
-                stdout=f"{log}.out",
-                stderr=f"{log}.err",
-                node=slot.node,
-            )
-            handle = self._starter.spawn(command)
+            handle = self._starter.spawn(self._command.to_start(replica_id, slot, {**common, **own}))
             self._processes.append(
                 _FixedReplica(replica_id=replica_id, rank=rank, slot=slot, handle=handle, started_at=time.monotonic())
             )

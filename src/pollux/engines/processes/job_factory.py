@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-from typing import Any
 
 from pollux.engines.processes.commands import plan_start
 from pollux.engines.processes.elastic import ElasticJob
@@ -22,20 +21,6 @@ from pollux.engines.processes.workdirs import with_own_python
 
 LOOPBACK = "lo"  # Linux's name for the interface
 MAX_OF_USERS = 8  # fork servers: each has imported torch, some 250 MB; further users' replicas are started cold
-
-
-def options_of(order: JobOrder) -> dict[str, Any]:
-    """What elastic and fixed jobs are made with alike, wherever they run."""
-    return {
-        "slots": order.slots,
-        "log_dir": order.log_dir,
-        "name": order.name,
-        "replica_name": order.replica_name,
-        "cwd": order.launch.cwd,
-        "slot_env": order.env_of,
-        "max_restarts": order.launch.max_restarts,
-        "excuse": order.excuse,
-    }
 
 
 def loopback_env() -> dict[str, str]:
@@ -70,13 +55,15 @@ class LocalJobFactory:
         return self._fork_servers[unix_user]
 
     def make(self, order: JobOrder) -> ReplicaJob:
-        launch, options = order.launch, options_of(order)
+        launch = order.launch
         env = with_own_python({**loopback_env(), **launch.env})
         if launch.kind == "fixed":
-            return FixedJob(launch.command, starter=self._cold, env=env, **options)
+            command = order.running(launch.command, env)
+            return FixedJob(command, slots=order.slots, starter=self._cold, tolerance=order.tolerance)
         start = plan_start(launch.command, env, launch.cwd)
         starter = self.forking_starter(env.get(RUN_AS, "")) if start.is_forked else self._cold
-        return ElasticJob(start.argv, starter=starter, env={**env, **start.env}, **options)
+        command = order.running(start.argv, {**env, **start.env})
+        return ElasticJob(command, slots=order.slots, starter=starter, tolerance=order.tolerance)
 
     def poll(self) -> None:
         for fork_server in self._fork_servers.values():

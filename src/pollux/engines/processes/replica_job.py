@@ -13,6 +13,7 @@ from typing import NamedTuple, Protocol
 
 from pollux.engines.launch import Launch
 from pollux.engines.processes.slots import ReplicaView, Slot
+from pollux.engines.processes.starters import Command
 
 STOPPED_CODE = 143  # as after SIGTERM: checkpointed and left
 GRACE_S = 30.0  # what a job that stops has for its checkpoint, unless it is told otherwise
@@ -25,6 +26,65 @@ class NodeFailure(NamedTuple):
 
     node: str
     cause: str
+
+
+def _nothing_more(_slot: Slot) -> Mapping[str, str]:
+    return {}
+
+
+def _no_excuse() -> str:
+    return ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplicaCommand:
+    """What each replica of a job runs, and where it writes.
+
+    ``argv`` is a whole command, or what the starter puts an interpreter before: a script and its arguments, or -m, a
+    module and its. ``env_of`` gives more environment to the replica in a slot (its device). A job that starts again
+    elsewhere needs another ``replica_name``: replicas of before that were given up may still live.
+    """
+
+    argv: Sequence[str]
+    name: str
+    replica_name: str = ""  # the job's, unless said
+    log_dir: Path
+    env: Mapping[str, str]
+    cwd: str | Path
+    env_of: Callable[[Slot], Mapping[str, str]] = _nothing_more
+
+    def replica_id(self, number: int) -> str:
+        return f"{self.replica_name or self.name}-{number}"
+
+    def stderr_of(self, replica_id: str) -> str:
+        return str(self.log_dir.absolute() / f"{replica_id}.err")
+
+    def to_start(self, replica_id: str, slot: Slot, env: Mapping[str, str]) -> Command:
+        """For the starter. ``env`` is what the job tells this replica alone."""
+        return Command(
+            argv=tuple(self.argv),
+            env={**self.env, **self.env_of(slot), **env},
+            cwd=str(self.cwd),
+            node=slot.node,
+            stdout=str(self.log_dir.absolute() / f"{replica_id}.out"),
+            stderr=self.stderr_of(replica_id),
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tolerance:
+    """What a job survives, and how long it is waited for.
+
+    ``max_restarts`` bounds two things: restarts of the whole job after a loss of all, and crashes of the script itself;
+    of an elastic job both without five good minutes in between. Not counted are the end of its starter, and all that
+    happens while ``excuse`` says why: they are not the script's fault.
+    """
+
+    max_restarts: int = 3
+    excuse: Callable[[], str] = _no_excuse
+    grace_s: float = GRACE_S  # from SIGTERM to SIGKILL, for replicas that leave
+    replace_lost: bool = True  # elastic: with a new replica in the same slot
+    finish_grace_s: float = 3600.0  # elastic: for the others, when the first replica has finished
 
 
 class ReplicaJob(Protocol):
@@ -95,6 +155,21 @@ class JobOrder:
     slots: Sequence[Slot]
     env_of: Callable[[Slot], Mapping[str, str]]
     excuse: Callable[[], str]
+
+    @property
+    def tolerance(self) -> Tolerance:
+        return Tolerance(max_restarts=self.launch.max_restarts, excuse=self.excuse)
+
+    def running(self, argv: Sequence[str], env: Mapping[str, str]) -> ReplicaCommand:
+        return ReplicaCommand(
+            argv=argv,
+            name=self.name,
+            replica_name=self.replica_name,
+            log_dir=self.log_dir,
+            env=env,
+            cwd=self.launch.cwd,
+            env_of=self.env_of,
+        )
 
 
 class JobFactory(Protocol):

@@ -14,7 +14,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Sequence
-from typing import Any
 
 import ray
 from ray.actor import ActorHandle
@@ -22,7 +21,6 @@ from ray.actor import ActorHandle
 from pollux.engines.processes.devices import Device
 from pollux.engines.processes.elastic import ElasticJob
 from pollux.engines.processes.fixed import FixedJob
-from pollux.engines.processes.job_factory import options_of
 from pollux.engines.processes.job_manager import JobManager
 from pollux.engines.processes.replica_job import JobOrder, ReplicaJob
 from pollux.engines.processes.request_handler import RequestHandler
@@ -51,11 +49,16 @@ class RayJobFactory:
         self._nodes, self._starter, self._host = nodes, starter, host
 
     def make(self, order: JobOrder) -> ReplicaJob:
-        launch = order.launch
-        options: dict[str, Any] = {"starter": self._starter, "env": launch.env, **options_of(order)}
-        if launch.kind == "fixed":
-            return FixedJob(launch.command, address_of=self._nodes.address_of, **options)
-        return ElasticJob(launch.command, host=self._host, **options)
+        command = order.running(order.launch.command, order.launch.env)
+        if order.launch.kind == "fixed":
+            return FixedJob(
+                command,
+                slots=order.slots,
+                starter=self._starter,
+                tolerance=order.tolerance,
+                address_of=self._nodes.address_of,
+            )
+        return ElasticJob(command, slots=order.slots, starter=self._starter, tolerance=order.tolerance, host=self._host)
 
     def warm_up(self) -> None:
         """Nothing: the agents start the fork servers of their nodes themselves."""

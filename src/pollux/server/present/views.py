@@ -122,7 +122,7 @@ def job_summary(job: KnownJob, now: float, *, reason: str = "", note: str = "") 
         weight=1.0 if spec is None else spec.weight,
         is_preemptible=True if spec is None else spec.is_preemptible,
         generation=0 if record is None else record.generation,
-        num_resizes=0 if record is None else record.num_restarts or 0,
+        num_resizes=0 if record is None else record.num_resizes or 0,
         num_crashes=0 if record is None else record.num_crashes,
         exit_code=None if record is None else record.exit_code,
         after=() if request is None else request.waits_for,

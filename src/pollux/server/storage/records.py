@@ -203,7 +203,7 @@ class StoredJobView:
     model: int
     age_s: float
     allocation: Allocation
-    num_restarts: int | None
+    num_resizes: int | None
     resize_s: float | None
     attained_s: float
     attained_slot_s: float

@@ -30,7 +30,7 @@ from pollux.errors import EngineError
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.ports import JobEnded, JobLost, JobRuns, JobStopped
 from tests.leftovers import processes_in
-from tests.long import long
+from tests.long import first_of, long
 from tests.unit.engines.bench import Bench, is_alive, until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs fork and /proc")
@@ -247,10 +247,10 @@ def test_an_end_in_a_hurry_gives_less_time_than_was_promised(own_bench):
     own_bench.prepare("a", (sys.executable, "-c", code), kind="fixed")
     own_bench.run("a", ("node-0", 1))
     until(lambda: own_bench.log("a"))
-    own_bench.stop("a")  # with ten seconds
+    own_bench.stop("a")  # with 40 seconds
     began = time.monotonic()
     own_bench.engine.close(stops_jobs=True, grace_s=0.0)
-    assert time.monotonic() - began < 8.0
+    assert time.monotonic() - began < 30.0
     assert processes_in(own_bench.folder) == []
 
 
@@ -368,15 +368,18 @@ HELLO = {"op": "hello", "version": PROTOCOL_VERSION, "devices": []}
 
 @pytest.mark.parametrize(
     "said",
-    [
-        b"",
-        b"GET / HTTP/1.1\r\n\r\n",
-        encode(HELLO),
-        encode({**HELLO, "version": 0}),
-        encode({**HELLO, "proof": "0" * 64}),
-        encode({**HELLO, "proof": "\ud800"}),
-        encode({"op": "shutdown", "grace_s": 0.0}),
-    ],
+    first_of(
+        [
+            encode({**HELLO, "proof": "0" * 64}),
+            encode({"op": "shutdown", "grace_s": 0.0}),
+            b"GET / HTTP/1.1\r\n\r\n",
+            b"",
+            encode(HELLO),
+            encode({**HELLO, "version": 0}),
+            encode({**HELLO, "proof": "\ud800"}),
+        ],
+        3,
+    ),
 )
 def test_a_stranger_on_the_socket_does_not_take_the_engines_place(own_bench, said):
     """One connection, whatever it says, must not end the engine of a running server."""

@@ -17,6 +17,7 @@ from pollux.engines.processes import elastic
 from pollux.engines.processes.elastic import ElasticJob
 from pollux.engines.processes.elastic_replica import JobEvent
 from pollux.engines.processes.fork_server import ForkServer
+from pollux.engines.processes.replica_job import ReplicaCommand, Tolerance
 from pollux.engines.processes.slots import Slot
 from pollux.engines.processes.starters import ColdStarter
 from pollux.errors import InvalidValueError
@@ -93,10 +94,14 @@ class Bench:
         script = self.folder / "train.py"
         script.write_text(code)
         options.setdefault("starter", self.fork_server)
-        options.setdefault("num_replicas", 1)
+        env_of = options.pop("env_of", lambda _slot: {})
+        made = {name: options.pop(name) for name in ("starter", "node_of") if name in options}
+        slots = options.pop("slots", 1)
         env = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         argv = [str(script), str(num_steps), str(self.folder)]
-        job = ElasticJob(argv, env=env, cwd=self.folder, log_dir=self.folder / "logs", name="t", **options)
+        logs = self.folder / "logs"
+        command = ReplicaCommand(argv=argv, name="t", env=env, cwd=self.folder, log_dir=logs, env_of=env_of)
+        job = ElasticJob(command, slots=slots, tolerance=Tolerance(**options), **made)
         self.jobs.append(job)
         job.start()
         return job
@@ -169,15 +174,15 @@ def test_grow_shrink_and_finish(bench):
 
 
 def test_a_job_ends_with_0_when_all_members_do(bench):
-    job = bench.job(num_steps=20, num_replicas=2)
-    assert job.wait(25.0) == 0, bench.log("t-0", "err")
+    job = bench.job(num_steps=20, slots=2)
+    assert job.wait(60.0) == 0, bench.log("t-0", "err")
     assert [bench.log(name).splitlines()[-1] for name in ("t-0", "t-1")] == ["done 20", "done 20"]
     assert [event.kind for event in job.events][-1] == "finished"
     assert job.num_restarts == 0
 
 
 def test_the_latest_target_wins(bench):
-    job = bench.job(num_replicas=2)
+    job = bench.job(slots=2)
     job.resize(4)
     job.resize(3)
     job.resize(1)
@@ -192,7 +197,7 @@ def test_the_latest_target_wins(bench):
 
 
 def test_survivors_of_a_killed_member_go_on_and_a_replacement_joins(bench):
-    job = bench.job(num_replicas=3)
+    job = bench.job(slots=3)
     pump_until(job, formed(job, 3))
     step = bench.step()
     job.kill(0)
@@ -207,7 +212,7 @@ def test_survivors_of_a_killed_member_go_on_and_a_replacement_joins(bench):
 
 
 def test_without_replacement_the_survivors_stay_fewer(bench):
-    job = bench.job(num_replicas=2, replace_lost=False)
+    job = bench.job(slots=2, replace_lost=False)
     pump_until(job, formed(job, 2))
     job.kill(1)
     pump_until(job, formed(job, 1))
@@ -228,13 +233,14 @@ def kill_all(job):
 
 
 def test_when_all_are_lost_the_job_starts_again_up_to_a_bound(bench):
-    job = bench.job(num_replicas=2, max_restarts=1)
+    job = bench.job(slots=2, max_restarts=1)
     pump_until(job, formed(job, 2))
     pump_until(job, lambda: bench.step() > 3)
     kill_all(job)
     pump_until(job, lambda: job.num_restarts == 1)
     pump_until(job, formed(job, 2))
     assert ids(job) == ["t-2", "t-3"]
+    pump_until(job, lambda: len(bench.log("t-2").split()) > 5)
     assert int(bench.log("t-2").split()[5]) >= 3  # from the checkpoint
     (restarting,) = of_kind(job, "restarting")
     assert of_kind(job, "spawned")[2].time - restarting.time >= 0.45
@@ -270,7 +276,7 @@ def test_a_script_that_cannot_start_is_started_once_if_it_may_not_restart(bench)
 
 
 def test_a_script_that_joins_nothing_may_end_well(bench):
-    job = bench.job("print('hello')", num_replicas=2)
+    job = bench.job("print('hello')", slots=2)
     assert job.wait(20.0) == 0
     assert bench.log("t-1") == "hello\n"
 
@@ -303,7 +309,7 @@ def test_newcomers_that_never_get_ready_are_given_up_and_the_members_go_on(bench
 
 
 def test_who_does_not_leave_or_stop_is_killed_with_its_children(bench):
-    job = bench.job(DEAF.replace("DEAF", "''"), num_replicas=2, grace_s=0.3)
+    job = bench.job(DEAF.replace("DEAF", "''"), slots=2, grace_s=0.3)
     pump_until(job, formed(job, 2))
     assert len(processes_in(bench.folder)) == 4
     job.resize(1)
@@ -315,7 +321,7 @@ def test_who_does_not_leave_or_stop_is_killed_with_its_children(bench):
 
 
 def test_waiting_for_others_to_finish_is_bounded(bench):
-    job = bench.job(DEAF.replace("DEAF", "'finish'"), num_replicas=2, finish_grace_s=0.3, max_restarts=0)
+    job = bench.job(DEAF.replace("DEAF", "'finish'"), slots=2, finish_grace_s=0.3, max_restarts=0)
     assert job.wait(20.0) == 128 + signal.SIGKILL
     assert of_kind(job, "killed")[0].detail == "still ran 0.3 s after another had finished"
 
@@ -377,7 +383,7 @@ raise RuntimeError(f"crash of {os.environ['POLLUX_REPLICA_ID']}")
 
 def test_a_script_that_always_raises_fails_with_its_first_traceback(bench):
     (bench.folder / "crash").touch()
-    job = bench.job(CRASHES, num_replicas=2, max_restarts=1)
+    job = bench.job(CRASHES, slots=2, max_restarts=1)
     assert job.wait(30.0) == 1
     summary = job.failure.splitlines()[0]
     assert "exited with 1, the first of 2 crashes in a row: RuntimeError: crash of t-" in summary
@@ -405,7 +411,7 @@ membership = membership_from_environment(os.environ)
 membership.note_formed(membership.join(60.0))
 time.sleep(60)
 """
-    job = bench.job(code, num_replicas=2)
+    job = bench.job(code, slots=2)
     pump_until(job, formed(job, 2))
     assert job.stop(10.0) == 0
 
@@ -423,10 +429,10 @@ def test_newcomers_that_never_get_ready_end_the_change_and_not_the_job(bench, tm
     (tmp_path / "good").write_text("")
     code = "import os\nopen(os.environ['NEEDED']).close()\n" + SCRIPT
 
-    def slot_env(slot: Slot) -> dict[str, str]:
+    def env_of(slot: Slot) -> dict[str, str]:
         return {"NEEDED": str(tmp_path / slot.node)}
 
-    job = bench.job(code, slots=[Slot("good", 0)], slot_env=slot_env)
+    job = bench.job(code, slots=[Slot("good", 0)], env_of=env_of)
     pump_until(job, lambda: job.is_settled)
     job.place([Slot("good", 0), Slot("bad", 1)])
     pump_until(job, lambda: job.given_up or job.result is not None)

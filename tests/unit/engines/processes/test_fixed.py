@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,11 @@ pytest.importorskip("torch")
 pytest.importorskip("psutil")
 
 from pollux.engines.processes.fixed import FixedJob
+from pollux.engines.processes.replica_job import ReplicaCommand, Tolerance
 from pollux.engines.processes.slots import Slot
 from pollux.engines.processes.starters import ColdStarter
 from tests.leftovers import processes_in
+from tests.long import long
 from tests.unit.engines.bench import until
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
@@ -32,17 +34,21 @@ class Bench:
         self.folder, self.starter = folder, starter
         self.jobs: list[FixedJob] = []
 
-    def job(self, code: str, *, slots: tuple[Slot, ...] = TWO, **options: Any) -> FixedJob:
-        job = FixedJob(
-            (sys.executable, "-c", code),
-            slots=slots,
-            starter=self.starter,
-            log_dir=self.folder / "logs",
-            name="f",
-            env={"PATH": os.environ["PATH"], "GREETING": "hello"},
-            cwd=self.folder,
-            **options,
-        )
+    def command(self, argv: tuple[str, ...], logs: str, **options: Any) -> ReplicaCommand:
+        return ReplicaCommand(argv=argv, name="f", log_dir=self.folder / logs, cwd=self.folder, **options)
+
+    def job(
+        self,
+        code: str,
+        *,
+        slots: tuple[Slot, ...] = TWO,
+        env_of: Callable[[Slot], Mapping[str, str]] = lambda _slot: {},
+        **options: Any,
+    ) -> FixedJob:
+        tolerance = Tolerance(**{"max_restarts": 0, **options})
+        env = {"PATH": os.environ["PATH"], "GREETING": "hello"}
+        command = self.command((sys.executable, "-c", code), "logs", env=env, env_of=env_of)
+        job = FixedJob(command, slots=slots, starter=self.starter, tolerance=tolerance)
         self.jobs.append(job)
         job.start()
         return job
@@ -81,7 +87,7 @@ SHOW = "import json, os; print(json.dumps(dict(os.environ)))"
 
 def test_torchruns_variables(bench):
     slots = (Slot("n1", 2), Slot("n0", 0), Slot("n0", 1))
-    job = bench.job(SHOW, slots=slots, slot_env=lambda slot: {"CUDA_VISIBLE_DEVICES": str(slot.number)})
+    job = bench.job(SHOW, slots=slots, env_of=lambda slot: {"CUDA_VISIBLE_DEVICES": str(slot.number)})
     assert ended(job) == 0
     seen = [json.loads(bench.log(rank)) for rank in range(3)]
     for name, values in {
@@ -102,6 +108,7 @@ def test_torchruns_variables(bench):
     assert "HOME" not in seen[0]
 
 
+@long
 def test_ranks_can_meet(bench):
     code = """
 import torch, torch.distributed as dist
@@ -111,7 +118,7 @@ dist.all_reduce(total)
 print(int(total), dist.get_rank())
 dist.destroy_process_group()
 """
-    job = bench.job(code, slot_env=lambda slot: {"GLOO_SOCKET_IFNAME": "lo"})
+    job = bench.job(code, env_of=lambda slot: {"GLOO_SOCKET_IFNAME": "lo"})
     assert ended(job) == 0, bench.log(0, "err")
     assert bench.log(1) == "2 1\n"
 
@@ -228,15 +235,8 @@ def test_nothing_is_started_while_it_is_held(bench):
 def test_a_program_that_is_not_there(bench):
     job = bench.job("")
     job.close()
-    missing = FixedJob(
-        ("no-such-program",),
-        slots=TWO[:1],
-        starter=bench.starter,
-        log_dir=bench.folder / "logs2",
-        name="f",
-        env={},
-        cwd="/",
-    )
+    command = bench.command(("no-such-program",), "logs2", env={})
+    missing = FixedJob(command, slots=TWO[:1], starter=bench.starter, tolerance=Tolerance(max_restarts=0))
     missing.start()
     assert ended(missing) == 127
     assert "no-such-program: No such file or directory" in missing.failure
@@ -260,15 +260,8 @@ def test_a_move_that_comes_after_its_end_does_not_start_it_again(bench):
 
 def test_a_command_gets_the_signals_as_a_shell_would_give_them(bench):
     """An interpreter ignores SIGPIPE, and whoever it becomes would too: writers to a closed pipe would not end."""
-    plain = FixedJob(
-        ("grep", "SigIgn", "/proc/self/status"),
-        slots=TWO[:1],
-        starter=bench.starter,
-        log_dir=bench.folder / "plain",
-        name="f",
-        env={"PATH": os.environ["PATH"]},
-        cwd=bench.folder,
-    )
+    command = bench.command(("grep", "SigIgn", "/proc/self/status"), "plain", env={"PATH": os.environ["PATH"]})
+    plain = FixedJob(command, slots=TWO[:1], starter=bench.starter, tolerance=Tolerance(max_restarts=0))
     plain.start()
     assert ended(plain) == 0
     assert int((bench.folder / "plain" / "f-0.out").read_text().split()[1], 16) & (1 << (signal.SIGPIPE - 1)) == 0

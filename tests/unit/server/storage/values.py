@@ -112,7 +112,7 @@ def snapshots(draw: st.DrawFn) -> Snapshot:
         spec=specs(),
         age_s=signed,
         allocation=allocations,
-        num_restarts=st.none() | integers,
+        num_resizes=st.none() | integers,
         attained_s=signed,
         params=st.dictionaries(texts, params, max_size=2),
         shape_factors=st.dictionaries(texts, factors.map(tuple), max_size=2),
