@@ -61,7 +61,7 @@ def test_a_job_is_released_and_its_limits_are_changed(visitor: Visitor) -> None:
     dialog.get_by_role("button", name="Change them").click()
     page.get_by_text("bounded: limits changed.").wait_for()
     with visitor.server.client as client:
-        request = client.job("bounded").view().request
+        request = client.job("bounded").describe().request
         assert request is not None and request["weight"] == 2.5 and request["time_limit_s"] == 7200
     page.get_by_role("button", name="Release").click()
     page.locator("dialog").get_by_role("button", name="Release").click()
