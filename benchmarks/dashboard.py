@@ -4,8 +4,10 @@
 
 Server, feed and page are the shipped ones, the server in its own process; only the engine is a fake. Jobs report all
 the time, and sometimes one ends and another begins. Chromium measures: first contentful paint, when the cluster's page
-is complete, the main thread's time per message (reading it and changing the page), and the longest task during the
-updates, figures and maps included. Needs playwright and chromium.
+is complete, the main thread's time per message (reading it and changing the page), and the longest task: while the page
+comes up (plotly.js is read and every figure drawn for the first time), and during the updates after that, figures and
+maps included. Tasks are given in time on the clock and in the main thread's own CPU time, which other programs on the
+machine do not lengthen as much. Needs playwright and chromium.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from server import SECRET, Caller, PretendedEngine, report, serving
 
 SLOTS_PER_NODE = 8
 REPORT_EVERY_S, END_EVERY_S = 10.0, 2.0
-SETTLE_S = 4.0  # figures are drawn for the first time
+SETTLE_S, DRAWN_S = 4.0, 60.0  # figures are drawn for the first time; the longest wait for that
 ASKED_PAINT_S, ASKED_UPDATE_MS = 1.0, 100.0
 PAGES = {"cluster": "#/", "jobs": "#/jobs", "a job": "#/jobs/many-{last}", "decisions": "#/decisions"}
 WATCH = """
@@ -46,6 +48,19 @@ window.tasks = [];
 new PerformanceObserver(list => tasks.push(...list.getEntries().map(task => [task.startTime, task.duration])))
   .observe({type: 'longtask', buffered: true});
 """
+
+
+# Scrolls through the page, so that all of it is drawn, and waits for that.
+DRAW_ALL = """async patienceMs => {
+  const endsAt = performance.now() + patienceMs, pause = ms => new Promise(done => setTimeout(done, ms));
+  const isWaiting = one =>
+    one.offsetParent && one.querySelector('.figure-empty:not([hidden])')?.innerText.includes('Drawing');
+  for (let y = 0; y < document.body.scrollHeight; y += 400) { scrollTo(0, y); await pause(150) }
+  for (const one of document.querySelectorAll('main figure')) {
+    if (isWaiting(one)) one.scrollIntoView({block: 'center'});
+    while (isWaiting(one) && performance.now() < endsAt) await pause(50);
+  }
+}"""
 
 
 # --- the server's process --------------------------------------------------------------------------------------------
@@ -117,29 +132,44 @@ def measure(page: Page, url: str, token: str, num_jobs: int, seconds: float) -> 
     }
     for name, hash_ in PAGES.items():
         page.evaluate("hash => { location.hash = hash }", hash_.format(last=num_jobs - 1))  # the first ones end
+        came = page.evaluate("performance.now()")
         page.wait_for_timeout(1000 * SETTLE_S)
-        # All of it is looked at, so that all of it is drawn.
-        page.evaluate(
-            """async () => { for (let y = 0; y < document.body.scrollHeight; y += 400) { scrollTo(0, y);
-            await new Promise(resolve => setTimeout(resolve, 150)) } }"""
-        )
+        page.evaluate(DRAW_ALL, 1000 * DRAWN_S)
         page.wait_for_timeout(1000)
         begun = page.evaluate("(pollux.store.updates.length = 0, performance.now())")
         if name == "cluster":
             page.evaluate("document.querySelector('canvas.gantt').scrollIntoView()")
+        browser = page.context.browser
+        assert browser is not None
+        browser.start_tracing(page=page, categories=["toplevel"])
         page.wait_for_timeout(1000 * seconds)
+        traced = cpu_tasks(browser.stop_tracing())
         updates = page.evaluate("pollux.store.updates")
         tasks = page.evaluate("begun => tasks.filter(([at]) => at >= begun).map(([, took]) => took)", begun)
+        early = page.evaluate(
+            "([came, begun]) => tasks.filter(([at]) => at >= came && at < begun).map(([, took]) => took)", [came, begun]
+        )
         rows = page.evaluate("document.querySelectorAll('tr').length")
         result["pages"][name] = {
             "updates": len(updates),
             "update_p50_ms": statistics.median(updates),
             "update_max_ms": max(updates),
             "longest_task_ms": max(tasks, default=0.0),
+            "longest_task_cpu_ms": max(traced, default=0.0),
+            "longest_first_task_ms": max(early, default=0.0),
             "long_tasks": len(tasks),
             "rows": rows,
         }
     return result
+
+
+def cpu_tasks(trace: bytes) -> list[float]:
+    """CPU milliseconds of each task of the page's main thread, from chromium's own trace."""
+    events = json.loads(trace)["traceEvents"]
+    names = [one for one in events if one["ph"] == "M" and one["name"] == "thread_name"]
+    main = {(one["pid"], one["tid"]) for one in names if one["args"]["name"] == "CrRendererMain"}
+    tasks = [one for one in events if one["ph"] == "X" and one["name"].endswith("RunTask") and "tdur" in one]
+    return [one["tdur"] / 1000 for one in tasks if (one["pid"], one["tid"]) in main]
 
 
 @contextlib.contextmanager
@@ -188,11 +218,13 @@ def main() -> None:
     print(f"{result['jobs']} jobs on {result['nodes']} nodes with {SLOTS_PER_NODE} slots each")
     print(f"first paint {result['first_paint_s']:.2f} s, cluster shown {result['shown_s']:.2f} s   {verdict}")
     for name, told in result["pages"].items():
-        verdict = "ok" if max(told["update_max_ms"], told["longest_task_ms"]) < ASKED_UPDATE_MS else "TOO SLOW"
+        slowest = max(told["update_max_ms"], told["longest_task_cpu_ms"])
+        verdict = "ok" if slowest < ASKED_UPDATE_MS else "TOO SLOW"
         print(
             f"{name:>10}: {told['updates']:3} updates, main thread p50 {told['update_p50_ms']:5.1f} ms, "
             f"max {told['update_max_ms']:5.1f} ms; {told['long_tasks']} tasks over 50 ms, "
-            f"longest {told['longest_task_ms']:.0f} ms; {told['rows']} rows   {verdict}"
+            f"longest {told['longest_task_ms']:.0f} ms (CPU {told['longest_task_cpu_ms']:.0f} ms); at first "
+            f"{told['longest_first_task_ms']:.0f} ms; {told['rows']} rows   {verdict}"
         )
 
 

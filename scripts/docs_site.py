@@ -75,7 +75,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Files) -> str:
-    """Docstrings name functions as Sphinx does (``:func:`x```); the site shows the name."""
+    """Docstrings name functions as Sphinx does (``:func:`x```); the site shows the name. An empty head is no head."""
+    html = re.sub(r"<th([^>]*)></th>", r"<td\1></td>", html)
     return re.sub(r":(?:func|class|meth|mod|attr|data):(?=<code>)", "", html)
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from tests.postgres import PostgresServer
 
 DOCS = ROOT / "docs"
-PAGES = sorted(DOCS.glob("*.md"))
+PAGES = [*sorted(DOCS.glob("*.md")), *sorted(DOCS.glob("tutorials/*.md"))]
 SESSIONS = [page for page in PAGES if read_blocks(page, "console")]
 EVERY_TIME = {"http"}  # the README's blocks are run as well; other pages are long
 BLOCKS = [
@@ -40,7 +40,12 @@ def test_python_blocks_run(block: Block, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, id=page.stem, marks=() if page.stem in EVERY_TIME else long) for page in SESSIONS],
+    [
+        pytest.param(
+            page, id=str(page.relative_to(DOCS).with_suffix("")), marks=() if page.stem in EVERY_TIME else long
+        )
+        for page in SESSIONS
+    ],
 )
 def test_pages_run_from_top_to_bottom(
     page: Path, tmp_path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch

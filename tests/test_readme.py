@@ -64,7 +64,11 @@ def test_the_two_commands_are_targets() -> None:
     assert {"demo", "test"} <= set(shown) <= set(targets)
 
 
-@pytest.mark.parametrize("page", [README, *sorted((ROOT / "docs").glob("*.md"))], ids=lambda page: page.name)
+@pytest.mark.parametrize(
+    "page",
+    [README, *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/tutorials").glob("*.md"))],
+    ids=lambda page: page.name,
+)
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text()):
         assert "://" in target or (page.parent / target).exists(), target

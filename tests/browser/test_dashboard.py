@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 import sys
+import time
 from typing import Any
 
 import httpx
@@ -25,6 +26,7 @@ from tests.browser.browsing import (
     stranger,
     two_frames,
 )
+from tests.browser.test_pages import barriers
 from tests.long import long
 
 FIGURES_OF_A_JOB = {
@@ -90,6 +92,9 @@ def test_a_study(visitor: Visitor) -> None:
     draw_all(page)
     for name in ("Curves by trial", "Parameters of all trials", "Cost by rung"):
         assert page.locator(f"figure[aria-label='{name}'] .main-svg").count() > 0, name
+    shown = page.evaluate("document.querySelector('figure[aria-label=\"Best so far\"] .plot').layout.xaxis.range[0]")
+    assert str(shown).startswith(time.strftime("%Y")), "over time is over the time of today"
+    assert barriers(page) == []
 
 
 @long

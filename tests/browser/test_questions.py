@@ -182,9 +182,9 @@ def test_ended_jobs_have_end_slot_hours_and_exit_code(visitor: Visitor) -> None:
 @long
 def test_jobs_side_by_side(visitor: Visitor) -> None:
     page = visitor.open("#/jobs")
-    page.get_by_label("Choose train to compare").check()
+    page.get_by_label("Choose train", exact=True).check()
     page.get_by_text("Choose another job to compare").wait_for()
-    page.get_by_label("Choose odd to compare").check()
+    page.get_by_label("Choose odd", exact=True).check()
     page.get_by_role("link", name="Compare 2 jobs").click()
     page.get_by_role("heading", name="Jobs side by side").wait_for()
     draw_all(page)

@@ -55,6 +55,24 @@ def test_lines_are_steps_of_whole_jobs(page: Any) -> None:
     assert max(max(trace["y"]) for trace in page.evaluate("figures['w0-waiting'].data")) > 0
 
 
+def test_each_policy_has_a_row_of_its_own(page: Any) -> None:
+    figure = page.evaluate("figures['w0-gpus']")
+    own = [trace for trace in figure["data"] if "meta" in trace]
+    assert [trace["yaxis"] for trace in own] == ["y", "y2"]
+    assert [one["text"] for one in figure["layout"]["annotations"]] == ["pollux", "tiresias"]
+    assert figure["layout"]["yaxis2"]["matches"] == "y"
+
+
+def test_a_figure_is_printed_into_a_pdf_of_its_size(page: Any) -> None:
+    with page.expect_popup() as opened:
+        page.get_by_role("button", name="Jobs waiting as PDF").click()
+    sheet = opened.value
+    sheet.wait_for_function("() => document.querySelector('img')?.naturalWidth > 0")
+    made = sheet.pdf(prefer_css_page_size=True)
+    assert made.startswith(b"%PDF") and len(made) < 1_000_000
+    sheet.close()
+
+
 def test_bars_have_errors_over_seeds(page: Any) -> None:
     mean, high = page.evaluate("figures['w0-averages'].data")
     for trace in (mean, high):

@@ -44,7 +44,7 @@ SORTS: Mapping[str, Callable[[JobSummary], float | str]] = {
     "age": lambda view: view.submitted_at,
 }
 KEYS = (
-    ("↑ ↓ or k j", "choose a job"),
+    ("↑ ↓ or k j", "choose a job; Page Up, Page Down, Home and End move farther"),
     ("/", "show only jobs with these words in name, state, owner, node or reason; Esc shows all"),
     ("s", f"sort by another column: {', '.join(SORTS)}"),
     ("Enter", "its curves and its log; Enter or Esc goes back"),
@@ -156,7 +156,7 @@ def headline(board: Board, width: int) -> list[Text]:
     parts.append(_named("node-hours", numbers.number(hours)))
     first = Text("   ").join(parts)
     second = Text(f"{_counts(cluster)}   {_decides(cluster)}")
-    if cluster.last_decision_s is not None:
+    if cluster.last_decision_s is not None and width >= 100:
         second.append(f", last in {numbers.duration(cluster.last_decision_s)}")
     return [first, second]
 
@@ -265,9 +265,14 @@ def jobs_part(board: Board, width: int, rows: int | None, chosen: str | None) ->
     return job_table(views, board.now, width=width, marks=board.marks, chosen=chosen)
 
 
-def _around(views: Sequence[JobSummary], chosen: str | None, rows: int) -> list[JobSummary]:
+def _first_shown(views: Sequence[JobSummary], chosen: str | None, rows: int) -> int:
+    """The index of the first row, so that the chosen job is among them."""
     place = next((index for index, view in enumerate(views) if view.name == chosen), 0)
-    begin = min(max(place - rows + 1, 0), max(len(views) - rows, 0))
+    return min(max(place - rows + 1, 0), max(len(views) - rows, 0))
+
+
+def _around(views: Sequence[JobSummary], chosen: str | None, rows: int) -> list[JobSummary]:
+    begin = _first_shown(views, chosen, rows)
     return list(views[begin : begin + rows])
 
 
@@ -325,7 +330,8 @@ def board_lines(board: Board, width: int, height: int | None, chosen: str | None
         fixed = 4 + (num_queued > 0) + (num_told > 0)
         rows = share_rows(wanted, height - len(parts) - fixed)
     parts += [_title("nodes"), *node_map(board, width, rows["map"])]
-    parts += [_arranged_line(board), jobs_part(board, width, None if height is None else rows["jobs"], chosen)]
+    num_rows = None if height is None else rows["jobs"]
+    parts += [_arranged_line(board, num_rows, chosen), jobs_part(board, width, num_rows, chosen)]
     if num_queued:
         parts += [_title("queue"), *queue_part(board, None if height is None else rows["queue"], chosen)]
     if num_told:
@@ -335,10 +341,19 @@ def board_lines(board: Board, width: int, height: int | None, chosen: str | None
     return Group(*_cut(parts), *_down_to(height, parts), _fitting(footer))
 
 
-def _arranged_line(board: Board) -> Text:
-    """What is left out, and in which order; empty if nothing was asked for."""
+def _arranged_line(board: Board, rows: int | None, chosen: str | None) -> Text:
+    """What is left out, and in which order; empty if all jobs are shown as they come."""
     told = [f"with “{plain(board.filter)}”"] if board.filter else []
     told += [f"by {board.sort}"] if board.sort != "state" else []
+    views = board.placed
+    if not board.jobs:
+        words = (
+            f"no job with “{plain(board.filter)}”" if board.filter else "no jobs yet: pollux submit -- python train.py"
+        )
+        return Text(words, style="bold dim")
+    if rows is not None and len(views) > rows:
+        begin = _first_shown(views, chosen, rows)
+        told.append(f"{begin + 1} to {begin + rows} of {len(views)}")
     return Text(f"jobs {', '.join(told)}" if told else "", style="bold dim")
 
 

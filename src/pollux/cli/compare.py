@@ -30,7 +30,7 @@ FORMAT = "pollux-compare/1"
 
 
 def parse_seeds(text: str | None, single: Sequence[int] | None = None) -> list[int]:
-    """Of ``--seeds 0,1`` or ``--seed 0 --seed 1``; 0 if neither is given.
+    """Of ``--seeds 3`` (three: 0, 1, 2), ``--seeds 0,5`` (these) or ``--seed 0 --seed 5``; 0 if neither is given.
 
     Raises:
         InvalidValueError: both are, or one is not a whole number from 0 on.
@@ -40,7 +40,13 @@ def parse_seeds(text: str | None, single: Sequence[int] | None = None) -> list[i
     words = [word.strip() for word in text.split(",")] if text is not None else [str(seed) for seed in single or ()]
     for word in words:
         if not word.isdecimal():
-            raise InvalidValueError(f"seeds {text or ', '.join(words)!r}; whole numbers from 0 on, as in 0,1,2")
+            raise InvalidValueError(f"seeds {text or ', '.join(words)!r}; whole numbers from 0 on, as in 3 or 0,1,2")
+    if text is not None and len(words) == 1:
+        if words == ["0"]:
+            raise InvalidValueError(
+                "--seeds 0 is no seed at all; whole numbers: how many, as in 3, or which, as in 0,1"
+            )
+        return list(range(int(words[0])))
     return list(dict.fromkeys(int(word) for word in words)) or [0]
 
 
@@ -200,7 +206,9 @@ def compare(
         ),
     ] = None,
     traces: TracesOption = None,
-    seeds: Annotated[str | None, typer.Option("--seeds", metavar="0,1,..", help="Seeds to average over.")] = None,
+    seeds: Annotated[
+        str | None, typer.Option("--seeds", metavar="N", help="How many seeds to average over, or which: 0,5.")
+    ] = None,
     seed: Annotated[list[int] | None, typer.Option("--seed", help="One seed. May be repeated.")] = None,
     is_bounded: Annotated[
         bool,
@@ -256,7 +264,7 @@ def _arguments(workloads: Sequence[str], policies: Sequence[str], seeds: Sequenc
     return [
         *(("--workload", source) for source in workloads),
         *(("--policy", name) for name in policies),
-        ("--seeds", ",".join(map(str, seeds))),
+        ("--seeds" if len(seeds) > 1 else "--seed", ",".join(map(str, seeds))),
     ]
 
 

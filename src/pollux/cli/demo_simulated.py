@@ -56,7 +56,7 @@ def simulated_demo(html: Path, seed: int, jobs: int | None) -> None:
         title = f"{results[0].num_jobs} jobs ({workload}) on {config.num_nodes} nodes of {config.gpus_per_node} GPUs"
         console.print(policy_table(console, title, by_policy))
     print_sketch(console, results)
-    arguments = [("--workload", WORKLOAD), *(("--policy", policy) for policy in POLICIES), ("--seeds", seed)]
+    arguments = [("--workload", WORKLOAD), *(("--policy", policy) for policy in POLICIES), ("--seed", seed)]
     command = command_line("compare", arguments, setups[0])
     heading = Heading(title=report_title(results), command=command)
     write_page(html, lambda url: html_report(results, heading, plotly_url=url))

@@ -36,6 +36,7 @@ NUM_SAMPLES = 100
 SAMPLES_S = 3600.0  # how far back the curves go
 SAMPLES_EVERY_S = 5.0  # they are taken every ten
 NUM_LOG_LINES, NUM_CURVE_POINTS = 60, 200
+PAGE, MANY = 10, 1 << 30  # jobs that a key moves over
 _FILE_WIDTH = 160  # of what goes to a file or a pipe
 
 
@@ -80,9 +81,10 @@ def press(screen: Screen, key: str, names: Sequence[str]) -> Screen:
         return dataclasses.replace(screen, filter="")
     if not names:
         return screen
-    steps = {"up": -1, "k": -1, "down": 1, "j": 1}
+    steps = {"up": -1, "k": -1, "down": 1, "j": 1, "page up": -PAGE, "page down": PAGE, "home": -MANY, "end": MANY}
     if key in steps:
-        place = names.index(screen.chosen) + steps[key] if screen.chosen in names else 0
+        begin = names.index(screen.chosen) if screen.chosen in names else None
+        place = begin + steps[key] if begin is not None else MANY if key == "end" else 0
         return dataclasses.replace(screen, chosen=names[min(max(place, 0), len(names) - 1)])
     chosen = screen.chosen if screen.chosen in names else names[0]
     if key in ("enter", "right"):
@@ -193,6 +195,12 @@ _SEQUENCES = {
     b"\x1bOB": "down",
     b"\x1bOC": "right",
     b"\x1bOD": "left",
+    b"\x1b[5~": "page up",
+    b"\x1b[6~": "page down",
+    b"\x1b[H": "home",
+    b"\x1b[F": "end",
+    b"\x1b[1~": "home",
+    b"\x1b[4~": "end",
 }
 _SINGLE = {b"\r": "enter", b"\n": "enter", b"\x1b": "escape", b"\x7f": "backspace", b"\x08": "backspace"}
 

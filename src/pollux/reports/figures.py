@@ -23,6 +23,8 @@ MAX_GANTT_JOBS = 60  # rows, the busiest jobs: with more, rows are too thin to s
 _MAX_NAMED_JOBS = 15  # rows that have room for a name
 _MAX_CDF_POINTS = 500  # of a line: more than its pixels
 _MAX_TICKS = 12  # of an axis: more labels would overlap
+MAX_ROWS = 8  # policies that have a row each; more share one
+_ROW_HEIGHT, _ROW_SHARE = 92, 0.76  # pixels of a row; the part of it that is not its name
 NUM_COLOURS = 8  # of the style sheet (--c0 to --c7): more look alike
 _DASHES = ("solid", "dash", "dot", "dashdot")  # of the ninth line on, where there are more than colours
 _HATCHES = ("", "/", ".", "x")  # of bars, in the same order
@@ -167,7 +169,10 @@ def averages(by_policy: ByPolicy, colours: Mapping[str, int]) -> Figure:
 
 
 def over_time(by_policy: ByPolicy, name: str, unit: TimeUnit, colours: Mapping[str, int], slot: str = "GPU") -> Figure:
-    """``gpus`` and ``waiting`` as steps of whole ones; ``efficiency`` as the means of pieces of time, level in each."""
+    """``gpus`` and ``waiting`` as steps of whole ones; ``efficiency`` as the means of pieces of time, level in each.
+
+    A few policies have a row each, with the same axes: steps that lie upon each other cannot be read.
+    """
     traces = []
     for policy, seeds in by_policy.items():
         y: Sequence[float | None]
@@ -195,12 +200,33 @@ def over_time(by_policy: ByPolicy, name: str, unit: TimeUnit, colours: Mapping[s
         start = min(job.submitted_at for job in longest.jobs)
         x = [unit.of(at - start) for at in longest.series.time_s]
         total = rounded(longest.series.gpus_total)
-        traces.append(
-            {"type": "scatter", "mode": "lines", "name": f"all {slot}s", "x": x, "y": total}
-            | {"line": {**_DOTTED, "shape": "hvh"}}
-            | {"hoverinfo": "skip"}
-        )
+        whole: Figure = {"type": "scatter", "mode": "lines", "name": f"all {slot}s", "x": x, "y": total}
+        traces.append(whole | {"line": {**_DOTTED, "shape": "hvh"}, "hoverinfo": "skip"})
+    if 1 < len(by_policy) <= MAX_ROWS:
+        return _in_rows(traces, layout, list(by_policy))
     return {"data": traces, "layout": layout, "height": 320}
+
+
+def _in_rows(traces: Sequence[Figure], layout: Figure, policies: Sequence[str]) -> Figure:
+    """Small multiples: a row for each policy, one axis of time; lines of no policy are in every row."""
+    num_rows = len(policies)
+    own, shared = traces[:num_rows], traces[num_rows:]
+    made: list[Figure] = []
+    rows: Figure = {**layout, "annotations": []}
+    axis = rows.pop("yaxis")
+    for row, (policy, trace) in enumerate(zip(policies, own, strict=True)):
+        number = "" if row == 0 else str(row + 1)
+        bottom = 1 - (row + 1) / num_rows
+        place: Figure = {"domain": [round(bottom, 4), round(bottom + _ROW_SHARE / num_rows, 4)]}
+        rows[f"yaxis{number}"] = {**axis, **place, "nticks": 4, **({"matches": "y"} if row else {})}
+        made += [{**one, "yaxis": f"y{number}"} for one in (trace, *shared)]
+        rows["annotations"].append(
+            {"text": html.escape(policy, quote=False), "showarrow": False, "font": {"size": 11}}
+            | {"xref": "paper", "x": 0, "xanchor": "left", "yref": f"y{number} domain", "y": 1, "yanchor": "bottom"}
+        )
+    rows["xaxis"] = {**rows["xaxis"], "anchor": f"y{num_rows}"}
+    rows["margin"] = {"t": 18}
+    return {"data": made, "layout": rows, "height": max(320, 70 + _ROW_HEIGHT * num_rows)}
 
 
 def busiest_jobs(by_policy: ByPolicy) -> set[str]:

@@ -63,6 +63,7 @@ def make_page(
 
 _FIGURE = """<figure class="card{wide}"><figcaption>{title}<span class="takes">
 <button type="button" class="take" data-take="svg" data-of="{id}" aria-label="{title} as SVG">SVG</button>
+<button type="button" class="take" data-take="pdf" data-of="{id}" aria-label="{title} as PDF">PDF</button>
 <button type="button" class="take" data-take="csv" data-of="{id}" aria-label="{title} as CSV">CSV</button>
 </span></figcaption>
 <div id="{id}" class="plot" role="img" aria-label="{title}" style="height:{height}px"></div></figure>"""
@@ -111,8 +112,27 @@ function csvOf(id) {
       rows.push([trace.name, trace.x?.[at], y, trace.error_y?.arrayminus?.[at], trace.error_y?.array?.[at]]));
   return rows.map(row => row.map(quoted).join(",")).join("\\r\\n") + "\\r\\n";
 }
+/* A page of the figure's own size, which the browser prints into a file: lines and letters stay what they are. */
+async function printed(id) {
+  const {width, height} = document.getElementById(id).getBoundingClientRect();
+  const page = window.open("", "_blank"); // at once, while the click counts
+  if (!page) return;
+  const image = page.document.createElement("img"), style = page.document.createElement("style");
+  style.textContent =
+    `@page {size: ${width}px ${height}px; margin: 0} body {margin: 0} img {display: block; width: 100%}`;
+  page.document.title = id;
+  page.document.head.append(style);
+  page.document.body.append(image);
+  image.alt = id;
+  image.addEventListener("load", () => page.print());
+  image.src = await Plotly.toImage(id, {format: "svg", width, height});
+}
 function take(button) {
   const id = button.dataset.of;
+  if (button.dataset.take === "pdf") {
+    printed(id);
+    return;
+  }
   if (button.dataset.take === "svg") {
     const {width, height} = document.getElementById(id).getBoundingClientRect();
     Plotly.downloadImage(id, {format: "svg", filename: id, width, height});

@@ -128,13 +128,13 @@ def test_everything_is_checked_before_anything_runs(
 
 @pytest.mark.parametrize(
     ("text", "single", "seeds"),
-    [(None, [], [0]), ("3", [], [3]), ("0, 1,0", [], [0, 1]), (None, [2, 1], [2, 1])],
+    [(None, [], [0]), ("3", [], [0, 1, 2]), ("1", [], [0]), ("0, 1,0", [], [0, 1]), (None, [2, 1], [2, 1])],
 )
 def test_seeds(text: str | None, single: list[int], seeds: list[int]) -> None:
     assert parse_seeds(text, single) == seeds
 
 
-@pytest.mark.parametrize("text", ["", "1,,2", "-1", "1.5", "one"])
+@pytest.mark.parametrize("text", ["", "1,,2", "-1", "1.5", "one", "0"])
 def test_seeds_that_are_none(text: str) -> None:
     with pytest.raises(InvalidValueError, match="whole numbers"):
         parse_seeds(text, [])

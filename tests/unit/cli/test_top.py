@@ -257,6 +257,25 @@ def test_jobs_are_chosen_and_looked_into() -> None:
     assert after("j", names=()) == after("enter", names=()) == after("c", names=()) == Screen()
 
 
+def test_many_jobs_are_gone_through_by_pages() -> None:
+    names = tuple(f"job-{number}" for number in range(40))
+    assert after("home", "page down", "page down", names=names).chosen == "job-20"
+    assert after("end", "page up", names=names).chosen == "job-29"
+
+
+def test_how_many_jobs_are_left_out_is_told() -> None:
+    board = made(40, 0)
+    text = "\n".join(drawn(board_lines(board, 80, 24, "job-39", footer_line(None)), 80))
+    assert re.search(r"jobs \d+ to 40 of 40", text)
+    assert (
+        "jobs" not in "\n".join(drawn(board_lines(made(3, 0), 160, 40, None, footer_line(None)), 160)).split("nodes")[1]
+    )
+    empty = made(0, 0)
+    assert "no jobs yet: pollux submit" in "\n".join(drawn(board_lines(empty, 80, 24, None, footer_line(None)), 80))
+    none = board.arranged("nothing", "state")
+    assert "no job with “nothing”" in "\n".join(drawn(board_lines(none, 80, 24, None, footer_line(None)), 80))
+
+
 def test_nothing_is_cancelled_without_a_yes() -> None:
     asked = after("j", "j", "c")
     assert asked.question == "b" and asked.cancels is None
@@ -279,7 +298,8 @@ def test_leaving_and_help() -> None:
         (b"\x1b[A\x1bOBq", ["up", "down", "q"]),
         (b"\r\n\x7f", ["enter", "enter", "backspace"]),
         (b"\x1b", ["escape"]),
-        (b"\x1b[5~\x1b[1;5Cq", ["q"]),  # keys that mean nothing here
+        (b"\x1b[5~\x1b[6~\x1b[H\x1b[4~", ["page up", "page down", "home", "end"]),
+        (b"\x1b[3~\x1b[1;5Cq", ["q"]),  # keys that mean nothing here
         (b"\x1b[", []),
         (b"", [""]),
         (b"\xc3\xa9", ["�", "�"]),

@@ -87,13 +87,14 @@ export class Figure {
       take("CSV", "Numbers as CSV", () => save(`${title}.csv`, figureCsv(this.spec), "text/csv")),
       take("PNG", "Picture as PNG", () => this.savePicture()),
     );
+    this.cross = h("div", {class: "crosshair", hidden: true});
     this.note = h("p", {class: "empty figure-empty", style: {height: `${height}px`}}, "Not loaded yet.");
     this.element = h(
       "figure",
       {class: `card${isWide ? " wide" : ""}`, role: "group", "aria-label": title},
       h("figcaption", {}, h("span", {}, title, hint && h("small", {}, hint)), this.value, this.takes),
       this.note,
-      this.plot,
+      h("div", {class: "plot-box"}, this.plot, this.cross),
     );
     Object.assign(this, {
       title,
@@ -153,7 +154,12 @@ export class Figure {
     this.note.hidden = true;
     this.plot.hidden = false;
     const drawn = Look.drawFigure(this.plot, {...this.spec, config: {doubleClick: "autosize", ...this.spec.config}});
-    if (isFirst) drawn.then(() => this.plot.on?.("plotly_relayout", change => zoomAll(this, change)));
+    if (isFirst)
+      drawn.then(() => {
+        this.plot.on?.("plotly_relayout", change => zoomAll(this, change));
+        this.plot.on?.("plotly_hover", ({xvals}) => crossAll(this, xvals?.[0]));
+        this.plot.on?.("plotly_unhover", () => crossAll(this, undefined));
+      });
   }
 
   async savePicture() {
@@ -180,7 +186,7 @@ export class Figure {
   }
 }
 
-/* --- zooming --- */
+/* --- zooming and pointing --- */
 
 let isZooming = false;
 
@@ -197,6 +203,17 @@ async function zoomAll(from, change) {
         await Plotly.relayout(figure.plot, wanted);
   } finally {
     isZooming = false;
+  }
+}
+
+/* The moment that is pointed at in one figure over time is marked in all of them. Undefined: none is. */
+function crossAll(from, at) {
+  for (const figure of figures.values()) {
+    if (figure === from || !figure.isDrawn || !figure.isVisible || figure.spec?.layout?.xaxis?.type !== "date") continue;
+    const axis = figure.plot._fullLayout?.xaxis,
+      x = at === undefined || !axis ? NaN : axis.d2p(at);
+    figure.cross.hidden = !(x >= 0 && x <= axis._length);
+    if (!figure.cross.hidden) figure.cross.style.left = `${axis._offset + x}px`;
   }
 }
 

@@ -5,6 +5,7 @@ import {Figure, hasNumbers, lastOf, layout, line, wholeAxis} from "./charts.js";
 import {fill, h, setText, toast} from "./dom.js";
 import {DASH, ago, count, duration, money, number, plural, share, wallClock} from "./format.js";
 import {Gantt} from "./gantt.js";
+import {grouped} from "./job_groups.js";
 import {JobsTable, queueTable} from "./jobs.js";
 import {NodeMap} from "./map.js";
 import {nodeTable, openNode} from "./nodes.js";
@@ -168,7 +169,7 @@ function curves() {
         hasNumbers(efficiency)
           ? {
               data: [line(x, efficiency, "efficiency", "@4")],
-              layout: layout({yaxis: {tickformat: ".0%", rangemode: "tozero", nticks: 5}}),
+              layout: layout({yaxis: {tickformat: ".0%", range: [0, 1.04], dtick: 0.25}}),
             }
           : null,
         share(last.efficiency),
@@ -331,7 +332,7 @@ export function clusterPage({go}) {
     if (changes.isFull || changes.jobs.size) {
       const all = jobsByArrival(),
         waiting = all.filter(job => job.state === "pending");
-      queue.update(waiting);
+      queue.update(grouped(waiting));
       setText(queueTitle, waiting.length ? `Queue: ${plural(waiting.length, "job waits", "jobs wait")}` : "Queue");
       jobs.update(all);
     }

@@ -55,12 +55,15 @@ export function duration(seconds) {
   if (s === 0) return "0 s";
   if (s < 0.001) return "< 1 ms";
   if (s < 1) return `${Math.round(1000 * seconds)} ms`;
-  if (s < 10) return `${seconds.toFixed(1)} s`;
-  if (s < 60) return `${Math.round(seconds)} s`;
-  if (s < 3600) return `${Math.floor(s / 60)} min ${String(Math.floor(s % 60)).padStart(2, "0")} s`;
-  if (s < 86400) return `${Math.floor(s / 3600)} h ${String(Math.floor((s % 3600) / 60)).padStart(2, "0")} min`;
-  return `${Math.floor(s / 86400)} d ${Math.floor((s % 86400) / 3600)} h`;
+  if (s < 9.95) return `${seconds.toFixed(1)} s`;
+  const whole = Math.round(s); // as reports and the command line round
+  if (whole < 60) return `${Math.round(seconds)} s`;
+  if (whole < 3600) return `${Math.floor(whole / 60)} min ${String(whole % 60).padStart(2, "0")} s`;
+  if (whole < 86400) return `${Math.floor(whole / 3600)} h ${String(Math.floor((whole % 3600) / 60)).padStart(2, "0")} min`;
+  return `${Math.floor(whole / 86400)} d ${Math.floor((whole % 86400) / 3600)} h`;
 }
+
+export const slotHours = slotS => (!isNumber(slotS) ? DASH : slotS > 0 && slotS < 3.6 ? "< 0.001" : number(slotS / 3600));
 
 export const ago = seconds => (isNumber(seconds) ? (seconds < 1 ? "now" : `${duration(seconds)} ago`) : DASH);
 

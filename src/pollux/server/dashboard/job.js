@@ -15,12 +15,15 @@ import {
   quoted,
   replicaRange,
   share,
+  slotHours,
   time,
   withError,
 } from "./format.js";
+import {actOn, changeLimits, isHeld} from "./job_actions.js";
 import {jobFigures} from "./job_figures.js";
 import {progressBar, stateChip} from "./job_columns.js";
 import {LogView} from "./logs.js";
+import {isWanted, toggleNotice} from "./notices.js";
 import {swatch} from "./paint.js";
 import {noteSequence, now, store} from "./store.js";
 import {openSubmit} from "./submit.js";
@@ -31,7 +34,7 @@ const EVERY_MS = 2000,
   MODEL_EVERY_MS = 8000,
   FORECAST_EVERY_MS = 20000;
 
-/* Facts with their names; made once, then only their text is set. */
+/* Facts with their names; made once, then only their text is set. Null: a fact that this job does not have. */
 class Facts {
   constructor() {
     this.element = h("dl", {class: "facts card"});
@@ -47,7 +50,8 @@ class Facts {
         this.rows.set(name, row);
         this.element.append(row.box);
       }
-      setText(row.value, value);
+      row.box.hidden = value === null;
+      if (value !== null) setText(row.value, value);
     }
   }
 }
@@ -163,6 +167,13 @@ export function jobPage({name, query, go}) {
     {type: "button", class: "ghost", hidden: true, onclick: () => openSubmit({go, request: detail?.request})},
     "Submit again",
   );
+  const hold = h("button", {type: "button", class: "ghost changes", hidden: true, onclick: askHold}, "Hold"),
+    limits = h(
+      "button",
+      {type: "button", class: "ghost changes", hidden: true, onclick: () => changeLimits(known(), detail?.request)},
+      "Change limits",
+    ),
+    notice = h("button", {type: "button", class: "ghost", hidden: true, onclick: switchNotice}, "Notify me");
   const replicas = replicaTable(),
     decisions = decisionTable(),
     history = historyTable(),
@@ -201,7 +212,7 @@ export function jobPage({name, query, go}) {
       "div",
       {class: "section-head"},
       h("h1", {}, mark, name, " ", chip),
-      h("div", {class: "actions"}, again, cancel),
+      h("div", {class: "actions"}, notice, limits, hold, again, cancel),
     ),
     bar,
     reason,
@@ -214,6 +225,17 @@ export function jobPage({name, query, go}) {
   let detail = null,
     shownState = null,
     shownProgress = null;
+
+  const known = () => ({...(detail ?? {}), ...(store.jobs.get(name) ?? {})});
+
+  async function askHold() {
+    if (await actOn([name], isHeld(known()) ? "release" : "hold")) refresh(true);
+  }
+
+  function switchNotice() {
+    toggleNotice(name);
+    show();
+  }
 
   const canCheckpoint = () =>
     (detail ?? store.jobs.get(name))?.kind !== "fixed" || Boolean(detail?.request?.checkpoints);
@@ -258,7 +280,7 @@ export function jobPage({name, query, go}) {
   }
 
   function show() {
-    const job = {...(detail ?? {}), ...(store.jobs.get(name) ?? {})};
+    const job = known();
     if (!job.name) return;
     missing.hidden = true;
     for (const part of [body, chip, bar, command]) part.hidden = false;
@@ -272,9 +294,14 @@ export function jobPage({name, query, go}) {
       shownProgress = job.progress;
       fill(bar, typeof job.progress === "number" && progressBar(job.progress));
     }
-    setText(reason, [job.note, detail?.idle, job.reason].filter(Boolean).join(" · ").replaceAll("->", "→"));
+    // That it trains is said by its state.
+    const said = job.state === "running" && /^generation \d+ trains$/.test(job.reason) ? "" : job.reason;
+    setText(reason, [job.note, detail?.idle, said].filter(Boolean).join(" · ").replaceAll("->", "→"));
     reason.hidden = !reason.textContent;
-    cancel.hidden = FINAL.has(job.state);
+    for (const button of [cancel, hold, limits, notice]) button.hidden = FINAL.has(job.state);
+    setText(hold, isHeld(job) ? "Release" : "Hold");
+    setText(notice, isWanted(name) ? "Will notify at the end" : "Notify me at the end");
+    set(notice, {"aria-pressed": String(isWanted(name))});
     foresee(job.state);
     const lasted = job.started_at === null ? null : (job.finished_at ?? now()) - job.started_at;
     facts.update([
@@ -306,7 +333,7 @@ export function jobPage({name, query, go}) {
       ["Submitted", time(job.submitted_at)],
       ["Last report", job.reported_at === null ? DASH : ago(Math.max(0, now() - job.reported_at))],
       ...(job.finished_at === null ? [] : [["Ended", time(job.finished_at)]]),
-      ...(typeof job.used_slot_s === "number" ? [["Slot-hours", number(job.used_slot_s / 3600)]] : []),
+      ...(typeof job.used_slot_s === "number" ? [["Slot-hours", slotHours(job.used_slot_s)]] : []),
       ...(typeof job.exit_code === "number" ? [["Exit code", String(job.exit_code)]] : []),
       ["Resizes", number(job.num_resizes)],
       ["Crashes", number(job.num_crashes)],
@@ -319,12 +346,12 @@ export function jobPage({name, query, go}) {
       ],
       [
         "Energy",
-        typeof detail?.energy_j !== "number" ? DASH : `${number(detail.energy_j / 1000)} kJ`,
+        typeof detail?.energy_j !== "number" ? null : `${number(detail.energy_j / 1000)} kJ`,
         typeof detail?.energy_per_percent_j !== "number"
           ? "Of its GPUs"
           : `Of its GPUs: ${number(detail.energy_per_percent_j)} J for 1 % of its work`,
       ],
-      ["Application", job.application || DASH],
+      ["Application", job.application || null],
     ]);
   }
 
@@ -397,7 +424,7 @@ export function jobPage({name, query, go}) {
       h("p", {}, links.length ? ["There are ", links] : h("a", {href: "#/jobs"}, "To all jobs")),
     );
     missing.hidden = false;
-    for (const part of [body, again, cancel, chip, bar, reason, forecast, command]) part.hidden = true;
+    for (const part of [body, again, cancel, hold, limits, notice, chip, bar, reason, forecast, command]) part.hidden = true;
   }
   function refresh(isUrgent) {
     if (timer && !isUrgent) return;

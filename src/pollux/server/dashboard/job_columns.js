@@ -1,7 +1,7 @@
 /* The columns of tables of jobs: of those that are active, and of those that have ended. */
 
 import {h} from "./dom.js";
-import {DASH, asNumber, batchParts, count, duration, number, plural, share, time} from "./format.js";
+import {DASH, asNumber, batchParts, count, duration, number, plural, share, slotHours, time} from "./format.js";
 import {jobLink} from "./paint.js";
 
 const RANK = {running: 0, resizing: 0, starting: 1, stopping: 1, pending: 2, failed: 3, cancelled: 4, succeeded: 5};
@@ -42,23 +42,36 @@ export function progressBar(progress, label = "progress") {
 }
 
 /* Where all is well there is nothing to explain. */
-export const why = job => job.note || (["running", "succeeded"].includes(job.state) ? "" : job.reason);
+export const why = job =>
+  (job.note || (["running", "succeeded"].includes(job.state) ? "" : job.reason)).replaceAll("->", "→");
 const progressText = job => (typeof job.progress === "number" ? share(job.progress) : DASH);
-const slotHours = job => (job.used_slot_s === null ? DASH : number(job.used_slot_s / 3600));
 
 /* `table` is asked which jobs are chosen and which groups are open; it is a JobsTable. */
 function nameCell(job, table) {
   const bar =
     typeof job.progress === "number" &&
     h("span", {class: "phone-only"}, progressBar(job.progress, `progress of ${job.name}`));
+  const choose = (names, label) =>
+    table.selects &&
+    h("input", {
+      type: "checkbox",
+      "aria-label": label,
+      checked: names.every(name => table.chosen.has(name)),
+      onchange: event => table.choose(names, event.target.checked),
+    });
   if (job.isGroup) {
     const isOpen = table.isOpen(job);
     return [
       h(
-        "button",
-        {type: "button", class: "group", "aria-expanded": String(isOpen), onclick: () => table.toggle(job)},
-        h("span", {"aria-hidden": "true"}, isOpen ? "▾" : "▸"),
-        job.name,
+        "span",
+        {class: "name-cell"},
+        choose(job.members.map(one => one.name), `Choose all of ${job.name}`),
+        h(
+          "button",
+          {type: "button", class: "group", "aria-expanded": String(isOpen), onclick: () => table.toggle(job)},
+          h("span", {"aria-hidden": "true"}, isOpen ? "▾" : "▸"),
+          job.name,
+        ),
       ),
       h(
         "small",
@@ -70,16 +83,13 @@ function nameCell(job, table) {
       bar,
     ];
   }
-  const choose =
-    table.selects &&
-    h("input", {
-      type: "checkbox",
-      "aria-label": `Choose ${job.name} to compare`,
-      checked: table.chosen.has(job.name),
-      onchange: event => table.choose(job.name, event.target.checked),
-    });
   return [
-    h("span", {class: `name-cell${job.isMember ? " member" : ""}`}, choose, jobLink(job.name)),
+    h(
+      "span",
+      {class: `name-cell${job.isMember ? " member" : ""}`},
+      choose([job.name], `Choose ${job.name}`),
+      jobLink(job.name),
+    ),
     why(job) && h("small", {class: "why", title: why(job)}, why(job)),
     bar,
   ];
@@ -96,7 +106,8 @@ const nameColumn = table => ({
       progressText(job),
       job.isMember,
       table.chosen.has(job.name),
-      job.isGroup && `${table.isOpen(job)}/${job.members.length}`,
+      job.isGroup &&
+        `${table.isOpen(job)}/${job.members.length}/${job.members.every(one => table.chosen.has(one.name))}`,
     ].join("/"),
   cell: job => nameCell(job, table),
 });
@@ -211,7 +222,7 @@ export const endedColumns = table => [
     title: "Slots that it held × hours",
     isDown: true,
     value: job => job.used_slot_s,
-    cell: slotHours,
+    cell: job => slotHours(job.used_slot_s),
   },
   progressColumn,
   metricColumn,

@@ -94,7 +94,7 @@ function drawCurves(own, told) {
   one(own.accum, "accum_steps", "@5", number, {shape: "hv", yaxis: wholeAxis(told.accum_steps)});
   one(own.gain, "gain", "@2", number);
   drawNoise(own.noise, x, told);
-  one(own.efficiency, "efficiency", "@2", share, {yaxis: {tickformat: ".0%", rangemode: "tozero", nticks: 5}});
+  one(own.efficiency, "efficiency", "@2", share, {yaxis: {tickformat: ".0%", range: [0, 1.04], dtick: 0.25}});
   own.speed.update(
     hasNumbers(told.throughput)
       ? {
@@ -107,7 +107,7 @@ function drawCurves(own, told) {
       : null,
     hasNumbers(told.goodput) ? `${number(lastOf(told.goodput))}/s useful` : "",
   );
-  one(own.progress, "progress", "@0", share, {yaxis: {tickformat: ".0%", range: [0, 1.04]}});
+  one(own.progress, "progress", "@0", share, {yaxis: {tickformat: ".0%", range: [0, 1.04], dtick: 0.25}});
 }
 
 /* A band of one standard error around it. What a log scale has no room for (0 and less) is a decade below the least. */

@@ -57,7 +57,7 @@ function summed(groupKind, name, members) {
     remaining_s: mostOf(of("remaining_s")),
     total_batch: null,
     efficiency: weight ? sum(measured.map(job => job.num_replicas * job.efficiency)) / weight : null,
-    goodput: sumOf(of("goodput")),
+    goodput: sumOf(members.filter(job => job.num_replicas).map(job => job.goodput)), // those that ended do nothing now
     metric_name: "",
     metric: null,
     submitted_at: Math.min(...of("submitted_at")),

@@ -4,17 +4,18 @@ import {api} from "./api.js";
 import {DataTable, fill, h, set, setText, toast} from "./dom.js";
 import {FINAL, ago, count, plural} from "./format.js";
 import {activeColumns, endedColumns, why} from "./job_columns.js";
+import {actOn} from "./job_actions.js";
 import {grouped, keyOf} from "./job_groups.js";
 import {jobLink} from "./paint.js";
 import {noteSequence, now, store} from "./store.js";
 
-const MOST_CHOSEN = 6;
+const MOST_COMPARED = 6;
 
 export class JobsTable {
   /* `keep` is called with the filters and the order whenever the user has changed them. `selects`: jobs can be chosen,
-     to be compared. */
+     to be compared, held, released and cancelled. */
   constructor({step = 100, keep = () => {}, selects = false} = {}) {
-    Object.assign(this, {all: [], keep, selects, chosen: new Set(), open: new Set()});
+    Object.assign(this, {all: [], keep, selects, chosen: new Set(), open: new Set(), shown: []});
     this.search = h("input", {
       type: "search",
       placeholder: "Filter by name, state, reason …",
@@ -33,7 +34,21 @@ export class JobsTable {
     );
     this.groups = h("input", {type: "checkbox", checked: true, onchange: () => this.change()});
     this.tally = h("span", {class: "muted", role: "status"});
-    this.compare = h("a", {class: "button", hidden: true});
+    this.compare = h("a", {class: "button"});
+    this.number = h("span", {role: "status"});
+    const act = (action, text, kind) =>
+      h("button", {type: "button", class: `${kind} changes`, onclick: () => this.act(action)}, text);
+    this.choice = h(
+      "div",
+      {class: "tools choice", role: "group", "aria-label": "The chosen jobs", hidden: true},
+      this.number,
+      this.compare,
+      act("hold", "Hold", "ghost"),
+      act("release", "Release", "ghost"),
+      act("cancel", "Cancel them", "danger"),
+      h("button", {type: "button", class: "ghost", onclick: () => this.chooseShown()}, "Choose all shown"),
+      h("button", {type: "button", class: "ghost", onclick: () => this.chooseNone()}, "Choose none"),
+    );
     const make = (columns, sort) =>
       new DataTable({
         columns,
@@ -59,8 +74,8 @@ export class JobsTable {
         this.which,
         h("label", {class: "check"}, this.groups, "Group arrays and studies"),
         this.tally,
-        this.compare,
       ),
+      this.choice,
       this.place,
     );
   }
@@ -80,11 +95,27 @@ export class JobsTable {
     this.show();
   }
 
-  choose(name, isChosen) {
-    if (isChosen) this.chosen.add(name);
-    else this.chosen.delete(name);
-    if (this.chosen.size > MOST_CHOSEN) this.chosen.delete(this.chosen.values().next().value); // the first one goes
+  choose(names, isChosen) {
+    for (const name of names)
+      if (isChosen) this.chosen.add(name);
+      else this.chosen.delete(name);
     this.show();
+  }
+
+  chooseShown() {
+    this.choose(this.shown.map(job => job.name), true);
+  }
+
+  chooseNone() {
+    this.chosen.clear();
+    this.show();
+  }
+
+  /* With those of the chosen jobs that are not over. */
+  async act(action) {
+    const names = this.all.filter(job => this.chosen.has(job.name) && !FINAL.has(job.state)).map(job => job.name);
+    if (!names.length) toast("All of the chosen jobs are over.");
+    else if (await actOn(names, action)) this.chooseNone();
   }
 
   update(jobs) {
@@ -134,6 +165,7 @@ export class JobsTable {
         text = `${job.name} ${job.state} ${job.application} ${job.owner} ${job.team} ${job.kind} ${place} ${why(job)}`;
       return words.every(word => text.toLowerCase().includes(word));
     });
+    this.shown = chosen;
     if (this.place.firstElementChild !== this.table.element) fill(this.place, this.table.element);
     setText(
       this.table.empty,
@@ -148,31 +180,65 @@ export class JobsTable {
         ? plural(chosen.length, "job")
         : `${count(chosen.length)} of ${plural(this.all.length, "job")}`,
     );
-    const names = [...this.chosen];
-    this.compare.hidden = !this.selects || names.length < 1;
+    const names = [...this.chosen],
+      canCompare = names.length > 1 && names.length <= MOST_COMPARED;
+    this.choice.hidden = !names.length;
+    setText(this.number, `${count(names.length)} chosen`);
     set(this.compare, {
-      href: names.length > 1 ? `#/compare?jobs=${names.map(encodeURIComponent).join(",")}` : null,
-      "aria-disabled": names.length > 1 ? null : "true",
+      href: canCompare ? `#/compare?jobs=${names.map(encodeURIComponent).join(",")}` : null,
+      "aria-disabled": canCompare ? null : "true",
     });
-    setText(this.compare, names.length > 1 ? `Compare ${names.length} jobs` : "Choose another job to compare");
+    setText(
+      this.compare,
+      canCompare
+        ? `Compare ${names.length} jobs`
+        : names.length > 1
+          ? `At most ${MOST_COMPARED} jobs can be compared`
+          : "Choose another job to compare",
+    );
   }
 }
 
-/* Those who wait, and why. */
+const whyWaiting = job => why(job) || "waiting for the next decision";
+
+/* Of a group: what most of its jobs wait for, and how many wait for something else. */
+function groupWaits(group) {
+  const reasons = new Map();
+  for (const job of group.members) reasons.set(whyWaiting(job), (reasons.get(whyWaiting(job)) ?? 0) + 1);
+  const [[reason, most]] = [...reasons].sort((a, b) => b[1] - a[1]);
+  return most < group.members.length ? `${count(most)} of them: ${reason}` : reason;
+}
+
+/* Those who wait, and why; arrays and studies as one row each. */
 export function queueTable() {
   return new DataTable({
     columns: [
-      {key: "name", label: "Job", mark: job => job.name, cell: job => jobLink(job.name)},
       {
-        key: "why",
-        label: "Waits because",
-        class: "left words",
-        cell: job => why(job) || "waiting for the next decision",
+        key: "name",
+        label: "Job",
+        mark: job => `${job.name}/${job.isGroup ? job.members.length : ""}`,
+        cell: job =>
+          job.isGroup
+            ? h(
+                "a",
+                {href: `#/jobs?find=${encodeURIComponent(job.name)}`},
+                `${job.name}: ${plural(job.members.length, "job")}`,
+              )
+            : jobLink(job.name),
       },
-      {key: "least", label: "Needs", class: "wide-only", cell: job => plural(job.min_replicas, "slot")},
-      {key: "since", label: "Submitted", cell: job => ago(now() - job.submitted_at)},
+      {key: "why", label: "Waits because", class: "left words", cell: job => (job.isGroup ? groupWaits(job) : whyWaiting(job))},
+      {
+        key: "least",
+        label: "Needs",
+        class: "wide-only",
+        cell: job =>
+          job.isGroup
+            ? `${plural(Math.max(...job.members.map(one => one.min_replicas)), "slot")} each`
+            : plural(job.min_replicas, "slot"),
+      },
+      {key: "since", label: "Submitted", class: "wide-only", cell: job => ago(now() - job.submitted_at)},
     ],
-    keyOf: job => job.name,
+    keyOf,
     step: 20,
     label: "Queue",
     empty: "Queue is empty.",

@@ -6,6 +6,7 @@ import {decisionsPage} from "./decisions.js";
 import {announce, fill, h, set, setText, tip} from "./dom.js";
 import {jobPage} from "./job.js";
 import {jobsPage} from "./jobs.js";
+import {noticeEnds} from "./notices.js";
 import {sideBySidePage} from "./side_by_side.js";
 import {simulationsPage} from "./simulations.js";
 import {connect, forget, store, subscribe, tryNow} from "./store.js";
@@ -107,6 +108,7 @@ document.querySelector(".skip").addEventListener("click", event => {
 
 subscribe(changes => {
   if (isDenied) return;
+  if (changes.isFull || changes.jobs.size) noticeEnds();
   if (!page) show({keepsFocus: true});
   else page.update(changes);
 });

@@ -126,10 +126,10 @@ export function sideBySidePage(query) {
                 }),
               ),
               layout: layout({
-                xaxis: {title: {text: unit}, rangemode: "tozero", ...(by === "progress" ? {tickformat: ".0%"} : {})},
+                xaxis: {title: {text: unit}, rangemode: "tozero", ...(by === "progress" ? {tickformat: ".1~%"} : {})},
                 yaxis: isWhole
                   ? wholeAxis(shown.flatMap(({y}) => y))
-                  : {rangemode: name.startsWith("metric/") ? "normal" : "tozero", nticks: 5, ...(isShare ? {tickformat: ".0%"} : {})},
+                  : {rangemode: name.startsWith("metric/") ? "normal" : "tozero", nticks: 5, ...(isShare ? {tickformat: ".1~%"} : {})},
                 margin: {l: 46, r: 12, t: 8, b: 44},
               }),
             }

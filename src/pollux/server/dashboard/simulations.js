@@ -141,7 +141,7 @@ export function simulationsPage() {
     }
     const names = [
       ...new Set(
-        rows.flatMap(row => Object.keys(row).filter(name => typeof row[name] === "number" || row[name] === null)),
+        rows.flatMap(row => Object.keys(row).filter(name => typeof row[name] === "number")), // known of one of them
       ),
     ];
     const isBest = (row, name) =>
@@ -207,7 +207,10 @@ export function simulationsPage() {
         x: own.map(label),
         y: own.map(row => (typeof row[name] === "number" ? row[name] / unitS : null)),
         text: own.map(row => duration(row[name])),
-        textposition: "auto",
+        textposition: "outside",
+        textangle: 0,
+        textfont: {size: innerWidth < 600 ? 9 : 12},
+        cliponaxis: false,
         hovertemplate: `%{x}: %{text}<extra>${plain(policy)}</extra>`,
         marker: {color: `@${index % 6}`, pattern: {shape: patterns[Math.floor(index / 6) % patterns.length]}},
       };
@@ -216,7 +219,7 @@ export function simulationsPage() {
       data,
       layout: layout({
         xaxis: {type: "category", automargin: true},
-        yaxis: {title: {text: unit}, rangemode: "tozero", nticks: 6},
+        yaxis: {title: {text: unit}, range: [0, (1.12 * longest) / unitS || 1], nticks: 6},
         barmode: "group",
         bargap: rows.length < 3 ? 0.7 : 0.35,
         bargroupgap: 0.1,

@@ -3,7 +3,7 @@
 import {api, post} from "./api.js";
 import {Figure, layout, line} from "./charts.js";
 import {DataTable, confirmDialog, fill, h, setText, toast} from "./dom.js";
-import {DASH, asNumber, duration, number, plural, share, time} from "./format.js";
+import {DASH, asNumber, duration, number, plain, plural, share, time, wallClock} from "./format.js";
 import {jobLink} from "./paint.js";
 
 const EVERY_MS = 2000,
@@ -45,12 +45,12 @@ export function studiesPage() {
     empty: `No study yet. Begin one: ${HOW}`,
     keyOf: study => study.name,
     columns: [
-      {key: "name", label: "study", value: one => one.name, mark: one => one.name, cell: one => studyLink(one.name)},
-      {key: "state", label: "state", value: one => one.state, cell: one => one.state},
-      {key: "trials", label: "trials", cell: countsText},
-      {key: "best", label: "best", cell: one => (one.best_value === null ? DASH : `${one.metric} ${number(one.best_value, 5)}`)},
-      {key: "params", label: "parameters", cell: one => paramText(one.best_params)},
-      {key: "cost", label: "slot time", value: one => one.slot_s, cell: one => duration(one.slot_s)},
+      {key: "name", label: "Study", value: one => one.name, mark: one => one.name, cell: one => studyLink(one.name)},
+      {key: "state", class: "left", label: "State", value: one => one.state, cell: one => one.state},
+      {key: "trials", class: "left", label: "Trials", cell: countsText},
+      {key: "best", class: "left", label: "Best", cell: one => (one.best_value === null ? DASH : `${one.metric} ${number(one.best_value, 5)}`)},
+      {key: "params", class: "left words", label: "Parameters", cell: one => paramText(one.best_params)},
+      {key: "cost", label: "Slot time", title: "Slots that it held × time", value: one => one.slot_s, cell: one => duration(one.slot_s)},
     ],
   });
   const stop = repeatedly(
@@ -67,7 +67,8 @@ export function studiesPage() {
 
 export function studyPage({name}) {
   const path = `/studies/${encodeURIComponent(name)}`;
-  const about = h("p", {class: "muted"}),
+  const about = h("p", {class: "reason"}),
+    storage = h("code", {class: "command"}),
     notes = h("ul", {class: "plain"}),
     figures = {
       time: new Figure({title: "Best so far", hint: "over time"}),
@@ -82,15 +83,15 @@ export function studyPage({name}) {
     empty: "No trial yet.",
     keyOf: one => one.number,
     columns: [
-      {key: "number", label: "trial", value: one => one.number, mark: one => one.job, cell: one => jobLink(one.job)},
-      {key: "state", label: "state", value: one => one.state, cell: one => one.state},
-      {key: "value", label: "value", value: one => asNumber(one.value), cell: one => (one.value === null ? DASH : number(one.value, 5))},
-      {key: "progress", label: "progress", value: one => one.progress, cell: one => share(one.progress)},
-      {key: "slots", label: "slots", value: one => one.num_replicas, cell: one => (one.num_replicas ? String(one.num_replicas) : DASH)},
-      {key: "chance", label: "chance", value: one => one.chance, cell: one => share(one.chance)},
-      {key: "cost", label: "slot time", value: one => one.slot_s, cell: one => duration(one.slot_s)},
-      {key: "params", label: "parameters", cell: one => paramText(one.params)},
-      {key: "reason", label: "why", cell: one => one.reason},
+      {key: "number", label: "Trial", value: one => one.number, mark: one => one.job, cell: one => jobLink(one.job)},
+      {key: "state", class: "left", label: "State", value: one => one.state, cell: one => one.state},
+      {key: "value", label: "Value", value: one => asNumber(one.value), cell: one => (one.value === null ? DASH : number(one.value, 5))},
+      {key: "progress", label: "Progress", value: one => one.progress, cell: one => share(one.progress)},
+      {key: "slots", label: "Slots", value: one => one.num_replicas, cell: one => (one.num_replicas ? String(one.num_replicas) : DASH)},
+      {key: "chance", label: "Chance", title: "How likely it is still to become the best", value: one => one.chance, cell: one => share(one.chance)},
+      {key: "cost", label: "Slot time", title: "Slots that it held × time", value: one => one.slot_s, cell: one => duration(one.slot_s)},
+      {key: "params", class: "left words", label: "Parameters", cell: one => paramText(one.params)},
+      {key: "reason", class: "left words", label: "Why", cell: one => one.reason},
     ],
   });
   const button = h("button", {type: "button", class: "ghost", hidden: true, onclick: () => change()});
@@ -113,7 +114,8 @@ export function studyPage({name}) {
     known = study;
     setText(about, [`${study.state}${study.reason ? `: ${study.reason}` : ""}`, countsText(study),
       study.best_value === null ? "no value yet" : `best ${study.metric} ${number(study.best_value, 5)} of trial ${study.best_trial}: ${paramText(study.best_params)}`,
-      `begun ${time(study.created_at)}`, `Optuna storage ${study.storage}`].join(" · "));
+      `begun ${time(study.created_at)}`].join(" · "));
+    setText(storage, `Optuna reads it too: ${study.storage}`);
     fill(notes, study.warnings.map(text => h("li", {}, text)));
     button.hidden = !["running", "stopped"].includes(study.state);
     setText(button, study.state === "running" ? "Stop" : "Resume");
@@ -130,8 +132,10 @@ export function studyPage({name}) {
     element: h(
       "div",
       {},
-      h("h1", {}, name, " ", button),
+      h("p", {class: "crumbs"}, h("a", {href: "#/studies"}, "Studies"), " / "),
+      h("div", {class: "section-head"}, h("h1", {}, name), button),
       about,
+      storage,
       notes,
       h("div", {class: "grid charts"}, Object.values(figures).map(figure => figure.element)),
       h("h2", {}, "Trials"),
@@ -151,7 +155,7 @@ function drawStudy(figures, study, curves) {
     step = {line: {shape: "hv"}};
   const drawn = (x, own) => (best.length ? {data: [line(x, values, study.metric, "@0", step)], layout: layout(own)} : null);
   const newest = values.length ? number(values.at(-1), 5) : DASH;
-  figures.time.update(drawn(best.map(one => new Date(one.at * 1000)), {}), newest);
+  figures.time.update(drawn(best.map(one => wallClock(one.at)), {}), newest);
   figures.cost.update(drawn(best.map(one => one.slot_s / 3600), {xaxis: {}}), newest);
   const shown = Object.entries(curves).slice(-MOST_CURVES);
   figures.curves.update(
@@ -160,7 +164,7 @@ function drawStudy(figures, study, curves) {
           data: shown.map(([trial, points], index) =>
             line(points.map(point => point.progress), points.map(point => asNumber(point.value)), `trial ${trial}`, `@${index % 8}`),
           ),
-          layout: layout({xaxis: {tickformat: ".0%"}}),
+          layout: layout({xaxis: {tickformat: ".1~%"}}),
         }
       : null,
     plural(shown.length, "trial"),
@@ -178,7 +182,7 @@ function drawStudy(figures, study, curves) {
   const rungs = study.rungs.filter(one => one.num_trials);
   figures.rungs.update(
     rungs.length
-      ? {data: [{type: "bar", x: rungs.map(one => `${share(one.at_progress)}: ${one.num_trials}`), y: rungs.map(one => one.slot_s)}], layout: layout({xaxis: {}})}
+      ? {data: [{type: "bar", x: rungs.map(one => `${share(one.at_progress)}, ${plural(one.num_trials, "trial")}`), y: rungs.map(one => one.slot_s)}], layout: layout({xaxis: {}})}
       : null,
   );
 }
@@ -189,15 +193,29 @@ function parallel(study) {
   const done = study.trials.filter(one => typeof one.value === "number").slice(-MOST_CURVES);
   if (done.length < 2) return null;
   const names = [...new Set(done.flatMap(one => Object.keys(one.params)))];
-  const places = [...names.map(name => placesOf(done.map(one => one.params[name] ?? null))), placesOf(done.map(one => one.value))];
+  const columns = [...names.map(name => done.map(one => one.params[name] ?? null)), done.map(one => one.value)],
+    places = columns.map(placesOf);
   return {
     data: done.map((one, index) => ({
       ...line([...names, study.metric], places.map(column => column[index]), `trial ${one.number}`, `@${index % 8}`),
       text: [...names.map(name => `${name} ${one.params[name] ?? DASH}`), `${study.metric} ${number(one.value, 5)}`],
       hovertemplate: "%{text}<extra>%{fullData.name}</extra>",
     })),
-    layout: layout({xaxis: {type: "category"}, yaxis: {showticklabels: false}, hovermode: "closest"}),
+    layout: layout({
+      xaxis: {type: "category"},
+      yaxis: {showticklabels: false, showgrid: false, range: [-0.14, 1.14]},
+      hovermode: "closest",
+      annotations: columns.flatMap((column, at) => ends(column).map((text, y) => ({x: at, y, text, showarrow: false, yshift: y ? 14 : -14}))),
+    }),
   };
+}
+
+/* What stands at the foot and at the top of an axis. */
+function ends(values) {
+  const known = values.filter(value => value !== null);
+  if (known.every(value => typeof value === "number")) return [Math.min(...known), Math.max(...known)].map(value => number(value, 4));
+  const words = [...new Set(values.map(String))].sort();
+  return [plain(words[0]), plain(words.at(-1))];
 }
 
 /* Values as numbers from 0, the least, to 1. */

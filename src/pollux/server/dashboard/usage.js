@@ -10,6 +10,7 @@ const slots = table =>
     .map(([kind, count]) => (kind === "any" ? count : `${kind}=${count}`))
     .join(", ") || DASH;
 
+const LEFT = new Set(["Month", "Team", "User", "Users", "Lends"]);
 const table = (titles, rows) =>
   h(
     "div",
@@ -17,8 +18,8 @@ const table = (titles, rows) =>
     h(
       "table",
       {},
-      h("thead", {}, h("tr", {}, titles.map(title => h("th", {scope: "col"}, title)))),
-      h("tbody", {}, rows.map(cells => h("tr", {}, cells.map(cell => h("td", {}, cell))))),
+      h("thead", {}, h("tr", {}, titles.map(title => h("th", {scope: "col", class: LEFT.has(title) ? "left" : null}, title)))),
+      h("tbody", {}, rows.map(cells => h("tr", {}, cells.map((cell, at) => h("td", {class: LEFT.has(titles[at]) ? "left" : null}, cell))))),
     ),
   );
 
@@ -27,9 +28,11 @@ export function usagePage() {
     teams = h("div", {});
   const element = h(
     "div",
-    {class: "stack"},
-    h("section", {class: "card pad"}, h("h1", {}, "Usage by month"), used),
-    h("section", {class: "card pad"}, h("h2", {}, "Teams"), teams),
+    {},
+    h("h1", {}, "Usage by month"),
+    h("p", {class: "muted"}, "Slots that jobs held, times hours. Goodput-hours count what was useful of them."),
+    used,
+    h("section", {}, h("h2", {}, "Teams"), teams),
   );
   const load = async () => {
     try {
@@ -43,7 +46,7 @@ export function usagePage() {
           hours(row.slot_hours),
           hours(row.gpu_hours),
           hours(row.goodput_hours),
-          hours(row.cost),
+          row.cost ? hours(row.cost) : DASH, // no price was set
         ]);
       fill(
         used,
@@ -67,7 +70,7 @@ export function usagePage() {
                 team.users.join(", ") || DASH,
               ]),
             )
-          : h("p", {class: "muted"}, "There are no teams."),
+          : h("p", {class: "muted"}, "There are no teams. An admin makes one: pollux team add NAME --guarantee SLOTS"),
       );
     } catch (error) {
       fill(used, h("p", {class: "problem", role: "alert"}, error.message));
