@@ -52,6 +52,8 @@ _UNITS_S = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?)([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _DURATION = re.compile("".join(rf"(?:([0-9]{{1,9}}(?:\.[0-9]{{1,9}})?){unit})?" for unit in _UNITS_S))
 _WORKDIR = re.compile("(/.*|[0-9a-f]{64})?", re.DOTALL)
+_IMAGE = re.compile("([A-Za-z0-9/.][A-Za-z0-9/._:@+-]{0,500})?")
+MAX_CONDA_CHARACTERS = 100_000
 HIDDEN = "(hidden)"  # in place of a value of a job's environment
 _LOST = {"failed": "failed", "cancelled": "was cancelled", "unknown": "is not known"}
 
@@ -230,6 +232,9 @@ class JobRequest:
     budget_hours: float | None = None  # slot-hours
     workdir: str = ""  # that travels with it: a directory of the client's, or its id when the server has it
     pip: tuple[str, ...] = ()  # requirements, a line each
+    uv: tuple[str, ...] = ()  # the same, for uv to install
+    conda: str = ""  # the name or path of an environment that nodes have, or the text of an environment file
+    container: str = ""  # an image that it runs in
     versions: Mapping[str, str] = field(default_factory=dict, hash=False)  # of what runs: git, workdir, python, ...
     gpu_memory_bytes: int | None = None  # that the device of each replica must have
 
@@ -291,10 +296,18 @@ class JobRequest:
         _require(is_known, "workdir", self.workdir, "an absolute path, or the id that the server gave, is needed")
         if self.workdir and self.cwd is not None:
             raise InvalidValueError(f"cwd {self.cwd!r} beside a workdir; a job runs in the copy of its workdir")
-        object.__setattr__(self, "pip", _texts("pip", self.pip))
-        for line in self.pip:
-            is_one = bool(line.strip()) and "\n" not in line
-            _require(is_one, "pip", line, "a requirement is needed, as in einops==0.8 or --index-url=URL")
+        for installer in ("pip", "uv"):
+            object.__setattr__(self, installer, _texts(installer, getattr(self, installer)))
+            for line in getattr(self, installer):
+                is_one = bool(line.strip()) and "\n" not in line
+                _require(is_one, installer, line, "a requirement is needed, as in einops==0.8 or --index-url=URL")
+        is_short = len(_text("conda", self.conda)) <= MAX_CONDA_CHARACTERS and not self.conda.startswith("-")
+        _require(is_short, "conda", self.conda[:80], "a name, a path or the text of an environment file is needed")
+        is_image = _IMAGE.fullmatch(_text("container", self.container)) is not None
+        _require(is_image, "container", self.container, "an image is needed, as in docker.io/library/python:3.11")
+        given = [name for name in ("pip", "uv", "conda", "container") if getattr(self, name)]
+        if len(given) > 1:
+            raise InvalidValueError(f"--{' and --'.join(given)}; a job has one environment: choose one of them")
         _require(isinstance(self.versions, Mapping), "versions", self.versions, "names with their versions are needed")
         for name, value in self.versions.items():
             _text(f"version of {name}", value)
@@ -448,6 +461,9 @@ OPTIONS = (
     Option("workdir", "workdir", "text", "DIR", "Send this directory along, and run in a copy of it on every node."),
     Option("env", "env", "pairs", "KEY=VALUE", "An environment variable; may be given several times."),
     Option("pip", "pip", "lines", "PACKAGE", "Install it first, or all of a file.txt; may be given several times."),
+    Option("uv", "uv", "lines", "PACKAGE", "As --pip, with uv, which the nodes must have."),
+    Option("conda", "conda", "text", "NAME|FILE.yml", "Run in this conda environment, or build that of a file first."),
+    Option("container", "container", "text", "IMAGE", "Run in this image, by apptainer, podman or docker."),
     Option("time-limit", "time_limit_s", "duration", "TIME", "Stop it after this long: 90 (seconds), 10m, 2h30m, 1d."),
     Option(
         "deadline", "deadline_s", "duration", "TIME", "Be through after this long; refused if it cannot be: 6h, 1d."
@@ -587,11 +603,14 @@ def check_dependencies(requests: Sequence[JobRequest], existing: Existing) -> No
 
 def shown_request(request: Mapping[str, object]) -> dict[str, object]:
     """What was submitted, as others may see it: without the values of its environment, of which some are secrets."""
-    shown, env, pip = dict(request), request.get("env"), request.get("pip")
+    shown, env = dict(request), request.get("env")
     if isinstance(workdir := request.get("workdir"), str):
         shown["workdir"] = workdir[:12]
     if isinstance(env, Mapping):
         shown["env"] = dict.fromkeys(env, HIDDEN)
-    if isinstance(pip, list):
-        shown["pip"] = [without_passwords(str(line)) for line in pip]
+    for installer in ("pip", "uv"):
+        if isinstance(lines := request.get(installer), list):
+            shown[installer] = [without_passwords(str(line)) for line in lines]
+    if isinstance(conda := request.get("conda"), str):
+        shown["conda"] = without_passwords(conda)
     return shown
