@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
 from pollux.api.codec import Json
 from pollux.api.constraint import check_constraints, parse_constraint
+from pollux.api.environment import check_environment, shown_environment
 from pollux.api.kind import ReadFile, detect_kind, import_roots, module_of, no_files, parse_python
-from pollux.api.masking import without_passwords
 from pollux.errors import InvalidValueError
 
 if TYPE_CHECKING:
@@ -52,8 +52,6 @@ _UNITS_S = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,6})?)([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _DURATION = re.compile("".join(rf"(?:([0-9]{{1,9}}(?:\.[0-9]{{1,9}})?){unit})?" for unit in _UNITS_S))
 _WORKDIR = re.compile("(/.*|[0-9a-f]{64})?", re.DOTALL)
-_IMAGE = re.compile("([A-Za-z0-9/.][A-Za-z0-9/._:@+-]{0,500})?")
-MAX_CONDA_CHARACTERS = 100_000
 HIDDEN = "(hidden)"  # in place of a value of a job's environment
 _LOST = {"failed": "failed", "cancelled": "was cancelled", "unknown": "is not known"}
 
@@ -298,16 +296,7 @@ class JobRequest:
             raise InvalidValueError(f"cwd {self.cwd!r} beside a workdir; a job runs in the copy of its workdir")
         for installer in ("pip", "uv"):
             object.__setattr__(self, installer, _texts(installer, getattr(self, installer)))
-            for line in getattr(self, installer):
-                is_one = bool(line.strip()) and "\n" not in line
-                _require(is_one, installer, line, "a requirement is needed, as in einops==0.8 or --index-url=URL")
-        is_short = len(_text("conda", self.conda)) <= MAX_CONDA_CHARACTERS and not self.conda.startswith("-")
-        _require(is_short, "conda", self.conda[:80], "a name, a path or the text of an environment file is needed")
-        is_image = _IMAGE.fullmatch(_text("container", self.container)) is not None
-        _require(is_image, "container", self.container, "an image is needed, as in docker.io/library/python:3.11")
-        given = [name for name in ("pip", "uv", "conda", "container") if getattr(self, name)]
-        if len(given) > 1:
-            raise InvalidValueError(f"--{' and --'.join(given)}; a job has one environment: choose one of them")
+        check_environment(self.pip, self.uv, _text("conda", self.conda), _text("container", self.container))
         _require(isinstance(self.versions, Mapping), "versions", self.versions, "names with their versions are needed")
         for name, value in self.versions.items():
             _text(f"version of {name}", value)
@@ -462,7 +451,7 @@ OPTIONS = (
     Option("env", "env", "pairs", "KEY=VALUE", "An environment variable; may be given several times."),
     Option("pip", "pip", "lines", "PACKAGE", "Install it first, or all of a file.txt; may be given several times."),
     Option("uv", "uv", "lines", "PACKAGE", "As --pip, with uv, which the nodes must have."),
-    Option("conda", "conda", "text", "NAME|FILE.yml", "Run in this conda environment, or build that of a file first."),
+    Option("conda", "conda", "text", "NAME|FILE.yml", "Run in this conda environment, or in that of a file."),
     Option("container", "container", "text", "IMAGE", "Run in this image, by apptainer, podman or docker."),
     Option("time-limit", "time_limit_s", "duration", "TIME", "Stop it after this long: 90 (seconds), 10m, 2h30m, 1d."),
     Option(
@@ -608,9 +597,4 @@ def shown_request(request: Mapping[str, object]) -> dict[str, object]:
         shown["workdir"] = workdir[:12]
     if isinstance(env, Mapping):
         shown["env"] = dict.fromkeys(env, HIDDEN)
-    for installer in ("pip", "uv"):
-        if isinstance(lines := request.get(installer), list):
-            shown[installer] = [without_passwords(str(line)) for line in lines]
-    if isinstance(conda := request.get("conda"), str):
-        shown["conda"] = without_passwords(conda)
-    return shown
+    return shown | shown_environment(request)

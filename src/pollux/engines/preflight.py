@@ -100,14 +100,15 @@ def clock_finding(node_s: float, asked_s: float, answered_s: float) -> NodeFindi
 
 def clock_problem(node_s: float, asked_s: float, answered_s: float) -> str:
     """Why a node whose clock is far from ours gets no work; "" if it gets some."""
-    told = _skew(node_s, asked_s, answered_s, WORST_SKEW_S)
+    told = _skew(node_s, asked_s, answered_s, WORST_SKEW_S, digits=0)
     return told and f"its clock is {told}"
 
 
-def _skew(node_s: float, asked_s: float, answered_s: float, most_s: float) -> str:
+def _skew(node_s: float, asked_s: float, answered_s: float, most_s: float, digits: int = 1) -> str:
     early, late = node_s - answered_s, asked_s - node_s
     skew = max(early, late, 0.0)
-    return f"{skew:.1f} s {'ahead' if early > late else 'behind'}: set it (chrony, ntpd)" if skew > most_s else ""
+    side = "ahead" if early > late else "behind"
+    return f"{skew:.{digits}f} s {side}: set it (chrony, ntpd)" if skew > most_s else ""
 
 
 def concluded(found: Sequence[CheckedNode]) -> list[CheckedNode]:

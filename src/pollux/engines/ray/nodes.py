@@ -33,7 +33,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from pollux.engines.preflight import clock_finding, clock_problem, silent
 from pollux.engines.processes.devices import CPU
 from pollux.engines.ray.node_agent import NodeAgent, version_problem
-from pollux.engines.ray.scale import ScalableNode, ScaleRequest, requested, unwanted
+from pollux.engines.ray.scale import GROUP_LABEL, ScalableNode, ScaleRequest, requested, selectors, unwanted
 from pollux.engines.transport import Message
 from pollux.errors import EngineError
 
@@ -51,7 +51,7 @@ SHORT_LABELS = {
     "ray.io/availability-zone": "zone",
     "ray.io/availability-region": "region",
     "ray.io/market-type": "market",
-    "ray.io/node-group": "group",
+    GROUP_LABEL: "group",
 }
 
 logger = logging.getLogger(__name__)
@@ -162,7 +162,9 @@ class NodeAgents:
         self._names: dict[str, str] = {}  # name -> id, of the living
         self._scale_request: ScaleRequest | None = None  # None: the server does not scale
         self._bundles: list[dict[str, int]] | None = None  # what Ray's auto-scaler is to be asked for
+        self._selectors: list[dict[str, str]] = []  # labels of nodes for these; empty: any
         self._bundles_asked: list[dict[str, int]] | None = None
+        self._selectors_asked: list[dict[str, str]] = []
         self._leaving: list[ActorHandle] = []  # agents of nodes that are let go
         self._held: Counter[str] = Counter()  # node ids -> slots that we hold
         self._lost: dict[str, str] = {}
@@ -269,8 +271,9 @@ class NodeAgents:
                     self._leaving.append(node.agent)
             if request is not None:
                 self._bundles = requested(request, self._members(), self.resource)
+                self._selectors = selectors(request, self._members())
             elif self._scale_request is not None:
-                self._bundles = []
+                self._bundles, self._selectors = [], []
             self._scale_request = request
 
     def ask_for_nothing(self) -> None:
@@ -481,13 +484,13 @@ class NodeAgents:
     def _ask_for_nodes(self) -> None:
         """And let others go."""
         with self._turn:
-            bundles, leaving, self._leaving = self._bundles, self._leaving, []
+            bundles, labels, leaving, self._leaving = self._bundles, self._selectors, self._leaving, []
         for agent in leaving:
             _kill(agent)
-        if bundles is not None and bundles != self._bundles_asked:
-            request_resources(bundles=bundles)
-            logger.info("Ray's auto-scaler is asked for %s", bundles or "nothing more")
-            self._bundles_asked = bundles
+        if bundles is not None and (bundles, labels) != (self._bundles_asked, self._selectors_asked):
+            request_resources(bundles=bundles, bundle_label_selectors=labels or None)
+            logger.info("Ray's auto-scaler is asked for %s %s", bundles or "nothing more", labels or "")
+            self._bundles_asked, self._selectors_asked = bundles, labels
 
     def _talk(self) -> None:
         """Hear what agents tell, and pass on what they are asked, with one call of each kind under way."""
