@@ -254,14 +254,15 @@ class NodeFaults:
         return any(one.name == node and one.num_slots and one.health in good for one in self.cluster.client.nodes())
 
     def _measured(self, node: str, kind: str, strike: Callable[[], None]) -> None:
-        """Seconds from when a node is struck to the end of a step of every job that had a replica there."""
+        """Seconds from the begin of a strike to the end of a step, after it, of every job with a replica there."""
         jobs = self._on(node)
         before = {job: _Trace(self.cluster.folder / f"{job}-trace") for job in jobs}
+        began_at = time.time()
         strike()
         struck_at = time.time()
         for job, trace in before.items():
             ended_at = self._until(lambda trace=trace: trace.next_step(struck_at), f"{job} goes on")  # type: ignore[misc]
-            self.latencies.setdefault(kind, []).append(round(ended_at - struck_at, 3))
+            self.latencies.setdefault(kind, []).append(round(ended_at - began_at, 3))
 
     def _until_steps(self) -> None:
         """Every job has taken a step from now on."""
