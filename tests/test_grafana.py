@@ -16,6 +16,7 @@ from pollux.api.report import Report
 from pollux.api.usage import UsageRow
 from pollux.scheduler.knowledge import Knowledge
 from pollux.scheduler.lifecycle import JobState
+from pollux.scheduler.node_types import Prices
 from pollux.scheduler.record import JobRecord, RoundRecord
 from pollux.server.present.gauges import JOB_GAUGES, Measured
 from pollux.server.present.metrics import Metrics
@@ -65,7 +66,7 @@ def exported() -> dict[str, set[str]]:
         jobs=[(record, (1.0, report))],
         num_jobs={"running": 1},
         node_s={"gpu": 1.0},
-        node_price=1.0,
+        prices=Prices(any=1.0),
         num_wanted_nodes=1,
         usage=[
             UsageRow(

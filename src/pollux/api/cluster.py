@@ -27,8 +27,9 @@ class ClusterSize:
     utility: float | None
     reason: str
     node_hours: Mapping[str, float] = field(metadata=about("By accelerator, since the data directory was made."))
-    node_price: float | None = field(metadata=about("For an hour."))
+    node_price: float | None = field(metadata=about("For an hour; of nodes whose type has no price of its own."))
     cost: float | None
+    prices: Mapping[str, float] = field(default_factory=dict, metadata=about("For an hour, by accelerator."))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

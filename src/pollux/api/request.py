@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
 from pollux.api.codec import Json
 from pollux.api.constraint import check_constraints, parse_constraint
+from pollux.api.environment import check_environment, shown_environment
 from pollux.api.kind import ReadFile, detect_kind, import_roots, module_of, no_files, parse_python
-from pollux.api.masking import without_passwords
 from pollux.errors import InvalidValueError
 
 if TYPE_CHECKING:
@@ -230,6 +230,9 @@ class JobRequest:
     budget_hours: float | None = None  # slot-hours
     workdir: str = ""  # that travels with it: a directory of the client's, or its id when the server has it
     pip: tuple[str, ...] = ()  # requirements, a line each
+    uv: tuple[str, ...] = ()  # the same, for uv to install
+    conda: str = ""  # the name or path of an environment that nodes have, or the text of an environment file
+    container: str = ""  # an image that it runs in
     versions: Mapping[str, str] = field(default_factory=dict, hash=False)  # of what runs: git, workdir, python, ...
     gpu_memory_bytes: int | None = None  # that the device of each replica must have
 
@@ -291,10 +294,9 @@ class JobRequest:
         _require(is_known, "workdir", self.workdir, "an absolute path, or the id that the server gave, is needed")
         if self.workdir and self.cwd is not None:
             raise InvalidValueError(f"cwd {self.cwd!r} beside a workdir; a job runs in the copy of its workdir")
-        object.__setattr__(self, "pip", _texts("pip", self.pip))
-        for line in self.pip:
-            is_one = bool(line.strip()) and "\n" not in line
-            _require(is_one, "pip", line, "a requirement is needed, as in einops==0.8 or --index-url=URL")
+        for installer in ("pip", "uv"):
+            object.__setattr__(self, installer, _texts(installer, getattr(self, installer)))
+        check_environment(self.pip, self.uv, _text("conda", self.conda), _text("container", self.container))
         _require(isinstance(self.versions, Mapping), "versions", self.versions, "names with their versions are needed")
         for name, value in self.versions.items():
             _text(f"version of {name}", value)
@@ -448,6 +450,9 @@ OPTIONS = (
     Option("workdir", "workdir", "text", "DIR", "Send this directory along, and run in a copy of it on every node."),
     Option("env", "env", "pairs", "KEY=VALUE", "An environment variable; may be given several times."),
     Option("pip", "pip", "lines", "PACKAGE", "Install it first, or all of a file.txt; may be given several times."),
+    Option("uv", "uv", "lines", "PACKAGE", "As --pip, with uv, which the nodes must have."),
+    Option("conda", "conda", "text", "NAME|FILE.yml", "Run in this conda environment, or in that of a file."),
+    Option("container", "container", "text", "IMAGE", "Run in this image, by apptainer, podman or docker."),
     Option("time-limit", "time_limit_s", "duration", "TIME", "Stop it after this long: 90 (seconds), 10m, 2h30m, 1d."),
     Option(
         "deadline", "deadline_s", "duration", "TIME", "Be through after this long; refused if it cannot be: 6h, 1d."
@@ -587,11 +592,9 @@ def check_dependencies(requests: Sequence[JobRequest], existing: Existing) -> No
 
 def shown_request(request: Mapping[str, object]) -> dict[str, object]:
     """What was submitted, as others may see it: without the values of its environment, of which some are secrets."""
-    shown, env, pip = dict(request), request.get("env"), request.get("pip")
+    shown, env = dict(request), request.get("env")
     if isinstance(workdir := request.get("workdir"), str):
         shown["workdir"] = workdir[:12]
     if isinstance(env, Mapping):
         shown["env"] = dict.fromkeys(env, HIDDEN)
-    if isinstance(pip, list):
-        shown["pip"] = [without_passwords(str(line)) for line in pip]
-    return shown
+    return shown | shown_environment(request)

@@ -277,7 +277,9 @@ def sizing_lines(sizing: ClusterSize) -> list[tuple[str, str]]:
         lines.append(("size", f"{sizing.min_nodes} to {numbers.plural(sizing.max_nodes, 'node')}{wanted}"))
     if sizing.cost is not None:
         hours = sum(sizing.node_hours.values())
-        lines.append(("cost", f"{sizing.cost:.2f}, for {hours:.2f} node-hours at {sizing.node_price:g}"))
+        known = [f"{name} at {price:g}" for name, price in sizing.prices.items()]
+        known += [] if sizing.node_price is None else [f"{'others ' if known else ''}at {sizing.node_price:g}"]
+        lines.append(("cost", f"{sizing.cost:.2f}, for {hours:.2f} node-hours {', '.join(known)}"))
     return lines
 
 

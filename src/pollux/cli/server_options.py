@@ -22,6 +22,7 @@ from pollux.cli.ranges import parse_band, parse_nodes
 from pollux.cli.server_log import LogFormat
 from pollux.errors import InvalidValueError
 from pollux.scheduler.autoscale import DEFAULT_BAND, AutoscaleConfig
+from pollux.scheduler.node_types import NodeType
 
 _CLUSTER, _SERVICE, _MANY = "Cluster", "Service", "Many machines"
 _R = TypeVar("_R")
@@ -209,19 +210,33 @@ class ManyMachinesOptions:
         float | None,
         typer.Option("--node-price", metavar="P", help="Of a node for an hour: shows the cost.", rich_help_panel=_MANY),
     ] = None
+    node_type: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--node-type",
+            metavar="TYPE=SLOTS@PRICE",
+            help="A type of nodes that can be added, with its slots and its price for an hour; /GROUP at the end is "
+            "its worker group. May be repeated: the type is added whose goodput costs least.",
+            rich_help_panel=_MANY,
+        ),
+    ] = None
 
     def sizing(self) -> AutoscaleConfig | None:
         """Raises:
         InvalidValueError: an option makes no sense, or none without another.
         """
         if self.autoscale is None:
-            for option, value in (("--band", self.band), ("--budget", self.budget), ("--settle", self.settle)):
+            given = {"--band": self.band, "--budget": self.budget, "--settle": self.settle}
+            for option, value in (*given.items(), ("--node-type", " ".join(self.node_type or ()) or None)):
                 if value is not None:
                     raise InvalidValueError(f"{option} {value} is for auto-scaling: add --autoscale MIN..MAX")
             return None
         min_nodes, max_nodes = parse_nodes(self.autoscale)
         low, high = parse_band(self.band) if self.band is not None else DEFAULT_BAND
-        made = AutoscaleConfig(min_nodes=min_nodes, max_nodes=max_nodes, low=low, high=high, budget_slots=self.budget)
+        types = tuple(NodeType.parse(text) for text in self.node_type or ())
+        made = AutoscaleConfig(
+            min_nodes=min_nodes, max_nodes=max_nodes, low=low, high=high, budget_slots=self.budget, types=types
+        )
         return made if self.settle is None else dataclasses.replace(made, settle_s=parse_duration(self.settle))
 
 

@@ -21,6 +21,7 @@ from pollux.errors import InvalidValueError
 from pollux.policy import PolicySettings, policy_names
 from pollux.scheduler.autoscale import DEFAULT_BAND
 from pollux.scheduler.loop import SchedulerConfig
+from pollux.scheduler.node_types import NodeType
 from pollux.simulator.colocation import read_shared_speeds
 from pollux.simulator.config import SimulationConfig
 from pollux.simulator.generate import BUILTIN_WORKLOADS
@@ -153,6 +154,16 @@ OPTIONS = (
         field="node_price",
         metavar="P",
         help="Price of a node for an hour: shows the cost.",
+    ),
+    SettingOption(
+        owner=SimulationConfig,
+        flag="--node-types",
+        field="node_types",
+        metavar="TYPE=SLOTS@PRICE,...",
+        kind=str,
+        help="Types of nodes that auto-scaling may add, with prices for an hour; the best goodput for its price is.",
+        read=lambda text: {"node_types": tuple(NodeType.parse(one) for one in text.split(","))},
+        said=lambda config, _: ",".join(map(str, config.node_types)) or None,
     ),
     *POLICY_OPTIONS,
     SettingOption(

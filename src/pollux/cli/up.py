@@ -268,6 +268,7 @@ def arguments_of(config: ServiceConfig, log_format: LogFormat = LogFormat.TEXT) 
         }
     words = [word for name, value in options.items() if value is not None for word in (name, str(value))]
     words += [word for text in config.labels for word in ("--label", text)]
+    words += [word for one in (() if size is None else size.types) for word in ("--node-type", str(one))]
     return ["up", *words, *(["--open-metrics"] if config.has_open_metrics else [])]
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from pollux.api.request import JobRequest, find_script, options_to_request, parse_headers
-from pollux.client.workdir import git_version, list_workdir, read_env_file, read_requirements
+from pollux.client.workdir import git_version, list_workdir, read_conda, read_env_file, read_requirements
 from pollux.errors import InvalidValueError
 
 _FORWARDED = ("PATH", "PYTHONPATH", "VIRTUAL_ENV", "CONDA_PREFIX", "LD_LIBRARY_PATH")  # how a shell finds its python
@@ -59,19 +59,26 @@ def make_request(
         raise InvalidValueError(f"{'workdir' if request.workdir else 'cwd'} {cwd!r}; there is no such directory")
     if not options.get("cwd") and os.path.realpath(cwd) != os.path.realpath(os.getcwd()):
         _script_text(command, cwd)  # the header moved it: the script must be found from there, too
-    request = replace(request, pip=read_requirements(request.pip, Path(cwd)), env={**from_file, **request.env})
+    request = replace(_with_files(request, Path(cwd)), env={**from_file, **request.env})
     if request.workdir:
         _check_workdir(request, say)
     else:
         environment = with_own_python(os.environ)
         forwarded = {name: environment[name] for name in _FORWARDED if _is_sendable(environment.get(name))}
         request = replace(request, env={**forwarded, **request.env})
-        _check_program(request.command[0], cwd, request.env.get("PATH"))
+        if not request.container and not request.conda:  # which have programs of their own
+            _check_program(request.command[0], cwd, request.env.get("PATH"))
     versions = {"git": git} if (git := git_version(Path(cwd))) else {}
     resolved = replace(request, versions=versions).resolved(text, _module_text)
     if request.kind == "auto" and resolved.kind == "fixed" and resolved.runs_python:
         _say_that_it_is_fixed(resolved, say)
     return resolved
+
+
+def _with_files(request: JobRequest, root: Path) -> JobRequest:
+    """With the contents of the files that name its packages."""
+    pip, uv = read_requirements(request.pip, root), read_requirements(request.uv, root, "--uv")
+    return replace(request, pip=pip, uv=uv, conda=read_conda(request.conda, root))
 
 
 def _variables(env_file: str | os.PathLike[str] | None) -> dict[str, str]:

@@ -217,7 +217,7 @@ def read_env_file(path: Path) -> dict[str, str]:
     return found
 
 
-def read_requirements(words: Sequence[str], root: Path) -> tuple[str, ...]:
+def read_requirements(words: Sequence[str], root: Path, option: str = "--pip") -> tuple[str, ...]:
     """Requirements, with a file of them (``NAME.txt``) replaced by its lines.
 
     Raises:
@@ -231,14 +231,31 @@ def read_requirements(words: Sequence[str], root: Path) -> tuple[str, ...]:
         try:
             text = (root / word).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise InvalidValueError(f"--pip {word}: the file cannot be read: {error}") from error
+            raise InvalidValueError(f"{option} {word}: the file cannot be read: {error}") from error
         for line in re.sub(r"\\\n", "", text).splitlines():
             plain = re.sub(r"(^|\s)#.*", "", line).strip()
             if plain.startswith(("-r", "--requirement", "-c", "--constraint")):
-                raise InvalidValueError(f"--pip {word}: {plain!r}; put the lines of that file into this one")
+                raise InvalidValueError(f"{option} {word}: {plain!r}; put the lines of that file into this one")
             if plain:
                 found.append(plain)
     return tuple(found)
+
+
+def read_conda(word: str, root: Path) -> str:
+    """The name or path of an environment as it is; of an environment file (``NAME.yml``), its text.
+
+    Raises:
+        InvalidValueError: the file cannot be read, or is none.
+    """
+    if not word.endswith((".yml", ".yaml")):
+        return word
+    try:
+        text = (root / word).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidValueError(f"--conda {word}: the file cannot be read: {error}") from error
+    if not re.search(r"^dependencies:", text, re.MULTILINE):
+        raise InvalidValueError(f"--conda {word}: no line 'dependencies:' in it; an environment file is needed")
+    return text
 
 
 # Names ----------------------------------------------------------------------------------------

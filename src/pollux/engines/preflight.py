@@ -28,6 +28,7 @@ from pollux.version import __version__
 
 LEAST_FREE_BYTES = 1 << 30
 MOST_SKEW_S = 2.0
+WORST_SKEW_S = 60.0  # above it a node gets no work: its replicas would take others' files for old ones
 CONNECT_S = 3.0
 ALWAYS = ("pollux-scheduler", "torch", "numpy")  # packages
 COMPARED = ("python", "pollux", "package ")  # subjects that begin so must be alike on all nodes
@@ -93,11 +94,21 @@ def _way_to(url: str) -> NodeFinding:
 
 def clock_finding(node_s: float, asked_s: float, answered_s: float) -> NodeFinding:
     """How far a node's clock is from ours; all in seconds since 1970. The way there and back is not counted."""
+    told = _skew(node_s, asked_s, answered_s, MOST_SKEW_S)
+    return _problem("clock", told) if told else _fine("clock", f"within {MOST_SKEW_S:g} s")
+
+
+def clock_problem(node_s: float, asked_s: float, answered_s: float) -> str:
+    """Why a node whose clock is far from ours gets no work; "" if it gets some."""
+    told = _skew(node_s, asked_s, answered_s, WORST_SKEW_S, digits=0)
+    return told and f"its clock is {told}"
+
+
+def _skew(node_s: float, asked_s: float, answered_s: float, most_s: float, digits: int = 1) -> str:
     early, late = node_s - answered_s, asked_s - node_s
     skew = max(early, late, 0.0)
-    if skew > MOST_SKEW_S:
-        return _problem("clock", f"{skew:.1f} s {'ahead' if early > late else 'behind'}: set it (chrony, ntpd)")
-    return _fine("clock", f"within {MOST_SKEW_S:g} s")
+    side = "ahead" if early > late else "behind"
+    return f"{skew:.{digits}f} s {side}: set it (chrony, ntpd)" if skew > most_s else ""
 
 
 def concluded(found: Sequence[CheckedNode]) -> list[CheckedNode]:

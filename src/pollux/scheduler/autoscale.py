@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 from pollux.errors import InvalidValueError
 from pollux.model.goodput import GoodputModel, GoodputTables
+from pollux.scheduler.node_types import NodeType, check_node_types
 from pollux.types import Plan, Snapshot
 
 DEFAULT_BAND = (0.55, 0.75)  # of utility; the cluster aims at the middle; a setting
@@ -46,8 +47,10 @@ class AutoscaleConfig:
     budget_slots: float | None = None  # slot-hours per hour, on average over any ``budget_window_s``
     budget_window_s: float = DEFAULT_WINDOW_S
     settle_s: float = 300.0  # how long utility must have been below the band, and the size unchanged, to shrink
+    types: tuple[NodeType, ...] = ()  # that can be added; the one whose goodput costs least is. Empty: the pool's only
 
     def __post_init__(self) -> None:
+        check_node_types(self.types)
         if not 0 <= self.min_nodes <= self.max_nodes or self.max_nodes < 1:
             needed = "0 <= min <= max is needed, and a max of at least 1"
             raise InvalidValueError(f"nodes {self.min_nodes}..{self.max_nodes}; {needed}")

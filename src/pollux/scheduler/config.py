@@ -34,3 +34,8 @@ class SchedulerConfig:
             raise InvalidValueError(f"a pause of {self.min_pause_s} s between decisions; a number >= 0 is needed")
         if not 0 < self.max_duty <= 1:
             raise InvalidValueError(f"max_duty = {self.max_duty}; a share above 0 and up to 1 is needed")
+
+    @property
+    def types_to_come(self) -> tuple[str, ...]:
+        """Accelerators of nodes that auto-scaling may add."""
+        return () if self.autoscale is None else tuple(one.accelerator for one in self.autoscale.types)

@@ -558,7 +558,8 @@ class Scheduler:
         """Refit what was measured anew and tell the jobs concerned."""
         if not self.config.tunes_batches:
             return
-        types = [node.accelerator for node in self._engine.nodes()] if self.config.guesses_types else None
+        here, other = (node.accelerator for node in self._engine.nodes()), self.config.types_to_come
+        types = [*here, *other] if self.config.guesses_types else None
         known = [record.knowledge for record in self._active.values()]
         learnt = learn_all(known, self._ratios, types, is_published=self.config.fits_published)
         if commands := tunings(self._active.values(), learnt):

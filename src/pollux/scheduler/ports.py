@@ -193,8 +193,10 @@ class NodePool(Protocol):
     def template(self) -> Node:
         """What a new node looks like; its name does not matter, a new one is named by the pool."""
 
-    def scale_to(self, keeping: Sequence[str], num_more: int) -> None:
-        """Keep these nodes; ``num_more`` like the template should join; any other leaves once no replica is on it.
+    def scale_to(self, keeping: Sequence[str], num_more: int, like: Node | None = None) -> None:
+        """Keep these nodes; ``num_more`` should join; any other leaves once no replica is on it.
+
+        ``like``: what those look like; None: as the template.
 
         Asked again every round, with all that is wanted and not up yet: asking twice is asking once, nodes may take
         minutes to join or never do, and ``num_more`` falls as they join or are needed no longer.

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from pollux.errors import PolluxError
 from pollux.model.goodput import GoodputTables
 from pollux.scheduler.autoscale import AutoscaleConfig, Outcome, SizeDecision, Spending, decide_size, utility
+from pollux.scheduler.node_types import Prices, most_worth, value_of
 from pollux.scheduler.nodes import SlotRules, placeable
 from pollux.scheduler.ports import NodePool
 from pollux.types import JobView, Node, Plan, Snapshot, slots_in_use
+
+NONE_COMES_S = 600.0  # for so long nodes of a type that were asked for may be missing; then another has its turn,
+REFUSED_S = 3600.0  # for so long
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +29,12 @@ class Sizer:
     """Keeps a cluster's number of nodes right. The size is what is wanted, whether or not it is there yet."""
 
     def __init__(self, config: AutoscaleConfig, pool: NodePool, rules: SlotRules | None = None) -> None:
-        config.check_template(pool.template.num_slots)
         self._config, self._pool, self._rules = config, pool, rules or SlotRules()
+        self._type = min(config.types, key=lambda one: one.price / one.num_slots, default=None)  # that is added
+        self._asked_at = 0.0  # since when nodes of it are missing
+        self._refused: dict[str, float] = {}  # types of which no node came, by accelerator -> until when
+        least = min((one.num_slots for one in config.types), default=self._template.num_slots)
+        config.check_template(least)
         self._num_wanted: int | None = None
         self._num_more = 0  # of these, asked for and not there yet
         self._settled_at = 0.0  # since when the size has not changed and could have been smaller
@@ -35,11 +43,15 @@ class Sizer:
         self._tables = GoodputTables()
         self._spending: Spending | None = None
         if config.budget_slots is not None:
-            min_slots = config.min_nodes * pool.template.num_slots
+            min_slots = config.min_nodes * least
             self._spending = Spending(config.budget_slots, config.budget_window_s, min_slots)
         self._said_error = ""  # why there was no decision, as logged
         self.last: SizeDecision | None = None
         self.changed = ""  # what the last update changed, in words
+
+    @property
+    def _template(self) -> Node:
+        return self._pool.template if self._type is None else self._type.node
 
     @property
     def releasing(self) -> frozenset[str]:
@@ -61,7 +73,7 @@ class Sizer:
         Nodes that were asked for are paid for too: clouds charge from the start of a machine, not from its first use.
         """
         if self._spending is not None:
-            self._spending.account(since, now, num_slots + self._num_more * self._pool.template.num_slots)
+            self._spending.account(since, now, num_slots + self._num_more * self._template.num_slots)
 
     def update(
         self,
@@ -72,12 +84,14 @@ class Sizer:
         decide: Callable[[Snapshot], Plan],
     ) -> None:
         """Decide anew and tell the pool. ``nodes`` are up; those the operator drains do not count."""
-        candidates = self._by_worth([node for node in nodes if node.name not in draining], views)
+        up = [node for node in nodes if node.name not in draining]
+        worth = self._choose_type(now, up, nodes, views, draining, decide)
+        candidates = self._by_worth(up, views, worth)
         if self._num_wanted is None:
             self._num_wanted, self._settled_at = len(candidates), now
         before, self.changed = self._num_wanted, ""
         self._plans.clear()
-        outlook = _Outlook(now, nodes, candidates, views, draining, self._pool.template, self._rules)
+        outlook = _Outlook(now, nodes, candidates, views, draining, self._template, self._rules)
         problem = ""
         try:
             self._decide(now, outlook, decide)
@@ -91,7 +105,11 @@ class Sizer:
         keeping = [node.name for node in nodes if node.name not in self._releasing or node.name in bound]
         num_kept = sum(node.name not in self._releasing for node in candidates)
         self._num_more = max(self._num_wanted - num_kept, 0)
-        self._pool.scale_to(keeping, self._num_more)
+        if self._type is None:
+            self._pool.scale_to(keeping, self._num_more)
+        else:
+            self._asked_at = self._asked_at if self._num_more else now
+            self._pool.scale_to(keeping, self._num_more, self._template)
 
     def _decide(self, now: float, outlook: _Outlook, decide: Callable[[Snapshot], Plan]) -> None:
         assert self._num_wanted is not None
@@ -136,12 +154,64 @@ class Sizer:
         drained = set(draining) if shrinks else self._releasing.intersection(draining)
         self._releasing = frozenset(releasing | drained)
 
-    def _by_worth(self, nodes: Sequence[Node], views: Sequence[JobView]) -> list[Node]:
-        """Whom to keep first: who holds jobs that must not be moved, who is not on the way out, who is in use most."""
+    def _choose_type(
+        self,
+        now: float,
+        up: Sequence[Node],
+        nodes: Sequence[Node],
+        views: Sequence[JobView],
+        draining: Collection[str],
+        decide: Callable[[Snapshot], Plan],
+    ) -> Mapping[str, tuple[float, float]]:
+        """Choose the type of node to add next. What a node of each type that is up adds, for its price; and its slots.
+
+        A choice stays while nodes of it are on their way. If none comes for long, the others have their turn.
+        """
+        config, prices = self._config, Prices.of_types(self._config.types)
+        if len(config.types) < 2:
+            return {}
+        if self._num_more and self._type is not None:
+            if now - self._asked_at <= NONE_COMES_S:
+                return {}
+            self._refused[self._type.accelerator] = now + REFUSED_S
+            logger.warning("no node of type %s has come for %.0f s", self._type.accelerator, now - self._asked_at)
+            self._asked_at = now
+        kinds = sorted({node.accelerator for node in up} | {one.accelerator for one in config.types})
+
+        def value(size: int, order: Sequence[Node], template: Node) -> float:
+            snapshot = _Outlook(now, nodes, order, views, draining, template, self._rules).snapshot(size)
+            return value_of(snapshot, decide(snapshot), self._tables, kinds) if snapshot.nodes else 0.0
+
+        try:
+            here = value(len(up), up, self._template)
+            open_ = [one for one in config.types if self._refused.get(one.accelerator, now) <= now] or config.types
+            self._type = most_worth(open_, here, lambda one: value(len(up) + 1, up, one.node))
+            worth = {}
+            for kind in sorted({node.accelerator for node in up}) if len(up) > 1 else ():
+                last = max((node for node in up if node.accelerator == kind), key=lambda node: node.name)
+                without = value(len(up) - 1, [*(node for node in up if node is not last), last], self._template)
+                price = prices.of(kind) or 1.0
+                worth[kind] = (here - without) / price, last.num_slots / price
+        except PolluxError as error:
+            logger.warning("the type of nodes to add stays: %s", error)
+            return {}
+        return worth
+
+    def _by_worth(
+        self, nodes: Sequence[Node], views: Sequence[JobView], worth: Mapping[str, tuple[float, float]]
+    ) -> list[Node]:
+        """Which to keep first: those with jobs that must not be moved, those that are not on the way out, those whose
+        type is worth most for its price, those in use most.
+        """
         bound, used = _bound(views), slots_in_use([view.allocation for view in views])
         return sorted(
             nodes,
-            key=lambda node: (node.name not in bound, node.name in self._releasing, -used.get(node.name, 0)),
+            key=lambda node: (
+                node.name not in bound,
+                node.name in self._releasing,
+                *(-one for one in worth.get(node.accelerator, (0.0, 0.0))),
+                -used.get(node.name, 0),
+            ),
         )
 
 

@@ -13,6 +13,7 @@ from pollux.api.constraint import parse_label
 from pollux.errors import InvalidValueError
 from pollux.policy import PolicySettings
 from pollux.scheduler.autoscale import AutoscaleConfig
+from pollux.scheduler.node_types import Prices
 from pollux.server.http.auth import check_host
 from pollux.server.notify.config import NotifyConfig
 from pollux.server.storage.workdirs import DEFAULT_MAX_MIB
@@ -106,8 +107,12 @@ class ServiceConfig:
             raise InvalidValueError(f"name = {self.name!r}; up to 40 letters, digits, - and _ are needed")
         if self.node_slots is not None and self.node_slots < 1:
             raise InvalidValueError(f"node_slots = {self.node_slots}; a number of at least 1 is needed")
-        if self.autoscale is not None and self.autoscale.min_nodes == 0 and self.node_slots is None:
-            raise InvalidValueError("autoscale from 0 nodes: say how large a node is that is added, by --node-slots")
+        if (size := self.autoscale) is not None and size.types and self.node_slots is not None:
+            raise InvalidValueError(f"node_slots = {self.node_slots} beside node types, which say their slots")
+        if size is not None and size.min_nodes == 0 and self.node_slots is None and not size.types:
+            raise InvalidValueError(
+                "autoscale from 0 nodes: say how large a node is that is added, by --node-slots or --node-type"
+            )
         if self.max_workdir_mib < 1:
             raise InvalidValueError(f"max_workdir_mib = {self.max_workdir_mib}; a number of at least 1 is needed")
         if self.node_price is not None and not (math.isfinite(self.node_price) and self.node_price >= 0):
@@ -137,3 +142,8 @@ class ClusterConfig:
     notify: NotifyConfig | None = None
     keep_rounds: int = 5000
     keep_reports: int = 5000  # of each job
+
+    @property
+    def prices(self) -> Prices:
+        """Of nodes for an hour."""
+        return Prices.of_types(() if self.autoscale is None else self.autoscale.types, self.node_price)

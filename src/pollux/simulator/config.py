@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from pollux.errors import InvalidValueError
 from pollux.scheduler.autoscale import DEFAULT_BAND, DEFAULT_WINDOW_S, AutoscaleConfig
+from pollux.scheduler.node_types import NodeType
 from pollux.scheduler.shares import Entitlements
 from pollux.simulator.colocation import SharedSpeed
 from pollux.simulator.physics import OSDI21, SIA, SIA_CLUSTER, NodeGroup, Physics
@@ -44,6 +45,7 @@ class SimulationConfig:
     budget_window_s: float = DEFAULT_WINDOW_S
     node_start_s: float = 120.0  # until a node that was asked for can be used; it is paid for meanwhile
     node_price: float | None = None  # of a node for an hour, in any currency
+    node_types: tuple[NodeType, ...] = ()  # that auto-scaling adds, with their prices; empty: as those there
     counts_efficiency: bool = True  # off: jobs and scheduler go by throughput, and batches grow with replicas
     entitlements: Entitlements | None = None  # of teams and users; None: all jobs are one user's
     keeps_deadlines: bool = True  # jobs with a deadline get what they need to meet it, whatever the policy
@@ -68,7 +70,12 @@ class SimulationConfig:
         if len(set(names)) < len(names):
             raise InvalidValueError(f"an accelerator type is named twice in the cluster: {', '.join(names)}")
         if len(names) > 1 and self.min_nodes is not None:
-            raise InvalidValueError(f"auto-scaling is for nodes of one type; the cluster has {', '.join(names)}")
+            raise InvalidValueError(
+                f"auto-scaling starts with nodes of one type; the cluster has {', '.join(names)}: name those that it "
+                "may add as node types"
+            )
+        if self.node_types and (self.min_nodes is None or self.node_price is not None):
+            raise InvalidValueError("node types are for auto-scaling, and have prices of their own: no node price")
         if (self.min_nodes is None) != (self.max_nodes is None):
             raise InvalidValueError("auto-scaling needs both the fewest and the most nodes; one of them is missing")
         if self.budget_slots is not None and self.min_nodes is None:
@@ -87,6 +94,7 @@ class SimulationConfig:
             high=self.high,
             budget_slots=self.budget_slots,
             budget_window_s=self.budget_window_s,
+            types=self.node_types,
         )
         config.check_template(self.groups[0].slots_per_node)
         return config
@@ -102,13 +110,25 @@ class SimulationConfig:
         return tuple(dataclasses.replace(group, num_nodes=self.min_nodes) for group in groups)
 
     @property
+    def accelerators(self) -> tuple[str, ...]:
+        """The types of nodes that there are, or may come."""
+        here, to_come = (one.accelerator for one in self.groups), (one.accelerator for one in self.node_types)
+        return tuple(dict.fromkeys((*here, *to_come)))
+
+    @property
     def full(self) -> SimulationConfig:
         """The same configuration at its largest size, without auto-scaling."""
         if self.max_nodes is None:
             return self
         cluster = tuple(dataclasses.replace(group, num_nodes=self.max_nodes) for group in self.cluster)
         return dataclasses.replace(
-            self, num_nodes=self.max_nodes, cluster=cluster, min_nodes=None, max_nodes=None, budget_slots=None
+            self,
+            num_nodes=self.max_nodes,
+            cluster=cluster,
+            min_nodes=None,
+            max_nodes=None,
+            budget_slots=None,
+            node_types=(),
         )
 
     @property

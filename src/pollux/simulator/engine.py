@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -285,6 +286,7 @@ class SimulatedEngine:
         self._arriving: list[tuple[float, Node]] = []  # when each of them is up, in that order
         self._fresh_names = (f"node{number}" for number in itertools.count())
         self.node_s = 0.0  # node-seconds paid for; a node is from when it is asked for
+        self.node_s_by_type: defaultdict[str, float] = defaultdict(float)  # the same, where types have prices
 
     # Engine -----------------------------------------------------------------------------------
 
@@ -318,7 +320,7 @@ class SimulatedEngine:
         events, self._events = self._events, []
         return events
 
-    def scale_to(self, keeping: Sequence[str], num_more: int) -> None:
+    def scale_to(self, keeping: Sequence[str], num_more: int, like: Node | None = None) -> None:
         """New nodes arrive after ``node_start_s``, surplus ones leave as soon as they are idle."""
         busy = {share.node for job in self._running.values() for share in job.allocation.shares}
         staying = [node for node in self._nodes if node.name in keeping or node.name in busy]
@@ -328,7 +330,7 @@ class SimulatedEngine:
         del self._arriving[num_more:]  # the latest requests are cancelled first
         while len(self._arriving) < num_more:
             name = next(name for name in self._fresh_names if name not in self._accelerator_of)
-            node = dataclasses.replace(self.template, name=name)
+            node = dataclasses.replace(like or self.template, name=name)
             self._arriving.append((self.now + self._config.node_start_s, node))
 
     # World ------------------------------------------------------------------------------------
@@ -349,6 +351,9 @@ class SimulatedEngine:
                     checkpoint.restore()
                     checkpoint.job.advance(until)
         self.node_s += (until - self.now) * (len(self._nodes) + len(self._arriving))
+        if self._config.node_types:
+            for node in (*self._nodes, *(node for _, node in self._arriving)):
+                self.node_s_by_type[node.accelerator] += until - self.now
         self.now = until
         if any(host_of(job.allocation) for job in running):  # of guest and host, the first to end comes first
             running.sort(key=lambda job: math.inf if job.completed_at is None else job.completed_at)
@@ -410,7 +415,8 @@ class SimulatedEngine:
         some steps with each.
         """
         job = self.job_for(spec)
-        for node in {node.accelerator: node for node in self._nodes}.values():
+        known = (*self._nodes, *(one.node for one in self._config.node_types))
+        for node in {node.accelerator: node for node in known}.values():
             accelerator = node.accelerator
             if spec.accelerators is not None and accelerator not in spec.accelerators:
                 continue

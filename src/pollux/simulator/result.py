@@ -22,6 +22,7 @@ import numpy as np
 
 from pollux.errors import InputFileError, SimulationError
 from pollux.policy.base import PolicySettings
+from pollux.scheduler.node_types import Prices
 from pollux.scheduler.record import JobRecord, RoundRecord
 from pollux.simulator.application import application_key
 from pollux.simulator.fairness import SoloTimes, finish_time_fairness
@@ -111,6 +112,7 @@ class SimulationResult:
     gpu_hours_by_type: Mapping[str, float] = field(default_factory=dict)  # held; empty where there is one type
     config: Mapping[str, Any] = field(default_factory=dict)
     pollux_version: str = __version__
+    cost_by_type: Mapping[str, float] = field(default_factory=dict)  # of nodes, where types of them have prices
     bound_jct_s: float | None = None  # no schedule has a lower average JCT; None: not computed
 
     @property
@@ -156,7 +158,9 @@ class SimulationResult:
 
     @property
     def cost(self) -> float | None:
-        """Of all node-hours, if a node's price is known."""
+        """Of all node-hours, if prices of nodes are known."""
+        if self.cost_by_type:
+            return math.fsum(self.cost_by_type.values())
         price = self.config.get("node_price")
         return None if price is None else self.node_hours * price
 
@@ -263,6 +267,7 @@ def summarise(run: SimulationRun, settings: PolicySettings | None = None) -> Sim
     held_s = float((pieces.replicas * pieces.durations).sum())
     weighted = float((pieces.efficiency * pieces.replicas * pieces.durations).sum())
     config = dataclasses.asdict(run.config)
+    prices = Prices.of_types(run.config.node_types)
     if settings is not None:
         config["policy_settings"] = dataclasses.asdict(settings)
     return SimulationResult(
@@ -279,8 +284,9 @@ def summarise(run: SimulationRun, settings: PolicySettings | None = None) -> Sim
         series=_series(begins, ends, pieces, slot_s),
         decisions=_decisions(run.store.rounds),
         cluster=run.config.cluster_text,
-        gpu_hours_by_type=pieces.hours_by_type([group.accelerator for group in run.config.groups]),
+        gpu_hours_by_type=pieces.hours_by_type(run.config.accelerators),
         config=config,
+        cost_by_type={kind: (prices.of(kind) or 0.0) * used_s / 3600 for kind, used_s in run.node_s_by_type.items()},
     )
 
 

@@ -38,7 +38,7 @@ def restricted(workload: Workload, applications: Mapping[str, Application], conf
     Raises:
         SimulationError: a job can run on no type of the cluster; says on which it could.
     """
-    types = frozenset(group.accelerator for group in config.groups)
+    types = frozenset(config.accelerators)
     jobs = []
     for job in workload.jobs:
         application = applications.get(application_key(applications, job))
@@ -117,6 +117,7 @@ class SimulationRun:
     node_s: float  # node-seconds to be paid for, those of nodes that were starting included
     wall_s: float
     ended_at: float
+    node_s_by_type: Mapping[str, float] = field(default_factory=dict)  # the same, where types of nodes have prices
 
 
 def simulate(
@@ -133,6 +134,7 @@ def simulate(
     applications = config.physics.applied_to(applications)
     nodes, workload = config.nodes(), restricted(workload, applications, config)
     slots_per_node = {node.accelerator: node.num_slots for node in nodes}
+    slots_per_node |= {one.accelerator: one.num_slots for one in config.node_types}
     profiles_types = len(slots_per_node) > 1 if config.profiles_types is None else config.profiles_types
     engine = SimulatedEngine(nodes, applications, config, adapts_batch=policy.adapts_batch)
     arrivals = sorted(enumerate(workload.jobs), key=lambda item: item[1].submitted_at)[::-1]  # next one last
@@ -196,6 +198,7 @@ def simulate(
         store=store,
         samples=samples,
         node_s=engine.node_s,
+        node_s_by_type=dict(engine.node_s_by_type),
         wall_s=time.perf_counter() - began,
         ended_at=clock.now(),
     )

@@ -199,13 +199,27 @@ def test_the_workdir_may_stand_in_the_script(project, monkeypatch):
         (["./run"], {}, "it is not there"),
         (["python", "train.py"], {"cwd": "/"}, "is not there|beside a workdir"),
         (["python", "train.py"], {"env_file": "/no/such/file"}, "cannot be read"),
-        (["python", "train.py"], {"pip": ["none.txt"]}, "cannot be read"),
+        (["python", "train.py"], {"pip": ["none.txt"]}, "--pip none.txt: the file cannot be read"),
+        (["python", "train.py"], {"uv": ["none.txt"]}, "--uv none.txt: the file cannot be read"),
+        (["python", "train.py"], {"conda": "none.yml"}, "--conda none.yml: the file cannot be read"),
+        (["python", "train.py"], {"pip": ["a"], "uv": ["b"]}, "--pip and --uv; a job has one environment"),
+        (["python", "train.py"], {"container": "-v/:/host"}, "container '-v/:/host'; an image is needed"),
     ],
 )
 def test_what_would_not_be_there_is_refused_here(project, command, options, message):
     write(project, data__big_dot_py="")
     with pytest.raises(InvalidValueError, match=message):
         make_request(command, {"workdir": str(project), **options})
+
+
+def test_files_of_uv_and_conda_are_read_here(project):
+    write(project, needs_dot_txt="einops  # small\n", env_dot_yml="name: x\ndependencies:\n- python\n", no_dot_yml="a")
+    options = {"workdir": str(project)}
+    assert make_request(["python", "train.py"], {**options, "uv": ["needs.txt", "tqdm"]}).uv == ("einops", "tqdm")
+    assert "dependencies:" in make_request(["python", "train.py"], {**options, "conda": "env.yml"}).conda
+    assert make_request(["python", "train.py"], {**options, "conda": "vision"}).conda == "vision"
+    with pytest.raises(InvalidValueError, match="no line 'dependencies:' in it"):
+        make_request(["python", "train.py"], {**options, "conda": "no.yml"})
 
 
 def test_an_absolute_path_into_the_workdir_is_refused(project):

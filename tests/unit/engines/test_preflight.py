@@ -11,7 +11,7 @@ pytest.importorskip("psutil")
 
 from pollux.api.cluster import CheckedNode, NodeFinding
 from pollux.engines import preflight as module
-from pollux.engines.preflight import CheckRequest, check_here, clock_finding, concluded, silent
+from pollux.engines.preflight import CheckRequest, check_here, clock_finding, clock_problem, concluded, silent
 from pollux.engines.ray.storage_probe import write_probe
 
 
@@ -68,3 +68,12 @@ def test_what_differs_from_most_nodes_is_a_problem() -> None:
     assert found["c"] == ["2.0; most nodes have 2.1"]
     assert found["d"] == ["not installed; most nodes have 2.1"]
     assert found["e"] == ["no answer"]
+
+
+@pytest.mark.parametrize(
+    ("node_s", "says"),
+    [(101.0, ""), (150.0, ""), (50.0, ""), (402.0, "its clock is 300 s ahead"), (20.0, "its clock is 80 s behind")],
+)
+def test_a_node_whose_clock_is_far_off_gets_no_work(node_s: float, says: str) -> None:
+    found = clock_problem(node_s, asked_s=100.0, answered_s=102.0)
+    assert found.startswith(says) and bool(found) == bool(says)

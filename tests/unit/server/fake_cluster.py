@@ -34,6 +34,7 @@ from pollux.api.request import JobRequest, check_dependencies, unique_name
 from pollux.api.round import RoundDetail, RoundSummary
 from pollux.api.usage import UsageRow
 from pollux.errors import UnknownNameError
+from pollux.scheduler.node_types import Prices
 from pollux.server.live.accounts import Accounts
 from pollux.server.live.operations import Operations
 from pollux.server.live.retention import Retention
@@ -241,7 +242,7 @@ class FakeCluster:
             version=__version__,
             engine="fake", policy="none", started_at=1.0, now=time.time(), num_slots=4, num_used_slots=0,
             nodes=2, jobs={"pending": len(self.views)}, num_rounds=0, last_decision_s=None, lost_share=None,
-            why_free=(), sizing=cluster_size(None, None, None), data_directory=str(self.directory), interval_s=60.0,
+            why_free=(), sizing=cluster_size(None, None, Prices()), data_directory=str(self.directory), interval_s=60.0,
         )  # fmt: skip
 
     def job_directory(self, name: str) -> Path:

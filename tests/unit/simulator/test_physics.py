@@ -9,6 +9,7 @@ import pytest
 
 from pollux.errors import InvalidValueError
 from pollux.policy import make_policy
+from pollux.scheduler.node_types import NodeType
 from pollux.simulator.builtin import ProfiledApplication, profiles_json
 from pollux.simulator.config import SimulationConfig, sia_config
 from pollux.simulator.fairness import SoloTimes
@@ -96,7 +97,7 @@ def test_one_type_may_be_scaled() -> None:
     ("fields", "problem"),
     [
         ({"cluster": (SLOW, SLOW)}, "named twice in the cluster: slow, slow"),
-        ({"cluster": (SLOW, FAST), "min_nodes": 1, "max_nodes": 2}, "one type; the cluster has slow, fast"),
+        ({"cluster": (SLOW, FAST), "min_nodes": 1, "max_nodes": 2}, "one type; the cluster has slow, fast: name those"),
     ],
 )
 def test_clusters_that_cannot_be(fields: dict[str, object], problem: str) -> None:
@@ -116,6 +117,42 @@ def test_hours_are_told_by_type() -> None:
     assert result.gpu_hours_by_type["slow"] == pytest.approx(60 / 3600)
     assert sum(result.gpu_hours_by_type.values()) == pytest.approx(result.gpu_hours)
     assert result.slot_hours == pytest.approx(result.node_hours * 8 / 3)
+
+
+# Prices of types ------------------------------------------------------------------------------
+
+
+def scaled(fast_price: float) -> SimulationRun:
+    """Jobs that need more than the one slow node that there is; fast slots do twice as much. The first is measured."""
+    kind = application()
+    jobs = [
+        job_spec(kind, name=f"job{number}", time_s=300.0 * bool(number), num_replicas=1, batch_size=100)
+        for number in range(12)
+    ]
+    types = (
+        NodeType(accelerator="slow", num_slots=2, price=1.0),
+        NodeType(accelerator="fast", num_slots=2, price=fast_price),
+    )
+    group = NodeGroup(accelerator="slow", num_nodes=1, slots_per_node=2)
+    sizes = {"min_nodes": 1, "max_nodes": 4, "node_types": types}
+    config = SimulationConfig(cluster=(group,), resize_s=5.0, remembers_profiles=True, **sizes)  # type: ignore[arg-type]
+    return simulate(Workload("many", tuple(jobs)), {"app": kind}, make_policy("pollux"), config)
+
+
+@pytest.mark.parametrize(("price", "used"), [(1.5, "fast"), (3.0, "slow")])
+def test_auto_scaling_adds_the_type_whose_goodput_costs_least(price: float, used: str) -> None:
+    result = summarise(scaled(price))
+    hours = result.gpu_hours_by_type
+    assert (hours.get("fast", 0.0) > 0) == (used == "fast"), hours
+    paid = {"slow": 1.0, "fast": price}
+    assert result.cost == pytest.approx(sum(result.cost_by_type.values())) and result.cost > 0
+    assert result.cost_by_type.keys() <= paid.keys()
+
+
+def test_types_have_prices_of_their_own() -> None:
+    one = NodeType(accelerator="slow", num_slots=2, price=1.0)
+    with pytest.raises(InvalidValueError, match="no node price"):
+        SimulationConfig(min_nodes=1, max_nodes=2, node_types=(one,), node_price=1.0)
 
 
 # Physics --------------------------------------------------------------------------------------

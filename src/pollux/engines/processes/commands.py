@@ -38,7 +38,7 @@ def plan_start(
     executable: str = sys.executable,
 ) -> StartPlan:
     as_it_is = StartPlan(argv=tuple(command), is_forked=False)
-    if (code := code_of(env)) is not None and code.pip:
+    if (code := code_of(env)) is not None and code.has_environment:
         return as_it_is  # an interpreter of its own
     if not is_same_interpreter(command[0], env, cwd, executable) or not _reads_the_same(env, parent_env):
         return as_it_is

@@ -17,8 +17,9 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import IO
 
+from pollux.engines.processes.containers import in_container
 from pollux.engines.processes.identity import become, identity_of
-from pollux.engines.processes.packages import activated, environment_for
+from pollux.engines.processes.packages import with_environment
 from pollux.engines.processes.trees import die_with
 from pollux.engines.processes.workdirs import CODE, code_of, unpack
 from pollux.errors import PolluxError
@@ -56,6 +57,7 @@ def main(argv: Sequence[str]) -> int:
             with open(int(fd), "rb") as file:
                 env = json.loads(file.read())
         code, identity = code_of(env), identity_of(env)
+        env.pop(CODE, None)
         if code is not None and code.workdir:
             unpack(code, directory, env, identity)
         if identity is not None:
@@ -63,12 +65,12 @@ def main(argv: Sequence[str]) -> int:
             die_with(owner)  # which the change of user has undone
             _take_on(env)
         os.chdir(directory)
-        if code is not None and code.pip:
-            env = activated(env, environment_for(code, directory))
+        if code is not None:
+            env = with_environment(code, directory, env)
+            command = in_container(code.container, directory, env, command) if code.container else command
     except (PolluxError, OSError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return FAILED_CODE
-    env.pop(CODE, None)
     sys.stdout.flush()
     try:
         os.execvpe(command[0], command, env)

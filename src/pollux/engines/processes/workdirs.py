@@ -34,7 +34,10 @@ POLL_S = 0.1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobCode:
-    """``store``: where the directory is kept; ``workdir``: its id, "" for none. ``pip``: requirements, a line each.
+    """``store``: where the directory is kept; ``workdir``: its id, "" for none.
+
+    ``pip``, ``uv``: requirements, a line each. ``conda``: the name or path of an environment, or the text of a file
+    that describes one. ``container``: an image. A job has one of these at most.
 
     ``is_far``: the store may be on another machine, so that nodes keep what they fetch from it.
     """
@@ -42,10 +45,21 @@ class JobCode:
     store: str
     workdir: str = ""
     pip: tuple[str, ...] = ()
+    uv: tuple[str, ...] = ()
+    conda: str = ""
+    container: str = ""
     is_far: bool = False
 
+    @property
+    def has_environment(self) -> bool:
+        """Whether it runs with programs of its own."""
+        return bool(self.pip or self.uv or self.conda or self.container)
+
     def to_env(self) -> dict[str, str]:
-        return {CODE: json.dumps(asdict(self))} if self.workdir or self.pip else {}
+        if not self.workdir and not self.has_environment:
+            return {}
+        needed = ("store", "workdir", "pip", "is_far")  # a node of the last version knows these alone
+        return {CODE: json.dumps({key: value for key, value in asdict(self).items() if value or key in needed})}
 
 
 def code_of(env: Mapping[str, str]) -> JobCode | None:
@@ -54,7 +68,7 @@ def code_of(env: Mapping[str, str]) -> JobCode | None:
     if not text:
         return None
     found = json.loads(text)
-    return JobCode(**{**found, "pip": tuple(found["pip"])})
+    return JobCode(**{**found, "pip": tuple(found["pip"]), "uv": tuple(found.get("uv", ()))})
 
 
 def with_own_python(env: Mapping[str, str]) -> dict[str, str]:

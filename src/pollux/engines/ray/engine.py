@@ -33,6 +33,7 @@ from pollux.engines.ray.network import can_connect
 from pollux.engines.supervised import GRACE_S, SupervisedEngine
 from pollux.engines.transport import Channel, Message
 from pollux.errors import EngineError
+from pollux.scheduler.node_types import GROUP
 from pollux.types import Node
 
 START_TIMEOUT_S = 90.0
@@ -245,10 +246,11 @@ class RayEngine(SupervisedEngine):
             for name, findings in rows.items()
         ]
 
-    def scale_to(self, keeping: Sequence[str], num_more: int) -> None:
+    def scale_to(self, keeping: Sequence[str], num_more: int, like: Node | None = None) -> None:
         # A node that joined while this was decided is not refused; only nodes seen the last time can be.
         refused = sorted(self._seen.difference(keeping))
         message: dict[str, Any] = {"op": "scale", "keeping": list(keeping), "refused": refused, "num_more": num_more}
         with self._changed:
             self._seen = frozenset(node.name for node in self._nodes)
-            self._send({**message, "slots": self.template.num_slots})
+            like = like or self.template
+            self._send({**message, "slots": like.num_slots, "group": dict(like.labels).get(GROUP, "")})

@@ -40,7 +40,7 @@ from pollux.engines.processes.readings import Sampler
 from pollux.engines.processes.starters import MISSING_CODE, ColdStarter, Command, ReplicaProcess, Starter
 from pollux.engines.processes.workdirs import code_of, with_own_python
 from pollux.engines.ray.network import free_port, network_env
-from pollux.engines.ray.notice import NoticeWatch
+from pollux.engines.ray.notice import DiskWatch, NoticeWatch
 from pollux.engines.ray.outbox import Numbered, Outbox
 from pollux.engines.ray.storage_probe import storage_problem
 from pollux.engines.transport import Message
@@ -89,6 +89,7 @@ class NodeAgent:
         self._logs: dict[str, float | None] = {}  # name -> when its replica ended
         self._heard_at = time.monotonic()
         self._notice, self._told_notice = NoticeWatch(os.environ), ""
+        self._disk = DiskWatch(tempfile.gettempdir())
         self._sampler = Sampler(str(self._folder), _own_devices)
         threading.Thread(target=self._run, name="pollux-agent", daemon=True).start()
 
@@ -97,7 +98,9 @@ class NodeAgent:
         gpus, problem = gpus_for_ray(survey(), _raylet_environment())
         if not problem and probe is not None:
             problem = storage_problem(probe)
+        problem = problem or self._disk.problem()
         about = {"protocol": AGENT_PROTOCOL, "oldest": OLDEST_PROTOCOL, "version": __version__, "pid": os.getpid()}
+        about["now"] = time.time()
         memory = [gpu.memory_bytes for gpu in gpus]
         return {**about, "gpus": [gpu.name for gpu in gpus], "memory": memory, "problem": problem}
 
@@ -202,7 +205,7 @@ class NodeAgent:
                     self._events.put({"event": "exited", "key": order["key"], **end})
         for reading in (self._sampler.take() or {}).values():
             self._events.put({"event": "reading", "reading": encoded(reading)})
-        if (notice := self._notice.reason) != self._told_notice:
+        if (notice := self._notice.reason or self._disk.problem()) != self._told_notice:
             self._told_notice = notice
             self._events.put({"event": "notice", "reason": notice})
         fork_server.poll()

@@ -17,6 +17,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import re
 import threading
 import time
 from collections import Counter, deque
@@ -29,10 +30,10 @@ from ray.actor import ActorHandle
 from ray.autoscaler.sdk import request_resources
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from pollux.engines.preflight import clock_finding, silent
+from pollux.engines.preflight import clock_finding, clock_problem, silent
 from pollux.engines.processes.devices import CPU
 from pollux.engines.ray.node_agent import NodeAgent, version_problem
-from pollux.engines.ray.scale import ScalableNode, ScaleRequest, requested, unwanted
+from pollux.engines.ray.scale import GROUP_LABEL, ScalableNode, ScaleRequest, requested, selectors, unwanted
 from pollux.engines.transport import Message
 from pollux.errors import EngineError
 
@@ -43,13 +44,14 @@ TALK_S = 0.05
 DESCRIBE_TIMEOUT_S = 60.0
 FIRST_PAUSE_S = 2.0  # before a node that gets no work is looked at again; doubles
 LONGEST_PAUSE_S = 60.0
+MAX_CHARACTERS = 300  # of a cause that is shown
 LINGER_S = 3.0  # a node must have been unwanted for so long: its last output is fetched meanwhile
 _GPU = "GPU"
 SHORT_LABELS = {
     "ray.io/availability-zone": "zone",
     "ray.io/availability-region": "region",
     "ray.io/market-type": "market",
-    "ray.io/node-group": "group",
+    GROUP_LABEL: "group",
 }
 
 logger = logging.getLogger(__name__)
@@ -120,6 +122,7 @@ class _NodeState:
     agent: ActorHandle | None = None
     describing: ray.ObjectRef | None = None
     asked_at: float = 0.0
+    asked_s: float = 0.0  # since 1970
     offer: RayNode | None = None  # when its agent has answered
     problem: str = ""  # why it gets no work
     num_problems: int = 0  # answers in a row that named one
@@ -131,6 +134,15 @@ class _NodeState:
     sent: list[Message] = field(default_factory=list)
     listening: ray.ObjectRef | None = None
     num_heard: int = 0
+
+    def is_due(self, now: float) -> bool:
+        """Whether a node that gets no work may be looked at again."""
+        return not self.num_problems or now >= self.asked_at + _pause(self.num_problems)
+
+    def ask(self, probe: str | None) -> None:
+        assert self.agent is not None
+        self.describing = self.agent.describe.remote(probe)
+        self.asked_at, self.asked_s = time.monotonic(), time.time()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +162,9 @@ class NodeAgents:
         self._names: dict[str, str] = {}  # name -> id, of the living
         self._scale_request: ScaleRequest | None = None  # None: the server does not scale
         self._bundles: list[dict[str, int]] | None = None  # what Ray's auto-scaler is to be asked for
+        self._selectors: list[dict[str, str]] = []  # labels of nodes for these; empty: any
         self._bundles_asked: list[dict[str, int]] | None = None
+        self._selectors_asked: list[dict[str, str]] = []
         self._leaving: list[ActorHandle] = []  # agents of nodes that are let go
         self._held: Counter[str] = Counter()  # node ids -> slots that we hold
         self._lost: dict[str, str] = {}
@@ -257,8 +271,9 @@ class NodeAgents:
                     self._leaving.append(node.agent)
             if request is not None:
                 self._bundles = requested(request, self._members(), self.resource)
+                self._selectors = selectors(request, self._members())
             elif self._scale_request is not None:
-                self._bundles = []
+                self._bundles, self._selectors = [], []
             self._scale_request = request
 
     def ask_for_nothing(self) -> None:
@@ -325,7 +340,8 @@ class NodeAgents:
             for node_id, row in rows.items():
                 if node_id not in self._states and self._slots_of(row):
                     self._add(row)
-            vacant = [s for s in self._states.values() if s.agent is None and not s.is_released]
+            now = time.monotonic()
+            vacant = [s for s in self._states.values() if s.agent is None and not s.is_released and s.is_due(now)]
         for node in vacant:
             self._join(node)
         self._see_answers()
@@ -371,18 +387,19 @@ class NodeAgents:
             scheduling_strategy=NodeAffinitySchedulingStrategy(node.id, soft=False),
             get_if_exists=True,
         ).remote(cluster=self._cluster, address=node.address)
-        describing = agent.describe.remote(self._probe)
         with self._turn:
-            node.agent, node.describing, node.asked_at = agent, describing, time.monotonic()
+            node.agent = agent
+            node.ask(self._probe)
             is_wanted = self._states.get(node.id) is node
         if not is_wanted:  # any more
             _kill(agent)
 
     def _see_answers(self) -> None:
         for node in list(self._states.values()):
-            is_due = time.monotonic() >= node.asked_at + _pause(node.num_problems)
-            if node.describing is None and node.agent is not None and node.offer is None and is_due:
-                node.describing, node.asked_at = node.agent.describe.remote(self._probe), time.monotonic()
+            if node.describing is None and node.agent is not None and node.offer is None:
+                if not node.is_due(time.monotonic()):
+                    continue
+                node.ask(self._probe)
             if node.describing is None or node.offer is not None:
                 continue
             try:
@@ -399,7 +416,8 @@ class NodeAgents:
                 continue
             node.describing = None
             with self._turn:
-                node.problem = version_problem(answer) or answer["problem"]
+                late = clock_problem(answer["now"], node.asked_s, time.time()) if "now" in answer else ""
+                node.problem = version_problem(answer) or answer["problem"] or late or self._gpu_problem(node, answer)
                 node.num_problems = node.num_problems + 1 if node.problem else 0
             if node.problem:
                 if node.num_problems == 1:
@@ -423,15 +441,24 @@ class NodeAgents:
                 node.offer = offer
             logger.info("%s joins: %d slots, %s", offer.name, offer.num_slots, offer.accelerator)
 
+    def _gpu_problem(self, node: _NodeState, answer: Message) -> str:
+        if self.resource != _GPU:
+            return ""
+        offers = [other.offer for other in self._states.values() if other.offer is not None]
+        return gpu_problem(node.num_total, len(answer["gpus"]), any(offer.accelerator != CPU for offer in offers))
+
     def _dismiss(self, node: _NodeState, error: Exception) -> None:
-        """An agent that has died is replaced, if its node lives."""
-        logger.warning("%s: its agent is gone: %s", node.name, str(error).splitlines()[0])
+        """An agent that has died is replaced, if its node lives; later, if it could not start."""
+        logger.warning("%s: its agent is gone: %s", node.name, cause_of(error))
         with self._turn:
-            if self._states.get(node.id) is node:
-                was_used = node.offer is not None
+            if self._states.get(node.id) is not node:
+                return
+            if node.offer is not None:
                 self._lose(node.id, "its agent ended")
-                if not was_used:
-                    self._lost.pop(node.name, None)
+                return
+            node.agent = node.describing = None
+            node.problem, node.asked_at = f"its agent cannot start: {cause_of(error)}", time.monotonic()
+            node.num_problems += 1
 
     def _see_others(self) -> None:
         """Slots of a node that others use are not offered."""
@@ -457,13 +484,13 @@ class NodeAgents:
     def _ask_for_nodes(self) -> None:
         """And let others go."""
         with self._turn:
-            bundles, leaving, self._leaving = self._bundles, self._leaving, []
+            bundles, labels, leaving, self._leaving = self._bundles, self._selectors, self._leaving, []
         for agent in leaving:
             _kill(agent)
-        if bundles is not None and bundles != self._bundles_asked:
-            request_resources(bundles=bundles)
-            logger.info("Ray's auto-scaler is asked for %s", bundles or "nothing more")
-            self._bundles_asked = bundles
+        if bundles is not None and (bundles, labels) != (self._bundles_asked, self._selectors_asked):
+            request_resources(bundles=bundles, bundle_label_selectors=labels or None)
+            logger.info("Ray's auto-scaler is asked for %s %s", bundles or "nothing more", labels or "")
+            self._bundles_asked, self._selectors_asked = bundles, labels
 
     def _talk(self) -> None:
         """Hear what agents tell, and pass on what they are asked, with one call of each kind under way."""
@@ -520,6 +547,23 @@ class NodeAgents:
                 node.orders, node.sent = node.sent + node.orders, []
         except ray.exceptions.RayError as error:
             self._dismiss(node, error)
+
+
+def gpu_problem(num_told: int, num_seen: int, others_have: bool) -> str:
+    """Why a node gets no work that has fewer GPUs than Ray was told; "" if it gets some.
+
+    Where the driver shows none on any node, they are of a kind that only Ray knows.
+    """
+    if num_seen >= num_told or (num_seen == 0 and not others_have):
+        return ""
+    return f"Ray counts {num_told} GPUs there, and the driver shows {num_seen}: see nvidia-smi on it"
+
+
+def cause_of(error: Exception) -> str:
+    """In a line: the last exception that a text of Ray names, or its first line."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [repr(error)]
+    named = [line for line in lines if re.match(r"[A-Za-z_.]*(Error|Exception)\b", line)]
+    return (named or lines[:1])[-1][:MAX_CHARACTERS]
 
 
 def _pause(num_problems: int) -> float:

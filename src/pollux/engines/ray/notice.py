@@ -1,6 +1,8 @@
-"""Sees that this machine will be taken away soon: the notice that clouds give of spot nodes. The node agent has one.
+"""Sees that this machine cannot be used much longer. The node agent asks.
 
-Sources, each named in the environment that Ray was started with on this machine: a file (``POLLUX_NOTICE_FILE``), which
+:class:`NoticeWatch` sees the notice that clouds give of spot nodes, :class:`DiskWatch` a disk that is full.
+
+Sources of notices, each named in the environment that Ray was started with here: a file (``POLLUX_NOTICE_FILE``), which
 a hook of the machine's shutdown can write, and an address (``POLLUX_NOTICE_URL``) that answers with 200 once the notice
 is given, as clouds' metadata servers do; ``POLLUX_NOTICE_HEADER`` is sent along, as in ``Metadata-Flavor: Google``.
 An answer of FALSE is none. What is told to Ray itself (``ray drain-node``) is seen by :mod:`pollux.engines.ray.nodes`.
@@ -9,10 +11,13 @@ An answer of FALSE is none. What is told to Ray itself (``ray drain-node``) is s
 from __future__ import annotations
 
 import threading
+import time
 import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
+
+from pollux.engines.processes.space import ENOUGH, MIN_FREE_BYTES, free_bytes
 
 FILE, URL, HEADER = "POLLUX_NOTICE_FILE", "POLLUX_NOTICE_URL", "POLLUX_NOTICE_HEADER"
 PERIOD_S = 1.0
@@ -63,6 +68,32 @@ class NoticeWatch:
         except (OSError, urllib.error.URLError, ValueError):
             return ""  # 404 until there is a notice
         return "" if text.strip().upper() == "FALSE" else _in_words(text, f"{self._url} tells it")
+
+
+class DiskWatch:
+    """Looks at the disk of a folder, each second at most: replicas print there, and new ones could not start."""
+
+    def __init__(self, folder: str, min_free_bytes: int = MIN_FREE_BYTES, period_s: float = PERIOD_S) -> None:
+        self._folder, self._min_free_bytes, self._period_s = folder, min_free_bytes, period_s
+        self._looks_at = 0.0
+        self._problem = ""
+
+    def problem(self) -> str:
+        """Why this node can get no work; "" if it can."""
+        now = time.monotonic()
+        if now < self._looks_at:
+            return self._problem
+        self._looks_at = now + self._period_s
+        try:
+            free = free_bytes(self._folder)
+        except OSError as error:
+            self._problem = f"the free space at {self._folder} cannot be seen: {error.strerror}"
+            return self._problem
+        enough = self._min_free_bytes * (ENOUGH if self._problem else 1.0)
+        least = self._min_free_bytes >> 20
+        shown = f"its disk is full: {free >> 20} MiB free at {self._folder}, {least} MiB are needed"
+        self._problem = shown if free < enough else ""
+        return self._problem
 
 
 def _in_words(text: str, otherwise: str) -> str:

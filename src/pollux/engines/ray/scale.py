@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+GROUP_LABEL = "ray.io/node-group"  # as KubeRay and the cluster launcher name a node's group
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScaleRequest:
@@ -20,6 +22,7 @@ class ScaleRequest:
     refused: frozenset[str]  # it knew them, and does not want them
     num_more: int
     num_slots: int  # of each of these
+    group: str = ""  # the worker group that they should be of; "": of any
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +46,17 @@ def requested(request: ScaleRequest, members: Sequence[ScalableNode], resource: 
     """Bundles, one for each node that should be there; none if the scheduler has seen all that it wants."""
     if not request.num_more:
         return []
+    sizes = [*(member.num_slots for member in members), *[request.num_slots] * _num_missing(request, members)]
+    return [{resource: size} for size in sizes]
+
+
+def selectors(request: ScaleRequest, members: Sequence[ScalableNode]) -> list[dict[str, str]]:
+    """Labels that nodes for these bundles must have: of those that are there, none; none at all without a group."""
+    if not request.num_more or not request.group:
+        return []
+    return [{} for _ in members] + [{GROUP_LABEL: request.group}] * _num_missing(request, members)
+
+
+def _num_missing(request: ScaleRequest, members: Sequence[ScalableNode]) -> int:
     num_new = sum(member.name not in request.keeping | request.refused and not member.is_released for member in members)
-    num_missing = max(request.num_more - num_new, 0)
-    return [{resource: size} for size in [*(m.num_slots for m in members), *[request.num_slots] * num_missing]]
+    return max(request.num_more - num_new, 0)

@@ -248,6 +248,7 @@ class RaySupervisor:
             refused=frozenset(message["refused"]),
             num_more=int(message["num_more"]),
             num_slots=int(message["slots"]),
+            group=str(message.get("group", "")),
         )
 
 

@@ -133,7 +133,7 @@ class Cluster:
         self.retention = Retention(self._jobs, store, self._clock.now)
         self._notifier = Notifier(config.notify)
         self._news = News(self._notifier, config.url)
-        self._meter = Meter(store, self.accounts.team_of, config.node_price)
+        self._meter = Meter(store, self.accounts.team_of, config.prices)
         self._node_s_before = read_seconds(config.data_directory / NODE_SECONDS_FILE)  # counted by servers before
 
     # Life -------------------------------------------------------------------------------------

@@ -116,6 +116,8 @@ def make_ray_cluster(config: ServiceConfig, store: SqlStore, url: str) -> Served
     template = None
     if config.node_slots is not None:
         template = Node(name="new", num_slots=config.node_slots, accelerator="cpu")
+    elif config.autoscale is not None and config.autoscale.types:
+        template = config.autoscale.types[0].node
 
     def make_engine(launch_of: Callable[[str], Launch], on_event: Callable[[], None]) -> RayEngine:
         return RayEngine(

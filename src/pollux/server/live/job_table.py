@@ -330,7 +330,15 @@ class JobTable:
 
     def _code_of(self, request: JobRequest) -> JobCode:
         store = self.workdirs.store.root
-        return JobCode(store=store, workdir=request.workdir, pip=request.pip, is_far=self._settings.is_distributed)
+        return JobCode(
+            store=store,
+            workdir=request.workdir,
+            pip=request.pip,
+            uv=request.uv,
+            conda=request.conda,
+            container=request.container,
+            is_far=self._settings.is_distributed,
+        )
 
     def _way_to_server(self) -> dict[str, str]:
         """Whom jobs trust. A server that is plain told its operator so; its jobs must not refuse it."""

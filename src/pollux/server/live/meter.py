@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import datetime
 
 from pollux.api.access import OPERATOR
+from pollux.scheduler.node_types import Prices
 from pollux.scheduler.record import JobRecord
 from pollux.server.storage.database import Database
 from pollux.server.storage.usage import Amount, UsagePlace, UsageStore
@@ -16,9 +17,9 @@ from pollux.types import Node
 
 
 class Meter:
-    def __init__(self, database: Database, team_of: Callable[[str], str], node_price: float | None) -> None:
-        """``node_price``: of a node for an hour."""
-        self._store, self._team_of, self._node_price = UsageStore(database), team_of, node_price
+    def __init__(self, database: Database, team_of: Callable[[str], str], prices: Prices) -> None:
+        """``prices``: of nodes."""
+        self._store, self._team_of, self._prices = UsageStore(database), team_of, prices
         self._seen: dict[str, float] = {}  # slot-seconds that were counted, by job
         self._kind: dict[str, tuple[str, float]] = {}  # type and price of a slot-second, by job
         self._amounts: dict[UsagePlace, Amount] = {}  # not saved yet
@@ -40,7 +41,7 @@ class Meter:
     def _find_kind(self, record: JobRecord, nodes: Sequence[Node]) -> None:
         home = next((node for node in nodes if node.name == record.allocation.shares[0].node), None)
         if home is not None:
-            price = 0.0 if self._node_price is None else self._node_price / home.num_slots / 3600
+            price = (self._prices.of(home.accelerator) or 0.0) / home.num_slots / 3600
             self._kind[record.name] = home.accelerator, price
 
     def look(self, record: JobRecord, nodes: Sequence[Node], now: float, useful_share: float) -> None:

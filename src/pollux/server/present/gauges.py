@@ -17,6 +17,7 @@ from pollux.api.cluster import NodeReading
 from pollux.api.report import Report
 from pollux.api.usage import UsageRow
 from pollux.scheduler.node_health import NodeCondition
+from pollux.scheduler.node_types import Prices
 from pollux.scheduler.record import JobRecord
 from pollux.types import Node
 
@@ -38,7 +39,7 @@ class Measured:
     jobs: Sequence[tuple[JobRecord, tuple[float, Report] | None]] = ()
     num_jobs: Mapping[str, int] = field(default_factory=dict)  # by state, also of those that are over
     node_s: Mapping[str, float] = field(default_factory=dict)  # by accelerator, since the server started
-    node_price: float | None = None  # for an hour
+    prices: Prices = field(default_factory=Prices)  # of nodes
     num_wanted_nodes: int | None = None  # None: no auto-scaling
     usage: Sequence[UsageRow] = ()  # by team and user, since the data directory was made
     readings: Mapping[str, NodeReading] = field(default_factory=dict)  # what nodes did last
@@ -211,9 +212,9 @@ def _node_families(seen: Measured) -> Iterator[Metric]:
     for kind, used_s in seen.node_s.items():
         seconds.add_metric((kind,), used_s)
     yield seconds
-    if seen.node_price is not None:
-        cost = CounterMetricFamily("pollux_node_cost", "What that cost, in the unit of --node-price.")
-        cost.add_metric((), seen.node_price * sum(seen.node_s.values()) / 3600.0)
+    if (spent := seen.prices.cost(seen.node_s)) is not None:
+        cost = CounterMetricFamily("pollux_node_cost", "What that cost, in the unit of --node-price or --node-type.")
+        cost.add_metric((), spent)
         yield cost
 
 

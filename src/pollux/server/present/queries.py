@@ -220,7 +220,7 @@ class Queries:
             num_rounds=0 if scheduler is None else scheduler.num_rounds,
             last_decision_s=None if last is None else last.decision_s,
             lost_share=lost_s / running_s if running_s > 0 else None,
-            sizing=cluster_size(scheduler, self._config.autoscale, self._config.node_price),
+            sizing=cluster_size(scheduler, self._config.autoscale, self._config.prices),
             data_directory=str(self._config.data_directory),
             why_free=self._why_free(nodes, records),
             interval_s=self._config.interval_s,
@@ -260,7 +260,7 @@ class Queries:
             ],
             num_jobs=self._counts(records),
             node_s={kind: used_s - node_s_before.get(kind, 0.0) for kind, used_s in node_s.items()},
-            node_price=self._config.node_price,
+            prices=self._config.prices,
             num_wanted_nodes=None if scheduler is None else scheduler.num_wanted_nodes,
             usage=self._usage.table(("team", "user"), None, None),
             readings=self._engine.readings,
@@ -381,8 +381,8 @@ class Queries:
                 continue  # what it does with its slots is not known
             if job.decided is not None and (share := useful_slots(job.decided.decision, count)) is not None:
                 useful.append(share)
-        scheduler, price = self._state.scheduler, self._config.node_price
-        node_hours = sum(({} if scheduler is None else scheduler.node_s).values()) / 3600.0
+        scheduler = self._state.scheduler
+        node_s = {} if scheduler is None else scheduler.node_s
         sample = ClusterSample(
             at=self._clock.now(),
             num_nodes=len(nodes),
@@ -392,8 +392,8 @@ class Queries:
             num_pending=len(records) - len(holding) + sum(job.name not in records for job in self._jobs.held),
             efficiency=efficient / num_told if num_told else None,
             goodput=sum(useful) if useful or not holding else None,
-            node_hours=node_hours,
-            cost=None if price is None else price * node_hours,
+            node_hours=sum(node_s.values()) / 3600.0,
+            cost=self._config.prices.cost(node_s),
         )
         self._series.add_sample(sample)
         return sample

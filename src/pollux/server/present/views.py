@@ -33,6 +33,7 @@ from pollux.scheduler.lifecycle import JobState, Transition
 from pollux.scheduler.loop import Scheduler
 from pollux.scheduler.node_classes import no_node_reason
 from pollux.scheduler.node_health import NodeCondition
+from pollux.scheduler.node_types import Prices
 from pollux.scheduler.nodes import slots_by_type
 from pollux.scheduler.quotas import Standing
 from pollux.scheduler.record import JobRecord, RoundRecord
@@ -486,7 +487,7 @@ def finite(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
 
 
-def cluster_size(scheduler: Scheduler | None, config: AutoscaleConfig | None, node_price: float | None) -> ClusterSize:
+def cluster_size(scheduler: Scheduler | None, config: AutoscaleConfig | None, prices: Prices) -> ClusterSize:
     """How large the cluster should be, why, and what its nodes have cost."""
     node_hours = {} if scheduler is None else {kind: used_s / 3600.0 for kind, used_s in scheduler.node_s.items()}
     size = None if scheduler is None else scheduler.last_size
@@ -498,6 +499,7 @@ def cluster_size(scheduler: Scheduler | None, config: AutoscaleConfig | None, no
         utility=None if size is None else size.utility,
         reason="" if size is None else size.reason,
         node_hours=node_hours,
-        node_price=node_price,
-        cost=None if node_price is None else node_price * sum(node_hours.values()),
+        node_price=prices.any,
+        prices=dict(prices.by_type),
+        cost=prices.cost({} if scheduler is None else scheduler.node_s),
     )

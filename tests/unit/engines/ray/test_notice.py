@@ -1,4 +1,4 @@
-"""The notice that a machine will be taken away: from a file and from a metadata server."""
+"""The notice that a machine will be taken away: from a file and from a metadata server; and a disk that is full."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from pollux.engines.ray.notice import FILE, HEADER, URL, NoticeWatch
+from pollux.engines.ray.notice import FILE, HEADER, URL, DiskWatch, NoticeWatch
 from tests.unit.engines.bench import until
 
 
@@ -56,3 +56,27 @@ def test_a_metadata_server_tells_when_it_answers(metadata: str) -> None:
             until(lambda is_told=is_told: bool(watch.reason) == is_told, f"{answer}")  # type: ignore[misc]
     with closing(NoticeWatch({URL: "file:///etc/passwd"})) as watch:
         assert watch._look() == ""
+
+
+def test_a_full_disk_is_a_problem_until_there_is_some_room_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    free = 100 << 20
+    monkeypatch.setattr("pollux.engines.ray.notice.free_bytes", lambda _: free)
+    watch = DiskWatch(str(tmp_path), period_s=0.0)
+    assert watch.problem() == ""
+    free = 10 << 20
+    assert watch.problem() == f"its disk is full: 10 MiB free at {tmp_path}, 64 MiB are needed"
+    free = 66 << 20
+    assert watch.problem().startswith("its disk is full: 66 MiB")  # a little more would be full again at once
+    free = 90 << 20
+    assert watch.problem() == ""
+
+
+def test_the_disk_is_looked_at_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+    monkeypatch.setattr("pollux.engines.ray.notice.free_bytes", lambda path: looks.append(path) or (1 << 40))
+    watch = DiskWatch(str(tmp_path), period_s=60.0)
+    for _ in range(5):
+        assert watch.problem() == ""
+    assert looks == [str(tmp_path)]

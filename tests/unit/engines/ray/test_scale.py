@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from pollux.engines.ray.scale import ScalableNode, ScaleRequest, requested, unwanted
+from pollux.engines.ray.scale import GROUP_LABEL, ScalableNode, ScaleRequest, requested, selectors, unwanted
 
 
 def request(*keeping: str, refused: Sequence[str] = (), num_more: int = 0) -> ScaleRequest:
@@ -51,3 +51,14 @@ class TestRequested:
             {"CPU": 4},
             {"CPU": 8},
         ]
+
+
+def test_nodes_of_a_worker_group_are_asked_for_by_its_label() -> None:
+    members = [ScalableNode(name="a", num_slots=2, is_released=False)]
+    wants = ScaleRequest(keeping=frozenset({"a"}), refused=frozenset(), num_more=2, num_slots=8, group="big")
+    assert requested(wants, members, "GPU") == [{"GPU": 2}, {"GPU": 8}, {"GPU": 8}]
+    assert selectors(wants, members) == [{}, {GROUP_LABEL: "big"}, {GROUP_LABEL: "big"}]
+    any_group = ScaleRequest(keeping=frozenset({"a"}), refused=frozenset(), num_more=2, num_slots=8)
+    assert selectors(any_group, members) == []
+    enough = ScaleRequest(keeping=frozenset({"a"}), refused=frozenset(), num_more=0, num_slots=8, group="big")
+    assert selectors(enough, members) == requested(enough, members, "GPU") == []

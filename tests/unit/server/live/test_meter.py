@@ -7,6 +7,7 @@ from datetime import datetime
 import pytest
 
 from pollux.scheduler.knowledge import Knowledge
+from pollux.scheduler.node_types import Prices
 from pollux.scheduler.record import JobRecord
 from pollux.server.live.meter import Meter
 from pollux.server.storage.usage import UsageStore
@@ -30,7 +31,7 @@ def make_record(name="job", node="a", owner="ada") -> JobRecord:
 
 
 def test_hours_goodput_and_cost_by_month_team_and_user(store):
-    meter = Meter(store, {"ada": "vision", "bob": "nlp"}.get, node_price=8.0)
+    meter = Meter(store, {"ada": "vision", "bob": "nlp"}.get, Prices(any=8.0))
     one, other = make_record(), make_record("other", "c", "bob")
     one.attained_slot_s = other.attained_slot_s = 7200.0
     meter.look(one, NODES, NOON, useful_share=0.5)
@@ -54,12 +55,12 @@ def test_hours_goodput_and_cost_by_month_team_and_user(store):
 def test_nothing_is_counted_twice_or_lost_by_a_restart(store):
     record = make_record()
     record.attained_slot_s = 100.0
-    meter = Meter(store, lambda owner: "vision", None)
+    meter = Meter(store, lambda owner: "vision", Prices())
     meter.look(record, NODES, NOON, 1.0)
     meter.save()
     meter.save()
     record.attained_slot_s = 160.0  # trained on while no server ran
-    meter = Meter(store, lambda owner: "vision", None)
+    meter = Meter(store, lambda owner: "vision", Prices())
     meter.resume([record])
     meter.look(record, NODES, NOON, 1.0)
     meter.look(record, NODES, NOON, 1.0)
