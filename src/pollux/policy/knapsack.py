@@ -83,10 +83,17 @@ def _solve_by_price(costs: FloatArray, capacity: int) -> KnapsackSolution:
     rows = np.arange(num_jobs)
     sizes = np.arange(num_options, dtype=float)
 
-    def respond(price: float) -> tuple[IntArray, float]:
-        priced = costs + price * sizes
-        counts = priced.argmin(axis=1)
-        return counts, dual_bound(priced[rows, counts], price * capacity)
+    def respond(price: float, least: IntArray | None = None, most: IntArray | None = None) -> tuple[IntArray, float]:
+        """What jobs take at this price, and a bound. ``least`` and ``most``: what they take at a higher and a lower."""
+        if least is None or most is None:
+            priced = costs + price * sizes
+            counts = priced.argmin(axis=1)
+            return counts, dual_bound(priced[rows, counts], price * capacity)
+        counts = least.copy()
+        open_rows = np.flatnonzero(most > least)  # the others take the same at all prices in between
+        first, end = int(least[open_rows].min()), int(most[open_rows].max()) + 1
+        counts[open_rows] = first + (costs[open_rows, first:end] + price * sizes[first:end]).argmin(axis=1)
+        return counts, dual_bound(costs[rows, counts] + price * sizes[counts], price * capacity)
 
     generous, bound = respond(0.0)
     if generous.sum() <= capacity:
@@ -101,7 +108,7 @@ def _solve_by_price(costs: FloatArray, capacity: int) -> KnapsackSolution:
     bound = max(bound, value)
     for _ in range(_DUAL_STEPS):
         middle = (low + high) / 2 if low == 0.0 or high / low < 4.0 else (low * high) ** 0.5
-        counts, value = respond(middle)
+        counts, value = respond(middle, frugal, generous)
         bound = max(bound, value)
         if counts.sum() > capacity:
             low, generous = middle, counts
