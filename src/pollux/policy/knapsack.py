@@ -120,8 +120,8 @@ def _solve_by_price(costs: FloatArray, capacity: int) -> KnapsackSolution:
 
     # At the price at which both answers are worth the same, a third is better than both, or this is the best price.
     for _ in range(_CROSSINGS):
-        least, saved = float(costs[rows, frugal].sum()), float((costs[rows, frugal] - costs[rows, generous]).sum())
-        price = saved / float(generous.sum() - frugal.sum())
+        least, most = float(costs[rows, frugal].sum()), float(costs[rows, generous].sum())
+        price = (least - most) / float(generous.sum() - frugal.sum())
         if not low < price < high:
             break
         worth = least + price * float(frugal.sum())

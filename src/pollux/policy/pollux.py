@@ -88,7 +88,7 @@ class PolluxPolicy(Policy):
         if self._settings.weights == "equal":
             return None
         jobs = snapshot.jobs
-        found = self._lengths.left_examples(jobs) / np.array([table.fair_goodput for table in tables])
+        found: FloatArray = self._lengths.left_examples(jobs) / np.array([table.fair_goodput for table in tables])
         if len(types_of(snapshot.nodes)) == 1:
             served = self._lengths.left_slot_s(jobs) * len(jobs) / snapshot.num_slots
             found = np.where(np.isnan(found), served, found)

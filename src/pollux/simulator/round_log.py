@@ -13,7 +13,7 @@ import tempfile
 import weakref
 from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, BinaryIO, overload
+from typing import IO, Any, overload
 
 import numpy as np
 
@@ -34,18 +34,19 @@ class RoundLog(Sequence[RoundRecord]):
     def __init__(self, in_memory: int = IN_MEMORY) -> None:
         self._first: list[RoundRecord] = []
         self._in_memory = in_memory
-        self._file: BinaryIO | None = None
+        self._file: IO[bytes] | None = None
         self._begins = array("q")  # of each line in the file
 
     def append(self, record: RoundRecord) -> None:
         if len(self._first) < self._in_memory:
             self._first.append(record)
             return
-        if self._file is None:
-            self._file = tempfile.TemporaryFile(buffering=_BUFFER_BYTES)  # noqa: SIM115
-            weakref.finalize(self, self._file.close)
-        self._begins.append(self._file.seek(0, os.SEEK_END))
-        self._file.write(json.dumps(_encoded(record), separators=(",", ":")).encode() + b"\n")
+        file = self._file
+        if file is None:
+            file = self._file = tempfile.TemporaryFile(buffering=_BUFFER_BYTES)  # noqa: SIM115
+            weakref.finalize(self, file.close)
+        self._begins.append(file.seek(0, os.SEEK_END))
+        file.write(json.dumps(_encoded(record), separators=(",", ":")).encode() + b"\n")
 
     def __len__(self) -> int:
         return len(self._first) + len(self._begins)
