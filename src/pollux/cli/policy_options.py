@@ -139,9 +139,8 @@ POLICY_OPTIONS = (
         field="weights",
         owner=PolicySettings,
         panel=POLICY_PANEL,
-        help="All jobs count the same; or jobs with less work left count more, as declared (remaining) or as ended "
-        "jobs of the same application have shown (learnt). auto: as declared, else as learnt where GPUs are of one "
-        "type, else the same.",
+        help="All jobs count the same; or jobs with less work left count more, as declared (remaining) or as other "
+        "jobs of the same application have shown (learnt). auto: as declared, else as learnt.",
         kind=Weights,
         read=lambda name: {"weights": name.value},
     ),

@@ -39,6 +39,8 @@ def grad_s(theta: npt.ArrayLike, device_batch: npt.ArrayLike) -> FloatArray:
 def sync_s(theta: npt.ArrayLike, num_nodes: npt.ArrayLike, num_replicas: npt.ArrayLike) -> FloatArray:
     """Seconds to average gradients over ``num_replicas`` on ``num_nodes``."""
     theta = np.asarray(theta, dtype=float)
+    if theta.ndim == 1 and isinstance(num_nodes, int) and isinstance(num_replicas, int):
+        return _one_sync_s(theta, num_nodes, num_replicas)
     num_nodes, num_replicas = np.asarray(num_nodes), np.asarray(num_replicas)
     spans = num_nodes > 1
     alpha = np.where(spans, theta[..., ALPHA_N], theta[..., ALPHA_R])
@@ -47,6 +49,17 @@ def sync_s(theta: npt.ArrayLike, num_nodes: npt.ArrayLike, num_replicas: npt.Arr
     if theta.shape[-1] > NUM_PUBLISHED:
         more = np.where(theta[..., RING] > 0, more / np.maximum(num_replicas, 2), more)
     return np.where(num_replicas > 1, alpha + beta * more, 0.0)
+
+
+def _one_sync_s(theta: FloatArray, num_nodes: int, num_replicas: int) -> FloatArray:
+    """:func:`sync_s` of one configuration: the same numbers, many times faster."""
+    if num_replicas < 2:
+        return np.zeros(())
+    alpha, beta = theta[[ALPHA_N, BETA_N] if num_nodes > 1 else [ALPHA_R, BETA_R]].tolist()
+    more: float = num_replicas - 2
+    if len(theta) > NUM_PUBLISHED and theta[RING] > 0:
+        more /= num_replicas
+    return np.array(alpha + beta * more)
 
 
 def overlap(compute_s: FloatArray, communicate_s: FloatArray, gamma: FloatArray | float) -> FloatArray:

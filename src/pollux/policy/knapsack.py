@@ -19,6 +19,8 @@ from pollux.types import FloatArray, IntArray
 
 _EXACT_LIMIT = 1_000_000  # table cells x options up to which dynamic programming is faster than prices
 _ROUNDING = 64 * float(np.finfo(float).eps)  # relative, of a sum of many numbers
+_CROSSINGS = 40  # prices of the first kind that are tried: mostly ten are enough
+_BESIDE = 4e-13  # of the best price: where answers on either side of it are looked for
 _DUAL_STEPS = 60  # halvings of the price's interval: all that a double's mantissa has, and a few to spare
 
 
@@ -83,10 +85,17 @@ def _solve_by_price(costs: FloatArray, capacity: int) -> KnapsackSolution:
     rows = np.arange(num_jobs)
     sizes = np.arange(num_options, dtype=float)
 
-    def respond(price: float) -> tuple[IntArray, float]:
-        priced = costs + price * sizes
-        counts = priced.argmin(axis=1)
-        return counts, dual_bound(priced[rows, counts], price * capacity)
+    def respond(price: float, least: IntArray | None = None, most: IntArray | None = None) -> tuple[IntArray, float]:
+        """What jobs take at this price, and a bound. ``least`` and ``most``: what they take at a higher and a lower."""
+        if least is None or most is None:
+            priced = costs + price * sizes
+            counts = priced.argmin(axis=1)
+            return counts, dual_bound(priced[rows, counts], price * capacity)
+        counts = least.copy()
+        open_rows = np.flatnonzero(most > least)  # the others take the same at all prices in between
+        first, end = int(least[open_rows].min()), int(most[open_rows].max()) + 1
+        counts[open_rows] = first + (costs[open_rows, first:end] + price * sizes[first:end]).argmin(axis=1)
+        return counts, dual_bound(costs[rows, counts] + price * sizes[counts], price * capacity)
 
     generous, bound = respond(0.0)
     if generous.sum() <= capacity:
@@ -99,16 +108,38 @@ def _solve_by_price(costs: FloatArray, capacity: int) -> KnapsackSolution:
         high *= 2.0
         frugal, value = respond(high)
     bound = max(bound, value)
-    for _ in range(_DUAL_STEPS):
-        middle = (low + high) / 2 if low == 0.0 or high / low < 4.0 else (low * high) ** 0.5
-        counts, value = respond(middle)
+
+    def ask(price: float) -> None:
+        nonlocal bound, low, high, generous, frugal
+        counts, value = respond(price, frugal, generous)
         bound = max(bound, value)
         if counts.sum() > capacity:
-            low, generous = middle, counts
+            low, generous = price, counts
         else:
-            high, frugal = middle, counts
+            high, frugal = price, counts
+
+    # At the price at which both answers are worth the same, a third is better than both, or this is the best price.
+    for _ in range(_CROSSINGS):
+        least, most = float(costs[rows, frugal].sum()), float(costs[rows, generous].sum())
+        price = (least - most) / float(generous.sum() - frugal.sum())
+        if not low < price < high:
+            break
+        worth = least + price * float(frugal.sum())
+        counts, value = respond(price, frugal, generous)
+        bound = max(bound, value)
+        if float((costs[rows, counts] + price * sizes[counts]).sum()) >= worth - _ROUNDING * abs(worth):
+            for beside in (price * (1 - _BESIDE), price * (1 + _BESIDE)):
+                if low < beside < high:
+                    ask(beside)
+            break
+        if counts.sum() > capacity:
+            low, generous = price, counts
+        else:
+            high, frugal = price, counts
+    for _ in range(_DUAL_STEPS):
         if high - low <= 1e-12 * high or np.array_equal(generous, frugal):
             break
+        ask((low + high) / 2 if low == 0.0 or high / low < 4.0 else (low * high) ** 0.5)
     # Between the last price that asks too much and the first that does not: take what still fits.
     counts = frugal.copy()
     left = capacity - int(counts.sum())

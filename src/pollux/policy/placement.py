@@ -104,6 +104,13 @@ class PlacementProblem:
         costs[jobs, counts] = np.minimum(costs[jobs, counts], self.keep_cost)
         return costs
 
+    def idle_costs(self) -> FloatArray:
+        """(num_jobs,): :meth:`cost_of` of nothing."""
+        is_idle = np.array([not shares for shares in self.current], dtype=bool)
+        moved = np.where(self.is_fixed, np.inf, self.moved_cost[:, 0, 0])
+        found: FloatArray = np.where(is_idle, self.keep_cost, moved)
+        return found
+
     def cost_of(self, job: int, shares: Shares) -> float:
         if shares == self.current[job]:
             return float(self.keep_cost[job])
@@ -131,7 +138,7 @@ class Placement:
     def __post_init__(self) -> None:
         problem = self.problem
         self.shares = [{} for _ in range(problem.num_jobs)]
-        self.cost = np.array([problem.cost_of(job, {}) for job in range(problem.num_jobs)])
+        self.cost = problem.idle_costs()
         self.free = [int(slots) for slots in problem.capacity]
         self.count = np.zeros(problem.num_jobs, dtype=np.int64)
         self.num_held = np.zeros(problem.num_jobs, dtype=np.int64)

@@ -11,6 +11,7 @@ A round in which nothing relevant has changed since the last plan was carried ou
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -22,8 +23,8 @@ from pollux.policy.lengths import Lengths
 from pollux.policy.mixed import Memory, solve_mixed
 from pollux.policy.round import RoundProblem
 from pollux.policy.solver import solve
-from pollux.policy.speedups import Speedups, rounded_log
-from pollux.types import Allocation, Explanation, JobDecision, JobView, Node, Plan, Snapshot
+from pollux.policy.speedups import Speedups, SpeedupTable, rounded_log
+from pollux.types import Allocation, Explanation, FloatArray, JobDecision, JobView, Node, Plan, Snapshot
 
 # When a settled plan is looked at again. Between 0.05 and 0.5, and between 120 s and an hour, the average JCT of the
 # OSDI'21 workloads does not change: a plan that was kept is nearly always the one that would be found again.
@@ -55,7 +56,7 @@ class PolluxPolicy(Policy):
             return Plan(allocations={}, explanation=Explanation(fitness_before=0, fitness=0, upper_bound=0))
         snapshot = ablated(snapshot, self._settings)
         if self._settings.weights != "equal":
-            self._lengths.look(snapshot.jobs)
+            self._lengths.look(snapshot.now, snapshot.jobs)
         left = self._left(snapshot.jobs)
         settled = self._settled
         if settled is not None and 0 <= snapshot.now - settled.now < _MAX_AGE_S and settled.is_still(snapshot, left):
@@ -72,26 +73,30 @@ class PolluxPolicy(Policy):
         """
         if self._settings.weights == "equal":
             return [None] * len(jobs)
-        learnt: list[float | None] = self._lengths.left(jobs).tolist()
+        examples = self._lengths.left_examples(jobs)
+        learnt: list[float | None] = np.where(np.isnan(examples), self._lengths.left_slot_s(jobs), examples).tolist()
         if self._settings.weights == "learnt":
             return learnt
         declared = [job.remaining_examples for job in jobs]
         return [other if own is None else own for own, other in zip(declared, learnt, strict=True)]
 
-    def _learns(self, types: tuple[str, ...]) -> bool:
-        """Whether ended jobs say how long others are.
+    def _learnt_s(self, snapshot: Snapshot, tables: Sequence[SpeedupTable]) -> FloatArray | None:
+        """(num_jobs,) seconds on the fair share that each is likely to need yet; nan: not known.
 
-        Slots of several types are not worth the same: with "auto" what was served there is not compared. On the Sia
-        artifact's cluster "learnt" costs 9 % of JCT, on clusters of one type it saves some.
+        Slots of several types are not worth the same, so that what was served there says little.
         """
-        weights = self._settings.weights
-        return weights in ("learnt", "remaining") or (weights == "auto" and len(types) == 1)
+        if self._settings.weights == "equal":
+            return None
+        jobs = snapshot.jobs
+        found: FloatArray = self._lengths.left_examples(jobs) / np.array([table.fair_goodput for table in tables])
+        if len(types_of(snapshot.nodes)) == 1:
+            served = self._lengths.left_slot_s(jobs) * len(jobs) / snapshot.num_slots
+            found = np.where(np.isnan(found), served, found)
+        return found
 
     def _solve(self, snapshot: Snapshot) -> Plan:
-        learnt_s, types = None, types_of(snapshot.nodes)
-        if self._learns(types):
-            learnt_s = self._lengths.left(snapshot.jobs) * len(snapshot.jobs) / snapshot.num_slots
-        round_ = RoundProblem.of(snapshot, self._speedups.tables(snapshot), self._settings, learnt_s)
+        types, tables = types_of(snapshot.nodes), self._speedups.tables(snapshot)
+        round_ = RoundProblem.of(snapshot, tables, self._settings, self._learnt_s(snapshot, tables))
         if len(types) == 1:
             return round_.plan(solve(round_.problems[0], self._rng))
         found = solve_mixed(round_.problems, round_.nodes, self._memory if types == self._types else None, self._rng)

@@ -248,7 +248,9 @@ class _PairSearch:
         # Pairs that have a job in common cannot both be changed. So with a matching each idle job has a pair to itself.
         shares_idle = placement.problem.num_nodes > _ALL_PAIRS_LIMIT
         waiting = [] if shares_idle else idle[:_MAX_WAITING_ITEMS]
-        is_shared = [any(len(placement.shares[job]) == 1 for job in residents) for residents in placement.residents]
+        is_shared = [False] * placement.problem.num_nodes
+        for job in np.flatnonzero(placement.num_held == 1).tolist():
+            is_shared[next(iter(placement.shares[job]))] = True
         # Pairs with spanning jobs only have nothing to re-divide; take_over handles those.
         pairs = [(a, b) for a, b in pairs if waiting or is_shared[a] or is_shared[b]]
         items_of, rooms = [], []

@@ -42,8 +42,9 @@ class Verdict:
 
     is_possible: bool | None  # None: nothing is known of the job's speed or length yet
     best_at: float | None = None  # the earliest deadline that could be promised
-    num_needed: int = 0  # replicas now
-    num_left: int = 0  # slots for all other jobs meanwhile
+    num_needed: int = 0  # replicas now, for the deadline that was asked for, or else the earliest
+    num_left: int = 0  # slots for all jobs without a promise meanwhile
+    num_lost: int = 0  # of those that they hold, which they would have to give up
 
 
 class Deadlines:
@@ -100,13 +101,18 @@ class Deadlines:
             return Verdict(is_possible=None)
         best_at = earliest_deadline(now, num_slots, promised, wanted)
         spare_s = (job.spec.deadline_at or 0.0) - wanted.deadline_at
-        trial = Promises()
-        shares = trial.shares(now, num_slots, [*promised, wanted])
+        is_possible = can_admit(now, num_slots, promised, wanted)
+        if not is_possible and math.isfinite(best_at):
+            wanted = replace(wanted, deadline_at=best_at)
+        shares = Promises().shares(now, num_slots, [*promised, wanted])
+        num_left = num_slots - sum(shares.now.values())
+        others = (one.allocation.num_slots for one in snapshot.jobs if not self._promises.has(one.name))
         return Verdict(
-            is_possible=can_admit(now, num_slots, promised, wanted),
+            is_possible=is_possible,
             best_at=best_at + spare_s if math.isfinite(best_at) else None,
             num_needed=shares.now.get(job.name, 0),
-            num_left=num_slots - sum(shares.now.values()),
+            num_left=num_left,
+            num_lost=max(sum(others) - num_left, 0),
         )
 
     def _standing(self, job: JobView, shares: Shares) -> DeadlineStanding:

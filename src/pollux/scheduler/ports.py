@@ -226,12 +226,16 @@ class MemoryStore:
 
     def __init__(self, keep_rounds: bool = True) -> None:
         self.jobs: dict[str, JobRecord] = {}
-        self.rounds: list[RoundRecord] = []
+        self._rounds: list[RoundRecord] = []
         self._keep_rounds = keep_rounds
+
+    @property
+    def rounds(self) -> Sequence[RoundRecord]:
+        return self._rounds
 
     def save_job(self, record: JobRecord) -> None:
         self.jobs[record.name] = record
 
     def save_round(self, round_record: RoundRecord, snapshot: Snapshot) -> None:
         if self._keep_rounds:
-            self.rounds.append(round_record)
+            self._rounds.append(round_record)

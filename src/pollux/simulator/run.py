@@ -8,8 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
-
 from pollux.errors import SimulationError
 from pollux.policy.base import Policy
 from pollux.policy.simulated import host_of
@@ -23,6 +21,7 @@ from pollux.simulator.colocation import check_applications
 from pollux.simulator.config import SimulationConfig
 from pollux.simulator.engine import SimulatedEngine
 from pollux.simulator.oracle import SimulationOracle
+from pollux.simulator.round_log import NO_REPLICAS, NO_SPEEDUPS, RoundLog
 from pollux.simulator.slot_sharing import SimulatedSlots
 from pollux.simulator.workload import Workload
 from pollux.types import JobSpec, Snapshot
@@ -82,26 +81,32 @@ class Attendant(Protocol):
         """It will submit no more jobs."""
 
 
-_NO_REPLICAS, _NO_SPEEDUPS = np.zeros(0, dtype=int), np.zeros(0)
-
-
 class _RunStore(MemoryStore):
     """Keeps of a decision what a result contains: how good it was, and which jobs moved.
 
-    The options that were weighed for every job are nearly all the memory that a long simulation would take.
+    The options that were weighed for every job are nearly all the memory that a simulation would take. What is left of
+    the rounds of a long one goes to a file.
     """
+
+    def __init__(self) -> None:
+        super().__init__(keep_rounds=False)
+        self._log = RoundLog()
+
+    @property
+    def rounds(self) -> RoundLog:
+        return self._log
 
     def save_round(self, round_record: RoundRecord, snapshot: Snapshot) -> None:
         plan = round_record.plan
         if plan.explanation is not None:
             moved = tuple(
-                dataclasses.replace(decision, option_replicas=_NO_REPLICAS, option_speedups=_NO_SPEEDUPS)
+                dataclasses.replace(decision, option_replicas=NO_REPLICAS, option_speedups=NO_SPEEDUPS)
                 for decision in plan.explanation.jobs
                 if decision.has_changed
             )
             plan = dataclasses.replace(plan, explanation=dataclasses.replace(plan.explanation, jobs=moved))
             round_record = dataclasses.replace(round_record, plan=plan)
-        super().save_round(round_record, snapshot)
+        self._log.append(round_record)
 
 
 @dataclass(frozen=True, slots=True)

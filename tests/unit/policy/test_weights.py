@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -11,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pollux.policy import PolicySettings
-from pollux.policy.dense import types_of
 from pollux.policy.lengths import Lengths
 from pollux.policy.pollux import PolluxPolicy
+from pollux.policy.speedups import SpeedupTable
 from pollux.policy.weights import job_weights, remaining_seconds
 from pollux.testing.snapshots import PARAMS, make_job, make_mixed, make_nodes
-from pollux.types import FloatArray, JobSpec, JobView, Node, Plan, Snapshot
+from pollux.types import FloatArray, JobSpec, JobView, Snapshot
 
 REMAINING = PolicySettings(weights="remaining")
 
@@ -72,40 +73,85 @@ def test_where_one_declares_nothing_others_have_shown_how_long_it_is():
 
 class TestLengths:
     @staticmethod
-    def job(name: str, application: str, service_s: float) -> JobView:
-        return JobView(spec=JobSpec(name=name, application=application), age_s=0.0, attained_slot_s=service_s)
+    def job(name: str, application: str, service_s: float, done: float | None = None, held_s: float = 0.0) -> JobView:
+        return JobView(
+            spec=JobSpec(name=name, application=application),
+            age_s=0.0,
+            attained_slot_s=service_s,
+            attained_s=held_s,
+            done_examples=done,
+            num_restarts=0 if service_s else None,
+        )
 
     def test_what_ended_jobs_took_is_what_others_of_the_application_will_take(self):
         lengths = Lengths()
-        lengths.look([self.job("a", "x", 100.0), self.job("b", "x", 300.0)])
-        lengths.look([])
-        assert lengths.left([self.job("c", "x", 0.0), self.job("d", "x", 40.0)]).tolist() == [200.0, 160.0]
-        assert lengths.left([self.job("c", "x", 200.0)]).tolist() == [100.0]  # the shorter of the two is out of it
+        lengths.look(0, [self.job("a", "x", 100.0), self.job("b", "x", 300.0)])
+        lengths.look(60, [])
+        assert lengths.left_slot_s([self.job("c", "x", 0.0), self.job("d", "x", 40.0)]).tolist() == [200.0, 160.0]
+        assert lengths.left_slot_s([self.job("c", "x", 200.0)]).tolist() == [100.0]  # the shorter one is out of it
+
+    def test_useful_examples_count_however_many_slots_they_took(self):
+        lengths = Lengths()
+        lengths.look(0, [self.job("a", "x", 100.0, 1000.0), self.job("b", "x", 900.0, 1000.0)])
+        lengths.look(60, [])
+        now = [
+            self.job("c", "x", 800.0, 400.0),
+            self.job("d", "x", 0.0),
+            self.job("e", "x", 5.0),
+            self.job("f", "y", 0),
+        ]
+        left = lengths.left_examples(now)
+        assert left[:2].tolist() == [600.0, 1000.0]
+        assert np.isnan(left[2:]).all()  # one does not tell, of the other's kind none has ended
+
+    def test_a_job_went_on_until_it_was_seen_to_be_gone(self):
+        """It was through at some time between two rounds; otherwise the next one would outlast it each time."""
+        lengths = Lengths()
+        lengths.look(0, [self.job("a", "x", 400.0, 1000.0, held_s=100.0)])
+        lengths.look(0, [self.job("a", "x", 400.0, None, held_s=100.0)])  # it has reported its end, not its examples
+        lengths.look(20, [])
+        assert lengths.left_examples([self.job("c", "x", 0.0)]).tolist() == [1200.0]
+
+    def test_a_job_that_did_more_than_all_is_nearly_through(self):
+        """It needs as much again as it is ahead, in steps of two, and at least a sixteenth of what it did."""
+        lengths = Lengths()
+        lengths.look(0, [self.job("a", "x", 100.0, 1000.0)])
+        lengths.look(60, [])
+        now = [self.job("c", "x", 100.0, 1024.0), self.job("d", "x", 100.0, 1500.0)]
+        assert lengths.left_examples(now).tolist() == [64.0, 512.0]
+
+    def test_a_newcomer_is_as_long_as_the_job_of_its_kind_that_still_runs(self):
+        lengths = Lengths()
+        lengths.look(0, [self.job("a", "x", 100.0), self.job("b", "x", 8000.0)])
+        now = [self.job("c", "y", 5000.0), self.job("d", "y", 0.0), self.job("e", "z", 0.0)]
+        lengths.look(60, now)
+        assert lengths.left_slot_s(now).tolist() == [3000.0, 8000.0, 4050.0]
 
     def test_a_job_that_outlasts_all_is_half_done_in_steps_of_two(self):
         lengths = Lengths()
-        lengths.look([self.job("a", "x", 100.0)])
-        lengths.look([])
-        found = lengths.left([self.job("c", "x", 130.0), self.job("d", "y", 250.0)])
+        lengths.look(0, [self.job("a", "x", 100.0)])
+        lengths.look(60, [])
+        found = lengths.left_slot_s([self.job("c", "x", 130.0), self.job("d", "y", 250.0)])
         assert found.tolist() == [256.0, 256.0]
 
     def test_a_newcomer_of_no_known_application_is_as_long_as_the_jobs_of_all(self):
         """It is not the shortest of all: what is not known must not go first."""
         lengths = Lengths()
-        lengths.look([self.job("a", "x", 100.0), self.job("b", "", 300.0)])
-        lengths.look([])
-        found = lengths.left([self.job("c", "y", 0.0), self.job("d", "", 0.0), self.job("e", "x", 0.0)])
+        lengths.look(0, [self.job("a", "x", 100.0), self.job("b", "", 300.0)])
+        lengths.look(60, [])
+        found = lengths.left_slot_s([self.job("c", "y", 0.0), self.job("d", "", 0.0), self.job("e", "x", 0.0)])
         assert found.tolist() == [200.0, 200.0, 100.0]
 
     def test_nothing_is_expected_before_a_job_has_ended(self):
         lengths = Lengths()
-        lengths.look([self.job("a", "x", 100.0)])
-        assert np.isnan(lengths.left([self.job("a", "x", 100.0), self.job("b", "", 0.0)])).all()
+        now = [self.job("a", "x", 100.0), self.job("b", "", 0.0)]
+        lengths.look(0, now)
+        assert np.isnan(lengths.left_slot_s(now)).all() and np.isnan(lengths.left_examples(now)).all()
 
     def test_little_is_remembered(self):
         lengths = Lengths()
         for index in range(3000):
-            lengths.look([self.job(f"a{index}", f"x{index}", 5.0), self.job(f"b{index}", "x", 7.0)])
+            lengths.look(index, [self.job(f"a{index}", f"x{index}", 5.0), self.job(f"b{index}", "x", 7.0)])
         assert len(lengths._ended) <= 1024
         assert max(map(len, lengths._ended.values())) <= 64
 
@@ -134,29 +180,34 @@ def test_weights_are_positive_finite_and_fall_with_what_is_left(left, p):
         assert left[one] == left[other] or weights[one] > weights[other]
 
 
-def test_auto_learns_from_ended_jobs_where_slots_are_alike():
-    """Jobs that declare nothing: short applications weigh more on one type; on several, all weigh the same."""
+@pytest.mark.parametrize(
+    ("nodes", "done", "is_known"),
+    [
+        (make_nodes(2), None, True),
+        (make_mixed(big=4, small=4), None, False),  # a slot-second is worth more on one type than on the other
+        (make_mixed(big=4, small=4), 1.0, True),  # a useful example is not
+    ],
+)
+def test_auto_learns_from_ended_jobs(nodes, done, is_known):
+    """Jobs that declare nothing: short applications weigh more, where what was done can be compared."""
+    seen: list[FloatArray] = []
 
-    def weights_on(nodes: tuple[Node, ...]) -> list[float]:
-        seen: list[FloatArray] = []
+    class Watched(PolluxPolicy):
+        def _learnt_s(self, snapshot: Snapshot, tables: Sequence[SpeedupTable]) -> FloatArray | None:
+            found = super()._learnt_s(snapshot, tables)
+            seen.append(weigh(list(snapshot.jobs), np.full(2, np.nan), self._settings, found))
+            return found
 
-        class Watched(PolluxPolicy):
-            def _solve(self, snapshot: Snapshot) -> Plan:
-                learnt = self._learns(types_of(snapshot.nodes))
-                left = self._lengths.left(snapshot.jobs) if learnt else None
-                seen.append(weigh(list(snapshot.jobs), np.full(2, np.nan), self._settings, left))
-                return super()._solve(snapshot)
-
-        policy = Watched(PolicySettings(weights="auto"))
-        ended = [make_job(name, application=name, attained_slot_s=served) for name, served in (("s", 60.0), ("l", 6e4))]
-        policy.decide(Snapshot(now=0.0, nodes=nodes, jobs=tuple(ended)))
-        now = [make_job(f"{name}2", application=name) for name in "sl"]
-        policy.decide(Snapshot(now=60.0, nodes=nodes, jobs=tuple(now)))
-        return list(seen[-1])
-
-    short, long = weights_on(make_nodes(2))
-    assert short > long
-    assert weights_on(make_mixed(big=4, small=4)) == [1.0, 1.0]
+    policy = Watched(PolicySettings(weights="auto"))
+    ended = [
+        make_job(name, application=name, attained_slot_s=served, done_examples=done and served)
+        for name, served in (("s", 60.0), ("l", 6e4))
+    ]
+    policy.decide(Snapshot(now=0.0, nodes=nodes, jobs=tuple(ended)))
+    now = [make_job(f"{name}2", application=name, done_examples=done and 0.0) for name in "sl"]
+    policy.decide(Snapshot(now=60.0, nodes=nodes, jobs=tuple(now)))
+    short, long = seen[-1]
+    assert short > long if is_known else short == long == 1.0
 
 
 def test_auto_takes_what_was_declared_first():

@@ -9,6 +9,7 @@ import pytest
 
 from pollux.policy import make_policy
 from pollux.scheduler.deadlines import Deadlines, finish_s
+from pollux.server.present.deadlines import verdict_in_words
 from pollux.simulator.builtin import load_builtin
 from pollux.simulator.config import SimulationConfig
 from pollux.simulator.result import SimulationResult, summarise
@@ -89,8 +90,27 @@ def test_the_answer_names_the_best_that_could_be_promised() -> None:
     bad = deadlines.assess(snapshot, hurried)
     assert bad.is_possible is False
     assert bad.best_at is not None and 1_000.0 < bad.best_at < 11_000.0
+    assert 0 < bad.num_needed <= 8 and bad.num_left == 8 - bad.num_needed  # of that best one
+    assert good.num_lost == bad.num_lost == 0  # no job holds anything
     unknown = make_job("unknown", measured=False, deadline_at=500.0)
     assert deadlines.assess(snapshot, unknown).is_possible is None
+
+
+def test_the_answer_says_what_a_deadline_costs_the_others() -> None:
+    job = due_job("due", on=4, within_s=10_000.0)
+    other = make_job("other", allocation=Allocation.of(("n0", 4), ("n1", 3)))
+    deadlines, snapshot = Deadlines(), Snapshot(now=0.0, nodes=NODES, jobs=(other,))
+    good = deadlines.assess(snapshot, job)
+    assert good.num_lost == 7 - good.num_left > 0
+    assert f"leaves {good.num_left} to jobs without a deadline, {good.num_lost} fewer than they hold" in (
+        verdict_in_words(good, 10_000.0, 0.0)
+    )
+    bad = deadlines.assess(snapshot, dataclasses.replace(job, spec=dataclasses.replace(job.spec, deadline_at=1_000.0)))
+    assert bad.num_lost == 7 - bad.num_left >= good.num_lost
+    told = verdict_in_words(bad, 1_000.0, 0.0)
+    assert told.startswith("cannot be met in 16m40s: at best ") and told.endswith(
+        f"{bad.num_lost} fewer than they hold"
+    )
 
 
 def run(policy: str, deadline_s: float | None, *, keeps_deadlines: bool) -> SimulationResult:

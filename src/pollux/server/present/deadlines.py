@@ -34,11 +34,18 @@ def verdict_in_words(verdict: Verdict, deadline_s: float, now: float) -> str:
     """The answer to a deadline at submission."""
     if verdict.is_possible is None:
         return "not known yet whether it can be met: no job of its application has told its speed and length"
+    needed = f"{verdict.num_needed} slot{'s' * (verdict.num_needed != 1)} now"
+    cost = f"leaves {verdict.num_left} to jobs without a deadline"
+    if verdict.num_lost:
+        cost += f", {verdict.num_lost} fewer than they hold"
     if verdict.is_possible:
-        needed = f"{verdict.num_needed} slot{'s' * (verdict.num_needed != 1)} now"
-        return f"can be met: it needs {needed}, which leaves {verdict.num_left} to jobs without a deadline"
-    best = "never" if verdict.best_at is None else f"at best {duration(verdict.best_at - now)}"
-    return f"cannot be met in {duration(deadline_s)}: {best}, if no deadline promised before is to be broken"
+        return f"can be met: it needs {needed}, which {cost}"
+    if verdict.best_at is None:
+        return f"cannot be met in {duration(deadline_s)}: never, if no deadline promised before is to be broken"
+    return (
+        f"cannot be met in {duration(deadline_s)}: at best {duration(verdict.best_at - now)}, if no deadline promised "
+        f"before is to be broken; that takes {needed} and {cost}"
+    )
 
 
 def spent_in_words(record: JobRecord) -> str:
