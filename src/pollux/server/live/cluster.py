@@ -122,7 +122,7 @@ class Cluster:
         self._hangs = HangWatch(self._jobs, engine, config.hang_timeout_s)
         self._devices, self._readings = DeviceWatch(self._jobs, engine), ReadingStore(store)
         self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._woken = wakeup or threading.Event()
+        self._woken, self._called = wakeup or threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
         self._is_stopping = self._looks_at_dependencies = False
         self._stop_by = math.inf  # in monotonic time
@@ -155,6 +155,7 @@ class Cluster:
             keeps_jobs = True  # they are the other leader's now
         logger.info("stopping: jobs %s", "train on" if keeps_jobs else "checkpoint and leave")
         self._is_stopping = True
+        self._called.set()
         self.wake()
         if self._thread is not None:
             self._thread.join(ANSWER_S)
@@ -397,18 +398,10 @@ class Cluster:
         scheduler = self._working()
         wait_s = min(scheduler.next_tick_at, self._next_limit_at()) - self._clock.now()
         self._woken.wait(min(max(wait_s, 0.0), LONGEST_WAIT_S))
-        time.sleep(max(SHORTEST_TICK_S, self._turn_s * (1 / MAX_DUTY - 1)))
+        self._rest(max(SHORTEST_TICK_S, self._turn_s * (1 / MAX_DUTY - 1)))
         self._woken.clear()
         began = time.perf_counter()
-        while self._calls:
-            call, future = self._calls.popleft()
-            try:
-                future.set_result(call())
-            except StoreError as error:
-                future.set_exception(error)
-                raise
-            except Exception as error:
-                future.set_exception(error)
+        self._carry_out_calls()
         self._save_reports()
         if self._clock.now() >= self._tidy_at:
             self._tidy_at = self._clock.now() + TIDY_EVERY_S
@@ -431,6 +424,25 @@ class Cluster:
         self._stop_hung()
         self._watch_devices()
         self._turn_s = min(time.perf_counter() - began, LONGEST_WAIT_S)
+
+    def _rest(self, pause_s: float) -> None:
+        """Leave the processor to those who answer requests, but for what callers wait for."""
+        ends_at = time.monotonic() + pause_s
+        while (left_s := ends_at - time.monotonic()) > 0 and not self._is_stopping:
+            if self._called.wait(left_s):
+                self._carry_out_calls()
+
+    def _carry_out_calls(self) -> None:
+        self._called.clear()
+        while self._calls:
+            call, future = self._calls.popleft()
+            try:
+                future.set_result(call())
+            except StoreError as error:
+                future.set_exception(error)
+                raise
+            except Exception as error:
+                future.set_exception(error)
 
     def _save_reports(self) -> None:
         reports = self._inbox.take_unsaved()
@@ -554,6 +566,7 @@ class Cluster:
     def _queue(self, call: Callable[[], _T]) -> Future[_T]:
         future: Future[_T] = Future()
         self._calls.append((call, future))
+        self._called.set()
         self.wake()
         return future
 
