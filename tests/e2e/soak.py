@@ -162,7 +162,8 @@ class Soak(Chaos):
         missing = "not asked yet"
         while missing:
             if time.monotonic() - began > GUARANTEE_S:
-                raise AssertionError(f"after {GUARANTEE_S:g} s {missing}\n{self.cluster.log()}")
+                stories = "\n".join(self.cluster.story(name) for name in self._patiently(self._active))
+                raise AssertionError(f"after {GUARANTEE_S:g} s {missing}\n{stories}\n{self.cluster.log()}")
             try:
                 missing = self._missing_guarantee()
             except PolluxError as error:
@@ -304,8 +305,10 @@ def small_disk(folder: Path) -> Iterator[bool]:
             subprocess.run(["umount", "-l", str(folder)], check=True, timeout=30)
 
 
-def run_piece(folder: Path, num_faults: int, seed: int, postgres: PostgresServer | None, ends_at: float) -> Any:
-    """What was counted. Raises AssertionError if a job or an example was lost, or a guarantee was not kept."""
+def run_piece(
+    folder: Path, num_faults: int, seed: int, postgres: PostgresServer | None, ends_at: float, keep: Path | None = None
+) -> Any:
+    """What was counted; ``keep``: where to, if it fails. Raises AssertionError if a job or an example was lost, or a guarantee was not kept."""
     database = "" if postgres is None else postgres.new_database()
     options = {} if postgres is None else {"database": postgres.url(database)}
     began = time.monotonic()
@@ -329,6 +332,11 @@ def run_piece(folder: Path, num_faults: int, seed: int, postgres: PostgresServer
                     soak.check_guarantees()
                 soak.tend(int(NUM_JOBS * done / num_faults))
             _come_to_the_end(cluster, soak)
+        except BaseException:
+            if keep is not None:
+                with contextlib.suppress(shutil.Error):  # sockets cannot be copied
+                    shutil.copytree(folder, keep, dirs_exist_ok=True, ignore_dangling_symlinks=True)
+            raise
         finally:
             cluster.stop()
     return {
@@ -405,12 +413,9 @@ def _one(args: argparse.Namespace, number: int, postgres: PostgresServer | None,
     print(f"piece {number}, seed {seed}: {folder}", flush=True)
     try:
         ends_at = begun + 60 * args.minutes
-        piece: dict[str, Any] = run_piece(folder, args.piece, seed, postgres, ends_at)
+        piece: dict[str, Any] = run_piece(folder, args.piece, seed, postgres, ends_at, args.keep)
     except (Exception, KeyboardInterrupt) as error:
         traceback.print_exc()
-        if args.keep is not None:
-            with contextlib.suppress(shutil.Error):  # sockets cannot be copied
-                shutil.copytree(folder, args.keep, dirs_exist_ok=True, ignore_dangling_symlinks=True)
         return {"seed": seed, "ok": False, "num_faults": 0, "why": f"{type(error).__name__}: {error}"[:2000]}
     finally:
         _set_serve(before)
