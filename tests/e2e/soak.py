@@ -308,7 +308,10 @@ def small_disk(folder: Path) -> Iterator[bool]:
 def run_piece(
     folder: Path, num_faults: int, seed: int, postgres: PostgresServer | None, ends_at: float, keep: Path | None = None
 ) -> Any:
-    """What was counted; ``keep``: where to, if it fails. Raises AssertionError if a job or an example was lost, or a guarantee was not kept."""
+    """What was counted; ``keep``: where to, if it fails.
+
+    Raises AssertionError if a job or an example was lost, or a guarantee was not kept.
+    """
     database = "" if postgres is None else postgres.new_database()
     options = {} if postgres is None else {"database": postgres.url(database)}
     began = time.monotonic()

@@ -35,6 +35,7 @@ from pollux.server.http.dependencies import ServedCluster
 from pollux.server.listener import checked_certificate, describe, listen, serving, url_of
 from pollux.server.live.factory import ClusterMaker, make_cluster, owner_of, prepared
 from pollux.server.live.trials import ClusterJobs
+from pollux.server.oidc.verifier import persons_of
 from pollux.server.present.metrics import counted_log
 from pollux.server.standby import TOKEN_FILE, Standby
 from pollux.server.storage.backup import DATABASE_FILE, keep_copy_of_other_version, note_database
@@ -125,7 +126,7 @@ class Service:
             access = Access(
                 self.token if self.config.needs_token else None,
                 cluster.job_of_token,
-                lambda token: cluster.accounts.person_of(token),
+                persons_of(self.config.oidc, lambda: cluster.accounts),
             )
             # Replicas of the server before may report as soon as the cluster is there; until then they queue.
             cluster.start()

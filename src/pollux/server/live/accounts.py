@@ -83,6 +83,11 @@ class Accounts:
             return Person(user=None, role=token.role)
         return Person(user=token.user, role=_least(token.role, self._users[token.user].role))
 
+    def role_of(self, name: str) -> Role | None:
+        """None: there is no such user."""
+        user = self._users.get(name)
+        return None if user is None else user.role
+
     def team_of(self, owner: str) -> str:
         user = self._users.get(owner)
         return "" if user is None else user.team
