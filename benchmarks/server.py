@@ -357,7 +357,7 @@ def main() -> None:
         print(f"{what:>8}: p50 {p50:6.1f} ms   p99 {p99:6.1f} ms   (idle {idle:.1f} ms, {p99 / idle:.1f}x)   {verdict}")
     print(
         f"decisions: {result['rounds']} in {result['seconds']:.0f} s, mean {result['decision_mean_s']:.3f} s, "
-        f"max {result['decision_max_s']:.3f} s, longest gap {result['longest_gap_s']:.1f} s; "
+        f"max {result['decision_max_s']:.3f} s, longest gap {result['longest_gap_s'] or 0.0:.1f} s; "
         f"{result['refused']} requests refused, {result['pending_at_end']} jobs waiting at the end"
     )
 
