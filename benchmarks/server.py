@@ -4,9 +4,9 @@
                                 [--database postgresql://USER@HOST/DB]
 
 The server is the shipped one, in its own process: HTTP, database, scheduler. Only the engine is a fake: jobs run at
-once, and as many end as arrive. The load comes from this process over real connections, one per job. The same requests
-are timed first on the same idle server; ratios are against that. An empty PostgreSQL database takes the place of SQLite
-if it is named.
+once, and as many end as arrive. The load comes from this process over real connections, one per job. Users of two teams
+submit, look (a list, a description, the cluster at a glance) and cancel. The same requests are timed first on the same
+idle server; ratios are against that. An empty PostgreSQL database takes the place of SQLite if it is named.
 """
 
 from __future__ import annotations
@@ -46,6 +46,9 @@ NUM_NODES, SLOTS_PER_NODE = 256, 8
 NUM_IDLE = 200  # requests timed on the idle server
 ASKED_P99_MS = 50.0
 SECRET = "benchmark" * 4
+TEAMS = {"vision": ("ada", "bob"), "nlp": ("cyd", "dan")}
+LOOKS_PER_MIN = 120.0  # of each kind: four users who look every two seconds
+KINDS = ("report", "submit", "list", "describe", "cluster", "cancel")
 LIMITS = BatchLimits(initial=64, maximum=4096, device_max=256)
 
 
@@ -163,7 +166,7 @@ class Timings:
     def note(self, what: str, status: int, took_s: float) -> None:
         for kind in (what, "any"):
             self.took_ms.setdefault(kind, []).append(1000 * took_s)
-        self.num_refused += status >= 400
+        self.num_refused += status >= 400 and status != 401
 
     def percentile(self, what: str, share: float) -> float:
         values = sorted(self.took_ms[what])
@@ -182,6 +185,20 @@ def report(job: str, rng: random.Random, step: int) -> bytes:
     return json.dumps(value).encode()
 
 
+async def make_users(operator: Caller) -> list[str]:
+    """Tokens of four users in two teams."""
+    tokens = []
+    for team, names in TEAMS.items():
+        assert (await operator.call("POST", f"/api/v1/teams/{team}"))[0] == 201
+        for name in names:
+            body = json.dumps({"team": team}).encode()
+            assert (await operator.call("POST", f"/api/v1/users/{name}", body))[0] == 201
+            status, text = await operator.call("POST", "/api/v1/tokens", json.dumps({"user": name}).encode())
+            assert status == 201, text
+            tokens.append(str(json.loads(text)["token"]))
+    return tokens
+
+
 async def load(url: str, token: str, args: argparse.Namespace) -> dict[str, Any]:
     parts = urlsplit(url)
 
@@ -192,36 +209,47 @@ async def load(url: str, token: str, args: argparse.Namespace) -> dict[str, Any]
 
     operator, rng = caller_of(), random.Random(0)
     idle, busy = Timings(), Timings()
+    users = [Caller(operator.host, operator.port, token) for token in await make_users(operator)]
 
-    async def timed(timings: Timings, what: str, caller: Caller, path: str, body: bytes) -> None:
+    async def timed(timings: Timings, what: str, caller: Caller, path: str, body: bytes, method: str = "POST") -> int:
         begun = time.perf_counter()
-        status, text = await caller.call("POST", path, body)
+        status, text = await caller.call(method, path, body)
         timings.note(what, status, time.perf_counter() - begun)
-        if status >= 400:
+        if status >= 400 and status != 401:  # the token of a job that is over
             print(f"{what}: {status} {text[:200]!r}", file=sys.stderr)
+        return status
 
     async def submit(timings: Timings, caller: Caller, name: str) -> None:
         body = json.dumps({"command": ["true"], "kind": "elastic", "name": name}).encode()
         await timed(timings, "submit", caller, "/api/v1/jobs", body)
 
-    async def tell(timings: Timings, caller: Caller, name: str, step: int) -> None:
-        await timed(timings, "report", caller, f"/api/v1/jobs/{name}/reports", report(name, rng, step))
+    async def tell(timings: Timings, caller: Caller, name: str, step: int) -> int:
+        return await timed(timings, "report", caller, f"/api/v1/jobs/{name}/reports", report(name, rng, step))
 
-    await submit(Timings(), operator, "first")
+    async def look(timings: Timings, caller: Caller, name: str) -> None:
+        for what, path in (("list", "jobs?limit=100"), ("describe", f"jobs/{name}"), ("cluster", "cluster")):
+            await timed(timings, what, caller, f"/api/v1/{path}", b"", "GET")
+
+    async def cancel(timings: Timings, caller: Caller, name: str) -> None:
+        await timed(timings, "cancel", caller, f"/api/v1/jobs/{name}/cancel", b"")
+
+    await submit(Timings(), users[0], "first")
     first = caller_of("first")
     for number in range(NUM_IDLE):
         await tell(idle, first, "first", number)
         if number % 10 == 0:
-            await submit(idle, operator, f"idle-{number}")
+            await submit(idle, users[0], f"idle-{number}")
+            await look(idle, users[0], "first")
+            await cancel(idle, users[0], f"idle-{number}")
 
     many = {"command": ["true"], "kind": "elastic", "name": "many", "array": f"0-{args.jobs - 1}"}
-    status, text = await operator.call("POST", "/api/v1/jobs", json.dumps(many).encode())
+    status, text = await users[1].call("POST", "/api/v1/jobs", json.dumps(many).encode())
     assert status == 201, text
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 240
     while True:
         _, text = await operator.call("GET", "/api/v1/cluster")
         cluster = json.loads(text)
-        if cluster["num_used_slots"] >= min(args.jobs, cluster["num_slots"]):
+        if cluster["jobs"]["running"] >= min(args.jobs, cluster["num_slots"]):  # and what it began with is saved
             break
         assert time.monotonic() < deadline, f"jobs did not start: {cluster}"
         await asyncio.sleep(0.5)
@@ -234,21 +262,29 @@ async def load(url: str, token: str, args: argparse.Namespace) -> dict[str, Any]
         while time.monotonic() < ends:
             step += 1
             due = time.monotonic() + args.report_every
-            await tell(busy, caller, name, step)
-            if due >= ends:
+            if await tell(busy, caller, name, step) == 401 or due >= ends:
                 return
             await asyncio.sleep(max(due - time.monotonic(), 0))
 
     async def arrivals() -> None:
-        number = 0
+        """A submission is due at its time, however long the one before took; every tenth job is cancelled again."""
+        begun, number = time.monotonic(), 0
         while time.monotonic() < ends:
             number += 1
-            await submit(busy, operator, f"late-{number}")
-            await asyncio.sleep(60 / args.submissions)
+            await submit(busy, users[number % len(users)], f"late-{number}")
+            if number % 10 == 0:
+                await cancel(busy, users[number % len(users)], f"late-{number}")
+            await asyncio.sleep(max(begun + number * 60 / args.submissions - time.monotonic(), 0.0))
+
+    async def looks() -> None:
+        viewer = Caller(operator.host, operator.port, users[2].token)
+        while time.monotonic() < ends:
+            await look(busy, viewer, f"many-{rng.randrange(args.jobs)}")
+            await asyncio.sleep(60 / LOOKS_PER_MIN)
 
     before = cluster["num_rounds"]
     begun = time.monotonic()
-    await asyncio.gather(arrivals(), *(job(f"many-{number}") for number in range(args.jobs)))
+    await asyncio.gather(arrivals(), looks(), *(job(f"many-{number}") for number in range(args.jobs)))
     took_s = time.monotonic() - begun
     reader = caller_of()
     _, text = await reader.call("GET", "/api/v1/rounds?limit=200")
@@ -265,7 +301,7 @@ async def load(url: str, token: str, args: argparse.Namespace) -> dict[str, Any]
         **{
             f"{what}_{name}_ms": timings.percentile(what, share)
             for timings, prefix in ((busy, ""), (idle, "idle_"))
-            for what in ("report", "submit", "any")
+            for what in (*KINDS, "any")
             for name, share in ((f"{prefix}p50", 0.5), (f"{prefix}p99", 0.99))
         },
         "rounds": cluster["num_rounds"] - before,
@@ -315,13 +351,13 @@ def main() -> None:
         print(json.dumps(result))
         return
     print(f"{args.jobs} jobs, {result['reports_per_s']:.0f} reports/s, {args.submissions:g} submissions/min")
-    for what in ("report", "submit", "any"):
+    for what in (*KINDS, "any"):
         p50, p99, idle = (result[f"{what}_{name}_ms"] for name in ("p50", "p99", "idle_p99"))
         verdict = "ok" if p99 < ASKED_P99_MS else "TOO SLOW"
         print(f"{what:>8}: p50 {p50:6.1f} ms   p99 {p99:6.1f} ms   (idle {idle:.1f} ms, {p99 / idle:.1f}x)   {verdict}")
     print(
         f"decisions: {result['rounds']} in {result['seconds']:.0f} s, mean {result['decision_mean_s']:.3f} s, "
-        f"max {result['decision_max_s']:.3f} s, longest gap {result['longest_gap_s']:.1f} s; "
+        f"max {result['decision_max_s']:.3f} s, longest gap {result['longest_gap_s'] or 0.0:.1f} s; "
         f"{result['refused']} requests refused, {result['pending_at_end']} jobs waiting at the end"
     )
 

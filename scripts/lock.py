@@ -15,11 +15,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 VERSIONS = ("3.11", "3.12", "3.13")
-EXTRAS = ("cli", "server", "postgres")  # torch is left out: which build of it is right depends on the machine
+EXTRAS = ("cli", "server", "postgres", "oidc")  # torch is left out: which build of it is right depends on the machine
 OWN = "pollux-scheduler"
 TIMEOUT_S = 600
 HEADER = """\
-# What pollux-scheduler[server,postgres] needs on Linux x86-64, Python {versions}; made by scripts/lock.py.
+# What pollux-scheduler[server,postgres,oidc] needs on Linux x86-64, Python {versions}; made by scripts/lock.py.
 # pip install --require-hashes -r requirements.lock && pip install --no-deps .
 """
 

@@ -55,7 +55,7 @@ class Chaos:
                     self.counts[name] += 1
                     print(f"{sum(self.counts.values()):4}  {name}", flush=True)
                     return
-            except (psutil.Error, ProcessLookupError, StopIteration, PolluxError):
+            except (psutil.Error, ProcessLookupError, FileNotFoundError, StopIteration, PolluxError):
                 pass  # it was gone, or not there yet: draw again
             time.sleep(0.1)
 

@@ -111,7 +111,10 @@ class LiveCluster:
 
     @property
     def supervisor(self) -> psutil.Process:
-        return psutil.Process(int((self.data / "supervisor.pid").read_text()))
+        # A supervisor that starts just then has not written its number yet.
+        read = (self.data / "supervisor.pid").read_text
+        self.until(lambda: read().strip(), "a supervisor's process id")
+        return psutil.Process(int(read()))
 
     @property
     def fork_server(self) -> psutil.Process:

@@ -26,13 +26,13 @@ import tempfile
 import time
 import traceback
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from pollux.api.access import TeamChange, UserChange, parse_slots
 from pollux.client import Client, Job
-from pollux.errors import PolluxError
+from pollux.errors import PolluxError, ServerError
 from tests.e2e import cluster as cluster_module
 from tests.e2e.chaos import Chaos
 from tests.e2e.test_failover import Pair
@@ -48,6 +48,7 @@ GUARANTEE_S = 90.0  # on a busy machine, from a fault to all guarantees
 CHECK_EVERY = 5  # faults
 DISK_MIB = 96
 END_S = 420.0
+ASK_S = 60.0  # for an answer, over a fail-over
 # The wall clock of servers is shifted by what the file says, as if the machine's had been set.
 SHIFTED = """
 import time, pathlib
@@ -120,7 +121,7 @@ class Soak(Chaos):
 
     def tend(self, num_wanted: int) -> None:
         """Keep jobs coming, and let so many of them come to their end."""
-        self.names = self._active()
+        self.names = self._patiently(self._active)
         for name in self.names:
             if len(self.hurried) >= num_wanted:
                 break
@@ -131,9 +132,25 @@ class Soak(Chaos):
             number = len(self.submitted)
             name, self.cluster.user = f"job{number}", list(USERS)[number % len(USERS)]
             bounds = {"min_replicas": 1, "max_replicas": NUM_SLOTS, "max_restarts": 100_000}
-            self.cluster.submit_ledger(name, epochs=EPOCHS, step_s=0.05, **bounds)
+            self._patiently(lambda name=name, bounds=bounds: self._submit_once(name, bounds))
             self.submitted.append(name)
             self.names.append(name)
+
+    def _submit_once(self, name: str, bounds: dict[str, Any]) -> None:
+        """A submission whose answer was lost with a server or a connection may have been kept all the same."""
+        if name not in {job.name for job in self.cluster.client.jobs(limit=1000)}:
+            self.cluster.submit_ledger(name, epochs=EPOCHS, step_s=0.05, **bounds)
+
+    def _patiently(self, ask: Callable[[], Any]) -> Any:
+        """As users do: a server that says 503, or has just gone, is asked again."""
+        ends_at = time.monotonic() + ASK_S
+        while True:
+            try:
+                return ask()
+            except ServerError:
+                if time.monotonic() > ends_at:
+                    raise
+                time.sleep(0.5)
 
     def _active(self) -> list[str]:
         states = ["pending", "starting", "running", "resizing", "stopping"]
@@ -145,7 +162,8 @@ class Soak(Chaos):
         missing = "not asked yet"
         while missing:
             if time.monotonic() - began > GUARANTEE_S:
-                raise AssertionError(f"after {GUARANTEE_S:g} s {missing}\n{self.cluster.log()}")
+                stories = "\n".join(self.cluster.story(name) for name in self._patiently(self._active))
+                raise AssertionError(f"after {GUARANTEE_S:g} s {missing}\n{stories}\n{self.cluster.log()}")
             try:
                 missing = self._missing_guarantee()
             except PolluxError as error:
@@ -287,8 +305,13 @@ def small_disk(folder: Path) -> Iterator[bool]:
             subprocess.run(["umount", "-l", str(folder)], check=True, timeout=30)
 
 
-def run_piece(folder: Path, num_faults: int, seed: int, postgres: PostgresServer | None, ends_at: float) -> Any:
-    """What was counted. Raises AssertionError if a job or an example was lost, or a guarantee was not kept."""
+def run_piece(
+    folder: Path, num_faults: int, seed: int, postgres: PostgresServer | None, ends_at: float, keep: Path | None = None
+) -> Any:
+    """What was counted; ``keep``: where to, if it fails.
+
+    Raises AssertionError if a job or an example was lost, or a guarantee was not kept.
+    """
     database = "" if postgres is None else postgres.new_database()
     options = {} if postgres is None else {"database": postgres.url(database)}
     began = time.monotonic()
@@ -312,6 +335,11 @@ def run_piece(folder: Path, num_faults: int, seed: int, postgres: PostgresServer
                     soak.check_guarantees()
                 soak.tend(int(NUM_JOBS * done / num_faults))
             _come_to_the_end(cluster, soak)
+        except BaseException:
+            if keep is not None:
+                with contextlib.suppress(shutil.Error):  # sockets cannot be copied
+                    shutil.copytree(folder, keep, dirs_exist_ok=True, ignore_dangling_symlinks=True)
+            raise
         finally:
             cluster.stop()
     return {
@@ -332,10 +360,10 @@ def run_piece(folder: Path, num_faults: int, seed: int, postgres: PostgresServer
 
 def _come_to_the_end(cluster: LabCluster, soak: Soak) -> None:
     ends_at = time.monotonic() + END_S
-    while len(soak.submitted) < NUM_JOBS or soak._active():
+    while len(soak.submitted) < NUM_JOBS or soak._patiently(soak._active):
         soak.tend(NUM_JOBS)
         if time.monotonic() > ends_at:
-            raise AssertionError(f"not over after {END_S:g} s: {soak._active()}\n{cluster.log()}")
+            raise AssertionError(f"not over after {END_S:g} s: {soak.names}\n{cluster.log()}")
         time.sleep(0.5)
     for name in soak.submitted:
         state = cluster.client.job(name).view().state
@@ -388,11 +416,9 @@ def _one(args: argparse.Namespace, number: int, postgres: PostgresServer | None,
     print(f"piece {number}, seed {seed}: {folder}", flush=True)
     try:
         ends_at = begun + 60 * args.minutes
-        piece: dict[str, Any] = run_piece(folder, args.piece, seed, postgres, ends_at)
+        piece: dict[str, Any] = run_piece(folder, args.piece, seed, postgres, ends_at, args.keep)
     except (Exception, KeyboardInterrupt) as error:
         traceback.print_exc()
-        if args.keep is not None:
-            shutil.copytree(folder, args.keep, dirs_exist_ok=True, ignore_dangling_symlinks=True)
         return {"seed": seed, "ok": False, "num_faults": 0, "why": f"{type(error).__name__}: {error}"[:2000]}
     finally:
         _set_serve(before)

@@ -1,7 +1,7 @@
-"""``pollux up --config FILE``: options of the command from a TOML file, and who is told of what happens.
+"""``pollux up --config FILE``: options of the command from a TOML file, who is told of what happens, who may log in.
 
 Every option of ``up`` is a key by its own name (``tls-cert = "..."``); the command line wins. The table ``notify`` is
-read by :mod:`pollux.server.notify.config`.
+read by :mod:`pollux.server.notify.config`, ``oidc`` by :mod:`pollux.server.oidc.config`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import typer
 from pollux.errors import InputFileError
 
 NOT_IN_FILES = ("config", "detach", "help")
-NOTIFY = "notify"
+NOTIFY, OIDC = "notify", "oidc"
 MAX_BYTES = 1 << 20
 
 
@@ -52,11 +52,11 @@ def take_defaults(ctx: typer.Context, path: Path | None) -> Path | None:
                 keys[name] = parameter
     defaults: dict[str, Any] = {}
     for key, value in read_toml(path).items():
-        if key == NOTIFY:
+        if key in (NOTIFY, OIDC):
             continue
         name = key.replace("_", "-")
         if name not in keys:
-            raise InputFileError(path, _unknown(key, [*keys, NOTIFY]))
+            raise InputFileError(path, _unknown(key, [*keys, NOTIFY, OIDC]))
         parameter = keys[name]
         if parameter.multiple and isinstance(value, str | list):
             defaults[parameter.name] = [str(one) for one in ([value] if isinstance(value, str) else value)]

@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from enum import StrEnum
 
 _PLACE = re.compile(r"%(?:%|[-#0 +]*[0-9]*(?:\.[0-9]+)?([a-zA-Z]))")
+CONTINUED = "\n    "  # between the lines of one message
 _QUIET = ("httpx", "httpcore", "uvicorn.error", "asyncio")  # they tell of every connection
 
 
@@ -41,6 +42,18 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(entry)
 
 
+class TextFormatter(logging.Formatter):
+    """A line each. What users and jobs say can neither command a terminal nor look like another entry."""
+
+    def formatMessage(self, record: logging.LogRecord) -> str:
+        record.message = CONTINUED.join(map(_plain, record.message.split("\n")))
+        return super().formatMessage(record)
+
+
+def _plain(line: str) -> str:
+    return "".join(one if one.isprintable() or one == "\t" else repr(one)[1:-1] for one in line)
+
+
 def job_of(record: logging.LogRecord) -> str | None:
     """The job that a message is about: what was said so (``extra={"job": ...}``), or what fills in ``job %s``."""
     said = getattr(record, "job", None)
@@ -61,7 +74,7 @@ def show_log(level: int, log_format: LogFormat = LogFormat.TEXT) -> None:
     if log_format is LogFormat.JSON:
         handler.setFormatter(JsonFormatter())
     else:
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        handler.setFormatter(TextFormatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=level, handlers=[handler])
     for name in _QUIET:
         logging.getLogger(name).setLevel(max(level, logging.WARNING))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from pollux.cli.config_file import NOTIFY, read_toml, take_defaults
+from pollux.cli.config_file import NOTIFY, OIDC, read_toml, take_defaults
 from pollux.cli.connect import DataOption, say
 from pollux.cli.dashboard import link
 from pollux.cli.option_groups import expanded
@@ -46,7 +46,6 @@ from pollux.policy import policy_names
 
 if TYPE_CHECKING:
     from pollux.server.config import ServiceConfig
-    from pollux.server.notify.config import NotifyConfig
     from pollux.server.service import Service
     from pollux.server.standby import Standby
 
@@ -94,7 +93,7 @@ def up(
     require_server_libraries()
     config = make_config(find_data_directory(data), cluster, decides, machines, service)
     if config_file is not None:
-        config = dataclasses.replace(config, config_file=config_file.absolute(), notify=_notify_of(config_file))
+        config = _with_tables(config, config_file)
     if cluster.policy not in policy_names():
         raise UnknownNameError("policy", cluster.policy, policy_names())
     if is_detached:
@@ -119,10 +118,14 @@ def up(
         raise typer.Exit(EXIT_FAILED) from None
 
 
-def _notify_of(path: Path) -> NotifyConfig | None:
+def _with_tables(config: ServiceConfig, path: Path) -> ServiceConfig:
+    """With what a file says beside options. Raises InputFileError."""
     from pollux.server.notify.config import read_notify
+    from pollux.server.oidc.config import read_oidc
 
-    return read_notify(path, read_toml(path).get(NOTIFY))
+    told = read_toml(path)
+    notify, oidc = read_notify(path, told.get(NOTIFY)), read_oidc(path, told.get(OIDC))
+    return dataclasses.replace(config, config_file=path.absolute(), notify=notify, oidc=oidc)
 
 
 def make_config(

@@ -76,6 +76,8 @@ def _cpus(number: float) -> str:
 
 def no_node_reason(spec: JobSpec, nodes: Sequence[Node]) -> str:
     """Why no node can ever hold a replica, as in: no node has zone=b; zone here: a, c. Empty: one can."""
+    if not spec.is_picky:
+        return ""
     typed = [node for node in nodes if spec.accelerators is None or node.accelerator in spec.accelerators]
     if not typed or any(spec.may_use(node) for node in typed):
         return ""

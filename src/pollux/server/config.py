@@ -16,6 +16,7 @@ from pollux.scheduler.autoscale import AutoscaleConfig
 from pollux.scheduler.node_types import Prices
 from pollux.server.http.auth import check_host
 from pollux.server.notify.config import NotifyConfig
+from pollux.server.oidc.config import OidcConfig
 from pollux.server.storage.workdirs import DEFAULT_MAX_MIB
 
 DEFAULT_HOST = "127.0.0.1"
@@ -65,6 +66,7 @@ class ServiceConfig:
     max_workdir_mib: int = DEFAULT_MAX_MIB  # of a working directory that travels with a job
     config_file: Path | None = None  # that options were taken from, and that a detached server reads again
     notify: NotifyConfig | None = None  # who is told of what happens
+    oidc: OidcConfig | None = None  # whose tokens are accepted beside our own
 
     def __post_init__(self) -> None:
         if self.port is not None and not 0 <= self.port <= 65535:

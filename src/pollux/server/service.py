@@ -27,7 +27,7 @@ from types import FrameType
 from typing import Self
 from urllib.parse import urlsplit
 
-from pollux.errors import NotLeaderError
+from pollux.errors import NotLeaderError, StoreError
 from pollux.server.config import DEFAULT_HOST, ServiceConfig
 from pollux.server.http.app import create_app
 from pollux.server.http.auth import Access, is_loopback, load_token
@@ -35,12 +35,13 @@ from pollux.server.http.dependencies import ServedCluster
 from pollux.server.listener import checked_certificate, describe, listen, serving, url_of
 from pollux.server.live.factory import ClusterMaker, make_cluster, owner_of, prepared
 from pollux.server.live.trials import ClusterJobs
+from pollux.server.oidc.verifier import persons_of
 from pollux.server.present.metrics import counted_log
 from pollux.server.standby import TOKEN_FILE, Standby
 from pollux.server.storage.backup import DATABASE_FILE, keep_copy_of_other_version, note_database
 from pollux.server.storage.database import require_content
 from pollux.server.storage.files import SERVER_FILE, locked, make_directory, read_object, write_whole
-from pollux.server.storage.leadership import Leadership
+from pollux.server.storage.leadership import FIRST_PAUSE_S, LONGEST_PAUSE_S, Leadership
 from pollux.server.storage.restore import finish_restore
 from pollux.server.storage.store import SqlStore
 from pollux.tune.studies import Studies
@@ -125,7 +126,7 @@ class Service:
             access = Access(
                 self.token if self.config.needs_token else None,
                 cluster.job_of_token,
-                lambda token: cluster.accounts.person_of(token),
+                persons_of(self.config.oidc, lambda: cluster.accounts),
             )
             # Replicas of the server before may report as soon as the cluster is there; until then they queue.
             cluster.start()
@@ -248,19 +249,36 @@ def serve(
     server that was begun in a terminal does not end with it.
     """
     arrived: queue.SimpleQueue[int] = queue.SimpleQueue()  # a signal handler may use this one
+    has_served, pause_s = False, 0.0
     _allow_many_connections()
     prefer_answers()
+
+    def ready(one: Service | Standby) -> None:
+        nonlocal has_served, pause_s
+        has_served, pause_s = True, 0.0
+        on_ready(one)
+
     with _handling(arrived):
         while True:
-            leadership = None
-            if config.database is not None:
-                leadership = leadership_of(config)
-                port = _stand_by(config, leadership, arrived, on_ready)
-                if port is None:
+            try:
+                leadership = None
+                if config.database is not None:
+                    leadership = leadership_of(config)
+                    port = _stand_by(config, leadership, arrived, ready)
+                    if port is None:
+                        return
+                    config = dataclasses.replace(config, port=port or config.port)
+                service = Service(config, make_cluster, leadership).start()
+            except StoreError as error:  # the database went away just then; at the first start that is for the operator
+                if not has_served:
+                    raise
+                pause_s = min(max(2 * pause_s, FIRST_PAUSE_S), LONGEST_PAUSE_S)
+                logger.error("this server can neither lead nor stand by, and tries again: %s", error)
+                with contextlib.suppress(queue.Empty):
+                    logger.info("%s: the server ends", signal.Signals(arrived.get(timeout=pause_s)).name)
                     return
-                config = dataclasses.replace(config, port=port or config.port)
-            service = Service(config, make_cluster, leadership).start()
-            _run(service, arrived, on_ready)
+                continue
+            _run(service, arrived, ready)
             if not service.steps_down:
                 return
             config = dataclasses.replace(config, port=service.port)

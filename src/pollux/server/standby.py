@@ -18,6 +18,7 @@ from pollux.server.http.leader_only import LeaderOnly
 from pollux.server.listener import checked_certificate, describe, listen, serving, url_of
 from pollux.server.live.read_only import ReadOnlyCluster
 from pollux.server.live.trials import ClusterJobs
+from pollux.server.oidc.verifier import persons_of
 from pollux.server.storage.files import locked, make_directory, write_whole
 from pollux.server.storage.leadership import Leader, Leadership
 from pollux.server.storage.store import SqlStore
@@ -80,7 +81,7 @@ class Standby:
             cluster.start()
             stack.callback(cluster.stop)
             needed = self.token if self.config.needs_token else None
-            access = Access(needed, cluster.job_of_token, lambda token: cluster.accounts.person_of(token))
+            access = Access(needed, cluster.job_of_token, persons_of(self.config.oidc, lambda: cluster.accounts))
             studies = Studies(directory, ClusterJobs(cluster, self.config.settings.p))  # never started: they are read
             stack.callback(studies.stop)
             app = create_app(cluster, access, self._ask_to_end, studies, has_open_metrics=self.config.has_open_metrics)

@@ -17,7 +17,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pollux.cli.app import app
-from pollux.cli.server_log import JsonFormatter, LogFormat
+from pollux.cli.server_log import JsonFormatter, LogFormat, TextFormatter
 from pollux.cli.up import arguments_of
 from pollux.client import Client
 from pollux.errors import ServerNotFoundError
@@ -33,6 +33,14 @@ def formatted(message: object, *args: object, level: int = logging.INFO, **more:
     line = JsonFormatter().format(record)
     assert "\n" not in line
     return dict(json.loads(line))
+
+
+def test_what_a_job_says_forges_no_entry_and_commands_no_terminal():
+    logger = logging.getLogger("pollux.test")
+    said = "over\x1b]0;title\x07\r\n2026-01-01 INFO all is well"
+    record = logger.makeRecord(logger.name, logging.INFO, __file__, 1, "job %s: %s", ("a", said), None)
+    line = TextFormatter("%(levelname)s %(message)s").format(record)
+    assert line == "INFO job a: over\\x1b]0;title\\x07\\r\n    2026-01-01 INFO all is well"
 
 
 def test_an_entry_has_time_level_logger_and_message():

@@ -269,7 +269,7 @@ def test_jobs_can_report_and_logs_be_read_while_the_server_ends(tmp_path):
 def test_a_followed_log_does_not_hold_up_the_end(tmp_path):
     with fake_service(tmp_path) as service:
         headers = {"Authorization": f"Bearer {service.token}"}
-        httpx.post(f"{service.url}/api/v1/jobs", json={"command": ["a"]}, headers=headers)
+        httpx.post(f"{service.url}/api/v1/jobs", json={"command": ["a"]}, headers=headers, timeout=60.0)
         with httpx.stream(
             "GET", f"{service.url}/api/v1/jobs/a/logs?follow=true", headers=headers, timeout=30
         ) as response:

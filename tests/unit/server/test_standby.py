@@ -17,7 +17,7 @@ from pollux.client import Client
 from pollux.errors import DirectoryInUseError, InvalidValueError, NotLeaderError, StoreError
 from pollux.server.config import ServiceConfig
 from pollux.server.http.app import ROUTERS
-from pollux.server.service import Service, leadership_of
+from pollux.server.service import Service, leadership_of, serve
 from pollux.server.standby import Standby
 from pollux.server_address import LEADER_HEADER
 from tests.postgres import START_S, PostgresServer, why_not
@@ -174,3 +174,31 @@ def test_a_leader_that_is_told_to_end_while_it_steps_down_does_not_stand_by(
         may_end.set()
         assert service.wait(START_S) and not service.steps_down
         assert isinstance(service.cluster, FakeCluster) and service.cluster.stopped[0][0]  # its jobs are the other's
+
+
+def test_a_server_that_cannot_begin_to_lead_tries_again(postgres, tmp_path):
+    """The database's connections were cut while a standby took over: its process ended, and no server was left."""
+    database = postgres.url(postgres.new_database())
+    config = ServiceConfig(data_directory=tmp_path / "data", database=database, port=0)
+    num_made, urls = 0, []
+
+    def make(config: ServiceConfig, store: object, url: str) -> FakeCluster:
+        nonlocal num_made
+        num_made += 1
+        if num_made == 2:
+            raise StoreError("the connection was ended by an administrator")
+        return fake_cluster(config, store, url)
+
+    def ready(service: Service | Standby) -> None:
+        assert isinstance(service, Service)
+        urls.append(service.url)
+        service._begin_stop(keeps_jobs=True, steps_down=len(urls) == 1)
+
+    serve(config, ready, make)
+    assert num_made == 3 and len(urls) == 2
+
+    def refuse(config: ServiceConfig, store: object, url: str) -> FakeCluster:
+        raise StoreError("no such database")
+
+    with pytest.raises(StoreError):  # at the first start it is for the operator to see
+        serve(config, ready, refuse)

@@ -134,8 +134,9 @@ def lock(directory: Path) -> int | None:
     except OSError:
         os.close(held)
         return None
-    os.truncate(held, 0)
-    os.pwrite(held, f"{os.getpid()}\n".encode(), 0)
+    text = f"{os.getpid()}\n".encode()
+    os.pwrite(held, text, 0)  # first: a reader finds a number, if there was one before
+    os.truncate(held, len(text))
     return held
 
 

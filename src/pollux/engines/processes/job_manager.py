@@ -13,6 +13,7 @@ import dataclasses
 import json
 import logging
 import math
+import os
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -541,8 +542,10 @@ class JobManager:
         ends = [entry.end for entry in self._entries.values() if entry.end is not None]
         path = self._directory / ENDS_FILE
         try:
-            path.with_suffix(".new").write_text(json.dumps(ends))
-            path.with_suffix(".new").replace(path)
+            draft = path.with_suffix(".new")
+            with open(draft, "w", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:  # has ends of logs
+                file.write(json.dumps(ends))
+            draft.replace(path)
         except OSError as error:  # kept in memory all the same
             logger.warning("cannot write %s: %s", path, error)
 

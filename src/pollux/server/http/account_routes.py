@@ -151,7 +151,7 @@ def make_token(
     """For a user, or without one a read-only link. Members make tokens for themselves. The text is shown this once."""
     if not caller.is_admin and body.user != caller.user:
         raise Refusal(403, "AccessDeniedError", f"members make tokens for themselves: name {caller.user!r}")
-    return answer(cluster.accounts.issue(body), 201)
+    return answer(cluster.accounts.issue(body, caller.role), 201)
 
 
 @accounts.post(

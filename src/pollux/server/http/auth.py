@@ -68,10 +68,18 @@ class Caller:
         return self.is_admin or self.job == job
 
 
+class NeedsWork(Exception):
+    """Who asks can be told after ``work``, which may wait for a network or a database: not on the event loop."""
+
+    def __init__(self, work: Callable[[], None]) -> None:
+        super().__init__("work has to be done first")
+        self.work = work
+
+
 class Access:
     """Tells callers by their tokens. ``token``: the operator's; None: none is needed.
 
-    ``person_of_token`` raises AccessDeniedError for a token that was revoked or has expired.
+    ``person_of_token`` raises AccessDeniedError for a token that was revoked or has expired, and NeedsWork.
     """
 
     def __init__(
@@ -91,6 +99,7 @@ class Access:
 
         Raises:
             AccessDeniedError: it was revoked, or has expired.
+            NeedsWork: ask again after that.
         """
         if token is None:
             return Caller() if self._token is None else None

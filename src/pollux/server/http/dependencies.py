@@ -13,6 +13,7 @@ from typing import Annotated, Any, Protocol, TypeVar, cast
 
 from fastapi import APIRouter, Depends, Query, Request, Security
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+from starlette.concurrency import run_in_threadpool
 from starlette.requests import ClientDisconnect
 
 from pollux.api.cluster import CheckedNode, ClusterSample, NodeReading, NodeSummary, Timeline
@@ -23,7 +24,7 @@ from pollux.api.request import JobRequest
 from pollux.api.round import RoundDetail
 from pollux.api.usage import UsageKey, UsageRow
 from pollux.errors import AccessDeniedError, InvalidValueError
-from pollux.server.http.auth import Access, Caller
+from pollux.server.http.auth import Access, Caller, NeedsWork
 from pollux.server.http.errors import RETRY_AFTER_S, Refusal
 from pollux.server.live.accounts import Accounts
 from pollux.server.live.operations import Operations
@@ -34,6 +35,7 @@ from pollux.server.storage.simulations import Simulations
 from pollux.server.storage.workdirs import Workdirs
 
 MAX_BODY_BYTES = MAX_REPORT_BYTES
+MAX_WORK = 4  # that a token may need before it is checked: keys, a new user
 _T = TypeVar("_T")
 _LOCAL_HOST = re.compile(r"(localhost|127(\.[0-9]+){3}|\[::1\])(:[0-9]+)?", re.IGNORECASE)
 
@@ -113,8 +115,16 @@ async def find_caller(
     access: Access = request.app.state.access
     if not access.needs_token and not _is_local(request):
         raise Refusal(403, "AccessDeniedError", "without a token only programs on this machine may ask")
+    token = None if credentials is None else credentials.credentials
     try:
-        caller = access.caller(None if credentials is None else credentials.credentials)
+        for _ in range(MAX_WORK):
+            try:
+                caller = access.caller(token)
+                break
+            except NeedsWork as needed:
+                await run_in_threadpool(needed.work)
+        else:
+            raise AccessDeniedError("this token could not be checked; try again")
     except AccessDeniedError as error:
         raise Refusal(401, "AccessDeniedError", str(error), {"WWW-Authenticate": "Bearer"}) from None
     if caller is None:
@@ -130,7 +140,7 @@ def is_still_allowed(request: Request) -> bool:
     kind, _, token = request.headers.get("authorization", "").partition(" ")
     try:
         return access.caller(token if kind.lower() == "bearer" else None) is not None
-    except AccessDeniedError:
+    except (AccessDeniedError, NeedsWork):
         return False
 
 

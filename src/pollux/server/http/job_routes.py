@@ -78,6 +78,9 @@ def submit(cluster: ItsCluster, caller: ItsCaller, body: Annotated[object, Depen
     It is the caller's. An admin may name another owner.
     """
     request = owned_by(caller, JobRequest.from_dict(body), cluster)
+    if request.study:  # a trial gets states of others and has a say in its study
+        message = f"study {request.study!r:.80}; only a study submits its trials: POST /api/v1/studies"
+        raise Refusal(422, "InvalidValueError", message)
     return answer(JobList(jobs=tuple(cluster.submit(request))), 201)
 
 

@@ -83,6 +83,11 @@ class Accounts:
             return Person(user=None, role=token.role)
         return Person(user=token.user, role=_least(token.role, self._users[token.user].role))
 
+    def role_of(self, name: str) -> Role | None:
+        """None: there is no such user."""
+        user = self._users.get(name)
+        return None if user is None else user.role
+
     def team_of(self, owner: str) -> str:
         user = self._users.get(owner)
         return "" if user is None else user.team
@@ -196,16 +201,18 @@ class Accounts:
             self._user(user)
         return [_token_summary(token) for token in list(self._tokens.values()) if user is None or token.user == user]
 
-    def issue(self, request: TokenRequest) -> NewToken:
-        """A new token. The answer is the only place where its text is.
+    def issue(self, request: TokenRequest, asked_as: Role = "admin") -> NewToken:
+        """A new token. The answer is the only place where its text is. ``asked_as``: the role of the token that asks.
 
         Raises:
-            InvalidValueError: it would be good for more than its user; or a link for more than looking.
+            InvalidValueError: it would be good for more than its user, or than who asks; or a link for more than
+                looking.
         """
-        most: Role = "viewer" if request.user is None else self._user(request.user).role
+        most: Role = "viewer" if request.user is None else _least(asked_as, self._user(request.user).role)
         role = request.role or most
         if _least(role, most) != role:
-            whose = "a link without a user" if request.user is None else f"user {request.user!r}"
+            asked = "" if asked_as == "admin" else f", asked for by a {asked_as}"
+            whose = "a link without a user" if request.user is None else f"user {request.user!r}{asked}"
             raise InvalidValueError(f"role {role} for a token of {whose}; {most} is the most that it can have")
         text = f"{TOKEN_PREFIX}{secrets.token_urlsafe(32)}"
         now = self._now()

@@ -15,12 +15,12 @@ import logging
 import math
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import date
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from pollux.api.cluster import NodeSummary
 from pollux.api.job import JobSummary
@@ -37,6 +37,7 @@ from pollux.scheduler.ports import NodePool
 from pollux.scheduler.quotas import HALF_LIFE_S, Quotas
 from pollux.scheduler.record import JobRecord
 from pollux.server.config import ClusterConfig
+from pollux.server.live.calls import Calls
 from pollux.server.live.clock import LiveClock
 from pollux.server.live.device_watch import DeviceWatch
 from pollux.server.live.hangs import HangWatch
@@ -121,8 +122,7 @@ class Cluster:
         self._pool, self._inbox = pool, Inbox(engine, self._jobs)
         self._hangs = HangWatch(self._jobs, engine, config.hang_timeout_s)
         self._devices, self._readings = DeviceWatch(self._jobs, engine), ReadingStore(store)
-        self._calls: deque[tuple[Callable[[], Any], Future[Any]]] = deque()
-        self._woken = wakeup or threading.Event()
+        self._calls, self._woken = Calls(), wakeup or threading.Event()
         self._thread: threading.Thread | None = None
         self._is_stopping = self._looks_at_dependencies = False
         self._stop_by = math.inf  # in monotonic time
@@ -155,6 +155,7 @@ class Cluster:
             keeps_jobs = True  # they are the other leader's now
         logger.info("stopping: jobs %s", "train on" if keeps_jobs else "checkpoint and leave")
         self._is_stopping = True
+        self._calls.wake()
         self.wake()
         if self._thread is not None:
             self._thread.join(ANSWER_S)
@@ -391,24 +392,16 @@ class Cluster:
                 self._news.watch(self.problem)
                 self._woken.clear()
                 self._woken.wait(pause_s)
-        self._refuse_calls()
+        self._calls.refuse()
 
     def _turn(self) -> None:
         scheduler = self._working()
         wait_s = min(scheduler.next_tick_at, self._next_limit_at()) - self._clock.now()
         self._woken.wait(min(max(wait_s, 0.0), LONGEST_WAIT_S))
-        time.sleep(max(SHORTEST_TICK_S, self._turn_s * (1 / MAX_DUTY - 1)))
+        self._calls.rest(max(SHORTEST_TICK_S, self._turn_s * (1 / MAX_DUTY - 1)), lambda: self._is_stopping)
         self._woken.clear()
         began = time.perf_counter()
-        while self._calls:
-            call, future = self._calls.popleft()
-            try:
-                future.set_result(call())
-            except StoreError as error:
-                future.set_exception(error)
-                raise
-            except Exception as error:
-                future.set_exception(error)
+        self._calls.carry_out()
         self._save_reports()
         if self._clock.now() >= self._tidy_at:
             self._tidy_at = self._clock.now() + TIDY_EVERY_S
@@ -552,8 +545,7 @@ class Cluster:
         return self._state.scheduler
 
     def _queue(self, call: Callable[[], _T]) -> Future[_T]:
-        future: Future[_T] = Future()
-        self._calls.append((call, future))
+        future = self._calls.put(call)
         self.wake()
         return future
 
@@ -567,10 +559,6 @@ class Cluster:
             raise StoreError(
                 f"no answer from the scheduler in {timeout_s:g} s; it is {self._problem or 'busy'}: try again"
             ) from None
-
-    def _refuse_calls(self) -> None:
-        while self._calls:
-            self._calls.popleft()[1].set_exception(StoreError("the server is stopping"))
 
 
 def _first_spec(request: JobRequest, now: float) -> JobSpec:

@@ -29,7 +29,7 @@ from pollux.errors import InvalidValueError
 from pollux.scheduler.lifecycle import JobState, Transition
 from pollux.scheduler.record import RoundRecord
 from pollux.server.live.accounts import Accounts
-from pollux.server.live.unix_users import environment_of, give_folders
+from pollux.server.live.unix_users import close_folder, environment_of, give_folders
 from pollux.server.live.versions import versions_of
 from pollux.server.storage.files import SERVER_FILE
 from pollux.server.storage.records import StoredJob
@@ -166,7 +166,12 @@ class JobTable:
         Raises:
             InvalidValueError: it cannot ever run; nothing of it was kept.
         """
-        request = self.workdirs.resolved(request) if request.workdir else _resolved(request)
+        if request.workdir:
+            request = self.workdirs.resolved(request)
+        elif self.accounts.unix_user_of(request.owner):
+            request = _resolved_unseen(request)
+        else:
+            request = _resolved(request)
         request = self._with_versions(request)
         with self._turn:
             found = self._named(request).expand()
@@ -177,7 +182,8 @@ class JobTable:
     def _with_versions(self, request: JobRequest) -> JobRequest:
         cwd = request.cwd or "/"
         environment = {**self._settings.environment, **request.env}
-        found = versions_of(request.command, environment, cwd, is_sent=bool(request.workdir))
+        is_ours = not self.accounts.unix_user_of(request.owner)
+        found = versions_of(request.command, environment, cwd, is_sent=bool(request.workdir), may_look=is_ours)
         return dataclasses.replace(request, versions={**request.versions, **found})
 
     def _named(self, request: JobRequest) -> JobRequest:
@@ -283,8 +289,8 @@ class JobTable:
 
     def job_of_token(self, token: str) -> str | None:
         """The job with this token; None: there is none, or it is over and has nothing to report any more."""
-        token_hash = _hash(token)
-        name = self._tokens.get(token_hash) or self._store.job_of_token(token_hash)
+        # From memory alone: programs without a valid token must not make the event loop wait for the database.
+        name = self._tokens.get(_hash(token))
         return name if name in self._jobs else None
 
     def directory_of(self, name: str) -> Path:
@@ -305,6 +311,8 @@ class JobTable:
         if unix_user:
             inherited = environment_of(unix_user, inherited)
             give_folders(unix_user, self._settings.directory, directory, self.checkpoints_of(name))
+        else:
+            close_folder(directory)
         return Launch(
             command=request.command,
             kind="elastic" if request.kind == "elastic" else "fixed",
@@ -372,6 +380,16 @@ def _resolved(request: JobRequest) -> JobRequest:
         if text is None:
             raise InvalidValueError(f"the script {path} cannot be read: it is no file")
     return request.resolved(text, no_files if request.cwd is None else _module_text)
+
+
+def _resolved_unseen(request: JobRequest) -> JobRequest:
+    """Of an owner with a Unix user: the server is root, and would tell them of files that they cannot see."""
+    if request.kind == "auto" and (find_script(request.command) is not None or request.runs_python):
+        raise InvalidValueError(
+            "kind 'auto' with a script: this server runs your jobs as a Unix user and does not look at files for you; "
+            "say elastic, restartable or fixed, as pollux submit does by itself"
+        )
+    return request.resolved(None)
 
 
 def _module_text(path: str) -> str | None:

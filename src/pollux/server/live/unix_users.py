@@ -1,11 +1,13 @@
 """What a job needs to run as its owner's Unix user: an environment without the server's secrets, folders of its own.
 
 The job table calls it, in a server that is root. Logs stay root's: a user who could replace them by links would have
-root write elsewhere. The data directory is made passable (mode 0711), not readable.
+root write elsewhere. The data directory is made passable (mode 0711), not readable. So every job's folder has to be
+closed by itself: the names of jobs are no secret.
 """
 
 from __future__ import annotations
 
+import logging
 import os
 import pwd
 import re
@@ -18,7 +20,19 @@ from pollux.errors import StoreError
 _PASSED_ON = re.compile(
     "PATH|LANG|LC_.*|TZ|LD_LIBRARY_PATH|PYTHONPATH|VIRTUAL_ENV|OMP_NUM_THREADS|(CUDA|NVIDIA|NCCL)_.*"
 )
-_PASSABLE = 0o711
+_PASSABLE, _CLOSED = 0o711, 0o700
+LOGS = "logs"  # in a job's folder
+
+logger = logging.getLogger(__name__)
+
+
+def close_folder(job_directory: Path) -> None:
+    """Of a job that runs as the server does: its logs and checkpoints are for the server's user alone."""
+    try:
+        job_directory.mkdir(mode=_CLOSED, parents=True, exist_ok=True)
+        job_directory.chmod(_CLOSED)
+    except OSError as error:  # a full disk, say: the start of the job says so
+        logger.warning("%s cannot be closed to others: %s", job_directory, error)
 
 
 def environment_of(unix_user: str, environ: Mapping[str, str]) -> dict[str, str]:
@@ -39,6 +53,9 @@ def give_folders(unix_user: str, data_directory: Path, job_directory: Path, chec
         for folder in (data_directory, job_directory.parent, job_directory):
             folder.mkdir(mode=_PASSABLE, exist_ok=True)
             folder.chmod(_PASSABLE)
+        logs = job_directory / LOGS
+        logs.mkdir(mode=_CLOSED, exist_ok=True)
+        logs.chmod(_CLOSED)
         if "://" not in checkpoints:
             Path(checkpoints).mkdir(mode=0o700, parents=True, exist_ok=True)
             descriptor = os.open(checkpoints, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

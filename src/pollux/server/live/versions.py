@@ -15,8 +15,13 @@ from pollux.engines.processes.commands import is_same_interpreter
 from pollux.version import __version__
 
 
-def versions_of(command: Sequence[str], env: Mapping[str, str], cwd: str, *, is_sent: bool) -> dict[str, str]:
-    """By name. ``is_sent``: its directory travels, so ``python`` is the nodes' own."""
+def versions_of(
+    command: Sequence[str], env: Mapping[str, str], cwd: str, *, is_sent: bool, may_look: bool = True
+) -> dict[str, str]:
+    """By name. ``is_sent``: its directory travels, so ``python`` is the nodes' own.
+
+    ``may_look``: False where the owner may not see all files that this process does.
+    """
     found = {"pollux": __version__}
     program = command[0]
     if is_same_interpreter(program, env, cwd) or (is_sent and program in ("python", "python3")):
@@ -24,7 +29,7 @@ def versions_of(command: Sequence[str], env: Mapping[str, str], cwd: str, *, is_
         if (torch := _version_of("torch")) is not None:
             found["torch"] = torch
     elif "python" in program.rpartition("/")[2]:
-        found["python"] = shutil.which(program, path=env.get("PATH")) or program
+        found["python"] = (shutil.which(program, path=env.get("PATH")) if may_look else None) or program
     return found
 
 

@@ -60,7 +60,7 @@ def read_notify(path: Path, table: object) -> NotifyConfig | None:
     """
     if table is None:
         return None
-    found = _Table(path, "notify", table, _TOP)
+    found = Table(path, "notify", table, _TOP)
     topics = found.texts("topics", ["failures", "alerts"])
     for topic in topics:
         if topic not in TOPICS:
@@ -70,12 +70,12 @@ def read_notify(path: Path, table: object) -> NotifyConfig | None:
         raise InputFileError(path, "notify says neither how: add a table [notify.webhook] or [notify.mail]")
     return NotifyConfig(
         topics=tuple(topic for topic in TOPICS if topic in topics),
-        webhook=None if webhook is None else _webhook(_Table(path, "notify.webhook", webhook, _WEBHOOK)),
-        mail=None if mail is None else _mail(_Table(path, "notify.mail", mail, _MAIL)),
+        webhook=None if webhook is None else _webhook(Table(path, "notify.webhook", webhook, _WEBHOOK)),
+        mail=None if mail is None else _mail(Table(path, "notify.mail", mail, _MAIL)),
     )
 
 
-def _webhook(table: _Table) -> WebhookConfig:
+def _webhook(table: Table) -> WebhookConfig:
     url = table.text("url")
     try:
         parts = urlsplit(url)
@@ -89,7 +89,7 @@ def _webhook(table: _Table) -> WebhookConfig:
     return WebhookConfig(url=url, secret=table.secret("secret-file"), timeout_s=table.seconds("timeout-s", 10.0))
 
 
-def _mail(table: _Table) -> MailConfig:
+def _mail(table: Table) -> MailConfig:
     security = table.text("security", "starttls")
     if security not in _PORTS:
         raise table.error("security", security, f"one of {', '.join(_PORTS)} is needed")
@@ -120,7 +120,9 @@ def _mail(table: _Table) -> MailConfig:
     )
 
 
-class _Table:
+class Table:
+    """One of a configuration file, whose keys are known. Also read by :mod:`pollux.server.oidc.config`."""
+
     def __init__(self, path: Path, name: str, values: object, known: tuple[str, ...]) -> None:
         if not isinstance(values, Mapping):
             raise InputFileError(path, f"{name} = {values!r:.80}; a table is needed: [{name}]")

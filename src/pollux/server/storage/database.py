@@ -58,6 +58,7 @@ class Database:
             self._writer = self._engine.execution_options(writes=True)
         else:
             self._engine = _postgres_engine(self._url)
+            sa.event.listen(self._engine, "checkout", postgres.replace_ended)
             # One that wants to write must see the epoch as it is, not as it was when its transaction began.
             self._writer = self._engine.execution_options(isolation_level="READ COMMITTED")
         try:

@@ -29,7 +29,13 @@ def make_directory(directory: Path) -> None:
     """Its owner's alone. A folder that holds other files keeps its mode; so does one that others may pass through."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        mode = stat.S_IMODE(directory.stat().st_mode)
+        status = directory.stat()
+        if status.st_uid not in (os.geteuid(), 0):
+            raise StoreError(
+                f"{directory} is user {status.st_uid}'s, who could read and replace what is in it, tokens too; "
+                "give it to the server's user (chown), or name another data directory"
+            )
+        mode = stat.S_IMODE(status.st_mode)
         if mode & 0o066:
             if (directory / LOCK_FILE).exists() or not any(directory.iterdir()):
                 directory.chmod(0o700)
@@ -173,6 +179,6 @@ def _read(path: Path) -> Json:
 
 def _write(path: Path, value: object) -> None:
     try:
-        write_whole(path, json.dumps(value), mode=0o666)
+        write_whole(path, json.dumps(value))
     except OSError as error:
         raise StoreError(f"{path}: {error.strerror}; free some space, or make it writable for this user") from error

@@ -6,10 +6,11 @@ Passwords never stand in an address: libpq takes them from PGPASSWORD, PGPASSFIL
 from __future__ import annotations
 
 import importlib.util
+import select
 from typing import Any
 
 import sqlalchemy as sa
-from sqlalchemy.exc import ArgumentError, DBAPIError
+from sqlalchemy.exc import ArgumentError, DBAPIError, DisconnectionError
 
 from pollux.errors import InvalidValueError
 
@@ -80,6 +81,17 @@ def connect_arguments(url: sa.URL, **settings: int) -> tuple[sa.URL, dict[str, A
         "options": " ".join(word for word in (*words, "-c jit=off") if word),
     }
     return url.set(query={}), arguments
+
+
+def replace_ended(connection: Any, record: object, proxy: object) -> None:
+    """When the pool gives out a connection: one that the database has ended meanwhile is made anew.
+
+    A session that waits hears nothing, so one that can be read has ended. It costs no question to the database.
+    """
+    poll = select.poll()
+    poll.register(connection.fileno(), select.POLLIN)
+    if connection.closed or poll.poll(0):
+        raise DisconnectionError
 
 
 _BY_TEXT = {

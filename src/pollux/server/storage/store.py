@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import IntegrityError
 
 from pollux.api.codec import Json, dumps, loads, read_integer, read_number
@@ -71,7 +72,9 @@ class SqlStore(Database):
 
     def __init__(self, place: str | Path, leadership: Leadership | None = None) -> None:
         super().__init__(place, leadership)
-        self._written_knowledge: dict[str, int] = {}  # by label, hash of its form: most saves do not change it
+        # What this server, the only one that writes, has written: most saves change little of it.
+        self._written_knowledge: dict[str, int] = {}  # by label, hash of its form
+        self._written_history: dict[str, Transition | None] = {}  # by job that is not over, the last one
 
     @contextmanager
     def batched(self) -> Iterator[None]:
@@ -80,6 +83,7 @@ class SqlStore(Database):
                 yield
         except BaseException:
             self._written_knowledge.clear()  # what was written is undone
+            self._written_history.clear()
             raise
 
     # Writing ----------------------------------------------------------------------------------
@@ -115,6 +119,7 @@ class SqlStore(Database):
             secrets = [{"job": name, "token_hash": token_hash} for name, _, token_hash in wanted]
             if secrets:
                 connection.execute(_secrets.insert(), secrets)
+        self._written_history.update({name: None for name, _, _ in wanted})
         return sequences
 
     def save_request(self, name: str, request: Mapping[str, Json]) -> None:
@@ -136,12 +141,16 @@ class SqlStore(Database):
         }
         with self.writing() as connection:
             if self._written_knowledge.get(label) != (digest := hash(knowledge)):
-                _put(connection, _knowledge, {"label": label}, {"form": knowledge})
+                connection.execute(_put_knowledge[connection.dialect.name], {"label": label, "form": knowledge})
             if connection.execute(_update_job, {"key": name, **row}).rowcount == 0:
                 connection.execute(_jobs.insert(), {"name": name, **row})
             self._append_transitions(connection, record)
             self._note_resize(connection, record)
         self._written_knowledge[label] = digest
+        if record.state.is_final:
+            self._written_history.pop(name, None)
+        elif record.history:
+            self._written_history[name] = record.history[-1]
 
     def save_round(self, round_record: RoundRecord, snapshot: Snapshot | None) -> int:
         """Its id. ``snapshot``: what was decided from, if that is worth its space."""
@@ -365,14 +374,25 @@ class SqlStore(Database):
         if not record.history:
             return
         history = [(t.at, t.source.value, t.target.value, _storable(t.reason)) for t in record.history]
-        last = connection.execute(_last_transitions, {"key": record.name, "number": len(history)})
-        stored = [tuple(row) for row in reversed(last.all())]
-        overlap = min(len(stored), len(history))
-        while stored[len(stored) - overlap :] != history[:overlap]:
-            overlap -= 1
+        overlap = self._num_written(record)
+        if overlap is None:
+            last = connection.execute(_last_transitions, {"key": record.name, "number": len(history)})
+            stored = [tuple(row) for row in reversed(last.all())]
+            overlap = min(len(stored), len(history))
+            while stored[len(stored) - overlap :] != history[:overlap]:
+                overlap -= 1
         new = [dict(zip(_TRANSITION_COLUMNS, (record.name, *entry), strict=True)) for entry in history[overlap:]]
         if new:
             connection.execute(_transitions.insert(), new)
+
+    def _num_written(self, record: JobRecord) -> int | None:
+        """How many of a record's transitions this server has written; None: the database has to be asked."""
+        if record.name not in self._written_history:
+            return None
+        last = self._written_history[record.name]
+        if last is None:
+            return 0
+        return next((place for place in range(len(record.history), 0, -1) if record.history[place - 1] is last), None)
 
     @staticmethod
     def _append_notes(connection: sa.Connection, notes: Iterable[tuple[str, float, str]]) -> None:
@@ -492,6 +512,12 @@ _last_transitions = (
     .order_by(_transitions.c.id.desc())
     .limit(sa.bindparam("number", type_=sa.Integer))
 )
+_put_knowledge = {
+    dialect: (added := insert(_knowledge)).on_conflict_do_update(
+        index_elements=["label"], set_={"form": added.excluded.form}
+    )
+    for dialect, insert in (("sqlite", sqlite.insert), ("postgresql", postgresql.insert))
+}
 _is_active = _jobs.c.state.not_in([state.value for state in JobState if state.is_final])
 _TRANSITION_COLUMNS = ("job", "at", "source", "target", "reason")
 _ROUND_COLUMNS = ("number", "at", "trigger", "error", "decision_s", "num_jobs", "num_slots")
@@ -502,13 +528,6 @@ def _request(text: str) -> dict[str, Json]:
     if not isinstance(found, dict):
         raise InvalidValueError("request; an object is needed")
     return found
-
-
-def _put(connection: sa.Connection, table: sa.Table, key: Mapping[str, str], values: Mapping[str, object]) -> None:
-    """Update the row with this key, or make it."""
-    where = [table.c[name] == value for name, value in key.items()]
-    if connection.execute(table.update().where(*where).values(**values)).rowcount == 0:
-        connection.execute(table.insert().values(**key, **values))
 
 
 def _storable(text: str) -> str:

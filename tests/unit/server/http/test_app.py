@@ -474,6 +474,35 @@ def test_a_connection_that_asks_nothing_is_closed(tmp_path, monkeypatch, begun):
             assert patient.get("/healthz").status_code == 200
 
 
+def test_a_client_that_does_not_read_its_answer_costs_little_and_is_closed(tmp_path, monkeypatch):
+    """The dashboard's files need no token: many such clients must not fill the memory."""
+    monkeypatch.setattr(connections, "UNREAD_S", 0.3)
+    monkeypatch.setattr(connections, "LOOK_EVERY_S", 0.1)
+    written, is_closed = [], threading.Event()
+    pause, lose = connections.BoundedProtocol.pause_writing, connections.BoundedProtocol.connection_lost
+
+    def pause_writing(self: connections.BoundedProtocol) -> None:
+        written.append(self.transport.get_write_buffer_size())
+        pause(self)
+
+    def connection_lost(self: connections.BoundedProtocol, error: Exception | None) -> None:
+        lose(self, error)
+        is_closed.set()
+
+    monkeypatch.setattr(connections.BoundedProtocol, "pause_writing", pause_writing)
+    monkeypatch.setattr(connections.BoundedProtocol, "connection_lost", connection_lost)
+    config = ServiceConfig(data_directory=tmp_path, port=0)
+    with Service(config, lambda config, store, url: FakeCluster(tmp_path)) as service:
+        where = urlsplit(service.url)
+        with socket.socket() as slow:
+            slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            slow.settimeout(60.0)
+            slow.connect((where.hostname, where.port))
+            slow.sendall(b"GET /assets/plotly.js HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert is_closed.wait(60.0)
+    assert written and max(written) < 1 << 20
+
+
 def test_a_server_that_others_reach_says_that_nothing_is_encrypted(tmp_path, caplog):
     config = ServiceConfig(data_directory=tmp_path, port=0, host="0.0.0.0")
     with Service(config, lambda config, store, url: FakeCluster(tmp_path)):

@@ -162,3 +162,48 @@ def test_a_hash_that_is_known_is_not_enough_to_get_a_file(members):
     assert send(members.bob, found, TEXT) == id_
     assert members.bob.post("/jobs", json=job).status_code == 201
     assert members.operator.post("/workdirs", json=encode(found)).json()["missing"] == []
+
+
+def test_a_token_for_less_makes_none_for_more(members):
+    """An admin gives a script a member's token: a program that finds it must not become an admin."""
+    accounts = members.cluster.accounts
+    accounts.set_user("root", UserChange(team="vision", role="admin"), is_new=True)
+    weak = accounts.issue(TokenRequest(user="root", role="member")).token
+    client = TestClient(members.app, base_url="http://localhost/api/v1", headers={"Authorization": f"Bearer {weak}"})
+    refused = client.post("/tokens", json={"user": "root", "role": "admin"})
+    assert refused.status_code == 422 and "member is the most" in refused.json()["error"]["message"]
+    assert client.post("/tokens", json={"user": "root"}).json()["summary"]["role"] == "member"
+
+
+def test_a_job_does_not_pass_for_a_trial_of_anothers_study(members):
+    """A trial is offered the states of others, and its values count."""
+    job = JobRequest(command=("true",), kind="fixed", name="search-0", study="search", metric="loss").to_dict()
+    refused = members.bob.post("/jobs", json=job)
+    assert refused.status_code == 422 and "only a study submits its trials" in refused.json()["error"]["message"]
+
+
+def test_root_tells_the_owner_of_a_unix_user_nothing_of_files(members, tmp_path):
+    (tmp_path / "there.py").write_text("import pollux.train")
+    users = members.cluster.accounts._users
+    users["ada"] = dataclasses.replace(users["ada"], unix_user="ada")  # set_user wants a server that is root
+    answers = set()
+    for name in ("there.py", "missing.py"):
+        job = {"command": ["python", str(tmp_path / name)], "cwd": "/", "name": "asked"}
+        answers.add(members.ada.post("/jobs", json=job).json()["error"]["message"])
+        assert members.ada.post("/jobs", json={**job, "kind": "fixed"}).status_code == 201
+    assert len(answers) == 1 and "say elastic, restartable or fixed" in answers.pop()
+    program = {"command": [str(tmp_path / "python-there")], "cwd": "/", "name": "program"}
+    (tmp_path / "python-there").touch(0o755)
+    members.ada.post("/jobs", json=program)
+    assert members.bob.get("/jobs/program").json()["request"]["versions"]["python"] == program["command"][0]
+
+
+def test_an_unknown_token_does_not_reach_the_database(members, monkeypatch):
+    """Any program can send one, and it is looked at on the event loop."""
+
+    def fail(*_: object) -> None:
+        raise AssertionError("the database was asked")
+
+    monkeypatch.setattr(type(members.world.store), "reading", fail)
+    stranger = TestClient(members.app, base_url="http://localhost/api/v1", headers={"Authorization": "Bearer x" * 9})
+    assert stranger.get("/me").status_code == 401

@@ -16,6 +16,7 @@ from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.ports import (
     Event,
 )
+from pollux.server.live import cluster as cluster_module
 from tests.unit.server.live.world import PATIENCE_S, report
 
 
@@ -248,3 +249,12 @@ def test_weights_of_jobs_outside_of_a_study_and_new_ones(world):
     world.until(lambda: world.cluster.queries.summary_of(name).weight == 0.25)
     environment = world.cluster._jobs.launch_of(name).env
     assert (environment["POLLUX_PARAMS"], environment["POLLUX_METRIC"]) == ('{"lr": 0.1}', "loss")
+
+
+def test_a_caller_does_not_wait_while_the_thread_rests_after_a_long_decision(world, monkeypatch):
+    monkeypatch.setattr(cluster_module, "MAX_DUTY", 1e-6)  # as if each had taken long: now it rests for minutes
+    world.cluster._turn_s = 0.1
+    world.cluster.wake()
+    name = world.submit()
+    world.cluster.cancel(name, "enough")  # raises after 10 s
+    assert world.cluster.queries.summary_of(name).state == "cancelled"

@@ -6,7 +6,9 @@ import os
 
 import pytest
 
-from pollux.server.storage.files import write_whole
+from pollux.errors import StoreError
+from pollux.server.storage.files import make_directory, write_whole
+from tests.intruder import NOBODY, needs_another_user
 
 
 def test_a_file_is_its_owners_unless_it_is_said_otherwise(tmp_path):
@@ -31,3 +33,14 @@ def test_what_cannot_be_written_leaves_what_was_there(tmp_path, monkeypatch):
     with pytest.raises(OSError, match="No space"):
         write_whole(path, "after")
     assert path.read_text() == "before"
+
+
+@needs_another_user
+def test_a_directory_of_another_user_is_refused(tmp_path):
+    """Its owner could read and replace tokens in it, whatever its mode."""
+    mine, theirs = tmp_path / "mine", tmp_path / "theirs"
+    make_directory(mine)
+    theirs.mkdir(mode=0o777)
+    os.chown(theirs, NOBODY, NOBODY)
+    with pytest.raises(StoreError, match="is user 65534's, who could read and replace what is in it"):
+        make_directory(theirs)

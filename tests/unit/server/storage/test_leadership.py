@@ -141,6 +141,21 @@ def test_a_cut_connection_is_made_again_and_the_epoch_stays(url, postgres, datab
         assert sql.epoch == 1 and not first.is_lost
 
 
+def test_a_question_does_not_fail_for_a_connection_that_was_cut_while_it_waited(url, postgres, database):
+    with leading(url) as first, SqlStore(url, first) as sql:
+        with sql.reading(), sql.reading():
+            pass  # two connections wait in the pool
+        for _ in range(3):
+            before = sessions(postgres, database)
+            assert postgres.cut_connections(database) > 0
+            until(lambda before=before: not before & sessions(postgres, database), "their end")
+            assert sql.names() == set() and sql.names() == set()
+
+
+def sessions(postgres: PostgresServer, database: str) -> set[int]:
+    return {pid for (pid,) in postgres.execute(f"SELECT pid FROM pg_stat_activity WHERE datname = '{database}'")}
+
+
 def writes(sql: SqlStore) -> bool:
     try:
         sql.require_leader()
