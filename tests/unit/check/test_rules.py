@@ -73,6 +73,9 @@ def test_a_good_script_has_no_findings():
     [
         ("master =", "epoch = run.world_size", "stale-rank"),
         ("master =", "epoch = int(run.rank)", "stale-rank"),
+        ("master =", "epoch = not run.is_main", "stale-rank"),
+        ("master =", "epoch = run.rank == 0 and verbose", "stale-rank"),
+        ("master =", "epoch = 'main' if run.is_main else 'other'", "stale-rank"),
         ("master =", "import os; rank = int(os.environ['RANK'])", "stale-rank"),
         ("master =", "import os; local = os.environ.get('LOCAL_RANK', 0)", "stale-rank"),
         ("master =", "torch.distributed.init_process_group('nccl')", "own-parallelism"),
