@@ -525,7 +525,10 @@ class Session:
             self._start_exchange()
 
     def on_forward(self, trainee: Trainee, error: BaseException | None) -> bool:
-        """Before a forward pass: whether the group works. Broadcasts rank 0's buffers once a step, as DDP does."""
+        """Before a forward pass: whether the group works. Broadcasts rank 0's buffers once a step.
+
+        The graph of a first pass needs them as they were: a second one may come before backward, as with two views.
+        """
         if self.state is None:
             return error is None
         current = self.current
@@ -533,7 +536,9 @@ class Session:
             trainee.hook.abandon(error)
         if self.has_failed():
             return False
-        if trainee.has_buffers and self.team.size > 1 and current is not None and current.index == 0:
+        is_first = current is not None and current.index == 0 and not trainee.has_sent_buffers
+        if trainee.has_buffers and self.team.size > 1 and is_first:
+            trainee.has_sent_buffers = True
             try:
                 broadcast_buffers(trainee.module, self.team)
                 if self.team.is_cuda and self.team.rank > 0:

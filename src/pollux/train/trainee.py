@@ -113,7 +113,7 @@ class Trainee:
         except BaseException:
             self.rate.detach()  # a second call of run.prepare would scale twice
             raise
-        self.has_buffers = any(True for _ in model.buffers())
+        self.has_buffers, self.has_sent_buffers = any(True for _ in model.buffers()), False
         self.has_batch_norm = any(isinstance(layer, _BatchNorm) for layer in model.modules())
         self.model.on_forward, self.model.on_rebuild = partial(steps.on_forward, self), steps.on_rebuild
         self._gates: list[Gate] = [gate_optimizer(optimizer, self)]

@@ -89,7 +89,7 @@ class Trainees:
 
     def begin_step(self) -> None:
         for member in self.members:
-            member.is_applied = False
+            member.is_applied = member.has_sent_buffers = False
 
     def begin_pass(self, plan: PassPlan) -> None:
         for member in self.members:

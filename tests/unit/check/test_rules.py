@@ -136,6 +136,11 @@ def test_accumulation_of_ones_own_and_counted_passes_are_found():
     assert found(text) == []
 
 
+def test_an_average_of_the_model_is_no_optimizer():
+    text, _ = with_line("model = build", "ema = torch.optim.swa_utils.AveragedModel(model)")
+    assert found(text) == []
+
+
 def test_what_one_replica_makes_before_the_loop_is_found():
     text, number = with_line("master =", "if master:", "    writer = Writer()")
     used = text.replace("print(loss.item())", "writer.add(loss.item())")

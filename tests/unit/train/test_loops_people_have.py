@@ -164,6 +164,27 @@ def test_batch_norm_never_sees_a_single_example(num_replicas, num_rows, device_b
     assert {num_steps for _, num_steps in results} == {-(-num_rows // 8)}
 
 
+def train_on_two_views(num_epochs: int) -> tuple[int, Tensor]:
+    """As contrastive learning does: two forward passes through one network, and one backward pass."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    with a_run() as run:
+        loader = run.dataloader(Rows(32), 8)
+        model, optimizer = run.prepare(module, torch.optim.SGD(module.parameters(), lr=0.01))
+        for _ in run.epochs(num_epochs, by="passes"):
+            for _, x, y in loader:
+                optimizer.zero_grad()
+                (loss_of(model, x, y) + (model(x + 0.1) - model(x)).square().mean()).backward()
+                optimizer.step()
+        return run.num_steps, flat(module)
+
+
+def test_a_network_with_batch_norm_is_used_several_times_before_one_backward_pass():
+    (steps, values), (others_steps, others) = replicas(2, train_on_two_views, 2)
+    assert steps == others_steps == 8
+    assert torch.equal(values, others)
+
+
 # --- random numbers --------------------------------------------------------------------------------------------------
 
 
