@@ -259,3 +259,30 @@ def test_a_sampler_too_long_to_share_is_refused():
     loader = ElasticLoader(TensorDataset(torch.arange(4)), StepShape(), sampler=Unseeded())
     with pytest.raises(InvalidValueError, match="generator"):
         next(iter(loader))
+
+
+# --- jobs that are not what they seem --------------------------------------------------------------------------------
+
+
+def test_a_fixed_job_that_uses_the_library_is_told_so(monkeypatch, caplog):
+    """Its import was not seen: the script imports pollux.train through an installed package, say."""
+    monkeypatch.setenv("POLLUX_JOB_ID", "job-7")
+    with train.init(device="cpu"):
+        pass
+    told = [record.message for record in caplog.records if "is a fixed job of 1 replicas" in record.message]
+    assert len(told) == 1 and "--kind elastic" in told[0]
+
+
+def test_a_frozen_parameter_group_does_not_stop_the_noise_scale():
+    module = small_model()
+    module[0].requires_grad_(False)
+    groups = [{"params": module[0].parameters(), "lr": 0.5}, {"params": module[2].parameters()}]
+    before = module[0].weight.clone()
+    with train.init(device="cpu") as run:
+        loader = run.dataloader(Rows(64), 8, max_batch_size=16, shuffle=True)
+        model, optimizer = run.prepare(module, torch.optim.AdamW(groups, lr=0.01))
+        for _ in run.epochs(6):
+            for _, x, y in loader:
+                make_step(model, optimizer, x, y)
+        assert run.noise_scale > 0
+    assert torch.equal(module[0].weight, before)
