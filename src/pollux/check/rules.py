@@ -87,8 +87,7 @@ def stale_rank(script: Script) -> Iterator[Found]:
                 yield Found(
                     node, "the number of replicas is read once; a resize changes it", "use run.world_size itself"
                 )
-            reads = [call for call, name in script.calls(node.value) if name == "int" and call.args]
-            if is_used and any(script.is_of_run(call.args[0], "rank") for call in reads):
+            if is_used and any(_reads_rank(script, part) for part in ast.walk(node.value)):
                 yield Found(node, "the rank is read once; a restart changes it", "use run.rank or run.is_main itself")
         name = _environment_name(script, node)
         if name in _ENV_RANKS and script.is_beside_run(node):
@@ -357,6 +356,19 @@ ELASTIC_RULES: list[Rule] = [never_leaves, own_signals]
 
 def _has(script: Script, node: ast.AST, attribute: str) -> bool:
     return any(script.is_of_run(part, attribute) for part in ast.walk(node))
+
+
+def _reads_rank(script: Script, node: ast.AST) -> bool:
+    """``int(run.rank)``, ``not run.is_main``, ``run.rank == 0 and verbose``: the value of this moment alone."""
+    if isinstance(node, ast.Call):
+        tested = node.args[:1] if script.full_name(node.func) in ("int", "bool") else []
+    elif isinstance(node, ast.UnaryOp):
+        tested = [node.operand] if isinstance(node.op, ast.Not) else []
+    elif isinstance(node, ast.BoolOp):
+        tested = node.values
+    else:
+        tested = [node.test] if isinstance(node, ast.IfExp) else []
+    return any(_has(script, one, "rank") or _has(script, one, "is_main") for one in tested)
 
 
 def _environment_name(script: Script, node: ast.AST) -> str:

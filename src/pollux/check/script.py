@@ -23,8 +23,9 @@ class Script:
         self.jobs = self._names_of("pollux.elastic.join")
         self.loaders = self._made_by("dataloader")
         self.torch_loaders = self._names_of("torch.utils.data.DataLoader") - self.loaders
-        self.optimizers = self._named_like("torch.optim.") - self._named_like("torch.optim.lr_scheduler.")
         self.schedulers = self._named_like("torch.optim.lr_scheduler.")
+        averages = self._named_like("torch.optim.swa_utils.")  # AveragedModel and SWALR
+        self.optimizers = self._named_like("torch.optim.") - self.schedulers - averages
         self.scalers = self._names_of("torch.amp.GradScaler", "torch.cuda.amp.GradScaler")
 
     # --- names --------------------------------------------------------------------------------------------------

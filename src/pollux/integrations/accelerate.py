@@ -6,7 +6,8 @@ gathering for metrics returns what it was given.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -26,7 +27,13 @@ __all__ = ["Accelerator"]
 
 _T = TypeVar("_T")
 _Collate = Callable[[list[Any]], object]
-_REFUSED = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "parallelism_config")
+# With the variables by which ``accelerate launch`` sets them.
+_REFUSED = {
+    "deepspeed_plugin": "ACCELERATE_USE_DEEPSPEED",
+    "fsdp_plugin": "ACCELERATE_USE_FSDP",
+    "megatron_lm_plugin": "ACCELERATE_USE_MEGATRON_LM",
+    "parallelism_config": "ACCELERATE_USE_PARALLELISM_CONFIG",
+}
 
 
 class Accelerator(accelerate.Accelerator):
@@ -46,18 +53,7 @@ class Accelerator(accelerate.Accelerator):
         checkpoint_dir: str | Path | None = None,
         **options: Any,
     ) -> None:
-        for name in _REFUSED:
-            if options.get(name) is not None:
-                raise InvalidValueError(
-                    f"{name} cannot be elastic: only data parallelism can; leave it out, or submit the job as fixed"
-                )
-        if options.get("gradient_accumulation_steps", 1) != 1:
-            raise InvalidValueError(
-                f"gradient_accumulation_steps={options['gradient_accumulation_steps']}: Pollux accumulates by itself; "
-                "give the whole batch to the loader, and device_batch_size"
-            )
-        if options.get("mixed_precision") == "fp16":
-            raise InvalidValueError("mixed_precision='fp16' needs loss scaling; use 'bf16'")
+        _check_options(options, os.environ)
         self.run = train.init(checkpoint_dir=checkpoint_dir, device="cpu" if options.get("cpu") else None)
         self._batch: BatchOptions = {"max_batch_size": max_batch_size, "device_batch_size": device_batch_size}
         self._scaling = scaling
@@ -67,7 +63,7 @@ class Accelerator(accelerate.Accelerator):
     # --- what is prepared ---------------------------------------------------------------------------------------
 
     def prepare(self, *objects: Any, **_: object) -> Any:
-        """The objects in their order. The first loader is that of training; others come as they are.
+        """The objects in their order. The first loader is that of training; others give all of their data.
 
         Raises:
             InvalidValueError: the model is without its optimizer or loader.
@@ -94,6 +90,7 @@ class Accelerator(accelerate.Accelerator):
             rates: Any = None if not schedulers else tuple(schedulers) if many else schedulers[0]
             prepared, _ = self.run.prepare(given, steppers, rates, scaling=self._scaling)
             made.update(zip(map(id, models), prepared if many else (prepared,), strict=True))
+        made.update((id(one), self._whole(one)) for one in loaders if id(one) not in made)
         result = tuple(made.get(id(one), one) for one in objects)
         return result if len(result) != 1 else result[0]
 
@@ -102,6 +99,14 @@ class Accelerator(accelerate.Accelerator):
         if self.device.type == "cpu":
             return collate
         return lambda rows: accelerate.utils.send_to_device(collate(rows), self.device)
+
+    def _whole(self, loader: DataLoader[Any]) -> DataLoader[Any]:
+        """Evaluation data, not divided, on the device."""
+        if self.device.type == "cpu":
+            return loader
+        return accelerate.data_loader.prepare_data_loader(  # type: ignore[no-any-return]
+            loader, self.device, num_processes=1, process_index=0, put_on_device=True
+        )
 
     def epochs(self, num_epochs: int, *, by: str = "progress") -> Iterator[int]:
         """``run.epochs``: goes on where an interrupted run stopped."""
@@ -169,3 +174,35 @@ class Accelerator(accelerate.Accelerator):
     def end_training(self) -> None:
         super().end_training()
         self.run.close()
+
+
+def _check_options(options: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+    """Refuse what cannot be elastic, whether the script or ``accelerate launch`` says it.
+
+    Raises:
+        InvalidValueError: names the option, and what to do instead.
+    """
+    for name, variable in _REFUSED.items():
+        is_set = environment.get(variable, "").lower() in ("1", "true", "yes", "on")
+        if options.get(name) is not None or is_set:
+            what = f"{variable}={environment[variable]}" if is_set else name
+            raise InvalidValueError(
+                f"{what} cannot be elastic: only data parallelism can; leave it out, or submit the job as fixed"
+            )
+    plugin = options.get("gradient_accumulation_plugin")
+    for what, steps in (
+        ("gradient_accumulation_steps", options.get("gradient_accumulation_steps", 1)),
+        ("gradient_accumulation_plugin.num_steps", getattr(plugin, "num_steps", None) or 1),
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", environment.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", 1)),
+    ):
+        if str(steps) != "1":
+            raise InvalidValueError(
+                f"{what}={steps}: Pollux accumulates by itself; give the whole batch to the loader, and "
+                "device_batch_size"
+            )
+    for what, precision in (
+        ("mixed_precision", options.get("mixed_precision")),
+        ("ACCELERATE_MIXED_PRECISION", environment.get("ACCELERATE_MIXED_PRECISION")),
+    ):
+        if str(precision).endswith("fp16"):
+            raise InvalidValueError(f"{what}={str(precision)!r} needs loss scaling; use 'bf16'")

@@ -20,11 +20,13 @@ from pollux.integrations.huggingface_arguments import (
     TrainingArguments,
     check_arguments,
     check_optimizer,
+    check_trainer,
 )
 from pollux.integrations.one_process import needs, one_process
 
 with needs("transformers", "hf"):
     import transformers
+    from transformers.optimization import GreedyLR
     from transformers.trainer_callback import TrainerControl, TrainerState
     from transformers.trainer_utils import TrainOutput
 
@@ -35,6 +37,7 @@ else:
 
 __all__ = ["ElasticArguments", "ElasticTrainer", "Seq2SeqTrainer", "Trainer", "TrainingArguments"]
 
+_BY_METRIC = (torch.optim.lr_scheduler.ReduceLROnPlateau, GreedyLR)
 _KEPT = ("epoch", "global_step", "log_history", "best_metric", "best_global_step", "best_model_checkpoint")
 
 
@@ -69,11 +72,13 @@ class ElasticTrainer(_Base):
         named: Any = options.get("args", given[1] if len(given) > 1 else None)
         args: Any = next((one for one in given if isinstance(one, ElasticArguments)), named)
         check_arguments(args)
+        check_trainer(type(self), ElasticTrainer)
         self.run = train.init()
         args.follow(lambda: int(self.run.rank))
         with one_process():
             super().__init__(*given, **options)
-        self._loss_sum, self._num_losses = 0.0, 0
+        self._loss_sum, self._num_losses, self._num_tokens = 0.0, 0, 0
+        self._is_new_step = True
 
     # --- data, model, optimizer ---------------------------------------------------------------------------------
 
@@ -90,7 +95,9 @@ class ElasticTrainer(_Base):
             batch_size=args.per_device_train_batch_size,
             max_batch_size=args.max_batch_size,
             device_batch_size=None if args.device_batch_size is None else (1, args.device_batch_size),
-            shuffle=not isinstance(dataset, torch.utils.data.IterableDataset),
+            shuffle=not (
+                isinstance(dataset, torch.utils.data.IterableDataset) or args.train_sampling_strategy == "sequential"
+            ),
             seed=args.seed if args.data_seed is None else args.data_seed,
             collate_fn=collate,
             num_workers=args.dataloader_num_workers,
@@ -102,6 +109,8 @@ class ElasticTrainer(_Base):
         self.create_optimizer()
         check_optimizer(self.optimizer)
         self.create_scheduler(num_training_steps=max_steps)
+        if self.args.torch_compile:
+            self.model.compile(backend=self.args.torch_compile_backend, mode=self.args.torch_compile_mode)
         unused = self.args.ddp_find_unused_parameters
         model: torch.nn.Module
         model, self.optimizer = self.run.prepare(
@@ -171,16 +180,23 @@ class ElasticTrainer(_Base):
         run = self.run
         args, state = self.args, self.state
         is_last = run.is_last_pass
+        if self._is_new_step:
+            self.control = self.callback_handler.on_step_begin(args, state, self.control)
+        self._is_new_step = is_last
         with self.accelerator.autocast():
             loss = self.training_step(model, inputs)
         self._loss_sum, self._num_losses = self._loss_sum + float(loss), self._num_losses + 1
         self.current_flos += float(self.floating_point_ops(inputs))
+        self._count_tokens(inputs)
         norm = self._clip_grad_norm(model) if is_last and args.max_grad_norm > 0 else None
         if is_last:
             self.control = self.callback_handler.on_pre_optimizer_step(args, state, self.control)
         self.optimizer.step()
+        if is_last:
+            self.control = self.callback_handler.on_optimizer_step(args, state, self.control)
         rate = self._get_learning_rate()
-        self.lr_scheduler.step()
+        if not isinstance(self.lr_scheduler, _BY_METRIC):  # these step when there is an evaluation
+            self.lr_scheduler.step()
         self.optimizer.zero_grad()
         if not is_last:
             self.control = self.callback_handler.on_substep_end(args, state, self.control)
@@ -189,6 +205,8 @@ class ElasticTrainer(_Base):
         state.global_step = run.num_steps + 1
         state.epoch = min(max((run.progress.step_number + 1) / run.steps_per_epoch, epoch), epoch + 1.0)
         self.control = self.callback_handler.on_step_end(args, state, self.control)
+        if args.max_batch_size is not None and run.progress.step_number + 1 >= state.max_steps:
+            self.control.should_training_stop = True
         self._look_after(model, norm, epoch, ignore, began_at, rate)
 
     def _look_after(
@@ -209,9 +227,17 @@ class ElasticTrainer(_Base):
         """Give the trainer the mean loss of all replicas since it logged last, as its sum over steps."""
         num_steps = self.state.global_step - self._globalstep_last_logged
         if num_steps > 0:
-            total, count = self.run.sum(self._loss_sum, float(self._num_losses))
-            self._loss_sum, self._num_losses = 0.0, 0
+            total, count, tokens = self.run.sum(self._loss_sum, self._num_losses, self._num_tokens)
+            self._loss_sum, self._num_losses, self._num_tokens = 0.0, 0, 0
+            self.state.num_input_tokens_seen += int(tokens)
             self._tr_loss.fill_(total / max(count, 1.0) * num_steps)
+
+    def _count_tokens(self, inputs: Any) -> None:
+        """This replica's, until they are added up with the loss."""
+        before = self.state.num_input_tokens_seen
+        self._track_num_input_tokens(inputs)
+        self._num_tokens += self.state.num_input_tokens_seen - before
+        self.state.num_input_tokens_seen = before
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: object) -> None:
         """By one replica; the others wait, as they may load it at the end."""

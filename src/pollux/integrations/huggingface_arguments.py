@@ -19,6 +19,12 @@ with needs("transformers", "hf"):
     import transformers
 
 
+_SHARDS = (
+    "it shards the model for a fixed number of replicas; leave it out, or write the loop with pollux.train and "
+    "run.prepare(..., shard=...)"
+)
+
+
 def _planned_rank() -> int:
     return int(os.environ.get("RANK") or 0)
 
@@ -36,6 +42,8 @@ class ElasticArguments:
 
     def __post_init__(self) -> None:
         self._rank: Callable[[], int] = _planned_rank
+        if getattr(self, "deepspeed", None):  # before transformers asks for the package
+            raise InvalidValueError(_refusal("deepspeed", _SHARDS))
         with one_process():
             super().__post_init__()  # type: ignore[misc]
             _ = self.device  # type: ignore[attr-defined]  # set up while the variables are hidden
@@ -80,8 +88,8 @@ def check_arguments(args: object) -> None:
 def _check_options(args: Any) -> None:
     is_adaptive = args.max_batch_size is not None
     for is_wrong, what, advice in (
-        (bool(getattr(args, "deepspeed", None)), "deepspeed", "it shards the model for a fixed number of replicas"),
-        (bool(getattr(args, "fsdp", None)), "fsdp", "it shards the model for a fixed number of replicas"),
+        (bool(getattr(args, "deepspeed", None)), "deepspeed", _SHARDS),
+        (bool(getattr(args, "fsdp", None)), "fsdp", _SHARDS),
         (bool(getattr(args, "parallelism_config", None)), "parallelism_config", "only data parallelism can be elastic"),
         (
             args.gradient_accumulation_steps != 1,
@@ -101,9 +109,9 @@ def _check_options(args: Any) -> None:
         (bool(args.auto_find_batch_size), "auto_find_batch_size", "Pollux halves a pass that does not fit"),
         (bool(args.fp16), "fp16", "use bf16=True, which needs no loss scaling"),
         (
-            bool(getattr(args, "group_by_length", False)),
-            "group_by_length",
-            "give run.dataloader's order up, or the option",
+            getattr(args, "train_sampling_strategy", "random") not in ("random", "sequential"),
+            f"train_sampling_strategy={args.train_sampling_strategy!r}",
+            "Pollux draws the order: 'random' or 'sequential'",
         ),
         (
             is_adaptive and args.max_batch_size < args.per_device_train_batch_size,
@@ -112,7 +120,27 @@ def _check_options(args: Any) -> None:
         ),
     ):
         if is_wrong:
-            raise InvalidValueError(f"{what} cannot be used with an elastic trainer: {advice}")
+            raise InvalidValueError(_refusal(what, advice))
+
+
+def _refusal(what: str, advice: str) -> str:
+    return f"{what} cannot be used with an elastic trainer: {advice}"
+
+
+def check_trainer(kind: type, mixin: type) -> None:
+    """Refuse a trainer whose own batches or loop the mix-in would replace without a word, such as TRL's GRPO.
+
+    Raises:
+        InvalidValueError: names the class and its method.
+    """
+    below = kind.__mro__[kind.__mro__.index(mixin) + 1 :]
+    for one in below[: below.index(transformers.Trainer)]:
+        for method in ("get_train_dataloader", "_get_train_sampler", "_inner_training_loop"):
+            if method in vars(one):
+                raise InvalidValueError(
+                    f"{one.__name__} has a {method} of its own, which an elastic trainer would replace: "
+                    "submit the job with --kind fixed and the trainer as it is, or write the loop with pollux.train"
+                )
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer) -> None:

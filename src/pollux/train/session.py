@@ -31,7 +31,6 @@ from pollux.train.batching import BatchChoice
 from pollux.train.checkpointer import Checkpointer
 from pollux.train.copy_boundary import CopyBoundary
 from pollux.train.data import Pass
-from pollux.train.elastic_model import broadcast_buffers
 from pollux.train.fence import Fence
 from pollux.train.handover import Handover
 from pollux.train.leaving import EXIT_CODE, Leave, LeaveSignals
@@ -79,6 +78,7 @@ class Session:
         self._copying = CopyBoundary(team, self._handover, checkpointer)
         self._wanted_change: BatchChange | None = None  # on rank 0
         self._wants_save = False  # a checkpoint of a sharded model is due
+        self._is_resize_due = False  # when the next pass over the data begins
         self._reported_s = time.monotonic()
         self._last_generation = 0  # of the last group that this replica was in
         membership.on_lost(self._on_lost)
@@ -214,8 +214,15 @@ class Session:
     def begin_loop(self) -> None:
         """The loop iterates the loader. Without ``run.epochs``, the end of a pass over the data ends the epoch."""
         is_counted = self.goal is not None and not self.goal.is_in_steps
-        if is_counted or not self._state.loader.is_over:
-            return
+        if not is_counted and self._state.loader.is_over:
+            self._end_own_epoch()
+        if self._is_resize_due:
+            try:
+                self._resize()
+            except BrokenGroup as error:
+                self.recover(error)
+
+    def _end_own_epoch(self) -> None:
         if self.goal is None and self.membership.is_elastic and not self._state.progress.num_epochs:
             logger.warning("the loop counts its own epochs: a replica that joins later would start at the first one. "
                            "Use 'for epoch in run.epochs(n)' or 'for step in run.steps(n)'")  # fmt: skip
@@ -291,13 +298,17 @@ class Session:
         """A replica asked for a decision: all learn why, and act together."""
         change = self._wanted_change if self.team.rank == 0 else None
         has_copy = self._copying.is_due(self._state)
-        asked = self.signals.received, self.membership.has_newer(), change, self._wants_save, has_copy
+        is_over = self._state.loader.is_over
+        asked = self.signals.received, self.membership.has_newer(), change, self._wants_save, has_copy, is_over
         wants = self.team.gather(asked)
         signals = [received for received, *_ in wants if received is not None]
         if signals:
             self._leave(signals[0])
         if any(newer for _, newer, *_ in wants):
-            self._resize()
+            # At the end of an epoch, a newcomer would run the code after the loop without having run the loop's body.
+            self._is_resize_due = wants[0][5]
+            if not self._is_resize_due:
+                self._resize()
         elif wants[0][4]:
             self._copying.take(self._state, self._settle_batch)
         elif wants[0][3]:
@@ -392,7 +403,7 @@ class Session:
 
     def _enter(self, group: Group | None, forms: bool = True) -> None:
         """Form ``group``, or the next one if that fails, and agree on the state to go on from."""
-        state = self._state
+        state, self._is_resize_due = self._state, False
         for attempt in itertools.count(1):
             self.fence.check()
             if group is None:
@@ -525,21 +536,13 @@ class Session:
             self._start_exchange()
 
     def on_forward(self, trainee: Trainee, error: BaseException | None) -> bool:
-        """Before a forward pass: whether the group works. Broadcasts rank 0's buffers once a step, as DDP does."""
+        """Before a forward pass: whether the group works."""
         if self.state is None:
             return error is None
-        current = self.current
         if error is not None:
             trainee.hook.abandon(error)
-        if self.has_failed():
-            return False
-        if trainee.has_buffers and self.team.size > 1 and current is not None and current.index == 0:
-            try:
-                broadcast_buffers(trainee.module, self.team)
-                if self.team.is_cuda and self.team.rank > 0:
-                    trainee.hook.sums.note()
-            except RuntimeError as caught:
-                trainee.hook.abandon(caught)
+        if not self.has_failed() and self.current is not None and self.current.index == 0:
+            trainee.send_buffers(self.team)
         return not self.has_failed()
 
     def on_rebuild(self) -> None:

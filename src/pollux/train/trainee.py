@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pollux.errors import InvalidValueError
 from pollux.train.alignment import Alignment
-from pollux.train.elastic_model import DDPOptions, ElasticModel
+from pollux.train.elastic_model import DDPOptions, ElasticModel, broadcast_buffers
 from pollux.train.gates import Gate, gate_optimizer, gate_scheduler
 from pollux.train.gradients import GradientHook
 from pollux.train.norm_layers import NormLayers
@@ -113,12 +113,30 @@ class Trainee:
         except BaseException:
             self.rate.detach()  # a second call of run.prepare would scale twice
             raise
-        self.has_buffers = any(True for _ in model.buffers())
+        self._has_buffers, self._has_sent_buffers = any(True for _ in model.buffers()), False
         self.has_batch_norm = any(isinstance(layer, _BatchNorm) for layer in model.modules())
         self.model.on_forward, self.model.on_rebuild = partial(steps.on_forward, self), steps.on_rebuild
         self._gates: list[Gate] = [gate_optimizer(optimizer, self)]
         if lr_scheduler is not None:
             self._gates.append(gate_scheduler(lr_scheduler, partial(steps.num_scheduler_steps, self)))
+
+    def begin_step(self) -> None:
+        self.is_applied = self._has_sent_buffers = False
+
+    def send_buffers(self, team: Team) -> None:
+        """Give rank 0's buffers to all, as DDP does, but once a step.
+
+        Not before a second forward pass: the graph of the first needs them as they were, as with two views of a batch.
+        """
+        if self._has_sent_buffers or not self._has_buffers or team.size == 1:
+            return
+        self._has_sent_buffers = True
+        try:
+            broadcast_buffers(self.module, team)
+            if team.is_cuda and team.rank > 0:
+                self.hook.sums.note()
+        except RuntimeError as caught:
+            self.hook.abandon(caught)
 
     def _replicate(self, team: Team, options: DDPOptions) -> tuple[GradientHook, ElasticModel]:
         hook = GradientHook(

@@ -89,7 +89,7 @@ class Trainees:
 
     def begin_step(self) -> None:
         for member in self.members:
-            member.is_applied = False
+            member.begin_step()
 
     def begin_pass(self, plan: PassPlan) -> None:
         for member in self.members:

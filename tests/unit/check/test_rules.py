@@ -73,6 +73,9 @@ def test_a_good_script_has_no_findings():
     [
         ("master =", "epoch = run.world_size", "stale-rank"),
         ("master =", "epoch = int(run.rank)", "stale-rank"),
+        ("master =", "epoch = not run.is_main", "stale-rank"),
+        ("master =", "epoch = run.rank == 0 and verbose", "stale-rank"),
+        ("master =", "epoch = 'main' if run.is_main else 'other'", "stale-rank"),
         ("master =", "import os; rank = int(os.environ['RANK'])", "stale-rank"),
         ("master =", "import os; local = os.environ.get('LOCAL_RANK', 0)", "stale-rank"),
         ("master =", "torch.distributed.init_process_group('nccl')", "own-parallelism"),
@@ -130,6 +133,11 @@ def test_accumulation_of_ones_own_and_counted_passes_are_found():
     assert "counted-passes" in {name for _, name in found(accumulating)}
     logging = text.replace("            if master:\n", "            if master and i % 100 == 0:\n")
     assert "counted-passes" in {name for _, name in found(logging)}
+    assert found(text) == []
+
+
+def test_an_average_of_the_model_is_no_optimizer():
+    text, _ = with_line("model = build", "ema = torch.optim.swa_utils.AveragedModel(model)")
     assert found(text) == []
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from types import SimpleNamespace
 
 import pytest
 
@@ -58,6 +59,7 @@ def test_the_usual_loop(accelerator):
     ("options", "message"),
     [
         ({"gradient_accumulation_steps": 2}, "gradient_accumulation_steps=2"),
+        ({"gradient_accumulation_plugin": SimpleNamespace(num_steps=2)}, "gradient_accumulation_plugin.num_steps=2"),
         ({"mixed_precision": "fp16"}, "use 'bf16'"),
         ({"fsdp_plugin": object()}, "fsdp_plugin cannot be elastic"),
         ({"deepspeed_plugin": object()}, "deepspeed_plugin cannot be elastic"),
@@ -68,6 +70,23 @@ def test_what_cannot_be_elastic_is_refused(options, message):
 
     with pytest.raises(InvalidValueError, match=message):
         Accelerator(cpu=True, **options)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("ACCELERATE_USE_DEEPSPEED", "true", "ACCELERATE_USE_DEEPSPEED=true cannot be elastic"),
+        ("ACCELERATE_USE_FSDP", "1", "ACCELERATE_USE_FSDP=1 cannot be elastic"),
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS=4: Pollux accumulates"),
+        ("ACCELERATE_MIXED_PRECISION", "fp16", "use 'bf16'"),
+    ],
+)
+def test_what_accelerates_launcher_says_is_refused_too(monkeypatch, variable, value, message):
+    from pollux.integrations.accelerate import Accelerator
+
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(InvalidValueError, match=message):
+        Accelerator(cpu=True)
 
 
 def test_parts_that_do_not_belong_together_are_refused(accelerator):
@@ -81,3 +100,11 @@ def test_parts_that_do_not_belong_together_are_refused(accelerator):
         accelerator.prepare(model, optimizer, batches)
     with pytest.raises(InvalidValueError, match="by itself"):
         accelerator.save_state("x")
+
+
+def test_evaluation_data_arrives_whole_on_the_device(accelerator, monkeypatch):
+    """The meta device stands for a GPU."""
+    monkeypatch.setattr(type(accelerator), "device", torch.device("meta"))
+    monkeypatch.setattr(type(accelerator), "num_processes", 4)
+    loader = accelerator.prepare(DataLoader(TensorDataset(torch.randn(10, 2)), batch_size=4))
+    assert [(x.device.type, len(x)) for (x,) in loader] == [("meta", 4), ("meta", 4), ("meta", 2)]

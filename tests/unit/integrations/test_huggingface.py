@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import pickle
+from functools import partial
 
 import pytest
 
@@ -100,6 +101,60 @@ def test_an_adaptive_batch_ends_with_the_schedule(hf, tmp_path):
     assert trainer.state.epoch == pytest.approx(6.0, abs=0.2)
 
 
+def test_half_an_epoch_ends_an_adaptive_run_too(hf, tmp_path):
+    from pollux.train.batching import FixedBatch
+
+    args = arguments(hf, tmp_path, max_batch_size=16, num_train_epochs=8.5)
+    trainer = hf.Trainer(tiny(), args, train_dataset=Rows())
+    trainer.run.dataloader = partial(trainer.run.dataloader, policy=FixedBatch(16))
+    with trainer.run:
+        output = trainer.train()
+    assert output.global_step < trainer.state.max_steps == 51
+    assert trainer.run.progress.step_number == pytest.approx(51, abs=2) and trainer.state.epoch < 8.9
+
+
+def test_a_schedule_on_a_plateau_is_told_the_evaluation(hf, tmp_path):
+    args = arguments(
+        hf, tmp_path, lr_scheduler_type="reduce_lr_on_plateau", eval_strategy="epoch", num_train_epochs=3,
+        lr_scheduler_kwargs={"patience": 0, "threshold": 10.0}, metric_for_best_model="eval_loss",
+    )  # fmt: skip
+    trainer = hf.Trainer(tiny(), args, train_dataset=Rows(), eval_dataset=Rows())
+    with trainer.run:
+        trainer.train()
+    assert trainer.lr_scheduler.get_last_lr()[0] == pytest.approx(1e-5)  # no epoch was good enough
+
+
+def test_callbacks_tokens_compiling_and_an_order_are_as_in_the_trainer(hf, tmp_path):
+    from transformers import TrainerCallback
+
+    heard, rows = [], []
+
+    class Hear(TrainerCallback):
+        def on_step_begin(self, *_, **__):
+            heard.append("begin")
+
+        def on_optimizer_step(self, *_, **__):
+            heard.append("optimizer")
+
+        def on_step_end(self, *_, **__):
+            heard.append("end")
+
+    class Seen(Rows):
+        def __getitem__(self, index):
+            rows.append(index)
+            return super().__getitem__(index)
+
+    options = {"include_num_input_tokens_seen": "all", "train_sampling_strategy": "sequential", "num_train_epochs": 1}
+    args = arguments(hf, tmp_path, device_batch_size=4, torch_compile_backend="eager", **options)
+    trainer = hf.Trainer(tiny(), args, train_dataset=Seen(), callbacks=[Hear()])
+    with trainer.run:
+        trainer.train()
+    assert heard == ["begin", "optimizer", "end"] * 6
+    assert rows == list(range(48))
+    assert trainer.state.num_input_tokens_seen == 48 * 6
+    assert trainer.model._compiled_call_impl is not None
+
+
 def test_mixed_in_to_other_trainers_and_arguments(hf, tmp_path):
     import transformers
 
@@ -125,6 +180,10 @@ def test_mixed_in_to_other_trainers_and_arguments(hf, tmp_path):
         ({"dataloader_drop_last": True, "max_batch_size": 64}, "dataloader_drop_last with max_batch_size"),
         ({"max_batch_size": 4}, "at least per_device_train_batch_size=8"),
         ({"auto_find_batch_size": True}, "auto_find_batch_size"),
+        ({"fsdp": True}, "fsdp cannot be used"),
+        ({"deepspeed": {"zero_optimization": {"stage": 3}}}, "deepspeed cannot be used"),
+        ({"deepspeed": "zero3.json"}, "deepspeed cannot be used"),
+        ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy='group_by_length'"),
     ],
 )
 def test_what_cannot_be_elastic_is_refused(hf, tmp_path, options, message):
@@ -134,14 +193,17 @@ def test_what_cannot_be_elastic_is_refused(hf, tmp_path, options, message):
         hf.Trainer(tiny(), arguments(hf, tmp_path, **options), train_dataset=Rows())
 
 
-def test_deepspeed_is_refused_before_it_is_asked_for(hf, tmp_path):
-    from pollux.errors import InvalidValueError
-    from pollux.integrations.huggingface_arguments import check_arguments
+def test_trainers_with_batches_or_a_loop_of_their_own_are_refused(hf, tmp_path):
+    """Such as TRL's GRPO, whose sampler repeats each prompt: their methods would not be called."""
+    import transformers
 
-    args = arguments(hf, tmp_path)
-    args.deepspeed = {"zero_optimization": {"stage": 3}}
-    with pytest.raises(InvalidValueError, match="deepspeed cannot be used"):
-        check_arguments(args)
+    from pollux.errors import InvalidValueError
+
+    for method in ("get_train_dataloader", "_get_train_sampler", "_inner_training_loop"):
+        own = type("Own", (transformers.Trainer,), {method: lambda self, *_, **__: None})
+        kind = type("Elastic", (hf.ElasticTrainer, own), {})
+        with pytest.raises(InvalidValueError, match=f"Own has a {method} of its own"):
+            kind(tiny(), arguments(hf, tmp_path), train_dataset=Rows())
 
 
 def test_plain_arguments_resuming_and_frozen_groups_are_refused(hf, tmp_path):

@@ -164,6 +164,27 @@ def test_batch_norm_never_sees_a_single_example(num_replicas, num_rows, device_b
     assert {num_steps for _, num_steps in results} == {-(-num_rows // 8)}
 
 
+def train_on_two_views(num_epochs: int) -> tuple[int, Tensor]:
+    """As contrastive learning does: two forward passes through one network, and one backward pass."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+    with a_run() as run:
+        loader = run.dataloader(Rows(32), 8)
+        model, optimizer = run.prepare(module, torch.optim.SGD(module.parameters(), lr=0.01))
+        for _ in run.epochs(num_epochs, by="passes"):
+            for _, x, y in loader:
+                optimizer.zero_grad()
+                (loss_of(model, x, y) + (model(x + 0.1) - model(x)).square().mean()).backward()
+                optimizer.step()
+        return run.num_steps, flat(module)
+
+
+def test_a_network_with_batch_norm_is_used_several_times_before_one_backward_pass():
+    (steps, values), (others_steps, others) = replicas(2, train_on_two_views, 2)
+    assert steps == others_steps == 8
+    assert torch.equal(values, others)
+
+
 # --- random numbers --------------------------------------------------------------------------------------------------
 
 
@@ -238,3 +259,30 @@ def test_a_sampler_too_long_to_share_is_refused():
     loader = ElasticLoader(TensorDataset(torch.arange(4)), StepShape(), sampler=Unseeded())
     with pytest.raises(InvalidValueError, match="generator"):
         next(iter(loader))
+
+
+# --- jobs that are not what they seem --------------------------------------------------------------------------------
+
+
+def test_a_fixed_job_that_uses_the_library_is_told_so(monkeypatch, caplog):
+    """Its import was not seen: the script imports pollux.train through an installed package, say."""
+    monkeypatch.setenv("POLLUX_JOB_ID", "job-7")
+    with train.init(device="cpu"):
+        pass
+    told = [record.message for record in caplog.records if "is a fixed job of 1 replicas" in record.message]
+    assert len(told) == 1 and "--kind elastic" in told[0]
+
+
+def test_a_frozen_parameter_group_does_not_stop_the_noise_scale():
+    module = small_model()
+    module[0].requires_grad_(False)
+    groups = [{"params": module[0].parameters(), "lr": 0.5}, {"params": module[2].parameters()}]
+    before = module[0].weight.clone()
+    with train.init(device="cpu") as run:
+        loader = run.dataloader(Rows(64), 8, max_batch_size=16, shuffle=True)
+        model, optimizer = run.prepare(module, torch.optim.AdamW(groups, lr=0.01))
+        for _ in run.epochs(6):
+            for _, x, y in loader:
+                make_step(model, optimizer, x, y)
+        assert run.noise_scale > 0
+    assert torch.equal(module[0].weight, before)
