@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from pollux.api.request import JobRequest
 from pollux.api.space import parse_parameter
@@ -34,6 +35,8 @@ from pollux.tune.driver import StudyDriver
 from pollux.tune.ports import Observation, TrialJob
 from pollux.tune.storage import StudyStorage
 from pollux.types import BatchLimits, JobSpec
+
+Floats = npt.NDArray[np.float64]
 
 APPLICATION = "cifar10"  # whose physics trials have
 BESIDE = ("cifar10", "deepspeech2", "bert")  # of the other tenant
@@ -70,11 +73,15 @@ class LearningCurves:
         """The last value that so large a share of the parameter sets reaches."""
         return float(np.quantile(self._values[:, -1], share))
 
+    def distances(self, params: Mapping[str, object]) -> tuple[Floats, Floats]:
+        """Squared, from each measured set of parameters, (curves,); and the values by epoch, (curves, epochs)."""
+        at = np.array([self._place(name, float(str(params[name]))) for name in self.names])
+        return ((self._places - (at - self._low) / self._span) ** 2).sum(axis=1), self._values
+
     def curve(self, params: Mapping[str, object]) -> Callable[[float], float]:
         """Its value by progress, from 0 to 1."""
-        at = np.array([self._place(name, float(str(params[name]))) for name in self.names])
-        nearest = int(np.argmin(((self._places - (at - self._low) / self._span) ** 2).sum(axis=1)))
-        values = self._values[nearest]
+        distances, all_values = self.distances(params)
+        values = all_values[int(np.argmin(distances))]
         known = np.arange(1, len(values) + 1) / len(values)
         return lambda progress: float(np.interp(progress, known, values))
 

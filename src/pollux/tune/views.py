@@ -91,6 +91,7 @@ def trial_view(driver: StudyDriver, trial: StoredTrial) -> TrialView:
         slot_s=trial.slot_s,
         reason=trial.reason,
         copied=tuple(source for _, source in trial.copied),
+        branch_of=trial.branch_of,
     )
 
 
