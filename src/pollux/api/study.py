@@ -128,6 +128,7 @@ class TrialPoint:
 
     progress: float
     value: float | NonFinite
+    num_replicas: int | None = field(default=None, metadata=about("That the trial had when the value came."))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -159,7 +159,7 @@ class StudyDriver:
                 self._finish(trial, "pruned", f"{self.request.metric} is {one.value} at {one.progress:.0%} of its work")
                 self._note_diverged()
                 return
-            self.stored.observe(trial, one.progress, self.request.sign * one.value)
+            self.stored.observe(trial, one.progress, self.request.sign * one.value, job.num_replicas)
             trial.value = self.request.sign * one.value
         if self._branches is not None and (problem := self._branches.follow(trial, job, self.trials)):
             self._warn(problem)

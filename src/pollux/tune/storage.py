@@ -29,7 +29,7 @@ from pollux.errors import InvalidValueError, StoreError, UnknownNameError
 _REQUEST, _STATE, _REASON, _ENDED, _CREATED = "request", "state", "reason", "ended_at", "created_at"
 _IMPROVEMENTS, _REPEATED = "improvements", "repeated"
 _PARAMS, _COPIED = "params", "copied"  # of a trial that took over another's state
-_BRANCH_OF = "branch_of"
+_BRANCH_OF, _REPLICAS = "branch_of", "num_replicas"
 _STEPS: Final = 1_000_000  # Optuna counts steps in whole numbers: millionths of a trial's work
 _PREFIX = "pollux:"
 _FIXED = "fixed_params"  # Optuna's own: what a trial gets, whatever its sampler would say
@@ -61,6 +61,11 @@ class StoredTrial:
     last_report: int = 0  # id of the last report that was read
     copied: list[tuple[str, int]] = field(default_factory=list)  # ids of copies, and the trials they came from
     branch_of: int | None = None  # the trial whose early part it shares
+    num_replicas: dict[str, int] = field(default_factory=dict)  # by step of a point, in words as JSON has them
+
+    def replicas_at(self, progress: float) -> int | None:
+        """How many it had when the value at this progress came, if that is known."""
+        return self.num_replicas.get(str(round(progress * _STEPS)))
 
 
 @contextlib.contextmanager
@@ -219,6 +224,7 @@ class StoredStudy:
                         reason=str(attributes.get(_PREFIX + _REASON, "")),
                         last_report=0,
                         branch_of=attributes.get(_PREFIX + _BRANCH_OF),
+                        num_replicas=dict(attributes.get(_PREFIX + _REPLICAS, {})),
                         copied=[(str(id_), int(source)) for id_, source in attributes.get(_PREFIX + _COPIED, [])],
                     )
                 )
@@ -306,7 +312,7 @@ class StoredStudy:
                 self._study.set_user_attr(_PREFIX + _REPEATED, [*repeated, trial.number])
                 self._study.enqueue_trial(dict(trial.params))
 
-    def observe(self, trial: StoredTrial, progress: float, value: float) -> None:
+    def observe(self, trial: StoredTrial, progress: float, value: float, num_replicas: int = 0) -> None:
         """Keep a value to be minimised, unless there is one at this progress already."""
         step = round(progress * _STEPS)
         if any(round(seen * _STEPS) == step for seen, _ in trial.points):
@@ -314,6 +320,9 @@ class StoredStudy:
         with _guarded("keeping a value"):
             self._study._storage.set_trial_intermediate_value(self._id(trial), step, self.request.sign * value)
         trial.points.append((step / _STEPS, value))
+        if num_replicas > 0:
+            trial.num_replicas[str(step)] = num_replicas
+            self._note(trial, _REPLICAS, trial.num_replicas)
 
     def keep_copy(self, trial: StoredTrial, id_: str, source: int, params: Mapping[str, Value]) -> None:
         """A trial has taken over another's state, and goes on with other parameters. Once for each id."""
