@@ -386,7 +386,7 @@ class StudyDriver:
         """Trials with different parameters whose curves are equal to the last digit."""
         by_points: dict[tuple[tuple[float, float], ...], set[str]] = {}
         for one in self._counted():
-            if one.points:
+            if one.points and one.branch_of is None:  # a branch has the early values of another
                 by_points.setdefault(tuple(one.points[:2]), set()).add(shown(one.params))
         if len(by_points) == 1 and len(next(iter(by_points.values()))) >= NUM_COMPARED:
             self._warn(

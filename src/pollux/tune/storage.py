@@ -372,7 +372,7 @@ def _last_value(trial: optuna.trial.FrozenTrial, sign: float) -> float | None:
 
 
 def _is_waiting(trial: optuna.trial.FrozenTrial) -> bool:
-    return trial.state == TrialState.WAITING
+    return bool(trial.state == TrialState.WAITING)
 
 
 def _as_expected(trial: optuna.trial.FrozenTrial, value: float | None, sign: float) -> optuna.trial.FrozenTrial:
