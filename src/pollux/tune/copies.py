@@ -122,10 +122,14 @@ class CopyDesk:
         with self._lock:
             if (keep := self._keeping.pop(job, None)) is not None:
                 return keep
+            # A job offers one state at a time: the next order comes when the last copy is made or given up.
+            is_offering = any(
+                one.source == job and "source" in one.told and not one.problem for one in self._copies.values()
+            )
             for copy in self._copies.values():
                 if copy.problem:
                     continue
-                if copy.source == job and "source" not in copy.told:
+                if copy.source == job and "source" not in copy.told and not is_offering:
                     copy.told |= {"source"}
                     secret, source = copy.secret, copy.source_trial
                     return CopyOrder(id=copy.id, role="source", secret=secret, source=source, at=copy.at)
