@@ -74,6 +74,63 @@ def test_a_population_copies_states_in_memory_while_it_trains(cluster):
         assert any("took over the state of trial" in note.text for note in notes), notes
 
 
+LATE = """
+import sys
+import time
+from pathlib import Path
+
+import torch
+from torch.utils.data import TensorDataset
+from pollux import train
+
+torch.manual_seed(0)
+x = torch.randn(512, 4)
+y = x @ torch.ones(4, 1)
+run = train.init()
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=run.param("lr", 0.01))
+loader = run.dataloader(TensorDataset(x, y), batch_size=16, shuffle=True)
+model, optimizer = run.prepare(model, optimizer)
+for epoch in run.epochs(20):
+    for inputs, targets in loader:
+        loss = (model(inputs) - targets).square().mean() + (0.0 if epoch < 10 else run.param("decay", 0.0)) * (
+            sum(one.square().sum() for one in model.parameters()))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if epoch >= 10 and not Path(sys.argv[1]).exists():  # the others are yet to come
+            time.sleep(0.5)
+    time.sleep(0.2)
+    with torch.no_grad():
+        run.log(loss=(model(x) - y).square().mean().item())
+"""
+
+
+@long
+def test_trials_that_differ_late_share_their_early_part(cluster, tmp_path):
+    (tmp_path / "late.py").write_text(LATE)
+    space = {"lr": "log:1e-3..1e-2", "decay": "0.1..1.0 from 0.5"}
+    options = {"space": space, "metric": "loss", "trials": 3, "name": "late", "pruner": "none", "max_replicas": 1}
+    command = ["python", str(tmp_path / "late.py"), str(tmp_path / "go")]
+    study = Study(command, client=cluster.client, **options).start()
+    cluster.until(lambda: sum(bool(one.copied) for one in study.describe().trials) == 2, "two branches")
+    (tmp_path / "go").touch()
+    found = study.wait(PATIENCE_S)
+    check(found, 3)
+    assert not found.warnings
+    branches = [one for one in found.trials if one.branch_of is not None]
+    assert len(branches) == 2, found.warnings
+    for one in branches:
+        trunk = found.trials[one.branch_of]
+        assert one.copied == (trunk.number,), found.warnings
+        assert one.params["lr"] == trunk.params["lr"] and one.params["decay"] != trunk.params["decay"]
+        curves = Study.attach("late", cluster.client).curves().curves
+        mine, theirs = ({point.progress: point.value for point in curves[str(n)]} for n in (one.number, trunk.number))
+        common = sorted(mine.keys() & theirs.keys())
+        assert all(mine[at] == theirs[at] for at in common if at <= 0.5)
+        assert any(mine[at] != theirs[at] for at in common if at > 0.5)
+
+
 NUM_KILLS = 50
 VICTIMS = ("server", "trial", "fork server")
 

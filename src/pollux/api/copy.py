@@ -19,14 +19,18 @@ WAIT_S = 10.0  # that the server waits for an order before it answers that there
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CopyOrder:
-    """``source``: offer your state. ``target``: fetch the state at ``address``, and go on with ``params``."""
+    """``source``: offer your state, or the one kept at ``at``. ``target``: fetch the state at ``address``, and go on
+    with ``params``. ``keep``: keep your state at the share ``at`` of your work in memory."""
 
     id: str = field(metadata=about(min_length=1, max_length=128))
-    role: Literal["source", "target"]
-    secret: str = field(metadata=about("Both jobs prove that they know it; of this copy alone.", max_length=256))
+    role: Literal["source", "target", "keep"]
+    secret: str = field(
+        default="", metadata=about("Both jobs prove that they know it; of this copy alone.", max_length=256)
+    )
     source: int = field(metadata=about("The trial whose state it is.", ge=0))
     address: str = field(default="", metadata=about("HOST:PORT of the source.", max_length=256))
     params: Mapping[str, Value] = field(default_factory=dict)
+    at: float | None = field(default=None, metadata=about("Share of the source's work; None: as it is now."))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,7 @@ Value = bool | int | float | str
 MAX_PARAMETERS = 100
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,62}")
 _WHOLE = re.compile(r"[+-]?[0-9]{1,15}")
+_LATE = re.compile(r"(.*) from ([0-9]*\.?[0-9]+)")
 _FORM = "LOW..HIGH, log:LOW..HIGH, LOW..HIGH step STEP, or choice:A,B,C is needed"
 
 
@@ -41,11 +42,18 @@ class Parameter:
     step: float | None = None
     choices: tuple[Value, ...] = ()
     when: Condition | None = field(default=None, metadata=about("It exists only where this holds."))
+    late_from: float | None = field(
+        default=None, metadata=about("It has no effect before this share of a trial's work, says the script.")
+    )
 
     def __post_init__(self) -> None:
         if not _NAME.fullmatch(self.name):
             raise InvalidValueError(
                 f"parameter {self.name!r:.80}; a name of letters, digits, _ . and - is needed, the first a letter or _"
+            )
+        if self.late_from is not None and not 0 < self.late_from < 1:
+            raise InvalidValueError(
+                f"parameter {self.name!r}: from {self.late_from:g}; a share of a trial's work between 0 and 1 is needed"
             )
         if self.kind == "choice":
             self._check_choices()
@@ -95,13 +103,15 @@ class Parameter:
             shown = "{:.0f}..{:.0f}" if self.kind == "int" else "{!r}..{!r}"
             text = ("log:" if self.is_log else "") + shown.format(self.low, self.high)
             text += "" if self.step is None else f" step {self.step:g}"
+        text += "" if self.late_from is None else f" from {self.late_from:g}"
         return f"{self.name}={text}" + (
             "" if self.when is None else f" if {self.when.name}={value_text(self.when.value)}"
         )
 
 
 def parse_parameter(text: str) -> Parameter:
-    """Of ``lr=log:1e-4..1e-1``, ``layers=1..8``, ``model=choice:small,large``, ``momentum=0.8..0.99 if opt=sgd``.
+    """Of ``lr=log:1e-4..1e-1``, ``layers=1..8``, ``model=choice:small,large``, ``momentum=0.8..0.99 if opt=sgd``,
+    ``decay=0.0..0.5 from 0.6`` (no effect in the first 60 % of the work).
 
     A range between two whole numbers has whole numbers; write 1.0..8.0 for others.
 
@@ -110,6 +120,8 @@ def parse_parameter(text: str) -> Parameter:
     """
     name, equals, rest = text.partition("=")
     body, _, condition = rest.partition(" if ")
+    late = _LATE.fullmatch(body.strip())
+    body, late_from = (late[1], float(late[2])) if late else (body, None)
     body, _, step = body.partition(" step ")
     body = body.strip()
     if not equals or not body:
@@ -118,7 +130,7 @@ def parse_parameter(text: str) -> Parameter:
     name = name.strip()
     if body.startswith("choice:"):
         words = tuple(parse_value(word.strip()) for word in body.removeprefix("choice:").split(",") if word.strip())
-        return Parameter(name=name, kind="choice", choices=words, when=when)
+        return Parameter(name=name, kind="choice", choices=words, when=when, late_from=late_from)
     is_log = body.startswith("log:")
     low, dots, high = body.removeprefix("log:").partition("..")
     try:
@@ -131,6 +143,7 @@ def parse_parameter(text: str) -> Parameter:
             is_log=is_log,
             step=float(step) if step else None,
             when=when,
+            late_from=late_from,
         )
     except InvalidValueError:
         raise
@@ -182,7 +195,18 @@ def check_space(space: Sequence[Parameter]) -> None:
                 raise InvalidValueError(
                     f"parameter {one.name!r} depends on {one.when.name}={one.when.value}, which cannot be; {allowed}"
                 )
+            if other.late_from is not None and (one.late_from or 0.0) < other.late_from:
+                raise InvalidValueError(
+                    f"parameter {one.name!r} depends on {other.name!r}, which has no effect before "
+                    f"{other.late_from:g} of the work; write 'from {other.late_from:g}' here too"
+                )
         before[one.name] = one
+
+
+def early_part(space: Sequence[Parameter], params: Mapping[str, Value]) -> dict[str, Value]:
+    """Those that have an effect from the start."""
+    late = {one.name for one in space if one.late_from is not None}
+    return {name: value for name, value in params.items() if name not in late}
 
 
 def exists(parameter: Parameter, chosen: Mapping[str, Value]) -> bool:

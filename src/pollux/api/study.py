@@ -51,6 +51,9 @@ class StudyRequest:
     seed: int = field(default=0, metadata=about(ge=0, le=2**31 - 1))
     weight: float = field(default=1.0, metadata=about("As how many jobs the whole study counts towards others.", ge=0))
     target: float | None = field(default=None, metadata=about("End the study when a trial reaches this value."))
+    branches: int = field(
+        default=3, metadata=about("Trials that share the early part of their training, with late parameters.", ge=1)
+    )
     arguments: bool = field(default=False, metadata=about("Pass parameters as --NAME VALUE behind the command too."))
 
     def __post_init__(self) -> None:
@@ -82,6 +85,8 @@ class StudyRequest:
                 "population-based training (pruner pbt) changes real numbers while trials train, and the space has "
                 f"none but {', '.join(map(str, self.space))}; write 1.0..8.0 for a range of real numbers"
             )
+        if self.branch_at is not None:
+            raise InvalidValueError("pruner pbt has trials go on from others anyway; write the space without 'from'")
         if self.trials < 2:
             raise InvalidValueError(f"a population of {self.trials} trial; pruner pbt needs at least 2")
         if self.arguments or any(_PLACEHOLDER.search(word) for word in self.job.command):
@@ -89,6 +94,16 @@ class StudyRequest:
                 "pruner pbt changes parameters while a script runs, which cannot see that on its command line: read "
                 'them by run.param("name", default), without --arguments and {name}'
             )
+
+    @property
+    def branch_at(self) -> float | None:
+        """The share of a trial's work that trials which differ in late parameters alone have in common."""
+        return min((one.late_from for one in self.space if one.late_from is not None), default=None)
+
+    @property
+    def uses_copies(self) -> bool:
+        """Whether a trial may go on from another's state."""
+        return self.pruner == "pbt" or (self.branch_at is not None and self.branches > 1)
 
     @property
     def sign(self) -> float:
@@ -113,6 +128,7 @@ class TrialPoint:
 
     progress: float
     value: float | NonFinite
+    num_replicas: int | None = field(default=None, metadata=about("That the trial had when the value came."))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,6 +145,7 @@ class TrialView:
     slot_s: float = field(metadata=about("Seconds times slots it has held."))
     reason: str
     copied: tuple[int, ...] = field(default=(), metadata=about("Trials whose state it took over, in order."))
+    branch_of: int | None = field(default=None, metadata=about("The trial whose early part it shares."))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

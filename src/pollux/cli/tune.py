@@ -68,6 +68,9 @@ def begin(
     min_progress: Annotated[
         float | None, _option("--min-progress", metavar="SHARE", help="First rung: share of a trial's work; 0.1.")
     ] = None,
+    branches: Annotated[
+        int | None, _option("--branches", metavar="N", help="Trials that share an early part (late parameters); 3.")
+    ] = None,
     seed: Annotated[int | None, _option("--seed", metavar="N", help="Of the sampler; 0.")] = None,
     target: Annotated[float | None, _option("--target", metavar="VALUE", help="End when this is reached.")] = None,
     arguments: Annotated[bool, _option("--arguments", help="Pass parameters as --NAME VALUE, too.")] = False,
@@ -92,6 +95,7 @@ def begin(
             "pruner": pruner,
             "eta": eta,
             "min_progress": min_progress,
+            "branches": branches,
             "seed": seed,
             "target": target,
             "arguments": arguments or None,

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from pollux.api.request import JobRequest
 from pollux.api.space import parse_parameter
@@ -22,7 +23,7 @@ from pollux.policy import PolicySettings, make_policy
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.loop import Scheduler
 from pollux.scheduler.record import JobRecord
-from pollux.simulator.application import Application
+from pollux.simulator.application import Application, GradientStats
 from pollux.simulator.engine import SimulatedEngine
 from pollux.simulator.fairness import SoloTimes, finish_time_fairness
 from pollux.simulator.generate import generate_workload
@@ -34,6 +35,8 @@ from pollux.tune.driver import StudyDriver
 from pollux.tune.ports import Observation, TrialJob
 from pollux.tune.storage import StudyStorage
 from pollux.types import BatchLimits, JobSpec
+
+Floats = npt.NDArray[np.float64]
 
 APPLICATION = "cifar10"  # whose physics trials have
 BESIDE = ("cifar10", "deepspeech2", "bert")  # of the other tenant
@@ -70,11 +73,15 @@ class LearningCurves:
         """The last value that so large a share of the parameter sets reaches."""
         return float(np.quantile(self._values[:, -1], share))
 
+    def distances(self, params: Mapping[str, object]) -> tuple[Floats, Floats]:
+        """Squared, from each measured set of parameters, (curves,); and the values by epoch, (curves, epochs)."""
+        at = np.array([self._place(name, float(str(params[name]))) for name in self.names])
+        return ((self._places - (at - self._low) / self._span) ** 2).sum(axis=1), self._values
+
     def curve(self, params: Mapping[str, object]) -> Callable[[float], float]:
         """Its value by progress, from 0 to 1."""
-        at = np.array([self._place(name, float(str(params[name]))) for name in self.names])
-        nearest = int(np.argmin(((self._places - (at - self._low) / self._span) ** 2).sum(axis=1)))
-        values = self._values[nearest]
+        distances, all_values = self.distances(params)
+        values = all_values[int(np.argmin(distances))]
         known = np.arange(1, len(values) + 1) / len(values)
         return lambda progress: float(np.interp(progress, known, values))
 
@@ -205,39 +212,64 @@ def _sized(application: Application, replicas: int | None) -> BatchLimits:
     return dataclasses.replace(limits, minimum=total, maximum=total)
 
 
-class OneAfterAnother:
-    """An attendant that always has one job: what a study counts as. Ends with the other jobs."""
+class Lasting:
+    """An application that trains on and on as in its last epoch, in which it makes use of the most slots.
 
-    def __init__(self, application: Application, last_at: float) -> None:
+    A study can use all slots of its share, by many trials; a young job cannot, and would leave some to others.
+    """
+
+    ROUNDS = 1000
+
+    def __init__(self, application: Application) -> None:
+        self.name, self.limits, self.habits = application.name, application.limits, application.habits
+        self.min_replicas, self.max_replicas = application.min_replicas, application.max_replicas
+        self.accelerators, self.device_max = application.accelerators, application.device_max
+        self.step_time, self.placements = application.step_time, application.placements
+        self.losses: tuple[float, ...] = ()
+        self.num_epochs = self.ROUNDS
+        self._application, self._last = application, application.num_epochs - 1
+
+    def epoch_end(self, epoch: int) -> float:
+        return (epoch + 1) * self._application.epoch_end(self._last)
+
+    def gradient(self, epoch: int, total_batch: int) -> GradientStats:
+        return self._application.gradient(self._last, total_batch)
+
+    def iterations_between(self, epoch: int, last: int, total_batch: int) -> float:
+        gain = self.gradient(last, total_batch).gain(total_batch / self.limits.initial)
+        return (self.epoch_end(last) - self.epoch_end(epoch)) / gain
+
+
+class OneJob:
+    """An attendant with one job that lasts: what a study counts as. It ends with the other jobs."""
+
+    NAME = "one"
+    KEY = f"{APPLICATION}/{NAME}"  # of its application
+
+    def __init__(self, application: Lasting, last_at: float) -> None:
         """``last_at``: when the last of the others comes."""
         self._application, self._last_at = application, last_at
-        self._name, self._count = "", 0
         self.next_at, self.is_over = 0.0, False
 
     def begin(self, scheduler: Scheduler, engine: SimulatedEngine, submit: Callable[[JobSpec], JobRecord]) -> None:
-        self._scheduler, self._engine, self._add = scheduler, engine, submit
+        self._scheduler = scheduler
+        submit(
+            JobSpec(
+                name=self.NAME,
+                application=self._application.name,
+                submitted_at=engine.now,
+                batch=self._application.limits,
+                min_replicas=self._application.min_replicas,
+                max_replicas=self._application.max_replicas,
+            )
+        )
 
     def attend(self, now: float) -> None:
         self.next_at = now + LOOK_S
         self._scheduler.settle()
-        others = [one for one in self._scheduler.active_jobs if one.name != self._name]
-        if not others and now >= self._last_at:
+        if now >= self._last_at and all(one.name == self.NAME for one in self._scheduler.active_jobs):
             self.is_over = True
-            if self._scheduler.has(self._name):
-                self._scheduler.cancel(self._name, "the others are done")
-        elif not self._scheduler.has(self._name):
-            self._count, self._name = self._count + 1, f"one-{self._count}"
-            application = self._application
-            self._add(
-                JobSpec(
-                    name=self._name,
-                    application=application.name,
-                    submitted_at=now,
-                    batch=application.limits,
-                    min_replicas=application.min_replicas,
-                    max_replicas=application.max_replicas,
-                )
-            )
+            self._scheduler.cancel(self.NAME, "the others are done")
 
 
 def run_case(case: StudyCase) -> dict[str, float | str]:
@@ -253,8 +285,9 @@ def run_case(case: StudyCase) -> dict[str, float | str]:
     row: dict[str, float | str] = {"workload": case.table, "policy": case.label, "policy_name": case.policy}
     if case.is_one_job:
         last_at = max(job.submitted_at for job in beside.jobs)
-        one = OneAfterAnother(application, last_at)
-        run = simulate(beside, applications, policy, case.config, attendant=one)
+        lasting = Lasting(application)
+        one = OneJob(lasting, last_at)
+        run = simulate(beside, {**applications, OneJob.KEY: lasting}, policy, case.config, attendant=one)
         return row | _fairness(run, run.ended_at)
     study = SimulatedStudy(case, application, settings.p)
     run = simulate(beside, applications, policy, case.config, attendant=study)

@@ -27,6 +27,7 @@ ANSWER_S = WAIT_S + 10.0
 PAUSE_S = 1.0  # before the server is asked again, when it is away
 MOST_GROWTH = 4  # times this run's own state that another's may be: optimizers make their state at the first step
 SMALL_BYTES = 64 << 20  # a state that is never too large
+ROUNDING = 1e-9
 
 sendable(CopyNote)
 
@@ -55,6 +56,9 @@ class Copies:
         self._has_news = threading.Event()
         self._is_attended, self._is_over = False, False
         self._offer: Offer | None = None
+        self._keep_at: float | None = None  # the share of the work at which the state is to be kept
+        self._is_before = False  # whether that has been seen to lie ahead
+        self._kept: Snapshot | None = None
         self._num_bytes = 0
         self._note: CopyNote | None = None  # of the last copy that this run has taken over
         self._thread: threading.Thread | None = None
@@ -69,24 +73,32 @@ class Copies:
 
     # --- on rank 0, between two steps ---------------------------------------------------------------------------
 
-    def attend(self, copied: CopyNote | None, is_whole: bool, capture: Callable[[], Snapshot]) -> None:
-        """Listen for orders; offer this run's state if the server asked for it.
+    def attend(
+        self, copied: CopyNote | None, is_whole: bool, progress: float | None, capture: Callable[[], Snapshot]
+    ) -> None:
+        """Listen for orders; keep or offer this run's state if the server asked for it.
 
-        ``copied``: the last state that this run took over. ``is_whole``: the model is not sharded.
+        ``copied``: the last state that this run took over. ``is_whole``: the model is not sharded. ``progress``: the
+        share of the work that is done.
         """
         self._note, self._is_attended = copied, True
         if self._thread is None and not self._is_over:
             self._thread = threading.Thread(target=self._listen, name="pollux-copies", daemon=True)
             self._thread.start()
+        if self._keep_at is not None and progress is not None and is_whole and self._kept is None:
+            self._keep(progress, capture)
         with self._lock:
             order, self._asked = self._asked, None
         if order is None:
+            return
+        if order.at is not None and self._kept is None:
+            self.refuse(order.id, f"it has kept no state at {order.at:.0%} of its work")
             return
         if not is_whole:
             self.refuse(order.id, "its model is sharded: no replica has the whole state")
             return
         try:
-            snapshot = capture()
+            snapshot = capture() if order.at is None or self._kept is None else self._kept
             if self._offer is not None:
                 self._offer.close()
             self._offer = Offer(snapshot, order.secret, self._own_host())
@@ -94,6 +106,15 @@ class Copies:
             self._tell(CopyNews(study=self._study, offer=offer))
         except OSError as error:
             self.refuse(order.id, f"its state cannot be offered: {error}")
+
+    def _keep(self, progress: float, capture: Callable[[], Snapshot]) -> None:
+        """At the first step past the share of the work, if the run was seen before it: later states are others."""
+        assert self._keep_at is not None
+        if progress < self._keep_at - ROUNDING:
+            self._is_before = True
+        elif self._is_before:
+            self._kept = capture()
+            logger.info("keeps its state at %.1f%% of its work, %d bytes", 100 * progress, self._kept.num_bytes)
 
     def rest(self) -> None:
         """Another replica is rank 0 now."""
@@ -189,6 +210,9 @@ class Copies:
     def _take(self, answer: CopyAnswer) -> None:
         order = answer.order
         if order is None:
+            return
+        if order.role == "keep":
+            self._keep_at = order.at
             return
         if order.role == "source":
             with self._lock:

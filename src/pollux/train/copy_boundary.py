@@ -28,11 +28,11 @@ class CopyBoundary:
     def __init__(self, team: Team, handover: Handover, checkpointer: Checkpointer | None) -> None:
         self._team, self._handover, self._checkpointer = team, handover, checkpointer
 
-    def attend(self, state: RunState) -> None:
-        """On rank 0: listen for orders, and offer the state if one asks for it."""
+    def attend(self, state: RunState, progress: float | None) -> None:
+        """On rank 0: listen for orders, and keep or offer the state if one asks for it."""
         copies = state.trial.copies
         if copies is not None and not state.branch.is_under_way:
-            copies.attend(state.trial.copied, state.trainees.shards is None, lambda: self._snapshot(state))
+            copies.attend(state.trial.copied, state.trainees.shards is None, progress, lambda: self._snapshot(state))
 
     def is_due(self, state: RunState) -> bool:
         """Whether this is rank 0, and it has received another trial's state."""

@@ -147,9 +147,11 @@ class RunState:
         state = unflatten(flat)
         self._load_trained(state)
         self.choice = replace(self.choice, total=state["total_batch"])
-        self.trainees.apply_params(json.loads(state["trial"])["params"], note.params)
+        before = json.loads(state["trial"])["params"]
+        self.trainees.apply_params(before, note.params)
         self.trial.num_copies += 1
         self.trial.copied = note
+        self.trial.params = before  # a script hears of values that differ from those of the state
         self.trial.set_params(note.params)
 
     def copied(self) -> FlatState:

@@ -284,7 +284,7 @@ class Session:
         if now - self._reported_s >= REPORT_INTERVAL_S:
             self._reported_s = now
             self.report()
-        self._copying.attend(state)
+        self._copying.attend(state, state.share_done(self.goal))
         # A branch that may be given up is not saved: its step count may be higher than that of the one to keep.
         if self.checkpointer is not None and not state.branch.is_under_way and self.checkpointer.is_due():
             self._wants_save = state.trainees.shards is not None  # all ranks save their shards together

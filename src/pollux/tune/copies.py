@@ -32,6 +32,7 @@ class Copy:
     address: str = ""
     problem: str = ""
     told: frozenset[str] = frozenset()  # roles that have their order
+    at: float | None = None  # the share of the source's work that the state is of; None: as it is
 
 
 class CopyDesk:
@@ -41,9 +42,23 @@ class CopyDesk:
         self._now, self._lock = now, threading.Lock()
         self._copies: dict[str, Copy] = {}  # by target
         self._notes: dict[str, CopyNote] = {}  # the last copy of a job that was made
+        self._keeping: dict[str, CopyOrder] = {}  # by job: to keep its state in memory, until it is told
 
-    def order(self, id_: str, target: str, source: str, source_trial: int, params: Mapping[str, Value]) -> None:
-        """Have ``target`` take over the state of ``source``."""
+    def keep(self, job: str, trial: int, at: float) -> None:
+        """Have a job keep its state when so much of its work is done."""
+        with self._lock:
+            self._keeping[job] = CopyOrder(id=f"{job}-kept", role="keep", source=trial, at=at)
+
+    def order(
+        self,
+        id_: str,
+        target: str,
+        source: str,
+        source_trial: int,
+        params: Mapping[str, Value],
+        at: float | None = None,
+    ) -> None:
+        """Have ``target`` take over the state of ``source``, or the one that it kept at ``at``."""
         made = Copy(
             id=id_,
             target=target,
@@ -52,6 +67,7 @@ class CopyDesk:
             params=params,
             ordered_at=self._now(),
             secret=secrets.token_hex(SECRET_BYTES),
+            at=at,
         )
         with self._lock:
             self._copies[target] = made
@@ -82,6 +98,7 @@ class CopyDesk:
         """A job is over: what it was to give or to get will not come."""
         with self._lock:
             self._notes.pop(job, None)
+            self._keeping.pop(job, None)
             self._copies.pop(job, None)
             for copy in self._copies.values():
                 if copy.source == job and not copy.address:
@@ -103,12 +120,19 @@ class CopyDesk:
     def order_for(self, job: str) -> CopyOrder | None:
         """What a job is to do now; each order is given once."""
         with self._lock:
+            if (keep := self._keeping.pop(job, None)) is not None:
+                return keep
+            # A job offers one state at a time: the next order comes when the last copy is made or given up.
+            is_offering = any(
+                one.source == job and "source" in one.told and not one.problem for one in self._copies.values()
+            )
             for copy in self._copies.values():
                 if copy.problem:
                     continue
-                if copy.source == job and "source" not in copy.told:
+                if copy.source == job and "source" not in copy.told and not is_offering:
                     copy.told |= {"source"}
-                    return CopyOrder(id=copy.id, role="source", secret=copy.secret, source=copy.source_trial)
+                    secret, source = copy.secret, copy.source_trial
+                    return CopyOrder(id=copy.id, role="source", secret=secret, source=source, at=copy.at)
                 if copy.target == job and copy.address and "target" not in copy.told:
                     copy.told |= {"target"}
                     return CopyOrder(

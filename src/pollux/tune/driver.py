@@ -17,10 +17,11 @@ from pollux.api.space import Value
 from pollux.api.study import TrialStateName
 from pollux.errors import InvalidValueError
 from pollux.tune.apportion import Apportionment, Candidate, Prospect, Rule, apportion
+from pollux.tune.branches import Branches
 from pollux.tune.copies import CopyDesk
 from pollux.tune.exploits import Exploits
 from pollux.tune.ports import Jobs, TrialJob
-from pollux.tune.promise import MOST_WEIGHT_STEP, chances, job_weights, slots_of_study
+from pollux.tune.promise import MOST_WEIGHT_STEP, chances, expected_ends, job_weights, slots_of_study
 from pollux.tune.rungs import Curve, make_pruner
 from pollux.tune.storage import StoredStudy, StoredTrial
 
@@ -51,6 +52,8 @@ class StudyDriver:
         self._weights: dict[str, float] = {}
         self._over_since: dict[int, float] = {}  # by trial whose job succeeded without a value
         self._exploits = None if desk is None or self.request.pruner != "pbt" else Exploits(stored, desk)
+        branches = desk is not None and self.request.pruner != "pbt" and self.request.uses_copies
+        self._branches = Branches(stored, desk) if branches and desk is not None else None
         self._recover()
 
     @property
@@ -90,7 +93,7 @@ class StudyDriver:
             self._end("failed", f"the first {NUM_FIRST} trials failed: {self._first_failure()}")
             return
         plan = self._apportion()
-        self._start_trials(plan.num_new)
+        self._start_trials(max(plan.num_new, self._num_branches()))
         if not self.live and self._num_left() == 0:
             self._end("finished", "all trials are done")
             return
@@ -156,8 +159,10 @@ class StudyDriver:
                 self._finish(trial, "pruned", f"{self.request.metric} is {one.value} at {one.progress:.0%} of its work")
                 self._note_diverged()
                 return
-            self.stored.observe(trial, one.progress, self.request.sign * one.value)
+            self.stored.observe(trial, one.progress, self.request.sign * one.value, job.num_replicas)
             trial.value = self.request.sign * one.value
+        if self._branches is not None and (problem := self._branches.follow(trial, job, self.trials)):
+            self._warn(problem)
         if job.is_over and not self._may_be_late(trial, job):
             self._take_end(trial, job)
         elif not trial.points and (job.progress or 0.0) >= STUCK_PROGRESS:
@@ -212,8 +217,9 @@ class StudyDriver:
         self.stored.tell(trial, state, reason)
         logger.info("study %s: trial %d %s%s", self.name, trial.number, state, f": {reason}" if reason else "")
         job = self.seen.pop(trial.number, None)
-        if self._exploits is not None:
-            self._exploits.end(trial)
+        for one in (self._exploits, self._branches):
+            if one is not None:
+                one.end(trial)
         self._weights.pop(self.job_of(trial), None)
         if job is not None and not job.is_over:
             self._jobs.cancel(self.job_of(trial), reason or f"its trial is {state}")
@@ -224,9 +230,44 @@ class StudyDriver:
 
     def _start_trials(self, num_new: int) -> None:
         for _ in range(min(num_new, self._num_left())):
-            trial = self.stored.ask()
+            trunk = self._find_trunk()
+            early = {} if trunk is None or self._branches is None else self._branches.early_params(trunk)
+            trial = self.stored.ask(self._expected(), early, None if trunk is None else trunk.number)
             self.trials[trial.number] = trial
             self._submit(trial)
+
+    def _find_trunk(self) -> StoredTrial | None:
+        """The trial whose early part the next one shares."""
+        if self._branches is None:
+            return None
+        return next((one for one, _ in self._branches.trunks(self.trials, self._all_progress())), None)
+
+    def _num_branches(self) -> int:
+        """Trials that begin at once, as another has come to where they branch off, and has their state in memory."""
+        if self._branches is None:
+            return 0
+        wanted = sum(number for _, number in self._branches.trunks(self.trials, self._all_progress()))
+        return min(wanted, self._num_slots() - 1, self._num_room())
+
+    def _num_room(self) -> int:
+        """Trials that may begin."""
+        num_left = self._num_left()
+        if self._branches is not None:
+            num_left = self._branches.num_new(num_left, self.trials, self._all_progress())
+        if self.request.parallel is not None:
+            return min(num_left, max(self.request.parallel - len(self.live), 0))
+        return num_left
+
+    def _all_progress(self) -> dict[int, float]:
+        return {one.number: self._progress(one) for one in self.live}
+
+    def _expected(self) -> dict[int, float]:
+        """Where trials would end that are not complete: what the sampler learns from them."""
+        counted = self._counted()
+        return expected_ends(
+            {one.number: one.points for one in counted if one.points and one.state != "complete"},
+            [one.points for one in counted if one.state == "complete"],
+        )
 
     def _submit(self, trial: StoredTrial) -> None:
         share = 1 / self._num_slots()
@@ -273,12 +314,9 @@ class StudyDriver:
             for one in live
             if self._progress(one) < ENDING or not self._num_left()
         ]
-        num_left = self._num_left()
-        if self.request.parallel is not None:
-            num_left = min(num_left, max(self.request.parallel - len(live), 0))
         cost = sum(map(self._progress, ended)) / len(ended) if ended else min(self.pruner.rungs, default=1.0)
         num_seen = sum(bool(one.points) for one in counted)
-        prospect = Prospect(num_left=num_left, num_seen=num_seen, cost=cost)
+        prospect = Prospect(num_left=self._num_room(), num_seen=num_seen, cost=cost)
         return self._rule(candidates, prospect, self._num_slots(), self.request.job.max_replicas or MANY)
 
     def _is_proven(self, trial: StoredTrial) -> bool:
@@ -348,7 +386,7 @@ class StudyDriver:
         """Trials with different parameters whose curves are equal to the last digit."""
         by_points: dict[tuple[tuple[float, float], ...], set[str]] = {}
         for one in self._counted():
-            if one.points:
+            if one.points and one.branch_of is None:  # a branch has the early values of another
                 by_points.setdefault(tuple(one.points[:2]), set()).add(shown(one.params))
         if len(by_points) == 1 and len(next(iter(by_points.values()))) >= NUM_COMPARED:
             self._warn(

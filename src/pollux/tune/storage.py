@@ -11,7 +11,7 @@ import contextlib
 import logging
 import math
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -28,9 +28,11 @@ from pollux.errors import InvalidValueError, StoreError, UnknownNameError
 _REQUEST, _STATE, _REASON, _ENDED, _CREATED = "request", "state", "reason", "ended_at", "created_at"
 _IMPROVEMENTS, _REPEATED = "improvements", "repeated"
 _PARAMS, _COPIED = "params", "copied"  # of a trial that took over another's state
+_BRANCH_OF, _REPLICAS = "branch_of", "num_replicas"
 _STEPS: Final = 1_000_000  # Optuna counts steps in whole numbers: millionths of a trial's work
 _PREFIX = "pollux:"
 _FIXED = "fixed_params"  # Optuna's own: what a trial gets, whatever its sampler would say
+_FORESEEING = ("tpe", "gp")  # samplers that keep nothing in trials
 _LEAST_TRIALS = 8  # that importance is computed from
 _OURS: Mapping[TrialState, TrialStateName] = {
     TrialState.RUNNING: "running",
@@ -57,6 +59,12 @@ class StoredTrial:
     reason: str = ""
     last_report: int = 0  # id of the last report that was read
     copied: list[tuple[str, int]] = field(default_factory=list)  # ids of copies, and the trials they came from
+    branch_of: int | None = None  # the trial whose early part it shares
+    num_replicas: dict[str, int] = field(default_factory=dict)  # by step of a point, in words as JSON has them
+
+    def replicas_at(self, progress: float) -> int | None:
+        """How many it had when the value at this progress came, if that is known."""
+        return self.num_replicas.get(str(round(progress * _STEPS)))
 
 
 @contextlib.contextmanager
@@ -216,20 +224,59 @@ class StoredStudy:
                         slot_s=float(attributes.get(_PREFIX + "slot_s", 0.0)),
                         reason=str(attributes.get(_PREFIX + _REASON, "")),
                         last_report=0,
+                        branch_of=attributes.get(_PREFIX + _BRANCH_OF),
+                        num_replicas=dict(attributes.get(_PREFIX + _REPLICAS, {})),
                         copied=[(str(id_), int(source)) for id_, source in attributes.get(_PREFIX + _COPIED, [])],
                     )
                 )
             return found
 
-    def ask(self) -> StoredTrial:
-        """The next trial, with parameters from the sampler. It is kept as running."""
+    def ask(
+        self,
+        expected: Mapping[int, float] | None = None,
+        early: Mapping[str, Value] | None = None,
+        branch_of: int | None = None,
+    ) -> StoredTrial:
+        """The next trial, with parameters from the sampler. It is kept as running.
+
+        ``expected``: by trial that has not been trained to its end, the value that it would have there, to be
+        minimised. The sampler learns from these as from the values of complete trials. ``early``: parameters that are
+        not drawn, as they are those of the trial ``branch_of``.
+        """
         with _guarded("asking for parameters"):
             # Made anew for each trial: what is drawn depends on the seed, the number and the history, and therefore
             # is the same whether or not the server was restarted in between.
-            number = len(self._study.get_trials(deepcopy=False))
-            self._study.sampler = make_sampler(self.request, number)
+            known = self._study.get_trials(deepcopy=False)
+            self._study.sampler = make_sampler(self.request, len(known))
+            if not any(map(_is_waiting, known)):  # otherwise a trial that was stopped has its turn
+                # Kept before the trial exists: a server that is killed here begins with them when it is back.
+                fixed = dict(early or {})
+                if expected and self.request.sampler in _FORESEEING:
+                    fixed = self._draw(known, expected, fixed)
+                notes = {} if branch_of is None else {_PREFIX + _BRANCH_OF: branch_of}
+                if fixed or notes:
+                    self._study.enqueue_trial(fixed, user_attrs=notes)
             trial = self._study.ask()
-            return StoredTrial(number=trial.number, params=self._suggest_all(trial), state="running")
+            return StoredTrial(
+                number=trial.number,
+                params=self._suggest_all(trial),
+                state="running",
+                branch_of=trial.user_attrs.get(_PREFIX + _BRANCH_OF),
+            )
+
+    def _draw(
+        self,
+        known: Sequence[optuna.trial.FrozenTrial],
+        expected: Mapping[int, float],
+        fixed: Mapping[str, Value],
+    ) -> dict[str, Value]:
+        """What the sampler says to a copy of the study in which trials have ended as they are expected to."""
+        sampler = make_sampler(self.request, len(known))
+        copy = optuna.create_study(direction=self.request.direction, sampler=sampler)
+        copy.add_trials([_as_expected(one, expected.get(one.number), self.request.sign) for one in known])
+        if fixed:
+            copy.enqueue_trial(dict(fixed))
+        return self._suggest_all(copy.ask())
 
     def complete_params(self, trial: StoredTrial) -> dict[str, Value]:
         """All parameters of a trial that the server was killed while asking for: those it would have had.
@@ -244,11 +291,10 @@ class StoredStudy:
             )
             before = [one for one in known if one.number < trial.number and one.state != TrialState.WAITING]
             copy.add_trials(before)
-            fixed = {
-                **self._suggest_all(copy.ask()),
-                **trial.params,
-                **known[trial.number].system_attrs.get(_FIXED, {}),
-            }
+            given = known[trial.number].system_attrs.get(_FIXED, {})
+            if given:
+                copy.enqueue_trial(given)
+            fixed = {**self._suggest_all(copy.ask()), **trial.params, **given}
             self._study._storage.set_trial_system_attr(self._id(trial), _FIXED, fixed)
             return self._suggest_all(optuna.trial.Trial(self._study, self._id(trial)))
 
@@ -267,7 +313,7 @@ class StoredStudy:
                 self._study.set_user_attr(_PREFIX + _REPEATED, [*repeated, trial.number])
                 self._study.enqueue_trial(dict(trial.params))
 
-    def observe(self, trial: StoredTrial, progress: float, value: float) -> None:
+    def observe(self, trial: StoredTrial, progress: float, value: float, num_replicas: int = 0) -> None:
         """Keep a value to be minimised, unless there is one at this progress already."""
         step = round(progress * _STEPS)
         if any(round(seen * _STEPS) == step for seen, _ in trial.points):
@@ -275,6 +321,9 @@ class StoredStudy:
         with _guarded("keeping a value"):
             self._study._storage.set_trial_intermediate_value(self._id(trial), step, self.request.sign * value)
         trial.points.append((step / _STEPS, value))
+        if num_replicas > 0:
+            trial.num_replicas[str(step)] = num_replicas
+            self._note(trial, _REPLICAS, trial.num_replicas)
 
     def keep_copy(self, trial: StoredTrial, id_: str, source: int, params: Mapping[str, Value]) -> None:
         """A trial has taken over another's state, and goes on with other parameters. Once for each id."""
@@ -321,6 +370,18 @@ def _last_value(trial: optuna.trial.FrozenTrial, sign: float) -> float | None:
         return sign * float(trial.value)
     steps = trial.intermediate_values
     return sign * float(steps[max(steps)]) if steps else None
+
+
+def _is_waiting(trial: optuna.trial.FrozenTrial) -> bool:
+    return bool(trial.state == TrialState.WAITING)
+
+
+def _as_expected(trial: optuna.trial.FrozenTrial, value: float | None, sign: float) -> optuna.trial.FrozenTrial:
+    if value is None or trial.state not in (TrialState.RUNNING, TrialState.PRUNED):
+        return trial
+    return optuna.trial.create_trial(
+        state=TrialState.COMPLETE, value=sign * value, params=trial.params, distributions=trial.distributions
+    )
 
 
 def make_sampler(request: StudyRequest, number: int) -> BaseSampler:

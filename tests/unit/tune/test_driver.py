@@ -74,6 +74,16 @@ def test_a_study_finds_a_good_value_and_every_trial_is_counted_once(storage, pru
     assert len(curves(driver).curves) == 12
 
 
+def test_curves_say_on_how_many_slots_each_value_came(storage):
+    jobs = FormulaJobs(bowl)
+    driver = begin(storage, jobs, pruner="none", trials=2)
+    carry_out(driver, jobs)
+    for made in (driver, StudyDriver(storage.load("s"), jobs)):  # the second as a server after this one sees it
+        shown = curves(made).curves
+        assert shown.keys() == {"0", "1"} and all(len(points) == 10 for points in shown.values())
+        assert all(point.num_replicas == 1 for points in shown.values() for point in points)
+
+
 def test_a_metric_is_maximised(storage):
     jobs = FormulaJobs(lambda params, progress: -bowl(params, progress))
     driver = begin(storage, jobs, direction="maximize")

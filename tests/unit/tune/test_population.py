@@ -101,6 +101,17 @@ def test_an_order_goes_to_the_source_first_and_each_once():
     assert desk.note_of("p-1") == note and not desk.is_pending("p-1")
 
 
+def test_a_job_offers_its_state_to_one_other_at_a_time():
+    desk = CopyDesk(Clock())
+    for number in (1, 2):
+        desk.order(f"c{number}", f"p-{number}", "p-0", 0, {})
+    assert desk.order_for("p-0").id == "c1" and desk.order_for("p-0") is None
+    desk.take("p-0", CopyNews(study="p", offer=CopyOffer(id="c1", address="host:1")))
+    assert desk.order_for("p-0") is None and desk.order_for("p-1").role == "target"
+    desk.take("p-1", CopyNews(study="p", copied=CopyNote(id="c1", source=0, params={})))
+    assert desk.order_for("p-0").id == "c2"
+
+
 def test_a_copy_that_fails_or_is_late_is_given_up_with_its_reason():
     clock = Clock()
     desk = CopyDesk(clock)

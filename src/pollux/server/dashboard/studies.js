@@ -73,7 +73,7 @@ export function studyPage({name}) {
     figures = {
       time: new Figure({title: "Best so far", hint: "over time"}),
       cost: new Figure({title: "Best so far", hint: "over slot-hours"}),
-      curves: new Figure({title: "Curves by trial", hint: "over their progress", height: 320, isWide: true}),
+      curves: new Figure({title: "Curves by trial", hint: "over their progress; larger dots: more slots", height: 320, isWide: true}),
       parallel: new Figure({title: "Parameters of all trials", hint: "by value", height: 320, isWide: true}),
       importance: new Figure({title: "Importance", hint: "by PED-ANOVA", empty: "Needs eight trials that are done."}),
       rungs: new Figure({title: "Cost by rung", hint: "slot-seconds of trials that ended there"}),
@@ -162,7 +162,12 @@ function drawStudy(figures, study, curves) {
     shown.length
       ? {
           data: shown.map(([trial, points], index) =>
-            line(points.map(point => point.progress), points.map(point => asNumber(point.value)), `trial ${trial}`, `@${index % 8}`),
+            line(points.map(point => point.progress), points.map(point => asNumber(point.value)), `trial ${trial}`, `@${index % 8}`, {
+              mode: "lines+markers",
+              marker: {color: `@${index % 8}`, size: points.map(point => 4 + 2 * Math.min(point.num_replicas ?? 0, 8))},
+              text: points.map(point => (point.num_replicas ? `, ${plural(point.num_replicas, "slot")}` : "")),
+              hovertemplate: `%{y:.4~g}%{text}<extra>trial ${trial}</extra>`,
+            }),
           ),
           layout: layout({xaxis: {tickformat: ".1~%"}}),
         }
