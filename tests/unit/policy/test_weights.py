@@ -80,7 +80,7 @@ class TestLengths:
             attained_slot_s=service_s,
             attained_s=held_s,
             done_examples=done,
-            num_restarts=0 if service_s else None,
+            num_resizes=0 if service_s else None,
         )
 
     def test_what_ended_jobs_took_is_what_others_of_the_application_will_take(self):
