@@ -65,7 +65,7 @@ def test_a_study_of_a_real_network_goes_on_after_the_server_is_killed(cluster):
 def test_a_population_copies_states_in_memory_while_it_trains(cluster):
     space = {"lr": "log:1e-5..1.0", "momentum": "0.5..0.99"}
     options = {"pruner": "pbt", "sampler": "random", "min_progress": 0.1, "space": space, "max_replicas": 1}
-    found = begin(cluster, 4, epochs=10, **options).wait(PATIENCE_S)
+    found = begin(cluster, 4, epochs=10, ms=0.3, **options).wait(PATIENCE_S)  # without a wait they end too soon
     check(found, 4)
     copied = [one for one in found.trials if one.copied]
     assert copied, (found.warnings, [(one.number, one.value) for one in found.trials])

@@ -73,7 +73,7 @@ def test_every_job_has_a_row_and_a_line_in_each_figure():
     for policy in (RECORDED, STATIC):
         assert policy in text
     assert "<th>simulated</th><th>error</th>" in text
-    assert [trace["name"] for trace in found["w0-gpus"]["data"]] == [RECORDED, STATIC, "all slots"]
+    assert [trace["name"] for trace in found["w0-gpus"]["data"]] == [RECORDED, "all slots", STATIC, "all slots"]
     assert "Slots in use" in text
     assert "accuracy 0.98" in text
     assert "4 slots" in text and "GPU" not in text.split("Repeat it")[0]
