@@ -21,7 +21,7 @@ Numbers = tuple[float | None, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobRow:
-    """A job in a list. Null where something is not known.
+    """A job in the page's list. Null where something is not known.
 
     No field changes as time goes on: the page's stream sends a row again when it differs, and keeps rows of ended jobs.
     """

@@ -24,8 +24,8 @@ from pollux.train.team import Team
 
 logger = logging.getLogger(__name__)
 
-# How long a run waits for a write, at its end or at a resize. Less may lose the last checkpoint on a slow store; more delays the end
-# where the store hangs. 1.2 GB take 10 minutes at SLOWEST_BYTES_PER_S.
+# How long a run waits for a write, at its end or at a resize. Less may lose the last checkpoint on a slow store; more
+# delays the end where the store hangs. 1.2 GB take 10 minutes at SLOWEST_BYTES_PER_S.
 SAVE_TIMEOUT_S = 600.0
 FIRST_SAVE_S = 30.0  # until the first checkpoint, whose cost is unknown: the shortest of checkpoint_interval_s
 LEAST_COST_S = 1e-3  # of a checkpoint: a stall that is measured as 0 must not make the interval 0
