@@ -416,9 +416,12 @@ class SupervisedEngine:
 
     def _take_end(self, message: Message, known: _Known | None) -> None:
         job, generation = message["job"], message["generation"]
-        if job in self._unknown and message["event"] == "stopped" and known is not None and not known.is_stopping:
-            known = None  # an earlier job of this name, which ended while the start of this one was under way
+        is_earlier = job in self._unknown and message["event"] == "stopped"
         self._unknown.discard(job)
+        if is_earlier and known is not None and not known.is_stopping:
+            # An earlier job of this name, which ended while the start of this one was under way. That start replaces
+            # what the supervisor kept of it; a "forget" could come late, and take this one's end away.
+            return
         if known is None or 0 < generation < known.started:  # not waited for; it may have been told twice
             self._send({"op": "forget", "job": job, "generation": generation})
             return

@@ -84,3 +84,22 @@ def test_the_end_of_a_job_that_the_server_did_not_know_is_not_that_of_its_namesa
     seen: list[Event] = []
     eventually(lambda: bool(seen.extend(engine.poll()) or seen), "the engine tells of it", 30.0)
     assert seen == [JobRuns(job="a", generation=1)]
+
+
+def test_a_late_stop_of_a_namesake_takes_no_end_of_the_new_job_away(engine: SupervisedEngine, line: Line) -> None:
+    row = {"job": "a", "generation": 1, "allocation": [["n0", 1]], "runs": 1, "is_stopping": False, "end": None}
+    answer = threading.Thread(target=lambda: line.heard("hello") and line.supervisor.send({**STATE, "jobs": [row]}))
+    answer.start()
+    engine.adopt([])
+    answer.join(30.0)
+    line.heard("stop")
+    engine.apply([StartJob(job="a", spec=JobSpec(name="a"), allocation=Allocation.of(("n0", 1)), generation=1)])
+    line.heard("start")
+    line.supervisor.send({"event": "stopped", "job": "a", "generation": 1})
+    line.supervisor.send({"event": "runs", "job": "a", "generation": 1})
+    eventually(lambda: JobRuns(job="a", generation=1) in engine.poll(), "the engine tells of it", 30.0)
+    engine.apply([StartJob(job="b", spec=JobSpec(name="b"), allocation=Allocation.of(("n0", 1)), generation=1)])
+    told: list[Message] = []
+    while not any(message["op"] == "start" for message in told):
+        told += line.supervisor.receive(30.0) or []
+    assert [message["op"] for message in told] == ["start"]  # of b; no "forget" of a
