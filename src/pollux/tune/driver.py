@@ -21,7 +21,7 @@ from pollux.tune.branches import Branches
 from pollux.tune.copies import CopyDesk
 from pollux.tune.exploits import Exploits
 from pollux.tune.ports import Jobs, TrialJob
-from pollux.tune.promise import MOST_WEIGHT_STEP, chances, expected_ends, job_weights, slots_of_study
+from pollux.tune.promise import MOST_WEIGHT_STEP, chances, job_weights, slots_of_study
 from pollux.tune.rungs import Curve, make_pruner
 from pollux.tune.storage import StoredStudy, StoredTrial
 
@@ -232,7 +232,7 @@ class StudyDriver:
         for _ in range(min(num_new, self._num_left())):
             trunk = self._find_trunk()
             early = {} if trunk is None or self._branches is None else self._branches.early_params(trunk)
-            trial = self.stored.ask(self._expected(), early, None if trunk is None else trunk.number)
+            trial = self.stored.ask(early, None if trunk is None else trunk.number)
             self.trials[trial.number] = trial
             self._submit(trial)
 
@@ -260,14 +260,6 @@ class StudyDriver:
 
     def _all_progress(self) -> dict[int, float]:
         return {one.number: self._progress(one) for one in self.live}
-
-    def _expected(self) -> dict[int, float]:
-        """Where trials would end that are not complete: what the sampler learns from them."""
-        counted = self._counted()
-        return expected_ends(
-            {one.number: one.points for one in counted if one.points and one.state != "complete"},
-            [one.points for one in counted if one.state == "complete"],
-        )
 
     def _submit(self, trial: StoredTrial) -> None:
         share = 1 / self._num_slots()

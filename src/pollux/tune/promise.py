@@ -89,14 +89,6 @@ def chances(
     return {number: one if curves[number] else 1 / len(numbers) for number, one in found.items()}
 
 
-def expected_ends(
-    curves: Mapping[int, Sequence[tuple[float, float]]], complete: Sequence[Sequence[tuple[float, float]]] = ()
-) -> dict[int, float]:
-    """By trial: the value that it is expected to end with, as :func:`chances` expects it."""
-    scale = _Scale([*curves.values(), *complete])
-    return {number: scale.unread(scale.end_of(points)[0]) for number, points in curves.items() if points}
-
-
 class _Scale:
     """The curves of a study on one scale (logarithms where all values are positive), and how they fall together."""
 
@@ -114,9 +106,6 @@ class _Scale:
 
     def read(self, value: float) -> float:
         return math.log(max(value, 1e-300)) if self.is_log else value
-
-    def unread(self, value: float) -> float:
-        return math.exp(min(value, 700.0)) if self.is_log else value
 
     def _typical_falls(self, known: Sequence[Floats]) -> Floats:
         """Between each two points of the grid: what a curve fell there, the median of those that have been there."""

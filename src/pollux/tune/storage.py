@@ -11,7 +11,7 @@ import contextlib
 import logging
 import math
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -32,7 +32,6 @@ _BRANCH_OF, _REPLICAS = "branch_of", "num_replicas"
 _STEPS: Final = 1_000_000  # Optuna counts steps in whole numbers: millionths of a trial's work
 _PREFIX = "pollux:"
 _FIXED = "fixed_params"  # Optuna's own: what a trial gets, whatever its sampler would say
-_FORESEEING = ("tpe", "gp")  # samplers that keep nothing in trials
 _LEAST_TRIALS = 8  # that importance is computed from
 _OURS: Mapping[TrialState, TrialStateName] = {
     TrialState.RUNNING: "running",
@@ -231,17 +230,10 @@ class StoredStudy:
                 )
             return found
 
-    def ask(
-        self,
-        expected: Mapping[int, float] | None = None,
-        early: Mapping[str, Value] | None = None,
-        branch_of: int | None = None,
-    ) -> StoredTrial:
+    def ask(self, early: Mapping[str, Value] | None = None, branch_of: int | None = None) -> StoredTrial:
         """The next trial, with parameters from the sampler. It is kept as running.
 
-        ``expected``: by trial that has not been trained to its end, the value that it would have there, to be
-        minimised. The sampler learns from these as from the values of complete trials. ``early``: parameters that are
-        not drawn, as they are those of the trial ``branch_of``.
+        ``early``: parameters that are not drawn, as they are those of the trial ``branch_of``.
         """
         with _guarded("asking for parameters"):
             # Made anew for each trial: what is drawn depends on the seed, the number and the history, and therefore
@@ -251,8 +243,6 @@ class StoredStudy:
             if not any(map(_is_waiting, known)):  # otherwise a trial that was stopped has its turn
                 # Kept before the trial exists: a server that is killed here begins with them when it is back.
                 fixed = dict(early or {})
-                if expected and self.request.sampler in _FORESEEING:
-                    fixed = self._draw(known, expected, fixed)
                 notes = {} if branch_of is None else {_PREFIX + _BRANCH_OF: branch_of}
                 if fixed or notes:
                     self._study.enqueue_trial(fixed, user_attrs=notes)
@@ -263,20 +253,6 @@ class StoredStudy:
                 state="running",
                 branch_of=trial.user_attrs.get(_PREFIX + _BRANCH_OF),
             )
-
-    def _draw(
-        self,
-        known: Sequence[optuna.trial.FrozenTrial],
-        expected: Mapping[int, float],
-        fixed: Mapping[str, Value],
-    ) -> dict[str, Value]:
-        """What the sampler says to a copy of the study in which trials have ended as they are expected to."""
-        sampler = make_sampler(self.request, len(known))
-        copy = optuna.create_study(direction=self.request.direction, sampler=sampler)
-        copy.add_trials([_as_expected(one, expected.get(one.number), self.request.sign) for one in known])
-        if fixed:
-            copy.enqueue_trial(dict(fixed))
-        return self._suggest_all(copy.ask())
 
     def complete_params(self, trial: StoredTrial) -> dict[str, Value]:
         """All parameters of a trial that the server was killed while asking for: those it would have had.
@@ -374,14 +350,6 @@ def _last_value(trial: optuna.trial.FrozenTrial, sign: float) -> float | None:
 
 def _is_waiting(trial: optuna.trial.FrozenTrial) -> bool:
     return bool(trial.state == TrialState.WAITING)
-
-
-def _as_expected(trial: optuna.trial.FrozenTrial, value: float | None, sign: float) -> optuna.trial.FrozenTrial:
-    if value is None or trial.state not in (TrialState.RUNNING, TrialState.PRUNED):
-        return trial
-    return optuna.trial.create_trial(
-        state=TrialState.COMPLETE, value=sign * value, params=trial.params, distributions=trial.distributions
-    )
 
 
 def make_sampler(request: StudyRequest, number: int) -> BaseSampler:

@@ -9,7 +9,7 @@ import pytest
 
 from pollux.policy import make_policy
 from pollux.policy.base import PolicySettings
-from pollux.tune.promise import chances, expected_ends, job_weights, predict, shares, slots_of_study
+from pollux.tune.promise import chances, job_weights, predict, shares, slots_of_study
 from pollux.types import BatchLimits, JobSpec, JobView, Node, Snapshot, ThroughputParams
 
 
@@ -50,13 +50,6 @@ def test_a_diverging_trial_has_none_and_a_new_one_that_of_an_average_one():
     found = chances({0: falling(0.1), 1: rising, 2: []})
     assert found[1] < 0.01
     assert found[2] == pytest.approx(1 / 3)
-
-
-def test_ends_are_expected_as_those_that_came_further_fell():
-    ended = [(0.1, 2.0), (0.5, 1.0), (1.0, 0.5)]
-    found = expected_ends({0: [(0.1, 2.0)], 1: [(0.1, 1.0)], 2: []}, [ended])
-    assert found.keys() == {0, 1}
-    assert found[0] == pytest.approx(0.5, rel=0.25) and found[1] == pytest.approx(0.25, rel=0.25)
 
 
 def test_every_trial_has_a_share():

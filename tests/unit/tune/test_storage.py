@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 
 import pytest
 
@@ -45,33 +44,13 @@ def test_a_trial_that_was_being_asked_for_gets_the_parameters_it_would_have_had(
     assert broken.trials()[12].params == expected
 
 
-def test_the_sampler_learns_from_the_ends_that_trials_are_expected_to_have() -> None:
-    """Trials that train and pruned ones count as complete ones of these values, and stay as they are in the storage."""
-
-    def drawn(sign: float) -> float:
-        made = StudyStorage(None).create(REQUEST, 0.0)
-        for _ in range(12):
-            trial = made.ask()
-            made.observe(trial, 0.1, 1.0)
-            if trial.number % 2:
-                trial.value = 1.0
-                made.tell(trial, "pruned", "")
-        before = [one.state for one in made.trials()]
-        ends = {one.number: sign * math.log(float(one.params["lr"])) for one in made.trials()}
-        found = [math.log(float(made.ask(ends).params["lr"])) for _ in range(8)]
-        assert [one.state for one in made.trials()] == [*before, *["running"] * 8]
-        return sum(found) / len(found)
-
-    assert drawn(1.0) < drawn(-1.0) - 1.0
-
-
 def test_a_branch_has_the_early_parameters_of_its_trunk_also_after_a_kill_while_asking() -> None:
     made = study_with_history("tpe")
     early = {"lr": 0.123, "momentum": 0.7}
-    trial = made.ask({}, early, 3)
+    trial = made.ask(early, 3)
     assert early.items() <= trial.params.items() and trial.branch_of == 3 and trial.number == 12
     with storage._guarded("asking"):  # killed between the two: the next server finds the trial waiting
         made._study.enqueue_trial(early, user_attrs={"pollux:branch_of": 4})
-    again = made.ask({3: 0.5})
+    again = made.ask()
     assert early.items() <= again.params.items() and again.branch_of == 4 and again.number == 13
     assert [one.branch_of for one in made.trials()[12:]] == [3, 4]
