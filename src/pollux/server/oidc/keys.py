@@ -59,7 +59,7 @@ class IssuerKeys:
         return is_wanted and now - self._tried_at > PAUSE_S
 
     def fetch(self, key_id: str) -> None:
-        """Once, whoever asks meanwhile. A failure leaves the keys as they are.
+        """Once, also if several callers ask meanwhile. A failure leaves the keys as they are.
 
         Raises:
             ServerUnavailableError: there are no keys yet, and the issuer gives none.
