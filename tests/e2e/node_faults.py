@@ -1,6 +1,7 @@
 """Nodes of a Ray cluster fail alone, again and again, and no job is lost: counts and latencies as JSON.
 
     python -m tests.e2e.node_faults --out FILE [--faults 200] [--piece 40] [--jobs 4] [--nodes 6] [--minutes M]
+        [--keep FOLDER]
 
 Six Ray nodes, each in a network namespace of its own with an address of its own, and a head with the server. Jobs are
 ledgers (scripts/ledger.py), which know how often each example was consumed. Faults come from a shuffled deck, so that
@@ -85,6 +86,7 @@ class NodeFaults:
         self.deck: list[str] = []
         self.counts: Counter[str] = Counter()
         self.latencies: dict[str, list[float]] = {}  # seconds to the next step, by kind of fault
+        self.losses: list[dict[str, Any]] = []  # each of them: since 1970, seconds of the strike, and to the next step
         self.named_s: dict[str, list[float]] = {}  # seconds until the cause was told
         self.unnamed: list[str] = []  # faults whose cause was not told
         self._returning: dict[str, threading.Thread] = {}
@@ -263,6 +265,9 @@ class NodeFaults:
         for job, trace in before.items():
             ended_at = self._until(lambda trace=trace: trace.next_step(struck_at), f"{job} goes on")  # type: ignore[misc]
             self.latencies.setdefault(kind, []).append(round(ended_at - began_at, 3))
+            what = {"at": round(began_at, 3), "kind": kind, "node": node, "job": job, "on": len(jobs)}
+            self.losses.append({**what, "strike_s": round(struck_at - began_at, 3), "s": round(ended_at - began_at, 3)})
+            print(f"  loss {self.losses[-1]}", file=sys.stderr, flush=True)
 
     def _until_steps(self) -> None:
         """Every job has taken a step from now on."""
@@ -405,7 +410,13 @@ def run_piece(options: argparse.Namespace, seed: int, num_faults: int, ends_at: 
             "unnamed": faults.unnamed,
             "latencies_s": faults.latencies,
             "named_s": faults.named_s,
+            "losses": faults.losses,
         }
+        if options.keep is not None:
+            place = options.keep / f"seed-{seed}"
+            shutil.copytree(folder, place, symlinks=True, ignore_dangling_symlinks=True, dirs_exist_ok=True)
+            logs = hosts.temporary / "session_latest" / "logs"
+            shutil.copytree(logs, place / "ray-logs", dirs_exist_ok=True, ignore=shutil.ignore_patterns("old"))
     shutil.rmtree(folder, ignore_errors=True)
     return told
 
@@ -447,6 +458,7 @@ def main() -> int:
     for name, default in (("faults", 200), ("piece", 40), ("seed", 0), ("jobs", 4), ("nodes", 6), ("minutes", 600)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--keep", type=Path, help="a folder for the logs of every piece")
     options = parser.parse_args()
     if reason := why_not():
         print(f"error: {reason}", file=sys.stderr)
