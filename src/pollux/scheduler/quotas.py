@@ -161,6 +161,8 @@ class _Round:
                 self._caps[job.name] += back
                 free[kind] -= back
                 is_raised = True
+                if self._caps[job.name] == self._gave[job.name]:
+                    self.reasons.pop(job.name, None)  # it keeps all that it had
         return is_raised
 
     def _tighten(self, plan: Plan) -> bool:

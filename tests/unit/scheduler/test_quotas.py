@@ -15,7 +15,7 @@ from pollux.scheduler.reconcile import verify_plan
 from pollux.scheduler.shares import Entitlements, Quota, TeamMember
 from pollux.testing.examples import examples
 from pollux.testing.snapshots import make_job, make_mixed, make_nodes, snapshots
-from pollux.types import Allocation, Snapshot
+from pollux.types import Allocation, Plan, Snapshot
 
 POLICIES = ["pollux", "fifo", "srtf", "equal", "las", "gavel", "sia"]
 
@@ -105,6 +105,25 @@ def test_what_a_guarantee_does_not_use_goes_back():
     counts = cluster.decide()
     assert counts["vision0"] == 2 and counts["nlp0"] >= 4
     assert cluster.num_asked <= 3
+
+
+class OneSlotForVision:
+    """Gives vision's job one slot whatever is free, because it gains nothing from a second; nlp's job has the rest."""
+
+    def decide(self, snapshot):
+        node = snapshot.nodes[0]
+        largest = {job.name: job.spec.max_replicas for job in snapshot.jobs}
+        rest = min(node.num_slots - 1, largest["nlp0"])
+        return Plan(allocations={"vision0": Allocation.of((node.name, 1)), "nlp0": Allocation.of((node.name, rest))})
+
+
+def test_a_job_that_keeps_its_slots_is_not_told_that_they_go_to_a_team():
+    entitled = entitlements(vision=Quota(guarantee=of(2)), nlp=Quota())
+    jobs = [make_job("vision0", owner="vision"), make_job("nlp0", owner="nlp")]
+    cluster = Cluster(entitled, *jobs, nodes=make_nodes(1, 4))
+    cluster.policy = OneSlotForVision()
+    assert cluster.decide() == {"vision0": 1, "nlp0": 3}
+    assert cluster.quotas.reasons == {}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
