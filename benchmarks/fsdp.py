@@ -1,6 +1,6 @@
 """Sharded training (FSDP2) under the library: the overhead of a step, resizes, lost shards, and the values at the end.
 
-    python benchmarks/fsdp.py [--parts overhead resizes kills values] [--limit-s 150] [--sizes small medium]
+    python benchmarks/fsdp.py [--parts values overhead resizes kills] [--limit-s 150] [--sizes small medium]
                               [--replicas 2] [--compile BACKEND] [--state-mb 500] [--mps] [--out FILE.jsonl]
 
 One JSON line for each result, as soon as it is there; progress on stderr from the first second. Every wait is bounded,
@@ -38,6 +38,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import fsdp_job
@@ -49,7 +50,7 @@ from pollux.engines.processes.elastic import ElasticJob
 from pollux.engines.processes.fork_server import ForkServer
 from pollux.engines.processes.replica_job import ReplicaCommand, Tolerance
 
-SHARES = {"overhead": 0.4, "resizes": 0.25, "kills": 0.2, "values": 0.15}  # of the time
+SHARES = {"values": 0.15, "overhead": 0.4, "resizes": 0.25, "kills": 0.2}  # of the time
 SIZES_IN_PLACE = (1, 2, 4, 2)
 STEPS_BETWEEN = 8
 END_MARGIN_S = 5.0
@@ -57,18 +58,34 @@ END_MARGIN_S = 5.0
 Print = Callable[[dict[str, object]], None]
 
 
+@dataclass(frozen=True)
+class Part:
+    """What a part is given."""
+
+    options: argparse.Namespace
+    limit_s: float
+    folder: Path
+    starter: ForkServer | None
+    show: Print
+
+    @property
+    def deadline(self) -> float:
+        return time.monotonic() + self.limit_s - END_MARGIN_S
+
+
 # --- overhead ------------------------------------------------------------------------------------------------------
 
 
-def measure_overhead(options: argparse.Namespace, limit_s: float, folder: Path, show: Print) -> None:
+def measure_overhead(part: Part) -> None:
     """Starts this script once per replica, as torchrun would; rank 0's lines are shown."""
+    options, limit_s = part.options, part.limit_s
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
     arguments = [sys.executable, __file__, "--replica", "--sizes", *options.sizes, "--compile", options.compile]
     arguments += ["--until", str(time.time() + limit_s - END_MARGIN_S), "--device", options.device]
     count, children = options.replicas, []
-    with card_shared(options.mps, folder) as shared:
+    with card_shared(options.mps, part.folder) as shared:
         for rank in range(count):
             environment = os.environ | shared | {
                 "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
@@ -78,7 +95,7 @@ def measure_overhead(options: argparse.Namespace, limit_s: float, folder: Path, 
             output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
             children.append(subprocess.Popen(arguments, env=environment, stdout=output, text=True))
         deadline = time.monotonic() + limit_s
-        reader = threading.Thread(target=_pass_on, args=(children[0], bool(shared), show), daemon=True)
+        reader = threading.Thread(target=_pass_on, args=(children[0], bool(shared), part.show), daemon=True)
         reader.start()
         try:
             codes = [child.wait(max(deadline - time.monotonic(), 0.1)) for child in children]
@@ -130,15 +147,17 @@ def card_shared(wanted: bool, folder: Path) -> Iterator[dict[str, str]]:
 class Trial:
     """One elastic job, and its folder."""
 
-    def __init__(self, folder: Path, task: Task, size: int, starter: ForkServer, deadline: float) -> None:
-        self.folder, self.task, self.deadline = folder, task, deadline
-        folder.mkdir(parents=True)
+    def __init__(self, part: Part, task: Task, size: int, deadline: float) -> None:
+        self.task, self.deadline = task, deadline
+        self.folder = folder = part.folder / f"job-{size}"
+        assert part.starter is not None
+        folder.mkdir()
         task.write(folder)
         command = ReplicaCommand(
             argv=[__file__, "--job", str(folder)], name="sharded", log_dir=folder, env=self._environment(),
             cwd=Path.cwd(), env_of=slot_environment,
         )  # fmt: skip
-        self.job = ElasticJob(command, slots=size, starter=starter, tolerance=Tolerance(max_restarts=3, grace_s=3.0))
+        self.job = ElasticJob(command, slots=size, starter=part.starter, tolerance=Tolerance(max_restarts=3))
 
     def _environment(self) -> dict[str, str]:
         environment = job_environment(self.folder)
@@ -193,11 +212,11 @@ class Trial:
             print(f"--- {path.stem}", tail(path, 60), sep="\n", file=sys.stderr, flush=True)
 
 
-def measure_resizes(options: argparse.Namespace, limit_s: float, folder: Path, show: Print) -> None:
-    deadline = time.monotonic() + limit_s - END_MARGIN_S
+def measure_resizes(part: Part) -> None:
+    options, deadline = part.options, part.deadline
     width = round((options.state_mb * 1e6 / 12 / fsdp_job.LAYERS) ** 0.5)
     task = Task(kind="free", device=options.device, width=width, compiled=options.compile)
-    with fork_server(limit_s) as starter, Trial(folder / "job", task, SIZES_IN_PLACE[0], starter, deadline) as trial:
+    with Trial(part, task, SIZES_IN_PLACE[0], deadline) as trial:
         trial.wait_for_steps(SIZES_IN_PLACE[0], 0.0)
         for before, after in itertools.pairwise(SIZES_IN_PLACE):
             say(f"resizes: {before} -> {after}")
@@ -205,50 +224,51 @@ def measure_resizes(options: argparse.Namespace, limit_s: float, folder: Path, s
             trial.job.resize(after)
             notes = trial.wait_for_steps(after, asked)
             stall_s = resize.longest_pause(trial.folder, asked, notes[-1][0])
-            show({
+            part.show({
                 "part": "resize", "sizes": f"{before} -> {after}", "state_mb": round(task.state_bytes / 1e6),
                 "compiled": options.compile, "stall_s": round(stall_s, 3), "total_s": round(notes[0][0] - asked, 3),
                 "peak_of_state": trial.peaks(notes[0][1]),
             })  # fmt: skip
 
 
-def measure_kills(options: argparse.Namespace, limit_s: float, folder: Path, show: Print) -> None:
-    begun = time.monotonic()
+def measure_kills(part: Part) -> None:
+    options, end = part.options, part.deadline
     width = round((min(options.state_mb, 63.0) * 1e6 / 12 / fsdp_job.LAYERS) ** 0.5)
-    with fork_server(limit_s) as starter:
-        for size, copies in ((2, 1), (4, 2)):
-            deadline = begun + (limit_s - END_MARGIN_S) * (0.5 if copies == 1 else 1.0)
-            every_s = 1.0 if copies == 1 else fsdp_job.NEVER_S
-            task = Task("free", options.device, width, copies, options.compile, every_s)
-            with Trial(folder / f"copies-{copies}", task, size, starter, deadline) as trial:
-                trial.wait_for_steps(size, 0.0)
-                if copies == 1:
-                    saved = trial.folder / "checkpoints"
-                    trial.until(lambda saved=saved: any(saved.glob("step-*")), "a checkpoint")  # type: ignore[misc]
-                say(f"kills: one of {size}, {copies} copies of each shard")
-                victim = next(view for view in trial.job.replicas if view.rank == size - 1)
-                generation = trial.job.controller.generation
-                assert victim.pid is not None
-                at, last = time.time(), max(note[3] for note in resize.read_steps(trial.folder))
-                os.kill(victim.pid, signal.SIGKILL)
-
-                def after(at: float = at, generation: int = generation, trial: Trial = trial) -> list[tuple]:  # type: ignore[type-arg]
-                    return [one for one in resize.read_steps(trial.folder) if one[0] > at and one[1] > generation]
-
-                trial.until(lambda: bool(after()), "a step after the loss")
-                first = after()[0]
-                show({
-                    "part": "kill", "replicas": size, "copies": copies, "state_mb": round(task.state_bytes / 1e6),
-                    "seconds": round(first[0] - at, 3), "steps_repeated": max(last - first[3] + 1, 0),
-                    "restarts": trial.job.num_restarts,
-                })  # fmt: skip
-                trial.wait_for_steps(size, at)  # the replaced replica trains too
+    for size, copies in ((2, 1), (4, 2)):
+        deadline = end - (part.limit_s / 2 if copies == 1 else 0.0)
+        task = Task("free", options.device, width, copies, options.compile, 1.0 if copies == 1 else fsdp_job.NEVER_S)
+        with Trial(part, task, size, deadline) as trial:
+            kill_one(part, trial, size)
 
 
-def measure_values(options: argparse.Namespace, limit_s: float, folder: Path, show: Print) -> None:
-    deadline = time.monotonic() + limit_s - END_MARGIN_S
+def kill_one(part: Part, trial: Trial, size: int) -> None:
+    job, copies = trial.job, trial.task.copies
+    trial.wait_for_steps(size, 0.0)
+    if copies == 1:
+        trial.until(lambda: any((trial.folder / "checkpoints").glob("step-*")), "a checkpoint")
+    say(f"kills: one of {size}, {copies} copies of each shard")
+    victim = next(view for view in job.replicas if view.rank == size - 1)
+    generation = job.controller.generation
+    assert victim.pid is not None
+    at, last = time.time(), max(note[3] for note in resize.read_steps(trial.folder))
+    os.kill(victim.pid, signal.SIGKILL)
+
+    def later() -> list[tuple[float, int, int, int]]:
+        return [one for one in resize.read_steps(trial.folder) if one[0] > at and one[1] > generation]
+
+    trial.until(lambda: bool(later()), "a step after the loss")
+    first = later()[0]
+    part.show({
+        "part": "kill", "replicas": size, "copies": copies, "state_mb": round(trial.task.state_bytes / 1e6),
+        "seconds": round(first[0] - at, 3), "steps_repeated": max(last - first[3] + 1, 0), "restarts": job.num_restarts,
+    })  # fmt: skip
+    trial.wait_for_steps(size, at)  # the replaced replica trains too
+
+
+def measure_values(part: Part) -> None:
+    options = part.options
     task = Task("gated", options.device, compiled=options.compile, checkpoint_every_s=1e-6)
-    with fork_server(limit_s) as starter, Trial(folder / "job", task, 1, starter, deadline) as trial:
+    with Trial(part, task, 1, part.deadline) as trial:
 
         def allow(step: int) -> None:
             fsdp_job.replace(trial.folder / "allowed", str(step))
@@ -268,23 +288,15 @@ def measure_values(options: argparse.Namespace, limit_s: float, folder: Path, sh
         allow(NUM_STEPS)
         trial.until((trial.folder / "difference").exists, "the comparison")
         sizes = [size for *_, size, _ in sorted(resize.read_steps(trial.folder), key=lambda note: note[3])]
-        show({
+        part.show({
             "part": "values", "steps": NUM_STEPS, "compiled": options.compile,
             "difference": float((trial.folder / "difference").read_text()),
             "sizes": [size for size, _ in itertools.groupby(sizes)], "killed": 1,
         })  # fmt: skip
 
 
-@contextlib.contextmanager
-def fork_server(limit_s: float) -> Iterator[ForkServer]:
-    with ForkServer() as starter:
-        starter.wait_ready(limit_s)
-        say("the fork server is ready")
-        yield starter
-
-
 PARTS = {
-    "overhead": measure_overhead, "resizes": measure_resizes, "kills": measure_kills, "values": measure_values,
+    "values": measure_values, "overhead": measure_overhead, "resizes": measure_resizes, "kills": measure_kills,
 }  # fmt: skip
 
 
@@ -329,20 +341,25 @@ def measure(options: argparse.Namespace) -> int:
                 file.write(line + "\n")
 
     failed = 0
-    with tempfile.TemporaryDirectory(prefix="pollux-fsdp-") as root:
-        for index, part in enumerate(options.parts):
+    with contextlib.ExitStack() as stack:
+        root = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="pollux-fsdp-")))
+        needs_starter = set(options.parts) != {"overhead"}
+        starter = stack.enter_context(ForkServer()) if needs_starter else None
+        if starter is not None:
+            starter.wait_ready(options.limit_s)
+            say("the fork server is ready")
+        for index, name in enumerate(options.parts):
             left = options.parts[index:]
-            limit_s = (deadline - time.monotonic()) * SHARES[part] / sum(SHARES[one] for one in left)
-            say(f"{part}: at most {limit_s:.0f} s")
+            limit_s = (deadline - time.monotonic()) * SHARES[name] / sum(SHARES[one] for one in left)
+            say(f"{name}: at most {limit_s:.0f} s")
             begun = time.monotonic()
-            folder = Path(root) / part
-            folder.mkdir()
+            (root / name).mkdir()
             try:
-                PARTS[part](options, limit_s, folder, show)
+                PARTS[name](Part(options, limit_s, root / name, starter, show))
             except Exception as error:  # the other parts can still be measured
                 failed += 1
-                show({"part": part, "error": f"{type(error).__name__}: {error}"[:500]})
-            say(f"{part}: took {time.monotonic() - begun:.1f} s")
+                show({"part": name, "error": f"{type(error).__name__}: {error}"[:500]})
+            say(f"{name}: took {time.monotonic() - begun:.1f} s")
     return int(failed > 0)
 
 

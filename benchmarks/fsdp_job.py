@@ -182,9 +182,7 @@ def train_gated(folder: Path, task: Task) -> None:
     run = train.init(device=task.device, checkpoint_every_s=task.checkpoint_every_s, timeout_s=60.0)
     loader = run.dataloader(TensorDataset(*rows()), BATCH)
     model, optimizer = made(task.compiled)
-    prepared, _ = run.prepare(
-        model, optimizer, shard=shard_uneven, shard_copies=task.copies, scaling="none"
-    )
+    prepared, _ = run.prepare(model, optimizer, shard=shard_uneven, shard_copies=task.copies, scaling="none")
     with (folder / f"steps-{os.getpid()}").open("w", buffering=1) as steps:
         for _ in run.epochs(1):
             for x, y in loader:
