@@ -1,7 +1,7 @@
-"""The same search as ``examples/digits_study.py`` by other tools, with trials of one slot each; for benchmarks/tune.py.
+"""The search of benchmarks/tune.py by other tools, with trials of one slot each, which train plain PyTorch at M0.
 
-Each peer prints one JSON line for every epoch of every trial: seconds since the start, trial, value. Its workers have
-imported torch and loaded the data before the clock starts.
+Each peer prints one JSON line when its clock starts, and one for every epoch of every trial: seconds since the start,
+trial, value. Its workers have imported torch, loaded the data and made a step before the clock starts.
 """
 
 from __future__ import annotations
@@ -12,35 +12,71 @@ import multiprocessing
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-EXAMPLES = Path(__file__).resolve().parents[1] / "examples"
+from pollux.api.space import parse_parameter
+
+ROOT = Path(__file__).resolve().parents[1]
+EXAMPLES = ROOT / "examples"
 BATCH = 32
+SPACES = {
+    "digits": ("lr=log:1e-4..1.0", "momentum=0.5..0.99", "width=choice:8,16,32", "dropout=0.0..0.6"),
+    "gpt": ("lr=log:1e-4..3e-2", "beta2=0.9..0.999", "decay=log:1e-3..1.0", "width=choice:128,256"),
+}
+AfterEpoch = Callable[[int, float], bool]
+TrainTrial = Callable[[Mapping[str, Any], AfterEpoch], None]
 
 
-def train_trial(params: dict[str, Any], epochs: int, ms: float, after_epoch: Callable[[int, float], bool]) -> None:
-    """A plain loop: the same network, data, batch and emulated device. Stops when ``after_epoch`` says so."""
+def load_task(args: argparse.Namespace) -> TrainTrial:
+    """With its data loaded: trains a trial until ``after_epoch`` says that it is enough."""
+    if args.task == "digits":
+        return load_digits(args)
+    import torch
+
+    from tune_gpt import load, train_plain
+
+    torch.set_num_threads(1)
+    problem = load(args.data, torch.device("cuda" if torch.cuda.is_available() else "cpu"), args.tiny)
+    return lambda params, after_epoch: train_plain(problem, params, args, after_epoch)
+
+
+def load_digits(args: argparse.Namespace) -> TrainTrial:
     import torch
     import torch.nn.functional as F
     from digits_study import build_model, load_data, validate
 
-    torch.manual_seed(0)
-    torch.set_num_threads(1)
-    model = build_model(int(params["width"]), float(params["dropout"]))
     data, test_data = load_data()
     images, labels = test_data.tensors
-    loader = torch.utils.data.DataLoader(data, batch_size=BATCH, shuffle=True)
-    optimizer = torch.optim.SGD(model.parameters(), lr=float(params["lr"]), momentum=float(params["momentum"]))
-    for epoch in range(1, epochs + 1):
-        for x, y in loader:
-            time.sleep(0.02 + ms * len(x) / 1e3)
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        if not after_epoch(epoch, validate(model, images, labels)[0]):
-            return
+    torch.set_num_threads(1)
+
+    def train_trial(params: Mapping[str, Any], after_epoch: AfterEpoch) -> None:
+        """A plain loop: the same network, data, batch and emulated device."""
+        torch.manual_seed(0)
+        model = build_model(int(params["width"]), float(params["dropout"]))
+        loader = torch.utils.data.DataLoader(data, batch_size=BATCH, shuffle=True)
+        optimizer = torch.optim.SGD(model.parameters(), lr=float(params["lr"]), momentum=float(params["momentum"]))
+        for epoch in range(1, args.epochs + 1):
+            for x, y in loader:
+                time.sleep(0.02 + args.ms * len(x) / 1e3)
+                F.cross_entropy(model(x), y).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+            if not after_epoch(epoch, validate(model, images, labels)[0]):
+                return
+
+    return train_trial
+
+
+def suggest(trial: Any, task: str) -> dict[str, Any]:
+    params: dict[str, Any] = {}
+    for one in map(parse_parameter, SPACES[task]):
+        if one.kind == "choice":
+            params[one.name] = trial.suggest_categorical(one.name, list(one.choices))
+        else:
+            params[one.name] = trial.suggest_float(one.name, one.low, one.high, log=one.is_log)
+    return params
 
 
 def say(began: float, trial: int, value: float) -> None:
@@ -52,24 +88,22 @@ def say(began: float, trial: int, value: float) -> None:
 
 
 def optuna_worker(args: argparse.Namespace, url: str, index: int, gate: Any) -> None:
-    sys.path.insert(0, str(EXAMPLES))
+    sys.path[:0] = [str(EXAMPLES), str(Path(__file__).parent)]
     import optuna
-    from digits_study import load_data
 
-    load_data()
+    train_trial = load_task(args)
+    if args.task == "gpt":  # a first step, which loads the device's libraries
+        shortest = argparse.Namespace(**{**vars(args), "steps": 20, "epochs": 1})
+        load_task(shortest)({"lr": 1e-3, "beta2": 0.99, "decay": 0.1, "width": 128}, lambda *_: False)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     sampler = seeded_by_trial(args.seed)
     pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=3)
     study = optuna.load_study(study_name="s", storage=url, sampler=sampler, pruner=pruner)
     began = gate()
+    if index == 0:
+        print(json.dumps({"began": began}), flush=True)
 
     def objective(trial: Any) -> float:
-        params = {
-            "lr": trial.suggest_float("lr", 1e-4, 1.0, log=True),
-            "momentum": trial.suggest_float("momentum", 0.5, 0.99),
-            "width": trial.suggest_categorical("width", [8, 16, 32]),
-            "dropout": trial.suggest_float("dropout", 0.0, 0.6),
-        }
         last = [float("inf")]
 
         def after_epoch(epoch: int, value: float) -> bool:
@@ -80,7 +114,7 @@ def optuna_worker(args: argparse.Namespace, url: str, index: int, gate: Any) -> 
                 raise optuna.TrialPruned
             return True
 
-        train_trial(params, args.epochs, args.ms, after_epoch)
+        train_trial(suggest(trial, args.task), after_epoch)
         return last[0]
 
     done = optuna.study.MaxTrialsCallback(args.trials, states=None)
@@ -137,7 +171,7 @@ def run_ray(args: argparse.Namespace, folder: Path) -> None:
     from ray.tune.search import ConcurrencyLimiter
     from ray.tune.search.optuna import OptunaSearch
 
-    folders = (EXAMPLES, Path(__file__).parent, EXAMPLES.parent / "src")
+    folders = (EXAMPLES, Path(__file__).parent, ROOT / "src")
     env = {"PYTHONPATH": ":".join(map(str, folders))}
     ray.init(
         address="local",  # never another program's
@@ -148,19 +182,19 @@ def run_ray(args: argparse.Namespace, folder: Path) -> None:
     )
 
     def objective(config: dict[str, Any]) -> None:
-        from tune_peers import train_trial as run
+        from tune_peers import load_task as load
 
         def after_epoch(epoch: int, value: float) -> bool:
             tune.report({"val_loss": value, "epoch": epoch, "at": time.time()})
             return True
 
-        run(config, args.epochs, args.ms, after_epoch)
+        load(args)(config, after_epoch)
 
     space = {
-        "lr": tune.loguniform(1e-4, 1.0),
-        "momentum": tune.uniform(0.5, 0.99),
-        "width": tune.choice([8, 16, 32]),
-        "dropout": tune.uniform(0.0, 0.6),
+        one.name: tune.choice(list(one.choices))
+        if one.kind == "choice"
+        else (tune.loguniform if one.is_log else tune.uniform)(one.low, one.high)
+        for one in map(parse_parameter, SPACES[args.task])
     }
     scheduler = ASHAScheduler(time_attr="epoch", max_t=args.epochs, grace_period=1, reduction_factor=3)
     search = ConcurrencyLimiter(OptunaSearch(seed=args.seed), max_concurrent=args.slots)
@@ -177,6 +211,7 @@ def run_ray(args: argparse.Namespace, folder: Path) -> None:
         tune.with_resources(objective, {"cpu": 1}), param_space=space, tune_config=settings, run_config=run_settings
     )
     began = time.time()
+    print(json.dumps({"began": began}), flush=True)
     results = tuner.fit()
     for number, result in enumerate(results):
         if (frame := result.metrics_dataframe) is not None:
@@ -188,9 +223,13 @@ def run_ray(args: argparse.Namespace, folder: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("peer", choices=["optuna", "ray"])
+    parser.add_argument("--task", choices=list(SPACES), default="digits")
     parser.add_argument("--trials", type=int, default=24)
     parser.add_argument("--epochs", type=int, default=9)
-    parser.add_argument("--ms", type=float, default=3.0)
+    parser.add_argument("--emulate-device", dest="ms", type=float, default=3.0)
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--data", type=Path)
+    parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--slots", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--timeout", type=float, default=600.0)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import sqlite3
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import optuna
+import sqlalchemy as sa
 from optuna.samplers import BaseSampler, CmaEsSampler, GPSampler, RandomSampler, TPESampler
 from optuna.storages import BaseStorage, InMemoryStorage, RDBStorage
 from optuna.trial import TrialState
@@ -79,6 +81,17 @@ def _guarded(doing: str) -> Iterator[None]:
         raise StoreError(f"{doing} failed: {str(error) or repr(error)}") from error
 
 
+def _write_ahead(engine: sa.Engine) -> None:
+    """As the server's own database: Optuna asks for a trial in a dozen transactions, which do not wait for the disk."""
+
+    def set_up(connection: sqlite3.Connection, _: object) -> None:
+        for pragma in ("journal_mode = WAL", "synchronous = NORMAL"):
+            connection.execute(f"PRAGMA {pragma}").close()
+
+    sa.event.listen(engine, "connect", set_up)
+    engine.dispose()  # connections that were made before
+
+
 class StudyStorage:
     """All studies of a server.
 
@@ -97,6 +110,7 @@ class StudyStorage:
         with _guarded(f"opening the studies in {path}"):
             # Waits for its lock as long as others (Optuna's dashboard, say) may write.
             self._storage = RDBStorage(self.url, engine_kwargs={"connect_args": {"timeout": 10}})
+            _write_ahead(self._storage.engine)
         path.chmod(0o600)
 
     def close(self) -> None:

@@ -304,6 +304,14 @@ class Cluster:
             params=None if job is None else job.params, report_every_s=max(1.0, len(self._jobs) / REPORTS_PER_S)
         )
 
+    def keep_reports(self) -> None:
+        """Save what jobs have reported now, not with the next turn of the scheduler's thread, as usual.
+
+        Raises:
+            StoreError: it is kept in memory alone.
+        """
+        self._save_reports()
+
     def _require_current(self, job: str, replica: str | None) -> None:
         # After a restart the engine may know of no replica for a moment.
         if replica is not None and (living := self._engine.replicas(job)):

@@ -194,6 +194,8 @@ class ReadOnlyCluster:
     def report(self, report: Report) -> ReportAnswer:
         self._refuse()
 
+    def keep_reports(self) -> None: ...
+
     def drain(self, node: str, is_draining: bool) -> NodeSummary:
         self._refuse()
 
