@@ -74,9 +74,9 @@ class ForkServer(LocalStarter):
         return self._process.pid
 
     @property
-    def is_ready(self) -> bool:
-        """Whether a replica would start at once. As ``poll`` has seen it."""
-        return self._is_ready
+    def is_starting(self) -> bool:
+        """Whether a replica would wait for its imports. As ``poll`` has seen it."""
+        return not self._is_ready and self._channel.fileno() >= 0
 
     def wait_ready(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s

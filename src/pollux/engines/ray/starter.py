@@ -85,6 +85,8 @@ class RayStarter:
         self._events: list[StarterEvent] = []
         self._num_spawned = 0
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="pollux-slots")
+        # Of their own: while the head is in trouble one takes half a minute, and new replicas would wait behind it.
+        self._returning = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="pollux-returns")
 
     def wait_ready(self, timeout_s: float) -> None:
         """Agents become ready by themselves."""
@@ -164,6 +166,7 @@ class RayStarter:
             self.signal(process.replica, signal.SIGKILL)
             self._leave(process, -signal.SIGKILL)
         self._threads.shutdown(wait=True)
+        self._returning.shutdown(wait=True)
 
     def _advance(self, process: _RemoteReplica) -> None:
         if process.held is None:
@@ -205,7 +208,7 @@ class RayStarter:
         del self._processes[process.replica.key]
         self._count(process, is_ours=False)
         self._end(process.replica, code, "", is_orphan)
-        self._threads.submit(_give_back, process.taking)
+        self._returning.submit(_give_back, process.taking)
 
     def _count(self, process: _RemoteReplica, *, is_ours: bool) -> None:
         if process.is_counted != is_ours:
