@@ -3,7 +3,7 @@
 Ray's own health checks end a node for good when they are wrong, so they have to be patient. An agent answers twice a
 second (it is asked for its events, and answers after ``BEAT_S`` if there are none), so its silence tells sooner that a
 node is frozen or cut off, and a wrong alarm costs a restart of its replicas alone. Time that the caller itself was
-stalled for is nobody's silence. Pure: time arrives as ``now``.
+stalled for does not count. Pure: time arrives as ``now``.
 """
 
 from __future__ import annotations
