@@ -13,7 +13,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -45,6 +45,7 @@ class RayNode:
                 start_new_session=True,
             )
         self._known: dict[int, psutil.Process] = {}
+        self.struck_at = 0.0  # when all that was known of had been killed or frozen, since 1970
 
     def tree(self) -> list[psutil.Process]:
         """Everything that ever descended from it and lives."""
@@ -56,18 +57,21 @@ class RayNode:
         return [found for found in self._known.values() if found.is_running()]
 
     def kill(self) -> None:
-        """As when the power goes. Twice: somebody may have been forking."""
-        for _ in range(2):
-            for found in self.tree():
-                with contextlib.suppress(psutil.Error):
-                    found.kill()
+        """As when the power goes."""
+        self._strike(psutil.Process.kill)
         self.process.wait(10.0)
 
     def freeze(self) -> None:
-        for _ in range(2):
-            for found in self.tree():
+        self._strike(psutil.Process.suspend)
+
+    def _strike(self, what: Callable[[psutil.Process], None]) -> None:
+        """All that is known at once, as to look takes seconds on a busy machine; then what was being forked."""
+        for number in range(3):
+            for found in list(self._known.values()) if number == 0 else self.tree():
                 with contextlib.suppress(psutil.Error):
-                    found.suspend()
+                    what(found)
+            if number == 0:
+                self.struck_at = time.time()
 
     def thaw(self) -> None:
         for found in self.tree():

@@ -16,6 +16,7 @@ import argparse
 import contextlib
 import json
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -91,6 +92,7 @@ class NodeFaults:
         self.unnamed: list[str] = []  # faults whose cause was not told
         self._returning: dict[str, threading.Thread] = {}
         self._trouble: list[str] = []
+        self.struck: list[tuple[float, str]] = []  # every strike that may silence a node: since 1970, which
         folder, full = cluster.folder, cluster.folder / "tmp-full"
         found = [path for place in sys.path if (path := Path(place, "pollux")).is_dir()]
         self.kinds: dict[str, Callable[[str], None]] = {
@@ -116,6 +118,7 @@ class NodeFaults:
             self.deck = sorted(self.kinds)
             self.rng.shuffle(self.deck)
         kind, name = self.deck.pop(), self.rng.choice(self.names)
+        self.struck.append((time.time(), name))
         self._until_back(name)
         self._until(lambda: self._trouble or sum(map(self._is_there, self.names)) > len(self.jobs), "enough nodes")
         self.kinds[kind](name)
@@ -259,9 +262,11 @@ class NodeFaults:
         """Seconds from the begin of a strike to the end of a step, after it, of every job with a replica there."""
         jobs = self._on(node)
         before = {job: _Trace(self.cluster.folder / f"{job}-trace") for job in jobs}
+        machine = self.hosts.nodes[node]
+        machine.tree()  # what there is to strike: to look takes seconds on a busy machine
         began_at = time.time()
         strike()
-        struck_at = time.time()
+        struck_at = machine.struck_at if machine.struck_at > began_at else time.time()
         for job, trace in before.items():
             ended_at = self._until(lambda trace=trace: trace.next_step(struck_at), f"{job} goes on")  # type: ignore[misc]
             self.latencies.setdefault(kind, []).append(round(ended_at - began_at, 3))
@@ -335,6 +340,23 @@ class _Trace:
                     return at
                 first = step if first is None else first
         return None
+
+
+_SILENCE = re.compile(r"^([0-9-]+ [0-9:]+),([0-9]{3}) .*node ([^ ]+) is lost: its agent has not answered", re.MULTILINE)
+_LATE = re.compile(r"its agent answered after ([0-9.]+) s")
+
+
+def seen_silences(logs: Path, struck: list[tuple[float, str]]) -> dict[str, Any]:
+    """Nodes that were given up for their silence without a strike in the minute before, and other long silences."""
+    false, late = [], []
+    for path in logs.glob("worker-*.err"):
+        text = path.read_text(errors="replace")
+        late += [float(seconds) for seconds in _LATE.findall(text)]
+        for second, millis, name in _SILENCE.findall(text):
+            at = time.mktime(time.strptime(second, "%Y-%m-%d %H:%M:%S")) + int(millis) / 1000
+            if not any(node in name and 0.0 < at - struck_at < 60.0 for struck_at, node in struck):
+                false.append(f"{second} {name}")
+    return {"false_alarms": false, "late_answers_s": sorted(late)}
 
 
 def make_clock(folder: Path) -> Path | None:
@@ -412,10 +434,11 @@ def run_piece(options: argparse.Namespace, seed: int, num_faults: int, ends_at: 
             "named_s": faults.named_s,
             "losses": faults.losses,
         }
+        logs = hosts.temporary / "session_latest" / "logs"
+        told |= seen_silences(logs, faults.struck)
         if options.keep is not None:
             place = options.keep / f"seed-{seed}"
             shutil.copytree(folder, place, symlinks=True, ignore_dangling_symlinks=True, dirs_exist_ok=True)
-            logs = hosts.temporary / "session_latest" / "logs"
             shutil.copytree(logs, place / "ray-logs", dirs_exist_ok=True, ignore=shutil.ignore_patterns("old"))
     shutil.rmtree(folder, ignore_errors=True)
     return told
@@ -437,6 +460,8 @@ def summary(pieces: list[dict[str, Any]]) -> dict[str, Any]:
         "jobs": sum(piece["jobs"] for piece in pieces),
         "states": dict(states),
         "unnamed": [one for piece in pieces for one in piece["unnamed"]],
+        "false_alarms": [one for piece in pieces for one in piece["false_alarms"]],
+        "longest_silence_s": max((one for piece in pieces for one in piece["late_answers_s"]), default=0.0),
         "troubles": [piece["trouble"][:300] for piece in pieces if "trouble" in piece],
         "num_latencies": len(every),
         "p50_s": quantile(every, 0.5),

@@ -308,6 +308,23 @@ def test_a_frozen_node_is_given_up_and_can_do_no_harm_when_it_wakes(nodes: RayCl
     finish(cluster, "cold")
 
 
+def test_a_node_whose_agent_is_silent_is_given_up_and_comes_back_by_itself(
+    nodes: RayCluster, cluster: LiveCluster
+) -> None:
+    """Ray sees nothing wrong with it: a wrong alarm costs a restart of its replicas, not the node."""
+    submit(cluster, "silent")
+    before = until_placed(cluster, "silent", 4)
+    agent = next(one for one in nodes.nodes["b"].tree() if "ray::NodeAgent" in " ".join(command_of(one)))
+    agent.suspend()
+    cluster.until(lambda: "b" not in names_of(cluster), "the loss seen", SEEN_S)
+    left = until_placed(cluster, "silent", 3)
+    assert left == {node: pid for node, pid in before.items() if node != "b"}
+    cluster.until(lambda: not is_alive(before["b"]), "the replica of the silent agent ends", 30.0)
+    after = until_placed(cluster, "silent", 4)
+    assert {node: pid for node, pid in after.items() if node != "b"} == left and nodes.nodes["b"].process.poll() is None
+    finish(cluster, "silent")
+
+
 def test_a_drained_node_is_left_before_it_goes(nodes: RayCluster, cluster: LiveCluster) -> None:
     submit(cluster, "moves")
     before = until_placed(cluster, "moves", 4)

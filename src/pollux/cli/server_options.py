@@ -196,6 +196,15 @@ class ManyMachinesOptions:
             rich_help_panel=_MANY,
         ),
     ] = None
+    lost_after: Annotated[
+        str | None,
+        typer.Option(
+            "--lost-after",
+            metavar="TIME",
+            help="Give a node up that has been silent for so long; 2s if left out.",
+            rich_help_panel=_MANY,
+        ),
+    ] = None
     node_slots: Annotated[
         int | None,
         typer.Option(
@@ -220,6 +229,10 @@ class ManyMachinesOptions:
             rich_help_panel=_MANY,
         ),
     ] = None
+
+    @property
+    def lost_after_s(self) -> float | None:
+        return None if self.lost_after is None else parse_duration(self.lost_after)
 
     def sizing(self) -> AutoscaleConfig | None:
         """Raises:

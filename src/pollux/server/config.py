@@ -23,6 +23,7 @@ DEFAULT_HOST = "127.0.0.1"
 DEFAULT_HANG_S = 1800.0  # longer than evaluations and compilations mostly take
 DEFAULT_LOG_BYTES = 1 << 30
 MIN_LOG_BYTES = 1 << 20
+MIN_LOST_AFTER_S = 1.0
 SECRET_FILE = "secret"
 LIVE_SETTINGS = PolicySettings(resize_s=1.0)  # until a job's own resizes have been measured
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,40}")
@@ -60,6 +61,7 @@ class ServiceConfig:
     address: str | None = None  # of Ray's head
     name: str = "pollux"  # among those on one Ray cluster
     resource: Literal["GPU", "CPU"] | None = None  # what a slot is, in Ray; None: GPUs where there are any
+    lost_after_s: float | None = None  # without a word, before a node is given up; None: 2
     autoscale: AutoscaleConfig | None = None
     node_slots: int | None = None  # of a node that is added; None: as many as the largest has
     node_price: float | None = None  # for an hour
@@ -98,7 +100,11 @@ class ServiceConfig:
             )
         for text in self.labels:
             parse_label(text)
-        for option in ("address", "resource", "autoscale", "node_slots"):
+        if self.lost_after_s is not None and self.lost_after_s < MIN_LOST_AFTER_S:
+            raise InvalidValueError(
+                f"lost_after_s = {self.lost_after_s}; at least {MIN_LOST_AFTER_S:g} s: nodes answer twice a second"
+            )
+        for option in ("address", "resource", "autoscale", "node_slots", "lost_after_s"):
             if not is_ray and getattr(self, option) is not None:
                 raise InvalidValueError(f"{option} is for a cluster of several machines: it needs --engine ray")
         if self.address not in (None, "auto") and not _ADDRESS.fullmatch(str(self.address)):

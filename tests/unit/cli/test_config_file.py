@@ -61,9 +61,19 @@ def test_a_file_says_what_the_command_line_does_not(started: list[ServiceConfig]
     assert words[words.index("--config") + 1] == str(tmp_path / "pollux.toml")
 
 
+def test_how_long_a_node_may_be_silent(started: list[ServiceConfig], tmp_path: Path) -> None:
+    up(tmp_path, 'engine = "ray"\naddress = "10.0.0.1:6379"\n', "--lost-after", "1m")
+    assert started[0].lost_after_s == 60.0
+    words = module.arguments_of(started[0])
+    assert words[words.index("--lost-after") + 1] == "60.0s"
+
+
 @pytest.mark.parametrize(
     ("text", "says"),
     [
+        ('engine = "ray"\nlost-after = "500ms"', "duration '500ms'"),
+        ('engine = "ray"\nlost-after = "0.5"', "lost_after_s = 0.5; at least 1 s"),
+        ('lost-after = "3s"', "lost_after_s is for a cluster of several machines"),
         ("polcy = 3", "unknown key 'polcy'. Did you mean 'policy'?"),
         ("tls_crt = 3", "Did you mean 'tls-cert'?"),
         ("detach = true", "detach is for the command line"),

@@ -42,6 +42,7 @@ from pollux.engines.processes.failure import (
 )
 from pollux.engines.processes.packages import BUILD_S
 from pollux.engines.processes.replica_job import (
+    CLOSE_S,
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
     STOPPED_CODE,
@@ -246,12 +247,12 @@ class ElasticJob:
             time.sleep(PUMP_PERIOD_S)
         return self._result
 
-    def close(self) -> None:
-        """End every process that is left, by force."""
+    def close(self, wait_s: float = CLOSE_S) -> None:
+        """See :class:`~pollux.engines.processes.replica_job.ReplicaJob`."""
         if self._is_closed:
             return
         self._is_closed = True
-        deadline = time.monotonic() + 10.0
+        deadline = time.monotonic() + wait_s
         for process in self._all():
             self._starter.signal(process.handle, signal.SIGKILL)
         while any(process.exit_code is None for process in self._all()) and time.monotonic() < deadline:

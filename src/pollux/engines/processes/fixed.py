@@ -16,6 +16,7 @@ from typing import Literal
 
 from pollux.engines.processes.failure import describe_failure, how_it_ended, node_cause
 from pollux.engines.processes.replica_job import (
+    CLOSE_S,
     FIRST_PAUSE_S,
     LONGEST_PAUSE_S,
     STOPPED_CODE,
@@ -146,10 +147,10 @@ class FixedJob:
             self._kill_at = None if self._kill_at is None else self._kill_at + held_s
             self._signal(signal.SIGCONT, group=True)
 
-    def close(self) -> None:
-        """End every process that is left, by force."""
+    def close(self, wait_s: float = CLOSE_S) -> None:
+        """See :class:`~pollux.engines.processes.replica_job.ReplicaJob`."""
         self._signal(signal.SIGKILL)
-        deadline = time.monotonic() + 10.0
+        deadline = time.monotonic() + wait_s
         while self.replicas and time.monotonic() < deadline:
             self._starter.poll()
             time.sleep(0.01)

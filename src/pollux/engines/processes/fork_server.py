@@ -7,6 +7,7 @@
     {"event": "ready"}   {"event": "spawned", "id", "pid"}   {"event": "exited", "id", "pid", "code"}
     {"event": "error", "id", "message"}
 
+What is asked before it is ready waits on this side, so that a replica that is not wanted any more ends at once.
 Replicas end with their fork server, and that ends when this side of the socket is closed. It is a
 :class:`~pollux.engines.processes.starters.Starter`, for scripts of our own interpreter.
 """
@@ -46,6 +47,7 @@ class ForkServer(LocalStarter):
         self._replicas: dict[str, ReplicaProcess] = {}
         self._num_spawned = self._num_failed_starts = 0
         self._events: list[StarterEvent] = []
+        self._unsent: list[Message] = []  # until it is ready
         self._start()
 
     def _start(self) -> None:
@@ -71,6 +73,11 @@ class ForkServer(LocalStarter):
     def pid(self) -> int:
         return self._process.pid
 
+    @property
+    def is_starting(self) -> bool:
+        """Whether a replica would wait for its imports. As ``poll`` has seen it."""
+        return not self._is_ready and self._channel.fileno() >= 0
+
     def wait_ready(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while not self._is_ready:
@@ -91,15 +98,26 @@ class ForkServer(LocalStarter):
         replica = ReplicaProcess(key=str(self._num_spawned))
         self._replicas[replica.key] = replica
         plain = {"argv": list(command.argv), "env": dict(command.env), "cwd": command.cwd}
-        self._channel.queue(
-            {"op": "spawn", "id": replica.key, "stdout": command.stdout, "stderr": command.stderr, **plain}
-        )
+        self._send({"op": "spawn", "id": replica.key, "stdout": command.stdout, "stderr": command.stderr, **plain})
         return replica
 
     def signal(self, replica: ReplicaProcess, signum: int, *, group: bool | None = None) -> None:
-        if replica.exit_code is None:
-            group = signum == signal.SIGKILL if group is None else group
-            self._channel.queue({"op": "signal", "id": replica.key, "signum": int(signum), "group": group})
+        if replica.exit_code is not None:
+            return
+        if not self._is_ready and signum in (signal.SIGKILL, signal.SIGTERM):  # it ends now, before it began
+            self._unsent = [message for message in self._unsent if message["id"] != replica.key]
+            del self._replicas[replica.key]
+            replica.exit_code = -signum
+            self._events.append(StarterEvent(kind="exited", replica=replica))
+            return
+        group = signum == signal.SIGKILL if group is None else group
+        self._send({"op": "signal", "id": replica.key, "signum": int(signum), "group": group})
+
+    def _send(self, message: Message) -> None:
+        if self._is_ready:
+            self._channel.queue(message)
+        else:
+            self._unsent.append(message)
 
     def poll(self) -> list[StarterEvent]:
         self._receive(0.0)
@@ -132,6 +150,9 @@ class ForkServer(LocalStarter):
         kind: EventKind = event["event"]
         if kind == "ready":
             self._is_ready, self._num_failed_starts = True, 0
+            for message in self._unsent:
+                self._channel.queue(message)
+            self._unsent.clear()
         replica = self._replicas.get(event.get("id", ""))
         if replica is not None and kind == "spawned":
             replica.pid = event["pid"]
@@ -154,3 +175,4 @@ class ForkServer(LocalStarter):
             replica.exit_code, replica.is_orphan = -signal.SIGKILL, self._num_failed_starts < MAX_FAILED_STARTS
             self._events.append(StarterEvent(kind="exited", replica=replica, message="its fork server died"))
         self._replicas.clear()
+        self._unsent.clear()

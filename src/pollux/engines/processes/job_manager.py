@@ -207,7 +207,7 @@ class JobManager:
                 entry.slots, entry.allocation, entry.is_placed = left, Allocation.of(*shares), False
             else:
                 logger.warning("%s: %s; it starts again elsewhere", entry.job, reason)
-                processes.close()
+                processes.close(0.0)  # another node may be silent, too, and all jobs would wait for its answer
                 self._finish(entry, {"event": "lost", "reason": reason})
 
     def lose_slots(self, gone: Mapping[Slot, str]) -> None:

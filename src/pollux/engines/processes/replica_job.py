@@ -17,6 +17,7 @@ from pollux.engines.processes.starters import Command
 
 STOPPED_CODE = 143  # as after SIGTERM: checkpointed and left
 GRACE_S = 30.0  # what a job that stops has for its checkpoint, unless it is told otherwise
+CLOSE_S = 10.0
 FIRST_PAUSE_S = 0.5  # before a start after a crash; it doubles from one to the next
 LONGEST_PAUSE_S = 30.0
 
@@ -140,8 +141,8 @@ class ReplicaJob(Protocol):
 
     def release(self) -> None: ...
 
-    def close(self) -> None:
-        """End every process that is left, by force."""
+    def close(self, wait_s: float = CLOSE_S) -> None:
+        """End every process that is left, by force. Waits so long at most until they have ended."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

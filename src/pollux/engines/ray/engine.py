@@ -29,6 +29,7 @@ from pollux.engines.preflight import CheckRequest
 from pollux.engines.processes.space import MIN_FREE_BYTES
 from pollux.engines.ray.connection import ANOTHER, CHECK_S, LAST_S, NO_RAY, NO_SUPERVISOR, REACH_S
 from pollux.engines.ray.head import is_dead, revive_head, stop_head
+from pollux.engines.ray.heartbeat import LOST_AFTER_S
 from pollux.engines.ray.network import can_connect
 from pollux.engines.supervised import GRACE_S, SupervisedEngine
 from pollux.engines.transport import Channel, Message
@@ -53,6 +54,7 @@ class RaySettings:
     resource: str | None = None
     storage: str | None = None
     min_free_bytes: int = MIN_FREE_BYTES
+    lost_after_s: float = LOST_AFTER_S  # of silence a node is given up
     makes_supervisor: bool = True  # if there is none
     is_scaled: bool = False  # nodes come and go as the server says
     epoch: int = 0  # of the server that leads
@@ -65,6 +67,7 @@ class RaySettings:
             "resource": self.resource,
             "storage": self.storage,
             "min_free_bytes": self.min_free_bytes,
+            "lost_after_s": self.lost_after_s,
         }
         about = {"address": self.address, "makes_supervisor": self.makes_supervisor, "takes_over": takes_over}
         about["epoch"] = self.epoch

@@ -91,6 +91,7 @@ class NodeAgent:
         self._notice, self._told_notice = NoticeWatch(os.environ), ""
         self._disk = DiskWatch(tempfile.gettempdir())
         self._sampler = Sampler(str(self._folder), _own_devices)
+        self._is_warm = False  # replicas start at once
         threading.Thread(target=self._run, name="pollux-agent", daemon=True).start()
 
     def describe(self, probe: str | None = None) -> Message:
@@ -101,6 +102,7 @@ class NodeAgent:
         problem = problem or self._disk.problem()
         about = {"protocol": AGENT_PROTOCOL, "oldest": OLDEST_PROTOCOL, "version": __version__, "pid": os.getpid()}
         about["now"] = time.time()
+        about["is_warm"] = self._is_warm
         memory = [gpu.memory_bytes for gpu in gpus]
         return {**about, "gpus": [gpu.name for gpu in gpus], "memory": memory, "problem": problem}
 
@@ -209,6 +211,7 @@ class NodeAgent:
             self._told_notice = notice
             self._events.put({"event": "notice", "reason": notice})
         fork_server.poll()
+        self._is_warm = not fork_server.is_starting
         cold.poll()
         for key, process in list(self._processes.items()):
             replica = process.replica

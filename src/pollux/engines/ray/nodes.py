@@ -5,6 +5,10 @@ in trouble; the supervisor takes what they have found, and never waits. A node i
 plans know it by a name, which it keeps while it is there. A node that comes back has another id, and its old name
 again.
 
+A node whose agent is silent is given up before Ray misses it (:mod:`pollux.engines.ray.heartbeat`). Its agent is
+killed, and a new one is made there after a while, if Ray still sees the node. A node that joins others offers its slots
+when its fork server has imported what replicas need: a job that needs a slot at once is given another one.
+
 A node offers the slots that it has, less those that others on the Ray cluster use. That is seen with a delay, so slots
 disappear only when they have been missing for a while.
 
@@ -23,7 +27,6 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TypedDict
 
 import ray
 from ray.actor import ActorHandle
@@ -32,81 +35,27 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from pollux.engines.preflight import clock_finding, clock_problem, silent
 from pollux.engines.processes.devices import CPU
+from pollux.engines.ray.facts import NodeFacts, RayNode, RayRow, facts_of, gpu_problem
+from pollux.engines.ray.heartbeat import BEAT_S, LOST_AFTER_S, Heartbeats
 from pollux.engines.ray.node_agent import NodeAgent, version_problem
-from pollux.engines.ray.scale import GROUP_LABEL, ScalableNode, ScaleRequest, requested, selectors, unwanted
+from pollux.engines.ray.scale import ScalableNode, ScaleRequest, requested, selectors, unwanted
 from pollux.engines.transport import Message
 from pollux.errors import EngineError
 
 WATCH_PERIOD_S = 0.25
-EVENTS_S = 1.0
 SHRINK_S = 3.0  # for so long slots must be missing
 TALK_S = 0.05
+PORT_S = 1.5  # all jobs wait meanwhile
 DESCRIBE_TIMEOUT_S = 60.0
 FIRST_PAUSE_S = 2.0  # before a node that gets no work is looked at again; doubles
 LONGEST_PAUSE_S = 60.0
 MAX_CHARACTERS = 300  # of a cause that is shown
+WARM_S = 60.0  # for so long a node that joins others may take to be fast
 LINGER_S = 3.0  # a node must have been unwanted for so long: its last output is fetched meanwhile
 _GPU = "GPU"
-SHORT_LABELS = {
-    "ray.io/availability-zone": "zone",
-    "ray.io/availability-region": "region",
-    "ray.io/market-type": "market",
-    GROUP_LABEL: "group",
-}
 
 logger = logging.getLogger(__name__)
 NodeAgentActor = ray.remote(num_cpus=0, max_concurrency=8, max_restarts=0)(NodeAgent)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RayNode:
-    """A node that can be used."""
-
-    id: str  # Ray's
-    name: str
-    address: str
-    num_slots: int
-    accelerator: str
-    labels: tuple[tuple[str, str], ...] = ()
-    cpus: float | None = None
-    memory_bytes: int | None = None
-    notice: str = ""  # why it will be gone soon
-    device_memory_bytes: int | None = None
-
-
-class _RayRow(TypedDict):
-    """What is read of an entry of ``ray.nodes()``."""
-
-    NodeID: str
-    NodeName: str
-    NodeManagerAddress: str
-    NodeManagerHostname: str
-    Resources: dict[str, float]
-    Labels: dict[str, str]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeFacts:
-    """What Ray says of a node besides its slots."""
-
-    labels: tuple[tuple[str, str], ...] = ()
-    cpus: float | None = None
-    memory_bytes: int | None = None
-
-
-def facts_of(row: _RayRow) -> NodeFacts:
-    """A node's own labels, and by short names those that Ray's auto-scalers and KubeRay give it."""
-    labels = {key: value for key, value in row.get("Labels", {}).items() if key != "ray.io/node-id"}
-    for key, short in SHORT_LABELS.items():
-        if key in labels:
-            labels.setdefault(short, labels[key])
-    resources = row["Resources"]
-    memory = resources.get("memory")
-    return NodeFacts(
-        labels=tuple(sorted(labels.items())),
-        cpus=resources.get("CPU", 0.0),
-        memory_bytes=None if memory is None else int(memory),
-    )
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -117,9 +66,11 @@ class _NodeState:
     name: str
     address: str
     num_total: int  # slots
-    facts: NodeFacts = NodeFacts()
+    facts: NodeFacts = field(default_factory=NodeFacts)
     notice: str = ""  # as its agent told
     agent: ActorHandle | None = None
+    added_at: float = field(default_factory=time.monotonic)
+    is_probed: bool = False  # it was asked all, and nothing was wrong
     describing: ray.ObjectRef | None = None
     asked_at: float = 0.0
     asked_s: float = 0.0  # since 1970
@@ -154,7 +105,9 @@ class Changes:
 
 
 class NodeAgents:
-    def __init__(self, *, cluster: str, resource: str | None, probe: str | None) -> None:
+    def __init__(
+        self, *, cluster: str, resource: str | None, probe: str | None, lost_after_s: float = LOST_AFTER_S
+    ) -> None:
         """``resource``: what a slot is, "GPU" or "CPU"; None: GPUs where there is any. ``probe``: see the agent."""
         self._cluster, self._resource, self._probe = cluster, resource, probe
         self._turn = threading.Lock()  # guards all below
@@ -168,6 +121,8 @@ class NodeAgents:
         self._leaving: list[ActorHandle] = []  # agents of nodes that are let go
         self._held: Counter[str] = Counter()  # node ids -> slots that we hold
         self._lost: dict[str, str] = {}
+        self._beats = Heartbeats(lost_after_s)
+        self._avoided: dict[str, float] = {}  # node id -> until when it is left alone, in monotonic time
         self._events: deque[tuple[str, Message]] = deque()
         self._readings: dict[str, Message] = {}  # by node, not taken yet
         self._closing = threading.Event()
@@ -224,7 +179,7 @@ class NodeAgents:
         if node is None or agent is None:
             raise EngineError(f"node {name} is gone")
         try:
-            return node.address, int(ray.get(agent.port.remote(), timeout=5.0))
+            return node.address, int(ray.get(agent.port.remote(), timeout=PORT_S))
         except (ray.exceptions.RayError, ray.exceptions.GetTimeoutError) as error:
             raise EngineError(f"node {name} does not answer: {str(error).splitlines()[0]}") from error
 
@@ -334,19 +289,21 @@ class NodeAgents:
         reasons = {row["NodeID"]: row.get("DeathReasonMessage") or "" for row in seen if not row["Alive"]}
         if self._resource is None and any(row["Resources"].get(_GPU) for row in rows.values()):
             self._resource = _GPU
+        now = time.monotonic()
         with self._turn:
             for node_id in [id for id in self._states if id not in rows]:
                 self._lose(node_id, reasons.get(node_id) or "Ray does not see it any more")
+            self._avoided = {node_id: until for node_id, until in self._avoided.items() if now < until}
             for node_id, row in rows.items():
-                if node_id not in self._states and self._slots_of(row):
+                if node_id not in self._states and node_id not in self._avoided and self._slots_of(row):
                     self._add(row)
-            now = time.monotonic()
             vacant = [s for s in self._states.values() if s.agent is None and not s.is_released and s.is_due(now)]
         for node in vacant:
             self._join(node)
         self._see_answers()
         self._see_others()
         self._see_notices(ray._private.state.state.get_draining_nodes())
+        self._end_agents()
         self._ask_for_nodes()
         with self._turn:
             is_asked = all(s.offer is not None or s.problem or s.is_released for s in self._states.values())
@@ -362,16 +319,17 @@ class NodeAgents:
                     logger.warning("%s: %s", node.name, notice or "it stays after all")
                     node.offer = dataclasses.replace(node.offer, notice=notice)
 
-    def _slots_of(self, row: _RayRow) -> int:
+    def _slots_of(self, row: RayRow) -> int:
         return int(row["Resources"].get(self.resource, 0))
 
     def _lose(self, node_id: str, reason: str) -> None:
         node = self._states.pop(node_id)
         self._names.pop(node.name, None)
+        self._beats.forget(node_id)
         if not node.is_released:
             self._lost[node.name] = f"node {node.name} is lost: {reason}"
 
-    def _add(self, row: _RayRow) -> None:
+    def _add(self, row: RayRow) -> None:
         node_id, address = row["NodeID"], row["NodeManagerAddress"]
         name = row["NodeName"] if row["NodeName"] != address else row["NodeManagerHostname"] or address
         if name in self._names:
@@ -399,7 +357,7 @@ class NodeAgents:
             if node.describing is None and node.agent is not None and node.offer is None:
                 if not node.is_due(time.monotonic()):
                     continue
-                node.ask(self._probe)
+                node.ask(None if node.is_probed else self._probe)
             if node.describing is None or node.offer is not None:
                 continue
             try:
@@ -424,6 +382,9 @@ class NodeAgents:
                     logger.warning("%s gets no work: %s", node.name, node.problem)
                 node.asked_at = time.monotonic()
                 continue
+            node.is_probed = True
+            if not answer.get("is_warm", True) and self._may_warm_up(node):
+                continue
             has_gpus = bool(answer["gpus"]) and self.resource == _GPU
             sizes = [size for size in answer.get("memory", []) if size is not None and has_gpus]
             offer = RayNode(
@@ -439,7 +400,13 @@ class NodeAgents:
             )
             with self._turn:
                 node.offer = offer
+                self._beats.hear(node.id, time.monotonic())
             logger.info("%s joins: %d slots, %s", offer.name, offer.num_slots, offer.accelerator)
+
+    def _may_warm_up(self, node: _NodeState) -> bool:
+        """Others have slots meanwhile, and it joined after them."""
+        is_late = self.has_looked.is_set() and time.monotonic() - node.added_at < WARM_S
+        return is_late and any(other.offer is not None for other in self._states.values())
 
     def _gpu_problem(self, node: _NodeState, answer: Message) -> str:
         if self.resource != _GPU:
@@ -481,12 +448,16 @@ class NodeAgents:
                     node.missing_since = None
                     node.offer = dataclasses.replace(offer, num_slots=num_slots)
 
-    def _ask_for_nodes(self) -> None:
-        """And let others go."""
+    def _end_agents(self) -> None:
+        """Of nodes that are let go or given up."""
         with self._turn:
-            bundles, labels, leaving, self._leaving = self._bundles, self._selectors, self._leaving, []
+            leaving, self._leaving = self._leaving, []
         for agent in leaving:
             _kill(agent)
+
+    def _ask_for_nodes(self) -> None:
+        with self._turn:
+            bundles, labels = self._bundles, self._selectors
         if bundles is not None and (bundles, labels) != (self._bundles_asked, self._selectors_asked):
             request_resources(bundles=bundles, bundle_label_selectors=labels or None)
             logger.info("Ray's auto-scaler is asked for %s %s", bundles or "nothing more", labels or "")
@@ -500,11 +471,12 @@ class NodeAgents:
             if (agent := node.agent) is None:
                 continue  # it was let go just now
             if node.listening is None:
-                node.listening = agent.events.remote(node.num_heard, EVENTS_S)
+                node.listening = agent.events.remote(node.num_heard, BEAT_S)
             with self._turn:
                 if node.ordering is None and node.orders:
                     node.sent, node.orders = node.orders, []
                     node.ordering = agent.obey.remote(node.sent)
+        self._give_up_silent_nodes()
         waiting = [ref for s in nodes for ref in (s.listening, s.ordering) if ref is not None]
         if not waiting:
             self._closing.wait(TALK_S)
@@ -515,6 +487,15 @@ class NodeAgents:
                 self._hear(node)
             if node.ordering in ready:
                 self._see_obeyed(node)
+
+    def _give_up_silent_nodes(self) -> None:
+        now = time.monotonic()
+        with self._turn:
+            for node_id in self._beats.silent(now):
+                node = self._states[node_id]
+                self._leaving.append(node.agent)
+                self._avoided[node_id] = now + FIRST_PAUSE_S
+                self._lose(node_id, f"its agent has not answered for {self._beats.lost_after_s:g} s")
 
     def _hear(self, node: _NodeState) -> None:
         ref, node.listening = node.listening, None
@@ -527,6 +508,11 @@ class NodeAgents:
             self._dismiss(node, error)
             return
         with self._turn:
+            if self._states.get(node.id) is not node:
+                return  # it was given up just now
+            silent_s = self._beats.hear(node.id, time.monotonic())
+            if silent_s > self._beats.lost_after_s / 2:
+                logger.warning("%s: its agent answered after %.2f s", node.name, silent_s)
             for number, message in told:
                 if number > node.num_heard:
                     node.num_heard = number
@@ -547,16 +533,6 @@ class NodeAgents:
                 node.orders, node.sent = node.sent + node.orders, []
         except ray.exceptions.RayError as error:
             self._dismiss(node, error)
-
-
-def gpu_problem(num_told: int, num_seen: int, others_have: bool) -> str:
-    """Why a node gets no work that has fewer GPUs than Ray was told; "" if it gets some.
-
-    Where the driver shows none on any node, they are of a kind that only Ray knows.
-    """
-    if num_seen >= num_told or (num_seen == 0 and not others_have):
-        return ""
-    return f"Ray counts {num_told} GPUs there, and the driver shows {num_seen}: see nvidia-smi on it"
 
 
 def cause_of(error: Exception) -> str:

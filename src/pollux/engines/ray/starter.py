@@ -29,6 +29,7 @@ from pollux.engines.transport import Message
 NUM_THREADS = 8
 MAX_TAILS = 1000
 PATIENCE_S = 5.0  # with a slot that should be free
+LOOK_S = 0.2  # between two looks whether it is ours
 SLOT_S = 1.0
 RETURN_PAUSES_S = (1.0, 5.0, 20.0, 0.0)
 
@@ -61,7 +62,8 @@ class _HeldSlot:
     actor: ActorHandle
     devices: ray.ObjectRef
     holding: ray.ObjectRef
-    is_known: bool  # the slot is ours, and it has no device that only the actor would know
+    has_device: bool  # which only the actor knows
+    is_ours: bool
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -71,10 +73,11 @@ class _RemoteReplica:
     node_id: str
     taking: Future[_HeldSlot]
     asked_at: float
+    looked_at: float = 0.0
     held: _HeldSlot | None = None
     is_counted: bool = False  # among our slots of its node
     is_asked_for: bool = False  # the agent was told to start it
-    looking: Future[bool] | None = None  # whether it has its slot
+    looking: Future[bool | None] | None = None  # whether it has its slot
 
 
 class RayStarter:
@@ -85,6 +88,8 @@ class RayStarter:
         self._events: list[StarterEvent] = []
         self._num_spawned = 0
         self._threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="pollux-slots")
+        # Of their own: while the head is in trouble one takes half a minute, and new replicas would wait behind it.
+        self._returning = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="pollux-returns")
 
     def wait_ready(self, timeout_s: float) -> None:
         """Agents become ready by themselves."""
@@ -164,6 +169,7 @@ class RayStarter:
             self.signal(process.replica, signal.SIGKILL)
             self._leave(process, -signal.SIGKILL)
         self._threads.shutdown(wait=True)
+        self._returning.shutdown(wait=True)
 
     def _advance(self, process: _RemoteReplica) -> None:
         if process.held is None:
@@ -172,10 +178,10 @@ class RayStarter:
             process.held = process.taking.result()
         held = process.held
         if not process.is_asked_for:
-            if not held.is_known and not ray.wait([held.devices], timeout=0)[0]:
+            if (held.has_device or not held.is_ours) and not ray.wait([held.devices], timeout=0)[0]:
                 self._look_for_slot(process, held)
                 return
-            devices = None if held.is_known else ray.get(held.devices, timeout=1.0)
+            devices = ray.get(held.devices, timeout=1.0) if held.has_device else None
             self._count(process, is_ours=True)
             process.is_asked_for = True
             command = process.command
@@ -190,22 +196,32 @@ class RayStarter:
                 held.holding = held.actor.hold.remote()
 
     def _look_for_slot(self, process: _RemoteReplica, held: _HeldSlot) -> None:
-        """If another user of Ray has it, the node offers less. The actor that holds it may also just start slowly."""
+        """If another user of Ray has it, the node offers less. The actor that holds it may also just start slowly.
+
+        Mostly a replica that leaves still had it when it was asked for.
+        """
+        now = time.monotonic()
         if process.looking is None:
-            if time.monotonic() - process.asked_at > PATIENCE_S:
+            pause_s = PATIENCE_S if held.has_device else LOOK_S
+            if now - max(process.looked_at, process.asked_at) > pause_s:
                 process.looking = self._threads.submit(_has_slot, held.group)
         elif process.looking.done():
             has_slot = process.looking.result()
+            process.looking, process.looked_at = None, now
+            if has_slot is None:
+                return
+            held.is_ours = has_slot
+            if not has_slot and now - process.asked_at < PATIENCE_S:
+                return
             if process.is_counted and not has_slot:
                 logger.warning("%s waits for a slot of %s", process.command.stdout, process.command.node)
             self._count(process, is_ours=has_slot)
-            process.looking, process.asked_at = None, time.monotonic()
 
     def _leave(self, process: _RemoteReplica, code: int, *, is_orphan: bool = False) -> None:
         del self._processes[process.replica.key]
         self._count(process, is_ours=False)
         self._end(process.replica, code, "", is_orphan)
-        self._threads.submit(_give_back, process.taking)
+        self._returning.submit(_give_back, process.taking)
 
     def _count(self, process: _RemoteReplica, *, is_ours: bool) -> None:
         if process.is_counted != is_ours:
@@ -223,18 +239,23 @@ def _take_slot(node_id: str, resource: str, name: str) -> _HeldSlot:
     amount = {"num_gpus": 1, "num_cpus": 0} if resource == "GPU" else {"num_cpus": 1}
     place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0)
     actor = SlotHolderActor.options(name=name, scheduling_strategy=place, **amount).remote()
-    is_known = resource != "GPU" and bool(group.wait(SLOT_S))  # the process need not wait for the actor's
+    has_device = resource == "GPU"  # else the process need not wait for the actor's
     return _HeldSlot(
-        group=group, actor=actor, devices=actor.devices.remote(), holding=actor.hold.remote(), is_known=is_known
+        group=group,
+        actor=actor,
+        devices=actor.devices.remote(),
+        holding=actor.hold.remote(),
+        has_device=has_device,
+        is_ours=not has_device and bool(group.wait(SLOT_S)),
     )
 
 
-def _has_slot(group: PlacementGroup) -> bool:
-    """In a thread, too."""
+def _has_slot(group: PlacementGroup) -> bool | None:
+    """In a thread, too. None: it cannot be told."""
     try:
         return bool(placement_group_table(group).get("state") == "CREATED")
     except Exception:  # the head is away, say
-        return True
+        return None
 
 
 def _give_back(taking: Future[_HeldSlot]) -> None:

@@ -26,7 +26,9 @@ from pollux.engines.processes.replica_job import JobOrder, ReplicaJob
 from pollux.engines.processes.request_handler import RequestHandler
 from pollux.engines.processes.space import MIN_FREE_BYTES, SpaceWatch, free_bytes
 from pollux.engines.ray.connection import CHECK_S
-from pollux.engines.ray.nodes import NodeAgents, RayNode
+from pollux.engines.ray.facts import RayNode
+from pollux.engines.ray.heartbeat import LOST_AFTER_S
+from pollux.engines.ray.nodes import NodeAgents
 from pollux.engines.ray.outbox import Numbered, Outbox
 from pollux.engines.ray.scale import ScaleRequest
 from pollux.engines.ray.starter import RayStarter
@@ -81,8 +83,12 @@ class RaySupervisor:
         storage: str | None = None,
         min_free_bytes: int = MIN_FREE_BYTES,
         idle_s: float = IDLE_S,
+        lost_after_s: float = LOST_AFTER_S,
     ) -> None:
-        """``owner`` is the only one who may command it; ``where`` says who that is. ``storage``: for checkpoints."""
+        """``owner`` is the only one who may command it; ``where`` says who that is. ``storage``: for checkpoints.
+
+        ``lost_after_s``: a node whose agent is silent for so long is given up.
+        """
         logging.basicConfig(level=logging.INFO, format="%(asctime)s %(name)s: %(message)s")
         self._about = {"owner": owner, "where": where, "version": __version__, "pid": os.getpid()}
         self._idle_s = idle_s
@@ -94,7 +100,7 @@ class RaySupervisor:
         self._heard_at = time.monotonic()
         self.is_over = False
         probe = write_probe(storage, cluster)
-        self._nodes = NodeAgents(cluster=cluster, resource=resource, probe=probe)
+        self._nodes = NodeAgents(cluster=cluster, resource=resource, probe=probe, lost_after_s=lost_after_s)
         self._cluster = cluster
         self._scale_request: ScaleRequest | None = None  # None: the server does not scale
         self._known: dict[str, RayNode] = {}  # by name

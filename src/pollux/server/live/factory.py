@@ -101,6 +101,7 @@ def make_local_cluster(config: ServiceConfig, store: SqlStore, url: str) -> Serv
 def make_ray_cluster(config: ServiceConfig, store: SqlStore, url: str) -> ServedCluster:
     """Many machines. ``config`` is :func:`prepared`."""
     from pollux.engines.ray.engine import RayEngine, RaySettings
+    from pollux.engines.ray.heartbeat import LOST_AFTER_S
 
     assert config.address is not None, "prepared() comes first"
     settings = RaySettings(
@@ -110,6 +111,7 @@ def make_ray_cluster(config: ServiceConfig, store: SqlStore, url: str) -> Served
         resource=config.resource,
         storage=keep_storage(config, store) or str(config.data_directory / "jobs"),
         min_free_bytes=config.min_free_mib << 20,
+        lost_after_s=LOST_AFTER_S if config.lost_after_s is None else config.lost_after_s,
         is_scaled=config.autoscale is not None,
         epoch=store.epoch,
     )

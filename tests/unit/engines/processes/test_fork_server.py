@@ -207,8 +207,8 @@ SLEEPER = "import subprocess, time; print(subprocess.Popen(['sleep', '60']).pid,
 
 def test_replicas_end_with_a_killed_fork_server_and_the_next_spawn_starts_another(folder):
     with ForkServer() as fork_server:
-        replica = folder.spawn(fork_server, SLEEPER)  # before it is ready: waits in the socket
-        until(lambda: (folder.path / "out").exists() and folder.out.endswith("\n"))
+        replica = folder.spawn(fork_server, SLEEPER)  # before it is ready: waits until it is
+        until(lambda: fork_server.poll() is not None and (folder.path / "out").exists() and folder.out.endswith("\n"))
         fork_server.poll()
         pids = [replica.pid, int(folder.out)]
         os.kill(fork_server.pid, signal.SIGKILL)
@@ -218,6 +218,22 @@ def test_replicas_end_with_a_killed_fork_server_and_the_next_spawn_starts_anothe
         last = folder.spawn(fork_server, "import signal, time; signal.signal(15, signal.SIG_DFL); time.sleep(60)")
         until(lambda: fork_server.poll() is not None and last.pid)
     assert not is_alive(last.pid) and not is_alive(fork_server.pid)
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGTERM])
+def test_a_replica_that_is_not_wanted_any_more_does_not_wait_for_the_fork_server(folder, signum):
+    """Its slot is free at once: where imports take long another replica would wait for it."""
+    with ForkServer() as fork_server:
+        os.kill(fork_server.pid, signal.SIGSTOP)  # it never gets ready
+        replica = folder.spawn(fork_server, "print('started')")
+        fork_server.signal(replica, signum)
+        assert [(event.kind, event.replica) for event in fork_server.poll()] == [("exited", replica)]
+        assert replica.exit_code == -signum
+        fork_server.signal(replica, signal.SIGKILL)
+        os.kill(fork_server.pid, signal.SIGCONT)
+        fork_server.wait_ready(60.0)
+        assert folder.run(fork_server, "print('another')") == 0
+    assert folder.out == "another\n"
 
 
 @long

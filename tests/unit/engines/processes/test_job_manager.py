@@ -34,6 +34,7 @@ class FakeProcesses:
         self.blame: NodeFailure | None = None
         self.given_up: list[NodeFailure] = []
         self.is_stopping = False
+        self.waited_s: float | None = None  # for its processes to end
 
     @property
     def is_settled(self) -> bool:
@@ -64,7 +65,8 @@ class FakeProcesses:
     def dump_stacks(self) -> None: ...
     def hold(self) -> None: ...
     def release(self) -> None: ...
-    def close(self) -> None: ...
+    def close(self, wait_s: float = 10.0) -> None:
+        self.waited_s = wait_s
 
 
 class FakeFactory:
@@ -294,6 +296,14 @@ def test_a_job_of_which_nobody_is_left_is_lost(cluster):
     cluster.manager.forget({"job": "b", "generation": 1})
     cluster.start("b", 2, ("node-0", 2))
     assert cluster.numbers("b") == [1, 2]
+
+
+def test_other_jobs_do_not_wait_for_the_rest_of_a_lost_job(cluster):
+    """It may be on a node that is silent, too."""
+    cluster.start("a", 1, ("node-1", 3))
+    processes = cluster.processes("a")
+    lose(cluster, "node-1")
+    assert processes.waited_s == 0.0
 
 
 def test_a_fixed_job_is_lost_with_any_of_its_nodes(cluster):

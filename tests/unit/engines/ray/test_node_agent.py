@@ -282,6 +282,12 @@ def test_what_a_node_says_of_itself(host: Host, tmp_path: Path) -> None:
     assert host.ask("describe", str(here))["problem"] == host.ask("describe")["problem"] == ""
     assert "does not see the storage" in host.ask("describe", str(away))["problem"]
     assert 1024 <= host.ask("port") <= 65535
+    until(lambda: host.ask("describe")["is_warm"], "its fork server is ready")
+
+
+def test_a_node_is_not_warm_while_replicas_would_wait_for_imports(open_host: OpenHost) -> None:
+    host = open_host()
+    assert host.ask("describe")["is_warm"] is False
 
 
 @long

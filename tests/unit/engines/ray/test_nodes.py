@@ -6,7 +6,8 @@ import pytest
 
 pytest.importorskip("ray")
 
-from pollux.engines.ray.nodes import cause_of, gpu_problem
+from pollux.engines.ray.facts import gpu_problem
+from pollux.engines.ray.nodes import cause_of
 
 DIED = """The actor died because of an error raised in its creation task, ray::NodeAgent.__init__()
   File "agent.py", line 7, in <module>
