@@ -32,7 +32,7 @@ from urllib.parse import urlsplit
 from pollux.api.cluster import NodeReading
 from pollux.api.codec import encode
 from pollux.api.report import Report
-from pollux.engines.live import ReplicaInfo
+from pollux.engines.live import NO_PHASE, JobPhase, ReplicaInfo
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.ports import Command, Event, JobEnded, JobRuns, JobStopped, ResizeJob, StartJob, StopJob
 from pollux.scheduler.record import JobRecord
@@ -103,6 +103,9 @@ class PretendedEngine:
 
     def note(self, job: str) -> str:
         return ""
+
+    def phase(self, job: str) -> JobPhase:
+        return NO_PHASE
 
     trouble = ""
 

@@ -197,6 +197,7 @@ def row_of(name: str, sequence: int = 1, **more: Any) -> dict[str, Any]:
         "kind": "elastic",
         "reason": "",
         "note": "",
+        "phase": "",
         "array": "",
         "study": "",
         "metric_name": "",

@@ -39,6 +39,8 @@ class JobRow:
     finished_at: float | None
     reason: str = field(metadata=about("Why it is in this state: why it waits, failed or was cancelled."))
     note: str = field(metadata=about("Why it does not go on although it has replicas."))
+    phase: str = field(metadata=about("What its start or resize waits for now; empty: none is under way."))
+    phase_since: float | None
     allocation: Shares = field(metadata=about("Replicas per node, in the order of ranks."))
     num_replicas: int
     min_replicas: int

@@ -201,7 +201,7 @@ def decision_lines(job: JobDetail) -> Iterator[RenderableType]:
         yield table
 
 
-def resize_table(resizes: Sequence[JobResize], *, is_over: bool = False) -> Table:
+def resize_table(resizes: Sequence[JobResize], *, is_over: bool = False, phase: str = "") -> Table:
     """The last one may be under way; those before it, or of a job that is over, never came to their end."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("at", "from", "to", "took"):
@@ -213,7 +213,8 @@ def resize_table(resizes: Sequence[JobResize], *, is_over: bool = False) -> Tabl
         ]
         took = numbers.duration(resize.took_s)
         if resize.took_s is None:
-            took = "replaced by the next" if index < len(resizes) else "never finished" if is_over else "under way"
+            last = "never finished" if is_over else phase or "under way"
+            took = "replaced by the next" if index < len(resizes) else last
         table.add_row(moment(resize.at), *map(Text, texts), took)
     return table
 
@@ -238,6 +239,13 @@ def history_lines(job: JobDetail) -> list[str]:
     return [f"{moment(at)}  {what}" for at, what in sorted(entries, key=lambda entry: entry[0])]
 
 
+def phase_text(job: JobDetail, now: float) -> str:
+    """What its start or resize waits for, and for how long already."""
+    if not job.phase or job.phase_since is None:
+        return job.phase
+    return f"{job.phase} (for {numbers.duration(max(now - job.phase_since, 0.0))})"
+
+
 def lost_text(job: JobDetail) -> str:
     times = "once" if job.num_resizes == 1 else f"{job.num_resizes} times"
     done = f"resized {times}" if job.num_resizes else "never resized"
@@ -259,7 +267,7 @@ def description(job: JobDetail, now: float) -> Group:
     """All of it, to print. ``now`` is the server's time."""
     title = Text(plain(job.name), style="bold")
     title.append(f"  {job.state}", style=STATE_STYLES.get(job.state, ""))
-    why = job.note or short_reason(job)
+    why = job.note or phase_text(job, now) or short_reason(job)
     if why and why != job.state:
         title.append(f"  {plain(why)}", style="not bold")
     parts: list[RenderableType] = [title, _fact_table(facts(job, now))]
@@ -282,7 +290,7 @@ def description(job: JobDetail, now: float) -> Group:
         section(
             "Starts and resizes",
             Text(lost_text(job)),
-            resize_table(job.resizes, is_over=job.state in FINAL_STATES),
+            resize_table(job.resizes, is_over=job.state in FINAL_STATES, phase=plain(phase_text(job, now))),
         )
     if job.replicas:
         section("Replicas", replica_table(job.replicas))

@@ -61,7 +61,7 @@ def batch(view: JobSummary) -> str:
 
 def reason(view: JobSummary) -> str:
     """Why it is as it is: what holds it up, first of all; nothing for a job that just runs."""
-    note = view.note or ""
+    note = view.note or view.phase
     if note or view.state in ("running", "succeeded"):
         return plain(note)
     return short_reason(view)

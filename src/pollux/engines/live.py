@@ -27,6 +27,17 @@ class ReplicaInfo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class JobPhase:
+    """What a start or resize under way waits for, and since when, in seconds since the epoch."""
+
+    text: str = ""
+    since: float | None = None
+
+
+NO_PHASE = JobPhase()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class UnusableNode:
     """A node that joined and gets no work."""
 
@@ -52,6 +63,9 @@ class LiveEngine(Engine, Protocol):
 
     def note(self, job: str) -> str:
         """Why a job does not go on although it holds slots; "" when it does."""
+
+    def phase(self, job: str) -> JobPhase:
+        """What its start or resize waits for now; no text where none is under way."""
 
     @property
     def trouble(self) -> str:

@@ -11,7 +11,8 @@ and the supervisor tells, with ``event``:
 
     state{version, pid, jobs: [...]} or refused{version, reason} after a hello;
     runs{job, generation}   stopped{job, generation}   ended{job, generation, state, exit_code, reason, at, node, cause}
-    lost{job, generation, reason}   replicas{job, replicas: [...]}   note{job, text}   crashed{job, reason}
+    lost{job, generation, reason}   replicas{job, replicas: [...]}   note{job, text, phase, since}
+    crashed{job, reason}
     gave_up{job, generation, node, reason, allocation}   nodes{nodes: [...]}
     unusable{nodes: [{name, reason}]}   head{problem}   replaced{}   readings{nodes: {name: NodeReading}}
     checked{number, nodes: {name: findings}}

@@ -25,7 +25,7 @@ from typing import Protocol
 from pollux.api.cluster import NodeReading
 from pollux.api.codec import decode
 from pollux.engines.launch import Launch
-from pollux.engines.live import ReplicaInfo, UnusableNode
+from pollux.engines.live import NO_PHASE, JobPhase, ReplicaInfo, UnusableNode
 from pollux.engines.messages import allocation_from_list, allocation_to_list
 from pollux.engines.transport import Channel, Message
 from pollux.errors import EngineError
@@ -69,6 +69,7 @@ class _Known:
     is_stopping: bool = False
     replicas: tuple[ReplicaInfo, ...] = ()
     note: str = ""
+    phase: JobPhase = NO_PHASE
 
 
 class Connector(Protocol):
@@ -236,6 +237,11 @@ class SupervisedEngine:
             known = self._jobs.get(job)
             return "" if known is None else self._trouble or self._head_problem or known.note
 
+    def phase(self, job: str) -> JobPhase:
+        with self._changed:
+            known = self._jobs.get(job)
+            return NO_PHASE if known is None else known.phase
+
     @property
     def trouble(self) -> str:
         """See :class:`~pollux.engines.live.LiveEngine`."""
@@ -383,7 +389,7 @@ class SupervisedEngine:
         elif kind == "replicas":
             known.replicas = _replicas(message["replicas"])
         elif kind == "note":
-            known.note = message["text"]
+            known.note, known.phase = message["text"], _phase(message)
         elif kind == "crashed":
             self._events.append((JobHurt(job=message["job"], reason=message["reason"]), None))
         elif kind == "gave_up":
@@ -463,7 +469,7 @@ class SupervisedEngine:
             elif end is not None:
                 self._take_end(end, known)
             else:
-                known.replicas, known.note = _replicas(row["replicas"]), row["note"]
+                known.replicas, known.note, known.phase = _replicas(row["replicas"]), row["note"], _phase(row)
                 if known.is_stopping and not row["is_stopping"]:
                     self._send_stop(job, "asked for before")
                 elif not known.is_stopping and not _is_as_commanded(row, known):
@@ -490,6 +496,12 @@ def _is_as_commanded(row: Message, known: _Known) -> bool:
 
 def _placing(op: str, job: str, generation: int, allocation: Allocation, **more: object) -> Message:
     return {"op": op, "job": job, "generation": generation, "allocation": allocation_to_list(allocation), **more}
+
+
+def _phase(message: Message) -> JobPhase:
+    """A supervisor of before tells none."""
+    text = message.get("phase", "")
+    return JobPhase(text=text, since=message["since"]) if text else NO_PHASE
 
 
 def _replicas(rows: Sequence[Message]) -> tuple[ReplicaInfo, ...]:

@@ -76,6 +76,19 @@ class JobController:
             attempt += 1
         return None
 
+    def absent(self) -> tuple[Member, ...]:
+        """Members of the newest generation that have not come to form it yet: they still train in an older one."""
+        if self._roster is None:
+            return ()
+        store, generation, attempt = self._open(), self._roster.generation, 0
+        while store.check([keys.here(generation, attempt + 1)]):
+            attempt += 1
+        return tuple(
+            member
+            for rank, member in enumerate(self._roster.members)
+            if not store.check([keys.here(generation, attempt, rank)])
+        )
+
     def environment(
         self,
         member: Member,

@@ -271,6 +271,14 @@ def test_only_a_resize_that_can_still_end_is_under_way() -> None:
     assert "under way" not in text_of(description(over, 200.0))
 
 
+def test_a_resize_under_way_says_what_it_waits_for_and_since_when() -> None:
+    resizes = [{"at": 120.0, "before": [["a", 1]], "after": [["a", 3]], "took_s": None}]
+    phase = {"phase": "new replicas start: 1 of 2 are ready", "phase_since": 120.0}
+    text = text_of(description(detail(state="resizing", resizes=resizes, **phase), 200.0))
+    told = "new replicas start: 1 of 2 are ready (for 1m20s)"
+    assert told in text.splitlines()[0] and text.count(told) == 2 and "under way" not in text
+
+
 @pytest.mark.parametrize(
     ("noise", "shown"),
     [((120.0, 15.2), "120 ± 15.2 examples"), ((120.0, None), "120 examples"), ((None, None), "-")],

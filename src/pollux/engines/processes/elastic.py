@@ -50,7 +50,7 @@ from pollux.engines.processes.replica_job import (
     ReplicaCommand,
     Tolerance,
 )
-from pollux.engines.processes.slots import ReplicaView, Slot, checked
+from pollux.engines.processes.slots import NO_PHASE, Phase, ReplicaView, Slot, checked
 from pollux.engines.processes.starters import Starter
 from pollux.engines.processes.workdirs import CODE
 from pollux.errors import InvalidValueError, MembershipError
@@ -152,6 +152,21 @@ class ElasticJob:
         """All members are in their slots and train together, and no newcomer is on its way."""
         is_formed = 0 < self._formed == self._controller.generation
         return is_formed and not self._newcomers and set(self.slots) == set(self._target) and self._result is None
+
+    @property
+    def phase(self) -> Phase:
+        """See :class:`~pollux.engines.processes.replica_job.ReplicaJob`."""
+        if self.is_settled or self._result is not None or self._finish_by is not None:
+            return NO_PHASE
+        if time.monotonic() < self._spawn_at:
+            return Phase("pauses before replicas start again", f"after {self.crashes[-1]}" if self.crashes else "")
+        if self._newcomers:
+            num_ready = sum(process.is_ready for process in self._newcomers)
+            return Phase("new replicas start", f"{num_ready} of {len(self._newcomers)} are ready")
+        if absent := self._controller.absent():
+            names = ", ".join(member.replica_id for member in absent)
+            return Phase("waits for replicas to reach the end of a step", names)
+        return Phase("replicas form their group and hand over the state")
 
     @property
     def replicas(self) -> tuple[ReplicaView, ...]:

@@ -24,7 +24,7 @@ from pollux.engines.processes.replica_job import (
     ReplicaCommand,
     Tolerance,
 )
-from pollux.engines.processes.slots import ReplicaView, Slot
+from pollux.engines.processes.slots import NO_PHASE, Phase, ReplicaView, Slot
 from pollux.engines.processes.starters import ReplicaProcess, Starter
 from pollux.errors import EngineError, InvalidValueError
 
@@ -85,6 +85,17 @@ class FixedJob:
         living = [process for process in self._processes if process.exit_code is None and process.handle.pid]
         is_ending = self._kill_at is not None or self.result is not None
         return not is_ending and len(living) == len(self._target) and self._placement == self._target
+
+    @property
+    def phase(self) -> Phase:
+        """See :class:`~pollux.engines.processes.replica_job.ReplicaJob`."""
+        if self.is_settled or self.result is not None:
+            return NO_PHASE
+        if self._kill_at is not None:
+            return Phase("old processes save and leave", f"{len(self.replicas)} of {len(self._processes)} still run")
+        if time.monotonic() < self._spawn_at:
+            return Phase("pauses before its processes start again", self.crashes[-1] if self.crashes else "")
+        return Phase("its processes start")
 
     @property
     def replicas(self) -> tuple[ReplicaView, ...]:

@@ -29,7 +29,7 @@ from pollux.engines.processes.layout import SlotLayout
 from pollux.engines.processes.leftovers import MARK, kill_leftovers, mark_of
 from pollux.engines.processes.log_cap import cap_logs
 from pollux.engines.processes.replica_job import STOPPED_CODE, JobFactory, JobOrder, NodeFailure, ReplicaJob
-from pollux.engines.processes.slots import ReplicaView, Slot
+from pollux.engines.processes.slots import NO_PHASE, Phase, ReplicaView, Slot
 from pollux.engines.processes.space import SpaceWatch
 from pollux.engines.transport import Message
 from pollux.types import NO_ALLOCATION, Allocation
@@ -62,6 +62,8 @@ class _Entry:
     runs: int = 0  # the newest generation that was told to run
     shortage: str = ""  # of space
     note: str = ""
+    phase: Phase = NO_PHASE
+    phase_since: float = 0.0  # seconds since the epoch
     shown: list[Message] = field(default_factory=list)  # the replicas, as told
     end: Message | None = None  # stopped or ended, as it is told
     is_told: bool = False  # its end, to the client there was then
@@ -250,6 +252,8 @@ class JobManager:
                 "end": entry.end,
                 "replicas": entry.shown,
                 "note": entry.note,
+                "phase": entry.phase.text,
+                "since": entry.phase_since,
             }
             for entry in self._entries.values()
         ]
@@ -495,10 +499,13 @@ class JobManager:
         if shown != entry.shown:
             entry.shown = shown
             self._tell({"event": "replicas", "job": entry.job, "replicas": shown})
-        note = self._note_of(entry)
-        if note != entry.note:
-            entry.note = note
-            self._tell({"event": "note", "job": entry.job, "text": note})
+        note, phase = self._note_of(entry), self._phase_of(entry)
+        if phase.name != entry.phase.name:
+            entry.phase_since = time.time()
+        if (note, phase) != (entry.note, entry.phase):
+            entry.note, entry.phase = note, phase
+            told = {"text": note, "phase": phase.text, "since": entry.phase_since}
+            self._tell({"event": "note", "job": entry.job, **told})
         if entry.end is not None:
             if not entry.is_told:
                 entry.is_told = True
@@ -522,6 +529,16 @@ class JobManager:
             if entry.is_placed
             else "waits for slots: other replicas have not left them yet, or its node has fewer slots now"
         )
+
+    def _phase_of(self, entry: _Entry) -> Phase:
+        """Unlike a note it holds nothing up: its time counts for the server's time-outs."""
+        if entry.end is not None or entry.is_stopping:
+            return NO_PHASE
+        if entry.shortage:
+            return Phase("waits for room on the disk")
+        if not entry.is_placed or entry.processes is None:
+            return Phase("waits for slots")
+        return entry.processes.phase
 
     # --- ends that no engine has acknowledged yet ------------------------------------------------------------------
 

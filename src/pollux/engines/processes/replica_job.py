@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from pollux.engines.launch import Launch
-from pollux.engines.processes.slots import ReplicaView, Slot
+from pollux.engines.processes.slots import Phase, ReplicaView, Slot
 from pollux.engines.processes.starters import Command
 
 STOPPED_CODE = 143  # as after SIGTERM: checkpointed and left
@@ -114,6 +114,10 @@ class ReplicaJob(Protocol):
     @property
     def is_settled(self) -> bool:
         """All replicas run where they should."""
+
+    @property
+    def phase(self) -> Phase:
+        """What it waits for until it is settled."""
 
     @property
     def replicas(self) -> tuple[ReplicaView, ...]:

@@ -25,6 +25,20 @@ class ReplicaView(NamedTuple):
     state: Literal["starting", "member", "leaving"]
 
 
+class Phase(NamedTuple):
+    """What a start or resize under way waits for. ``name`` stays while ``detail`` changes; "": for nothing."""
+
+    name: str = ""
+    detail: str = ""
+
+    @property
+    def text(self) -> str:
+        return f"{self.name}: {self.detail}" if self.detail else self.name
+
+
+NO_PHASE = Phase()
+
+
 def checked(slots: Sequence[Slot]) -> tuple[Slot, ...]:
     """The slots of an elastic job.
 

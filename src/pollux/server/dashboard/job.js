@@ -56,6 +56,12 @@ class Facts {
   }
 }
 
+/* What a start or resize under way waits for, and for how long already. */
+function phaseText(job) {
+  if (!job.phase) return "";
+  return job.phase_since === null ? job.phase : `${job.phase} (for ${duration(Math.max(now() - job.phase_since, 0))})`;
+}
+
 const nodesIn = shares => (shares.length ? shares.map(([node, num]) => `${num} on ${node}`).join(", ") : "none");
 
 const slotOf = one => store.nodes.get(one.node)?.reading?.slots.find(slot => slot.slot === one.slot);
@@ -296,7 +302,7 @@ export function jobPage({name, query, go}) {
     }
     // That it trains is said by its state.
     const said = job.state === "running" && /^generation \d+ trains$/.test(job.reason) ? "" : job.reason;
-    setText(reason, [job.note, detail?.idle, said].filter(Boolean).join(" · ").replaceAll("->", "→"));
+    setText(reason, [job.note, phaseText(job), detail?.idle, said].filter(Boolean).join(" · ").replaceAll("->", "→"));
     reason.hidden = !reason.textContent;
     for (const button of [cancel, hold, limits, notice]) button.hidden = FINAL.has(job.state);
     setText(hold, isHeld(job) ? "Release" : "Hold");
@@ -367,7 +373,7 @@ export function jobPage({name, query, go}) {
     decisions.update(newestFirst(detail.decisions).sort((a, b) => b.at - a.at));
     const told = detail.training_notes.map(({id, at, text}) => ({id, at, reason: text}));
     history.update(newestFirst([...detail.transitions, ...told].sort((a, b) => a.at - b.at)));
-    const last = FINAL.has(detail.state) ? "never finished" : "not finished";
+    const last = FINAL.has(detail.state) ? "never finished" : phaseText(known()) || "under way";
     const begun = newestFirst(detail.resizes).sort((a, b) => b.generation - a.generation);
     resizes.update(begun.map((one, index) => ({...one, instead: index ? "replaced by the next" : last})));
   }

@@ -43,7 +43,7 @@ export function progressBar(progress, label = "progress") {
 
 /* Where all is well there is nothing to explain. */
 export const why = job =>
-  (job.note || (["running", "succeeded"].includes(job.state) ? "" : job.reason)).replaceAll("->", "→");
+  (job.note || job.phase || (["running", "succeeded"].includes(job.state) ? "" : job.reason)).replaceAll("->", "→");
 const progressText = job => (typeof job.progress === "number" ? share(job.progress) : DASH);
 
 /* `table` is asked which jobs are chosen and which groups are open; it is a JobsTable. */

@@ -49,6 +49,7 @@ function summed(groupKind, name, members) {
     application: "",
     reason: "",
     note: "",
+    phase: "",
     state: ORDER.find(state => states.has(state)) ?? "pending",
     words: ORDER.filter(state => states.has(state)).map(state => `${count(states.get(state))} ${WORDS[state] ?? state}`),
     sequence: Math.max(...of("sequence")),

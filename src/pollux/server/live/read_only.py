@@ -18,7 +18,7 @@ from pollux.api.cluster import CheckedNode, ClusterSummary, NodeReading, NodeSum
 from pollux.api.job import JobSummary
 from pollux.api.report import Report, ReportAnswer
 from pollux.api.request import JobRequest
-from pollux.engines.live import ReplicaInfo, UnusableNode
+from pollux.engines.live import NO_PHASE, JobPhase, ReplicaInfo, UnusableNode
 from pollux.engines.preflight import CheckRequest
 from pollux.errors import NotLeaderError, PolluxError
 from pollux.scheduler.ports import Command, Event
@@ -82,6 +82,9 @@ class _NoEngine:
 
     def note(self, job: str) -> str:
         return ""
+
+    def phase(self, job: str) -> JobPhase:
+        return NO_PHASE
 
     def dump_stacks(self, job: str) -> None: ...
 

@@ -17,7 +17,7 @@ from pollux.api.report import StoredReport
 from pollux.api.request import JobRequest, shown_request
 from pollux.api.round import RoundDetail, RoundSummary
 from pollux.api.usage import UsageKey, UsageRow
-from pollux.engines.live import LiveEngine
+from pollux.engines.live import NO_PHASE, JobPhase, LiveEngine
 from pollux.engines.preflight import CheckRequest, concluded
 from pollux.engines.processes.devices import CPU
 from pollux.errors import InvalidValueError, UnknownNameError
@@ -453,7 +453,15 @@ class Queries:
             self._clock.now(),
             reason=held_back or waiting_reason(record, capacity or self._capacity()) if is_waiting else "",
             note="" if is_waiting else self._engine.note(record.name) or job.stuck,
+            phase=NO_PHASE if is_waiting else self._phase_of(record, job),
         )
+
+    def _phase_of(self, record: JobRecord, job: LiveJob) -> JobPhase:
+        phase = self._engine.phase(record.name)
+        is_restartable = job.request is not None and job.request.kind == "restartable"
+        if not phase.text and is_restartable and record.state in (JobState.STARTING, JobState.RESIZING):
+            return JobPhase(text="waits for the job's first report")
+        return phase
 
     def summary_of_held(self, job: LiveJob, now: float | None = None) -> JobSummary:
         """Of a job that the scheduler does not have yet."""

@@ -26,7 +26,7 @@ from pollux.api.round import (
     RoundNode,
     RoundSummary,
 )
-from pollux.engines.live import UnusableNode
+from pollux.engines.live import NO_PHASE, JobPhase, UnusableNode
 from pollux.scheduler.autoscale import AutoscaleConfig
 from pollux.scheduler.device_memory import memory_by_type, misfits
 from pollux.scheduler.lifecycle import JobState, Transition
@@ -89,7 +89,9 @@ def versions_in(request: Mapping[str, object]) -> dict[str, str]:
     return {str(name): str(value) for name, value in found.items()} if isinstance(found, Mapping) else {}
 
 
-def job_summary(job: KnownJob, now: float, *, reason: str = "", note: str = "") -> JobSummary:
+def job_summary(
+    job: KnownJob, now: float, *, reason: str = "", note: str = "", phase: JobPhase = NO_PHASE
+) -> JobSummary:
     """A job as it is at ``now``. ``reason`` and ``note`` say why it waits; a reason replaces that of the record."""
     record, request, report = job.record, job.request, job.report or _BLANK
     has_report = job.report is not None
@@ -116,6 +118,8 @@ def job_summary(job: KnownJob, now: float, *, reason: str = "", note: str = "") 
         finished_at=None if record is None else record.finished_at,
         reason=reason or ("" if record is None else record.reason.partition("\n")[0]),
         note=note,
+        phase=phase.text,
+        phase_since=phase.since,
         allocation=allocation.shares,
         num_replicas=allocation.num_replicas,
         min_replicas=1 if spec is None else spec.min_replicas,

@@ -352,6 +352,29 @@ def state_of(pid):
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
+def test_a_resize_says_what_it_waits_for(bench):
+    slow = SCRIPT.replace("time.sleep(0.01)", "time.sleep(float(open(folder + '/pause').read()))")
+    (bench.folder / "pause").write_text("0.01")
+    (bench.folder / "gate").mkdir()
+    script = "import os, sys, time\nwhile not os.path.exists(sys.argv[2] + '/gate'): time.sleep(0.01)\n" + slow
+    job = bench.job(script)
+    assert job.phase.text == "new replicas start: 0 of 1 are ready"
+    pump_until(job, formed(job, 1))
+    pump_until(job, lambda: job.is_settled)
+    assert job.phase.text == ""
+    (bench.folder / "gate").rmdir()
+    job.resize(3)
+    assert job.phase.text == "new replicas start: 0 of 2 are ready"
+    (bench.folder / "pause").write_text("3")
+    (bench.folder / "gate").mkdir()
+    pump_until(job, lambda: job.phase.name.startswith("waits for replicas to reach"))
+    assert job.phase.detail.split(", ")[0] == "t-0"
+    (bench.folder / "pause").write_text("0.01")
+    seen = set()
+    pump_until(job, lambda: seen.add(job.phase.name) or job.is_settled)
+    assert job.phase.text == "" and "replicas form their group and hand over the state" in seen
+
+
 def test_a_held_job_stands_still_and_goes_on(bench):
     job = bench.job(grace_s=0.2)
     pump_until(job, formed(job, 1))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import random
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,7 +17,7 @@ from pollux.engines.processes.devices import Device
 from pollux.engines.processes.job_manager import JobManager
 from pollux.engines.processes.layout import detect_nodes
 from pollux.engines.processes.replica_job import JobOrder, NodeFailure
-from pollux.engines.processes.slots import ReplicaView, Slot
+from pollux.engines.processes.slots import Phase, ReplicaView, Slot
 from pollux.engines.processes.space import SpaceWatch
 from pollux.engines.transport import Message
 
@@ -44,6 +45,10 @@ class FakeProcesses:
     def replicas(self) -> tuple[ReplicaView, ...]:
         members = [ReplicaView(f"m{slot.number}", rank, slot, 1, "member") for rank, slot in enumerate(self.members)]
         return (*members, *(ReplicaView(f"l{slot.number}", None, slot, 1, "leaving") for slot in self.leaving))
+
+    @property
+    def phase(self) -> Phase:
+        return Phase() if self.is_settled else Phase("new replicas start", f"{len(self.members)} of {len(self.target)}")
 
     def start(self) -> None:
         self.members = list(self.target)
@@ -159,6 +164,29 @@ def test_slots_of_leavers_are_waited_for(cluster):
     cluster.leave("a")
     assert cluster.numbers("b") == [1, 2]
     assert cluster.drain() == [("runs", "b", 1)]
+
+
+def test_what_a_resize_waits_for_is_told_with_its_begin(cluster):
+    def told() -> list[tuple[str, bool]]:
+        notes = [message for message in cluster.told if message["event"] == "note"]
+        cluster.told.clear()
+        return [(note["phase"], note["since"] > begun) for note in notes]
+
+    begun = time.time()
+    cluster.start("a", 1, ("node-0", 3))
+    cluster.processes("a").members.pop()
+    cluster.manager.turn()
+    assert told() == [("new replicas start: 2 of 3", True)]
+    begun = time.time()
+    cluster.processes("a").members.pop()
+    cluster.manager.turn()
+    assert told() == [("new replicas start: 1 of 3", False)]  # another number, but the same phase
+    assert cluster.manager.state()[0]["phase"] == "new replicas start: 1 of 3"
+    cluster.start("b", 1, ("node-0", 1))
+    assert told() == [("waits for slots", True)]
+    cluster.processes("a").members = list(cluster.processes("a").target)
+    cluster.manager.turn()
+    assert told() == [("", True)]
 
 
 def test_its_own_leavers_are_waited_for_too(cluster):

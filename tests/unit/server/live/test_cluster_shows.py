@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from pollux.api.cluster import JobOnNode
-from pollux.engines.live import UnusableNode
+from pollux.engines.live import JobPhase, UnusableNode
 from pollux.scheduler.knowledge import Knowledge
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.ports import (
@@ -281,6 +281,15 @@ def test_a_cluster_without_usable_nodes_says_so(world):
     name = world.submit()
     reason = world.until(lambda: world.cluster.queries.summary_of(name).reason, "a reason")
     world.until(lambda: "b: it cannot write" in world.cluster.queries.summary_of(name).reason, reason)
+
+
+def test_a_job_shows_what_its_resize_waits_for(world):
+    name = world.submit(kind="elastic")
+    world.until_state(name, "running")
+    assert world.cluster.queries.summary_of(name).phase == ""
+    world.engine.phases[name] = JobPhase(text="new replicas start: 0 of 1 are ready", since=5.0)
+    shown = world.cluster.queries.summary_of(name)
+    assert (shown.phase, shown.phase_since, shown.note) == ("new replicas start: 0 of 1 are ready", 5.0, "")
 
 
 def test_a_lost_node_is_shown_for_a_while(world):

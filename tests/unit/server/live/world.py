@@ -12,7 +12,7 @@ from pollux.api.cluster import CheckedNode, NodeReading
 from pollux.api.job import JobSummary
 from pollux.api.report import Report
 from pollux.api.request import JobRequest
-from pollux.engines.live import ReplicaInfo, UnusableNode
+from pollux.engines.live import NO_PHASE, JobPhase, ReplicaInfo, UnusableNode
 from pollux.engines.preflight import CheckRequest, check_here
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.ports import (
@@ -51,6 +51,7 @@ class ObedientEngine:
         self.running: dict[str, int] = {}
         self.obeys_stops = True
         self.notes: dict[str, str] = {}
+        self.phases: dict[str, JobPhase] = {}
         self.dumped: list[str] = []
         self.unusable_nodes: list[UnusableNode] = []
         self.is_closed: bool | None = None
@@ -98,6 +99,9 @@ class ObedientEngine:
 
     def note(self, job: str) -> str:
         return self.notes.get(job, "")
+
+    def phase(self, job: str) -> JobPhase:
+        return self.phases.get(job, NO_PHASE)
 
     def check(self, asked: CheckRequest) -> list[CheckedNode]:
         findings = check_here(CheckRequest(script=asked.script, packages=asked.packages), None)
