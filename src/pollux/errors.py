@@ -24,7 +24,8 @@
     ├── JobFailedError (RuntimeError)      the job whose result was asked for has failed; carries its failure
     ├── JobCancelledError (RuntimeError)   the job whose result was asked for was cancelled
     └── CheckpointError (RuntimeError)     a checkpoint cannot be written or is damaged
-        └── ForeignCheckpointError         it belongs to another model, or to a newer Pollux
+        ├── ForeignCheckpointError         it belongs to another model, or to a newer Pollux
+        └── UnreadableCheckpointError      there are checkpoints, and all of them are damaged
 
 A message says what was wrong, what was seen, and what is allowed.
 """
@@ -156,4 +157,8 @@ class CheckpointError(PolluxError, RuntimeError):
 
 
 class ForeignCheckpointError(CheckpointError):
+    pass
+
+
+class UnreadableCheckpointError(CheckpointError):
     pass

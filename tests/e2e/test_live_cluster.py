@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -271,3 +272,23 @@ class TestStrict:
             cluster.stop()
         finally:
             subprocess.run(["umount", "-l", disk], check=True)
+
+
+@long
+def test_a_job_whose_every_checkpoint_is_torn_is_held_and_begins_anew_when_its_owner_says_so(
+    cluster: LiveCluster,
+) -> None:
+    job = cluster.submit_ledger("torn", epochs=2, step_s=0.1, max_restarts=100_000)
+    checkpoints = cluster.data / "jobs" / "torn" / "checkpoints"
+    cluster.until(lambda: len(list(checkpoints.glob("step-*"))) == 2, "two checkpoints")
+    for pid in cluster.pids("torn").values():
+        os.kill(pid, signal.SIGKILL)
+    for path in checkpoints.glob("step-*/*.safetensors"):
+        os.truncate(path, 10)
+    cluster.until(lambda: "pollux release torn" in job.view().reason, "its being held", 20)
+    assert job.view().state == "pending" and not cluster.pids("torn")
+    shutil.rmtree(checkpoints)
+    cluster.client.act("release", ["torn"])
+    cluster.hurry("torn")
+    assert job.wait(60) == "succeeded", cluster.story("torn")
+    cluster.check_ledger("torn", 2)

@@ -114,6 +114,7 @@ class TeamSummary:
     created_at: float
     users: tuple[str, ...]
     num_held: int = field(metadata=about("Slots that its jobs hold, as of the last decision."))
+    num_wanted: int = field(metadata=about("Slots of its guarantee that its jobs can use, as the policy finds."))
     lent_to: Mapping[str, int] = field(metadata=about("Slots of its guarantee that others hold, by team."))
     lent_since: float | None
 

@@ -78,7 +78,7 @@ def rm(
 
 def team_table(teams: Iterable[TeamSummary]) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for title in ("team", "weight", "guarantee", "limit", "held", "lent", "users"):
+    for title in ("team", "weight", "guarantee", "limit", "held", "wanted", "lent", "users"):
         table.add_column(title)
     for team in teams:
         table.add_row(
@@ -87,6 +87,7 @@ def team_table(teams: Iterable[TeamSummary]) -> Table:
             Text(plain(format_slots(team.guarantee))),
             Text(plain(format_slots(team.limit))),
             str(team.num_held),
+            str(team.num_wanted),
             Text(plain(", ".join(f"{count} to {other}" for other, count in team.lent_to.items()) or "-")),
             Text(plain(", ".join(team.users) or "-")),
         )

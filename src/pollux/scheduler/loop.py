@@ -330,8 +330,8 @@ class Scheduler:
                 record.num_crashes += 1
                 record.note(now, reason)
                 self._store.save_job(record)
-            case JobLost(reason=reason) if record.state.holds_slots:
-                record.num_crashes += 1
+            case JobLost(reason=reason, is_halted=is_halted) if record.state.holds_slots:
+                record.lose(reason if is_halted else "")
                 self._start_again(record, now, reason)
             case JobEnded(node=node) if node and self._may_start_elsewhere(record, event, now):
                 self._start_again(record, now, f"failed on {node} ({event.cause}): it starts on another node")
@@ -442,9 +442,12 @@ class Scheduler:
                 self.reconsider("model")
         self.deadlines.learn(record)
 
-    def hold(self, jobs: Iterable[str]) -> None:
-        """These jobs get nothing, and no others are held; those that run checkpoint and leave."""
+    def hold(self, jobs: Iterable[str], released: Iterable[str] = ()) -> None:
+        """These jobs get nothing, and no others are held; those that run checkpoint and leave. Others are released."""
         self._on_hold = frozenset(jobs)
+        for record in (self._active[name] for name in released if name in self._active):
+            record.halted = ""
+            self._store.save_job(record)
         self.reconsider("hold")
 
     def update(self, name: str, spec: JobSpec) -> None:
@@ -483,7 +486,7 @@ class Scheduler:
 
     def _views(self, now: float) -> list[JobView]:
         make, pins_resizing = self._rules.make_view, self.config.pins_resizing
-        records = [one for one in self._active.values() if one.name not in self._on_hold and not one.is_spent]
+        records = [one for one in self._active.values() if one.name not in self._on_hold and one.may_run]
         memory = memory_by_type(self._engine.nodes())
         views = [record.view(now, make, pins_resizing=pins_resizing) for record in records]
         return [narrowed(view, one.unfit_types, memory) for view, one in zip(views, records, strict=True)]
@@ -570,15 +573,9 @@ class Scheduler:
     def _settle(self, now: float) -> None:
         """Command what can be done now, and again as long as that makes more possible."""
         for _ in range(_MAX_SETTLING):
-            changes = reconcile(
-                self._desired,
-                {
-                    name: Actual(record.state, record.allocation, record.leaving)
-                    for name, record in self._active.items()
-                },
-                self._engine.nodes(),
-                trades_at_once=self._engine.applies_at_once,
-            )
+            actual = {name: Actual(one.state, one.allocation, one.leaving) for name, one in self._active.items()}
+            at_once = self._engine.applies_at_once
+            changes = reconcile(self._desired, actual, self._engine.nodes(), trades_at_once=at_once)
             if not changes:
                 return
             self._engine.apply([self._command(change, now) for change in changes])

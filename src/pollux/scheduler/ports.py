@@ -112,10 +112,14 @@ class ResizeFailed:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobLost:
-    """The engine has nothing of a job any more; it starts again from its last checkpoint."""
+    """The engine has nothing of a job any more; it starts again from its last checkpoint.
+
+    One that ``is_halted`` would fail in the same way again: it waits, and holds nothing, until it is released.
+    """
 
     job: str
     reason: str
+    is_halted: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,6 +35,7 @@ class Standing:
     team: str
     num_guaranteed: int
     num_held: int
+    num_wanted: int = 0  # of those guaranteed, that its jobs can use, as the policy finds
     lent_to: Mapping[str, int] = field(default_factory=dict)  # slots by team
     since: float | None = None  # lent
 
@@ -382,8 +383,20 @@ class _Round:
             since = None
             if lent:
                 since = self._snapshot.now if old is None or old.since is None else old.since
-            found.append(Standing(team=name, num_guaranteed=number, num_held=held[name], lent_to=lent, since=since))
+            wanted = min(max(self._wanted(name), held[name]), number)
+            standing = Standing(team=name, num_guaranteed=number, num_held=held[name], num_wanted=wanted)
+            found.append(replace(standing, lent_to=lent, since=since))
         return tuple(found)
+
+    def _wanted(self, team: str) -> int:
+        """Slots of its guarantee that its jobs could use; fewer if the policy had them free and left them so."""
+        if (group := self._teams.get(team)) is None:
+            return 0
+        wanted = 0
+        for kind, number in group.quota.guarantee.items():
+            types = [each for each in self._slots if kind in (each, ANY_TYPE)]
+            wanted += min(number, sum(self._useful(job, types) for job in group.jobs))
+        return min(wanted, self._declined.get(group.title, wanted))
 
     @staticmethod
     def noted(plan: Plan, reasons: Mapping[str, str]) -> Plan:

@@ -48,6 +48,7 @@ class JobRecord:
     total_batch: int | None = None
     history: list[Transition] = field(default_factory=list)
     unfit_types: dict[str, str] = field(default_factory=dict)  # where it ran out of device memory, and how
+    halted: str = ""  # why it waits for a release
 
     @property
     def name(self) -> str:
@@ -58,6 +59,10 @@ class JobRecord:
         """Whether it has held all the slot-seconds that its budget allows."""
         budget = self.spec.budget_slot_s
         return budget is not None and self.attained_slot_s >= budget
+
+    @property
+    def may_run(self) -> bool:
+        return not self.is_spent and not self.halted
 
     @property
     def num_resizes(self) -> int | None:
@@ -96,6 +101,11 @@ class JobRecord:
             self.progress = report.progress
         if report.total_batch is not None:
             self.total_batch = report.total_batch
+
+    def lose(self, halted: str = "") -> None:
+        """The engine has nothing of it any more. ``halted``: why it must not start again before it is released."""
+        self.num_crashes += 1
+        self.halted = halted.partition("\n")[0]
 
     def start(self, allocation: Allocation, now: float) -> StartJob:
         """Give it its first slots; the command that does it."""

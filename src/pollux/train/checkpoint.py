@@ -39,7 +39,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from pollux.errors import CheckpointError, FencedError, ForeignCheckpointError, InvalidValueError
+from pollux.errors import (
+    CheckpointError,
+    FencedError,
+    ForeignCheckpointError,
+    InvalidValueError,
+    UnreadableCheckpointError,
+)
 from pollux.train import checkpoint_files as files
 from pollux.train.checkpoint_remote import RemoteStorage, is_url
 from pollux.train.checkpoint_shards import ENTRIES as SHARD_INDEX
@@ -147,8 +153,8 @@ class CheckpointDirectory:
     ) -> Checkpoint | None:
         """The newest checkpoint that is complete and of this model, or None if there are no checkpoints.
 
-        ``but`` names checkpoints to pass over. Raises :class:`ForeignCheckpointError` or :class:`CheckpointError` if
-        there are some but none is usable.
+        ``but`` names checkpoints to pass over. Raises :class:`ForeignCheckpointError` or
+        :class:`UnreadableCheckpointError` if there are some but none is usable.
         """
         refused = {name: CheckpointError("a replica cannot read its shard") for name in but}
         # Listed anew each time: a writer elsewhere may have removed what was listed, and added a newer one.
@@ -165,9 +171,8 @@ class CheckpointDirectory:
         reasons = {name: error for name, error in refused.items() if name in present}
         if not reasons:
             return None
-        kind = CheckpointError
-        if any(isinstance(error, ForeignCheckpointError) for error in reasons.values()):
-            kind = ForeignCheckpointError
+        is_foreign = any(isinstance(error, ForeignCheckpointError) for error in reasons.values())
+        kind = ForeignCheckpointError if is_foreign else UnreadableCheckpointError
         listed = "; ".join(f"{name}: {error}" for name, error in reasons.items())
         raise kind(
             f"{self.path}: none of the {len(reasons)} checkpoints there can be used ({listed}). "

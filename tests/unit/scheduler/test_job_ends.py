@@ -17,6 +17,7 @@ from pollux.scheduler.ports import (
     StartJob,
     StopJob,
 )
+from pollux.server.storage.records import decode_record, encode_record
 from tests.unit.scheduler.world import World, report
 
 
@@ -262,3 +263,21 @@ def test_crashes_that_the_engine_mends_are_told_and_change_nothing():
     assert world.replicas() == before and record.num_crashes == 1
     assert (record.history[-1].source, record.history[-1].target) == (JobState.RUNNING, JobState.RUNNING)
     assert record.history[-1].reason == "a-1 was killed by SIGKILL"
+
+
+def test_a_job_that_would_fail_again_waits_for_its_release_and_holds_nothing():
+    world = World()
+    world.submit("a", max_replicas=2)
+    world.submit("b", max_replicas=2)
+    world.round()
+    world.engine.held.pop("a")
+    world.engine.events.append(JobLost(job="a", reason="held: mend it\nTraceback", is_halted=True))
+    for _ in range(3):
+        world.round()
+    record = world.store.jobs["a"]
+    assert (record.state, record.halted, bool(record.allocation)) == (JobState.PENDING, "held: mend it", False)
+    assert decode_record(encode_record(record)).halted == "held: mend it"  # known to the next server
+    assert sum(isinstance(one, StartJob) and one.job == "a" for one in world.engine.commands) == 1
+    world.scheduler.hold((), released=["a"])
+    world.round()
+    assert world.replicas()["a"] == 2 and not world.store.jobs["a"].halted

@@ -13,8 +13,9 @@ from pollux.scheduler.caps import Demand, allot
 from pollux.scheduler.quotas import Quotas, Usage
 from pollux.scheduler.reconcile import verify_plan
 from pollux.scheduler.shares import Entitlements, Quota, TeamMember
+from pollux.server.present.views import standing_in_words
 from pollux.testing.examples import examples
-from pollux.testing.snapshots import make_job, make_mixed, make_nodes, snapshots
+from pollux.testing.snapshots import PARAMS, make_job, make_mixed, make_nodes, snapshots
 from pollux.types import Allocation, Plan, Snapshot
 
 POLICIES = ["pollux", "fifo", "srtf", "equal", "las", "gavel", "sia"]
@@ -85,6 +86,27 @@ def test_an_idle_guarantee_is_lent_and_comes_back_by_shrinking(policy):
     assert all(counts[f"nlp{i}"] == 1 for i in range(4)), counts
     standing = next(one for one in cluster.quotas.standings if one.team == "vision")
     assert standing.since in (since, None)
+
+
+def test_a_guarantee_is_wanted_as_far_as_the_policy_finds_a_use_for_it():
+    entitled = entitlements(vision=Quota(guarantee=of(4)), nlp=Quota())
+    slow_sync = {"gpu": PARAMS._replace(alpha_r=60.0, alpha_n=60.0)}
+    serial = make_job("vision0", owner="vision", params=slow_sync)  # a second replica makes it slower
+    cluster = Cluster(entitled, serial, *(make_job(f"nlp{i}", owner="nlp") for i in range(4)))
+    assert cluster.decide()["vision0"] == 1
+    (standing,) = [one for one in cluster.quotas.standings if one.team == "vision"]
+    assert (standing.num_held, standing.num_wanted, standing.num_lent) == (1, 1, 3)
+    assert standing_in_words(standing).startswith(
+        "team vision has 1 of its 4 guaranteed slots (the policy finds no use for more), 3 lent to nlp since"
+    )
+    cluster.jobs.append(make_job("vision1", owner="vision", num_resizes=None, max_replicas=2))
+    assert used(cluster.decide(), "vision") == 3
+    (standing,) = [one for one in cluster.quotas.standings if one.team == "vision"]
+    assert (standing.num_held, standing.num_wanted) == (3, 3)
+    cluster.jobs = [job for job in cluster.jobs if job.spec.owner != "vision"]
+    cluster.decide()
+    (standing,) = [one for one in cluster.quotas.standings if one.team == "vision"]
+    assert (standing.num_held, standing.num_wanted) == (0, 0)
 
 
 def test_a_guarantee_is_met_in_full_by_stopping_as_the_last_step():

@@ -16,7 +16,8 @@ roster leaves it out, *leaving*. Rules:
   and is short again when there was training for a while in between.
 - A change that fails is given up: when newcomers end before they are ready, or are killed because they do not get
   ready in ten minutes, the members go on in their own slots, and the node is named in ``given_up``.
-- A script that raises is started again a limited number of times. Crashes before the others have formed a group without
+- A script that raises is started again a limited number of times; one that can use none of its checkpoints is not, as
+  it would raise again. Crashes before the others have formed a group without
   the crashed replica count once, and the traceback of the first is shown.
 - Losses are told while the job stops, too: survivors could not agree on a last checkpoint otherwise.
 - When a member ends with 0 the job is finishing, and no replica is started any more.
@@ -37,6 +38,7 @@ from pollux.engines.processes.failure import (
     describe_failure,
     how_it_ended,
     is_bad_usage,
+    lacks_checkpoint,
     node_cause,
     read_failure,
 )
@@ -477,6 +479,9 @@ class ElasticJob:
 
     def _restart(self, crashed: list[ElasticReplica]) -> None:
         first = next((crash.process for crash in self._recent_crashes if crash.process in crashed), crashed[0])
+        if lacks_checkpoint(self._starter.stderr_tail(self._stderr_of(first))):
+            self._fail(f"{first.member.replica_id} {self._how(first)}", first)
+            return
         if self._trained_since is not None and time.monotonic() - self._trained_since > CRASH_WINDOW_S:
             self._num_restarts = 0
         self._num_restarts += not any(self._is_excused(process) for process in crashed)

@@ -11,6 +11,7 @@ MOST_BYTES = 64_000  # how far back a traceback is looked for
 HEADER = "Traceback (most recent call last)"
 _LONGEST_HEADLINE = 300
 _RANKS = re.compile(r"^(\[rank\d+\]: ?)+", re.MULTILINE)  # torch's, before every line, once per group it has seen
+_NO_CHECKPOINT = re.compile(r"\bpollux\.errors\.(Unreadable|Foreign)CheckpointError: ")
 _BAD_USAGE, _USAGE = 2, re.compile(r"^usage: ", re.MULTILINE | re.IGNORECASE)
 _CANNOT_START = (126, 127)  # what a shell says of a command that it may not or cannot start
 _OF_A_NODE = re.compile(
@@ -32,6 +33,16 @@ def how_it_ended(exit_code: int) -> str:
 def is_bad_usage(exit_code: int, stderr: str) -> bool:
     """Whether a script refused its arguments, as argparse and click do: another start would end alike, on any node."""
     return exit_code == _BAD_USAGE and _USAGE.search(_RANKS.sub("", stderr)) is not None
+
+
+def lacks_checkpoint(stderr: str) -> bool:
+    """Whether a script has found checkpoints and can use none: another start would end alike until somebody acts."""
+    return tells_no_checkpoint(read_failure(stderr)[0])
+
+
+def tells_no_checkpoint(line: str) -> bool:
+    """The same of the first line of a failure."""
+    return _NO_CHECKPOINT.search(line) is not None
 
 
 def node_cause(exit_code: int, stderr: str) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from pollux.engines.processes.failure import describe_failure, how_it_ended, node_cause
+from pollux.engines.processes.failure import describe_failure, how_it_ended, lacks_checkpoint, node_cause
 from pollux.engines.processes.replica_job import (
     CLOSE_S,
     FIRST_PAUSE_S,
@@ -209,15 +209,14 @@ class FixedJob:
         excuse = "its starter ended" if failed.handle.is_orphan else self._tolerance.excuse()
         if excuse:
             logger.info("%s: rank %d %s, which is excused: %s", self._name, failed.rank, how_it_ended(code), excuse)
-        elif self._num_restarts < self._tolerance.max_restarts:
+        elif self._num_restarts < self._tolerance.max_restarts and not lacks_checkpoint(self._stderr_of(failed)):
             self._num_restarts += 1
         else:
             after = f", after {self._num_restarts} restarts" if self._num_restarts else ""
             self.crashes.append(f"{failed.replica_id} {how_it_ended(code)}")
             what = f"{self._name}: rank {failed.rank} on {failed.slot.node} {how_it_ended(code)}{after}"
-            path = self._command.stderr_of(failed.replica_id)
-            stderr = self._starter.stderr_tail(path)
-            self.failure = describe_failure(what, path, stderr, code)
+            stderr = self._stderr_of(failed)
+            self.failure = describe_failure(what, self._command.stderr_of(failed.replica_id), stderr, code)
             is_early = self._failed_at - failed.started_at < EARLY_S
             if is_early and (cause := node_cause(code, stderr)):
                 self.blame = NodeFailure(failed.slot.node, cause)
@@ -227,6 +226,9 @@ class FixedJob:
         logger.info("%s: rank %d %s; again in %.1f s", self._name, failed.rank, how_it_ended(code), pause_s)
         self.crashes.append(f"{failed.replica_id} {how_it_ended(code)}; all start again")
         self._spawn_at = time.monotonic() + pause_s
+
+    def _stderr_of(self, process: _FixedReplica) -> str:
+        return self._starter.stderr_tail(self._command.stderr_of(process.replica_id))
 
     def _spawn_all(self) -> None:
         nodes = [slot.node for slot in self._target]

@@ -59,13 +59,14 @@ export function usagePage() {
         teams,
         known.teams.length
           ? table(
-              ["Team", "Weight", "Guarantee", "Limit", "Holds", "Lends", "Users"],
+              ["Team", "Weight", "Guarantee", "Limit", "Holds", "Wants", "Lends", "Users"],
               known.teams.map(team => [
                 team.name,
                 team.weight,
                 slots(team.guarantee),
                 slots(team.limit),
                 team.num_held,
+                team.num_wanted,
                 lent(team).join(", ") || DASH,
                 team.users.join(", ") || DASH,
               ]),

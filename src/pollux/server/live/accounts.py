@@ -295,6 +295,7 @@ class Accounts:
             created_at=team.created_at,
             users=tuple(user.name for user in list(self._users.values()) if user.team == team.name),
             num_held=0 if standing is None else standing.num_held,
+            num_wanted=0 if standing is None else standing.num_wanted,
             lent_to={} if standing is None else standing.lent_to,
             lent_since=None if standing is None else standing.since,
         )

@@ -337,6 +337,7 @@ class Cluster:
             keep_rounds=config.keep_rounds,
             keep_reports=config.keep_reports,
             on_ended=self._on_ended,
+            on_halted=lambda record: self._news.halted(record, self._jobs.request_of(record.name)),
             metrics=self.metrics,
         )
         quotas = Quotas(lambda: self.accounts.entitlements)

@@ -13,7 +13,9 @@ from collections.abc import Sequence
 
 from pollux.api.report import Report
 from pollux.engines.live import LiveEngine
-from pollux.scheduler.ports import Command, Event, JobReport, StartJob, TuneJob
+from pollux.engines.processes.failure import tells_no_checkpoint
+from pollux.scheduler.lifecycle import JobState
+from pollux.scheduler.ports import Command, Event, JobEnded, JobLost, JobReport, StartJob, TuneJob
 from pollux.server.live.job_table import JobTable
 from pollux.server.live.restarts import Restarts
 from pollux.types import Node
@@ -78,8 +80,24 @@ class Inbox:
         types = {node.accelerator for node in self._engine.nodes()}
         # The cluster's own name for the type is the one to plan with; torch may know the device by another.
         known = types.pop() if len(types) == 1 else None
-        told = self._restarts.pass_on(self._engine.poll(), reports)
+        told = [self._judged(event) for event in self._restarts.pass_on(self._engine.poll(), reports)]
         return [*told, *(_to_event(report, known) for report in reports)]
+
+    def _judged(self, event: Event) -> Event:
+        """A job that can use none of its checkpoints is not over: its owner can mend them, or let it begin anew.
+
+        Trials are: a study has others, and goes on without this one.
+        """
+        if not isinstance(event, JobEnded) or event.state is not JobState.FAILED:
+            return event
+        request, failure = self._jobs.request_of(event.job), event.reason.partition("\n")[0]
+        if not tells_no_checkpoint(failure) or request is None or request.study:
+            return event
+        why = (
+            "held: none of its checkpoints can be used, and it does not begin anew by itself. Mend or remove those in "
+            f"{self._jobs.checkpoints_of(event.job)}, then: pollux release {event.job}"
+        )
+        return JobLost(job=event.job, reason=f"{why}\n{event.reason}", is_halted=True)
 
 
 def _to_event(report: Report, accelerator: str | None) -> JobReport:

@@ -1,4 +1,7 @@
-"""What the live cluster tells the notifier: ends of jobs, and that nothing can be decided for a while."""
+"""What the live cluster tells the notifier: ends of jobs, jobs that wait for their owner, and alerts.
+
+An alert: nothing can be decided for a while.
+"""
 
 from __future__ import annotations
 
@@ -27,9 +30,16 @@ class News:
         self._is_told = False
 
     def ended(self, record: JobRecord, request: JobRequest | None) -> None:
+        self._tell_of(record, request, _EVENTS[record.state])
+
+    def halted(self, record: JobRecord, request: JobRequest | None) -> None:
+        """It waits until its owner has done something."""
+        self._tell_of(record, request, "job.held")
+
+    def _tell_of(self, record: JobRecord, request: JobRequest | None, event: Event) -> None:
         self._notifier.tell(
             Notice(
-                event=_EVENTS[record.state],
+                event=event,
                 at=record.finished_at or time.time(),
                 cluster=self._url,
                 text=record.reason,

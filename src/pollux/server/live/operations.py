@@ -87,7 +87,7 @@ class Operations:
                     elif job.request is not None and job.name in self._jobs:
                         self._save_request(job, dataclasses.replace(job.request, is_held=action == "hold"))
             scheduler = self._cluster._working()
-            scheduler.hold(self._jobs.on_hold)
+            scheduler.hold(self._jobs.on_hold, [job.name for job in jobs] if action == "release" else ())
             scheduler.reconsider(action)
             if action == "release":
                 self._cluster._take_in(self._jobs.held)

@@ -83,7 +83,7 @@ class DecisionLog:
 
 
 class Recorder:
-    """``on_ended`` is called when a job is over and that is saved."""
+    """``on_ended`` is called when a job is over and that is saved, ``on_halted`` when it waits for its owner."""
 
     def __init__(
         self,
@@ -94,10 +94,11 @@ class Recorder:
         keep_rounds: int,
         keep_reports: int,
         on_ended: Callable[[JobRecord], None],
+        on_halted: Callable[[JobRecord], None] = lambda record: None,
         metrics: Metrics | None = None,
     ) -> None:
         self._store, self._state, self._decisions = store, state, decisions
-        self._on_ended, self._metrics = on_ended, metrics or Metrics()
+        self._on_ended, self._on_halted, self._metrics = on_ended, on_halted, metrics or Metrics()
         self._keep = keep_rounds, keep_reports
         decisions.recall()
 
@@ -106,11 +107,16 @@ class Recorder:
         for record in records:
             if (job := self._state.jobs.get(record.name)) is not None:
                 job.is_logged, job.logged = True, record.history[-1] if record.history else None
+                job.is_halted = bool(record.halted)
 
     def save_job(self, record: JobRecord) -> None:
         self._store.save_job(record)
         self._metrics.saw_job(record)
         self._log(record)
+        job = self._state.jobs.entry(record.name)
+        was_halted, job.is_halted = job.is_halted, bool(record.halted)
+        if job.is_halted and not was_halted:
+            self._on_halted(record)
         if record.state.is_final:
             self._on_ended(record)
 

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from typing import Literal
 
-Event = Literal["job.succeeded", "job.failed", "job.cancelled", "cluster.alert", "cluster.resolved"]
+Event = Literal["job.succeeded", "job.failed", "job.cancelled", "job.held", "cluster.alert", "cluster.resolved"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

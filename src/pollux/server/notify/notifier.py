@@ -22,6 +22,7 @@ _TOPICS: dict[Event, tuple[Topic, ...]] = {
     "job.succeeded": ("ends",),
     "job.cancelled": ("ends",),
     "job.failed": ("ends", "failures"),
+    "job.held": ("ends", "failures"),
     "cluster.alert": ("alerts",),
     "cluster.resolved": ("alerts",),
 }

@@ -345,7 +345,7 @@ class Queries:
         return job_forecast(
             name,
             self._engine.nodes(),
-            [one for one in records.values() if not self._state.held_back(one.name) and not one.is_spent],
+            [one for one in records.values() if not self._state.held_back(one.name) and one.may_run],
             leaving=self._state.draining | self._state.releasing,
             policy=self._config.policy,
             settings=self._config.settings,
@@ -445,7 +445,11 @@ class Queries:
             reported_at=job.reported_at,
             team=(team := self._team_of(job.request)),
             standing=standing_in_words(self._state.standing_of(team)),
-            held_back=(held_back := _HELD if is_held else spent_in_words(record) or self._state.held_back(record.name)),
+            held_back=(
+                held_back := (_HELD if is_held else record.halted)
+                or spent_in_words(record)
+                or self._state.held_back(record.name)
+            ),
             deadline=deadline_in_words(self._state.deadline_of(record.name), self._clock.now()),
         )
         return job_summary(

@@ -304,6 +304,8 @@ def standing_in_words(standing: Standing | None) -> str:
     if held > promised:
         return f"team {standing.team} has its {promised} guaranteed slots and {held - promised} more"
     text = f"team {standing.team} has {held} of its {promised} guaranteed slots"
+    if 0 < standing.num_wanted <= held < promised:
+        text += " (the policy finds no use for more)"
     if standing.lent_to and standing.since is not None:
         lent = " and ".join(f"{count} lent to {team}" for team, count in standing.lent_to.items())
         since = datetime.fromtimestamp(standing.since).astimezone().strftime("%H:%M")

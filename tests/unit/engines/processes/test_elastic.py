@@ -16,6 +16,7 @@ pytest.importorskip("torch")
 from pollux.engines.processes import elastic
 from pollux.engines.processes.elastic import ElasticJob
 from pollux.engines.processes.elastic_replica import JobEvent
+from pollux.engines.processes.failure import tells_no_checkpoint
 from pollux.engines.processes.fork_server import ForkServer
 from pollux.engines.processes.replica_job import ReplicaCommand, Tolerance
 from pollux.engines.processes.slots import Slot
@@ -475,3 +476,16 @@ def test_a_start_that_fails_names_the_node_where_the_cause_may_be_there(bench):
     other = bench.job("raise ValueError('a bug')", slots=[Slot("bad", 0)])
     assert other.wait(20.0) == 1
     assert other.blame is None
+
+
+NO_CHECKPOINT = """
+from pollux.errors import UnreadableCheckpointError
+raise UnreadableCheckpointError("none of the 2 checkpoints there can be used")
+"""
+
+
+def test_a_script_that_can_use_no_checkpoint_is_not_started_again(bench):
+    job = bench.job(f"{SCRIPT.partition('while state')[0]}form(group){NO_CHECKPOINT}", slots=2, max_restarts=100_000)
+    assert job.wait(30.0) == 1
+    assert tells_no_checkpoint(job.failure.splitlines()[0]), job.failure
+    assert len(of_kind(job, "restarting")) <= 1

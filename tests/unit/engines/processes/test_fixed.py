@@ -16,6 +16,7 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("psutil")
 
+from pollux.engines.processes.failure import tells_no_checkpoint
 from pollux.engines.processes.fixed import FixedJob
 from pollux.engines.processes.replica_job import ReplicaCommand, Tolerance
 from pollux.engines.processes.slots import Slot
@@ -265,3 +266,11 @@ def test_a_command_gets_the_signals_as_a_shell_would_give_them(bench):
     plain.start()
     assert ended(plain) == 0
     assert int((bench.folder / "plain" / "f-0.out").read_text().split()[1], 16) & (1 << (signal.SIGPIPE - 1)) == 0
+
+
+def test_a_script_that_can_use_no_checkpoint_is_not_started_again(bench):
+    raises = "from pollux.errors import UnreadableCheckpointError; raise UnreadableCheckpointError('none')"
+    job = bench.job(f"import sys; sys.path[:0] = {sys.path!r}\n{raises}", slots=TWO[:1], max_restarts=100)
+    assert ended(job) == 1
+    assert tells_no_checkpoint(job.failure.splitlines()[0]), job.failure
+    assert len(job.crashes) == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
+import time
 from collections.abc import Sequence
 
 import pytest
@@ -18,6 +19,7 @@ from pollux.scheduler.ports import (
 from pollux.scheduler.record import JobRecord
 from pollux.server.live import recorder as recorder_module
 from pollux.server.live.clock import LiveClock
+from pollux.server.notify.notifier import Notifier
 from pollux.types import Node
 from tests.unit.server.live.world import PATIENCE_S, World, report
 
@@ -218,3 +220,34 @@ def test_decisions_about_a_job_outlive_the_server(world, monkeypatch):
     detail = cluster.queries.job(name)
     assert detail.decisions == made
     assert detail.decision.round == made[-1].round
+
+
+UNREADABLE = (
+    "job: t-0 exited with 1: pollux.errors.UnreadableCheckpointError: /x: none of the 2 checkpoints can be used"
+)
+
+
+def test_a_job_that_can_use_no_checkpoint_waits_for_its_owner_and_goes_on_when_released(world, monkeypatch):
+    notices = []
+    monkeypatch.setattr(Notifier, "tell", lambda self, notice: notices.append(notice))
+    name = world.submit(kind="elastic", max_replicas=1, max_restarts=100_000)
+    world.until_state(name, "running")
+    world.engine.end(name, JobState.FAILED, reason=UNREADABLE, exit_code=1)
+    told = world.until_state(name, "pending")
+    assert [notice.event for notice in notices] == ["job.held"]
+    assert f"then: pollux release {name}" in told.reason and str(world.path) in told.reason
+    world.cluster.stop(keeps_jobs=True)
+    world.make().start()  # which knows it, too
+    time.sleep(0.5)
+    told = world.cluster.queries.summary_of(name)
+    assert (told.state, told.num_replicas) == ("pending", 0) and "pollux release" in told.reason
+    operations = world.cluster.operations
+    operations.act(operations.select([name], is_all=False, owner=None), "release", "")
+    world.until_state(name, "running")
+
+
+def test_a_trial_that_can_use_no_checkpoint_has_failed_as_nobody_looks_after_it(world):
+    name = world.submit(kind="elastic", max_replicas=1, study="sweep")
+    world.until_state(name, "running")
+    world.engine.end(name, JobState.FAILED, reason=UNREADABLE, exit_code=1)
+    world.until_state(name, "failed")
