@@ -4,8 +4,9 @@ The driver of a study calls it. A slot goes where it buys the most chance to fin
 a trial that has passed a rung offers its chance to end as the best, over the part of its work that is left; a new trial
 offers the chance of one more draw, 1/(n + 1) after n trials, over what a trial costs on average. Slots are given one by
 one, each to the largest offer divided by the slots that it would then have (D'Hondt), because speed grows less than
-slots do. At first new trials offer most; then the best trials grow; a trial that offers less than a new one has no
-slot: it waits, and goes on when slots are free.
+slots do; where a further slot is known to add even less, as to replicas that share a GPU, that counts. At first new
+trials offer most; then the best trials grow; a trial that offers less than a new one has no slot: it waits, and goes on
+when slots are free.
 """
 
 from __future__ import annotations
@@ -15,19 +16,27 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 LEAST_LEFT = 0.05  # of a trial's work, that its chance is divided by
+LEAST_GAIN = 0.05  # of one slot's goodput, below which a further slot is not worth a resize
 NEW = 0.3  # what a new trial's chance counts: a good value soon is worth more than the best one at the end
 STAYS = 1.5  # a trial that has slots keeps the last one unless others offer so many times more
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
-    """A live trial. ``chance``: to end as the best; ``is_proven``: it has passed a rung."""
+    """A live trial. ``chance``: to end as the best; ``is_proven``: it has passed a rung; ``speedups``: its goodput with
+    1, 2, ... slots over that with one, as far as it is known."""
 
     number: int
     chance: float
     progress: float
     is_proven: bool
     has_slots: bool
+    speedups: tuple[float, ...] = ()
+
+    def gain(self, slots: int) -> float:
+        """What the last of so many slots adds to the goodput that one has, 1/slots at most."""
+        known = self.speedups[slots - 1] - self.speedups[slots - 2] if 1 < slots <= len(self.speedups) else 1.0
+        return min(max(known, 0.0), 1 / slots)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,11 +71,11 @@ def apportion(
     for number in trying:
         slots[number] = 1
     heap: list[tuple[float, int, int]] = []  # the largest offer first; of equal ones a live trial, then a new one
-    offers = {one.number: _offer(one, prospect) for one in candidates}
-    for one in candidates:
+    offers = {one.number: (one, _offer(one, prospect)) for one in candidates}
+    for one, offer in offers.values():
         if slots[one.number] < most_per_trial and (one.is_proven or slots[one.number]):
-            first = STAYS if one.has_slots and slots[one.number] == 0 else 1 / (slots[one.number] + 1)
-            heapq.heappush(heap, (-offers[one.number] * first, 0, one.number))
+            first = STAYS if one.has_slots and slots[one.number] == 0 else one.gain(slots[one.number] + 1)
+            heapq.heappush(heap, (-offer * first, 0, one.number))
     for index in range(prospect.num_left):
         heapq.heappush(heap, (-prospect.offer, 1, index))
     num_new = 0
@@ -85,7 +94,11 @@ def _offer(one: Candidate, prospect: Prospect) -> float:
 
 
 def _given(
-    heap: list[tuple[float, int, int]], offers: dict[int, float], slots: dict[int, int], num_slots: int, most: int
+    heap: list[tuple[float, int, int]],
+    offers: dict[int, tuple[Candidate, float]],
+    slots: dict[int, int],
+    num_slots: int,
+    most: int,
 ) -> Iterator[tuple[int, bool]]:
     """Who gets each slot. A new trial takes one."""
     while num_slots > 0 and heap:
@@ -93,4 +106,6 @@ def _given(
         yield number, bool(is_new)
         num_slots -= 1
         if not is_new and slots[number] < most:
-            heapq.heappush(heap, (-offers[number] / (slots[number] + 1), 0, number))
+            one, offer = offers[number]
+            if (gain := one.gain(slots[number] + 1)) >= LEAST_GAIN:
+                heapq.heappush(heap, (-offer * gain, 0, number))

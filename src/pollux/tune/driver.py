@@ -302,6 +302,7 @@ class StudyDriver:
                 progress=self._progress(one),
                 is_proven=self._is_proven(one),
                 has_slots=one.number in self.seen and self.seen[one.number].num_replicas > 0,
+                speedups=self._speedups(one),
             )
             for one in live
             if self._progress(one) < ENDING or not self._num_left()
@@ -310,6 +311,11 @@ class StudyDriver:
         num_seen = sum(bool(one.points) for one in counted)
         prospect = Prospect(num_left=self._num_room(), num_seen=num_seen, cost=cost)
         return self._rule(candidates, prospect, self._num_slots(), self.request.job.max_replicas or MANY)
+
+    def _speedups(self, trial: StoredTrial) -> tuple[float, ...]:
+        """Its own, or those of the trial that knows most: all run the same script."""
+        own = self.seen[trial.number].speedups if trial.number in self.seen else ()
+        return own or max((one.speedups for one in self.seen.values()), key=len, default=())
 
     def _is_proven(self, trial: StoredTrial) -> bool:
         """Whether its curve decides on its slots. A population trains side by side: its worst trial may copy others."""

@@ -20,6 +20,7 @@ class TrialJob:
     progress: float | None
     metrics: Mapping[str, object]
     is_of_study: str  # the study it was submitted for
+    speedups: tuple[float, ...] = ()  # goodput with 1, 2, ... slots over that with one, as far as it is known
 
     @property
     def is_over(self) -> bool:

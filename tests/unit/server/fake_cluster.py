@@ -163,6 +163,9 @@ class FakeCluster:
         self.told.append((report.job, time.time(), report))
         return ReportAnswer(params={"cpu": ThroughputParams(*[0.1] * 7)}, report_every_s=1.0)
 
+    def speedups_of(self, name: str) -> tuple[float, ...]:
+        return ()
+
     def keep_reports(self) -> None: ...
 
     def reports(self, name: str, since: int | None, limit: int) -> list[StoredReport]:

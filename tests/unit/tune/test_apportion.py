@@ -10,8 +10,9 @@ from pollux.tune.apportion import Candidate, Prospect, apportion
 MANY = 1000
 
 
-def trial(number, chance=0.0, progress=0.1, *, is_proven=True, has_slots=True):
-    return Candidate(number=number, chance=chance, progress=progress, is_proven=is_proven, has_slots=has_slots)
+def trial(number, chance=0.0, progress=0.1, *, is_proven=True, has_slots=True, speedups=()):
+    known = {"is_proven": is_proven, "has_slots": has_slots, "speedups": speedups}
+    return Candidate(number=number, chance=chance, progress=progress, **known)
 
 
 def prospect(num_left=100, num_seen=0, cost=0.1):
@@ -34,6 +35,21 @@ def test_a_trial_that_has_passed_no_rung_keeps_its_slot():
 def test_the_better_of_two_has_more_slots():
     found = apportion([trial(0, 0.75), trial(1, 0.25)], prospect(num_left=0, num_seen=9), 8, MANY)
     assert found.slots == {0: 6, 1: 2}
+
+
+def test_slots_that_add_nothing_to_the_best_trial_go_to_others():
+    trials = [trial(0, 0.9, speedups=(1.0, 1.02, 1.02, 1.02)), trial(1, 0.1, has_slots=False)]
+    found = apportion(trials, prospect(num_seen=50), 4, MANY)
+    assert found.slots == {0: 1, 1: 1} and found.num_new == 2
+    assert apportion(trials, prospect(num_seen=50, num_left=0), 4, MANY).slots[0] == 1
+
+
+def test_no_trial_has_more_for_scaling_well():
+    """Its chance counts, and each slot that others could have less and less."""
+    found = apportion(
+        [trial(0, 0.5, speedups=(1.0, 2.0, 3.0, 4.0)), trial(1, 0.5)], prospect(num_left=0, num_seen=9), 4, MANY
+    )
+    assert found.slots == {0: 2, 1: 2}
 
 
 def test_a_trial_without_any_chance_waits_for_new_ones_and_goes_on_when_none_is_left():

@@ -49,6 +49,7 @@ class ClusterJobs:
             progress=job.progress,
             metrics=job.metrics,
             is_of_study=job.study,
+            speedups=self._cluster.queries.speedups_of(name),
         )
 
     def cancel(self, name: str, reason: str) -> None:

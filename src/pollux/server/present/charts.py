@@ -180,6 +180,14 @@ def _numbers_of(values: FloatArray) -> Numbers:
     return tuple(finite(value) for value in values.tolist())
 
 
+def known_speedups(decision: JobDecision) -> tuple[float, ...]:
+    """With 1, 2, ... replicas over that with one, as far as they were weighed without a gap."""
+    found: list[float] = []
+    while (useful := useful_slots(decision, len(found) + 1)) is not None:
+        found.append(useful)
+    return tuple(found) if found[:1] == [1.0] else ()
+
+
 def useful_slots(decision: JobDecision, num_replicas: int) -> float | None:
     """What a job does with so many replicas, if what it does with one counts 1; None: it was not weighed."""
     counts, speedups = decision.option_replicas, decision.option_speedups

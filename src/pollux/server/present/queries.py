@@ -30,7 +30,7 @@ from pollux.server.live.clock import LiveClock
 from pollux.server.live.job_table import LiveJob
 from pollux.server.live.recorder import DecisionLog
 from pollux.server.live.state import ClusterState
-from pollux.server.present.charts import job_curves, job_model, useful_slots
+from pollux.server.present.charts import job_curves, job_model, known_speedups, useful_slots
 from pollux.server.present.deadlines import deadline_in_words, spent_in_words
 from pollux.server.present.forecasts import free_slot_reasons, job_forecast, no_forecast
 from pollux.server.present.gauges import Measured
@@ -361,6 +361,11 @@ class Queries:
         count = record.allocation.num_replicas
         useful = useful_slots(job.decided.decision, count)
         return 1.0 if useful is None else min(useful / count, 1.0)
+
+    def speedups_of(self, name: str) -> tuple[float, ...]:
+        """Of a job with 1, 2, ... replicas over that with one, as the last decision had it; empty: not known."""
+        job = self._jobs.get(name)
+        return () if job is None or job.decided is None else known_speedups(job.decided.decision)
 
     def usage(self, by: Sequence[UsageKey], since: str | None, until: str | None) -> list[UsageRow]:
         """What was used, from day to day, both included; as of a few seconds ago."""
