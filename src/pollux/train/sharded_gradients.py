@@ -7,6 +7,7 @@ gradient, flat, when its backward pass is over.
 - Gradients are weighted by n/N before they are added up, so the sum is the mean over all examples of the step.
 - The reduced gradient of a pass that is not the step's last is kept, sharded, and ``.grad`` gets zeros. The last pass
   adds it. So accumulation takes one shard of memory, and each pass one more reduce-scatter.
+- With copies of the shards, replicas agree before each step that all have their gradients.
 - A collective that fails does not raise inside the user's loop. It gives zeros, no more is sent, and the session checks
   :attr:`ShardedGradients.failure` before gradients are used.
 
@@ -31,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from pollux.errors import PeerLostError
 from pollux.train.device_sums import DeviceSums
 from pollux.train.gradients import Norms, PassPlan
 from pollux.train.noise import WARM_UP_STEPS, GroupOptions, Preconditioner, squared_norm, weighed
@@ -244,9 +246,26 @@ class ShardedGradients:
         plan = self._plan
         if plan is not None and plan.is_last:
             self._give_unused()
+            self._agree()
         self._on_ready()
         if plan is not None and plan.is_last and self.failure is None:
             self._on_last()
+
+    def _agree(self) -> None:
+        """With copies of the shards: go on only if all replicas have their gradients.
+
+        A lost replica may have summed with the replicas of its shards, and not with its copy. Without this, some shards
+        would make the step and others would not, and the state would be lost. The host waits for the device here.
+        """
+        if self._copies is None:
+            return
+        flag = torch.zeros(1, device=self._team.device)
+        self._try(flag, lambda: dist.all_reduce(flag, async_op=True))
+        if self.failure is None:
+            try:
+                self._team.settle()
+            except PeerLostError as error:
+                self.failure = self.failure or error
 
     @torch.no_grad()
     def _give_unused(self) -> None:

@@ -27,6 +27,7 @@ from pollux.train import shards, team
 from pollux.train.adaptation import Adaptation
 from pollux.train.leaving import Leave
 from pollux.train.session import Session
+from pollux.train.sharded_gradients import ShardedGradients
 from tests.long import long
 from tests.unit.train.planned import PlannedMembership
 from tests.unit.train.processes import Rows, a_run, loss_of, refusal, small_model
@@ -198,6 +199,30 @@ def test_a_lost_shard_comes_back_from_the_last_checkpoint(tmp_path: Path) -> Non
 def test_a_lost_shard_comes_back_from_its_copy(tmp_path: Path) -> None:
     plan: Plan = [(0, [0, 1, 2, 3]), (None, [0, 1, 2]), (9, [0, 1])]
     results = replicas(4, train_with, {"copies": 2}, tmp_path, plan, (3, 5), killed=[3])
+    check(tmp_path, results, unsharded())
+
+
+def train_and_die_between_copies(folder: Path, plan: Plan, dies_at: int) -> Any:
+    """Process 3 kills itself when all of a step's gradients are summed with its shard's group, but not with its copy.
+
+    Without an agreement, the replicas of one shard would make the step, and that of the other would not.
+    """
+    if os.environ["RANK"] == "3":
+        original, calls = ShardedGradients._complete, Counter[str]()
+
+        def complete(self: ShardedGradients, *args: Any) -> None:
+            calls["all"] += 1
+            if calls["all"] == dies_at * len(self._groups) + len(self._groups):
+                os.kill(os.getpid(), signal.SIGKILL)
+            original(self, *args)
+
+        ShardedGradients._complete = complete  # type: ignore[method-assign]
+    return train_planned(folder, plan, copies=2)
+
+
+def test_replicas_with_copies_make_a_step_all_or_none(tmp_path: Path) -> None:
+    plan: Plan = [(0, [0, 1, 2, 3]), (None, [0, 1, 2])]
+    results = replicas(4, train_and_die_between_copies, tmp_path, plan, 5, killed=[3])
     check(tmp_path, results, unsharded())
 
 
