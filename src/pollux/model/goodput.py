@@ -29,6 +29,7 @@ NUM_CANDIDATES = _NUM_TOTALS + 2 * len(_PASSES)
 KEEP_THRESHOLD = 0.05  # gain in goodput below which a job keeps its batch: the model is no more accurate, as in adaptdl
 _ROUNDING = 1e-8  # before a ratio of whole numbers is rounded up
 _ALL_COUNTS = 16  # replicas up to which a table has every count; beyond, goodput between two counts is nearly linear
+_MAX_ANSWERS = 4096  # of a tuner, that are remembered
 _TOGETHER = 256  # models whose tables are computed at once: bounds the memory of their arrays
 _NO_TABLE = np.zeros((2, 1))
 
@@ -166,6 +167,7 @@ class BatchTuner:
             )
         self._totals, rates = self._rates(self._device, self._accum)
         self._allowed_rates = np.where(allowed, rates, 0.0)
+        self._answers: dict[tuple[object, ...], tuple[BatchConfig, float]] = {}
 
     def _rates(self, device: IntArray, accum: IntArray) -> tuple[FloatArray, FloatArray]:
         pass_s, step_s = corrected_times(self._params, self._num_nodes, self._num_replicas, device, self._measured)
@@ -191,8 +193,20 @@ class BatchTuner:
         ``earned``: the share of a larger batch's gain that counts (:func:`~pollux.model.efficiency.earned_gain`).
 
         ``current`` is kept unless the best beats it by more than ``threshold``. With a ``limit``, larger totals are
-        not considered, ``current`` included; the smallest allowed one always is.
+        not considered, ``current`` included; the smallest allowed one always is. The same question is answered from
+        memory: epochs come again, in simulations also those of other jobs.
         """
+        question = (phi, current, threshold, limit, earned)
+        found = self._answers.get(question)
+        if found is None:
+            if len(self._answers) >= _MAX_ANSWERS:
+                self._answers.clear()
+            found = self._answers[question] = self._best(phi, current, threshold, limit, earned)
+        return found
+
+    def _best(
+        self, phi: float, current: BatchConfig | None, threshold: float, limit: int | None, earned: float
+    ) -> tuple[BatchConfig, float]:
         rates = self._allowed_rates
         if limit is not None:
             limit = max(limit, int(self._totals[rates > 0].min()))

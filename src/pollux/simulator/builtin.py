@@ -121,6 +121,7 @@ class ProfiledApplication:
         lengths = [end - start for start, end in pairwise([0.0, *self._ends])]
         self._slowed = list(accumulate(d / (phi + initial) for d, phi in zip(lengths, phis, strict=True)))
         self._step_times: dict[tuple[str, tuple[int, ...], int], StepTime] = {}
+        self._sync_factors: dict[tuple[str, int, int], float] = {}
 
     def _validate(self, noise_scales: Sequence[float]) -> None:
         name, ends = self.name, self._ends
@@ -204,7 +205,11 @@ class ProfiledApplication:
         corrections = self._corrections.get(accelerator, NO_CORRECTIONS)
         num_nodes, num_replicas = len(placement), sum(placement)
         compute = grad_s(theta, device_batch) * corrections.pass_factor(device_batch)
-        communicate = sync_s(theta, num_nodes, num_replicas) * corrections.sync_factor(num_nodes, num_replicas)
+        shape = (accelerator, num_nodes, num_replicas)
+        factor = self._sync_factors.get(shape)
+        if factor is None:
+            factor = self._sync_factors[shape] = corrections.sync_factor(num_nodes, num_replicas)
+        communicate = sync_s(theta, num_nodes, num_replicas) * factor
         step = overlap(compute, communicate, theta.gamma)
         return StepTime(float(step), float(step - compute))
 

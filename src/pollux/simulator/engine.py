@@ -14,6 +14,7 @@ import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 
 import numpy as np
 
@@ -152,7 +153,7 @@ class SimulatedJob:
         measured = self.measured.get((self.accelerator, *shape), {})
         basis = (params, limits, shape, len(measured))
         if self.tuner is None or basis != self.tuner_basis:
-            self.tuner, self.tuner_basis = BatchTuner(params, limits, *shape, measured), basis
+            self.tuner, self.tuner_basis = _tuner(params, limits, shape, tuple(measured.items())), basis
         elif (phi, limit) == self.tuned_for and not is_new_allocation:
             return
         self.tuned_for = (phi, limit)
@@ -491,6 +492,14 @@ class SimulatedEngine:
             job = self._running[name]
             if speed != job.shared_speed:
                 job.shared_speed, job.rate = speed, math.nan
+
+
+@lru_cache(maxsize=4096)  # a few KB each
+def _tuner(
+    params: ThroughputParams, limits: BatchLimits, shape: tuple[int, int], measured: tuple[tuple[int, Timing], ...]
+) -> BatchTuner:
+    """Shared by all jobs of which the same is known: those of an application, once it has been measured."""
+    return BatchTuner(params, limits, *shape, dict(measured))
 
 
 def _load(job: SimulatedJob) -> float:
