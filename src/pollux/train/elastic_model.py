@@ -183,7 +183,7 @@ class ElasticModel(PreparedModel):
                 if self.on_rebuild is not None:
                     self.on_rebuild()
             ddp.reducer._rebuild_buckets()
-        except RuntimeError as error:
+        except (RuntimeError, IndexError) as error:  # an aborted NCCL group leaves sizes of buckets that make no sense
             return self.on_forward(error)
         return self.on_forward(None)
 
