@@ -256,7 +256,8 @@ class Cluster:
         Raises:
             UnknownNameError: there is no such job.
         """
-        if name in self._jobs and (job := self._jobs.get(name)) is not None:
+        job = self._jobs.get(name) if name in self._jobs else None
+        if job is not None and not job.is_unwanted:
             wish = self._cancellations.add(name, reason)
             job.is_unwanted = True
             with contextlib.suppress(FutureTimeoutError):

@@ -236,6 +236,7 @@ def test_a_job_that_can_use_no_checkpoint_waits_for_its_owner_and_goes_on_when_r
     world.until_state(name, "running")
     world.engine.end(name, JobState.FAILED, reason=UNREADABLE, exit_code=1)
     told = world.until_state(name, "pending")
+    world.until(lambda: notices, "a notice")  # right after it is saved
     assert [notice.event for notice in notices] == ["job.held"]
     assert f"then: pollux release {name}" in told.reason and str(world.path) in told.reason
     world.cluster.stop(keeps_jobs=True)
@@ -264,6 +265,8 @@ def test_a_cancellation_does_not_wait_for_a_decision_and_is_kept(world):
     told = old.cancel(name, "enough")
     assert time.monotonic() - began < 1.0
     assert (told.state, told.note) == ("running", "it is being cancelled")
+    old.cancel(name, "again")  # and again: kept once
+    assert [one.reason for one in Cancellations(world.store).all()] == ["enough"]
     world.make().start()  # the server was killed, and another one starts
     assert world.until_state(name, "cancelled").reason == "enough"
     assert Cancellations(world.store).all() == []
