@@ -10,13 +10,14 @@ the database holds and what the engine says, exactly as after a restart of the s
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import math
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import date
@@ -54,6 +55,7 @@ from pollux.server.present.deadlines import verdict_in_words
 from pollux.server.present.gauges import Measured
 from pollux.server.present.metrics import Metrics
 from pollux.server.present.queries import Queries
+from pollux.server.storage.cancellations import Cancellation, Cancellations
 from pollux.server.storage.files import read_names, read_seconds, write_names, write_seconds
 from pollux.server.storage.readings import ReadingStore
 from pollux.server.storage.simulations import Simulations
@@ -62,6 +64,7 @@ from pollux.server.storage.usage import UsageStore
 from pollux.types import JobSpec
 
 ANSWER_S = 10.0  # the longest a caller waits for the scheduler's thread
+SHORT_WAIT_S = 0.02  # for what is kept and will be done: as a rule it is done by then
 CUT_OFF_S = 5.0  # that a stop waits for an engine that reaches no job
 SHORTEST_TICK_S = 0.02  # events that come together are seen together
 LONGEST_WAIT_S = 1.0
@@ -122,6 +125,7 @@ class Cluster:
         self._pool, self._inbox = pool, Inbox(engine, self._jobs)
         self._hangs = HangWatch(self._jobs, engine, config.hang_timeout_s)
         self._devices, self._readings = DeviceWatch(self._jobs, engine), ReadingStore(store)
+        self._cancellations = Cancellations(store)
         self._calls, self._woken = Calls(), wakeup or threading.Event()
         self._thread: threading.Thread | None = None
         self._is_stopping = self._looks_at_dependencies = False
@@ -247,12 +251,17 @@ class Cluster:
         self._queue(lambda: self._working().reconsider("quota"))
 
     def cancel(self, name: str, reason: str) -> JobSummary:
-        """End a job; one that is over already stays what it is.
+        """End a job; one that is over already stays what it is. It will be ended when this returns, and may have been.
 
         Raises:
             UnknownNameError: there is no such job.
         """
-        self._ask(lambda: self._cancel(name, reason))
+        job = self._jobs.get(name) if name in self._jobs else None
+        if job is not None and not job.is_unwanted:
+            wish = self._cancellations.add(name, reason)
+            job.is_unwanted = True
+            with contextlib.suppress(FutureTimeoutError):
+                self._queue(lambda: self._cancel_all([wish])).result(SHORT_WAIT_S)
         return self.queries.summary_of(name)
 
     def drain(self, node: str, is_draining: bool) -> NodeSummary:
@@ -379,6 +388,7 @@ class Cluster:
         self.metrics.remember(records)
         self._state.scheduler = scheduler
         self._take_in(self._jobs.hold(waiting))
+        self._cancel_all(self._cancellations.all())
         self._problem = ""
 
     def _run(self) -> None:
@@ -507,6 +517,14 @@ class Cluster:
             self._working().cancel(name, reason)
         else:
             self._store.job(name)
+
+    def _cancel_all(self, wanted: Sequence[Cancellation]) -> None:
+        """What was kept to be done. Jobs that have ended meanwhile stay what they are."""
+        with self._store.batched() if wanted else contextlib.nullcontext():
+            for one in wanted:
+                if one.job in self._jobs:
+                    self._cancel(one.job, one.reason)
+            self._cancellations.remove(wanted)
 
     def _on_ended(self, record: JobRecord) -> None:
         self._look_at_usage(record)

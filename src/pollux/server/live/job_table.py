@@ -72,6 +72,7 @@ class LiveJob:
     logged: Transition | None = None  # the last of its history that is in the server's log
     is_logged: bool = False  # its submission is in the log
     stuck: str = ""  # how long it has made no step, when that is long
+    is_unwanted: bool = False  # to be cancelled
     is_halted: bool = False  # and its owner was told
     num_hangs: int = 0  # how often it was stopped for that
     idle: str = ""  # which of its GPUs have done nothing for long

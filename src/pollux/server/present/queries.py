@@ -61,6 +61,7 @@ from pollux.version import __version__
 
 TIMELINE_S = 3600.0
 _HELD = "held: it waits for pollux release"
+_UNWANTED = "it is being cancelled"
 
 
 class Queries:
@@ -440,6 +441,7 @@ class Queries:
             return self._summary_of_stored(self._store.job(record.name))
         is_waiting = record.state is JobState.PENDING
         is_held = job.request is not None and job.request.is_held
+        told = _UNWANTED if job.is_unwanted else ""
         known = KnownJob(
             name=record.name,
             sequence=record.sequence,
@@ -460,8 +462,8 @@ class Queries:
         return job_summary(
             known,
             self._clock.now(),
-            reason=held_back or waiting_reason(record, capacity or self._capacity()) if is_waiting else "",
-            note="" if is_waiting else self._engine.note(record.name) or job.stuck,
+            reason=told or held_back or waiting_reason(record, capacity or self._capacity()) if is_waiting else "",
+            note="" if is_waiting else told or self._engine.note(record.name) or job.stuck,
             phase=NO_PHASE if is_waiting else self._phase_of(record, job),
         )
 
@@ -486,7 +488,9 @@ class Queries:
             team=self._team_of(job.request),
         )
         reason = "waiting for slots" if blocked is None else blocked.reason
-        if job.request is not None and job.request.is_held:
+        if job.is_unwanted:
+            reason = _UNWANTED
+        elif job.request is not None and job.request.is_held:
             reason = _HELD
         elif blocked is None and job.request is not None and job.request.array_limit is not None:
             reason = f"array {job.request.array_of} runs {job.request.array_limit} jobs at a time"

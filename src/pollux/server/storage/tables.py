@@ -37,6 +37,14 @@ jobs = sa.Table(
     sa.Index("jobs_by_end", "finished_at"),
     sqlite_autoincrement=True,
 )
+cancellations = sa.Table(  # asked for and not done yet
+    "cancellations",
+    tables,
+    sa.Column("id", _Id, primary_key=True),
+    *(sa.Column(name, sa.Text, nullable=False) for name in ("job", "reason")),
+    sa.Column("at", sa.Float, nullable=False),
+    sqlite_autoincrement=True,
+)
 knowledge = sa.Table(  # shared by the jobs of an application, where profiles are remembered
     "knowledge",
     tables,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import sqlite3
+import threading
 import time
 from collections.abc import Sequence
 
@@ -20,6 +21,7 @@ from pollux.scheduler.record import JobRecord
 from pollux.server.live import recorder as recorder_module
 from pollux.server.live.clock import LiveClock
 from pollux.server.notify.notifier import Notifier
+from pollux.server.storage.cancellations import Cancellations
 from pollux.types import Node
 from tests.unit.server.live.world import PATIENCE_S, World, report
 
@@ -234,6 +236,7 @@ def test_a_job_that_can_use_no_checkpoint_waits_for_its_owner_and_goes_on_when_r
     world.until_state(name, "running")
     world.engine.end(name, JobState.FAILED, reason=UNREADABLE, exit_code=1)
     told = world.until_state(name, "pending")
+    world.until(lambda: notices, "a notice")  # right after it is saved
     assert [notice.event for notice in notices] == ["job.held"]
     assert f"then: pollux release {name}" in told.reason and str(world.path) in told.reason
     world.cluster.stop(keeps_jobs=True)
@@ -251,3 +254,34 @@ def test_a_trial_that_can_use_no_checkpoint_has_failed_as_nobody_looks_after_it(
     world.until_state(name, "running")
     world.engine.end(name, JobState.FAILED, reason=UNREADABLE, exit_code=1)
     world.until_state(name, "failed")
+
+
+def test_a_cancellation_does_not_wait_for_a_decision_and_is_kept(world):
+    name = world.submit()
+    world.until_state(name, "running")
+    old, decided = world.cluster, threading.Event()
+    old._queue(lambda: decided.wait(PATIENCE_S))  # a round that takes long
+    began = time.monotonic()
+    told = old.cancel(name, "enough")
+    assert time.monotonic() - began < 1.0
+    assert (told.state, told.note) == ("running", "it is being cancelled")
+    old.cancel(name, "again")  # and again: kept once
+    assert [one.reason for one in Cancellations(world.store).all()] == ["enough"]
+    world.make().start()  # the server was killed, and another one starts
+    assert world.until_state(name, "cancelled").reason == "enough"
+    assert Cancellations(world.store).all() == []
+    old._is_stopping = True
+    decided.set()
+    old._thread.join()
+
+
+def test_a_job_that_ends_while_it_is_to_be_cancelled_stays_what_it_is(world):
+    name = world.submit()
+    world.until_state(name, "running")
+    Cancellations(world.store).add(name, "enough")
+    world.engine.end(name)
+    world.until_state(name, "succeeded")
+    world.cluster.stop(keeps_jobs=True)
+    world.make().start()
+    assert Cancellations(world.store).all() == []
+    assert world.cluster.queries.summary_of(name).state == "succeeded"
