@@ -55,7 +55,7 @@ def test_jobs_run_on_nodes_that_talk_by_tls_and_do_not_see_the_key(nodes: RayClu
             timeout=120,
         )
         took_s, _, message = done.stdout.partition(" ")
-        assert "RAY_USE_TLS" in message, done.stdout + done.stderr
-        assert float(took_s) < 30.0
+        assert "speaks TLS: set RAY_USE_TLS=1" in message, done.stdout + done.stderr
+        assert float(took_s) < 5.0
     finally:
         cluster.stop()
