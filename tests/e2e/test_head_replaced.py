@@ -31,6 +31,7 @@ def test_jobs_go_on_with_a_head_at_another_address(tmp_path: Path) -> None:
         for node in nodes.nodes.values():
             node.kill()
         first.kill_server()
+        first.stop()  # nothing of it is left
     with RayCluster(tmp_path / "after", head_cpus=1) as nodes:
         second = LiveCluster(tmp_path, address=nodes.address, **options).start()
         try:
