@@ -42,19 +42,21 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LiveCluster
     for name in ("RAY_ADDRESS", "RAY_AUTH_TOKEN", "RAY_AUTH_MODE"):
         monkeypatch.delenv(name, raising=False)
     made = LiveCluster(tmp_path, engine="ray", slots=None, resource="CPU", policy="equal", host="127.0.0.1")
-    made.start()
-    address = json.loads((made.data / head.HEAD_FILE).read_text())["address"]
-    node = RayNode(
-        [f"--address={address}", "--node-name=joined", "--num-cpus=1", "--object-store-memory=80000000"],
-        {**os.environ, "RAY_DISABLE_IMPORT_WARNING": "1"},
-        tmp_path / "node.log",
-    )
+    node: RayNode | None = None
     try:
+        made.start()
+        address = json.loads((made.data / head.HEAD_FILE).read_text())["address"]
+        node = RayNode(
+            [f"--address={address}", "--node-name=joined", "--num-cpus=1", "--object-store-memory=80000000"],
+            {**os.environ, "RAY_DISABLE_IMPORT_WARNING": "1"},
+            tmp_path / "node.log",
+        )
         made.until(lambda: "joined" in {one.name for one in made.client.nodes()}, "the node that joined", 60.0)
         yield made
     finally:
         made.stop()
-        node.kill()
+        if node is not None:
+            node.kill()
         head.stop_head(made.data)
         shutil.rmtree(temporary, ignore_errors=True)
 

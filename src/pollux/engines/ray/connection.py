@@ -12,9 +12,10 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from pollux.engines.ray.network import can_connect
+from pollux.engines.ray.network import can_connect, speaks_tls
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -94,6 +95,7 @@ def connect(address: str) -> None:
                 f"{NO_RAY} at {address} ({why}): see that the head runs (`ray status` on it) and that the port "
                 "is reachable from here, or leave --address out to start a head"
             )
+        _require_same_encryption(match["host"], int(match["port"]), os.environ)
     _require_token(address)
     handler = signal.getsignal(signal.SIGTERM) if threading.current_thread() is threading.main_thread() else None
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -115,6 +117,24 @@ def connect(address: str) -> None:
     finally:
         if handler is not None:
             signal.signal(signal.SIGTERM, handler)  # Ray puts its own there
+
+
+def _require_same_encryption(host: str, port: int, env: Mapping[str, str]) -> None:
+    """With TLS on one side alone ``ray.init`` takes minutes, and its words are of something else.
+
+    Raises:
+        Refused: it is so.
+    """
+    ours = env.get("RAY_USE_TLS", "0").lower() in ("1", "true")
+    theirs = speaks_tls(host.strip("[]"), port, REACH_S)
+    if theirs is None or ours == theirs:
+        return
+    if theirs:
+        raise Refused(
+            f"Ray at {host}:{port} speaks TLS: set RAY_USE_TLS=1, RAY_TLS_SERVER_CERT, RAY_TLS_SERVER_KEY and "
+            "RAY_TLS_CA_CERT where pollux up is called, as for ray start"
+        )
+    raise Refused(f"Ray at {host}:{port} does not speak TLS: unset RAY_USE_TLS where pollux up is called")
 
 
 def _require_token(address: str) -> None:

@@ -7,6 +7,7 @@ leads to the loopback, so each replica is told the interface that has its node's
 from __future__ import annotations
 
 import socket
+import ssl
 
 import psutil
 
@@ -41,6 +42,22 @@ def can_connect(host: str, port: int, timeout_s: float) -> str:
     except OSError as error:
         return error.strerror or str(error)
     return ""
+
+
+def speaks_tls(host: str, port: int, timeout_s: float) -> bool | None:
+    """Whether what listens there wants TLS; None: it does not say. Nothing is trusted, and nothing is told to it."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    context.set_alpn_protocols(["h2"])  # or gRPC does not answer
+    try:
+        with socket.create_connection((host, port), timeout=timeout_s) as plain, context.wrap_socket(plain):
+            return True
+    except ssl.SSLError as error:  # an alert is TLS, too: it wants a certificate of ours, say
+        return "ALERT" in (error.reason or "")
+    except TimeoutError:
+        return None
+    except OSError:  # it hung up
+        return False
 
 
 def _family(address: str) -> socket.AddressFamily:

@@ -51,7 +51,10 @@ LEASE_S = 120.0  # after so long without a word the supervisor has given this no
 CHUNK_BYTES = 1 << 20
 OUTPUT, COPIES = "output", "copies"  # folders of an agent: what replicas print, and working directories
 READ_PERIOD_S = 0.1
-SECRETS = ("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")  # of the Ray cluster: no job may have them
+SECRETS = (  # of the Ray cluster: no job may have them, or learn where they are
+    *("RAY_AUTH_MODE", "RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH"),
+    *("RAY_USE_TLS", "RAY_TLS_SERVER_CERT", "RAY_TLS_SERVER_KEY", "RAY_TLS_CA_CERT"),
+)
 RAYS_OWN = ("RAY_", "PYTHONBREAKPOINT", "CUDA_VISIBLE_DEVICES")
 
 # What the supervisor asks of an agent, and is told. A node has the agent of the Pollux that is installed there.

@@ -39,7 +39,8 @@ from pollux.types import Node
 STORAGE_FILE = "storage.json"
 _OWN_VARIABLE = re.compile(
     "(POLLUX|TORCHELASTIC)_.*|MASTER_(ADDR|PORT)|((LOCAL|GROUP|ROLE)_)?(RANK|WORLD_SIZE)|ROLE_NAME|"
-    "RAY_AUTH_(MODE|TOKEN|TOKEN_PATH)|PGPASS(WORD|FILE)"  # of the Ray cluster and the database: no job may have them
+    # Of the Ray cluster and the database: no job may have them.
+    "RAY_AUTH_(MODE|TOKEN|TOKEN_PATH)|RAY_USE_TLS|RAY_TLS_.*|PGPASS(WORD|FILE)"
 )
 _E = TypeVar("_E", bound=LiveEngine)
 

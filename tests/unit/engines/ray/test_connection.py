@@ -35,6 +35,7 @@ def failing(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         monkeypatch.setattr(ray, "init", init)
         monkeypatch.setattr(connection, "can_connect", lambda *_: "")
+        monkeypatch.setattr(connection, "speaks_tls", lambda *_: None)
 
     return make
 

@@ -267,13 +267,13 @@ def test_replicas_know_their_interface_and_nothing_of_ray(host: Host, tmp_path: 
     assert not [variable for variable in seen if variable.startswith("RAY_")]
 
 
-def test_no_job_gets_the_token_of_the_ray_cluster(host: Host, tmp_path: Path) -> None:
+def test_no_job_gets_the_token_or_the_key_of_the_ray_cluster(host: Host, tmp_path: Path) -> None:
     command = ("sh", "-c", "env")
-    secrets = {"RAY_AUTH_TOKEN": "secret", "RAY_AUTH_TOKEN_PATH": "/root/token"}
+    secrets = {"RAY_AUTH_TOKEN": "secret", "RAY_AUTH_TOKEN_PATH": "/root/token", "RAY_TLS_SERVER_KEY": "/root/key"}
     host.ask("obey", [spawn(tmp_path, "no-python", *command, **secrets)])
     host.until_told("exited", "no-python")
     seen = host.output(f"{tmp_path}/jobs/no-python.out")
-    assert "PATH=" in seen and "RAY_AUTH" not in seen
+    assert "PATH=" in seen and "RAY_AUTH" not in seen and "RAY_TLS" not in seen
 
 
 def test_what_a_node_says_of_itself(host: Host, tmp_path: Path) -> None:
