@@ -233,7 +233,7 @@ def test_jobs_side_by_side(visitor: Visitor) -> None:
     assert not any(text.startswith("kind") for text in rows.all_inner_texts())  # both are elastic
     page.get_by_label("Only what differs").uncheck()
     assert any(text.startswith("kind") for text in rows.all_inner_texts())
-    page.get_by_label("Lay curves over each other by").select_option("progress")
+    page.get_by_label("Align curves by").select_option("progress")
     page.wait_for_function(
         "() => document.querySelector(`figure[aria-label='Goodput'] .plot`).layout.xaxis.title.text === 'progress'"
     )

@@ -29,7 +29,7 @@ export class Gantt {
     this.times = new Canvas({class: "gantt-axis", "aria-hidden": "true"}, (...args) => this.drawTimes(...args));
     this.times.setHeight(AXIS);
     this.empty = h("p", {class: "empty"}, "No job has been here in this time.");
-    this.scroll = h("div", {class: "gantt-rows", style: {maxHeight: `${MOST_HEIGHT}px`}}, this.canvas.element);
+    this.scroll = h("div", {class: "gantt-rows", style: {"max-height": `${MOST_HEIGHT}px`}}, this.canvas.element);
     this.scroll.addEventListener("scroll", () => this.canvas.ask(), {passive: true});
     this.element = h("div", {}, this.scroll, this.times.element, this.empty);
     this.listen(this.canvas.element);

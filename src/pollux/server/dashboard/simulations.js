@@ -58,7 +58,7 @@ export function simulationsPage() {
     h(
       "p",
       {class: "muted"},
-      "Simulations run with the scheduler that is at work here, under the policies of your choice.",
+      "Simulations use the same scheduler as this cluster, with the policies that you choose.",
     ),
     empty,
     list,

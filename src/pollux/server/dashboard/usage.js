@@ -36,7 +36,7 @@ export function usagePage() {
     "div",
     {},
     h("h1", {}, "Usage by month"),
-    h("p", {class: "muted"}, "Slots that jobs held, times hours. Goodput-hours count what was useful of them."),
+    h("p", {class: "muted"}, "Slot-hours are slots held, times hours. Goodput-hours are the useful part of them."),
     problem,
     used.element,
     h("section", {}, h("h2", {}, "Teams"), teams.element),
