@@ -55,7 +55,7 @@ def test_the_first_pages_show_the_commands_that_a_newcomer_needs() -> None:
 
 
 def test_the_readme_is_read_in_a_minute() -> None:
-    assert len(README.read_text().splitlines()) <= 110
+    assert len(README.read_text().splitlines()) <= 100
 
 
 def test_the_two_commands_are_targets() -> None:

@@ -121,6 +121,49 @@ def test_axe_finds_no_barrier(visitor: Visitor, mode: str, names: tuple[str, ...
     assert not told, "\n".join(told)
 
 
+# What opens on a page: the page, where the key is pressed, and what is there then.
+OPENED = {
+    "limits": ("#/jobs/train", "button:has-text('Change limits')", "dialog[open]"),
+    "cancel": ("#/jobs/train", "button:has-text('Cancel the job')", "dialog[open]"),
+    "decision": ("#/decisions", ".round button:has-text('Details')", ".round table"),
+    "nodes": ("#/", "summary:has-text('The nodes as a table')", "table[aria-label=Nodes]"),
+    "node": ("#/", "canvas.map", "dialog[open]"),
+    "words": ("#/usage", "summary:has-text('What the words mean')", "details[open] dl"),
+    "nothing": ("#/nowhere", "", ".empty-page"),
+}
+SOME_OPENED = [pytest.param(("limits", "node"), id="some"), pytest.param(tuple(OPENED), id="all", marks=long)]
+
+
+@pytest.mark.parametrize("names", SOME_OPENED)
+@pytest.mark.parametrize("mode", first_of(["light", "dark"]))
+def test_axe_finds_no_barrier_in_what_opens(visitor: Visitor, mode: str, names: tuple[str, ...]) -> None:
+    page = visitor.open()
+    page.emulate_media(color_scheme="dark" if mode == "dark" else "light")
+    found = {}
+    for name in names:
+        hash_, button, sign = OPENED[name]
+        page.evaluate("hash => { location.hash = hash }", hash_)
+        page.locator("main h1").first.wait_for(state="attached")
+        if button:
+            page.locator(button).first.focus()
+            page.keyboard.press("Space")  # all of them open by keys
+        page.locator(sign).first.wait_for()
+        found[name] = barriers(page)
+        page.keyboard.press("Escape")
+    told = [f"{name}: {one}" for name, some in found.items() for one in some]
+    assert not told, "\n".join(told)
+
+
+@long
+@pytest.mark.parametrize("mode", ["light", "dark"])
+def test_axe_finds_no_barrier_where_a_token_is_asked_for(chrome: Any, server: Watched, mode: str) -> None:
+    with stranger(chrome, server, color_scheme=mode) as visitor:
+        visitor.expects.append("401")
+        page = visitor.open(has_token=False)
+        page.locator("#token-dialog[open]").wait_for()
+        assert barriers(page) == []
+
+
 def test_the_switch_overrides_the_system(chrome: Any, server: Watched) -> None:
     with stranger(chrome, server, color_scheme="light") as visitor:
         page = visitor.open()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +79,40 @@ def test_the_metric_that_a_script_logs_is_in_the_list(visitor: Visitor) -> None:
     told.tell(jobs=[row_of("digits", state="running", metric_name="accuracy", metric=0.93)])
     row = page.locator("table[aria-label=Jobs] tbody tr").first.inner_text()
     assert "0.93" in row and "accuracy" in row
+
+
+def test_a_job_says_what_its_resize_waits_for(visitor: Visitor) -> None:
+    told, page = told_by(visitor)
+    visitor.open()
+    phase = {"phase": "new replicas start: 1 of 2 are ready", "phase_since": time.time() - 65.0}
+    told.tell(jobs=[row_of("grows", state="resizing", reason="1 -> 3 replicas", num_replicas=1, **phase)])
+    row = page.locator("table[aria-label=Jobs] tbody tr").first
+    assert "new replicas start: 1 of 2 are ready" in row.inner_text()
+
+
+def test_rows_of_many_jobs_have_names_and_are_scrolled_to(visitor: Visitor) -> None:
+    page = visitor.page
+    span = {"since": 100.0, "until": 200.0, "num_replicas": 2, "allocation": [["a", 2]]}
+    jobs = [
+        {"name": f"job-{number}", "sequence": number, "state": "succeeded", "submitted_at": 50.0 + number}
+        | {"finished_at": 300.0, "spans": [span]}
+        for number in range(200)
+    ]
+    page.route(
+        "**/timeline?*", lambda route: route.fulfill(json={"since": 0, "until": 400, "total": 200, "jobs": jobs})
+    )
+    visitor.open()
+    page.locator("canvas.gantt").wait_for()
+    page.wait_for_function("() => document.querySelector('.gantt-rows').scrollHeight >= 200 * 15")
+    rows = page.locator(".gantt-rows")
+    assert rows.evaluate("one => one.clientHeight") <= 520
+    page.locator("canvas.gantt").focus()
+    page.keyboard.press("End")
+    assert page.locator("#tip").inner_text().startswith("job-199")
+    seen = "one => one.scrollTop + one.clientHeight >= one.scrollHeight - 1"
+    assert rows.evaluate(seen)
+    page.keyboard.press("Home")
+    assert page.locator("#tip").inner_text().startswith("job-0") and rows.evaluate("one => one.scrollTop") == 0
 
 
 @long
@@ -198,7 +233,7 @@ def test_jobs_side_by_side(visitor: Visitor) -> None:
     assert not any(text.startswith("kind") for text in rows.all_inner_texts())  # both are elastic
     page.get_by_label("Only what differs").uncheck()
     assert any(text.startswith("kind") for text in rows.all_inner_texts())
-    page.get_by_label("Lay curves over each other by").select_option("progress")
+    page.get_by_label("Align curves by").select_option("progress")
     page.wait_for_function(
         "() => document.querySelector(`figure[aria-label='Goodput'] .plot`).layout.xaxis.title.text === 'progress'"
     )

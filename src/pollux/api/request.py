@@ -436,30 +436,40 @@ class Option:
 
 OPTIONS = (
     Option("name", "name", "text", "NAME", "Name of the job; that of the script by default, numbered if taken."),
-    Option("application", "application", "text", "NAME", "Jobs of one application share what was learnt of its speed."),
-    Option("kind", "kind", "text", "|".join(get_args(Kind)), "By pollux.train, by pollux.elastic, or fixed; as seen."),
+    Option("application", "application", "text", "NAME", "Jobs of one application share their measured speeds."),
+    Option(
+        "kind",
+        "kind",
+        "text",
+        "|".join(get_args(Kind)),
+        "How it is resized: in place, by restart, never.",
+    ),
     Option("replicas", "replicas", "int", "N", "Run with exactly this many replicas."),
     Option("min-replicas", "min_replicas", "int", "N", "Never run with fewer; 1 by default."),
     Option("max-replicas", "max_replicas", "int", "N", "Never run with more; as many as useful by default."),
-    Option("preemptible", "is_preemptible", "flag", "", "May be stopped for others' sake, and go on later."),
+    Option("preemptible", "is_preemptible", "flag", "", "Other jobs may take its slots; it goes on later."),
     Option("checkpoints", "checkpoints", "flag", "", "A fixed job: it saves its state and can be restarted."),
     Option("weight", "weight", "float", "W", "Priority: twice the weight counts like two jobs."),
-    Option("priority", "priority", "int", "N", "Of one team's jobs, the least is stopped first when slots are short."),
+    Option("priority", "priority", "int", "N", "In a team: lower ones are stopped first when slots are short."),
     Option("max-restarts", "max_restarts", "int", "N", "Give up after more crashes; 3, or 0 for fixed jobs."),
     Option("cwd", "cwd", "text", "DIR", "Working directory, an absolute path; where it is submitted by default."),
     Option("workdir", "workdir", "text", "DIR", "Send this directory along, and run in a copy of it on every node."),
     Option("env", "env", "pairs", "KEY=VALUE", "An environment variable; may be given several times."),
-    Option("pip", "pip", "lines", "PACKAGE", "Install it first, or all of a file.txt; may be given several times."),
+    Option(
+        "pip",
+        "pip",
+        "lines",
+        "PACKAGE",
+        "Install this first, or all of a file.txt; may be given again.",
+    ),
     Option("uv", "uv", "lines", "PACKAGE", "As --pip, with uv, which the nodes must have."),
     Option("conda", "conda", "text", "NAME|FILE.yml", "Run in this conda environment, or in that of a file."),
     Option("container", "container", "text", "IMAGE", "Run in this image, by apptainer, podman or docker."),
     Option("time-limit", "time_limit_s", "duration", "TIME", "Stop it after this long: 90 (seconds), 10m, 2h30m, 1d."),
     Option(
-        "deadline", "deadline_s", "duration", "TIME", "Be through after this long; refused if it cannot be: 6h, 1d."
+        "deadline", "deadline_s", "duration", "TIME", "Finish within this time: 6h, 1d; refused if that is impossible."
     ),
-    Option(
-        "budget", "budget_hours", "float", "HOURS", "Hold so many slot-hours at most; then it waits, with a reason."
-    ),
+    Option("budget", "budget_hours", "float", "HOURS", "Use at most so many slot-hours; then it waits, with a reason."),
     Option("after", "after", "list", "JOB,...", "Start only when these jobs have succeeded."),
     Option("after-any", "after_any", "list", "JOB,...", "Start only when these jobs are over, however they ended."),
     Option("after-fail", "after_fail", "list", "JOB,...", "Start only when these jobs have failed."),
@@ -471,7 +481,7 @@ OPTIONS = (
     ),
     Option("cpus", "cpus", "float", "N", "CPUs that a node has for each replica; not counted by default."),
     Option("memory", "memory_bytes", "size", "SIZE", "Memory that a node has for each replica: 512M, 32G."),
-    Option("gpu-memory", "gpu_memory_bytes", "size", "SIZE", "Only on devices with so much memory: 20G, 512M."),
+    Option("gpu-memory", "gpu_memory_bytes", "size", "SIZE", "Least memory of a device to run on: 20G, 512M."),
     Option("owner", "owner", "text", "USER", "Submit it for another user; for admins."),
 )
 _BY_FIELD = {option.field: option for option in OPTIONS}

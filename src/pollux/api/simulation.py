@@ -34,6 +34,7 @@ class Simulation:
     title: str
     command: str
     kind: SimulationKind
+    owner: str = field(metadata=about("Who published it. That user and admins may delete it."))
     summary: tuple[SummaryRow, ...]
     report_url: str = field(metadata=about("Where the page is; anyone who knows it may see it."))
 

@@ -40,7 +40,7 @@ PANELS: dict[str, dict[str, Listed]] = {
             "start.",
         ),
         "down": Listed("down", "End the server. Its jobs checkpoint, leave, and go on at the next start."),
-        "status": Listed("listing", "Say how the server is: its slots, jobs and decisions."),
+        "status": Listed("listing", "Show the server's state: its slots, jobs and decisions."),
         "backup": Listed(
             "backup",
             "Back up the server's data to one file: jobs, users, usage, studies, tokens. The server may run.",
@@ -89,7 +89,7 @@ PANELS: dict[str, dict[str, Listed]] = {
         ),
         "describe": Listed(
             "describe",
-            "Say why a job has what it has: its state, model, decisions, resizes, and its failure if it failed.",
+            "Explain why a job has what it has: its state, model, decisions, resizes, and its failure if it failed.",
         ),
         "logs": Listed("jobs", "Print what a job has written, all replicas, from its first start on."),
         "hold": Listed(
@@ -98,7 +98,8 @@ PANELS: dict[str, dict[str, Listed]] = {
         "release": Listed("operations", "Release jobs that are held."),
         "update": Listed(
             "operations",
-            "Change a job that is not over: weight, priority, bounds, limits, deadline, budget. They count next round.",
+            "Change a job that is not over, from the next round on: weight, priority, bounds, limits, deadline, "
+            "budget.",
         ),
         "shell": Listed(
             "shell", "Open a shell beside a replica, on its machine: in its folder, with its GPU, as its Unix user."
@@ -129,8 +130,8 @@ PANELS: dict[str, dict[str, Listed]] = {
     "Users": {
         "user": Listed("user", "Users, their roles and their tokens."),
         "team": Listed("team", "Teams and what each is entitled to."),
-        "usage": Listed("usage", "Say what was used: slot-hours, GPU-hours, goodput-hours and cost."),
-        "whoami": Listed("whoami", "Say whom the server takes you for: user, team and role."),
+        "usage": Listed("usage", "Show usage: slot-hours, GPU-hours, goodput-hours and cost."),
+        "whoami": Listed("whoami", "Show who you are to the server: user, team and role."),
     },
     "Nodes": {
         "nodes": Listed("listing", "List nodes, their slots and the jobs on them."),
@@ -229,7 +230,7 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _options(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and leave.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
     ca: Annotated[
         Path | None,

@@ -302,7 +302,7 @@ def description(job: JobDetail, now: float) -> Group:
 def describe(
     name: JobArgument, as_json: JsonOption = False, data: DataOption = None, server: ServerOption = None
 ) -> None:
-    """Say why a job has what it has: its state, model, decisions, resizes, and its failure if it failed."""
+    """Explain why a job has what it has: its state, model, decisions, resizes, and its failure if it failed."""
     with connect(data, server) as client:
         found = client.job(name)
         job = found.describe()

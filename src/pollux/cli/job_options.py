@@ -15,7 +15,7 @@ _PANEL = "Job"
 _REPEATED = ("list", "lines", "pairs")
 
 CommandArgument = Annotated[
-    list[str], typer.Argument(metavar="COMMAND", help="What to run, with its arguments; no shell sees it.")
+    list[str], typer.Argument(metavar="COMMAND", help="The command to run, with its arguments. No shell reads it.")
 ]
 EnvFile = Annotated[
     str | None,

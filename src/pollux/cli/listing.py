@@ -284,7 +284,7 @@ def sizing_lines(sizing: ClusterSize) -> list[tuple[str, str]]:
 
 
 def status(as_json: JsonOption = False, data: DataOption = None, server: ServerOption = None) -> None:
-    """Say how the server is: its slots, jobs and decisions."""
+    """Show the server's state: its slots, jobs and decisions."""
     with connect(data, server) as client:
         cluster = client.status()
         url, pid = client.address.url, client.address.pid

@@ -118,7 +118,7 @@ def update(
     data: DataOption = None,
     server: ServerOption = None,
 ) -> None:
-    """Change a job that is not over: weight, priority, bounds, limits, deadline, budget. They count next round."""
+    """Change a job that is not over, from the next round on: weight, priority, bounds, limits, deadline, budget."""
     change = JobUpdate(
         weight=weight,
         priority=priority,

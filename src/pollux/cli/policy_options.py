@@ -149,14 +149,14 @@ POLICY_OPTIONS = (
         field="exploration",
         owner=PolicySettings,
         panel=POLICY_PANEL,
-        help="A job may ask for so many times the replicas it was measured with.",
+        help="A job may ask for this many times the replicas it was measured with.",
     ),
     SettingOption(
         flag="--first-replicas",
         field="first_replicas",
         owner=PolicySettings,
         panel=POLICY_PANEL,
-        help="And for so many before it was measured.",
+        help="A job may ask for this many replicas before it was measured.",
     ),
     SettingOption(
         flag="--avoid-interference",

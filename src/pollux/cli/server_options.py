@@ -59,7 +59,9 @@ PolicyOption = Annotated[
 ]
 IntervalOption = Annotated[
     float | None,
-    typer.Option("--interval", metavar="S", help="Decide at least every so many seconds.", rich_help_panel=_CLUSTER),
+    typer.Option(
+        "--interval", metavar="S", help="Longest time between decisions, in seconds.", rich_help_panel=_CLUSTER
+    ),
 ]
 
 
@@ -74,7 +76,7 @@ class ClusterOptions:
         typer.Option(
             "--slots-per-gpu",
             metavar="N",
-            help="So many slots on each GPU or MIG slice. Each has that part of the memory; speeds are not kept apart.",
+            help="Slots on each GPU or MIG slice. Each has that part of the memory; speeds are not kept apart.",
             rich_help_panel=_CLUSTER,
         ),
     ] = 1
@@ -104,7 +106,7 @@ class ClusterOptions:
         typer.Option(
             "--hang-timeout",
             metavar="TIME|never",
-            help="Stop a job that holds slots and makes no step for so long; 30m if left out.",
+            help="Stop a job that holds slots and makes no step for this long; 30m if left out.",
             rich_help_panel=_CLUSTER,
         ),
     ] = None
@@ -115,7 +117,7 @@ class ClusterOptions:
             "--max-workdir",
             metavar="MIB",
             min=1,
-            help="How large a directory may be that is sent along with a job; 512 if left out.",
+            help="The largest directory that may be sent along with a job; 512 if left out.",
             rich_help_panel=_CLUSTER,
         ),
     ] = None
@@ -124,7 +126,7 @@ class ClusterOptions:
         typer.Option(
             "--log-limit",
             metavar="SIZE|never",
-            help="Keep so much of a job's logs, as in 200M or 2G, and drop the oldest part; 1G if left out.",
+            help="Keep this much of a job's logs, as in 200M or 2G, and drop the oldest part; 1G if left out.",
             rich_help_panel=_CLUSTER,
         ),
     ] = None

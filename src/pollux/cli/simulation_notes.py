@@ -5,29 +5,19 @@ None of them stops a run.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 from collections.abc import Iterable, Mapping, Sequence
 
 import typer
 
-from pollux.policy import PolicySettings, make_policy
+from pollux.cli.policy_options import POLICY_OPTIONS
+from pollux.errors import PolluxError
+from pollux.policy import PolicySettings, make_policy, policy_names
 from pollux.simulator.application import Application, application_key
 from pollux.simulator.config import SimulationConfig
 from pollux.simulator.result import SimulationResult, group_results
 from pollux.simulator.workload import Workload
-
-# Our policies that read what an option sets.
-_READERS = {
-    "--p": ("pollux",),
-    "--weights": ("pollux",),
-    "--charge-s": ("gandiva", "pollux", "sia"),
-    "--exploration": ("pollux", "sia"),
-    "--first-replicas": ("pollux", "sia"),
-    "--avoid-interference": ("pollux",),
-    "--adapt-batches": ("pollux",),
-    "--elastic": ("pollux",),
-    "--efficiency": ("pollux",),
-}
 
 
 def say(notes: Iterable[str]) -> None:
@@ -57,31 +47,33 @@ def idle_types(workload: Workload, applications: Mapping[str, Application], conf
 
 
 def unread_settings(policies: Sequence[str], settings: PolicySettings) -> list[str]:
-    """About options that none of the policies reads. What a policy of another package reads is not known."""
+    """About options that none of the policies reads. A policy that does not say what it reads may read all."""
     usual = PolicySettings()
-    given = {
-        "--p": settings.p != usual.p,
-        "--weights": settings.weights != usual.weights,
-        "--charge-s": not settings.charges_measured,
-        "--exploration": settings.exploration != usual.exploration,
-        "--first-replicas": settings.first_replicas != usual.first_replicas,
-        "--avoid-interference": settings.avoid_interference != usual.avoid_interference,
-        "--adapt-batches": settings.adapts_batch != usual.adapts_batch,
-        "--elastic": settings.is_elastic != usual.is_elastic,
-        "--efficiency": settings.counts_efficiency != usual.counts_efficiency,
-    }
-    if any(not type(make_policy(name, settings)).__module__.startswith("pollux.") for name in policies):
+    given = [one for one in POLICY_OPTIONS if getattr(settings, one.field) != getattr(usual, one.field)]
+    read = [make_policy(name).settings_read for name in policies]
+    if any(fields is None for fields in read):
         return []
+    used = frozenset[str]().union(*(fields or () for fields in read))
     unread: dict[tuple[str, ...], list[str]] = {}
-    for option, readers in _READERS.items():
-        if given[option] and not set(readers) & set(policies):
-            unread.setdefault(readers, []).append(option)
+    for option in given:
+        if option.field not in used:
+            unread.setdefault(_readers_of(option.field), []).append(option.flag)
     who = f"{', '.join(policies)} {'does' if len(policies) == 1 else 'do'} not use"
     return [
         f"{' and '.join(options)} {'are' if len(options) > 1 else 'is'} for {', '.join(readers)}; "
         f"{who} {'them' if len(options) > 1 else 'it'}"
         for readers, options in unread.items()
     ]
+
+
+def _readers_of(field: str) -> tuple[str, ...]:
+    """Names of the policies whose decisions a setting changes."""
+    found = []
+    for name in policy_names():
+        with contextlib.suppress(PolluxError):  # an installed one that is broken
+            if field in (make_policy(name).settings_read or ()):
+                found.append(name)
+    return tuple(found)
 
 
 def equal_seeds(results: Sequence[SimulationResult]) -> list[str]:

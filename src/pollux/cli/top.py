@@ -22,8 +22,10 @@ from rich.text import Text
 
 from pollux.api.cluster import ClusterSample
 from pollux.api.job import JobCurves, JobSummary
+from pollux.api.round import RoundSummary
 from pollux.cli.board import SORTS, Board, board_lines, footer_line, header, help_lines, job_lines, marks_of
 from pollux.cli.connect import DataOption, JsonOption, ServerOption, connect, print_json, show
+from pollux.cli.decisions import NOTHING
 from pollux.cli.job_table import plain
 from pollux.cli.listing import current_views
 from pollux.client import Client
@@ -31,7 +33,8 @@ from pollux.errors import PolluxError, ServerError, UnknownNameError
 
 __all__ = ["Screen", "header", "look", "press", "top"]
 
-NUM_ROUNDS = 30
+NUM_ROUNDS = 30  # that changed something are kept
+FIRST_ROUNDS = 400  # are looked through for them at the start
 NUM_SAMPLES = 100
 SAMPLES_S = 3600.0  # how far back the curves go
 SAMPLES_EVERY_S = 5.0  # they are taken every ten
@@ -108,8 +111,8 @@ def _type(screen: Screen, key: str) -> Screen:
 # Asking ---------------------------------------------------------------------------------------
 
 
-def look(client: Client, samples: Sequence[ClusterSample] | None = None) -> Board:
-    """What is to be seen now; ``samples`` if they are known already."""
+def look(client: Client, samples: Sequence[ClusterSample] | None = None, rounds: Sequence[RoundSummary] = ()) -> Board:
+    """What is to be seen now; ``samples`` if they are known already, ``rounds`` those that are."""
     cluster = client.status()
     now = cluster.now
     views = current_views(client, now)
@@ -117,10 +120,17 @@ def look(client: Client, samples: Sequence[ClusterSample] | None = None) -> Boar
         cluster=cluster,
         nodes=client.nodes(),
         jobs=views,
-        rounds=client.rounds(limit=NUM_ROUNDS),
+        rounds=_with_new(client, rounds),
         samples=client.samples(since=now - SAMPLES_S, points=NUM_SAMPLES) if samples is None else samples,
         marks=marks_of(views),
     )
+
+
+def _with_new(client: Client, known: Sequence[RoundSummary]) -> list[RoundSummary]:
+    """The last rounds that changed something, however long ago, and the newest one."""
+    new = client.rounds(since=known[-1].id) if known else client.rounds(limit=FIRST_ROUNDS)
+    rounds = [*known, *new]
+    return [one for one in rounds[:-1] if one.words != NOTHING][-NUM_ROUNDS:] + rounds[-1:]
 
 
 class Looker:
@@ -138,7 +148,7 @@ class Looker:
         now = time.monotonic()
         if now - self._samples_at >= SAMPLES_EVERY_S:
             self._samples, self._samples_at = None, now
-        self.board = look(self._client, self._samples)
+        self.board = look(self._client, self._samples, self.board.rounds)
         self._samples = self.board.samples
         self.inside = self._look_into(screen.chosen) if screen.is_inside and screen.chosen else None
 

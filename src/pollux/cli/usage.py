@@ -30,7 +30,7 @@ def usage(
     data: DataOption = None,
     server: ServerOption = None,
 ) -> None:
-    """Say what was used: slot-hours, GPU-hours, goodput-hours and cost."""
+    """Show usage: slot-hours, GPU-hours, goodput-hours and cost."""
     keys = by or ["team", "user"]
     for key in keys:
         if key not in USAGE_KEYS:

@@ -9,7 +9,7 @@ from pollux.cli.job_table import plain
 
 
 def whoami(as_json: JsonOption = False, data: DataOption = None, server: ServerOption = None) -> None:
-    """Say whom the server takes you for: user, team and role."""
+    """Show who you are to the server: user, team and role."""
     with connect(data, server) as client:
         found = client.me()
     if as_json:

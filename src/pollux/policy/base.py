@@ -68,6 +68,9 @@ class Policy(Protocol):
     shares_slots: bool = False
     """It lets two jobs run on the same slots (:mod:`pollux.policy.simulated`), which only simulated engines do."""
 
+    settings_read: frozenset[str] | None = None
+    """Fields of :class:`PolicySettings` that change its decisions; None: it does not say."""
+
     def decide(self, snapshot: Snapshot) -> Plan:
         """The allocation every job of the snapshot should have."""
 
@@ -78,6 +81,8 @@ class Policy(Protocol):
 
 class StatelessPolicy(Policy):
     """For policies that ask nothing of the operator and remember nothing."""
+
+    settings_read = frozenset()
 
     def __init__(self, settings: PolicySettings) -> None:
         pass

@@ -24,6 +24,7 @@ class ElasticFlowPolicy(Policy):
     """Deadlines by minimum satisfactory shares; what is left goes where it speeds up most (ElasticFlow)."""
 
     name = "elasticflow"
+    settings_read = frozenset()
     adapts_batch = False
 
     def __init__(self, settings: PolicySettings) -> None:

@@ -54,6 +54,7 @@ class _Sight:
 
 class GandivaPolicy(Policy):
     name = "gandiva"
+    settings_read = frozenset({"charges_measured", "resize_s"})
     adapts_batch = False
     shares_slots = True
 

@@ -37,6 +37,7 @@ _LEAST_S = 60.0  # of work left of a job of unknown length, at the least: a roun
 
 class GavelPolicy(Policy):
     name = "gavel"
+    settings_read = frozenset({"objective"})
     adapts_batch = False
 
     def __init__(self, settings: PolicySettings) -> None:

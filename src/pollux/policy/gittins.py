@@ -30,6 +30,7 @@ MAX_KNOWN = 2048  # ended jobs that are remembered, the latest; bounds memory an
 
 class GittinsPolicy(Policy):
     name = "gittins"
+    settings_read = frozenset()
     adapts_batch = False
 
     def __init__(self, settings: PolicySettings) -> None:

@@ -36,6 +36,7 @@ MAX_KNOWN = 2048  # applications that are remembered, the latest; bounds memory
 
 class LucidPolicy(Policy):
     name = "lucid"
+    settings_read = frozenset()
     adapts_batch = False
     shares_slots = True
 

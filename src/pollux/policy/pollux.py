@@ -34,6 +34,12 @@ _MAX_AGE_S = 600.0
 
 class PolluxPolicy(Policy):
     name = "pollux"
+    settings_read = frozenset(
+        {
+            *("p", "epsilon", "resize_s", "charges_measured", "charges_starts", "weights", "avoid_interference"),
+            *("exploration", "first_replicas", "adapts_batch", "is_elastic", "counts_efficiency", "seed"),
+        }
+    )
 
     def __init__(self, settings: PolicySettings) -> None:
         self._settings = settings

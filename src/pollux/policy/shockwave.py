@@ -122,6 +122,7 @@ class NodeTypes:
 
 class ShockwavePolicy(Policy):
     name = "shockwave"
+    settings_read = frozenset()
 
     def __init__(self, settings: PolicySettings) -> None:
         self.reset()

@@ -59,6 +59,7 @@ class Choice:
 
 class SiaPolicy(Policy):
     name = "sia"
+    settings_read = frozenset({"charges_measured", "exploration", "first_replicas", "resize_s"})
 
     def __init__(self, settings: PolicySettings) -> None:
         self._settings = settings

@@ -38,6 +38,7 @@ _ASSUMED = 0.01  # part of the assumed curve in a measured one, which is flat in
 
 class SlaqPolicy(Policy):
     name = "slaq"
+    settings_read = frozenset()
     adapts_batch = False
 
     def __init__(self, settings: PolicySettings) -> None:

@@ -41,6 +41,7 @@ _LEAST_SERVICE_S = 60.0  # assumed service of a job of unknown length at the lea
 
 class ThemisPolicy(Policy):
     name = "themis"
+    settings_read = frozenset()
     adapts_batch = False
 
     def __init__(self, settings: PolicySettings) -> None:

@@ -17,6 +17,7 @@ QUEUE_THRESHOLD = 57_600.0  # GPU-seconds (16 GPU-hours), as in the OSDI'21 arti
 
 class TiresiasPolicy(Policy):
     name = "tiresias"
+    settings_read = frozenset()
     adapts_batch = False
 
     def __init__(self, settings: PolicySettings) -> None:

@@ -17,14 +17,14 @@ WORDS = {
     "p50": "half of the jobs are at or below this",
     "p99": "99 of 100 jobs are at or below this",
     "makespan": "from the first submission to the last end",
-    "ρ": "finish-time fairness: a job's JCT over its JCT alone on a fair share of the cluster; above 1 it lost by "
-    "sharing",
+    "ρ": "finish-time fairness: a job's JCT over its JCT alone on a fair share of the cluster; above 1 the job "
+    "lost by sharing",
     "resizes": "starts and resizes of a job after its first start",
     "GPU-h": "GPU-hours that jobs held",
-    "efficiency": "statistical efficiency: what an example is worth to training at the batch size in use, relative to "
-    "the batch size that the job's user tuned; mean over replicas and time",
+    "efficiency": "statistical efficiency: progress per example at the batch size in use, relative to the batch size "
+    "that the job's user tuned; mean over replicas and time",
     "decision": "mean time of one scheduling decision, on this machine",
-    "gap": "how much better than the plan any plan could be at most, by a proven bound",
+    "gap": "how much better any other plan could be, at most, by a proven bound",
 }
 
 

@@ -90,7 +90,8 @@ class Asha:
             num_kept = max((len(seen) + 1) // self._eta, 1)
             rank = 1 + sum(other < value for other in seen)
             if rank > num_kept:
-                text = f"{rank}. of {len(seen) + 1} at {self.rungs[index]:.0%} of the work; the best {num_kept} go on"
+                kept = "only the best goes on" if num_kept == 1 else f"the best {num_kept} go on"
+                text = f"number {rank} of {len(seen) + 1} at {100 * self.rungs[index]:.0f} % of the work; {kept}"
                 return Verdict(index + 1, text)
         return Verdict(len(self.rungs))
 

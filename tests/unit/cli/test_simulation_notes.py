@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 import pollux.policy as registry
-from pollux.cli import progress, simulation_notes
+from pollux.cli import progress
 from pollux.cli.app import app
 from pollux.cli.policy_options import POLICY_OPTIONS
 from pollux.cli.progress import Tally, telling
@@ -65,7 +65,13 @@ def test_options_that_no_policy_reads_are_noted(here: Path) -> None:
     assert ours.stderr == ""
 
 
-def test_who_reads_which_option_is_as_we_say() -> None:
+def told_of(policy: str) -> frozenset[str]:
+    told = make_policy(policy).settings_read
+    assert told is not None, policy
+    return told
+
+
+def test_policies_declare_which_settings_they_read() -> None:
     """Every policy decides for some jobs with settings that remember who looks at them."""
     looked_at: set[str] = set()
 
@@ -84,8 +90,8 @@ def test_who_reads_which_option_is_as_we_say() -> None:
         simulate(some, applications, make_policy(name, settings), SimulationConfig(num_nodes=4))
         for field in readers.keys() & looked_at:
             readers[field].add(name)
-    told = {fields[flag]: names for flag, names in simulation_notes._READERS.items()}
-    assert {field: tuple(sorted(names)) for field, names in readers.items()} == told
+    told = {field: {name for name in policy_names() if field in told_of(name)} for field in readers}
+    assert readers == told
 
 
 def test_seeds_that_change_nothing_are_noted_and_others_have_a_spread(here: Path) -> None:

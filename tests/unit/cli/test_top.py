@@ -32,7 +32,7 @@ from pollux.api.round import RoundSummary
 from pollux.cli.app import app
 from pollux.cli.board import Board, board_lines, footer_line, help_lines, job_lines, marks_of, node_map, share_rows
 from pollux.cli.sparklines import bar, sparkline
-from pollux.cli.top import Screen, press, read_keys
+from pollux.cli.top import NUM_ROUNDS, Screen, _with_new, press, read_keys
 from pollux.client import Client
 from pollux.server.service import Service
 from tests.messages import filled
@@ -61,6 +61,26 @@ def job(name: str, state: str = "running", **others: Any) -> JobSummary:
         "reason": f"waits because of {EVIL}" if state == "pending" else "",
     }
     return filled(JobSummary, **{**known, **others})
+
+
+class Rounds:
+    """A client that knows of rounds alone, of which every hundredth changed something."""
+
+    def __init__(self) -> None:
+        self.num = 0
+
+    def rounds(self, since: int | None = None, limit: int = 100) -> list[RoundSummary]:
+        ids = range(self.num)[-limit:] if since is None else range(since + 1, self.num)[:limit]
+        words = {True: ("a job grew",), False: ("nothing changed",)}
+        return [filled(RoundSummary, id=id_, words=words[id_ % 100 == 0]) for id_ in ids]
+
+
+def test_decisions_stay_although_many_rounds_changed_nothing() -> None:
+    client, shown = Rounds(), list[RoundSummary]()
+    for client.num in (0, 350, 399, 399, 480):
+        shown = _with_new(client, shown)  # type: ignore[arg-type]
+        changed = [one.id for one in shown if one.words != ("nothing changed",)]
+        assert changed == list(range(0, client.num, 100)) and len(shown) <= NUM_ROUNDS + 1
 
 
 def made(num_jobs: int = 3, num_queued: int = 2, num_nodes: int = 2, num_slots: int = 4, **others: Any) -> Board:

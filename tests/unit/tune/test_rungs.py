@@ -27,7 +27,7 @@ def test_the_first_at_a_rung_goes_on_and_a_worse_second_is_pruned():
     asha, first, second = Asha(0.1, 3), curve(0, 1.0), curve(1, 2.0)
     assert asha.judge(first, [first, second]).reason == ""
     verdict = asha.judge(second, [first, second])
-    assert verdict.num_decided == 1 and "2. of 2 at 10%" in verdict.reason
+    assert verdict.num_decided == 1 and "number 2 of 2 at 10 % of the work; only the best goes on" in verdict.reason
 
 
 def test_of_nine_the_best_three_go_on():

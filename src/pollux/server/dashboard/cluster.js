@@ -58,13 +58,13 @@ function tiles() {
     slots: new Tile("Slots in use"),
     goodput: new Tile(
       "Goodput",
-      "Useful work per second, in slots: what a job does with one slot counts 1. What fixed jobs do is not known",
+      "Useful work per second, in slots: a job's work on one slot counts 1. Fixed jobs are left out: their work is not known",
     ),
     efficiency: new Tile("Efficiency", "Statistical efficiency of the running jobs, weighted by their replicas"),
     jobs: new Tile("Jobs"),
     lost: new Tile(
       "Time lost",
-      "Of the time that the running jobs have held slots, the share in which they stood still; first starts do not count",
+      "Share of the running jobs' slot time in which they stood still; first starts do not count",
     ),
     cost: new Tile("Node hours", "Since the data directory was made"),
     decision: new Tile("Last decision"),

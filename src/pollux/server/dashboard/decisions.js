@@ -66,7 +66,7 @@ const detailTable = () =>
     keyOf: one => one.job,
     step: 50,
     label: "Jobs of the round",
-    empty: "No decision about single jobs is kept of this round.",
+    empty: "Decisions about single jobs are no longer kept for this round.",
   });
 
 function roundCard(round) {

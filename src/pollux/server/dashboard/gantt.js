@@ -6,7 +6,8 @@ import {Canvas, colours, fillOf, fitted} from "./paint.js";
 import {now} from "./store.js";
 
 const AXIS = 26,
-  MOST_HEIGHT = 520;
+  MOST_HEIGHT = 520, // of the rows that are seen at once; the others are scrolled to
+  LEAST_ROW = 15; // in which a name can be read
 const STEPS_S = [
   1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 10800, 21600, 43200, 86400, 172800, 604800, 1209600,
   2419200, 7257600, 31449600,
@@ -25,8 +26,12 @@ export class Gantt {
       },
       (...args) => this.draw(...args),
     );
+    this.times = new Canvas({class: "gantt-axis", "aria-hidden": "true"}, (...args) => this.drawTimes(...args));
+    this.times.setHeight(AXIS);
     this.empty = h("p", {class: "empty"}, "No job has been here in this time.");
-    this.element = h("div", {}, this.canvas.element, this.empty);
+    this.scroll = h("div", {class: "gantt-rows", style: {"max-height": `${MOST_HEIGHT}px`}}, this.canvas.element);
+    this.scroll.addEventListener("scroll", () => this.canvas.ask(), {passive: true});
+    this.element = h("div", {}, this.scroll, this.times.element, this.empty);
     this.listen(this.canvas.element);
   }
 
@@ -41,49 +46,71 @@ export class Gantt {
         data.jobs.findIndex(job => job.name === under),
       );
     const num = data.jobs.length;
-    this.canvas.element.hidden = !num;
+    this.scroll.hidden = this.times.element.hidden = !num;
     this.empty.hidden = num > 0;
-    const row = Math.max(4, Math.min(26, Math.floor((MOST_HEIGHT - AXIS) / Math.max(1, num))));
+    const row = Math.max(LEAST_ROW, Math.min(26, Math.floor(MOST_HEIGHT / Math.max(1, num))));
     this.begin = Math.min(...data.jobs.map(job => job.submitted_at)); // no more than there is
     this.most = 1;
     for (const job of data.jobs) for (const span of job.spans) this.most = Math.max(this.most, span.num_replicas);
     this.row = row;
-    this.canvas.setHeight(num * row + AXIS);
-    this.canvas.ask();
+    this.canvas.setHeight(num * row);
+    this.refresh();
   }
 
   refresh() {
-    if (this.data?.jobs.length) this.canvas.ask();
+    if (!this.data?.jobs.length) return;
+    this.canvas.ask();
+    this.times.ask();
   }
 
-  draw(context, width, height) {
-    if (!this.data?.jobs.length) return;
-    const {jobs} = this.data,
-      paint = colours(),
-      row = this.row;
+  /* The rows in sight, and one more on each side. */
+  seen() {
+    const top = this.scroll.scrollTop,
+      last = Math.ceil((top + this.scroll.clientHeight) / this.row);
+    return [Math.max(0, Math.floor(top / this.row) - 1), Math.min(this.data.jobs.length, last + 1)];
+  }
+
+  /* From when to when, and where a moment is. */
+  scale(context, width) {
     const until = now(),
       since = Math.min(Math.max(this.begin, until - this.spanS), until - 1);
     context.font = "12px system-ui, sans-serif";
-    const hasLabels = row >= 13;
-    const names = hasLabels
-      ? Math.min(0.28 * width, 170, Math.max(...jobs.map(job => context.measureText(job.name).width)) + 12)
-      : 4;
+    const [from, to] = this.seen(),
+      widest = Math.max(...this.data.jobs.slice(from, to).map(job => context.measureText(job.name).width));
+    const names = Math.min(0.28 * width, 170, Math.ceil((widest + 12) / 20) * 20); // scrolling moves it seldom
     const x = at => names + ((Math.min(Math.max(at, since), until) - since) / (until - since)) * (width - names - 8);
-    this.shape = {names, since, until, width};
-    this.axis(context, x, since, until, width - names, height, paint);
-    jobs.forEach((job, index) => {
+    return {names, since, until, width, x};
+  }
+
+  draw(context, width) {
+    if (!this.data?.jobs.length) return;
+    const {jobs} = this.data,
+      paint = colours(),
+      row = this.row,
+      {x, ...shape} = this.scale(context, width),
+      {names, until} = shape,
+      [from, to] = this.seen();
+    this.shape = shape;
+    for (const {place} of this.ticks(x, shape)) {
+      context.strokeStyle = paint.line;
+      context.lineWidth = 1;
+      context.beginPath();
+      context.moveTo(place, from * row);
+      context.lineTo(place, to * row);
+      context.stroke();
+    }
+    jobs.slice(from, to).forEach((job, number) => {
+      const index = from + number;
       const top = index * row,
         middle = top + row / 2;
       if (this.hovered === index || (this.cursor === index && document.activeElement === this.canvas.element)) {
         context.fillStyle = paint.grid;
         context.fillRect(0, top, width, row);
       }
-      if (hasLabels) {
-        context.fillStyle = paint.ink;
-        context.textAlign = "left";
-        context.textBaseline = "middle";
-        context.fillText(fitted(context, job.name, names - 10), 2, middle);
-      }
+      context.fillStyle = paint.ink;
+      context.textAlign = "left";
+      context.textBaseline = "middle";
+      context.fillText(fitted(context, job.name, names - 10), 2, middle);
       context.strokeStyle = paint.muted;
       context.lineWidth = 1;
       context.setLineDash([2, 3]);
@@ -98,7 +125,7 @@ export class Gantt {
         const left = x(span.since),
           right = x(span.until ?? until);
         if (right > left || span.until === null)
-          context.fillRect(left, middle - tall / 2, Math.max(1, right - left - (row > 8 ? 1 : 0)), tall);
+          context.fillRect(left, middle - tall / 2, Math.max(1, right - left - 1), tall);
       }
       if (row >= 18) this.numbers(context, job, x, middle, until, paint);
     });
@@ -124,29 +151,28 @@ export class Gantt {
     context.font = "12px system-ui, sans-serif";
   }
 
-  axis(context, x, since, until, width, height, paint) {
-    const step = STEPS_S.find(one => (until - since) / one <= Math.max(2, width / 90)) ?? STEPS_S.at(-1);
+  /* The moments on the axis, as texts. */
+  *ticks(x, {since, until, names, width}) {
+    const step = STEPS_S.find(one => (until - since) / one <= Math.max(2, (width - names) / 90)) ?? STEPS_S.at(-1);
     const shift = 60 * new Date(1000 * since).getTimezoneOffset(); // ticks at whole hours of the clock on the wall
-    context.textAlign = "center";
-    context.textBaseline = "alphabetic";
     const form =
       step >= 86400
         ? {day: "numeric", month: "short"}
         : {hour: "2-digit", minute: "2-digit", hourCycle: "h23", ...(step < 60 ? {second: "2-digit"} : {})};
     const shown = new Intl.DateTimeFormat(undefined, form);
-    for (let at = Math.ceil((since - shift) / step) * step + shift; at <= until; at += step) {
-      const place = x(at);
-      context.strokeStyle = paint.line;
-      context.lineWidth = 1;
-      context.beginPath();
-      context.moveTo(place, 0);
-      context.lineTo(place, height - AXIS + 4);
-      context.stroke();
-      const text = shown.format(new Date(1000 * at)),
-        half = context.measureText(text).width / 2;
-      if (place - half < 0 || place + half > x(until) + 8) continue;
-      context.fillStyle = paint.muted;
-      context.fillText(text, place, height - 6);
+    for (let at = Math.ceil((since - shift) / step) * step + shift; at <= until; at += step)
+      yield {place: x(at), text: shown.format(new Date(1000 * at))};
+  }
+
+  drawTimes(context, width, height) {
+    if (!this.data?.jobs.length) return;
+    const {x, ...shape} = this.scale(context, this.canvas.element.clientWidth || width);
+    context.textAlign = "center";
+    context.textBaseline = "alphabetic";
+    context.fillStyle = colours().muted;
+    for (const {place, text} of this.ticks(x, shape)) {
+      const half = context.measureText(text).width / 2;
+      if (place - half >= 0 && place + half <= x(shape.until) + 8) context.fillText(text, place, height - 6);
     }
   }
 
@@ -208,6 +234,10 @@ export class Gantt {
 
   tell() {
     if (!this.data?.jobs[this.cursor] || !this.shape) return;
+    const top = this.cursor * this.row,
+      {scrollTop, clientHeight} = this.scroll;
+    if (top < scrollTop) this.scroll.scrollTop = top;
+    else if (top + this.row > scrollTop + clientHeight) this.scroll.scrollTop = top + this.row - clientHeight;
     const box = this.canvas.element.getBoundingClientRect(),
       lines = this.words(this.cursor, null);
     announce(lines.join(", "));
@@ -243,5 +273,6 @@ export class Gantt {
 
   remove() {
     this.canvas.remove();
+    this.times.remove();
   }
 }

@@ -269,7 +269,7 @@ export function jobPage({name, query, go}) {
       title: `Cancel ${name}?`,
       text: canCheckpoint()
         ? "It checkpoints and leaves. A cancelled job does not go on by itself."
-        : "It receives SIGTERM. What it has not saved by itself is lost, and it does not go on by itself.",
+        : "It receives SIGTERM. Unsaved work is lost, and it does not start again by itself.",
       action: "Cancel the job",
       field: "Reason (shown with the job)",
     });

@@ -70,12 +70,12 @@ export function changeLimits(job, request) {
     inputs[name].defaultValue = known[name] ?? "";
     return h("label", {for: `limit-${name}`, class: "field"}, h("span", {}, label), inputs[name]);
   });
-  const send = h("button", {type: "submit"}, "Change them");
+  const send = h("button", {type: "submit", class: "primary"}, "Change them");
   const form = h(
     "form",
     {},
     h("h2", {id: "limits-title"}, `Limits of ${job.name}`),
-    h("p", {class: "muted"}, "They count with the next decision. Empty fields stay as they are."),
+    h("p", {class: "muted"}, "Changes take effect with the next decision. Empty fields stay as they are."),
     h("div", {class: "form-grid"}, fields),
     problem,
     h(

@@ -137,7 +137,7 @@ const progressColumn = {
 const metricColumn = {
   key: "metric",
   label: "Metric",
-  title: "What the script logged last: a loss where it logs one, else the first number; of a trial, what its study reads",
+  title: "The last logged number: the loss if there is one, else the first; for a trial, its study's metric",
   value: job => asNumber(job.metric),
   mark: job => `${job.metric_name}/${number(job.metric)}`,
   cell: job => (job.metric_name ? [number(job.metric), h("small", {}, job.metric_name)] : DASH),

@@ -160,7 +160,7 @@ async function showIdentity() {
   } catch {
     return; // the stream tells why
   }
-  document.body.dataset.role = me.role;
+  Object.assign(document.body.dataset, {role: me.role, user: me.user});
   setText(document.getElementById("me"), me.user === "operator" ? "" : `${me.user}${me.team ? ` · ${me.team}` : ""}`);
 }
 

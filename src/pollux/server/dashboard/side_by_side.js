@@ -60,7 +60,7 @@ export function sideBySidePage(query) {
     {signal} = leaving;
   const axis = h(
       "select",
-      {"aria-label": "Lay curves over each other by", onchange: () => draw()},
+      {"aria-label": "Align curves by", onchange: () => draw()},
       AXES.map(([value, text]) => h("option", {value}, text)),
     ),
     onlyDifferent = h("input", {type: "checkbox", checked: true, onchange: () => compare()}),

@@ -26,6 +26,12 @@ function averageOf(rows) {
 /* The least, if there is anything to choose. */
 const bestOf = values => (Math.min(...values) < Math.max(...values) ? Math.min(...values) : null);
 
+/* Until it is known who looks, all is offered; the server refuses what may not be. */
+function mayDelete(one) {
+  const {role, user} = document.body.dataset;
+  return !role || role === "admin" || user === one.owner;
+}
+
 export function simulationsPage() {
   const leaving = new AbortController(),
     {signal} = leaving;
@@ -52,7 +58,7 @@ export function simulationsPage() {
     h(
       "p",
       {class: "muted"},
-      "Simulations run with the scheduler that is at work here, under the policies of your choice.",
+      "Simulations use the same scheduler as this cluster, with the policies that you choose.",
     ),
     empty,
     list,
@@ -106,14 +112,14 @@ export function simulationsPage() {
         "label",
         {class: "check"},
         box,
-        h("span", {}, h("strong", {}, one.title), h("small", {class: "muted"}, ` ${one.kind} · ${time(one.at)}`)),
+        h("span", {}, h("strong", {}, one.title), h("small", {class: "muted"}, ` ${one.kind} · ${time(one.at)} · ${one.owner}`)),
       ),
       h("code", {class: "command"}, one.command),
       h(
         "div",
         {class: "actions"},
         h("a", {href: one.report_url, target: "_blank", rel: "noopener noreferrer"}, "Open the report"),
-        h("button", {type: "button", class: "ghost small", onclick: () => remove(one)}, "Delete"),
+        mayDelete(one) && h("button", {type: "button", class: "ghost small", onclick: () => remove(one)}, "Delete"),
       ),
     );
     return {

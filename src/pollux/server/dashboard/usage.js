@@ -1,7 +1,7 @@
 /* The page of usage: what teams and users have used, and what teams have of their guarantees. */
 
 import {api} from "./api.js";
-import {fill, h} from "./dom.js";
+import {DataTable, h, setText} from "./dom.js";
 import {DASH} from "./format.js";
 
 const hours = value => value.toLocaleString("en", {minimumFractionDigits: 2, maximumFractionDigits: 2});
@@ -11,28 +11,35 @@ const slots = table =>
     .join(", ") || DASH;
 
 const LEFT = new Set(["Month", "Team", "User", "Users", "Lends"]);
-const table = (titles, rows) =>
-  h(
-    "div",
-    {class: "scroll"},
-    h(
-      "table",
-      {},
-      h("thead", {}, h("tr", {}, titles.map(title => h("th", {scope: "col", class: LEFT.has(title) ? "left" : null}, title)))),
-      h("tbody", {}, rows.map(cells => h("tr", {}, cells.map((cell, at) => h("td", {class: LEFT.has(titles[at]) ? "left" : null}, cell))))),
-    ),
-  );
+
+/* Rows are lists of texts, one for each title. */
+function table(label, titles, empty) {
+  const columns = titles.map((title, at) => ({
+    key: title,
+    label: title,
+    class: LEFT.has(title) ? "left" : null,
+    cell: row => String(row[at]),
+  }));
+  return new DataTable({label, columns, empty, keyOf: row => row.slice(0, 3).join("/")});
+}
 
 export function usagePage() {
-  const used = h("div", {}, "Asking the server …"),
-    teams = h("div", {});
+  const titles = ["Month", "Team", "User", "Slot-hours", "GPU-hours", "Goodput-hours", "Cost"],
+    used = table("Usage", titles, "Nothing was used yet."),
+    teams = table(
+      "Teams",
+      ["Team", "Weight", "Guarantee", "Limit", "Holds", "Wants", "Lends", "Users"],
+      "There are no teams. An admin makes one: pollux team add NAME --guarantee SLOTS",
+    ),
+    problem = h("p", {class: "problem", role: "alert", hidden: true});
   const element = h(
     "div",
     {},
     h("h1", {}, "Usage by month"),
-    h("p", {class: "muted"}, "Slots that jobs held, times hours. Goodput-hours count what was useful of them."),
-    used,
-    h("section", {}, h("h2", {}, "Teams"), teams),
+    h("p", {class: "muted"}, "Slot-hours are slots held, times hours. Goodput-hours are the useful part of them."),
+    problem,
+    used.element,
+    h("section", {}, h("h2", {}, "Teams"), teams.element),
   );
   const load = async () => {
     try {
@@ -48,33 +55,24 @@ export function usagePage() {
           hours(row.goodput_hours),
           row.cost ? hours(row.cost) : DASH, // no price was set
         ]);
-      fill(
-        used,
-        rows.length
-          ? table(["Month", "Team", "User", "Slot-hours", "GPU-hours", "Goodput-hours", "Cost"], rows)
-          : h("p", {class: "muted"}, "Nothing was used yet."),
-      );
+      used.update(rows);
       const lent = team => Object.entries(team.lent_to).map(([other, count]) => `${count} to ${other}`);
-      fill(
-        teams,
-        known.teams.length
-          ? table(
-              ["Team", "Weight", "Guarantee", "Limit", "Holds", "Wants", "Lends", "Users"],
-              known.teams.map(team => [
-                team.name,
-                team.weight,
-                slots(team.guarantee),
-                slots(team.limit),
-                team.num_held,
-                team.num_wanted,
-                lent(team).join(", ") || DASH,
-                team.users.join(", ") || DASH,
-              ]),
-            )
-          : h("p", {class: "muted"}, "There are no teams. An admin makes one: pollux team add NAME --guarantee SLOTS"),
+      teams.update(
+        known.teams.map(team => [
+          team.name,
+          team.weight,
+          slots(team.guarantee),
+          slots(team.limit),
+          team.num_held,
+          team.num_wanted,
+          lent(team).join(", ") || DASH,
+          team.users.join(", ") || DASH,
+        ]),
       );
+      problem.hidden = true;
     } catch (error) {
-      fill(used, h("p", {class: "problem", role: "alert"}, error.message));
+      setText(problem, error.message);
+      problem.hidden = false;
     }
   };
   load();

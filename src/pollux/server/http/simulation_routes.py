@@ -14,7 +14,7 @@ from starlette.concurrency import run_in_threadpool
 from pollux.api.codec import decode, loads, read_unicode
 from pollux.api.errors import ErrorAnswer
 from pollux.api.simulation import Publication, PublishedSimulation, Simulation, SimulationList
-from pollux.server.http.dependencies import ItsCluster, of_people, read_body
+from pollux.server.http.dependencies import ItsCaller, ItsCluster, of_people, read_body
 from pollux.server.http.errors import Refusal, answer
 from pollux.server.http.openapi import Responses, body_schema, error_answers
 from pollux.server.storage.simulations import MAX_BYTES
@@ -47,11 +47,11 @@ def _read(data: bytes) -> Publication:
     responses=error_answers(413, 422),
     openapi_extra=body_schema(Publication, is_required=True),
 )
-def publish(cluster: ItsCluster, body: Annotated[Publication, Depends(_publication)]) -> Response:
+def publish(cluster: ItsCluster, caller: ItsCaller, body: Annotated[Publication, Depends(_publication)]) -> Response:
     """Anyone who knows the address in the answer may see the page; it can do nothing else. The newest 100 are kept, and
     no more than 500 MB of them.
     """
-    return answer(cluster.simulations.add(body), 201)
+    return answer(cluster.simulations.add(body, caller.owner), 201)
 
 
 @simulations.get(
@@ -78,10 +78,14 @@ def one_simulation(cluster: ItsCluster, id: str) -> Response:
     "/simulations/{id}",
     summary="Forget one",
     response_model=Simulation,
-    responses=error_answers(404, 422),
+    responses=error_answers(403, 404, 422),
 )
-def remove_simulation(cluster: ItsCluster, id: str) -> Response:
-    """The answer is what it was."""
+def remove_simulation(cluster: ItsCluster, caller: ItsCaller, id: str) -> Response:
+    """For the one who published it, and for admins. The answer is what it was."""
+    owner = cluster.simulations.one(id).owner
+    if not caller.may_change(owner):
+        message = f"simulation {id} is {owner}'s, and {caller.owner!r} is no admin; ask {owner} or an admin"
+        raise Refusal(403, "AccessDeniedError", message)
     return answer(cluster.simulations.remove(id))
 
 

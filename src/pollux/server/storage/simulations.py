@@ -39,6 +39,7 @@ class _Description:
     title: str
     command: str
     kind: SimulationKind
+    owner: str
     summary: tuple[SummaryRow, ...]
 
 
@@ -55,7 +56,7 @@ class Simulations:
         self._turn = threading.Lock()
         self._warned: set[str] = set()
 
-    def add(self, publication: Publication) -> PublishedSimulation:
+    def add(self, publication: Publication, owner: str) -> PublishedSimulation:
         """Keep one; the ids of those that were ``forgotten`` for it are in the answer."""
         now = time.time()
         id_ = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{secrets.token_hex(3)}"
@@ -66,6 +67,7 @@ class Simulations:
             title=publication.title,
             command=publication.command,
             kind=publication.kind,
+            owner=owner,
             summary=publication.summary,
         )
         with self._turn:
@@ -173,6 +175,7 @@ class _Shown(TypedDict):
     title: str
     command: str
     kind: SimulationKind
+    owner: str
     summary: tuple[SummaryRow, ...]
     report_url: str
 
@@ -184,6 +187,7 @@ def _shown(kept: _Description) -> _Shown:
         "title": kept.title,
         "command": kept.command,
         "kind": kept.kind,
+        "owner": kept.owner,
         "summary": kept.summary,
         "report_url": f"/reports/{kept.id}-{kept.key}",
     }

@@ -135,6 +135,17 @@ def send(client: TestClient, found: WorkdirFiles, *contents: bytes) -> str:
     return str(first["id"])
 
 
+def test_a_published_simulation_is_deleted_by_its_owner_or_an_admin(members):
+    body = {"title": "t", "command": "c", "kind": "compare", "summary": [], "html": "<p>"}
+    first, second = (members.ada.post("/simulations", json=body).json() for _ in range(2))
+    assert first["owner"] == "ada"
+    refused = members.bob.delete(f"/simulations/{first['id']}")
+    assert refused.status_code == 403 and "ask ada or an admin" in refused.text
+    assert members.ada.get(f"/simulations/{first['id']}").status_code == 200
+    assert members.ada.delete(f"/simulations/{first['id']}").status_code == 200
+    assert members.operator.delete(f"/simulations/{second['id']}").status_code == 200
+
+
 def test_a_members_directory_is_of_no_use_to_another(members):
     found = listing(**{"train.py": TEXT})
     id_ = send(members.ada, found, TEXT)

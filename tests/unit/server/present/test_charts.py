@@ -297,7 +297,7 @@ FORM = {
 }
 
 
-DESCRIBED = {name: value for name, value in FORM.items() if name != "html"}
+DESCRIBED = {name: value for name, value in FORM.items() if name != "html"} | {"owner": "ada"}
 PUBLICATION = decode(Publication, FORM, "body")
 
 
@@ -371,7 +371,7 @@ def test_a_page_may_be_large_but_not_too_large(client):
 def test_a_file_that_makes_no_sense_is_left_out_and_said_once(tmp_path, caplog):
     simulations = Simulations(tmp_path / "simulations")
     assert simulations.all() == []
-    good = simulations.add(PUBLICATION)
+    good = simulations.add(PUBLICATION, "ada")
     assert good.forgotten == ()
     good = simulations.one(good.id)
     folder = tmp_path / "simulations"
@@ -403,7 +403,7 @@ def test_of_too_many_the_oldest_are_forgotten(tmp_path, monkeypatch, caplog, num
     simulations, folder = Simulations(tmp_path / "simulations"), tmp_path / "simulations"
     old = [made_at(folder, second) for second in range(3)]
     with caplog.at_level(logging.INFO):
-        new = simulations.add(PUBLICATION)
+        new = simulations.add(PUBLICATION, "ada")
     assert new.forgotten == (old[0],)
     assert old[0] in caplog.text
     assert [one.id for one in simulations.all()] == [new.id, old[2], old[1]]
@@ -424,7 +424,7 @@ def test_what_a_crash_left_behind_goes_with_the_next_one(tmp_path):
     kept = made_at(folder, 1)
     for name in ("20240101-000000-bbbbbb.html", "20240101-000000-cccccc.html.new", "notes.html"):
         (folder / name).write_text("half")
-    new = simulations.add(PUBLICATION)
+    new = simulations.add(PUBLICATION, "ada")
     assert new.forgotten == ()  # they were never shown
     assert {path.name for path in folder.iterdir()} == {
         *(f"{id_}.{kind}" for id_ in (kept, new.id) for kind in ("html", "json")),
