@@ -189,6 +189,10 @@ def check_value(parameter: Parameter, value: object) -> None:
         raise InvalidValueError(f"parameter {parameter.name!r}: {value!r:.80}; a number within {parameter} is needed")
     if parameter.kind == "int" and value != int(value):  # type: ignore[call-overload]
         raise InvalidValueError(f"parameter {parameter.name!r}: {value!r}; a whole number is needed")
+    if parameter.step is not None:
+        steps = (float(value) - parameter.low) / parameter.step  # type: ignore[arg-type]
+        if abs(steps - round(steps)) > 1e-8:
+            raise InvalidValueError(f"parameter {parameter.name!r}: {value!r} is none of the steps of {parameter}")
 
 
 def check_space(space: Sequence[Parameter]) -> None:

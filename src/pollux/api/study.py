@@ -55,7 +55,7 @@ class StudyRequest:
         default=3, metadata=about("Trials that share the early part of their training, with late parameters.", ge=1)
     )
     first: tuple[Mapping[str, object], ...] = field(
-        default=(), metadata=about("Parameters to begin with, such as those in use; what is left out is drawn.")
+        default=(), hash=False, metadata=about("Trials to begin with, by name; what is left out is drawn.")
     )
     arguments: bool = field(default=False, metadata=about("Pass parameters as --NAME VALUE behind the command too."))
 

@@ -35,6 +35,7 @@ def run(*words):
         (("--space", "lr=0.0..1.0", "--metric", "loss", "--first", "rate=1"), "the space has lr"),
         (("--space", "lr=0.0..1.0", "--metric", "loss", "--first", "lr=2"), "a number within lr=0.0..1.0"),
         (("--space", "size=choice:8,16", "--metric", "loss", "--first", "size=9"), "one of 8, 16"),
+        (("--space", "size=16..128 step 16", "--metric", "loss", "--first", "size=17"), "none of the steps"),
         (("--space", "depth=1..4", "--metric", "loss", "--first", "depth=1.5"), "a whole number"),
         (("--space", "lr=0.0..1.0", "--metric", "loss", "--trials", "1", "--first", "lr=0", "--first", "lr=1"), "2 t"),
     ],
