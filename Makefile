@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: demo docs test test-long test-all test-core test-gpu check style chromium chaos soak bench clean
+.PHONY: demo docs test test-long test-all test-core test-gpu check style chromium chaos soak study-kills bench clean
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
@@ -75,6 +75,10 @@ chromium:
 
 chaos: $(STAMP)
 	$(BIN)/python -m tests.e2e.chaos
+
+# Fifty kills of the server, of trials and of the fork server while studies run, in pieces of ten.
+study-kills: $(STAMP)
+	$(BIN)/python -m tests.e2e.study_kills
 
 # 1,000 faults on a cluster with users, guarantees and two servers on PostgreSQL, in pieces of under an hour: call it
 # again and it goes on. What was counted is in out/soak.json.

@@ -73,7 +73,8 @@ def say(**values: object) -> None:
 def task_options(args: argparse.Namespace) -> list[str]:
     """What trials are told, ours and the peers'."""
     if args.task == "digits":
-        return ["--epochs", str(args.epochs), "--emulate-device", str(args.ms)]
+        device = ["--emulate-device", str(args.ms), "--emulate-launch", str(args.launch_ms)]
+        return ["--epochs", str(args.epochs), *device]
     return ["--epochs", str(args.epochs), "--steps", str(args.steps), "--data", str(args.text)] + (
         ["--tiny"] if args.tiny else []
     )
@@ -250,6 +251,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--trials", type=int, default=24)
     parser.add_argument("--epochs", type=int, default=9)
     parser.add_argument("--ms", type=float, default=3.0, help="digits: of an example on the emulated device")
+    parser.add_argument("--launch-ms", type=float, default=20.0, help="digits: of a step, beside its examples")
     parser.add_argument("--steps", type=int, default=200, help="gpt: at M0, of an epoch")
     parser.add_argument("--tiny", action="store_true", help="gpt: a model for trying it out")
     parser.add_argument("--parallel", type=int, default=None, help="trials at a time, of pollux alone")

@@ -59,7 +59,7 @@ def load_digits(args: argparse.Namespace) -> TrainTrial:
         optimizer = torch.optim.SGD(model.parameters(), lr=float(params["lr"]), momentum=float(params["momentum"]))
         for epoch in range(1, args.epochs + 1):
             for x, y in loader:
-                time.sleep(0.02 + args.ms * len(x) / 1e3)
+                time.sleep((args.emulate_launch + args.ms * len(x)) / 1e3)
                 F.cross_entropy(model(x), y).backward()
                 optimizer.step()
                 optimizer.zero_grad()
@@ -67,6 +67,13 @@ def load_digits(args: argparse.Namespace) -> TrainTrial:
                 return
 
     return train_trial
+
+
+def warm_up(args: argparse.Namespace) -> None:
+    """A short trial: the first steps load what an optimizer and the device need, which takes seconds."""
+    shortest = argparse.Namespace(**{**vars(args), "steps": 20, "epochs": 1, "ms": 0.0, "emulate_launch": 0.0})
+    params = {"lr": 1e-3, "beta2": 0.99, "decay": 0.1, "width": 8 if args.task == "digits" else 128}
+    load_task(shortest)({**params, "momentum": 0.9, "dropout": 0.0}, lambda *_: False)
 
 
 def suggest(trial: Any, task: str) -> dict[str, Any]:
@@ -92,9 +99,7 @@ def optuna_worker(args: argparse.Namespace, url: str, index: int, gate: Any) -> 
     import optuna
 
     train_trial = load_task(args)
-    if args.task == "gpt":  # a first step, which loads the device's libraries
-        shortest = argparse.Namespace(**{**vars(args), "steps": 20, "epochs": 1})
-        load_task(shortest)({"lr": 1e-3, "beta2": 0.99, "decay": 0.1, "width": 128}, lambda *_: False)
+    warm_up(args)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     sampler = seeded_by_trial(args.seed)
     pruner = optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=3)
@@ -164,6 +169,18 @@ def run_optuna(args: argparse.Namespace, folder: Path) -> None:
 # Ray Tune -------------------------------------------------------------------------------------
 
 
+READY: list[tuple[TrainTrial, float]] = []  # of this process
+
+
+def ray_worker(args: argparse.Namespace) -> tuple[TrainTrial, float]:
+    """In a worker, which is used for many trials: what trains one, and when that was first ready."""
+    if not READY:
+        train_trial = load_task(args)
+        warm_up(args)
+        READY.append((train_trial, time.time()))
+    return READY[0]
+
+
 def run_ray(args: argparse.Namespace, folder: Path) -> None:
     import ray
     from ray import tune
@@ -182,13 +199,15 @@ def run_ray(args: argparse.Namespace, folder: Path) -> None:
     )
 
     def objective(config: dict[str, Any]) -> None:
-        from tune_peers import load_task as load
+        import tune_peers
+
+        train_trial, ready_at = tune_peers.ray_worker(args)
 
         def after_epoch(epoch: int, value: float) -> bool:
-            tune.report({"val_loss": value, "epoch": epoch, "at": time.time()})
+            tune.report({"val_loss": value, "epoch": epoch, "at": time.time(), "ready_at": ready_at})
             return True
 
-        load(args)(config, after_epoch)
+        train_trial(config, after_epoch)
 
     space = {
         one.name: tune.choice(list(one.choices))
@@ -212,11 +231,13 @@ def run_ray(args: argparse.Namespace, folder: Path) -> None:
     )
     began = time.time()
     print(json.dumps({"began": began}), flush=True)
-    results = tuner.fit()
-    for number, result in enumerate(results):
-        if (frame := result.metrics_dataframe) is not None:
-            for _, row in frame.iterrows():
-                print(json.dumps({"at": row["at"] - began, "trial": number, "value": row["val_loss"]}), flush=True)
+    frames = [(number, one.metrics_dataframe) for number, one in enumerate(tuner.fit())]
+    known = [(number, frame) for number, frame in frames if frame is not None]
+    ready = sorted({float(at) for _, frame in known for at in frame["ready_at"]})
+    began = max([began, *ready[: args.slots]])  # when the last of the first workers was ready
+    for number, frame in known:
+        for _, row in frame.iterrows():
+            print(json.dumps({"at": row["at"] - began, "trial": number, "value": row["val_loss"]}), flush=True)
     ray.shutdown()
 
 
@@ -227,6 +248,7 @@ def main() -> None:
     parser.add_argument("--trials", type=int, default=24)
     parser.add_argument("--epochs", type=int, default=9)
     parser.add_argument("--emulate-device", dest="ms", type=float, default=3.0)
+    parser.add_argument("--emulate-launch", type=float, default=20.0)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--data", type=Path)
     parser.add_argument("--tiny", action="store_true")

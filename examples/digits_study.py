@@ -57,6 +57,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=10)
     parser.add_argument("--emulate-device", metavar="MS", dest="ms", type=float, default=0.0, help="wait per example")
+    parser.add_argument("--emulate-launch", metavar="MS", type=float, default=20.0, help="and per step (default 20)")
     args = parser.parse_args()
 
     torch.manual_seed(0)
@@ -70,7 +71,7 @@ def main() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=momentum)
     if args.ms:  # by a sleep in the forward pass, which counts as computing; the gradients are real
         model.register_forward_pre_hook(
-            lambda m, x: time.sleep(0.02 + args.ms * len(x[0]) / 1e3) if m.training else None
+            lambda m, x: time.sleep((args.emulate_launch + args.ms * len(x[0])) / 1e3) if m.training else None
         )
     model, optimizer = run.prepare(model, optimizer)
     for _ in run.epochs(args.epochs):

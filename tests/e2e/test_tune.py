@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import random
-import signal
 from pathlib import Path
 
-import psutil
 import pytest
 
 pytest.importorskip("optuna", reason="studies need the extra tune")
 
-from pollux.api.study import decode_study
 from pollux.tune import Study
-from pollux.tune.storage import StudyStorage
 from tests.e2e.cluster import LiveCluster
+from tests.e2e.study_kills import run_piece
 from tests.long import long
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -131,68 +126,8 @@ def test_trials_that_differ_late_share_their_early_part(cluster, tmp_path):
         assert any(mine[at] != theirs[at] for at in common if at > 0.5)
 
 
-NUM_KILLS = 50
-VICTIMS = ("server", "trial", "fork server")
-
-
 @long
-@pytest.mark.parametrize("seed", [0])
-def test_server_trials_and_fork_server_are_killed_fifty_times(cluster, seed):
-    """Short studies one after the other until fifty kills are done; each must end with the trials it would have had."""
-    draw, num_killed, round_ = random.Random(seed), 0, 0
-    while num_killed < NUM_KILLS:
-        round_ += 1
-        name = f"round-{round_}"
-        begin(cluster, 6, ms=0.5, name=name, seed=round_, sampler="random", max_restarts=50)
-        while num_killed < NUM_KILLS and _wait_for_news(cluster, name):
-            victim = draw.choice(VICTIMS)
-            num_killed += _kill(cluster, name, victim, draw)
-        found = Study.attach(name, cluster.client).wait(2 * PATIENCE_S)
-        check(found, 6)
-        assert [one.params for one in found.trials] == _drawn(found, 6)
-        own = [job for job in cluster.client.jobs() if job.name.startswith(f"{name}-")]
-        assert sorted(job.name for job in own) == sorted(one.job for one in found.trials)
-        cluster.until(lambda own=own: all(job.is_done for job in own), "the end of all its jobs")
-
-
-def _wait_for_news(cluster, name):
-    """Until the study has another value or is over; whether it goes on."""
-    study = Study.attach(name, cluster.client)
-
-    def seen():
-        trials = study.describe().trials
-        return [(one.number, one.state, one.progress, one.num_replicas) for one in trials]
-
-    before = seen()
-    cluster.until(lambda: study.describe().is_over or seen() != before, "news of the study")
-    return not study.describe().is_over
-
-
-def _kill(cluster, name, victim, draw):
-    """1 if something was killed; a trial may have ended just before."""
-    if victim == "server":
-        cluster.kill_server()
-        cluster.start()
-        return 1
-    if victim == "fork server":
-        try:
-            cluster.fork_server.kill()
-        except (psutil.Error, StopIteration):  # it was killed a moment ago, and a new one is not needed yet
-            return 0
-        return 1
-    trials = Study.attach(name, cluster.client).describe().trials
-    running = [one.job for one in trials if one.state == "running" and one.num_replicas]
-    pids = [pid for job in running for pid in cluster.pids(job).values() if pid is not None]
-    if not pids:
-        return 0
-    try:
-        os.kill(draw.choice(sorted(pids)), signal.SIGKILL)
-    except ProcessLookupError:
-        return 0
-    return 1
-
-
-def _drawn(found, num_trials):
-    """The parameters that the study draws when nothing is killed."""
-    stored = StudyStorage(None).create(decode_study(dict(found.request)), 0.0)
-    return [dict(stored.ask().params) for _ in range(num_trials)]
+def test_studies_whose_server_trials_and_fork_server_are_killed(tmp_path):
+    """A piece of ``make study-kills``, which has fifty."""
+    piece = run_piece(tmp_path, num_kills=8, seed=100)
+    assert piece.counts.total() == 8

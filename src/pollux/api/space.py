@@ -176,6 +176,25 @@ def value_text(value: Value) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
+def check_value(parameter: Parameter, value: object) -> None:
+    """Raises InvalidValueError: it does not lie in the parameter's range."""
+    if parameter.kind == "choice":
+        if not any(value == one and type(value) is type(one) for one in parameter.choices):
+            allowed = ", ".join(map(value_text, parameter.choices))
+            raise InvalidValueError(f"parameter {parameter.name!r}: {value!r:.80}; one of {allowed} is needed")
+        return
+    assert parameter.low is not None and parameter.high is not None
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_number or not parameter.low <= value <= parameter.high:  # type: ignore[operator]
+        raise InvalidValueError(f"parameter {parameter.name!r}: {value!r:.80}; a number within {parameter} is needed")
+    if parameter.kind == "int" and value != int(value):  # type: ignore[call-overload]
+        raise InvalidValueError(f"parameter {parameter.name!r}: {value!r}; a whole number is needed")
+    if parameter.step is not None:
+        steps = (float(value) - parameter.low) / parameter.step  # type: ignore[arg-type]
+        if abs(steps - round(steps)) > 1e-8:
+            raise InvalidValueError(f"parameter {parameter.name!r}: {value!r} is none of the steps of {parameter}")
+
+
 def check_space(space: Sequence[Parameter]) -> None:
     """Every name once; a condition names an earlier choice and one of its values.
 

@@ -14,7 +14,7 @@ from typing import ClassVar, Literal
 from pollux.api.codec import Codec, Special, about
 from pollux.api.job import NonFinite
 from pollux.api.request import MAX_NAME_LENGTH, JobRequest, default_name, shown_request
-from pollux.api.space import Parameter, Value, check_space, value_text
+from pollux.api.space import Parameter, Value, check_space, check_value, value_text
 from pollux.errors import InvalidValueError
 
 SamplerName = Literal["tpe", "random", "cmaes", "gp"]
@@ -54,6 +54,9 @@ class StudyRequest:
     branches: int = field(
         default=3, metadata=about("Trials that share the early part of their training, with late parameters.", ge=1)
     )
+    first: tuple[Mapping[str, object], ...] = field(
+        default=(), hash=False, metadata=about("Trials to begin with, by name; what is left out is drawn.")
+    )
     arguments: bool = field(default=False, metadata=about("Pass parameters as --NAME VALUE behind the command too."))
 
     def __post_init__(self) -> None:
@@ -69,6 +72,7 @@ class StudyRequest:
         if not (math.isfinite(self.weight) and self.weight > 0):
             raise InvalidValueError(f"weight {self.weight}; a positive number is needed")
         check_space(self.space)
+        self._check_first()
         if self.pruner == "pbt":
             self._check_population()
         known = {one.name for one in self.space}
@@ -78,6 +82,16 @@ class StudyRequest:
                     raise InvalidValueError(
                         f"the command has {{{asked}}}, which is no parameter of the space; it has {', '.join(known)}"
                     )
+
+    def _check_first(self) -> None:
+        if len(self.first) > self.trials:
+            raise InvalidValueError(f"{len(self.first)} trials to begin with, of {self.trials} in all; ask for more")
+        known = {one.name: one for one in self.space}
+        for params in self.first:
+            for name, value in params.items():
+                if name not in known:
+                    raise InvalidValueError(f"a first trial with {name!r:.80}; the space has {', '.join(known)}")
+                check_value(known[name], value)
 
     def _check_population(self) -> None:
         if all(one.kind != "float" for one in self.space):

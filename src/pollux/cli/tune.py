@@ -12,7 +12,7 @@ from typer.core import TyperGroup
 from pollux.api.study import StudyDetail, StudySummary, TrialView
 from pollux.cli.connect import DataOption, JsonOption, ServerOption, connect, print_json, say, show
 from pollux.cli.job_options import takes_job_options
-from pollux.client.study import Study, list_studies, make_study, read_study
+from pollux.client.study import Study, list_studies, make_study, parse_first, read_study
 from pollux.errors import InvalidValueError
 
 _PANEL = "Study"
@@ -71,6 +71,9 @@ def begin(
     branches: Annotated[
         int | None, _option("--branches", metavar="N", help="Trials that share an early part (late parameters); 3.")
     ] = None,
+    first: Annotated[
+        list[str] | None, _option("--first", metavar="NAME=VALUE,...", help="A trial to begin with; may be repeated.")
+    ] = None,
     seed: Annotated[int | None, _option("--seed", metavar="N", help="Of the sampler; 0.")] = None,
     target: Annotated[float | None, _option("--target", metavar="VALUE", help="End when this is reached.")] = None,
     arguments: Annotated[bool, _option("--arguments", help="Pass parameters as --NAME VALUE, too.")] = False,
@@ -96,6 +99,7 @@ def begin(
             "eta": eta,
             "min_progress": min_progress,
             "branches": branches,
+            "first": [parse_first(text) for text in first or []] or None,
             "seed": seed,
             "target": target,
             "arguments": arguments or None,

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from pollux.api.codec import Json, decode
-from pollux.api.space import Parameter, parse_parameter
+from pollux.api.space import Parameter, Value, parse_parameter, parse_value
 from pollux.api.study import (
     StudyCurves,
     StudyDetail,
@@ -44,6 +44,8 @@ def make_study(command: Sequence[str], space: Space, options: Mapping[str, Any])
     parameters = tuple(one if isinstance(one, Parameter) else parse_parameter(one) for one in texts)
     own = {name: value for name, value in options.items() if name in _OWN and value is not None}
     rest = {name: value for name, value in options.items() if name not in _OWN}
+    if "first" in own:
+        own["first"] = tuple(dict(one) for one in own["first"])
     if "metric" not in own:
         raise InvalidValueError("no metric; say which value of run.log the study is to improve, as in val_loss")
     words = [str(word) for word in command]
@@ -76,6 +78,18 @@ def read_study(path: Path) -> StudyRequest:
         return make_study(command, {name: _as_text(value) for name, value in space.items()}, {**job, **table})
     except (InvalidValueError, TypeError) as error:
         raise InputFileError(path, str(error)) from error
+
+
+def parse_first(text: str) -> dict[str, Value]:
+    """Of ``lr=0.01,momentum=0.9``: parameters of a trial.
+
+    Raises:
+        InvalidValueError: it has another form.
+    """
+    pairs = [word.partition("=") for word in text.split(",")]
+    if any(not name.strip() or not value.strip() for name, _, value in pairs):
+        raise InvalidValueError(f"first {text!r:.80}; NAME=VALUE,NAME=VALUE is needed, as in lr=0.01,momentum=0.9")
+    return {name.strip(): parse_value(value.strip()) for name, _, value in pairs}
 
 
 def _as_text(value: object) -> str:

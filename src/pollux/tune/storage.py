@@ -134,6 +134,8 @@ class StudyStorage:
                     f"a study named {request.name!r} exists; choose another --name, or go on with it: "
                     f"pollux tune resume {request.name}"
                 ) from None
+            for params in request.first:
+                made.enqueue_trial(dict(params))
             for name, value in ((_REQUEST, encode_study(request)), (_CREATED, now), (_STATE, "running")):
                 made.set_user_attr(_PREFIX + name, value)
         return self.load(request.name)
@@ -253,8 +255,9 @@ class StoredStudy:
             # Made anew for each trial: what is drawn depends on the seed, the number and the history, and therefore
             # is the same whether or not the server was restarted in between.
             known = self._study.get_trials(deepcopy=False)
-            self._study.sampler = make_sampler(self.request, len(known))
-            if not any(map(_is_waiting, known)):  # otherwise a trial that was stopped has its turn
+            waiting = next((one.number for one in known if _is_waiting(one)), None)
+            self._study.sampler = make_sampler(self.request, len(known) if waiting is None else waiting)
+            if waiting is None:  # otherwise one that was asked for, or was stopped, has its turn
                 # Kept before the trial exists: a server that is killed here begins with them when it is back.
                 fixed = dict(early or {})
                 notes = {} if branch_of is None else {_PREFIX + _BRANCH_OF: branch_of}

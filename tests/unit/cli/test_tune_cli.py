@@ -31,6 +31,13 @@ def run(*words):
         (("--metric", "loss"), "0 parameters"),
         (("--space", "lr=0..1", "--metric", "loss", "--pruner", "none", "--weight", "x"), "a number is needed"),
         (("--space", "lr=0..1", "--metric", "loss", "--file", "study.toml"), "say it in one place"),
+        (("--space", "lr=0.0..1.0", "--metric", "loss", "--first", "lr"), "NAME=VALUE,NAME=VALUE"),
+        (("--space", "lr=0.0..1.0", "--metric", "loss", "--first", "rate=1"), "the space has lr"),
+        (("--space", "lr=0.0..1.0", "--metric", "loss", "--first", "lr=2"), "a number within lr=0.0..1.0"),
+        (("--space", "size=choice:8,16", "--metric", "loss", "--first", "size=9"), "one of 8, 16"),
+        (("--space", "size=16..128 step 16", "--metric", "loss", "--first", "size=17"), "none of the steps"),
+        (("--space", "depth=1..4", "--metric", "loss", "--first", "depth=1.5"), "a whole number"),
+        (("--space", "lr=0.0..1.0", "--metric", "loss", "--trials", "1", "--first", "lr=0", "--first", "lr=1"), "2 t"),
     ],
 )
 def test_a_study_that_cannot_be_is_refused_here(script, words, said):
@@ -55,6 +62,14 @@ def test_a_script_is_run_by_python_and_the_study_has_the_weight(script):
     asked = make_study([script], {"lr": "log:1e-4..0.1"}, {"metric": "loss", "weight": 3.0, "max_replicas": 2})
     assert asked.job.command == ("python", "train.py") and asked.job.max_replicas == 2
     assert asked.weight == 3.0 and asked.job.weight == 1.0 and asked.job.kind == "elastic"
+
+
+def test_a_file_says_with_what_to_begin(script, tmp_path):
+    path = tmp_path / "study.toml"
+    path.write_text(
+        'command = "python train.py"\nmetric = "loss"\n[space]\nlr = "log:1e-4..0.1"\n[[first]]\nlr = 0.01\n'
+    )
+    assert read_study(path).first == ({"lr": 0.01},)
 
 
 def test_a_file_says_the_same(script, tmp_path):

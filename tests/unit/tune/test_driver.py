@@ -74,6 +74,25 @@ def test_a_study_finds_a_good_value_and_every_trial_is_counted_once(storage, pru
     assert len(curves(driver).curves) == 12
 
 
+def test_a_study_begins_with_the_trials_that_it_was_given(tmp_path):
+    """Killed after the first ones began, too; what they leave out is drawn, each time anew."""
+    options = {"space": ("x=0.0..1.0", "y=0.0..1.0"), "first": ({"x": 0.25, "y": 0.5}, {"x": 0.75}, {"x": 0.5})}
+    jobs, storage = FormulaJobs(bowl, num_slots=2), StudyStorage(tmp_path / STUDIES_FILE)
+    driver = begin(storage, jobs, **options)
+    driver.step()
+    storage.close()
+    storage = StudyStorage(tmp_path / STUDIES_FILE)
+    driver = StudyDriver(storage.load("s"), jobs)
+    carry_out(driver, jobs)
+    found = detail(driver, storage.url)
+    storage.close()
+    assert found.state == "finished" and len(found.trials) == 12
+    assert dict(found.trials[0].params) == {"x": 0.25, "y": 0.5}
+    assert [one.params["x"] for one in found.trials[1:3]] == [0.75, 0.5]
+    assert len({one.params["y"] for one in found.trials}) == 12
+    assert [dict(one) for one in found.request["first"]] == [dict(one) for one in options["first"]]
+
+
 def test_curves_say_on_how_many_slots_each_value_came(storage):
     jobs = FormulaJobs(bowl)
     driver = begin(storage, jobs, pruner="none", trials=2)
