@@ -66,7 +66,7 @@ ONLY_IN = {
     "rich": ("cli",),
     "plotly": ("reports/look",),
     "torch": ("train", "integrations/", "membership/torch_store"),
-    "sqlalchemy": ("server/storage",),
+    "sqlalchemy": ("server/storage", "tune/storage"),  # the latter: connections of Optuna's own storage
     "fastapi": ("server/http", "server/listener"),
     "pydantic": ("server/http",),
     "uvicorn": ("server/listener", "server/http/connections"),

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 
 from pollux import train
 from pollux.errors import InvalidValueError
-from pollux.integrations.one_process import needs, one_process
+from pollux.integrations.one_process import check_launcher, needs, one_process
 from pollux.integrations.torch_loader import BatchOptions, elastic_loader
 
 with needs("accelerate", "hf"):
@@ -27,13 +27,7 @@ __all__ = ["Accelerator"]
 
 _T = TypeVar("_T")
 _Collate = Callable[[list[Any]], object]
-# With the variables by which ``accelerate launch`` sets them.
-_REFUSED = {
-    "deepspeed_plugin": "ACCELERATE_USE_DEEPSPEED",
-    "fsdp_plugin": "ACCELERATE_USE_FSDP",
-    "megatron_lm_plugin": "ACCELERATE_USE_MEGATRON_LM",
-    "parallelism_config": "ACCELERATE_USE_PARALLELISM_CONFIG",
-}
+_REFUSED = ("deepspeed_plugin", "fsdp_plugin", "megatron_lm_plugin", "parallelism_config")
 
 
 class Accelerator(accelerate.Accelerator):
@@ -53,7 +47,8 @@ class Accelerator(accelerate.Accelerator):
         checkpoint_dir: str | Path | None = None,
         **options: Any,
     ) -> None:
-        _check_options(options, os.environ)
+        _check_options(options)
+        check_launcher(os.environ)
         self.run = train.init(checkpoint_dir=checkpoint_dir, device="cpu" if options.get("cpu") else None)
         self._batch: BatchOptions = {"max_batch_size": max_batch_size, "device_batch_size": device_batch_size}
         self._scaling = scaling
@@ -176,33 +171,27 @@ class Accelerator(accelerate.Accelerator):
         self.run.close()
 
 
-def _check_options(options: Mapping[str, Any], environment: Mapping[str, str]) -> None:
-    """Refuse what cannot be elastic, whether the script or ``accelerate launch`` says it.
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Refuse what cannot be elastic.
 
     Raises:
         InvalidValueError: names the option, and what to do instead.
     """
-    for name, variable in _REFUSED.items():
-        is_set = environment.get(variable, "").lower() in ("1", "true", "yes", "on")
-        if options.get(name) is not None or is_set:
-            what = f"{variable}={environment[variable]}" if is_set else name
+    for name in _REFUSED:
+        if options.get(name) is not None:
             raise InvalidValueError(
-                f"{what} cannot be elastic: only data parallelism can; leave it out, or submit the job as fixed"
+                f"{name} cannot be elastic: only data parallelism can; leave it out, or submit the job as fixed"
             )
     plugin = options.get("gradient_accumulation_plugin")
     for what, steps in (
         ("gradient_accumulation_steps", options.get("gradient_accumulation_steps", 1)),
         ("gradient_accumulation_plugin.num_steps", getattr(plugin, "num_steps", None) or 1),
-        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", environment.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", 1)),
     ):
         if str(steps) != "1":
             raise InvalidValueError(
                 f"{what}={steps}: Pollux accumulates by itself; give the whole batch to the loader, and "
                 "device_batch_size"
             )
-    for what, precision in (
-        ("mixed_precision", options.get("mixed_precision")),
-        ("ACCELERATE_MIXED_PRECISION", environment.get("ACCELERATE_MIXED_PRECISION")),
-    ):
-        if str(precision).endswith("fp16"):
-            raise InvalidValueError(f"{what}={str(precision)!r} needs loss scaling; use 'bf16'")
+    precision = str(options.get("mixed_precision"))
+    if precision.endswith("fp16"):
+        raise InvalidValueError(f"mixed_precision={precision!r} needs loss scaling; use 'bf16'")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from pollux.errors import InvalidValueError
-from pollux.integrations.one_process import needs, one_process
+from pollux.integrations.one_process import check_launcher, needs, one_process
 
 with needs("transformers", "hf"):
     import transformers
@@ -42,6 +42,7 @@ class ElasticArguments:
 
     def __post_init__(self) -> None:
         self._rank: Callable[[], int] = _planned_rank
+        check_launcher(os.environ)
         if getattr(self, "deepspeed", None):  # before transformers asks for the package
             raise InvalidValueError(_refusal("deepspeed", _SHARDS))
         with one_process():
@@ -87,6 +88,8 @@ def check_arguments(args: object) -> None:
 
 def _check_options(args: Any) -> None:
     is_adaptive = args.max_batch_size is not None
+    accumulation = getattr(args.accelerator_config, "gradient_accumulation_kwargs", None) or {}
+    second = accumulation.get("num_steps", 1)
     for is_wrong, what, advice in (
         (bool(getattr(args, "deepspeed", None)), "deepspeed", _SHARDS),
         (bool(getattr(args, "fsdp", None)), "fsdp", _SHARDS),
@@ -94,6 +97,11 @@ def _check_options(args: Any) -> None:
         (
             args.gradient_accumulation_steps != 1,
             f"gradient_accumulation_steps={args.gradient_accumulation_steps}",
+            "Pollux accumulates by itself: give device_batch_size, and the whole batch as per_device_train_batch_size",
+        ),
+        (
+            second != 1,
+            f"accelerator_config.gradient_accumulation_kwargs['num_steps']={second}",
             "Pollux accumulates by itself: give device_batch_size, and the whole batch as per_device_train_batch_size",
         ),
         (

@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
+from pollux.errors import InvalidValueError
+
 _DISTRIBUTED = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+_SHARDING = (
+    "ACCELERATE_USE_DEEPSPEED",
+    "ACCELERATE_USE_FSDP",
+    "ACCELERATE_USE_MEGATRON_LM",
+    "ACCELERATE_USE_PARALLELISM_CONFIG",
+)
 
 
 @contextmanager
@@ -33,3 +41,23 @@ def one_process() -> Iterator[None]:
         yield
     finally:
         os.environ.update(hidden)
+
+
+def check_launcher(environment: Mapping[str, str]) -> None:
+    """Refuse what ``accelerate launch`` has set by variables and cannot be elastic. Hugging Face's trainer reads them.
+
+    Raises:
+        InvalidValueError: names the variable, its value, and what to do instead.
+    """
+    for name in _SHARDING:
+        if (value := environment.get(name, "")).lower() in ("1", "true", "yes", "on"):
+            raise InvalidValueError(
+                f"{name}={value} cannot be elastic: only data parallelism can; leave it out, or submit the job as fixed"
+            )
+    name = "ACCELERATE_GRADIENT_ACCUMULATION_STEPS"
+    if (value := environment.get(name, "1")) != "1":
+        raise InvalidValueError(
+            f"{name}={value}: Pollux accumulates by itself; give the whole batch, and device_batch_size"
+        )
+    if environment.get("ACCELERATE_MIXED_PRECISION", "").endswith("fp16"):
+        raise InvalidValueError("ACCELERATE_MIXED_PRECISION='fp16' needs loss scaling; use 'bf16'")

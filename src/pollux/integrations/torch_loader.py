@@ -30,11 +30,15 @@ def elastic_loader(
     """The same data and options; the loader's batch size is M0. ``collate_fn`` takes the place of the loader's.
 
     Raises:
-        InvalidValueError: the loader has a batch sampler of its own.
+        InvalidValueError: the loader has a batch sampler of its own, or drops the tail of an adaptive batch.
     """
     is_plain = loader.batch_size is not None and type(loader.batch_sampler) in (BatchSampler, type(None))
     if not is_plain:
         raise InvalidValueError("the training loader has a batch_sampler of its own; give it batch_size instead")
+    if loader.drop_last and batch["max_batch_size"] is not None:
+        raise InvalidValueError(
+            "drop_last with max_batch_size: how much is dropped would depend on the batch; leave one of them out"
+        )
     is_random = isinstance(loader.sampler, RandomSampler)
     is_known = is_random or isinstance(loader.sampler, SequentialSampler)
     is_stream = isinstance(loader.dataset, IterableDataset)

@@ -102,6 +102,15 @@ def test_parts_that_do_not_belong_together_are_refused(accelerator):
         accelerator.save_state("x")
 
 
+def test_dropping_the_tail_of_an_adaptive_batch_is_refused():
+    from pollux.integrations.accelerate import Accelerator
+
+    model, optimizer, loader = parts()
+    accelerator = Accelerator(cpu=True, max_batch_size=64)
+    with accelerator.run, pytest.raises(InvalidValueError, match="drop_last with max_batch_size"):
+        accelerator.prepare(model, optimizer, DataLoader(loader.dataset, batch_size=4, drop_last=True))
+
+
 def test_evaluation_data_arrives_whole_on_the_device(accelerator, monkeypatch):
     """The meta device stands for a GPU."""
     monkeypatch.setattr(type(accelerator), "device", torch.device("meta"))

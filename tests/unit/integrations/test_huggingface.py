@@ -184,6 +184,10 @@ def test_mixed_in_to_other_trainers_and_arguments(hf, tmp_path):
         ({"deepspeed": {"zero_optimization": {"stage": 3}}}, "deepspeed cannot be used"),
         ({"deepspeed": "zero3.json"}, "deepspeed cannot be used"),
         ({"train_sampling_strategy": "group_by_length"}, "train_sampling_strategy='group_by_length'"),
+        (
+            {"accelerator_config": {"gradient_accumulation_kwargs": {"num_steps": 4}}},
+            r"accelerator_config.gradient_accumulation_kwargs\['num_steps'\]=4 cannot be used",
+        ),
     ],
 )
 def test_what_cannot_be_elastic_is_refused(hf, tmp_path, options, message):
@@ -191,6 +195,23 @@ def test_what_cannot_be_elastic_is_refused(hf, tmp_path, options, message):
 
     with pytest.raises(InvalidValueError, match=message):
         hf.Trainer(tiny(), arguments(hf, tmp_path, **options), train_dataset=Rows())
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "message"),
+    [
+        ("ACCELERATE_USE_DEEPSPEED", "true", "ACCELERATE_USE_DEEPSPEED=true cannot be elastic"),
+        ("ACCELERATE_USE_FSDP", "1", "ACCELERATE_USE_FSDP=1 cannot be elastic"),
+        ("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4", "ACCELERATE_GRADIENT_ACCUMULATION_STEPS=4: Pollux accumulates"),
+        ("ACCELERATE_MIXED_PRECISION", "fp16", "use 'bf16'"),
+    ],
+)
+def test_what_accelerates_launcher_says_is_refused_too(hf, tmp_path, monkeypatch, variable, value, message):
+    from pollux.errors import InvalidValueError
+
+    monkeypatch.setenv(variable, value)
+    with pytest.raises(InvalidValueError, match=message):
+        hf.Trainer(tiny(), arguments(hf, tmp_path), train_dataset=Rows())
 
 
 def test_trainers_with_batches_or_a_loop_of_their_own_are_refused(hf, tmp_path):

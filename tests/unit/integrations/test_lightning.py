@@ -169,6 +169,10 @@ def test_a_stream_without_a_length(fit):
             {"model": lambda: of.Regression(lambda one: torch.optim.lr_scheduler.StepLR(one, 1), frequency=3)},
             "frequency=3",
         ),
+        (
+            {"train": loaders(drop_last=True)[0], "max_batch_size": 8},
+            "drop_last with max_batch_size",
+        ),
         ({"train": [loaders()[0], loaders()[0]]}, "one torch.utils.data.DataLoader"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
