@@ -118,6 +118,11 @@ def _elasticflow_reader(columns: _Columns) -> Callable[[Path, Path, str], Import
         for number, row in read_rows(path, needed):
             time_s = clock.since_start(number, to_float(path, number, row, columns.time))
             deadline_s = to_float(path, number, row, columns.deadline) - to_float(path, number, row, columns.time)
+            if deadline_s <= 0:
+                problem = (
+                    f"{columns.deadline} = {row[columns.deadline]}; later than {columns.time} = {row[columns.time]}"
+                )
+                raise InputFileError(path, f"{problem} is needed", number)
             job = ImportedJob(
                 name=row["job_id"],
                 time_s=time_s,
@@ -125,7 +130,7 @@ def _elasticflow_reader(columns: _Columns) -> Callable[[Path, Path, str], Import
                 num_replicas=_positive(path, number, row, "num_gpu"),
                 batch_size=_positive(path, number, row, "batch_size"),
                 steps=_positive(path, number, row, columns.steps),
-                deadline_s=deadline_s if deadline_s > 0 else None,
+                deadline_s=deadline_s,
             )
             _require_measured(path, number, job.application, tables)
             jobs.append(job)

@@ -196,6 +196,10 @@ BAD_WORKLOADS = {
     "header only": (HEADER, ["no rows"]),
     "not a number": (HEADER + "a,soon,cifar10,1,128\n", ["row 2", "'soon'"]),
     "no replicas": (HEADER + "a,0,cifar10,0,128\n", ["row 2", "num_replicas = 0", "at least 1"]),
+    "a deadline in the past": (
+        HEADER.replace("\n", ",deadline_s\n") + "a,0,cifar10,1,128,-60\n",
+        ["row 2", "deadline_s = -60", "above 0"],
+    ),
     "a name twice": (HEADER + "a,0,cifar10,1,128\na,1,cifar10,1,128\n", ["row 3", "'a'", "unique"]),
 }
 

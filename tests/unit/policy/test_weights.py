@@ -17,7 +17,7 @@ from pollux.policy.pollux import PolluxPolicy
 from pollux.policy.speedups import SpeedupTable
 from pollux.policy.weights import job_weights, remaining_seconds
 from pollux.testing.snapshots import PARAMS, make_job, make_mixed, make_nodes
-from pollux.types import FloatArray, JobSpec, JobView, Snapshot
+from pollux.types import Allocation, FloatArray, JobSpec, JobView, Snapshot
 
 REMAINING = PolicySettings(weights="remaining")
 
@@ -69,6 +69,17 @@ def test_where_one_declares_nothing_others_have_shown_how_long_it_is():
     assert np.argsort(weigh(present, np.ones(3), REMAINING, learnt)).tolist() == [1, 0, 2]
     assert np.argsort(weigh(present, np.ones(3), PolicySettings(weights="learnt"), learnt)).tolist() == [1, 2, 0]
     assert weigh(present, np.ones(3), PolicySettings(), learnt).tolist() == [1.0, 1.0, 1.0]
+
+
+@pytest.mark.parametrize("num_resizes", [1, 20])
+def test_a_long_job_moves_for_less_than_one_that_has_moved_often(num_resizes):
+    """However much is left of both: how often a job has moved says for how long it will stay."""
+    job = make_job("a", allocation=Allocation.of(("n0", 1)), remaining_examples=1e12, num_resizes=num_resizes)
+    plan = PolluxPolicy(REMAINING).decide(Snapshot(now=0, nodes=make_nodes(1, 4), jobs=(job,)))
+    assert plan.explanation is not None
+    (decision,) = plan.explanation.jobs
+    assert decision.after.num_replicas > 1
+    assert decision.move_factor == pytest.approx((1000 - 30 * num_resizes) / 1030, rel=1e-3)
 
 
 class TestLengths:

@@ -83,6 +83,7 @@ def test_gavels_steps_are_those_of_all_gpus_together(tmp_path: Path) -> None:
         ("a,0,0,vgg16,9,64,1,1\n", r"row 2: num_iteration = 0; at least 1"),
         ("a,0,5,vgg16,9,64,0,1\n", r"row 2: num_gpu = 0; at least 1"),
         ("a,x,5,vgg16,9,64,1,1\n", r"row 2: submission_time = 'x' is not a number"),
+        ("a,50,5,vgg16,50,64,1,1\n", r"row 2: deadline = 50; later than submission_time = 50"),
     ],
 )
 def test_a_row_that_cannot_be_is_named(tmp_path: Path, measured: Path, rows: str, message: str) -> None:
