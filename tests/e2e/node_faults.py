@@ -118,9 +118,9 @@ class NodeFaults:
             self.deck = sorted(self.kinds)
             self.rng.shuffle(self.deck)
         kind, name = self.deck.pop(), self.rng.choice(self.names)
-        self.struck.append((time.time(), name))
         self._until_back(name)
         self._until(lambda: self._trouble or sum(map(self._is_there, self.names)) > len(self.jobs), "enough nodes")
+        self.struck.append((time.time(), name))
         self.kinds[kind](name)
         self.counts[kind] += 1
         if self._trouble:
@@ -342,7 +342,9 @@ class _Trace:
         return None
 
 
-_SILENCE = re.compile(r"^([0-9-]+ [0-9:]+),([0-9]{3}) .*node ([^ ]+) is lost: its agent has not answered", re.MULTILINE)
+_SILENCE = re.compile(
+    r"^([0-9-]+ [0-9:]+),([0-9]{3}) .*supervisor: node ([^ ]+) is lost: its agent has not answered", re.MULTILINE
+)
 _LATE = re.compile(r"its agent answered after ([0-9.]+) s")
 
 
