@@ -42,6 +42,7 @@ WINDOW_STEPS = 1000.0  # the span that GradientMoments smooths over by default
 FIRST_WINDOW_STEPS = 50.0  # the noise scale changes fast at first: the window is half of what was trained, or this
 MAX_WEIGHT = 128.0  # of one sample, so that the average always spans about sixteen samples
 
+UNBOUNDED = 1e6  # times the likely noise scale: a bound beyond it says nothing
 CAUGHT_UP = 0.9  # share of the rule's rate at which a larger batch counts as fully earned: rates approach it slowly
 EARNING_STEPS = 50.0  # steps over which the earned share is averaged; fewer let one step's rate move the batch
 
@@ -360,4 +361,6 @@ def _evidence(noise: NoiseStats, is_growth: bool) -> str:
     likely, bound = noise.noise_scale, noise.noise_scale_low if is_growth else noise.noise_scale_high
     shown = [f"{float(f'{value:.3g}'):.12g}" for value in (likely, bound)]  # no exponents
     limit = f", at {'least' if is_growth else 'most'} {shown[1]}"
+    if bound > UNBOUNDED * likely:  # |G|^2 may be 0, as far as the samples can tell
+        limit = ", with no known upper bound"
     return f"noise scale {shown[0]}{limit if bound != likely else ''}"

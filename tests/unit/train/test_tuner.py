@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 from pollux.errors import InvalidValueError
 from pollux.model.profile import Configuration, Timing
+from pollux.train import adaptation
 from pollux.train import tuner as tuner_module
 from pollux.train.batch_changes import STEPS_BETWEEN, STEPS_TO_REVERSE
 from pollux.train.batching import AdaptiveBatch, BatchChoice, FixedBatch, make_limits
@@ -409,3 +411,11 @@ def test_a_curve_that_has_become_stale_is_really_timed_anew(monkeypatch):
     assert again == [32, 64, 128, 16]
     times = {c.device_batch: t.step_s for c, t in tuner.profile.timings("cpu").items()}
     assert all(time == pytest.approx(3.0, rel=0.1) for time in times.values())
+
+
+def test_a_noise_scale_without_an_upper_bound_is_told_in_words():
+    known = SimpleNamespace(noise_scale=190.0, noise_scale_low=55.1, noise_scale_high=410.0)
+    assert adaptation._evidence(known, is_growth=True) == "noise scale 190, at least 55.1"
+    assert adaptation._evidence(known, is_growth=False) == "noise scale 190, at most 410"
+    known.noise_scale_high = 1e15
+    assert adaptation._evidence(known, is_growth=False) == "noise scale 190, with no known upper bound"
