@@ -166,7 +166,7 @@ class FakeCluster:
     def speedups_of(self, name: str) -> tuple[float, ...]:
         return ()
 
-    def keep_reports(self) -> None: ...
+    def save_reports(self) -> None: ...
 
     def reports(self, name: str, since: int | None, limit: int) -> list[StoredReport]:
         self.summary_of(name)

@@ -228,7 +228,7 @@ async def report(request: Request, cluster: ItsCluster, caller: ItsCaller, name:
         raise Refusal(403, "AccessDeniedError", f"a report for job {told.job!r} was sent as one for {name!r}")
     answered = cluster.report(told)
     if told.observed:  # a study waits for these values; the replica forgets them with the answer
-        await run_in_threadpool(cluster.keep_reports)
+        await run_in_threadpool(cluster.save_reports)
     return answer(answered)
 
 

@@ -19,7 +19,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as FutureTimeoutError
 from datetime import date
 from typing import TypeVar
 
@@ -177,7 +176,7 @@ class Cluster:
                         logger.error("jobs are not told to leave: %s", self._engine.trouble)
                         break
             self._store.require_leader()
-            self._save_reports()
+            self.save_reports()
             self._save_node_s()
             self._save_usage()
         except PolluxError as error:  # a full disk, say
@@ -260,7 +259,7 @@ class Cluster:
         if job is not None and not job.is_unwanted:
             wish = self._cancellations.add(name, reason)
             job.is_unwanted = True
-            with contextlib.suppress(FutureTimeoutError):
+            with contextlib.suppress(TimeoutError):
                 self._queue(lambda: self._cancel_all([wish])).result(SHORT_WAIT_S)
         return self.queries.summary_of(name)
 
@@ -287,8 +286,8 @@ class Cluster:
 
     def weights_outside(self, study: str) -> list[float]:
         """Of all jobs that are not over and no trials of this study."""
-        pairs = [(record, self._jobs.request_of(record.name)) for record in self._state.records.values()]
-        return [record.spec.weight for record, request in pairs if request is None or request.study != study]
+        requests = ((record, self._jobs.request_of(record.name)) for record in self._state.records.values())
+        return [one.spec.weight for one, request in requests if request is None or request.study != study]
 
     def report(self, report: Report) -> ReportAnswer:
         """Take in a job's report; the answer is the model fitted to its speed. Never waits.
@@ -312,14 +311,6 @@ class Cluster:
         return ReportAnswer(
             params=None if job is None else job.params, report_every_s=max(1.0, len(self._jobs) / REPORTS_PER_S)
         )
-
-    def keep_reports(self) -> None:
-        """Save what jobs have reported now, not with the next turn of the scheduler's thread, as usual.
-
-        Raises:
-            StoreError: it is kept in memory alone.
-        """
-        self._save_reports()
 
     def _require_current(self, job: str, replica: str | None) -> None:
         # After a restart the engine may know of no replica for a moment.
@@ -421,7 +412,7 @@ class Cluster:
         self._woken.clear()
         began = time.perf_counter()
         self._calls.carry_out()
-        self._save_reports()
+        self.save_reports()
         if self._clock.now() >= self._tidy_at:
             self._tidy_at = self._clock.now() + TIDY_EVERY_S
             self._news.watch(self.problem)
@@ -444,7 +435,8 @@ class Cluster:
         self._watch_devices()
         self._turn_s = min(time.perf_counter() - began, LONGEST_WAIT_S)
 
-    def _save_reports(self) -> None:
+    def save_reports(self) -> None:
+        """Of any thread. Raises StoreError if they are kept in memory alone."""
         reports = self._inbox.take_unsaved()
         try:
             self._store.save_reports(reports)
@@ -582,7 +574,7 @@ class Cluster:
         future = self._queue(call)
         try:
             return future.result(timeout_s)
-        except FutureTimeoutError:
+        except TimeoutError:
             raise StoreError(
                 f"no answer from the scheduler in {timeout_s:g} s; it is {self._problem or 'busy'}: try again"
             ) from None

@@ -197,7 +197,7 @@ class ReadOnlyCluster:
     def report(self, report: Report) -> ReportAnswer:
         self._refuse()
 
-    def keep_reports(self) -> None: ...
+    def save_reports(self) -> None: ...
 
     def drain(self, node: str, is_draining: bool) -> NodeSummary:
         self._refuse()
