@@ -11,6 +11,7 @@ and when; what they hit depends on the moment.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import random
 import signal
@@ -23,7 +24,7 @@ from pathlib import Path
 
 import psutil
 
-from pollux.errors import PolluxError
+from pollux.errors import PolluxError, ServerError
 from tests.e2e.cluster import LiveCluster
 
 EPOCHS = 400
@@ -105,6 +106,11 @@ class Chaos:
         node = self.rng.choice(nodes)
         self.cluster.client.drain(node)
         time.sleep(self.rng.uniform(0.2, 1.0))
+        for _ in range(100):  # it must not stay drained because the leader changes just now
+            with contextlib.suppress(ServerError):
+                self.cluster.client.undrain(node)
+                return True
+            time.sleep(0.2)
         self.cluster.client.undrain(node)
         return True
 

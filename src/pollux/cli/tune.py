@@ -7,11 +7,13 @@ from typing import Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 from typer.core import TyperGroup
 
 from pollux.api.study import StudyDetail, StudySummary, TrialView
 from pollux.cli.connect import DataOption, JsonOption, ServerOption, connect, print_json, say, show
 from pollux.cli.job_options import takes_job_options
+from pollux.cli.job_table import plain
 from pollux.client.study import Study, list_studies, make_study, parse_first, read_study
 from pollux.errors import InvalidValueError
 
@@ -146,7 +148,14 @@ def list_all(as_json: JsonOption = False, data: DataOption = None, server: Serve
     table = Table("study", "state", "trials", "best", "parameters", "slot-hours", box=None, pad_edge=False)
     for one in found:
         best = "-" if one.best_value is None else f"{one.metric} {one.best_value:.6g}"
-        table.add_row(one.name, one.state, _trials(one), best, _params(one.best_params), f"{one.slot_s / 3600:.3g}")
+        table.add_row(
+            one.name,
+            one.state,
+            _trials(one),
+            Text(plain(best)),
+            Text(_params(one.best_params)),
+            f"{one.slot_s / 3600:.3g}",
+        )
     show(table)
 
 
@@ -162,21 +171,31 @@ def show_one(
     with connect(data, server) as client:
         study = Study.attach(name, client)
         if csv:
-            typer.echo(study.csv(), nl=False)
+            typer.echo("".join(f"{plain(line)}\n" for line in study.csv().splitlines()), nl=False)
             return
         found = study.describe()
     if as_json:
         print_json(found)
         return
     show(_short(found))
-    table = Table("trial", "state", found.metric, "progress", "slots", "chance", "parameters", box=None, pad_edge=False)
+    table = Table(
+        "trial",
+        "state",
+        Text(plain(found.metric)),
+        "progress",
+        "slots",
+        "chance",
+        "parameters",
+        box=None,
+        pad_edge=False,
+    )
     for one in found.trials[-_MOST_TRIALS:]:
         table.add_row(*_row(one))
     show(table)
     if found.importance:
-        say("importance: " + ", ".join(f"{name} {value:.0%}" for name, value in found.importance.items()))
+        say(plain("importance: " + ", ".join(f"{name} {value:.0%}" for name, value in found.importance.items())))
     for warning in found.warnings:
-        say(f"warning: {warning}")
+        say(plain(f"warning: {warning}"))
 
 
 @app.command("stop")
@@ -205,16 +224,19 @@ def _say_state(found: StudySummary, as_json: bool) -> None:
     if as_json:
         print_json(found)
     else:
-        typer.echo(f"{found.name} is {found.state}" + (f": {found.reason}" if found.reason else ""))
+        typer.echo(_state(found))
+
+
+def _state(found: StudySummary) -> str:
+    return plain(f"{found.name} is {found.state}" + (f": {found.reason}" if found.reason else ""))
 
 
 def _short(found: StudySummary) -> str:
-    lines = [f"{found.name} is {found.state}" + (f": {found.reason}" if found.reason else "")]
+    lines = [_state(found)]
     lines.append(f"trials: {_trials(found)}; {found.slot_s / 3600:.3g} slot-hours")
     if found.best_value is not None:
-        lines.append(
-            f"best: {found.metric} {found.best_value:.6g} of trial {found.best_trial}, {_params(found.best_params)}"
-        )
+        best = f"{plain(found.metric)} {found.best_value:.6g} of trial {found.best_trial}"
+        lines.append(f"best: {best}, {_params(found.best_params)}")
     return "\n".join(lines)
 
 
@@ -224,14 +246,17 @@ def _trials(found: StudySummary) -> str:
 
 
 def _params(params: Any) -> str:
-    return " ".join(
-        f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in params.items()
+    """Without control characters: names and values are what any user wrote."""
+    return plain(
+        " ".join(
+            f"{name}={value:.4g}" if isinstance(value, float) else f"{name}={value}" for name, value in params.items()
+        )
     )
 
 
-def _row(one: TrialView) -> tuple[str, ...]:
+def _row(one: TrialView) -> tuple[str | Text, ...]:
     value = "-" if one.value is None else f"{one.value:.6g}" if isinstance(one.value, float) else str(one.value)
     progress = "-" if one.progress is None else f"{one.progress:.0%}"
     chance = "-" if one.chance is None else f"{one.chance:.0%}"
     slots = str(one.num_replicas) if one.state == "running" else "-"
-    return str(one.number), one.state, value, progress, slots, chance, _params(one.params)
+    return str(one.number), one.state, value, progress, slots, chance, Text(_params(one.params))

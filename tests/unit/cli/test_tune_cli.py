@@ -5,6 +5,8 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
+from pollux.api.study import StudySummary
+from pollux.cli import tune
 from pollux.cli.app import app
 from pollux.client.study import make_study, read_study
 from pollux.errors import InputFileError
@@ -96,3 +98,14 @@ def test_a_file_that_cannot_be(script, tmp_path, text, said):
     path.write_text(text)
     with pytest.raises(InputFileError, match=said):
         read_study(path)
+
+
+def test_what_users_write_shows_no_escapes(capsys):
+    escapes = "\x1b]0;owned\x07\x1b[2J"
+    found = StudySummary(
+        name="s", state="failed", reason=escapes, metric=escapes, direction="minimize", created_at=0, ended_at=1,
+        num_trials=1, counts={}, best_value=0.5, best_trial=0, best_params={"kind": escapes}, slot_s=0, warnings=(),
+    )  # fmt: skip
+    tune._say_state(found, False)
+    shown = capsys.readouterr().out + tune._short(found)
+    assert "owned" in shown and "\x1b" not in shown and "\x07" not in shown

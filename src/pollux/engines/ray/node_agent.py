@@ -329,8 +329,9 @@ def kill_orphans(prefix: str) -> None:
             if mark.startswith(prefix):
                 marks.add(mark)
     for mark in marks:
-        _, pid, created = mark.split(":")
-        with contextlib.suppress(psutil.Error):
+        # Any process may have such a variable, so it may hold anything.
+        with contextlib.suppress(psutil.Error, ValueError, OverflowError):
+            _, pid, created = mark.split(":")
             if psutil.Process(int(pid)).create_time() == float(created):
                 continue
         logger.warning("killed what an earlier agent left behind: %s", kill_leftovers(mark))
@@ -339,6 +340,6 @@ def kill_orphans(prefix: str) -> None:
 def _remove_folders(prefix: str) -> None:
     """The folders of agents that are gone."""
     for path in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
-        match = re.fullmatch(r"([0-9]+)-[^-]+", path.name.removeprefix(prefix))  # not of "exp-2" if we are "exp"
+        match = re.fullmatch(r"([0-9]{1,9})-[^-]+", path.name.removeprefix(prefix))  # not of "exp-2" if we are "exp"
         if match is not None and not psutil.pid_exists(int(match[1])):
             shutil.rmtree(path, ignore_errors=True)

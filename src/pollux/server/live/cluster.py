@@ -480,7 +480,7 @@ class Cluster:
     def _take_in(self, jobs: Iterable[LiveJob]) -> None:
         """Give jobs to the scheduler, unless they wait for others; those that wait in vain are cancelled."""
         records = self._state.records
-        num_active = Counter(job.request.array_of for name in records if (job := self._jobs.get(name)) and job.request)
+        num_active = Counter(job.array for name in records if (job := self._jobs.get(name)))
         with self._store.batched():
             for job in jobs:
                 if job.name not in self._jobs or job.name in records or job.request is None or job.request.is_held:
@@ -488,7 +488,7 @@ class Cluster:
                 blocked = self._jobs.blocked(job)
                 if blocked is not None and not blocked.is_hopeless:
                     continue
-                array, limit = job.request.array_of, job.request.array_limit
+                array, limit = job.array, job.request.array_limit
                 if limit is not None and num_active[array] >= limit:
                     continue
                 num_active[array] += 1

@@ -77,6 +77,11 @@ class LiveJob:
     num_hangs: int = 0  # how often it was stopped for that
     idle: str = ""  # which of its GPUs have done nothing for long
 
+    @property
+    def array(self) -> tuple[str | None, str | None]:
+        """Its owner and the array it belongs to. Another user's array of the same name is another one."""
+        return (self.request.owner, self.request.array_of) if self.request is not None else (None, None)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchSettings:

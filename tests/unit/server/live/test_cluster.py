@@ -259,3 +259,11 @@ def test_a_caller_does_not_wait_while_the_thread_rests_after_a_long_decision(wor
     name = world.submit()
     world.cluster.cancel(name, "enough")
     world.until_state(name, "cancelled")
+
+
+def test_another_users_jobs_do_not_fill_an_array(world):
+    for index in range(2):
+        world.cluster.submit(JobRequest(command=("sleep", "9"), name=f"x{index}", array_of="sweep", owner="ada"))
+    world.until(lambda: {"x0", "x1"} <= set(world.cluster._state.records), "ada's jobs taken in")
+    world.cluster.submit(JobRequest(command=("sleep", "9"), name="sweep", array="0-1%2", owner="bob"))
+    world.until(lambda: {"sweep-0", "sweep-1"} <= set(world.cluster._state.records), "both taken in")
