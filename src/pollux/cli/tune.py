@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
@@ -181,7 +182,7 @@ def show_one(
     table = Table(
         "trial",
         "state",
-        Text(plain(found.metric)),
+        escape(plain(found.metric)),
         "progress",
         "slots",
         "chance",
