@@ -213,6 +213,7 @@ class NodeAgents:
                 elif node.unwanted_since is None:
                     node.unwanted_since = now
                 elif not node.is_released and now - node.unwanted_since > LINGER_S:
+                    self._beats.forget(node.id)  # it has no agent any more
                     logger.info("%s is let go", node.name)
                     self._states[node.id] = _NodeState(
                         id=node.id,
