@@ -36,7 +36,7 @@ def is_bad_usage(exit_code: int, stderr: str) -> bool:
 
 
 def lacks_checkpoint(stderr: str) -> bool:
-    """Whether a script has found checkpoints and can use none: another start would end alike until somebody acts."""
+    """Whether a script has found checkpoints and can use none: another start would end in the same way."""
     return tells_no_checkpoint(read_failure(stderr)[0])
 
 

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import httpx
 import pytest
 
-from pollux.api.report import encode_report
-from pollux.api.request import JobRequest
 from pollux.engines.live import ReplicaInfo
-from pollux.server.config import ClusterConfig, ServiceConfig
-from pollux.server.live.cluster import Cluster
-from pollux.server.service import Service
 from pollux.types import Node
-from tests.unit.server.live.world import ObedientEngine, report
+from tests.unit.server.http.reporting import reporting, serving
+from tests.unit.server.live.world import ObedientEngine
 
 
 class ListingEngine(ObedientEngine):
@@ -37,23 +32,15 @@ def engine():
 
 @pytest.fixture
 def service(tmp_path, engine):
-    def make(config, store, url):
-        settings = ClusterConfig(data_directory=tmp_path, secret="s" * 32, url=url, min_pause_s=0.0, interval_s=0.2)
-        return Cluster(store=store, engine=engine, config=settings)
-
-    with Service(ServiceConfig(data_directory=tmp_path, port=0), make) as service:
+    with serving(tmp_path, engine) as service:
         yield service
 
 
 @pytest.fixture
 def send(service):
-    """Post a report of this replica, with the job's own token."""
-    cluster = service.cluster
-    name = cluster.submit(JobRequest(command=("sleep", "9"), kind="elastic"))[0].name
-    token = dict(cluster._jobs.launch_of(name).env)["POLLUX_TOKEN"]
-    with httpx.Client(base_url=service.url, headers={"Authorization": f"Bearer {token}"}, timeout=20) as client:
-        path = f"/api/v1/jobs/{name}/reports"
-        yield lambda replica: client.post(path, json=encode_report(report(name, replica=replica)))
+    """Post a report of this replica."""
+    with reporting(service) as job:
+        yield lambda replica: job.send(replica=replica)
 
 
 def test_a_replica_that_was_given_up_cannot_report(engine, send, service):

@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-import httpx
 import pytest
 
-from pollux.api.report import encode_report
-from pollux.api.request import JobRequest
 from pollux.errors import StoreError
-from pollux.server.config import ClusterConfig, ServiceConfig
 from pollux.server.live import cluster as cluster_module
-from pollux.server.live.cluster import Cluster
-from pollux.server.service import Service
 from pollux.types import Node
-from tests.unit.server.live.world import ObedientEngine, report
+from tests.unit.server.http.reporting import reporting, serving
+from tests.unit.server.live.world import ObedientEngine
 
 
 @pytest.fixture
 def service(tmp_path):
-    engine = ObedientEngine(Node(name="a", num_slots=4, accelerator="cpu"))
-
-    def make(config, store, url):
-        settings = ClusterConfig(data_directory=tmp_path, secret="s" * 32, url=url, min_pause_s=0.0, interval_s=0.2)
-        return Cluster(store=store, engine=engine, config=settings)
-
-    with Service(ServiceConfig(data_directory=tmp_path, port=0), make) as service:
+    with serving(tmp_path, ObedientEngine(Node(name="a", num_slots=4, accelerator="cpu"))) as service:
         yield service
 
 
 @pytest.fixture
 def send(service):
-    """Post a report with the job's own token."""
-    name = service.cluster.submit(JobRequest(command=("sleep", "9"), name="sleep", kind="elastic"))[0].name
-    token = dict(service.cluster._jobs.launch_of(name).env)["POLLUX_TOKEN"]
-    with httpx.Client(base_url=service.url, headers={"Authorization": f"Bearer {token}"}, timeout=20) as client:
-        yield lambda **values: client.post(f"/api/v1/jobs/{name}/reports", json=encode_report(report(name, **values)))
+    with reporting(service) as job:
+        yield job.send
 
 
 def test_a_value_of_a_study_is_kept_before_the_answer(service, send, monkeypatch):
