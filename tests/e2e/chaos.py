@@ -11,7 +11,6 @@ and when; what they hit depends on the moment.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import random
 import signal
@@ -24,11 +23,12 @@ from pathlib import Path
 
 import psutil
 
-from pollux.errors import PolluxError, ServerError
+from pollux.errors import PolluxError, ServerError, UnknownNameError
 from tests.e2e.cluster import LiveCluster
 
 EPOCHS = 400
 LIMIT_S = 900.0
+UNDRAIN_S = 60.0  # over a fail-over
 
 
 class Chaos:
@@ -104,15 +104,24 @@ class Chaos:
     def drain(self) -> bool:
         nodes = [node.name for node in self.cluster.client.nodes() if node.num_slots]
         node = self.rng.choice(nodes)
-        self.cluster.client.drain(node)
-        time.sleep(self.rng.uniform(0.2, 1.0))
-        for _ in range(100):  # it must not stay drained because the leader changes just now
-            with contextlib.suppress(ServerError):
-                self.cluster.client.undrain(node)
-                return True
-            time.sleep(0.2)
-        self.cluster.client.undrain(node)
+        try:
+            self.cluster.client.drain(node)
+            time.sleep(self.rng.uniform(0.2, 1.0))
+        finally:  # also if the answer was lost with a server: the node may be drained all the same
+            self._use_again(node)
         return True
+
+    def _use_again(self, node: str) -> None:
+        """A server that says 503, has just gone, or does not know the nodes yet, is asked again."""
+        ends_at = time.monotonic() + UNDRAIN_S
+        while True:
+            try:
+                assert not self.cluster.client.undrain(node).is_draining
+                return
+            except (ServerError, UnknownNameError):
+                if time.monotonic() > ends_at:
+                    raise AssertionError(f"node {node} is not used again\n{self.cluster.log()}") from None
+                time.sleep(0.2)
 
 
 def run(folder: Path, num_faults: int, seed: int, num_jobs: int) -> Counter[str]:

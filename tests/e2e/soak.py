@@ -165,8 +165,10 @@ class Soak(Chaos):
         return [job.name for job in self.cluster.client.jobs(states)]
 
     def check_guarantees(self) -> None:
-        """Each team that has a job which can use them has its slots, within a while."""
+        """No node is drained, and each team that has a job which can use them has its slots, within a while."""
         began = time.monotonic()
+        drained = self._patiently(lambda: [node.name for node in self.cluster.client.nodes() if node.is_draining])
+        assert not drained, f"a node that was to be used again is drained: {drained}\n{self.cluster.log()}"
         missing, seen = "not asked yet", dict[str, float]()
         while missing:
             if time.monotonic() - began > GUARANTEE_S:
@@ -278,7 +280,7 @@ class Soak(Chaos):
                 return False  # the last one that is left is spared
             os.truncate(whole[-1], whole[-1].stat().st_size // 2)
             return bool(pids)
-        names = ["node-seconds.json", "draining.json", "settings.json", "supervisor-ends.json", "storage.json"]
+        names = ["node-seconds.json", "settings.json", "supervisor-ends.json", "storage.json"]
         found = [path for name in names if (path := self.cluster.data / name).exists()]
         victim = self.rng.choice(found)
         if self._postgres is None:

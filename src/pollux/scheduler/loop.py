@@ -321,7 +321,8 @@ class Scheduler:
                     self._end(record, record.stops_as, now, record.stop_reason)
                 else:
                     record.allocation = record.leaving = NO_ALLOCATION
-                    record.move(JobState.PENDING, now, "stopped")
+                    is_known = record.state is JobState.STOPPING
+                    record.move(JobState.PENDING, now, record.reason if is_known else "stopped")
                     self._store.save_job(record)
                 self.reconsider("stop")
             case ResizeFailed():

@@ -17,13 +17,16 @@ from dataclasses import dataclass, field, replace
 
 from pollux.policy.dense import may_use
 from pollux.scheduler.caps import Demand, allot, first_of
+from pollux.scheduler.promises import Promises, limit_in_words
 from pollux.scheduler.shares import ANY_TYPE, Entitlements, Quota
-from pollux.types import NO_ALLOCATION, JobView, Plan, Snapshot
+from pollux.types import NO_ALLOCATION, UNBOUNDED_REPLICAS, JobView, Plan, Snapshot
 
 HALF_LIFE_S = 7 * 86400.0
 _MAX_PASSES = 8
 _SHARE_STEP = 0.1  # of the logarithm: smaller changes of a share are no reason to decide anew
 _LEAST_FACTOR = 2.0**-4  # of heavy use: nothing starves for what its team did last week
+
+NO_PLAN = Plan(allocations={})
 
 Ask = Callable[[Snapshot], Plan]
 
@@ -93,9 +96,21 @@ class Quotas:
             return ask(snapshot)
         round_ = _Round(snapshot, entitled, self.usage)
         plan = round_.run(ask)
-        self.reasons = {job: reason for job, reason in round_.reasons.items() if round_.is_short(job, plan)}
+        self.reasons = {job: reason for job, reason in round_.all_reasons().items() if round_.is_short(job, plan)}
         self.standings = round_.standings(plan, {standing.team: standing for standing in self.standings})
         return round_.noted(plan, self.reasons)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bound:
+    """How a job that must not be moved may start: on these types, with no more slots than that."""
+
+    types: frozenset[str]
+    most: int = UNBOUNDED_REPLICAS
+    reason: str = ""
+
+
+_FREE = _Bound(types=frozenset())
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +136,7 @@ class _Round:
         self._teams = self._grouped(lambda job: entitled.team_of(job.spec.owner), self._team_quota, "team")
         self._users = self._grouped(lambda job: job.spec.owner, self._user_quota, "user")
         self._caps: dict[str, int] = {}
+        self._bounds: dict[str, _Bound] = {}  # of waiting jobs that must not be moved; found anew for every plan
         self._gave: dict[str, int] = {}  # by job that slots were taken from, what it had before
         self._declined: dict[str, int] = {}  # by claimant: more than so many slots it has no use for
         self.reasons: dict[str, str] = {}
@@ -141,13 +157,13 @@ class _Round:
     # Passes -----------------------------------------------------------------------------------
 
     def run(self, ask: Ask) -> Plan:
-        self._withhold_unmovable()
+        self._bind(NO_PLAN)
         plan = ask(self._capped())
-        for _ in range(_MAX_PASSES):
+        for _ in range(_MAX_PASSES + len(self._teams) + len(self._users)):
             if not self._tighten(plan):
                 break
             plan = ask(self._capped())
-        return ask(self._capped()) if self._return_idle(plan) else plan
+        return self._unbroken(ask(self._capped()) if self._return_idle(plan) else plan)
 
     def _return_idle(self, plan: Plan) -> bool:
         """Raise caps of jobs that gave slots which the claimant then did not use; whether there were any."""
@@ -168,9 +184,11 @@ class _Round:
 
     def _tighten(self, plan: Plan) -> bool:
         """Cap jobs for the first rule that the plan breaks; whether there was one."""
-        for group in (*self._users.values(), *self._teams.values()):
-            if self._keep_limit(group, plan):
+        for groups in (self._users, self._teams):
+            if any([self._keep_limit(group, plan) for group in groups.values()]):
                 return True
+        if self._bind(plan):
+            return True
         if self._claim(self._teams, plan):
             return True
         for team in self._teams.values():
@@ -187,8 +205,10 @@ class _Round:
         """
         jobs = []
         for job in self._snapshot.jobs:
-            cap = self._caps.get(job.name)
-            if cap is not None and not job.is_fixed and cap < job.spec.max_replicas:
+            cap, bound = self._cap_of(job), self._bounds.get(job.name)
+            if bound is not None and bound.types:
+                job = replace(job, spec=replace(job.spec, accelerators=bound.types))
+            if not job.is_fixed and cap < job.spec.max_replicas:
                 if cap < job.spec.min_replicas:
                     job = replace(job, allocation=NO_ALLOCATION, is_pinned=True)
                 else:
@@ -197,9 +217,14 @@ class _Round:
             jobs.append(job)
         return replace(self._snapshot, jobs=tuple(jobs))
 
+    def _cap_of(self, job: JobView) -> int:
+        bound = self._bounds.get(job.name)
+        cap = self._caps.get(job.name, UNBOUNDED_REPLICAS)
+        return cap if bound is None else min(cap, bound.most)
+
     def _cap(self, caps: Mapping[str, int], why: str, plan: Plan | None = None) -> bool:
         """Whether that changes anything. ``plan``: jobs that it gives no more than the cap are told nothing."""
-        news = {job: cap for job, cap in caps.items() if cap < self._caps.get(job, 1 << 30)}
+        news = {job: cap for job, cap in caps.items() if cap < self._caps.get(job, UNBOUNDED_REPLICAS)}
         self._caps.update(news)
         for job, cap in news.items():
             if plan is None or cap < plan.allocation_of(job).num_slots:
@@ -208,59 +233,93 @@ class _Round:
 
     # Rules ------------------------------------------------------------------------------------
 
-    def _withhold_unmovable(self) -> None:
-        """Jobs that must not be moved start only on slots that no other team can ask back."""
-        promised = {name: sum(quota.guarantee.values()) for name, quota in self._entitled.teams.items()}
-        if not any(promised.values()):
-            return
-        spare = sum(self._slots.values()) - sum(promised.values())
-        bound: dict[str, int] = dict.fromkeys(self._teams, 0)
-        for name, team in self._teams.items():
-            bound[name] = sum(job.allocation.num_slots for job in team.jobs if job.is_fixed)
+    def _bind(self, plan: Plan) -> bool:
+        """Let jobs that must not be moved start only beside all guarantees; whether the plan is to be made anew.
+
+        Those that the plan starts come first. Room is counted for them alone: a job that waits for another reason, as
+        its user's limit, takes none from others.
+        """
+        if not any(quota.guarantee for quota in self._entitled.teams.values()):
+            return False
+        promises, waiting = Promises(self._entitled, self._slots), list[JobView]()
         for job in self._snapshot.jobs:
-            own = self._entitled.team_of(job.spec.owner)
-            if job.spec.is_preemptible or job.allocation:
+            if job.spec.is_preemptible:
                 continue
-            least = max(job.spec.requested_replicas or 0, job.spec.min_replicas)
-            after = {**bound, own: bound[own] + least}
-            borrowed = sum(max(count - promised.get(name, 0), 0) for name, count in after.items())
-            if borrowed > max(spare, 0):
-                self._cap({job.name: 0}, "it is not preemptible, and all slots but its team's are promised to others")
+            if job.allocation:
+                promises.add(job.spec.owner, self._type_of[job.allocation.shares[0].node], job.allocation.num_slots)
             else:
-                bound = after
+                waiting.append(job)
+        before, self._bounds, is_broken = self._bounds, {}, False
+        for job in sorted(waiting, key=lambda job: (not self._count(plan, job), -job.spec.priority)):
+            kind, count = self._type(plan, job), self._count(plan, job)
+            least, owner = job.spec.min_replicas, job.spec.owner
+            if kind is not None:
+                fits = next((one for one in range(count, least - 1, -1) if not promises.why_not(owner, kind, one)), 0)
+                is_broken |= fits < count
+                if 0 < fits < count or (fits and job.name in before and before[job.name].most == fits):
+                    why = promises.why_not(owner, kind, fits + 1)  # also if it was held to that before
+                    self._bounds[job.name] = _Bound(types=frozenset({kind}), most=fits, reason=why)
+                if fits:
+                    promises.add(owner, kind, fits)
+                    continue
+            told = {each: promises.why_not(owner, each, least) for each in self._slots if may_use(job, each)}
+            types = frozenset(each for each, reason in told.items() if not reason)
+            if len(types) < len(told):
+                most = UNBOUNDED_REPLICAS if types else 0
+                self._bounds[job.name] = _Bound(types=types, most=most, reason=next(filter(None, told.values())))
+        freed = (job for job in waiting if job.name in before and not before[job.name].most and self._cap_of(job))
+        return is_broken or any(self._free(plan, self._slots) >= job.spec.min_replicas for job in freed)
+
+    def _unbroken(self, plan: Plan) -> Plan:
+        """Without what must not start: it could not be undone."""
+        if not self._bind(plan):
+            return plan
+        allowed = dict(plan.allocations)
+        for job in self._snapshot.jobs:
+            bound = self._bounds.get(job.name)
+            if bound is not None and (kind := self._type(plan, job)) is not None:
+                allowed[job.name] = first_of(plan.allocation_of(job.name), bound.most if kind in bound.types else 0)
+        return replace(plan, allocations=allowed)
 
     def _keep_limit(self, group: _Group, plan: Plan) -> bool:
         for kind, limit in group.quota.limit.items():
             held = [job for job in group.jobs if self._is_on(plan, job, kind)]
             if sum(self._count(plan, job) for job in held) > limit:
-                of_type = "" if kind == ANY_TYPE else f" of type {kind}"
                 caps = allot([self._demand(plan, job) for job in held], limit)
                 waiting = {job.name: 0 for job in group.jobs if not self._count(plan, job)} if kind == ANY_TYPE else {}
-                if self._cap({**waiting, **caps}, f"{group.title} is limited to {limit} slots{of_type}"):
+                if self._cap({**waiting, **caps}, limit_in_words(group.title, kind, limit)):
                     return True
         return False
 
     def _claim(self, groups: Mapping[str, _Group], plan: Plan) -> bool:
-        """Let groups that hold less than their guarantee have it back from those that hold more than theirs."""
+        """Let groups that hold less than their guarantee have it back from those that hold more than theirs.
+
+        Those that may use the same types do so at once, so that a round for thirty teams is not thirty plans.
+        """
+        missing: dict[frozenset[str], dict[str, int]] = {}  # by types that they may use, and by group
         for name, group in groups.items():
             for kind, guaranteed in group.quota.guarantee.items():
                 types = [each for each in self._slots if kind in (each, ANY_TYPE)]
                 used = sum(self._count(plan, job) for job in group.jobs if self._is_on(plan, job, kind))
                 wanted = sum(self._useful(job, types) for job in group.jobs)
-                wanted = min(guaranteed, wanted, self._declined.get(group.title, 1 << 30))
-                reach = {each for each in types if any(may_use(job, each) for job in group.jobs)}
-                free = self._free(plan, reach)
+                wanted = min(guaranteed, wanted, self._declined.get(group.title, UNBOUNDED_REPLICAS))
+                reach = frozenset(each for each in types if any(may_use(job, each) for job in group.jobs))
                 if wanted <= used or not reach:
                     continue
-                if wanted - used <= free:  # the policy had slots for it, and found no use for them
+                if wanted - used <= self._free(plan, reach):  # the policy had them for it, and found no use for them
                     self._declined[group.title] = used
                     continue
-                donors = {other: one for other, one in groups.items() if other != name}
-                if self._take(wanted - used - free, donors, reach, plan, group):
-                    return True
+                claims = missing.setdefault(reach, {})
+                claims[name] = max(claims.get(name, 0), wanted - used)
+        claimants = {name for claims in missing.values() for name in claims}
+        donors = {name: group for name, group in groups.items() if name not in claimants}
+        for reach, claims in missing.items():
+            to = " and ".join(groups[name].title for name in claims)
+            if self._take(sum(claims.values()) - self._free(plan, reach), donors, reach, plan, to):
+                return True
         return False
 
-    def _take(self, number: int, donors: Mapping[str, _Group], reach: set[str], plan: Plan, to: _Group) -> bool:
+    def _take(self, number: int, donors: Mapping[str, _Group], reach: Collection[str], plan: Plan, to: str) -> bool:
         """Cap donors so that ``number`` slots of these types become free, most from those that borrow most."""
         left: dict[str, int] = {}
         movable: dict[str, int] = {}
@@ -287,11 +346,11 @@ class _Round:
         if not any(taken.values()):
             return False
         self._gave |= {job.name: self._count(plan, job) for group in donors.values() for job in group.jobs}
-        return self._cap(caps, f"slots go back to {to.title}, which they are guaranteed to", plan)
+        return self._cap(caps, f"slots go back to {to}, which they are guaranteed to", plan)
 
     def _prefer(self, team: _Group, plan: Plan) -> bool:
         """Let a job that waits have its minimum from jobs of less priority in its team."""
-        waiting = [job for job in team.jobs if not self._count(plan, job) and self._caps.get(job.name) != 0]
+        waiting = [job for job in team.jobs if not self._count(plan, job) and self._cap_of(job)]
         for job in sorted(waiting, key=lambda job: -job.spec.priority):
             reach = {each for each in self._slots if may_use(job, each)}
             lower = [
@@ -335,13 +394,13 @@ class _Round:
 
     def _useful(self, job: JobView, types: Iterable[str]) -> int:
         """Slots that a job could use at most."""
-        cap = self._caps.get(job.name)
-        if cap is not None and cap < job.spec.min_replicas:
+        cap = self._cap_of(job)
+        if cap < job.spec.min_replicas:
             return 0
         most = min(job.spec.max_replicas, sum(self._slots[each] for each in types if may_use(job, each)))
         if job.spec.batch is not None:
             most = min(most, max(job.spec.batch.max_replicas, job.spec.min_replicas))
-        return most if cap is None else min(most, cap)
+        return min(most, cap)
 
     def _free(self, plan: Plan, types: Collection[str]) -> int:
         used = sum(self._count(plan, job) for job in self._snapshot.jobs if (self._type(plan, job) or "") in types)
@@ -355,7 +414,12 @@ class _Round:
 
     def is_short(self, job: str, plan: Plan) -> bool:
         """Whether a cap holds the job back: it has no more than the cap allows."""
-        return plan.allocation_of(job).num_slots >= self._caps.get(job, 1 << 30) or not plan.allocation_of(job)
+        cap = min(self._caps.get(job, UNBOUNDED_REPLICAS), self._bounds.get(job, _FREE).most)
+        return plan.allocation_of(job).num_slots >= cap or not plan.allocation_of(job)
+
+    def all_reasons(self) -> dict[str, str]:
+        """Why jobs are held back, as the last plan found."""
+        return {job: bound.reason for job, bound in self._bounds.items() if bound.reason} | self.reasons
 
     def standings(self, plan: Plan, before: Mapping[str, Standing]) -> tuple[Standing, ...]:
         held = {name: 0 for name in self._entitled.teams}

@@ -81,7 +81,7 @@ def test_a_preempted_job_waits_and_comes_back():
     world.engine.events.append(report("short", 1.0))
     world.round()
     assert world.replicas() == {"short": 4}
-    assert world.store.jobs["long"].state is JobState.PENDING
+    assert (world.store.jobs["long"].state, world.store.jobs["long"].reason) == (JobState.PENDING, "preempted")
     world.engine.end("short", world.clock.time)
     world.round()
     assert world.replicas() == {"long": 4}

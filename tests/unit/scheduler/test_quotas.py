@@ -205,6 +205,88 @@ def test_a_job_that_cannot_be_moved_gets_no_slots_that_others_can_ask_back():
     assert "not preemptible" in cluster.quotas.reasons["nlp1"]
 
 
+RIGID = {"is_preemptible": False, "min_replicas": 1, "max_replicas": 1, "requested_replicas": 1, "num_resizes": None}
+
+
+@pytest.mark.parametrize("policy", ["pollux", "fifo"])
+def test_waiting_jobs_of_a_user_at_their_limit_take_no_room_from_a_colleague(policy):
+    users = {"ada": ("vision", Quota(guarantee=of(2))), "cyd": ("vision", Quota(limit=of(1)))}
+    entitled = entitlements(users=users, vision=Quota(guarantee=of(3)))
+    cyd = (make_job(f"cyd{i}", owner="cyd", **RIGID) for i in range(3))
+    cluster = Cluster(entitled, *cyd, nodes=make_nodes(1, 4), policy=policy)
+    assert used(cluster.decide(), "cyd") == 1
+    cluster.jobs.append(make_job("ada0", owner="ada", **RIGID))
+    assert cluster.decide()["ada0"] == 1
+    assert cluster.quotas.reasons == dict.fromkeys(["cyd1", "cyd2"], "user cyd is limited to 1 slots")
+
+
+def test_jobs_that_are_held_back_by_a_limit_of_movable_jobs_take_no_room_either():
+    users = {"cyd": ("vision", Quota(limit=of(1))), "dan": ("vision", Quota())}
+    entitled = entitlements(users=users, vision=Quota(), nlp=Quota(guarantee=of(2)))
+    cyd = [make_job("cyd0", owner="cyd", max_replicas=1), make_job("cyd1", owner="cyd", **RIGID)]
+    cluster = Cluster(entitled, *cyd, nodes=make_nodes(1, 3))
+    assert cluster.decide() == {"cyd0": 1, "cyd1": 0}
+    cluster.jobs.append(make_job("dan0", owner="dan", **RIGID))
+    assert cluster.decide() == {"cyd0": 1, "cyd1": 0, "dan0": 1}
+
+
+@pytest.mark.parametrize("policy", ["pollux", "fifo"])
+def test_a_users_guarantee_holds_against_a_colleagues_jobs_that_cannot_be_moved(policy):
+    users = {"ada": ("vision", Quota(guarantee=of(2))), "cyd": ("vision", Quota())}
+    entitled = entitlements(users=users, vision=Quota(guarantee=of(3)))
+    cyd = (make_job(f"cyd{i}", owner="cyd", **RIGID) for i in range(4))
+    cluster = Cluster(entitled, *cyd, nodes=make_nodes(1, 4), policy=policy)
+    assert used(cluster.decide(), "cyd") == 2
+    assert cluster.quotas.reasons["cyd3"].endswith("promised to others: 2 to user ada")
+    cluster.jobs += [make_job(f"ada{i}", owner="ada", **RIGID) for i in range(2)]
+    assert used(cluster.decide(), "ada") == 2
+    assert "held by jobs that must not be moved" in cluster.quotas.reasons["cyd3"]
+
+
+def test_a_job_that_cannot_be_moved_starts_no_wider_than_can_be_given_away_for_good():
+    entitled = entitlements(vision=Quota(guarantee=of(6)), nlp=Quota())
+    cluster = Cluster(entitled, make_job("nlp0", owner="nlp", is_preemptible=False, num_resizes=None))
+    assert cluster.decide() == {"nlp0": 2}
+    assert "6 to team vision" in cluster.quotas.reasons["nlp0"]
+
+
+def test_a_job_that_cannot_be_moved_stays_off_a_type_that_is_promised():
+    entitled = entitlements(vision=Quota(guarantee={"big": 4}), nlp=Quota())
+    rigid = [make_job(f"nlp{i}", owner="nlp", measured=False, **RIGID) for i in range(6)]
+    cluster = Cluster(entitled, *rigid, nodes=make_mixed(big=4, small=4), policy="fifo")
+    assert used(cluster.decide(), "nlp") == 4
+    assert {job.allocation.shares[0].node for job in cluster.jobs if job.allocation} == {"small"}
+
+
+def test_guarantees_above_a_cluster_that_has_shrunk_keep_none_from_their_own():
+    entitled = entitlements(vision=Quota(guarantee=of(3)), nlp=Quota(guarantee=of(3)), other=Quota())
+    jobs = [make_job(name, owner=name, **RIGID) for name in ("other", "vision", "nlp")]
+    cluster = Cluster(entitled, *jobs, nodes=make_nodes(1, 4))
+    assert cluster.decide() == {"other": 0, "vision": 1, "nlp": 1}
+
+
+@pytest.mark.parametrize("policy", ["pollux", "fifo", "equal"])
+def test_thirty_users_at_their_limits(policy):
+    users = {f"user{i:02}": ("vision", Quota(limit=of(1))) for i in range(30)}
+    jobs = [make_job(f"{who}-{i}", owner=who, num_resizes=None) for i in range(3) for who in users]
+    counts = Cluster(entitlements(vision=Quota(), users=users), *jobs, nodes=make_nodes(10, 8), policy=policy).decide()
+    assert [used(counts, who) for who in users] == [1] * 30
+
+
+@pytest.mark.parametrize("policy", ["pollux", "fifo", "equal"])
+def test_fifteen_teams_have_their_guarantees_back_at_once(policy):
+    teams = {f"team{i:02}": Quota(guarantee=of(2)) for i in range(15)}
+    borrowers = [
+        make_job(f"lent{i}", owner="lent", num_resizes=None, requested_replicas=4, weight=9.0) for i in range(8)
+    ]
+    cluster = Cluster(entitlements(lent=Quota(), **teams), *borrowers, nodes=make_nodes(4, 8), policy=policy)
+    assert used(cluster.decide(), "lent") == 32
+    cluster.jobs += [make_job(team, owner=team, num_resizes=None, requested_replicas=2) for team in teams]
+    counts = cluster.decide()
+    assert [counts[team] for team in teams] == [2] * 15
+    assert cluster.num_asked < 10
+
+
 def test_weights_divide_by_team_and_not_by_the_number_of_jobs():
     jobs = [make_job("vision0", owner="vision"), *(make_job(f"nlp{i}", owner="nlp") for i in range(6))]
     alone = Cluster(Entitlements(), *jobs, nodes=make_nodes(4, 4)).decide()
@@ -287,6 +369,11 @@ def test_whatever_is_asked_plans_are_valid_and_limits_kept(data, snapshot, polic
     )
     snapshot = dataclasses.replace(snapshot, jobs=jobs)
     teams = {name: data.draw(quotas) for name in ("vision", "nlp")}
+    rigid = {job.name: data.draw(st.booleans()) for job in jobs}
+    jobs = tuple(
+        dataclasses.replace(job, spec=dataclasses.replace(job.spec, is_preemptible=not rigid[job.name])) for job in jobs
+    )
+    snapshot = dataclasses.replace(snapshot, jobs=jobs)
     promised = data.draw(st.integers(0, snapshot.num_slots))
     if not teams["nlp"].limit:
         teams["nlp"] = dataclasses.replace(teams["nlp"], guarantee=of(promised))
@@ -310,3 +397,7 @@ def test_whatever_is_asked_plans_are_valid_and_limits_kept(data, snapshot, polic
             fixed = sum(plan.allocation_of(job.name).num_slots for job in held if job.is_fixed)
             total = sum(plan.allocation_of(job.name).num_slots for job in held)
             assert total <= max(limit, fixed)
+    bound = [job for job in jobs if not job.spec.is_preemptible]
+    others = sum(plan.allocation_of(job.name).num_slots for job in bound if entitled.team_of(job.spec.owner) != "nlp")
+    before = sum(job.allocation.num_slots for job in bound if entitled.team_of(job.spec.owner) != "nlp")
+    assert others <= max(snapshot.num_slots - sum(teams["nlp"].guarantee.values()), before)

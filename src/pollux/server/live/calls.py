@@ -30,10 +30,12 @@ class Calls:
         self._called.set()
 
     def carry_out(self) -> None:
-        """All of them. Raises StoreError, which also the caller gets."""
+        """All but those that their callers gave up. Raises StoreError, which also the caller gets."""
         self._called.clear()
         while self._calls:
             call, future = self._calls.popleft()
+            if not future.set_running_or_notify_cancel():
+                continue
             try:
                 future.set_result(call())
             except StoreError as error:
@@ -52,4 +54,6 @@ class Calls:
     def refuse(self) -> None:
         """What is left, at the end."""
         while self._calls:
-            self._calls.popleft()[1].set_exception(StoreError("the server is stopping"))
+            future = self._calls.popleft()[1]
+            if future.set_running_or_notify_cancel():
+                future.set_exception(StoreError("the server is stopping"))

@@ -11,7 +11,6 @@ the database holds and what the engine says, exactly as after a restart of the s
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import logging
 import math
 import threading
@@ -19,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from datetime import date
 from typing import TypeVar
 
@@ -55,7 +55,8 @@ from pollux.server.present.gauges import Measured
 from pollux.server.present.metrics import Metrics
 from pollux.server.present.queries import Queries
 from pollux.server.storage.cancellations import Cancellation, Cancellations
-from pollux.server.storage.files import read_names, read_seconds, write_names, write_seconds
+from pollux.server.storage.drained import DrainedNodes
+from pollux.server.storage.files import read_seconds, write_seconds
 from pollux.server.storage.readings import ReadingStore
 from pollux.server.storage.simulations import Simulations
 from pollux.server.storage.store import SqlStore
@@ -75,7 +76,7 @@ SAMPLE_EVERY_S = 10.0
 LOOK_EVERY_S = 1.0  # for jobs that hang
 WATCH_EVERY_S = 5.0  # what GPUs do; as often as they are read
 NUM_REPLAYED, MANY_JOBS = 20, 200  # reports of each job after a restart; of many jobs the last one alone
-DRAINING_FILE, NODE_SECONDS_FILE = "draining.json", "node-seconds.json"
+NODE_SECONDS_FILE = "node-seconds.json"
 REPORTS_PER_S = 66.0  # of all jobs together: what they are asked to keep to
 
 logger = logging.getLogger(__name__)
@@ -103,8 +104,8 @@ class Cluster:
         self._store, self._engine, self._config = store, engine, config
         self._clock = clock or LiveClock(store.latest_time())
         self._jobs = JobTable(store, launch_settings(config)) if jobs is None else jobs  # an empty one is falsy
-        draining = frozenset(read_names(config.data_directory / DRAINING_FILE))
-        self._state = ClusterState(jobs=self._jobs, draining=draining)
+        self._drained = DrainedNodes(store)
+        self._state = ClusterState(jobs=self._jobs)
         self._decisions = DecisionLog(store, self._state)
         self.accounts, self.workdirs = self._jobs.accounts, self._jobs.workdirs
         self.accounts.nodes, self.accounts.standing = engine.nodes, self._state.standing_of
@@ -228,7 +229,7 @@ class Cluster:
         admitted = self._jobs.admit(request, now)
         self._queue(lambda: self._take_in(admitted))
         found = [self.queries.summary_of_held(job, now) for job in admitted]
-        return [dataclasses.replace(summary, deadline=answer) for summary in found]
+        return [replace(summary, deadline=answer) for summary in found]
 
     def _check_nodes(self, request: JobRequest, now: float) -> None:
         """Where no other nodes can come, a job that none is right for is refused."""
@@ -264,21 +265,19 @@ class Cluster:
         return self.queries.summary_of(name)
 
     def drain(self, node: str, is_draining: bool) -> NodeSummary:
-        """Use a node no longer (jobs that may be moved leave it), or again."""
-        known = [one.name for one in self._engine.nodes()]
-        if node not in known:
+        """Use a node no longer (jobs that may be moved leave it), or again. It is kept when this returns."""
+        if node not in (known := [one.name for one in self._engine.nodes()]):
             raise UnknownNameError("node", node, known)
 
-        def change() -> None:
-            self._store.require_leader()
-            draining = self._state.draining | {node} if is_draining else self._state.draining - {node}
-            write_names(self._config.data_directory / DRAINING_FILE, draining)  # it outlives the server
-            self._state.draining = draining
-            self._working().drain(set(draining))
-            logger.info("node %s: %s", node, "drained: jobs leave it" if is_draining else "used again")
+        self._drained.set(node, is_draining)
+        with contextlib.suppress(TimeoutError, StoreError):  # it is kept, and done as soon as that can be
+            self._queue(self._take_drained).result(SHORT_WAIT_S)
+        logger.info("node %s: %s", node, "drained: jobs leave it" if is_draining else "used again")
+        return next(replace(one, is_draining=is_draining) for one in self.queries.nodes() if one.name == node)
 
-        self._ask(change)
-        return next(one for one in self.queries.nodes() if one.name == node)
+    def _take_drained(self) -> None:
+        self._state.draining = self._drained.all()
+        self._working().drain(self._state.draining)
 
     def reweigh(self, weights: Mapping[str, float]) -> None:
         """Give jobs other weights; the scheduler looks at them soon. Returns at once."""
@@ -373,7 +372,8 @@ class Cluster:
         first_day = date.fromtimestamp(self._clock.now() - NUM_HALF_LIVES * HALF_LIFE_S).isoformat()
         quotas.usage.recall(UsageStore(store).lately(first_day), self._clock.now())
         scheduler.restore(records, store.knowledge().values())
-        scheduler.drain(set(self._state.draining))
+        self._state.draining = self._drained.all()
+        scheduler.drain(self._state.draining)
         scheduler.hold(self._jobs.on_hold)
         self._engine.adopt(records)
         self.metrics.remember(records)
@@ -575,14 +575,14 @@ class Cluster:
         try:
             return future.result(timeout_s)
         except TimeoutError:
-            raise StoreError(
-                f"no answer from the scheduler in {timeout_s:g} s; it is {self._problem or 'busy'}: try again"
-            ) from None
+            done = "nothing was done" if future.cancel() else "it may still be done"
+            why = f"no answer from the scheduler in {timeout_s:g} s; it is {self._problem or 'busy'}"
+            raise StoreError(f"{why}, and {done}: try again") from None
 
 
 def _first_spec(request: JobRequest, now: float) -> JobSpec:
     """What a job asks for, before it is admitted; of an array its first."""
-    first = dataclasses.replace(request.expand()[0], kind="elastic" if request.kind == "auto" else request.kind)
+    first = replace(request.expand()[0], kind="elastic" if request.kind == "auto" else request.kind)
     return first.to_spec(first.name, now)
 
 

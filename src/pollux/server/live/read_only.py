@@ -34,6 +34,7 @@ from pollux.server.live.state import ClusterState
 from pollux.server.present.gauges import Measured
 from pollux.server.present.metrics import Metrics
 from pollux.server.present.queries import Queries
+from pollux.server.storage.drained import DrainedNodes
 from pollux.server.storage.simulations import Simulations
 from pollux.server.storage.store import SqlStore
 from pollux.types import Node
@@ -171,6 +172,7 @@ class ReadOnlyCluster:
             if stored.snapshot is not None:
                 self._engine.last_nodes = stored.snapshot.nodes
         self.accounts.reload()
+        self._state.draining = DrainedNodes(self._store).all()
         self._state.kept = {record.name: record for record in records}
 
     def _keep_reading(self) -> None:

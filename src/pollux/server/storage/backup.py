@@ -30,7 +30,7 @@ from pollux.version import __version__
 
 FORMAT = 1
 MANIFEST, STORE, STUDIES = "backup.json", "pollux.db", "studies.db"
-PLAIN_FILES = ("token", "secret", "port", "draining.json", "node-seconds.json", "settings.json", "storage.json")
+PLAIN_FILES = ("token", "secret", "port", "node-seconds.json", "settings.json", "storage.json")
 DATABASES = (STORE, STUDIES)
 Folder = Literal["logs", "checkpoints"]
 FOLDERS: tuple[Folder, ...] = ("logs", "checkpoints")

@@ -1,4 +1,4 @@
-"""Small files in the data directory: drained nodes, node-seconds, settings; each written whole or not at all.
+"""Small files in the data directory: node-seconds, settings; each written whole or not at all.
 
 Also makes the data directory itself, and locks it. A file that cannot be read counts as missing.
 """
@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -91,16 +91,6 @@ def write_whole(path: Path, text: str, *, mode: int = 0o600) -> None:
         file.flush()
         os.fsync(file.fileno())
     beside.replace(path)
-
-
-def read_names(path: Path) -> set[str]:
-    names = _read(path)
-    return {name for name in names if isinstance(name, str)} if isinstance(names, list) else set()
-
-
-def write_names(path: Path, names: Iterable[str]) -> None:
-    """Raises StoreError."""
-    _write(path, sorted(names))
 
 
 def read_seconds(path: Path) -> dict[str, float]:

@@ -45,6 +45,7 @@ cancellations = sa.Table(  # asked for and not done yet
     sa.Column("at", sa.Float, nullable=False),
     sqlite_autoincrement=True,
 )
+drained = sa.Table("drained", tables, sa.Column("node", sa.Text, primary_key=True))  # the operator empties it
 knowledge = sa.Table(  # shared by the jobs of an application, where profiles are remembered
     "knowledge",
     tables,

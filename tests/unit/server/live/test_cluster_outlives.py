@@ -275,6 +275,35 @@ def test_a_cancellation_does_not_wait_for_a_decision_and_is_kept(world):
     old._thread.join()
 
 
+def test_a_drain_does_not_wait_for_a_decision_and_is_kept(world):
+    old, decided = world.cluster, threading.Event()
+    old._queue(lambda: decided.wait(PATIENCE_S))
+    began = time.monotonic()
+    assert old.drain("a", True).is_draining
+    assert time.monotonic() - began < 1.0
+    world.make().start()  # the server was killed, and another one starts
+    assert world.cluster.queries.nodes()[0].is_draining
+    assert not world.cluster.drain("a", False).is_draining
+    old._is_stopping = True
+    decided.set()
+    old._thread.join()
+    assert not world.cluster.queries.nodes()[0].is_draining
+
+
+def test_what_was_refused_for_time_is_not_done_later(world, monkeypatch):
+    name = world.submit(kind="elastic")
+    world.until_state(name, "running")
+    decided, asked = threading.Event(), world.cluster._ask
+    world.cluster._queue(lambda: decided.wait(PATIENCE_S))
+    monkeypatch.setattr(world.cluster, "_ask", lambda call, timeout_s=0.0: asked(call, 0.05))
+    with pytest.raises(StoreError, match=r"no answer from the scheduler in .* and nothing was done: try again"):
+        world.cluster.operations.requeue(name)
+    decided.set()
+    asked(lambda: None)
+    assert world.engine.running[name]
+    assert [type(command) for command in world.engine.commands] == [StartJob]
+
+
 def test_a_job_that_ends_while_it_is_to_be_cancelled_stays_what_it_is(world):
     name = world.submit()
     world.until_state(name, "running")

@@ -87,7 +87,7 @@ def test_an_idle_gpu_is_told_once_and_no_more_when_it_works(world: World, monkey
     world.until_state(name, "running")
     world.until(lambda: world.cluster.queries.job(name).idle, "it is shown")
     told = world.cluster.queries.job(name)
-    assert told.idle.startswith(f"GPU 0 of {node_of(world)} has done nothing for 0.")
+    assert told.idle.startswith(f"GPU 0 of {node_of(world)} has done nothing for ")
     held(world)
     world.until(lambda: not world.cluster.queries.job(name).idle, "it is over")
     (note,) = [note.text for note in world.cluster.queries.job(name).training_notes]

@@ -14,6 +14,7 @@ from pollux.errors import InvalidValueError, NotLeaderError, StoreError
 from pollux.server.storage import leadership as module
 from pollux.server.storage import postgres as postgres_module
 from pollux.server.storage.database import SCHEMA_VERSION
+from pollux.server.storage.drained import DrainedNodes
 from pollux.server.storage.leadership import Leadership
 from pollux.server.storage.postgres import check_address
 from pollux.server.storage.store import SqlStore
@@ -84,6 +85,18 @@ def test_what_a_stale_leader_writes_is_refused_by_the_database(url, postgres, da
             sql.save_request("before", {"changed": True})
         assert sql.trouble == "another server leads now, and this one steps down"
         assert sql.names() == {"before"} and sql.job("before").request == {}
+
+
+def test_a_leader_that_wakes_up_overwrites_nothing_that_the_next_one_was_told_of_nodes(url, postgres, database):
+    with open_store(url) as sql:
+        drained = DrainedNodes(sql)
+        drained.set("a", True)
+        drained.set("b", True)
+        drained.set("b", False)
+        postgres.execute("UPDATE leadership SET epoch = epoch + 1", database)
+        with pytest.raises(NotLeaderError):
+            drained.set("a", False)
+        assert drained.all() == {"a"}
 
 
 def test_a_leader_in_the_middle_of_a_write_is_waited_for(url, monkeypatch):
