@@ -28,11 +28,12 @@ from pollux.errors import EngineError
 HEAD_FILE, HEAD_LOG, HEAD_BOOKS = "ray-head.json", "ray-head.log", "ray-head-books"
 START_TIMEOUT_S, STOP_TIMEOUT_S = 60.0, 20.0
 DEFAULT_PORT = 6379
-# A node that is gone is missed after a second instead of a quarter of a minute, a frozen one after four.
+# A node that is gone is missed after a second instead of a quarter of a minute: its connection breaks. One that is
+# frozen or has no CPU is given ten, as Ray ends all on it. Its agent is missed sooner (heartbeat.py), at less cost.
 HEALTH_CHECKS = {
     "health_check_initial_delay_ms": 500,
     "health_check_period_ms": 300,
-    "health_check_timeout_ms": 1000,
+    "health_check_timeout_ms": 3000,
     "health_check_failure_threshold": 3,
 }
 LOOPBACK = ("localhost", "127.0.0.1", "::1")

@@ -401,7 +401,6 @@ class NodeAgents:
             )
             with self._turn:
                 node.offer = offer
-                self._beats.hear(node.id, time.monotonic())
             logger.info("%s joins: %d slots, %s", offer.name, offer.num_slots, offer.accelerator)
 
     def _may_warm_up(self, node: _NodeState) -> bool:
@@ -474,22 +473,26 @@ class NodeAgents:
             if node.listening is None:
                 node.listening = agent.events.remote(node.num_heard, BEAT_S)
             with self._turn:
+                if self._states.get(node.id) is node:
+                    self._beats.ask(node.id, time.monotonic())
                 if node.ordering is None and node.orders:
                     node.sent, node.orders = node.orders, []
                     node.ordering = agent.obey.remote(node.sent)
-        self._give_up_silent_nodes()
         waiting = [ref for s in nodes for ref in (s.listening, s.ordering) if ref is not None]
         if not waiting:
             self._closing.wait(TALK_S)
             return
-        ready = set(ray.wait(waiting, num_returns=1, timeout=TALK_S)[0])
+        ray.wait(waiting, num_returns=1, timeout=TALK_S)
+        ready = set(ray.wait(waiting, num_returns=len(waiting), timeout=0)[0])
         for node in nodes:
             if node.listening in ready:
                 self._hear(node)
             if node.ordering in ready:
                 self._see_obeyed(node)
+        self._give_up_silent_nodes()
 
     def _give_up_silent_nodes(self) -> None:
+        """All that has been answered was heard before."""
         now = time.monotonic()
         with self._turn:
             for node_id in self._beats.silent(now):
