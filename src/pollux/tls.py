@@ -48,7 +48,7 @@ def is_loopback_url(url: str) -> bool:
         return host == "localhost"
 
 
-def _is_own_address(url: str) -> bool:
+def is_own_address(url: str) -> bool:
     """Whether it is an address of this machine: what is sent there does not leave it."""
     host = urlsplit(url).hostname or ""
     try:
@@ -64,7 +64,7 @@ def check_plain(url: str, allows_plain: bool) -> None:
     """Raises:
     InvalidValueError: a token would go to another machine without encryption, and that was not asked for.
     """
-    if not (url.startswith("https:") or allows_plain or is_loopback_url(url) or _is_own_address(url)):
+    if not (url.startswith("https:") or allows_plain or is_loopback_url(url) or is_own_address(url)):
         raise InvalidValueError(
             f"server {url}: it is on another machine, and http would send the token unencrypted; use https "
             f"(pollux up --tls-cert FILE --tls-key FILE), an SSH tunnel, or, in a network that only you use, "

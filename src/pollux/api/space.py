@@ -16,6 +16,8 @@ from pollux.errors import InvalidValueError
 
 Value = bool | int | float | str
 MAX_PARAMETERS = 100
+MAX_CHOICES = 1000
+MAX_WHOLE = 1 << 53  # a larger whole number is not kept exactly
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,62}")
 _WHOLE = re.compile(r"[+-]?[0-9]{1,15}")
 _LATE = re.compile(r"(.*) from ([0-9]*\.?[0-9]+)")
@@ -65,6 +67,10 @@ class Parameter:
             raise InvalidValueError(
                 f"parameter {self.name!r}: choices {list(self.choices)!r:.80}; at least one is needed, each once"
             )
+        if len(self.choices) > MAX_CHOICES:
+            raise InvalidValueError(
+                f"parameter {self.name!r}: {len(self.choices)} choices; at most {MAX_CHOICES} are allowed"
+            )
         if self.low is not None or self.high is not None or self.step is not None or self.is_log:
             raise InvalidValueError(f"parameter {self.name!r}; a choice has no low, high, step or log")
 
@@ -84,8 +90,12 @@ class Parameter:
             raise InvalidValueError(
                 f"parameter {self.name!r}: log:{low:g}..{high:g}; the low end must be above 0 for a logarithm"
             )
-        if self.kind == "int" and not (low.is_integer() and high.is_integer()):
-            raise InvalidValueError(f"parameter {self.name!r}: range {low:g}..{high:g}; whole numbers are needed")
+        if not math.isfinite(high - low):
+            raise InvalidValueError(f"parameter {self.name!r}: the range {low:g}..{high:g} is too wide to draw from")
+        if self.kind == "int" and not (low.is_integer() and high.is_integer() and max(-low, high) <= MAX_WHOLE):
+            raise InvalidValueError(
+                f"parameter {self.name!r}: range {low:g}..{high:g}; whole numbers up to 2^53 are needed"
+            )
         object.__setattr__(self, "low", low)
         object.__setattr__(self, "high", high)
         if self.step is not None and (self.is_log or not 0 < self.step <= high - low):
@@ -93,6 +103,19 @@ class Parameter:
                 f"parameter {self.name!r}: step {self.step:g}; a step above 0 that fits into the range is needed, "
                 "and none beside log"
             )
+        if self.kind == "int" and self.step is not None and not float(self.step).is_integer():
+            raise InvalidValueError(
+                f"parameter {self.name!r}: step {self.step:g} between whole numbers; a whole step is needed"
+            )
+
+    @property
+    def num_values(self) -> float:
+        """How many it has; infinite for real numbers without a step."""
+        if self.kind == "choice":
+            return len(self.choices)
+        assert self.low is not None and self.high is not None
+        step = self.step or (1.0 if self.kind == "int" else None)
+        return math.inf if step is None else (self.high - self.low) / step + 1
 
     def __str__(self) -> str:
         """As it is written on the command line."""

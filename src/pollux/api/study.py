@@ -22,6 +22,7 @@ PrunerName = Literal["asha", "hyperband", "median", "curve", "pbt", "none"]
 StudyStateName = Literal["running", "stopped", "finished", "failed", "unreadable"]
 TrialStateName = Literal["waiting", "running", "complete", "pruned", "failed", "stopped"]
 MAX_TRIALS = 10_000
+MAX_GRID = 100_000  # values of a parameter that the sampler gp keeps in memory and goes through for each trial
 _NAME = re.compile(rf"[A-Za-z0-9][A-Za-z0-9._-]{{0,{MAX_NAME_LENGTH - 8}}}")
 _PLACEHOLDER = re.compile(r"\{([A-Za-z_][A-Za-z0-9_.-]*)\}")
 
@@ -72,6 +73,7 @@ class StudyRequest:
         if not (math.isfinite(self.weight) and self.weight > 0):
             raise InvalidValueError(f"weight {self.weight}; a positive number is needed")
         check_space(self.space)
+        self._check_grid()
         self._check_first()
         if self.pruner == "pbt":
             self._check_population()
@@ -82,6 +84,14 @@ class StudyRequest:
                     raise InvalidValueError(
                         f"the command has {{{asked}}}, which is no parameter of the space; it has {', '.join(known)}"
                     )
+
+    def _check_grid(self) -> None:
+        for one in self.space if self.sampler == "gp" else ():
+            if MAX_GRID < one.num_values < math.inf:
+                raise InvalidValueError(
+                    f"parameter {one.name!r} has {one.num_values:,.0f} values, and the sampler gp looks at each; at "
+                    f"most {MAX_GRID:,} are allowed: use tpe, a larger step, or real numbers (1.0..8.0)"
+                )
 
     def _check_first(self) -> None:
         if len(self.first) > self.trials:

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from pollux.client.listener import listening_users
 from pollux.errors import AccessDeniedError, InvalidValueError, PolluxError, ServerNotFoundError
-from pollux.tls import CA_VARIABLE, PLAIN_VARIABLE, check_plain, client_context, is_loopback_url
+from pollux.tls import CA_VARIABLE, PLAIN_VARIABLE, check_plain, client_context, is_loopback_url, is_own_address
 
 DATA_VARIABLE, URL_VARIABLE, TOKEN_VARIABLE = "POLLUX_DATA", "POLLUX_URL", "POLLUX_TOKEN"
 SERVER_FILE, STANDBY_FILE, TOKEN_FILE = "server.json", "standby.json", "token"
@@ -30,6 +31,7 @@ class Address:
     data_directory: Path | None = None  # where it was found, if it was found in one
     pid: int | None = None  # of the server, if that is known
     ca: str | None = None  # certificates to trust, a file or text; None: the system's
+    owner: int | None = None  # user id of a server of this machine, if that is known
 
     @property
     def is_loopback(self) -> bool:
@@ -52,6 +54,26 @@ class Address:
                 f"signed it: pollux --ca FILE, or {CA_VARIABLE}"
             )
         return ServerNotFoundError(self.no_answer)
+
+    def check_listener(self) -> None:
+        """After a connection was made, before a token is sent: any user can take the port of a server that has ended.
+
+        Over https it would have to prove who it is.
+
+        Raises:
+            ServerNotFoundError: what listens there is neither the server's user's, nor ours, nor root's.
+        """
+        if self.owner is None or self.url.startswith("https:"):
+            return
+        parts = urlsplit(self.url)
+        users = listening_users(parts.hostname or "", parts.port or 80)
+        strangers = (users or set()) - {self.owner, os.geteuid(), 0}
+        if strangers or users == set():
+            whose = f"of user {min(strangers)} listens" if strangers else "that is gone again listened"
+            raise ServerNotFoundError(
+                f"a program {whose} at {self.url}, where a server of user {self.owner} was: nothing was sent to it; "
+                "start the server again: pollux up"
+            )
 
     @property
     def no_answer(self) -> str:
@@ -110,7 +132,8 @@ def find_address(
                 f"the file {TOKEN_FILE!r}), or name the data directory"
             )
         check_plain(url, allows_plain or is_here or os.environ.get(PLAIN_VARIABLE) == "1")
-        return Address(url=url, token=token, ca=trusted or (_ca_of(told) if is_here else None))
+        owner = _owner_of(directory, url) if is_here else None
+        return Address(url=url, token=token, ca=trusted or (_ca_of(told) if is_here else None), owner=owner)
     told = read_server_file(directory) or {}
     if not (isinstance(told.get("url"), str) and is_alive(told.get("pid"))):
         raise ServerNotFoundError(no_server_in(directory))
@@ -118,7 +141,24 @@ def find_address(
     if not token:
         raise AccessDeniedError(f"the token in {directory / TOKEN_FILE} cannot be read; only its owner can")
     found = told["url"].rstrip("/")
-    return Address(url=found, token=token, data_directory=directory, pid=told.get("pid"), ca=trusted or _ca_of(told))
+    return Address(
+        url=found,
+        token=token,
+        data_directory=directory,
+        pid=told.get("pid"),
+        ca=trusted or _ca_of(told),
+        owner=_owner_of(directory, found),
+    )
+
+
+def _owner_of(directory: Path, url: str) -> int | None:
+    """The user of the server that wrote of itself there; None: it is not known, or on another machine."""
+    if not (is_loopback_url(url) or is_own_address(url)):
+        return None
+    try:
+        return (directory / SERVER_FILE).stat().st_uid
+    except OSError:
+        return None
 
 
 def _ca_of(told: Mapping[str, Any]) -> str | None:

@@ -283,6 +283,7 @@ class Client(Shipping):
             verify=self.address.context(),
             trust_env=not self.address.is_loopback,
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=8),  # each followed log holds one
+            event_hooks={"request": [self._watch]},
         )
 
     def __enter__(self) -> Self:
@@ -437,7 +438,7 @@ class Client(Shipping):
         """Whether it takes jobs; False, too, if there is no answer."""
         try:
             return self._http.get(f"{self.address.url}/readyz").is_success
-        except httpx.HTTPError:
+        except (httpx.HTTPError, ServerNotFoundError):
             return False
 
     def look_again(self) -> None:
@@ -470,7 +471,7 @@ class Client(Shipping):
         if response.status_code != httpx.codes.SERVICE_UNAVAILABLE or not self.address.may_follow(leader):
             return False
         check_plain(leader, self._asked_for[-1] or os.environ.get(PLAIN_VARIABLE) == "1")
-        self.address = replace(self.address, url=leader, pid=None)
+        self.address = replace(self.address, url=leader, pid=None, owner=None)
         return True
 
     @contextlib.contextmanager
@@ -510,6 +511,18 @@ class Client(Shipping):
 
     def _headers(self) -> dict[str, str]:
         return {"Authorization": f"Bearer {self.address.token}", "User-Agent": f"pollux/{__version__}"}
+
+    def _watch(self, request: httpx.Request) -> None:
+        request.extensions = {**request.extensions, "trace": self._on_step}
+
+    def _on_step(self, step: str, told: Mapping[str, Any]) -> None:
+        """Each new connection is looked at before anything is sent."""
+        if step == "connection.connect_tcp.complete":
+            try:
+                self.address.check_listener()
+            except ServerNotFoundError:
+                told["return_value"].close()
+                raise
 
     @contextlib.contextmanager
     def _asking(self) -> Iterator[None]:

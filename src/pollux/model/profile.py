@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,6 +17,8 @@ WINDOW_STEPS = 100
 """Steps that a profile remembers a configuration by. Ten reports of a live job, which average the noise of one to a
 third; a clock that throttles or a neighbour that comes is seen within the first of the next ten."""
 DRIFT = 0.08  # relative; a larger change is not noise: medians of ten steps spread by 1 to 5 % on a quiet GPU
+LEAST_S, MOST_S = 1e-9, 1e9  # that a step can take: ratios of times stay finite, whatever a job tells
+MOST_STEPS = 1 << 50  # that a configuration counts: JSON keeps no larger numbers exactly
 _NUM_RECENT = 3  # measurements, the fewest whose median ignores a single outlier
 
 
@@ -144,7 +145,7 @@ def _averaged(known: Timing, timing: Timing, window_steps: int | None) -> Timing
     return Timing(
         known.grad_s + (timing.grad_s - known.grad_s) * share,
         known.step_s + (timing.step_s - known.step_s) * share,
-        num_steps,
+        min(num_steps, MOST_STEPS),
     )
 
 
@@ -165,7 +166,10 @@ def check_measurement(configuration: Configuration, timing: Timing) -> None:
             "1 <= nodes <= replicas and batch >= 1 are needed"
         )
     for name, value in (("grad_s", timing.grad_s), ("step_s", timing.step_s)):
-        if not (math.isfinite(value) and value > 0):
-            raise ProfileError(f"{name} = {value} at {configuration}: a measured time is a positive number")
+        if not LEAST_S <= value <= MOST_S:
+            raise ProfileError(
+                f"{name} = {value} at {configuration}: a measured time is a positive number, from {LEAST_S:g} to "
+                f"{MOST_S:g} s"
+            )
     if timing.num_steps < 1:
         raise ProfileError(f"num_steps = {timing.num_steps} at {configuration}: at least one step must be measured")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from pollux.api.request import JobRequest
@@ -47,11 +49,30 @@ def test_words_that_read_as_numbers_are_numbers():
         ("n=1..4 step 9", "fits into the range"),
         ("n=log:1..4 step 2", "none beside log"),
         ("n=1..4 if x", "NAME=VALUE"),
+        ("n=1..4 step 0.5", "a whole step"),
+        ("x=-1e308..1e308", "too wide"),
+        (f"n=choice:{','.join(map(str, range(1001)))}", "at most 1000"),
     ],
 )
 def test_what_cannot_be_searched_is_said(text, said):
     with pytest.raises(InvalidValueError, match=said):
         parse_parameter(text)
+
+
+def test_whole_numbers_are_kept_exactly():
+    with pytest.raises(InvalidValueError, match=r"whole numbers up to 2\^53"):
+        Parameter(name="n", kind="int", low=0, high=1e300)
+
+
+def test_a_sampler_that_goes_through_all_values_gets_no_endless_range():
+    """Optuna's gp would make an array of them: 7.5 GB of the server's memory for 1e9, and again at each start."""
+    wide, fine = parse_parameter("n=0..1000000000"), parse_parameter("x=0.0..1.0 step 1e-9")
+    for one in (wide, fine):
+        with pytest.raises(InvalidValueError, match="the sampler gp looks at each"):
+            dataclasses.replace(request(sampler="gp"), space=(one,))
+        assert dataclasses.replace(request(sampler="tpe"), space=(one,)).space == (one,)
+    for text in ("n=0..99999", "x=0.0..1.0", "c=choice:a,b"):
+        assert dataclasses.replace(request(sampler="gp"), space=(parse_parameter(text),)).sampler == "gp"
 
 
 @pytest.mark.parametrize(

@@ -146,6 +146,7 @@ class ColdStarter(LocalStarter):
         """Raises OSError."""
         identity = identity_of(command.env)
         argv, cwd, env = [*self._prefix, *command.argv], command.cwd, command.env
+        directory = ""  # where it goes by itself
         with contextlib.ExitStack() as files:
             fds: list[int] = []
             if CODE in env and identity is not None:
@@ -156,8 +157,10 @@ class ColdStarter(LocalStarter):
                 env = {**plain_environment(os.environ), **marks}
             elif CODE in env:
                 argv, cwd = prepared(argv, cwd), "/"
+            elif identity is not None:
+                directory, cwd = cwd, "/"  # root would get into folders that are closed to this user
             return subprocess.Popen(
-                dying_with_parent(argv),
+                dying_with_parent(argv, directory),
                 env=env,
                 cwd=cwd,
                 stdin=subprocess.DEVNULL,

@@ -120,7 +120,7 @@ def die_with(owner: int) -> None:
 # threads could wait for ever for a lock. -I and -S: nothing of the job's environment is imported on the way.
 _BECOME = f"""
 import os, signal, sys
-owner, *argv = sys.argv[1:]
+owner, directory, *argv = sys.argv[1:]
 for name in ("SIGPIPE", "SIGXFSZ"):  # which an interpreter ignores, and a command must not inherit
     if hasattr(signal, name):
         signal.signal(getattr(signal, name), signal.SIG_DFL)
@@ -129,6 +129,12 @@ if sys.platform == "linux":
     ctypes.CDLL(None).prctl({PR_SET_PDEATHSIG}, signal.SIGKILL, 0, 0, 0)
     if os.getppid() != int(owner):
         os._exit(1)
+if directory:
+    try:
+        os.chdir(directory)
+    except OSError as error:
+        print(f"cannot start {{argv[0]}} in {{directory}}: {{error}}", file=sys.stderr, flush=True)
+        os._exit(127)
 try:
     os.execvp(argv[0], argv)
 except OSError as error:
@@ -137,6 +143,9 @@ except OSError as error:
 """
 
 
-def dying_with_parent(argv: list[str]) -> list[str]:
-    """A command that becomes ``argv``, in the same process, and dies with the process that starts it."""
-    return [sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid()), *argv]
+def dying_with_parent(argv: list[str], directory: str = "") -> list[str]:
+    """A command that becomes ``argv``, in the same process, and dies with the process that starts it.
+
+    ``directory``: where it goes first, with the rights that it has by then; "": it stays where it is started.
+    """
+    return [sys.executable, "-I", "-S", "-c", _BECOME, str(os.getpid()), directory, *argv]

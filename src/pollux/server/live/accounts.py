@@ -182,6 +182,8 @@ class Accounts:
             self._users = {**self._users, name: user}
             self._changed()
             logger.info("user %s: %s, %s of team %s", name, "added" if is_new else "changed", user.role, user.team)
+            if not user.unix_user and self.has_unix_users:
+                logger.warning("user %s has no Unix user: their jobs run as root, unlike those of others", name)
             return self._user_summary(user)
 
     def _team_for(self, user: str, wanted: str | None, old: User | None) -> str:

@@ -66,6 +66,11 @@ class OidcVerifier:
                     f"user {name!r} is not known here, and no team is named for new ones; ask an admin to add you: "
                     f"pollux user add {name} --team TEAM"
                 )
+            if self._accounts().has_unix_users:
+                raise AccessDeniedError(
+                    f"user {name!r} is not known here, and jobs of a user without a Unix user would run as root; ask "
+                    f"an admin to add you: pollux user add {name} --team {team} --unix-user USER"
+                )
             raise NeedsWork(lambda: self._add(name, role, team))
         return Person(user=name, role=max(role, known, key=ROLES.index))  # that which may do less
 

@@ -26,7 +26,7 @@ from pollux.engines.processes.identity import RUN_AS, identity_of
 from pollux.engines.processes.leftovers import MARK, REPLICA, kill_leftovers, mark_of
 from pollux.engines.processes.starters import ColdStarter, Command, ReplicaProcess
 from pollux.engines.processes.workdirs import JobCode, locked, unpack
-from tests.intruder import NOBODY, needs_another_user, run_as_nobody
+from tests.intruder import NOBODY, PYTHON, needs_another_user, run_as_nobody
 
 pytestmark = needs_another_user
 TIMEOUT_S = 30.0
@@ -230,3 +230,22 @@ def test_root_finds_what_replicas_of_its_unix_users_left_behind(folder: Path) ->
         for process in (left, other):
             process.kill()
             process.wait()
+
+
+@pytest.mark.parametrize("is_sent", [False, True], ids=["as it is", "prepared"])
+def test_a_job_gets_into_no_folder_that_is_closed_to_its_user(
+    folder: Path, is_sent: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is in it may be open: only the folder above keeps others out."""
+    if not is_sent:
+        monkeypatch.setattr(sys, "executable", PYTHON)  # ours may be closed to others
+    (folder / "closed").mkdir(mode=0o700)
+    work = folder / "closed" / "work"
+    work.mkdir(mode=0o755)
+    (work / "note").write_text("of another user\n")
+    out, env = folder / "out", {"PATH": os.environ["PATH"], RUN_AS: nobody()}
+    env |= code(folder, conda="/missing").to_env() if is_sent else {}
+    with ColdStarter(()) as starter:
+        command = Command(argv=("cat", "note"), env=env, cwd=str(work), stdout=str(out), stderr=str(out))
+        assert wait(starter, starter.spawn(command)) != 0
+    assert "of another user" not in out.read_text() and "Permission denied" in out.read_text()

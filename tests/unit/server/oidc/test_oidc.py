@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 import hashlib
 import hmac
 import json
@@ -211,6 +212,17 @@ def test_roles_and_teams_come_from_claims(lab):
         200,
         {"user": "dan", "team": "vision", "role": "member"},
     )
+
+
+def test_where_jobs_run_as_unix_users_a_new_user_does_not_run_them_as_root(lab):
+    """A user without a Unix user runs jobs as the server does, which is root there: that is an admin's to say."""
+    client = lab.client(team="vision")
+    users = lab.accounts._users
+    users["ada"] = dataclasses.replace(users["ada"], unix_user="ada")  # set_user wants a server that is root
+    status, message = ask(client, lab.issuer.token("mallory"))
+    assert status == 401 and "pollux user add mallory --team vision --unix-user" in message
+    assert lab.accounts.role_of("mallory") is None
+    assert ask(client, lab.issuer.token("ada"))[0] == 200
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,72 @@
+"""A token goes to the server that it is of, and to no program of another user that has taken the server's place."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from pollux.client import Client
+from pollux.client.listener import listening_users
+from pollux.errors import ServerNotFoundError
+from tests.intruder import NOBODY, PYTHON, needs_another_user
+
+# Listens where a server was, and says what came within two seconds.
+THIEF = """
+import socket
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+listener.settimeout(2)
+try:
+    connection, _ = listener.accept()
+    connection.settimeout(2)
+    print("stolen" if b"a-token-of-the-operator" in connection.recv(65536) else "nothing", flush=True)
+except OSError:
+    print("nothing", flush=True)
+"""
+
+
+@needs_another_user
+def test_what_another_user_has_put_in_the_servers_place_gets_no_token(tmp_path: Path) -> None:
+    assert PYTHON is not None
+    thief = subprocess.Popen(
+        [PYTHON, "-I", "-c", THIEF],
+        user=NOBODY,
+        group=NOBODY,
+        extra_groups=[],
+        cwd="/",
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with thief:
+        assert thief.stdout is not None
+        port = int(thief.stdout.readline())
+        (tmp_path / "server.json").write_text(json.dumps({"url": f"http://127.0.0.1:{port}", "pid": os.getpid()}))
+        (tmp_path / "token").write_text("a-token-of-the-operator\n")
+        said = f"a program of user {NOBODY} listens at"
+        with Client(data_directory=tmp_path, timeout_s=5.0) as client, pytest.raises(ServerNotFoundError, match=said):
+            client.status()
+        assert thief.stdout.readline().strip() == "nothing"
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp").exists(), reason="the kernel does not tell")
+@pytest.mark.parametrize(
+    ("host", "asked"), [("127.0.0.1", "localhost"), ("127.0.0.1", "127.0.0.1"), ("0.0.0.0", "127.0.0.1")]
+)
+def test_whose_program_listens(host: str, asked: str) -> None:
+    with socket.create_server((host, 0)) as listener:
+        port = listener.getsockname()[1]
+        assert listening_users(asked, port) == {os.geteuid()}
+        assert listening_users("127.0.0.9", port) == (set() if host == "127.0.0.1" else {os.geteuid()})
+    assert listening_users(asked, port) == set()
+
+
+@pytest.mark.skipif(not Path("/proc/net/tcp6").exists() or not socket.has_dualstack_ipv6(), reason="there is no IPv6")
+def test_whose_program_listens_at_both_kinds_of_addresses() -> None:
+    with socket.create_server(("::", 0), family=socket.AF_INET6, dualstack_ipv6=True) as listener:
+        port = listener.getsockname()[1]
+        assert listening_users("::1", port) == listening_users("127.0.0.1", port) == {os.geteuid()}
