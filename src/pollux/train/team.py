@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -37,6 +37,16 @@ logger = logging.getLogger(__name__)
 _T = TypeVar("_T")
 
 
+class DeviceSumsOwner(Protocol):
+    """The models of a run, as a group that is about to be aborted needs them."""
+
+    def stop(self, reason: BaseException) -> None:
+        """No optimizer uses a sum from now on. Asks the device which ones have ended, so it may wait for the driver."""
+
+    def seal(self) -> None:
+        """The abort begins: what has not answered by now counts as cut. Never waits."""
+
+
 class BrokenGroup(PeerLostError):
     """A collective failed: a peer is gone, or has given this group up. Recoverable; never leaves the library."""
 
@@ -49,6 +59,7 @@ class Team:
         self.timeout_s = timeout_s
         self.group: Group | None = None
         self._lost_before = (-1, 0)  # groups before this generation and attempt have lost a member
+        self._telling = threading.Lock()  # guards it: the owner and torch's watchdog may tell at the same time
         self.is_adopted = False
         self.on_error: Callable[[int, int], None] = (
             self.give_up
@@ -186,24 +197,31 @@ class Team:
         for thread in self._ending:
             thread.join(max(deadline - time.monotonic(), 0.0))
 
-    def give_up(self, generation: int, attempt: int = 0, *, first: Callable[[], None] = lambda: None) -> None:
-        """Groups before this one have lost a member: let all that wait for it go on with an error.
+    def give_up(self, generation: int, attempt: int = 0, sums: DeviceSumsOwner | None = None) -> None:
+        """Groups before this one have lost a member: let all that waits for it go on with an error.
 
-        May be called from another thread, and never waits. If this group is among them, ``first`` is called before the
-        device's collectives are aborted.
+        May be called from several threads, and never waits. If this group is among them, ``sums`` are stopped before
+        the device's collectives are aborted. The abort begins after a second although that may still run.
         """
-        self._lost_before = max(self._lost_before, (generation, attempt))
+        with self._telling:
+            self._lost_before = max(self._lost_before, (generation, attempt))
         if self.is_lost():
             gloo.shut_down(self._sockets)
             if self.is_cuda:
-                arguments = (self.group, list(distributed_c10d._world.pg_names), first)
+                arguments = (self.group, list(distributed_c10d._world.pg_names), sums)
                 threading.Thread(target=self._abort, args=arguments, name="pollux-give-up", daemon=True).start()
             else:
-                first()
+                self._stop(sums)
 
-    def _abort(self, group: Group, groups: list[dist.ProcessGroup], first: Callable[[], None]) -> None:
-        nccl.call_briefly(first)
+    def _stop(self, sums: DeviceSumsOwner | None) -> None:
+        if sums is not None and self.is_lost():
+            sums.stop(PeerLostError("a replica was lost"))
+
+    def _abort(self, group: Group, groups: list[dist.ProcessGroup], sums: DeviceSumsOwner | None) -> None:
+        nccl.call_briefly(lambda: self._stop(sums))
         if self.group is group:  # otherwise it is ended already
+            if sums is not None:
+                sums.seal()
             nccl.abort(groups, self.device)
 
     def settle(self) -> None:

@@ -56,3 +56,63 @@ def test_only_a_group_that_had_connected_has_something_to_cut_off(team, monkeypa
     team_module.dist.group.WORLD = object()
     team.cut_off()
     assert bool(aborted) == connects
+
+
+def group_of(generation: int, attempt: int = 0) -> Group:
+    return Group(generation=generation, attempt=attempt, rank=0, world_size=2, local_rank=0, num_nodes=1, store=None)
+
+
+def test_the_sums_are_sealed_right_before_an_abort_though_the_look_at_them_still_runs(team, monkeypatch):
+    """The driver may hang for longer than the abort can wait; what it answers then is too late."""
+    happened, may_end, has_aborted = list[str](), threading.Event(), threading.Event()
+
+    class Sums:
+        def stop(self, reason):
+            happened.append("look")
+            may_end.wait(20.0)
+            happened.append("answer")
+
+        def seal(self):
+            happened.append("seal")
+
+    def abort(groups, device):
+        happened.append("abort")
+        has_aborted.set()
+        return []
+
+    monkeypatch.setattr(nccl, "CUT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(nccl, "abort", abort)
+    team.group = group_of(3)
+    team.give_up(4, 0, Sums())
+    assert has_aborted.wait(20.0)
+    may_end.set()
+    assert happened[:3] == ["look", "seal", "abort"]
+
+
+class SlowNumber(int):
+    """A generation whose comparison takes until the test lets it end."""
+
+    is_compared, may_end = threading.Event(), threading.Event()
+
+    def __eq__(self, other):
+        self.is_compared.set()
+        assert self.may_end.wait(20.0)
+        return int(self) == int(other)
+
+    __hash__ = int.__hash__
+
+
+def test_two_threads_that_tell_of_losses_do_not_forget_the_later_one():
+    """The owner tells that generation 4 has lost a member while torch's watchdog tells it of generation 3."""
+    team = Team(torch.device("cpu"), timeout_s=1.0)
+    team.group = group_of(4)
+    first = threading.Thread(target=team.give_up, args=(SlowNumber(3), 1))
+    first.start()
+    assert SlowNumber.is_compared.wait(20.0)
+    second = threading.Thread(target=team.give_up, args=(5,))
+    second.start()
+    second.join(0.2)
+    SlowNumber.may_end.set()
+    first.join(20.0)
+    second.join(20.0)
+    assert team.is_lost()
