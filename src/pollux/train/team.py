@@ -8,6 +8,7 @@ needs beside that is in :mod:`pollux.train.nccl`.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 import time
@@ -26,9 +27,11 @@ from pollux.errors import MembershipError, PeerLostError
 from pollux.membership.store import Group
 from pollux.train import gloo, nccl
 from pollux.train.encoding import decode, encode
+from pollux.train.leaving import EXIT_CODE
 
 FORM_TIMEOUT_S = 4.0  # members are known to be there when they connect; one that dies in between costs this
 END_TIMEOUT_S = 5.0
+ABORT_TIMEOUT_S = 20.0  # more than the communicators that are being made take to give up
 POLL_S = 0.2
 MAX_MESSAGE_BYTES = 1 << 30  # of what replicas tell each other beside tensors: more than any order of a dataset takes
 
@@ -182,17 +185,33 @@ class Team:
         its part waits for torch's watchdog, which runs Python code. Waiting here lets go of the lock.
 
         A group that was lost while NCCL connected has no sums yet. Its abort may wait for the connection, for seconds.
+
+        Where the abort does not end, this process does: it would hang for good, and the others can go on without it.
         """
         if not self._is_connected or self.size == 1 or dist.group.WORLD is None:
             return
-        deadline = time.monotonic() + END_TIMEOUT_S
-        for thread in nccl.abort(list(distributed_c10d._world.pg_names), self.device):
+        deadline = time.monotonic() + ABORT_TIMEOUT_S
+        threads = nccl.abort(list(distributed_c10d._world.pg_names), self.device)
+        for thread in threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
+        if any(thread.is_alive() for thread in threads):
+            logger.error(
+                "the broken group could not be ended within %g s: this process ends, with code %d",
+                ABORT_TIMEOUT_S, EXIT_CODE,
+            )  # fmt: skip
+            os._exit(EXIT_CODE)
 
     def close(self) -> None:
-        """Leave for good. The interpreter may end after this, so the groups are given a moment to end before."""
+        """Leave for good. The interpreter may end after this, so the groups are given a moment to end before.
+
+        A script that raises may leave sums behind that wait for a lost peer. They are cut off, as the interpreter frees
+        DDP's reducer, too.
+        """
         if not self.is_adopted:
-            self.dissolve()
+            is_stuck = not self._comes_to_rest()
+            if is_stuck:
+                self.cut_off()
+            self.dissolve(is_broken=is_stuck)
         deadline = time.monotonic() + END_TIMEOUT_S
         for thread in self._ending:
             thread.join(max(deadline - time.monotonic(), 0.0))
@@ -223,6 +242,16 @@ class Team:
             if sums is not None:
                 sums.seal()
             nccl.abort(groups, self.device)
+
+    def _comes_to_rest(self) -> bool:
+        """Whether the device ends its work in a moment."""
+        if not self.is_cuda or self.size == 1 or not self._is_connected:
+            return True
+        try:
+            nccl.wait_for_device(self.is_lost, END_TIMEOUT_S)
+        except RuntimeError:
+            return False
+        return True
 
     def settle(self) -> None:
         """Wait until the device has ended its work. Raises BrokenGroup if a sum among it cannot be trusted."""

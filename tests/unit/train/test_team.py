@@ -116,3 +116,55 @@ def test_two_threads_that_tell_of_losses_do_not_forget_the_later_one():
     first.join(20.0)
     second.join(20.0)
     assert team.is_lost()
+
+
+class Ended(BaseException):
+    """Instead of the end of this process."""
+
+
+@pytest.fixture
+def broken_team(team, monkeypatch):
+    """Its group had connected. What ends the process raises here."""
+
+    def end(code):
+        raise Ended(code)
+
+    monkeypatch.setattr(nccl, "connect", lambda *_: None)
+    monkeypatch.setattr(team_module.os, "_exit", end)
+    monkeypatch.setattr(team_module, "ABORT_TIMEOUT_S", 0.1)
+    team.form(group_of(1))
+    team_module.dist.group.WORLD = object()
+    return team
+
+
+def test_an_abort_that_never_ends_ends_this_process_and_not_the_job(broken_team, monkeypatch):
+    """What comes next frees DDP's reducer, which would wait for the device with Python's lock held, for good."""
+    may_end = threading.Event()
+    stuck = threading.Thread(target=may_end.wait, args=(20.0,), daemon=True)
+    stuck.start()
+    monkeypatch.setattr(nccl, "abort", lambda *_: [stuck])
+    with pytest.raises(Ended, match="143"):
+        broken_team.cut_off()
+    may_end.set()
+    stuck.join()
+    broken_team.cut_off()  # one that ends is waited for
+
+
+@pytest.mark.parametrize("is_stuck", [False, True])
+def test_a_script_that_raises_cuts_off_what_waits_for_a_lost_peer(broken_team, monkeypatch, is_stuck):
+    """The interpreter frees DDP's reducer when it ends; the process would never end."""
+    happened = []
+
+    def wait(is_lost, timeout_s):
+        if is_stuck:
+            raise RuntimeError(f"the device did not end its work within {timeout_s:g} s")
+
+    def abort(*_):
+        happened.append("abort")
+        return []
+
+    monkeypatch.setattr(nccl, "wait_for_device", wait)
+    monkeypatch.setattr(nccl, "abort", abort)
+    monkeypatch.setattr(Team, "dissolve", lambda _, *, is_broken=False: happened.append(f"dissolve, {is_broken}"))
+    broken_team.close()
+    assert happened == (["abort", "dissolve, True"] if is_stuck else ["dissolve, False"])
