@@ -3,11 +3,14 @@
 A GPU runs behind the host: when a peer is lost, an optimizer step may have been launched behind a sum that never ends.
 Aborting the group ends that sum with a wrong result, and the optimizer uses it. So before an abort, :meth:`cut` looks
 whether a sum is under way. If one is, the replica's state is damaged, whatever its events say afterwards.
+
+The abort does not wait for the look, as the driver may not answer while a kernel hangs. So it calls :meth:`seal` first:
+an answer that comes later counts for nothing.
 """
 
 from __future__ import annotations
 
-import time
+import threading
 from typing import Protocol
 
 import torch
@@ -21,10 +24,20 @@ class Mark(Protocol):
     def query(self) -> bool: ...
 
 
+class _Look:
+    """One group's verdict: whether all sums had ended before the abort. None: not known yet."""
+
+    def __init__(self) -> None:
+        self.had_ended: bool | None = None
+        self.has_begun = False
+        self.is_over = threading.Event()
+
+
 class DeviceSums:
     def __init__(self) -> None:
         self._marks: list[Mark] = []
-        self._is_cut = False
+        self._look = _Look()
+        self._turn = threading.Lock()  # guards the look; not held while the driver is asked
 
     def note(self, mark: Mark | None = None) -> None:
         """A sum was launched on the current stream. ``mark`` is an event behind it; without one it is recorded here."""
@@ -38,23 +51,42 @@ class DeviceSums:
         self._marks.append(mark)
 
     def are_done(self) -> bool:
-        """Whether all of them have ended, and by themselves."""
-        have_ended = all(mark.query() for mark in self._marks)
-        return have_ended and not self._is_cut  # in this order: an abort may end them while the driver is asked
+        """Whether all of them have ended, and by themselves. Waits for a look that is under way, but not for long."""
+        look = self._look
+        if look.has_begun:
+            look.is_over.wait(CUT_TIMEOUT_S)
+        elif all(mark.query() for mark in list(self._marks)):
+            return look.had_ended is not False  # asked afterwards: an abort may end them while the driver is asked
+        return look.had_ended is True
 
     def cut(self) -> None:
         """The group is about to be aborted. May be called from another thread, and more than once.
 
-        The driver may not answer while a kernel hangs. An answer that comes late may come after the abort, which ends
-        sums with wrong results, so it counts for nothing; nor does a second call, which comes after the first abort.
+        Two threads may tell of the same loss. The second one waits for the first one's look, as its own would come too
+        late if the first has begun the abort.
         """
-        if self._is_cut:
+        with self._turn:
+            look, marks = self._look, list(self._marks)
+            is_first, look.has_begun = not look.has_begun, True
+        if not is_first:
+            look.is_over.wait(CUT_TIMEOUT_S)
             return
-        self._is_cut, begun = True, time.monotonic()
-        have_ended = all(mark.query() for mark in self._marks)
-        if have_ended and time.monotonic() - begun < CUT_TIMEOUT_S:
-            self._is_cut = False
+        try:
+            have_ended = all(mark.query() for mark in marks)
+            with self._turn:
+                if look.had_ended is None:
+                    look.had_ended = have_ended
+        finally:
+            look.is_over.set()
+
+    def seal(self) -> None:
+        """The abort begins now: without an answer so far, a sum that was launched counts as cut. Never waits."""
+        with self._turn:
+            if self._look.had_ended is None:
+                self._look.had_ended = not self._marks
+            self._look.is_over.set()
 
     def reset(self) -> None:
         """For a new group."""
-        self._marks, self._is_cut = [], False
+        with self._turn:
+            self._marks, self._look = [], _Look()

@@ -593,8 +593,4 @@ class Session:
 
     def _on_lost(self, generation: int, attempt: int = 0) -> None:
         """A member was lost. Called by other threads; ends the collectives of groups before this one."""
-        self.team.give_up(generation, attempt, first=self._stop_sums)
-
-    def _stop_sums(self) -> None:
-        if self.state is not None and self.team.is_lost():
-            self.state.trainees.stop(PeerLostError("a replica was lost"))
+        self.team.give_up(generation, attempt, None if self.state is None else self.state.trainees)

@@ -8,6 +8,7 @@ needs beside that is in :mod:`pollux.train.nccl`.
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import threading
 import time
@@ -15,7 +16,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
-from typing import Any, TypeVar, cast
+from typing import Any, Protocol, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -26,15 +27,27 @@ from pollux.errors import MembershipError, PeerLostError
 from pollux.membership.store import Group
 from pollux.train import gloo, nccl
 from pollux.train.encoding import decode, encode
+from pollux.train.leaving import EXIT_CODE
 
 FORM_TIMEOUT_S = 4.0  # members are known to be there when they connect; one that dies in between costs this
 END_TIMEOUT_S = 5.0
+ABORT_TIMEOUT_S = 20.0  # more than the communicators that are being made take to give up
 POLL_S = 0.2
 MAX_MESSAGE_BYTES = 1 << 30  # of what replicas tell each other beside tensors: more than any order of a dataset takes
 
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+
+
+class DeviceSumsOwner(Protocol):
+    """The models of a run, as a group that is about to be aborted needs them."""
+
+    def stop(self, reason: BaseException) -> None:
+        """No optimizer uses a sum from now on. Asks the device which ones have ended, so it may wait for the driver."""
+
+    def seal(self) -> None:
+        """The abort begins: what has not answered by now counts as cut. Never waits."""
 
 
 class BrokenGroup(PeerLostError):
@@ -49,6 +62,7 @@ class Team:
         self.timeout_s = timeout_s
         self.group: Group | None = None
         self._lost_before = (-1, 0)  # groups before this generation and attempt have lost a member
+        self._telling = threading.Lock()  # guards it: the owner and torch's watchdog may tell at the same time
         self.is_adopted = False
         self.on_error: Callable[[int, int], None] = (
             self.give_up
@@ -171,40 +185,73 @@ class Team:
         its part waits for torch's watchdog, which runs Python code. Waiting here lets go of the lock.
 
         A group that was lost while NCCL connected has no sums yet. Its abort may wait for the connection, for seconds.
+
+        Where the abort does not end, this process does: it would hang for good, and the others can go on without it.
         """
         if not self._is_connected or self.size == 1 or dist.group.WORLD is None:
             return
-        deadline = time.monotonic() + END_TIMEOUT_S
-        for thread in nccl.abort(list(distributed_c10d._world.pg_names), self.device):
+        deadline = time.monotonic() + ABORT_TIMEOUT_S
+        threads = nccl.abort(list(distributed_c10d._world.pg_names), self.device)
+        for thread in threads:
             thread.join(max(deadline - time.monotonic(), 0.0))
+        if any(thread.is_alive() for thread in threads):
+            logger.error(
+                "the broken group could not be ended within %g s: this process ends, with code %d",
+                ABORT_TIMEOUT_S, EXIT_CODE,
+            )  # fmt: skip
+            os._exit(EXIT_CODE)
 
     def close(self) -> None:
-        """Leave for good. The interpreter may end after this, so the groups are given a moment to end before."""
+        """Leave for good. The interpreter may end after this, so the groups are given a moment to end before.
+
+        A script that raises may leave sums behind that wait for a lost peer. They are cut off, as the interpreter frees
+        DDP's reducer, too.
+        """
         if not self.is_adopted:
-            self.dissolve()
+            is_stuck = not self._comes_to_rest()
+            if is_stuck:
+                self.cut_off()
+            self.dissolve(is_broken=is_stuck)
         deadline = time.monotonic() + END_TIMEOUT_S
         for thread in self._ending:
             thread.join(max(deadline - time.monotonic(), 0.0))
 
-    def give_up(self, generation: int, attempt: int = 0, *, first: Callable[[], None] = lambda: None) -> None:
-        """Groups before this one have lost a member: let all that wait for it go on with an error.
+    def give_up(self, generation: int, attempt: int = 0, sums: DeviceSumsOwner | None = None) -> None:
+        """Groups before this one have lost a member: let all that waits for it go on with an error.
 
-        May be called from another thread, and never waits. If this group is among them, ``first`` is called before the
-        device's collectives are aborted.
+        May be called from several threads, and never waits. If this group is among them, ``sums`` are stopped before
+        the device's collectives are aborted. The abort begins after a second although that may still run.
         """
-        self._lost_before = max(self._lost_before, (generation, attempt))
+        with self._telling:
+            self._lost_before = max(self._lost_before, (generation, attempt))
         if self.is_lost():
             gloo.shut_down(self._sockets)
             if self.is_cuda:
-                arguments = (self.group, list(distributed_c10d._world.pg_names), first)
+                arguments = (self.group, list(distributed_c10d._world.pg_names), sums)
                 threading.Thread(target=self._abort, args=arguments, name="pollux-give-up", daemon=True).start()
             else:
-                first()
+                self._stop(sums)
 
-    def _abort(self, group: Group, groups: list[dist.ProcessGroup], first: Callable[[], None]) -> None:
-        nccl.call_briefly(first)
+    def _stop(self, sums: DeviceSumsOwner | None) -> None:
+        if sums is not None and self.is_lost():
+            sums.stop(PeerLostError("a replica was lost"))
+
+    def _abort(self, group: Group, groups: list[dist.ProcessGroup], sums: DeviceSumsOwner | None) -> None:
+        nccl.call_briefly(lambda: self._stop(sums))
         if self.group is group:  # otherwise it is ended already
+            if sums is not None:
+                sums.seal()
             nccl.abort(groups, self.device)
+
+    def _comes_to_rest(self) -> bool:
+        """Whether the device ends its work in a moment."""
+        if not self.is_cuda or self.size == 1 or not self._is_connected:
+            return True
+        try:
+            nccl.wait_for_device(self.is_lost, END_TIMEOUT_S)
+        except RuntimeError:
+            return False
+        return True
 
     def settle(self) -> None:
         """Wait until the device has ended its work. Raises BrokenGroup if a sum among it cannot be trusted."""

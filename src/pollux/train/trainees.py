@@ -131,6 +131,11 @@ class Trainees:
         for member in self.members:
             member.hook.sums.cut()
 
+    def seal(self) -> None:
+        """The abort begins: see :meth:`DeviceSums.seal`. Never waits."""
+        for member in self.members:
+            member.hook.sums.seal()
+
     def begin_again(self) -> None:
         """Remove what a failed step has left in the user's objects, before the step is repeated."""
         for member in self.members:

@@ -56,3 +56,115 @@ def test_only_a_group_that_had_connected_has_something_to_cut_off(team, monkeypa
     team_module.dist.group.WORLD = object()
     team.cut_off()
     assert bool(aborted) == connects
+
+
+def group_of(generation: int, attempt: int = 0) -> Group:
+    return Group(generation=generation, attempt=attempt, rank=0, world_size=2, local_rank=0, num_nodes=1, store=None)
+
+
+def test_the_sums_are_sealed_right_before_an_abort_though_the_look_at_them_still_runs(team, monkeypatch):
+    """The driver may hang for longer than the abort can wait; what it answers then is too late."""
+    happened, may_end, has_aborted = list[str](), threading.Event(), threading.Event()
+
+    class Sums:
+        def stop(self, reason):
+            happened.append("look")
+            may_end.wait(20.0)
+            happened.append("answer")
+
+        def seal(self):
+            happened.append("seal")
+
+    def abort(groups, device):
+        happened.append("abort")
+        has_aborted.set()
+        return []
+
+    monkeypatch.setattr(nccl, "CUT_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(nccl, "abort", abort)
+    team.group = group_of(3)
+    team.give_up(4, 0, Sums())
+    assert has_aborted.wait(20.0)
+    may_end.set()
+    assert happened[:3] == ["look", "seal", "abort"]
+
+
+class SlowNumber(int):
+    """A generation whose comparison takes until the test lets it end."""
+
+    is_compared, may_end = threading.Event(), threading.Event()
+
+    def __eq__(self, other):
+        self.is_compared.set()
+        assert self.may_end.wait(20.0)
+        return int(self) == int(other)
+
+    __hash__ = int.__hash__
+
+
+def test_two_threads_that_tell_of_losses_do_not_forget_the_later_one():
+    """The owner tells that generation 4 has lost a member while torch's watchdog tells it of generation 3."""
+    team = Team(torch.device("cpu"), timeout_s=1.0)
+    team.group = group_of(4)
+    first = threading.Thread(target=team.give_up, args=(SlowNumber(3), 1))
+    first.start()
+    assert SlowNumber.is_compared.wait(20.0)
+    second = threading.Thread(target=team.give_up, args=(5,))
+    second.start()
+    second.join(0.2)
+    SlowNumber.may_end.set()
+    first.join(20.0)
+    second.join(20.0)
+    assert team.is_lost()
+
+
+class Ended(BaseException):
+    """Instead of the end of this process."""
+
+
+@pytest.fixture
+def broken_team(team, monkeypatch):
+    """Its group had connected. What ends the process raises here."""
+
+    def end(code):
+        raise Ended(code)
+
+    monkeypatch.setattr(nccl, "connect", lambda *_: None)
+    monkeypatch.setattr(team_module.os, "_exit", end)
+    monkeypatch.setattr(team_module, "ABORT_TIMEOUT_S", 0.1)
+    team.form(group_of(1))
+    team_module.dist.group.WORLD = object()
+    return team
+
+
+def test_an_abort_that_never_ends_ends_this_process_and_not_the_job(broken_team, monkeypatch):
+    """What comes next frees DDP's reducer, which would wait for the device with Python's lock held, for good."""
+    may_end = threading.Event()
+    stuck = threading.Thread(target=may_end.wait, args=(20.0,), daemon=True)
+    stuck.start()
+    monkeypatch.setattr(nccl, "abort", lambda *_: [stuck])
+    with pytest.raises(Ended, match="143"):
+        broken_team.cut_off()
+    may_end.set()
+    stuck.join()
+    broken_team.cut_off()  # one that ends is waited for
+
+
+@pytest.mark.parametrize("is_stuck", [False, True])
+def test_a_script_that_raises_cuts_off_what_waits_for_a_lost_peer(broken_team, monkeypatch, is_stuck):
+    """The interpreter frees DDP's reducer when it ends; the process would never end."""
+    happened = []
+
+    def wait(is_lost, timeout_s):
+        if is_stuck:
+            raise RuntimeError(f"the device did not end its work within {timeout_s:g} s")
+
+    def abort(*_):
+        happened.append("abort")
+        return []
+
+    monkeypatch.setattr(nccl, "wait_for_device", wait)
+    monkeypatch.setattr(nccl, "abort", abort)
+    monkeypatch.setattr(Team, "dissolve", lambda _, *, is_broken=False: happened.append(f"dissolve, {is_broken}"))
+    broken_team.close()
+    assert happened == (["abort", "dissolve, True"] if is_stuck else ["dissolve, False"])

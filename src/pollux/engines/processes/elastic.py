@@ -14,7 +14,7 @@ roster leaves it out, *leaving*. Rules:
 - A member that crashes is named as lost at once, in a roster of the survivors; its replacement joins later.
 - When no member survives, all start again from the checkpoint. The pause before that doubles from one time to the next,
   and is short again when there was training for a while in between.
-- A change that fails is given up: when newcomers end before they are ready, or are killed because they do not get
+- A change that fails is given up: when newcomers end before they have trained, or are killed because they do not get
   ready in ten minutes, the members go on in their own slots, and the node is named in ``given_up``.
 - A script that raises is started again a limited number of times; one that can use none of its checkpoints is not, as
   it would raise again. Crashes before the others have formed a group without
@@ -31,12 +31,11 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Sequence
-from typing import Literal, Self
+from typing import Self
 
-from pollux.engines.processes.elastic_replica import Crash, ElasticReplica, JobEvent
+from pollux.engines.processes.elastic_replica import CRASH_WINDOW_S, ElasticReplica, JobEvent, RecentCrashes, views_of
 from pollux.engines.processes.failure import (
     describe_failure,
-    how_it_ended,
     is_bad_usage,
     lacks_checkpoint,
     node_cause,
@@ -59,22 +58,15 @@ from pollux.errors import InvalidValueError, MembershipError
 from pollux.membership.controller import JobController
 from pollux.membership.roster import Member
 from pollux.membership.stacks import STACK_SIGNAL
+from pollux.scheduler.device_memory import ran_out
 
 MAX_SPAWN_FAILURES = 3  # in a row: a script that never gets ready is broken
 NEWCOMER_S = 600.0  # for a newcomer to get ready while others train: imports from a slow disk, a model to be loaded
 HEALTHY_S = 5.0  # training for so long makes the next pause short again
-CRASH_WINDOW_S = 300.0  # crashes further apart than this have different causes
 PUMP_PERIOD_S = 0.01
 MAX_EVENTS = 10_000  # a job may be resized for months
 
 logger = logging.getLogger(__name__)
-
-
-_STATES: tuple[tuple[str, Literal["starting", "member", "leaving"]], ...] = (
-    ("_members", "member"),
-    ("_newcomers", "starting"),
-    ("_leaving", "leaving"),
-)
 
 
 class ElasticJob:
@@ -102,7 +94,7 @@ class ElasticJob:
         self._requested = self._target = checked(self._slots_for(slots) if isinstance(slots, int) else slots)
         self._controller = JobController(command.name, host)
         self._num_spawned = self._num_restarts = self._num_rounds = self._formed = 0
-        self._early_ends: Counter[str] = Counter()  # of newcomers, by node, since a group formed
+        self._early_ends: Counter[str] = Counter()  # of newcomers, by node, since some formed a group
         self._is_started = self._is_closed = False
         self._early_finishers = 0  # ended with 0 before there was any generation: a script that joins none
         self._num_pauses = 0
@@ -114,7 +106,7 @@ class ElasticJob:
         self._result: int | None = None
         self._held_since: float | None = None
         self.crashes: list[str] = []  # who crashed, and how, since the beginning
-        self._recent_crashes: list[Crash] = []  # of the last minutes, the first of each formed generation
+        self._crashes = RecentCrashes()
         self.events: list[JobEvent] = []
         self.failure = ""
         self.blame: NodeFailure | None = None
@@ -173,13 +165,7 @@ class ElasticJob:
     @property
     def replicas(self) -> tuple[ReplicaView, ...]:
         """All that live, members in rank order first."""
-        views = []
-        for group, state in _STATES:
-            for rank, process in enumerate(getattr(self, group)):
-                if process.exit_code is None:
-                    shown = rank if state == "member" else None
-                    views.append(ReplicaView(process.member.replica_id, shown, process.slot, process.handle.pid, state))
-        return tuple(views)
+        return views_of(("member", self._members), ("starting", self._newcomers), ("leaving", self._leaving))
 
     def hold(self) -> None:
         """Freeze every replica, and start none, until :meth:`release`."""
@@ -221,7 +207,7 @@ class ElasticJob:
             if process.slot in slots and process.exit_code is None:
                 process.handle.is_orphan = True  # which is no crash of the script
                 self._kill(process, reason)
-        self._recent_crashes = [crash for crash in self._recent_crashes if crash.process.slot not in slots]
+        self._crashes.forget(slots)
         left = [one.slot for one in self._members if one.exit_code is None and one.slot not in slots]
         if left and self._result is None:
             self._requested = self._target = tuple(slot for slot in self._target if slot not in slots) or tuple(left)
@@ -326,8 +312,9 @@ class ElasticJob:
                 self._note("ready", process=process)
         generation = self._controller.generation
         if self._formed < generation and (at := self._controller.formed_at(generation)) is not None:
+            if any(self._is_joining(process) for process in self._members):
+                self._early_ends.clear()
             self._formed = generation
-            self._early_ends.clear()
             self._trained_since = self._trained_since or time.monotonic()
             self._note("formed", at=at)
 
@@ -360,7 +347,7 @@ class ElasticJob:
                 self._pause(1)
                 continue
             if process.exit_code:
-                self.crashes.append(f"{process.member.replica_id} {self._how(process)} before it was ready")
+                self.crashes.append(f"{process.member.replica_id} {process.how} before it was ready")
             self._early_ends[process.slot.node] += 1
             num_ends = self._early_ends.total()
             is_training = any(member.exit_code is None for member in self._members)
@@ -373,7 +360,7 @@ class ElasticJob:
                 many = f"{num_ends} replicas in a row" if num_ends > 1 else "a replica"
                 why = f"{many} ended before {'they were' if num_ends > 1 else 'it was'} ready"
                 which = "the last" if num_ends > 1 else "it"
-                self._fail(f"{why}; {which} {self._how(process)} on {process.slot.node}", process)
+                self._fail(f"{why}; {which} {process.how} on {process.slot.node}", process)
                 return
             self._pause(num_ends)
         if self._early_finishers and not self._newcomers and not self._members and self._result is None:
@@ -387,9 +374,9 @@ class ElasticJob:
 
     def _give_up_change(self, process: ElasticReplica) -> None:
         """Newcomers do not get ready: the members go on, each in its slot."""
-        cause = read_failure(self._starter.stderr_tail(self._stderr_of(process)))[0] or self._how(process)
+        cause = read_failure(self._starter.stderr_tail(self._stderr_of(process)))[0] or process.how
         self.given_up.append(NodeFailure(self._early_ends.most_common(1)[0][0], cause))
-        self._note("gave up", f"{self._early_ends.total()} newcomers ended before they were ready: {cause}", process)
+        self._note("gave up", f"{self._early_ends.total()} newcomers ended before they trained: {cause}", process)
         self._early_ends.clear()
         self._requested = self._target = tuple(member.slot for member in self._members if member.exit_code is None)
 
@@ -397,7 +384,7 @@ class ElasticJob:
         """The node of an early end, if the cause looks like one of nodes, or others are ready elsewhere."""
         cause = node_cause(process.exit_code or 1, self._starter.stderr_tail(self._stderr_of(process)))
         if not cause and any(other.is_ready for other in self._newcomers):
-            cause = f"replicas {self._how(process)} before they were ready; those on other nodes were ready"
+            cause = f"replicas {process.how} before they were ready; those on other nodes were ready"
         return NodeFailure(process.slot.node, cause) if cause else None
 
     def _stderr_of(self, process: ElasticReplica) -> str:
@@ -422,10 +409,10 @@ class ElasticJob:
                 process.is_noted = True
                 self._note("exited", f"code {process.exit_code}", process)
                 if self._stop_by is None:
-                    self._remember_crash(process)
+                    self._remember_end(process, survivors)
                     # An orphan was lost with its node or its parent.
                     if process.exit_code and not process.handle.is_orphan:
-                        self.crashes.append(f"{process.member.replica_id} {self._how(process)}")
+                        self.crashes.append(f"{process.member.replica_id} {process.how}")
         if self._stop_by is not None and survivors:
             gone = [process for process in self._members if process not in survivors]
             has_broken = any(process.exit_code != STOPPED_CODE for process in crashed)
@@ -443,11 +430,11 @@ class ElasticJob:
             return
         if len(survivors) + len(crashed) < len(self._members) and self._finish_by is None:
             self._finish_by = time.monotonic() + self._tolerance.finish_grace_s
-        if len(self._recent_crashes) > self._tolerance.max_restarts:
-            first, num_crashes = self._recent_crashes[0].process, len(self._recent_crashes)
+        if len(recent := self._crashes.recent) > self._tolerance.max_restarts:
+            first, num_crashes = recent[0].process, len(recent)
             which = f", the first of {num_crashes} crashes in a row" if self._tolerance.max_restarts else ""
-            who = f"{first.member.replica_id} (rank {self._recent_crashes[0].rank})"
-            self._fail(f"{who} {self._how(first)}{which}", first)
+            who = f"{first.member.replica_id} (rank {recent[0].rank})"
+            self._fail(f"{who} {first.how}{which}", first)
         elif not survivors:
             self._restart(crashed)
         elif crashed or broken_leavers:
@@ -457,19 +444,36 @@ class ElasticJob:
                 held = {process.slot for process in [*survivors, *self._newcomers]}
                 self._target = tuple(slot for slot in self._target if slot in held)
             self._publish(survivors, lost=[process.member.replica_id for process in gone])
+            self._see_failed_joins([process for process in crashed if self._is_joining(process)])
         elif self._finish_by is not None and time.monotonic() > self._finish_by and self._held_since is None:
             for process in survivors:
                 self._kill(process, f"still ran {self._tolerance.finish_grace_s:g} s after another had finished")
             self._finish_by = time.monotonic() + self._tolerance.finish_grace_s
 
-    def _remember_crash(self, process: ElasticReplica) -> None:
+    def _remember_end(self, process: ElasticReplica, survivors: list[ElasticReplica]) -> None:
         """An exception of the script, not a signal: starting it again may not help."""
-        code, now = process.exit_code or 0, time.monotonic()
-        self._recent_crashes = [crash for crash in self._recent_crashes if now - crash.at < CRASH_WINDOW_S]
-        is_known = any(crash.formed == self._formed for crash in self._recent_crashes)
-        if code > 0 and code != STOPPED_CODE and not is_known and not self._is_excused(process):
-            rank = self._members.index(process)
-            self._recent_crashes.append(Crash(at=now, formed=self._formed, rank=rank, process=process))
+        code = process.exit_code or 0
+        if code <= 0 or code == STOPPED_CODE or self._is_excused(process):
+            return
+        if self._is_joining(process) and not all(self._is_joining(other) for other in survivors):
+            self._early_ends[process.slot.node] += 1  # the script works, but not there or not beside others
+        else:
+            self._crashes.add(process, self._members.index(process), self._formed)
+
+    def _is_joining(self, process: ElasticReplica) -> bool:
+        """A member whose first group has not begun to train."""
+        return (process.first_generation or 0) > self._formed
+
+    def _see_failed_joins(self, crashed: list[ElasticReplica]) -> None:
+        """New members ended while they were given the state; others train. For want of memory they would again."""
+        ended = [process for process in crashed if self._early_ends[process.slot.node]]
+        if not ended or self._formed == 0:
+            return
+        has_run_out = ran_out(read_failure(self._starter.stderr_tail(self._stderr_of(ended[0])))[0])
+        if has_run_out or self._early_ends.total() >= MAX_SPAWN_FAILURES:
+            self._give_up_change(ended[0])
+        else:
+            self._pause(self._early_ends.total())
 
     def _is_excused(self, process: ElasticReplica) -> bool:
         excuse = "its starter ended" if process.handle.is_orphan else self._tolerance.excuse()
@@ -478,9 +482,9 @@ class ElasticJob:
         return bool(excuse)
 
     def _restart(self, crashed: list[ElasticReplica]) -> None:
-        first = next((crash.process for crash in self._recent_crashes if crash.process in crashed), crashed[0])
+        first = next((crash.process for crash in self._crashes.recent if crash.process in crashed), crashed[0])
         if lacks_checkpoint(self._starter.stderr_tail(self._stderr_of(first))):
-            self._fail(f"{first.member.replica_id} {self._how(first)}", first)
+            self._fail(f"{first.member.replica_id} {first.how}", first)
             return
         if self._trained_since is not None and time.monotonic() - self._trained_since > CRASH_WINDOW_S:
             self._num_restarts = 0
@@ -489,11 +493,11 @@ class ElasticJob:
         if self._num_restarts > self._tolerance.max_restarts:
             self._num_restarts = self._tolerance.max_restarts
             what = f"all replicas were lost, after {self._tolerance.max_restarts} restarts"
-            self._fail(f"{what}; {first.member.replica_id} {self._how(first)}", first)
+            self._fail(f"{what}; {first.member.replica_id} {first.how}", first)
             return
         # One whose node was only cut off or frozen may still live somewhere.
         self._controller.fence(process.member.replica_id for process in self._members)
-        self._note("restarting", f"{self._num_restarts} of {self._tolerance.max_restarts}: {self._how(first)}", first)
+        self._note("restarting", f"{self._num_restarts} of {self._tolerance.max_restarts}: {first.how}", first)
         self._members, self._finish_by, self._target, self._early_finishers = [], None, self._requested, 0
         if self._trained_since is not None and time.monotonic() - self._trained_since > HEALTHY_S:
             self._num_pauses = 0
@@ -594,7 +598,3 @@ class ElasticJob:
         self.failure = describe_failure(f"{self._name}: {why}", path, self._starter.stderr_tail(path), code)
         self._note("failed", self.failure, process)
         self._end(code if code > 0 else 128 - code)
-
-    @staticmethod
-    def _how(process: ElasticReplica) -> str:
-        return how_it_ended(process.exit_code or 0)

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from pollux.engines.processes.slots import Slot
+from pollux.engines.processes.failure import how_it_ended
+from pollux.engines.processes.slots import ReplicaState, ReplicaView, Slot
 from pollux.engines.processes.starters import ReplicaProcess
 from pollux.membership.roster import Member
+
+CRASH_WINDOW_S = 300.0  # crashes further apart than this have different causes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +47,27 @@ class ElasticReplica:
     def exit_code(self) -> int | None:
         return self.handle.exit_code
 
+    @property
+    def how(self) -> str:
+        """It has ended, in words."""
+        return how_it_ended(self.exit_code or 0)
+
+
+def views_of(*groups: tuple[ReplicaState, list[ElasticReplica]]) -> tuple[ReplicaView, ...]:
+    """Those that live, by their state; the place among the members is the rank."""
+    return tuple(
+        ReplicaView(
+            process.member.replica_id,
+            rank if state == "member" else None,
+            process.slot,
+            process.handle.pid,
+            state,
+        )
+        for state, group in groups
+        for rank, process in enumerate(group)
+        if process.exit_code is None
+    )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Crash:
@@ -50,3 +75,20 @@ class Crash:
     formed: int  # the newest generation that had formed
     rank: int
     process: ElasticReplica
+
+
+class RecentCrashes:
+    """Of the last minutes, the first of each formed generation: what comes after it follows from it, mostly."""
+
+    def __init__(self) -> None:
+        self.recent: list[Crash] = []
+
+    def add(self, process: ElasticReplica, rank: int, formed: int) -> None:
+        now = time.monotonic()
+        self.recent = [crash for crash in self.recent if now - crash.at < CRASH_WINDOW_S]
+        if not any(crash.formed == formed for crash in self.recent):
+            self.recent.append(Crash(at=now, formed=formed, rank=rank, process=process))
+
+    def forget(self, slots: Collection[Slot]) -> None:
+        """They are gone, which may be why."""
+        self.recent = [crash for crash in self.recent if crash.process.slot not in slots]

@@ -15,6 +15,9 @@ class Slot(NamedTuple):
     number: int
 
 
+ReplicaState = Literal["starting", "member", "leaving"]
+
+
 class ReplicaView(NamedTuple):
     """One living replica as others may see it. ``rank`` is None while it is in no group."""
 
@@ -22,7 +25,7 @@ class ReplicaView(NamedTuple):
     rank: int | None
     slot: Slot
     pid: int | None
-    state: Literal["starting", "member", "leaving"]
+    state: ReplicaState
 
 
 class Phase(NamedTuple):

@@ -467,6 +467,43 @@ def test_newcomers_that_never_get_ready_end_the_change_and_not_the_job(bench, tm
     pump_until(job, lambda: bench.step() > before)
 
 
+def test_newcomers_that_run_out_of_memory_in_the_hand_over_end_the_change_and_not_the_job(bench):
+    """They are members by then. The job trained well before, and goes on so; a later place may suit it."""
+    raises = "sys.exit('Traceback (most recent call last):\\n  ...\\ntorch.OutOfMemoryError: CUDA out of memory')"
+    code = SCRIPT.replace("    dist.broadcast(", f"    if os.environ['SMALL']: {raises}\n    dist.broadcast(")
+    job = bench.job(
+        code,
+        slots=[Slot("large", 0)],
+        env_of=lambda slot: {"SMALL": "yes" if slot.node == "small" else ""},
+        max_restarts=1,
+    )
+    pump_until(job, lambda: job.is_settled)
+    job.place([Slot("large", 0), Slot("small", 1), Slot("small", 2)])
+    pump_until(job, lambda: job.given_up or job.result is not None)
+    assert job.result is None, job.failure
+    assert job.given_up == [("small", "torch.OutOfMemoryError: CUDA out of memory")]
+    pump_until(job, lambda: job.is_settled)
+    assert job.slots == (Slot("large", 0),) and not of_kind(job, "restarting")
+    before = bench.step()
+    pump_until(job, lambda: bench.step() > before)
+    job.place([Slot("large", 0), Slot("large", 1)])
+    pump_until(job, lambda: job.is_settled and len(job.slots) == 2)
+
+
+def test_a_bug_that_shows_when_replicas_join_ends_the_change_after_some_tries(bench):
+    code = SCRIPT.replace(
+        "    dist.broadcast(state, 0)\n", "    assert group.rank == 0\n    dist.broadcast(state, 0)\n"
+    )
+    job = bench.job(code, max_restarts=0)
+    pump_until(job, lambda: job.is_settled)
+    job.resize(2)
+    pump_until(job, lambda: job.given_up or job.result is not None)
+    assert job.result is None, job.failure
+    assert "AssertionError" in job.given_up[0].cause and 2 <= len(of_kind(job, "spawned")) <= 5
+    pump_until(job, lambda: job.is_settled)
+    assert len(job.slots) == 1
+
+
 @long
 def test_a_start_that_fails_names_the_node_where_the_cause_may_be_there(bench):
     job = bench.job("import no_such_package", slots=[Slot("bad", 0)])
