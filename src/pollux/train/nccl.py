@@ -151,12 +151,14 @@ def wait_for_device(is_lost: Callable[[], bool], timeout_s: float) -> None:
     event = torch.cuda.Event()  # type: ignore[no-untyped-call]
     event.record()
     deadline = time.monotonic() + timeout_s
+    pause_s = DEVICE_POLL_S / 16  # sharded models with copies wait at every step
     while not event.query():  # type: ignore[no-untyped-call]
         if time.monotonic() > deadline:
             raise RuntimeError(f"the device did not end its work within {timeout_s:g} s")
         if is_lost():
             break
-        time.sleep(DEVICE_POLL_S)
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, DEVICE_POLL_S)
     if is_lost():  # also if it has ended by now: an abort ends a collective with a wrong result
         raise RuntimeError("a member was lost while the device worked")
 

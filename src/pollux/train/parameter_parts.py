@@ -31,6 +31,10 @@ class ParameterParts:
 
         ``identities`` are those of the parameters that the tensors are gradients of, or of rows of it.
         """
+        return self.add_up(self.norms(tensors), identities, scale)
+
+    def norms(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """|x| of each, in float32 on the device of the first tensor."""
         device = tensors[0].device
         norms: list[Tensor] = [torch.empty(0)] * len(tensors)
         for is_wide in (False, True):  # half-precision norms overflow at 65504; float64 keeps its own
@@ -40,10 +44,14 @@ class ParameterParts:
                 found = torch._foreach_norm([tensors[place] for place in places], 2, dtype)
                 for place, norm in zip(places, found, strict=True):
                     norms[place] = norm.float().to(device, non_blocking=True)
+        return norms
+
+    def add_up(self, norms: Sequence[Tensor], identities: tuple[int, ...], scale: Tensor | float) -> Tensor:
+        """(NUM_PARTS,) the squares of norms/scale by part, in float32."""
         # Divide before squaring: the squared norm of a scaled gradient may overflow float32.
-        squares = (torch.stack(norms) / scale).square()
+        squares = (torch.stack(list(norms)) / scale).square()
         # Not index_add, whose order of additions differs from run to run on a GPU.
-        return (self._members_of(identities, device) * squares).sum(1)
+        return (self._members_of(identities, squares.device) * squares).sum(1)
 
     def _members_of(self, identities: tuple[int, ...], device: torch.device) -> Tensor:
         members = self._members.get(identities)

@@ -535,6 +535,10 @@ class Session:
         if self.current is not None:
             self._start_exchange()
 
+    def confirm(self) -> None:
+        """Wait until all replicas are as far as this one. Raises BrokenGroup."""
+        self._state.exchange.wait()
+
     def on_forward(self, trainee: Trainee, error: BaseException | None) -> bool:
         """Before a forward pass: whether the group works."""
         if self.state is None:
@@ -583,13 +587,8 @@ class Session:
         state = self._state
         has_news = self.signals.received is not None or self.membership.has_newer()
         wants = has_news or self._wants_save or self._wanted_change is not None or self._copying.is_due(state)
-        adaptation = self._adaptation
-        state.exchange.start(
-            state.progress.num_steps,
-            wants_attention=wants,
-            interval=adaptation.interval(),
-            directions=adaptation.directions(),
-        )
+        interval, directions = self._adaptation.interval(), self._adaptation.directions()
+        state.exchange.start(state.progress.num_steps, wants_attention=wants, interval=interval, directions=directions)
 
     def _on_lost(self, generation: int, attempt: int = 0) -> None:
         """A member was lost. Called by other threads; ends the collectives of groups before this one."""

@@ -7,7 +7,7 @@ gradient, flat, when its backward pass is over.
 - Gradients are weighted by n/N before they are added up, so the sum is the mean over all examples of the step.
 - The reduced gradient of a pass that is not the step's last is kept, sharded, and ``.grad`` gets zeros. The last pass
   adds it. So accumulation takes one shard of memory, and each pass one more reduce-scatter.
-- With copies of the shards, replicas agree before each step that all have their gradients.
+- With copies of the shards, replicas agree before each step that all have their gradients: :meth:`agree`.
 - A collective that fails does not raise inside the user's loop. It gives zeros, no more is sent, and the session checks
   :attr:`ShardedGradients.failure` before gradients are used.
 
@@ -51,27 +51,61 @@ DIFFERENT_PASSES = (
 
 
 @dataclass(slots=True)
+class _NormList:
+    """Norms of several tensors, 0-d each, and the identities of the parameters that they belong to."""
+
+    norms: list[Tensor] = field(default_factory=list)
+    identities: tuple[int, ...] = ()
+
+    def add(self, norms: list[Tensor], identities: tuple[int, ...]) -> None:
+        self.norms += norms
+        self.identities += identities
+
+
+@dataclass(slots=True)
 class _Measurement:
-    own: list[Tensor] = field(default_factory=list)  # (NUM_PARTS,) by pass and layer
-    mean: list[Tensor] = field(default_factory=list)  # (NUM_PARTS,) by layer, of this rank's rows
+    own: _NormList = field(default_factory=_NormList)  # by pass and layer
+    mean: _NormList = field(default_factory=_NormList)  # by layer, of this rank's rows
     is_void: bool = False
     host_s: float = 0.0
     marks: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
 
 
-class _Comm:
-    """What FSDP2 calls in place of its own all-gather or reduce-scatter."""
+@dataclass(frozen=True, slots=True)
+class _Measured:
+    """Which parameters of a layer are measured: those of the optimizer, by its parameter groups."""
 
-    def __init__(self, call: Callable[[Tensor, Tensor, dist.ProcessGroup], None]) -> None:
-        self._call = call
+    places: list[int]  # in the layer
+    identities: tuple[int, ...]
+    groups: list[tuple[GroupOptions, list[nn.Parameter]]]
+
+
+class _Comm:
+    """What FSDP2 calls in place of its own all-gather or reduce-scatter, within ``no_grad``."""
+
+    def __init__(self, gradients: ShardedGradients) -> None:
+        self._gradients = gradients
 
     def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
 
+
+class _Gather(_Comm):
     def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, *_: object, **__: object
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, async_op: bool = False
     ) -> None:
-        self._call(output_tensor, input_tensor, group)
+        self._gradients.call(_all_gather, output_tensor, input_tensor, group=group)
+
+
+class _Reduce(_Comm):
+    def __init__(self, gradients: ShardedGradients, index: int) -> None:
+        super().__init__(gradients)
+        self._index = index
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: object, async_op: bool = False
+    ) -> None:
+        self._gradients.reduce(self._index, output_tensor, input_tensor, group)
 
 
 class ShardedGradients:
@@ -88,13 +122,15 @@ class ShardedGradients:
         beta_exponent: Callable[[], float] = lambda: 1.0,
         on_ready: Callable[[], None] = lambda: None,
         on_last: Callable[[], None] = lambda: None,
+        confirm: Callable[[], None] = lambda: None,
     ) -> None:
-        self._optimizer, self._team = optimizer, team
+        self._optimizer, self._team, self._confirm = optimizer, team, confirm
         self._preconditioner = Preconditioner.for_optimizer(optimizer)
         self.warm_up_steps = 0 if self._preconditioner is None else WARM_UP_STEPS
         self._beta_exponent, self._on_ready, self._on_last = beta_exponent, on_ready, on_last
         self._groups: list[ShardGroup] = []
         self._options: dict[int, GroupOptions] = {}  # by parameter's identity
+        self._measured: dict[int, _Measured] = {}  # by layer, made when it is measured first
         self._parts = ParameterParts(optimizer)
         self._copies: dist.ProcessGroup | None = None
         self._plan: PassPlan | None = None
@@ -110,10 +146,12 @@ class ShardedGradients:
     def attach(self, groups: list[ShardGroup], copies: dist.ProcessGroup | None) -> None:
         """Take over the collectives of these layers. ``copies`` is the group of replicas with the same shard."""
         self._groups, self._copies = groups, copies
+        num_shards = self._team.size // (1 if copies is None else copies.size())
         for index, group in enumerate(groups):
-            group.module.set_custom_all_gather(_Comm(self.gather))
-            group.module.set_custom_reduce_scatter(_Comm(partial(self.reduce, index)))
-            group.module.set_all_reduce_hook(partial(self.reduce_alone, index))
+            group.module.set_custom_all_gather(_Gather(self))
+            group.module.set_custom_reduce_scatter(_Reduce(self, index))
+            if num_shards == 1:  # FSDP2 reduces nothing then; otherwise the hook is work for nothing
+                group.module.set_all_reduce_hook(partial(self.reduce_alone, index))
             # Sums, not means: the weights are n/N.
             group.module.set_force_sum_reduction_for_comms(True)
             group.module.set_gradient_divide_factor(1.0)
@@ -122,6 +160,7 @@ class ShardedGradients:
         """The optimizer has the parameters of the new group."""
         self._options = {id(one): group for group in self._optimizer.param_groups for one in group["params"]}
         self._parts = ParameterParts(self._optimizer)
+        self._measured.clear()
 
     # --- the step, pass by pass --------------------------------------------------------------------------------
 
@@ -135,14 +174,12 @@ class ShardedGradients:
     def take_norms(self) -> Norms | None:
         """The norms of the step that has just ended: ``sqr_mean`` of this rank's rows. None without a measurement."""
         measurement, self._measurement, self._plan = self._measurement, None, None
-        if measurement is None or measurement.is_void or not measurement.mean:
+        if measurement is None or measurement.is_void or not measurement.mean.norms:
             return None
-        return Norms(
-            torch.stack(measurement.own or [torch.zeros_like(measurement.mean[0])]).sum(0),
-            torch.stack(measurement.mean).sum(0),
-            measurement.host_s,
-            tuple(measurement.marks),
-        )
+        own, mean = (self._by_part(one) for one in (measurement.own, measurement.mean))
+        if self._preconditioner is not None:
+            own *= self._num_shards  # the sum over replicas counts every row once in num_shards
+        return Norms(own, mean / self._num_copies, measurement.host_s, tuple(measurement.marks))
 
     def close(self) -> None:
         """For several models, which cannot be sharded."""
@@ -157,6 +194,7 @@ class ShardedGradients:
         self._accumulated.clear()
         self.sums.reset()
         self._groups, self._options, self._is_ending = [], {}, False
+        self._measured.clear()
 
     def abandon(self, reason: BaseException) -> None:
         """Send nothing more. A collective under way ends by itself. May be called from another thread."""
@@ -164,37 +202,50 @@ class ShardedGradients:
 
     # --- what FSDP2 calls --------------------------------------------------------------------------------------
 
-    def gather(self, output: Tensor, data: Tensor, group: dist.ProcessGroup) -> None:
-        self._try(output, lambda: _all_gather(output, data, group=group, async_op=True))
+    def call(self, collective: Any, output: Tensor, *tensors: Tensor, **options: Any) -> None:
+        """Run a collective that writes to ``output``. Zeros if the group has failed, now or before.
 
-    @torch.no_grad()
+        On a GPU it is not asynchronous for torch, which would take another stream and two events. The host does not
+        wait for it all the same.
+        """
+        if self.failure is None:
+            try:
+                if output.is_cuda:
+                    collective(output, *tensors, **options)
+                else:
+                    self._team.wait(collective(output, *tensors, async_op=True, **options))
+                return
+            except RuntimeError as error:
+                self.failure = self.failure or error
+        output.zero_()
+
     def reduce(self, index: int, output: Tensor, data: Tensor, group: dist.ProcessGroup) -> None:
         """The gradient of a layer: ``data`` of all rows, ``output`` for the sum of this rank's."""
-        plan = self._begin(index)
-        own = data.view(group.size(), -1)[group.rank()]
-        self._measure_own(index, data, own, group.size(), plan)
+        plan, own = self._begin(index), data.view(group.size(), -1)[group.rank()]
+        inverse = self._measure_own(index, data, own, plan) if self._measurement is not None else None
         _weigh(data, plan.weight)
         if output.is_cuda:
-            self._try(output, lambda: _reduce_scatter(output, data, group=group, async_op=True))
+            self.call(_reduce_scatter, output, data, group=group)
         else:
             # gloo's own reduce-scatter is an all-reduce too, and cannot be given up when a peer is lost.
-            self._try(data, lambda: dist.all_reduce(data, group=group, async_op=True))
+            self.call(dist.all_reduce, data, group=group)
             output.copy_(own)
-        self._complete(index, output, plan)
+        self._complete(index, output, plan, inverse)
 
-    @torch.no_grad()
     def reduce_alone(self, index: int, output: Tensor) -> None:
-        """With one shard FSDP2 reduces nothing, and the gradient is here. Otherwise it has come to :meth:`reduce`."""
-        if self._num_shards > 1:
-            return
+        """The gradient of a layer with one shard, which FSDP2 does not reduce."""
         plan = self._begin(index)
-        self._measure_own(index, output, output, 1, plan)
+        inverse = self._measure_own(index, output, output, plan) if self._measurement is not None else None
         _weigh(output, plan.weight)
-        self._complete(index, output, plan)
+        self._complete(index, output, plan, inverse)
+
+    @property
+    def _num_copies(self) -> int:
+        return 1 if self._copies is None else self._copies.size()
 
     @property
     def _num_shards(self) -> int:
-        return self._team.size // (1 if self._copies is None else self._copies.size())
+        return self._team.size // self._num_copies
 
     def _begin(self, index: int) -> PassPlan:
         if index in self._arrived and self._measurement is not None:
@@ -206,12 +257,10 @@ class ShardedGradients:
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
         return self._plan or PassPlan(weight=1.0 / self._team.size)  # outside the loop: plain averaging
 
-    def _complete(self, index: int, output: Tensor, plan: PassPlan) -> None:
-        copies = self._copies
-        if copies is not None:
-            self._try(output, lambda: dist.all_reduce(output, group=copies, async_op=True))
-        earlier = self._accumulated.pop(index, None)
-        if earlier is not None:
+    def _complete(self, index: int, output: Tensor, plan: PassPlan, inverse: list[Tensor] | None) -> None:
+        if self._copies is not None:
+            self.call(dist.all_reduce, output, group=self._copies)
+        if self._accumulated and (earlier := self._accumulated.pop(index, None)) is not None:
             if earlier.shape != output.shape:
                 self.misuse = DIFFERENT_PASSES
                 return
@@ -223,55 +272,53 @@ class ShardedGradients:
         measurement = self._measurement
         if measurement is not None and not measurement.is_void:
             with _costs(measurement, output):
-                norm = self._squared_norms(index, output.view(1, -1))
-                if norm is None:
-                    measurement.is_void = True
-                else:
-                    measurement.mean.append(norm / (1 if copies is None else copies.size()))
-
-    def _try(self, output: Tensor, start: Callable[[], dist.Work]) -> None:
-        """Run a collective. Zeros if the group has failed, now or before."""
-        if self.failure is None:
-            try:
-                self._team.finish(start(), output)
-                if output.is_cuda:
-                    self.sums.note()
-                return
-            except RuntimeError as error:
-                self.failure = self.failure or error
-        output.zero_()
+                self._add_norms(measurement.mean, index, output.view(1, -1), inverse)
 
     def _end_backward(self) -> None:
+        """All sums of the pass were launched, and the current stream waits for them."""
         self._is_ending = False
         plan = self._plan
-        if plan is not None and plan.is_last:
+        if plan is not None and not plan.is_last:
+            self._on_ready()
+            return
+        if self._accumulated:
             self._give_unused()
-            self._agree()
+        self.note_sums()
         self._on_ready()
-        if plan is not None and plan.is_last and self.failure is None:
+        if plan is not None and self._copies is None and self.failure is None:
             self._on_last()
 
-    def _agree(self) -> None:
-        """With copies of the shards: go on only if all replicas have their gradients.
+    def note_sums(self) -> None:
+        """The optimizer's step will use what was launched on the current stream until now.
+
+        One mark is enough. A sum that is launched after :meth:`abandon` is not used, and one launched before it has its
+        mark when the device is asked, or no optimizer step behind it.
+        """
+        if self._team.is_cuda and self.failure is None:
+            self.sums.note()
+
+    def agree(self) -> None:
+        """Before the optimizer's step, with copies of the shards: go on only if all replicas have their gradients.
 
         A lost replica may have summed with the replicas of its shards, and not with its copy. Without this, some shards
-        would make the step and others would not, and the state would be lost. The host waits for the device here.
+        would make the step and others would not, and the state would be lost. So the host waits for its own device, and
+        then for the step's exchange, which each replica begins when its sums are there.
         """
-        if self._copies is None:
+        if self._copies is None or self.failure is not None:
             return
-        flag = torch.zeros(1, device=self._team.device)
-        self._try(flag, lambda: dist.all_reduce(flag, async_op=True))
-        if self.failure is None:
-            try:
-                self._team.settle()
-            except PeerLostError as error:
-                self.failure = self.failure or error
+        try:
+            self._team.settle()
+            self._on_last()
+            self._confirm()
+        except PeerLostError as error:
+            self.failure = self.failure or error
 
     @torch.no_grad()
     def _give_unused(self) -> None:
         """Layers that earlier passes used, and the last one did not: their gradients are complete as they are."""
         for index, flat in self._accumulated.items():
-            for parameter, view in self._groups[index].split(flat) or ():
+            group = self._groups[index]
+            for parameter, view in zip(group.parameters, group.split(flat) or (), strict=False):
                 assert isinstance(parameter, DTensor)
                 if parameter.grad is None:
                     parameter.grad = _like(parameter, view)
@@ -288,8 +335,9 @@ class ShardedGradients:
         grads = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in owned]
         norm = squared_norm(grads, 1.0) if grads else torch.zeros((), device=self._team.device)
         if self._team.size > 1:
-            norm /= 1 if self._copies is None else self._copies.size()
-            self._try(norm, lambda: dist.all_reduce(norm, async_op=True))
+            norm /= self._num_copies
+            self.call(dist.all_reduce, norm)
+            self.note_sums()
         norm = norm.sqrt()
         if grads:
             torch._foreach_mul_(grads, (max_norm / (norm + 1e-6)).clamp(max=1.0))  # as torch's clip_grad_norm_
@@ -297,55 +345,67 @@ class ShardedGradients:
 
     # --- measuring ---------------------------------------------------------------------------------------------
 
-    def _measure_own(self, index: int, data: Tensor, own: Tensor, num_shards: int, plan: PassPlan) -> None:
-        """This replica's own gradient: all of it, or its own rows where the metric is sharded."""
-        measurement = self._measurement
-        if measurement is None or measurement.is_void or plan.weight <= 0:
-            return
+    def _measure_own(self, index: int, data: Tensor, own: Tensor, plan: PassPlan) -> list[Tensor] | None:
+        """This replica's own gradient: all of it, or its own rows where the metric is sharded. The metric of these."""
+        measurement, inverse = self._measurement, None
+        if measurement is None or measurement.is_void:
+            return None
         with _costs(measurement, data):
-            if self._preconditioner is None:
-                norm = self._squared_norms(index, data.view(num_shards, -1))
-            elif (norm := self._squared_norms(index, own.view(1, -1))) is not None:
-                norm *= num_shards  # the sum over replicas counts every row once in num_shards
-            if norm is None:
-                measurement.is_void = True
-            else:
-                measurement.own.append(norm)
+            if self._preconditioner is not None:
+                inverse = self._inverse(index)
+                measurement.is_void |= inverse is None
+            if plan.weight > 0 and not measurement.is_void:
+                rows = data.view(data.numel() // own.numel(), -1) if inverse is None else own.view(1, -1)
+                self._add_norms(measurement.own, index, rows, inverse)
+        return inverse
 
-    def _squared_norms(self, index: int, shards: Tensor) -> Tensor | None:
-        """(NUM_PARTS,) |x|² of some ranks' rows, in the optimizer's metric. None if it is not known for all of them.
-
-        ``shards``: a row for each rank, as FSDP2 lays out a layer's gradient. With a metric, this rank's alone.
-        """
-        views: dict[int, list[Tensor]] = {}  # of each parameter, by shard
-        members: dict[int, nn.Parameter] = {}
-        for shard in shards:
-            pairs = self._groups[index].split(shard, with_padding=len(shards) > 1)
-            if pairs is None:  # a parameter had no gradient, so the others cannot be told apart
-                return None if self._preconditioner else self._parts.squared_norms([shards.reshape(-1)], (0,), 1.0)
-            for parameter, view in pairs:
-                if id(parameter) in self._options:  # otherwise not the optimizer's
-                    members[id(parameter)] = parameter
-                    views.setdefault(id(parameter), []).append(view)
-        if not members:
-            return torch.zeros(NUM_PARTS, device=shards.device)
-        if self._preconditioner is None:
-            identities = tuple(key for key, several in views.items() for _ in several)
-            return self._parts.squared_norms([one for several in views.values() for one in several], identities, 1.0)
-        groups: dict[int, tuple[GroupOptions, list[nn.Parameter]]] = {}
-        for key, parameter in members.items():
-            options = self._options[key]
-            if not self._preconditioner.is_ready([(options, [parameter])]):
-                return None
-            groups.setdefault(id(options), (options, []))[1].append(parameter)
+    def _inverse(self, index: int) -> list[Tensor] | None:
+        """The optimizer's metric on this rank's rows of a layer. None if it is not known for all of them."""
+        assert self._preconditioner is not None
+        groups = self._measured_of(index).groups
         self._preconditioner.beta_exponent = self._beta_exponent()
-        chosen = list(groups.values())
-        inverse = self._preconditioner.inverse(chosen, is_known_ready=True)
-        if not inverse:
-            return torch.zeros(NUM_PARTS, device=shards.device)
-        identities = tuple(id(one) for _, stepped in chosen for one in stepped)
-        gradients = [views[key][0] for key in identities]
-        return self._parts.squared_norms(weighed([one.reshape(-1) for one in inverse], gradients), identities, 1.0)
+        return self._preconditioner.inverse(groups)
+
+    def _add_norms(self, sums: _NormList, index: int, rows: Tensor, inverse: list[Tensor] | None) -> None:
+        """Norms of a layer's gradient: some ranks' rows, as FSDP2 lays them out; with a metric, this rank's alone."""
+        group, measured = self._groups[index], self._measured_of(index)
+        if rows.size(1) != group.size:  # a parameter had no gradient, so the others cannot be told apart
+            assert self._measurement is not None
+            if inverse is None:
+                sums.add(self._parts.norms([rows.reshape(-1)]), (0,))
+            else:
+                self._measurement.is_void = True
+            return
+        views = [group.split(row, with_padding=len(rows) > 1) or [] for row in rows]
+        gradients = [row[place] for row in views for place in measured.places]
+        if gradients:
+            flat = None if inverse is None else [one.reshape(-1) for one in inverse]
+            sums.add(self._parts.norms(weighed(flat, gradients)), measured.identities * len(rows))
+
+    def _by_part(self, sums: _NormList) -> Tensor:
+        """(NUM_PARTS,) squared norms."""
+        if not sums.norms:
+            return torch.zeros(NUM_PARTS, device=self._team.device)
+        return self._parts.add_up(sums.norms, sums.identities, 1.0)
+
+    def _measured_of(self, index: int) -> _Measured:
+        measured = self._measured.get(index)
+        if measured is None:
+            parameters = self._groups[index].parameters
+            options = [self._options.get(id(one)) for one in parameters]
+            order = list(dict.fromkeys(id(one) for one in options if one is not None))
+            places = sorted(
+                (place for place, one in enumerate(options) if one is not None),
+                key=lambda place: order.index(id(options[place])),
+            )
+            groups = [
+                (next(one for one in options if one is not None and id(one) == key),
+                 [parameters[place] for place in places if id(options[place]) == key])
+                for key in order
+            ]  # fmt: skip
+            identities = tuple(id(parameters[place]) for place in places)
+            measured = self._measured[index] = _Measured(places, identities, groups)
+        return measured
 
 
 def _weigh(data: Tensor, weight: float) -> None:

@@ -47,29 +47,47 @@ class ShardGroup:
     def __init__(self, module: Any, group: Any) -> None:
         self.module = module  # an FSDPModule
         self._group = group
-        # Parameter, offset, number of elements, the same with padding.
-        self._layout: list[tuple[nn.Parameter, int, int, int]] | None = None
+        # Set at the first use, when the sharded parameters are there.
+        self._parameters: list[nn.Parameter] = []
+        self._padded: list[int] = []  # elements of each, with padding
+        self._counts: list[int] = []
+        self._size: int | None = None
 
-    def split(self, flat: Tensor, *, with_padding: bool = False) -> list[tuple[nn.Parameter, Tensor]] | None:
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The trained ones, in the order of the reduced buffer."""
+        self._lay_out()
+        return self._parameters
+
+    @property
+    def size(self) -> int:
+        """Elements of the reduced buffer, if all trained parameters had a gradient."""
+        self._lay_out()
+        assert self._size is not None
+        return self._size
+
+    def _lay_out(self) -> None:
+        if self._size is None:
+            trained = [one for one in self._group.fsdp_params if one.sharded_param.requires_grad]
+            self._parameters = [one.sharded_param for one in trained]
+            self._counts = [one.sharded_param.to_local().numel() for one in trained]
+            self._padded = [one.padded_sharded_param_size.numel() for one in trained]
+            self._size = sum(self._padded)
+
+    def split(self, flat: Tensor, *, with_padding: bool = False) -> list[Tensor] | None:
         """This rank's rows of each trained parameter's gradient in the reduced buffer, flat, without padding.
 
         Another rank's rows are laid out alike, but may be more or fewer: with the padding, which is 0, they are all
         there. None if the buffer is not of all trained parameters: one of them had no gradient.
         """
-        if self._layout is None:
-            self._layout, at = [], 0
-            for one in self._group.fsdp_params:
-                if one.sharded_param.requires_grad:
-                    count, padded = one.sharded_param.to_local().numel(), one.padded_sharded_param_size.numel()
-                    self._layout.append((one.sharded_param, at, count, padded))
-                    at += padded
-            self._size = at
-        if flat.numel() != self._size:
+        if flat.numel() != self.size:
             return None
-        return [
-            (parameter, flat.narrow(0, at, padded if with_padding else count))
-            for parameter, at, count, padded in self._layout
-        ]
+        parts = list(torch.split(flat, self._padded))
+        if not with_padding:
+            for place, (count, padded) in enumerate(zip(self._counts, self._padded, strict=True)):
+                if count != padded:
+                    parts[place] = parts[place][:count]
+        return parts
 
 
 def check_torch() -> None:

@@ -170,6 +170,11 @@ class StepExchange:
         self.cost_s = cost_s or self.cost_s
         self._sum = self._team.start_sum(vector)
 
+    def wait(self) -> None:
+        """Until all replicas have started it. Raises BrokenGroup."""
+        if self._sum is not None:
+            self._sum.wait()
+
     def finish(self) -> tuple[bool, int, list[int]]:
         """(a replica wants attention, steps between measurements, direction of each rate). Raises BrokenGroup."""
         assert self._sum is not None

@@ -310,7 +310,19 @@ class Team:
         if tensor.is_cuda:
             work.wait()  # for the stream alone; what never ends there is aborted
         else:
-            _Watch(self, work).wait()
+            self.wait(work)
+
+    def wait(self, work: dist.Work) -> None:
+        """Wait for a collective among hosts. Raises BrokenGroup, also when the owner names a lost peer: it may be
+        frozen."""
+        try:
+            while not _has_ended(work):
+                if self.is_lost():
+                    raise BrokenGroup("a replica was lost while the others waited for it")
+        except RuntimeError as error:
+            if isinstance(error, BrokenGroup):
+                raise
+            raise BrokenGroup(f"the group broke: {error}") from error
 
     def start_sum(self, values: list[float]) -> Sum:
         """Begin to add ``values`` up over all ranks."""
@@ -326,52 +338,36 @@ class Sum:
     """A small all-reduce among hosts, waited for later. With one replica it is done already."""
 
     def __init__(self, team: Team, values: list[float]) -> None:
-        self._values = values
-        self._watch: _Watch | None = None
+        self._values, self._team = values, team
+        self._work: dist.Work | RuntimeError | None = None
         if team.size > 1:
             self._sums = torch.tensor(values, dtype=torch.float64)
             try:
-                self._watch = _Watch(team, dist.all_reduce(self._sums, async_op=True))
+                self._work = dist.all_reduce(self._sums, async_op=True)
             except RuntimeError as error:
-                self._watch = _Watch(team, error)
+                self._work = error
 
     def wait(self) -> list[float]:
         """The sums. Raises BrokenGroup when a peer is lost, in the collective or by what the owner says."""
-        if self._watch is None:
+        work = self._work
+        if work is None:
             return self._values
-        self._watch.wait()
+        if isinstance(work, RuntimeError):
+            raise BrokenGroup(f"the group broke: {work}") from work
+        self._team.wait(work)
         result: list[float] = self._sums.tolist()
         return result
 
 
-class _Watch:
-    """A collective among hosts. The wait also ends when the owner names a lost peer, which may be frozen."""
-
-    def __init__(self, team: Team, work: dist.Work | RuntimeError | None) -> None:
-        assert work is not None
-        self._team, self._work = team, work
-
-    def wait(self) -> None:
-        if isinstance(self._work, RuntimeError):
-            raise BrokenGroup(f"the group broke: {self._work}") from self._work
-        try:
-            while not self._has_ended(self._work):
-                if self._team.is_lost():
-                    raise BrokenGroup("a replica was lost while the others waited for it")
-        except RuntimeError as error:
-            if isinstance(error, BrokenGroup):
-                raise
-            raise BrokenGroup(f"the group broke: {error}") from error
-
-    def _has_ended(self, work: dist.Work) -> bool:
-        """Waits in C++, which costs less than to be called back. Raises the collective's own error."""
-        try:
-            work.wait(timedelta(seconds=POLL_S))
-        except RuntimeError:
-            if not work.is_completed():
-                return False  # not in this time
-            work.wait()  # again: it may have ended just after the time was over
-        return True
+def _has_ended(work: dist.Work) -> bool:
+    """Waits in C++, which costs less than to be called back. Raises the collective's own error."""
+    try:
+        work.wait(timedelta(seconds=POLL_S))
+    except RuntimeError:
+        if not work.is_completed():
+            return False  # not in this time
+        work.wait()  # again: it may have ended just after the time was over
+    return True
 
 
 def is_broken_by(error: RuntimeError) -> bool:

@@ -46,6 +46,7 @@ class Steps(Protocol):
     def warn(self, message: str) -> None: ...
     def on_gradient(self, trainee: Trainee) -> None: ...
     def on_last(self) -> None: ...
+    def confirm(self) -> None: ...
     def on_forward(self, trainee: Trainee, error: BaseException | None) -> bool: ...
     def on_rebuild(self) -> None: ...
 
@@ -171,6 +172,7 @@ class Trainee:
             beta_exponent=lambda: self.rate.beta_exponent,
             on_ready=self._steps.on_ready,
             on_last=self._steps.on_last,
+            confirm=self._steps.confirm,
         )
         self.norm_layers.layers.clear()  # their weights' gradients exist for a moment only, and are not seen by hooks
         self.signature = f"{self.signature}-sharded"
@@ -204,6 +206,8 @@ class Trainee:
             if id(parameter) in self._used and parameter.grad is None:
                 parameter.grad = self.hook.views.get(id(parameter))
         self._used.clear()
+        if isinstance(self.hook, ShardedGradients):
+            self.hook.agree()
         return self._steps.may_step()
 
     def on_stepped(self, is_whole: bool) -> None:

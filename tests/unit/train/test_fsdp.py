@@ -23,6 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from pollux.errors import PeerLostError
 from pollux.train import shards, team
 from pollux.train.adaptation import Adaptation
 from pollux.train.leaving import Leave
@@ -119,6 +120,7 @@ def train_planned(folder: Path, plan: Plan, dies_at: tuple[int, int] | None = No
     device_batch, copies, how = options.pop("device_batch", None), options.pop("copies", 1), options.pop("how", "")
     if how == "compiled":
         model.layers[0].compile(backend="aot_eager")
+    max_norm = options.pop("max_norm", None)
     with (
         a_run(**{"membership": membership, "timeout_s": 120.0, **options}) as run,
         open(folder / f"seen-{membership.me}", "a") as notes,
@@ -135,6 +137,8 @@ def train_planned(folder: Path, plan: Plan, dies_at: tuple[int, int] | None = No
                     if dies_at == (membership.me, step):
                         os.kill(os.getpid(), signal.SIGKILL)
                     loss.backward()
+                    if max_norm is not None:
+                        run.clip_grad_norm_(max_norm)
                     optimizer.step()
                     optimizer.zero_grad()
                     notes.write(json.dumps([step, generation, index.tolist()]) + "\n")
@@ -223,6 +227,30 @@ def train_and_die_between_copies(folder: Path, plan: Plan, dies_at: int) -> Any:
 def test_replicas_with_copies_make_a_step_all_or_none(tmp_path: Path) -> None:
     plan: Plan = [(0, [0, 1, 2, 3]), (None, [0, 1, 2])]
     results = replicas(4, train_and_die_between_copies, tmp_path, plan, 5, killed=[3])
+    check(tmp_path, results, unsharded())
+
+
+def train_and_lose_a_norm(folder: Path, plan: Plan, dies_at: int) -> Any:
+    """Process 3 is lost while gradients are clipped, and process 1 alone does not have their norm."""
+    original, calls = ShardedGradients.clip, Counter[str]()
+
+    def clip(self: ShardedGradients, max_norm: float) -> Tensor:
+        calls["all"] += 1
+        if calls["all"] == dies_at and os.environ["RANK"] in ("1", "3"):
+            original(self, max_norm)
+            if os.environ["RANK"] == "3":
+                os.kill(os.getpid(), signal.SIGKILL)
+            self.failure = PeerLostError("the sum of the norms was cut short")
+        return original(self, max_norm) if self.failure is None else torch.zeros(())
+
+    ShardedGradients.clip = clip  # type: ignore[method-assign]
+    return train_planned(folder, plan, copies=2, max_norm=1e9)
+
+
+@long
+def test_replicas_with_copies_agree_after_gradients_were_clipped(tmp_path: Path) -> None:
+    plan: Plan = [(0, [0, 1, 2, 3]), (None, [0, 1, 2])]
+    results = replicas(4, train_and_lose_a_norm, tmp_path, plan, 5, killed=[3])
     check(tmp_path, results, unsharded())
 
 
