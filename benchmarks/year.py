@@ -38,7 +38,9 @@ def progress(days: int) -> Callable[[float, int], None]:
     def on_round(now: float, num_done: int) -> None:
         nonlocal next_s
         if now >= next_s:
-            print(f"day {now / 86400:.0f} of {days}: {num_done} jobs done", file=sys.stderr, flush=True)
+            cpu_min = time.process_time() / 60
+            told = f"day {now / 86400:.0f} of {days}: {num_done} jobs done in {cpu_min:.1f} CPU-minutes"
+            print(told, file=sys.stderr, flush=True)
             next_s += every_s
 
     return on_round

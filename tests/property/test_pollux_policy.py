@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from pollux.policy import PolicySettings, make_policy
 from pollux.policy.fitness import EPSILON, costs, fitness
-from pollux.policy.placement import PlacementProblem, SettledCosts, place
+from pollux.policy.placement import Placement, PlacementProblem, SettledCosts, place
 from pollux.policy.pollux import PolluxPolicy
 from pollux.policy.round import RoundProblem, move_factor
 from pollux.policy.solver import solve
@@ -298,3 +298,31 @@ def test_a_job_that_cannot_run_does_not_hold_up_the_others():
     stuck = make_job("stuck", is_pinned=True)
     plan = PolluxPolicy(PolicySettings()).decide(Snapshot(now=0, nodes=make_nodes(4), jobs=(*jobs, stuck)))
     assert sum(allocation.num_replicas for allocation in plan.allocations.values()) > 6
+
+
+@examples(50)
+@given(snapshots())
+def test_keeping_jobs_at_once_is_assigning_them_one_by_one(snapshot):
+    if not snapshot.jobs:
+        return
+    rules = PolicySettings()
+    (problem,) = RoundProblem.of(snapshot, speedup_tables(snapshot, rules), rules).problems
+    kept, assigned = Placement(problem), Placement(problem)
+    kept.keep(range(problem.num_jobs))
+    for job, shares in enumerate(problem.current):
+        assigned.assign(job, dict(shares))
+    for name in ("shares", "free", "residents", "spanners"):
+        assert getattr(kept, name) == getattr(assigned, name)
+    for name in ("cost", "count", "num_held"):
+        np.testing.assert_array_equal(getattr(kept, name), getattr(assigned, name))
+
+
+def test_pairs_of_nodes_are_divided_in_pieces_as_in_one(monkeypatch):
+    jobs = [make_job(f"j{index}", weight=1.0 + index % 7) for index in range(17)]
+    snapshot = Snapshot(now=0.0, nodes=make_nodes(12), jobs=tuple(jobs))
+    plans = []
+    for cached in (1, 1 << 30):
+        monkeypatch.setattr("pollux.policy.search._CACHED", cached)
+        plans.append(PolluxPolicy(PolicySettings()).decide(snapshot))
+    assert plans[0].allocations == plans[1].allocations
+    assert all("search" in plan.explanation.method for plan in plans)

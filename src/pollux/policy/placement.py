@@ -51,10 +51,12 @@ class PlacementProblem:
     exclusive_spans: bool = True  # at most one spanning job per node
     must_change: npt.NDArray[np.bool_] | None = None  # (num_jobs,) may not keep what it holds; None: all may
     keep_cost: FloatArray = field(init=False)  # (num_jobs,) of exactly the current allocation
+    held_counts: IntArray = field(init=False)  # (num_jobs,) replicas of the current allocation
 
     def __post_init__(self) -> None:
         spans = np.array([len(shares) > 1 for shares in self.current], dtype=np.int64)
         counts = np.array([sum(shares.values()) for shares in self.current], dtype=np.int64)
+        object.__setattr__(self, "held_counts", counts)
         keep_cost = self.settled_cost.at(np.arange(len(counts)), spans, counts)
         if self.must_change is not None:
             keep_cost[self.must_change & (counts > 0)] = np.inf
@@ -99,14 +101,13 @@ class PlacementProblem:
             spanning = np.where(is_whole, spanning, np.inf)
         costs = np.minimum(self.moved_cost[:, 0], spanning)
         costs[self.is_fixed] = np.inf
-        jobs = np.arange(self.num_jobs)
-        counts = np.array([sum(shares.values()) for shares in self.current], dtype=np.int64)
+        jobs, counts = np.arange(self.num_jobs), self.held_counts
         costs[jobs, counts] = np.minimum(costs[jobs, counts], self.keep_cost)
         return costs
 
     def idle_costs(self) -> FloatArray:
         """(num_jobs,): :meth:`cost_of` of nothing."""
-        is_idle = np.array([not shares for shares in self.current], dtype=bool)
+        is_idle = self.held_counts == 0
         moved = np.where(self.is_fixed, np.inf, self.moved_cost[:, 0, 0])
         found: FloatArray = np.where(is_idle, self.keep_cost, moved)
         return found
@@ -169,6 +170,22 @@ class Placement:
         self.num_held[job] = len(shares)
         self._by_share.pop(job, None)
 
+    def keep(self, jobs: Sequence[int]) -> None:
+        """Idle jobs that get exactly what they hold now; the same as :meth:`assign` for each, in less time."""
+        for job in jobs:
+            shares = self.shares[job] = dict(self.problem.current[job])
+            spans = len(shares) > 1
+            for node, count in shares.items():
+                self.free[node] -= count
+                self.residents[node].add(job)
+                self.spanners[node] += spans
+                self.changes[node] += 1
+            self._by_share.pop(job, None)
+        rows = np.array(jobs, dtype=np.int64)
+        self.cost[rows] = self.problem.keep_cost[rows]
+        self.count[rows] = self.problem.held_counts[rows]
+        self.num_held[rows] = [len(self.shares[job]) for job in jobs]
+
     def costs_by_share(self, job: int, node: int, most: int) -> FloatArray:
         """(most + 1,): what ``job`` would cost with 0..most replicas on ``node`` and the rest as it is."""
         remembered = self._by_share.setdefault(job, {})
@@ -207,19 +224,15 @@ def place(problem: PlacementProblem, counts: IntArray, *, displaces: bool = Fals
     Jobs whose count is what they hold stay put; with ``displaces`` only if no larger job needs their slots.
     """
     placement = Placement(problem)
-    movers: list[int] = []
-    for job, shares in enumerate(problem.current):
-        count = int(counts[job])
-        is_settled = bool(shares) and count == sum(shares.values()) and math.isfinite(problem.keep_cost[job])
-        if problem.is_fixed[job] or (is_settled and not displaces):
-            placement.assign(job, dict(shares))
-        elif count > 0:
-            movers.append(job)
+    is_settled = (counts == problem.held_counts) & (counts > 0) & np.isfinite(problem.keep_cost)
+    stays = problem.is_fixed if displaces else problem.is_fixed | is_settled
+    placement.keep(np.flatnonzero(stays).tolist())
+    movers = np.flatnonzero((counts > 0) & ~stays).tolist()
     finder = NodeFinder(placement)
     movers.sort(key=lambda job: (-int(counts[job]), job))
     for job in movers:
         shares = problem.current[job]
-        if not (sum(shares.values()) == counts[job] and _can_return(placement, job)):
+        if not (problem.held_counts[job] == counts[job] and _can_return(placement, job)):
             shares = best_fit(placement, finder, job, int(counts[job]))
         if shares:
             placement.assign(job, dict(shares))

@@ -8,6 +8,7 @@ All only ever lower the total cost.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
@@ -24,6 +25,7 @@ _WORTH_A_ROUND = 1e-4  # with so many nodes a round of search that gains less is
 # workloads: there neither none nor four times as much changes a single completion time.
 _MAX_ITEMS = 12  # jobs per pair that are re-divided; further ones stay
 _MAX_ADMITTED = 4  # idle jobs that room is made for, per round of search
+_CACHED = 1 << 15  # numbers that a processor works on without waiting for memory
 _MAX_WAITING_ITEMS = 2  # idle jobs that each pair is offered
 
 
@@ -269,11 +271,13 @@ class _PairSearch:
         best = np.zeros((len(pairs), side * side + 1))
         best[:, -1] = np.inf
         choices = np.empty((num_items, len(pairs), side * side), dtype=np.int8 if 2 * side < 128 else np.int16)
-        for item in range(num_items):
-            candidates = best[:, self.predecessor] + costs[:, item, :, None]
+        piece = max(1, _CACHED // self.predecessor.size)
+        for item, first in itertools.product(range(num_items), range(0, len(pairs), piece)):
+            rows = slice(first, first + piece)
+            candidates = best[rows, self.predecessor] + costs[rows, item, :, None]
             pick = candidates.argmin(axis=1)
-            choices[item] = pick
-            best[:, :-1] = np.take_along_axis(candidates, pick[:, None], axis=1)[:, 0]
+            choices[item, rows] = pick
+            best[rows, :-1] = np.take_along_axis(candidates, pick[:, None], axis=1)[:, 0]
         final = np.array([room_a * side + room_b for room_a, room_b in rooms])
         reached = best[np.arange(len(pairs)), final]
         held = np.array([sum(placement.cost[job] for job in items) for items in items_of])

@@ -64,7 +64,7 @@ def solve(
                 break
             settled = problem.after(best.copy_shares())
             again = solve_knapsack(settled.count_costs(), int(problem.capacity.sum()))
-            rival = _search(settled, place(settled, again.counts), again.lower_bound + slack, rng)
+            rival = _search(settled, place(settled, again.counts), again.lower_bound + slack, rng, is_refined=True)
             if not _is_better(rival.total_cost, float(settled.keep_cost.sum())):
                 break
             moved = _as_placement(problem, rival.shares)
@@ -73,7 +73,7 @@ def solve(
             best = moved
     stay = float(problem.keep_cost.sum())
     if stay <= best.total_cost + tolerance:
-        best, method = _as_placement(problem, problem.current), "stay"
+        best, method = _where_they_are(problem), "stay"
     return Solution(best.shares, best.total_cost, min(bound, best.total_cost), method)
 
 
@@ -92,22 +92,26 @@ def _search(
     target: float,
     rng: np.random.Generator,
     wanted: FloatArray | None = None,
+    is_refined: bool = False,
 ) -> Placement:
     """A local optimum of cost ``target`` or less, or the best of four.
 
     They start from ``first``, from whole nodes for spanning jobs, the same with large jobs displacing small
-    ones, and from where jobs are. With many jobs the better one of the first two is improved, and no other.
+    ones, and from where jobs are. With many jobs the better one of the first two is improved, and no other; where the
+    jobs sit as a search has left them (``is_refined``) the best one: that is nearly always to stay.
     """
     slots_per_node = int(problem.capacity.max())
     whole = solve_knapsack(problem.count_costs(slots_per_node), int(problem.capacity.sum()))
     starts = [place(problem, whole.counts), first]
-    if problem.num_jobs <= MANY_JOBS:
-        stay = [_as_placement(problem, problem.current)] if np.isfinite(problem.keep_cost).all() else []
-        starts = [*stay, starts[0], place(problem, whole.counts, displaces=True), first]
+    has_few = problem.num_jobs <= MANY_JOBS
+    if has_few:
+        stay = [_where_they_are(problem)] if np.isfinite(problem.keep_cost).all() else []
+        displaced = [] if is_refined else [place(problem, whole.counts, displaces=True)]
+        starts = [*stay, starts[0], *displaced, first]
     starts.sort(key=lambda start: start.total_cost)
     best = starts[0]
     tried: list[list[Shares]] = []
-    for start in starts if problem.num_jobs <= MANY_JOBS else starts[:1]:
+    for start in starts if has_few and not is_refined else starts[:1]:
         if start.shares in tried:
             continue
         tried.append(start.copy_shares())
@@ -117,6 +121,12 @@ def _search(
         if best.total_cost <= target:
             break
     return best
+
+
+def _where_they_are(problem: PlacementProblem) -> Placement:
+    placement = Placement(problem)
+    placement.keep(range(problem.num_jobs))
+    return placement
 
 
 def _as_placement(problem: PlacementProblem, shares: Sequence[Shares]) -> Placement:

@@ -238,6 +238,20 @@ def test_tables_agree_with_best_batch_and_remember():
         assert table[1, 8] == pytest.approx(best_batch(PARAMS, 1000.0, LIMITS, 2, 8)[1])
 
 
+def test_tables_from_memory_are_those_that_were_computed(monkeypatch):
+    monkeypatch.setattr("pollux.model.goodput._MAX_TABLES", 2)
+    tables = GoodputTables()
+    models = [GoodputModel(PARAMS, phi, LIMITS) for phi in (10.0, 300.0, 5000.0)]
+    # Narrower and wider ones of the same model, more than are kept, and some twice in one question.
+    for asked, widths in (([0], [8]), ([1, 0], [5, 7]), ([2, 2, 1], [8, 6, 30]), ([0, 1], [3, 30])):
+        found = tables.best([models[index] for index in asked], widths)
+        for index, width, table in zip(asked, widths, found, strict=True):
+            (fresh,) = GoodputTables().best([models[index]], [width])
+            np.testing.assert_array_equal(table, fresh)
+            assert not table.flags.writeable
+        assert len(tables._tables) <= 2
+
+
 @pytest.mark.parametrize(("maximum", "device_min"), [(4000, 128), (288, 16), (1200, 64), (9000, 100)])
 def test_tables_are_right_up_to_a_jobs_own_limit(maximum, device_min):
     """Wide tables show some counts only; none of the lines between them may lead to a count that is not allowed."""
