@@ -146,8 +146,7 @@ def draw_all(page: Page) -> None:
     page.evaluate(
         """async patienceMs => {
           const endsAt = performance.now() + patienceMs, pause = ms => new Promise(done => setTimeout(done, ms));
-          const isWaiting = one => one.offsetParent && one.querySelector(".figure-empty:not([hidden])")?.innerText
-            .includes("Drawing");
+          const isWaiting = one => one.offsetParent && one.querySelector(".plot:not([hidden], [data-drawn])");
           await pause(200);
           for (const one of document.querySelectorAll("main figure, main iframe")) {
             one.scrollIntoView({block: "center"});

@@ -241,9 +241,7 @@ def draw_all(page: Any) -> None:
           const endsAt = performance.now() + patienceMs, frame = () => new Promise(requestAnimationFrame);
           await frame(); // in which a change of colours is told
           await frame();
-          const isDrawing = one => one.querySelector(".figure-empty:not([hidden])")?.innerText.includes("Drawing"),
-            // Not in a tab that is closed.
-            isWaiting = one => one.offsetParent && (isDrawing(one) || "pale" in one.dataset);
+          const isWaiting = one => one.offsetParent && one.querySelector(".plot:not([hidden], [data-drawn])");
           for (const figure of document.querySelectorAll("main figure")) {
             if (isWaiting(figure)) figure.scrollIntoView({block: "center"});
             while (isWaiting(figure) && performance.now() < endsAt) await new Promise(done => setTimeout(done, 20));
@@ -254,6 +252,10 @@ def draw_all(page: Any) -> None:
         PATIENCE_MS,
     )
     assert left == []
+
+
+def text_of(page: Any, selector: str) -> str:
+    return str(page.locator(selector).first.inner_text())
 
 
 def overflow(page: Any) -> int:

@@ -39,7 +39,7 @@ def server(chrome: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Wa
 
 @pytest.fixture(scope="package")
 def context(chrome: Any) -> Iterator[Any]:
-    """Shared, so that plotly.js is loaded once."""
+    """Shared, so that scripts are loaded once."""
     made = chrome.new_context(viewport=DESKTOP)
     yield made
     made.close()

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from pollux.client import Client
-from tests.browser.browsing import Told, Visitor, draw_all, row_of
+from tests.browser.browsing import Told, Visitor, draw_all, row_of, text_of
 from tests.long import long
 
 SLEEP = "import time\ntime.sleep(600)\n"
@@ -88,21 +89,33 @@ def test_an_end_is_told(visitor: Visitor) -> None:
 def test_pointing_at_a_chart_marks_the_moment_in_the_others(visitor: Visitor) -> None:
     page = visitor.open("#/jobs/train")
     draw_all(page)
-    chart = page.locator("figure[aria-label='Batch size'] .nsewdrag")
+    chart = page.locator("figure[aria-label='Batch size'] .plot")
     chart.scroll_into_view_if_needed()
-    marks = "document.querySelectorAll('.crosshair:not([hidden])').length"
-    is_marked = False
-    for step in range(100):  # a drawing anew takes the mark away, and may move the chart
-        box = chart.bounding_box()
-        assert box is not None
-        page.mouse.move(box["x"] + box["width"] * (0.3 + 0.004 * step), box["y"] + box["height"] / 2)
-        page.wait_for_timeout(100)
-        is_marked = bool(page.evaluate(marks))
-        if is_marked:
-            break
-    assert is_marked
+    box = chart.bounding_box()
+    assert box is not None
+    page.mouse.move(box["x"] + 0.5 * box["width"], box["y"] + 0.5 * box["height"])
+    marked = "[...document.querySelectorAll('.plot')].filter(one => one.plot.cross !== null).length"
+    page.wait_for_function(f"() => {marked} > 3")
+    assert re.search(r"total: \d+per device: \d+", text_of(page, "#tip").replace("\n", ""))
     page.mouse.move(5, 5)
-    page.wait_for_function(f"() => {marks} === 0")
+    page.wait_for_function(f"() => {marked} === 0")
+
+
+def test_the_keyboard_reads_and_zooms_charts(visitor: Visitor) -> None:
+    page = visitor.open("#/jobs/train")
+    draw_all(page)
+    chart = page.locator("figure[aria-label='Batch size'] .plot")
+    chart.focus()
+    page.keyboard.press("End")
+    last = text_of(page, "#tip")
+    assert re.search(r"total: \d+", last) and re.search(r"total: \d+", text_of(page, "#announcer"))
+    page.keyboard.press("Home")
+    assert text_of(page, "#tip") != last
+    window = "document.querySelector(`figure[aria-label='Progress'] .plot`).plot.window"
+    page.keyboard.press("+")
+    assert page.evaluate(window) is not None  # all charts over time zoom
+    page.keyboard.press("Escape")
+    assert page.evaluate(window) is None
 
 
 def test_durations_are_rounded_as_in_reports(visitor: Visitor) -> None:

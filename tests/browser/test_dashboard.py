@@ -24,6 +24,7 @@ from tests.browser.browsing import (
     draw_all,
     hear,
     stranger,
+    text_of,
     two_frames,
 )
 from tests.browser.test_pages import barriers
@@ -35,10 +36,6 @@ FIGURES_OF_A_JOB = {
     "model": ("Time of a step", "Measured against predicted", "Goodput by batch size", "Speedup by replicas"),
 }
 REPORT = "<!DOCTYPE html><title>r</title><h1>The published report</h1><script>document.title = 'ran'</script>"
-
-
-def text_of(page: Any, selector: str) -> str:
-    return str(page.locator(selector).first.inner_text())
 
 
 # --- what it shows ---------------------------------------------------------------------------------------------------
@@ -62,10 +59,9 @@ def test_a_job(visitor: Visitor) -> None:
     page.locator("dl.facts").get_by_text("Learning-rate gain").wait_for()
     for tab, figures in FIGURES_OF_A_JOB.items():
         page.get_by_role("tab", name=tab.capitalize()).click()
-        page.locator(f"figure[aria-label='{figures[0]}']").wait_for()
-        draw_all(page)
         for name in figures:
-            assert page.locator(f"figure[aria-label='{name}'] .main-svg").count() > 0, name
+            page.locator(f"figure[aria-label='{name}']").scroll_into_view_if_needed()
+            page.locator(f"figure[aria-label='{name}'] .plot[data-drawn]").wait_for()
     assert "error" in text_of(page, "figure[aria-label='Time of a step'] figcaption")
     page.get_by_role("tab", name="History").click()
     assert "train-0" in text_of(page, "table[aria-label=Replicas]")
@@ -89,11 +85,11 @@ def test_a_study(visitor: Visitor) -> None:
     page.get_by_role("heading", name="study").wait_for()
     page.locator("table[aria-label=Trials] tbody tr").nth(1).wait_for()
     assert "finished" in text_of(page, "main")
-    draw_all(page)
     for name in ("Curves by trial", "Parameters of all trials", "Cost by rung"):
-        assert page.locator(f"figure[aria-label='{name}'] .main-svg").count() > 0, name
-    shown = page.evaluate("document.querySelector('figure[aria-label=\"Best so far\"] .plot').layout.xaxis.range[0]")
-    assert str(shown).startswith(time.strftime("%Y")), "over time is over the time of today"
+        page.locator(f"figure[aria-label='{name}']").scroll_into_view_if_needed()
+        page.locator(f"figure[aria-label='{name}'] .plot[data-drawn]").wait_for()
+    shown = page.evaluate("document.querySelector('figure[aria-label=\"Best so far\"] .plot').plot.frame.x.low")
+    assert abs(shown / 1000 - time.time()) < 86400, "over time is over the time of today"
     assert barriers(page) == []
 
 
@@ -111,7 +107,7 @@ def test_how_sure_a_noise_scale_is_and_what_training_decided(visitor: Visitor) -
     page.get_by_role("tab", name="Metrics").click()
     draw_all(page)
     figure = "figure[aria-label='Gradient noise scale']"
-    drawn = page.evaluate(f'() => document.querySelector("{figure} .plot").data.map(one => one.name)')
+    drawn = page.evaluate(f'() => document.querySelector("{figure} .plot").plot.data.map(one => one.name)')
     assert drawn == ["low", "high", "noise scale"]
     assert "±" in text_of(page, f"{figure} figcaption .figure-value")
 
@@ -130,8 +126,8 @@ def test_hard_output_is_shown_sensibly(visitor: Visitor) -> None:
     page.get_by_role("tab", name="Metrics").click()
     evil = page.locator("figure", has_text=EVIL).first
     evil.scroll_into_view_if_needed()
-    evil.locator(".main-svg").first.wait_for()
-    assert page.locator("figure[aria-label=loss] .main-svg").count() == 0  # it never was a number
+    evil.locator(".plot[data-drawn]").first.wait_for()
+    assert page.locator("figure[aria-label=loss] .plot[data-drawn]").count() == 0  # it never was a number
     assert "NaN" in text_of(page, "figure[aria-label=loss] figcaption")
     assert page.locator("main img").count() == 0
 
@@ -176,7 +172,7 @@ def test_the_cluster(visitor: Visitor) -> None:
     page.locator("canvas.gantt").wait_for()
     draw_all(page)
     for name in ("Slots", "Goodput", "Efficiency", "Jobs", "Node hours"):
-        assert page.locator(f"figure[aria-label='{name}'] .main-svg").count() > 0, name
+        assert page.locator(f"figure[aria-label='{name}'] .plot[data-drawn]").count() > 0, name
 
 
 def test_filters_and_order_are_in_the_address(visitor: Visitor) -> None:
@@ -215,7 +211,7 @@ def test_colours_are_the_same_after_a_reload_and_differ(visitor: Visitor) -> Non
 def test_decisions(visitor: Visitor) -> None:
     page = visitor.open("#/decisions")
     page.locator(".round", has_text="train starts with 1 slot").first.wait_for()
-    page.locator("figure[aria-label='Fitness and its upper bound'] .main-svg").first.wait_for()
+    page.locator("figure[aria-label='Fitness and its upper bound'] .plot[data-drawn]").first.wait_for()
     first = page.locator(".round", has_text="train starts").first
     assert re.search(r"took [<\d].* m?s", first.inner_text()) and "gap" in first.inner_text()
     first.get_by_role("button", name="Details").click()
@@ -283,7 +279,7 @@ def test_simulations(visitor: Visitor) -> None:
     page.locator(".simulation", has_text=EVIL).wait_for()
     table = text_of(page, "table[aria-label=Summary]")
     assert "38 min 20 s" in table and "tiresias" in table
-    page.locator("figure[aria-label='Average job completion time'] .main-svg").first.wait_for()
+    page.locator("figure[aria-label='Average job completion time'] .plot[data-drawn]").first.wait_for()
     page.locator("iframe.report").scroll_into_view_if_needed()
     page.frame_locator("iframe.report").get_by_text("The published report").wait_for()
     page.evaluate("scrollTo(0, 0)")

@@ -223,7 +223,7 @@ def test_jobs_side_by_side(visitor: Visitor) -> None:
     page.get_by_role("link", name="Compare 2 jobs").click()
     page.get_by_role("heading", name="Jobs side by side").wait_for()
     draw_all(page)
-    names = "name => document.querySelector(`figure[aria-label='${name}'] .plot`)?.data?.map(one => one.name)"
+    names = "name => document.querySelector(`figure[aria-label='${name}'] .plot`)?.plot.data.map(one => one.name)"
     page.wait_for_function(f"name => ({names})(name)?.length === 2", arg="Goodput")
     assert page.evaluate(names, "Goodput") == ["train", "odd"]
     assert page.evaluate(names, "accuracy") == ["odd"]
@@ -235,7 +235,7 @@ def test_jobs_side_by_side(visitor: Visitor) -> None:
     assert any(text.startswith("kind") for text in rows.all_inner_texts())
     page.get_by_label("Align curves by").select_option("progress")
     page.wait_for_function(
-        "() => document.querySelector(`figure[aria-label='Goodput'] .plot`).layout.xaxis.title.text === 'progress'"
+        "() => document.querySelector(`figure[aria-label='Goodput'] .plot`).plot.layout.xaxis.title === 'progress'"
     )
 
 
@@ -260,12 +260,12 @@ def test_output_is_searched_filtered_timed_and_taken_along(visitor: Visitor) -> 
 @long
 def test_charts_zoom_by_dragging_all_at_once_and_are_taken_along(visitor: Visitor) -> None:
     page = visitor.open("#/jobs/train")
-    page.locator("figure[aria-label=Progress] .main-svg").first.wait_for()
+    page.locator("figure[aria-label=Progress] .plot[data-drawn]").first.wait_for()
     draw_all(page)
-    plot = page.locator("figure[aria-label=Replicas] .nsewdrag").first
+    plot = page.locator("figure[aria-label=Replicas] .plot").first
     plot.scroll_into_view_if_needed()
     box = plot.bounding_box()
-    read = "name => document.querySelector(`figure[aria-label='${name}'] .plot`).layout.xaxis.range"
+    read = "name => document.querySelector(`figure[aria-label='${name}'] .plot`).plot.window"
     before = page.evaluate(read, "Progress")
     page.mouse.move(box["x"] + 0.3 * box["width"], box["y"] + 40)
     page.mouse.down()

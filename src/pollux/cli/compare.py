@@ -23,14 +23,16 @@ from pollux.errors import InvalidValueError, SimulationError
 from pollux.reports.page import Heading
 from pollux.reports.simulation_page import html_report
 from pollux.simulator.result import SimulationResult, group_results, mean_of
+from pollux.simulator.source import BUILTIN_PREFIX
 from pollux.simulator.workload import Workload
 from pollux.version import __version__
 
 FORMAT = "pollux-compare/1"
+DRAWN_SEEDS = 3  # how many seeds a built-in workload is drawn with unless the user says how many
 
 
 def parse_seeds(text: str | None, single: Sequence[int] | None = None) -> list[int]:
-    """Of ``--seeds 3`` (three: 0, 1, 2), ``--seeds 0,5`` (these) or ``--seed 0 --seed 5``; 0 if neither is given.
+    """Of ``--seeds 3`` (three: 0, 1, 2), ``--seeds 0,5`` (these) or ``--seed 0 --seed 5``; empty if neither is given.
 
     Raises:
         InvalidValueError: both are, or one is not a whole number from 0 on.
@@ -47,7 +49,12 @@ def parse_seeds(text: str | None, single: Sequence[int] | None = None) -> list[i
                 "--seeds 0 is no seed at all; whole numbers: how many, as in 3, or which, as in 0,1"
             )
         return list(range(int(words[0])))
-    return list(dict.fromkeys(int(word) for word in words)) or [0]
+    return list(dict.fromkeys(int(word) for word in words))
+
+
+def default_seeds(workload: str) -> range:
+    """Jobs of a built-in workload are drawn at random, so one seed says little; those of a file are always the same."""
+    return range(DRAWN_SEEDS if workload.startswith(BUILTIN_PREFIX) else 1)
 
 
 def check_all(setups: Sequence[Setup]) -> tuple[list[int], list[str]]:
@@ -207,7 +214,13 @@ def compare(
     ] = None,
     traces: TracesOption = None,
     seeds: Annotated[
-        str | None, typer.Option("--seeds", metavar="N", help="How many seeds to average over, or which: 0,5.")
+        str | None,
+        typer.Option(
+            "--seeds",
+            metavar="N",
+            help="How many seeds to average over, or which: 0,5. "
+            f"Left out: {DRAWN_SEEDS} for built-in workloads, whose jobs are drawn at random; 1 for files.",
+        ),
     ] = None,
     seed: Annotated[list[int] | None, typer.Option("--seed", help="One seed. May be repeated.")] = None,
     is_bounded: Annotated[
@@ -239,15 +252,16 @@ def compare(
     if not workload or not policy:
         raise InvalidValueError("compare what? --workload and --policy are needed, or --suite NAME")
     workloads, policies = list(dict.fromkeys(workload)), list(dict.fromkeys(policy))
-    all_seeds = parse_seeds(seeds, seed)
+    asked = parse_seeds(seeds, seed)
     setups = [
         make_setup(source, traces, name, options, number)
-        for source, name, number in itertools.product(workloads, policies, all_seeds)
+        for source, name in itertools.product(workloads, policies)
+        for number in asked or default_seeds(source)
     ]
     notes.say(notes.unread_settings(policies, setups[0].settings))
     results, failed = run_setups(setups, num_processes, is_bounded=is_bounded)
     notes.say(notes.equal_seeds(results))
-    command = command_line("compare", _arguments(workloads, policies, all_seeds), setups[0]) + " --bound" * is_bounded
+    command = command_line("compare", _arguments(workloads, policies, asked), setups[0]) + " --bound" * is_bounded
     heading = Heading(title=report_title(results), command=command)
     outputs.deliver(
         heading,
@@ -261,10 +275,13 @@ def compare(
 
 
 def _arguments(workloads: Sequence[str], policies: Sequence[str], seeds: Sequence[int]) -> list[tuple[str, str]]:
+    """So that the command says its seeds where one list of them holds for all workloads."""
+    defaults = {tuple(default_seeds(source)) for source in workloads}
+    used = tuple(seeds) or (defaults.pop() if len(defaults) == 1 else ())
     return [
         *(("--workload", source) for source in workloads),
         *(("--policy", name) for name in policies),
-        ("--seeds" if len(seeds) > 1 else "--seed", ",".join(map(str, seeds))),
+        *([("--seeds" if len(used) > 1 else "--seed", ",".join(map(str, used)))] if used else []),
     ]
 
 

@@ -57,7 +57,12 @@ def simulate(
     traces: TracesOption = None,
     seed: Annotated[
         int,
-        typer.Option("--seed", help="Of the policy and of built-in workloads.", min=0, rich_help_panel=POLICY_PANEL),
+        typer.Option(
+            "--seed",
+            help="Of the policy and of built-in workloads; pollux compare runs several.",
+            min=0,
+            rich_help_panel=POLICY_PANEL,
+        ),
     ] = 0,
 ) -> None:
     """Run a workload under a policy, in virtual time, and print how its jobs fared."""

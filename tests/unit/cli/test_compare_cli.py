@@ -29,6 +29,7 @@ runner = CliRunner()
 
 JOBS = "name,time,application,num_replicas,batch_size\na,0,cifar10,2,256\nb,30,cifar10,1,128\n"
 SMALL = ["--nodes", "2", "--gpus-per-node", "2"]
+LARGE = ["--nodes", "4", "--gpus-per-node", "4", "--jobs", "1"]  # of several the last one counts
 
 
 @pytest.fixture
@@ -128,10 +129,26 @@ def test_everything_is_checked_before_anything_runs(
 
 @pytest.mark.parametrize(
     ("text", "single", "seeds"),
-    [(None, [], [0]), ("3", [], [0, 1, 2]), ("1", [], [0]), ("0, 1,0", [], [0, 1]), (None, [2, 1], [2, 1])],
+    [(None, [], []), ("3", [], [0, 1, 2]), ("1", [], [0]), ("0, 1,0", [], [0, 1]), (None, [2, 1], [2, 1])],
 )
 def test_seeds(text: str | None, single: list[int], seeds: list[int]) -> None:
     assert parse_seeds(text, single) == seeds
+
+
+def test_a_built_in_workload_is_drawn_with_three_seeds_unless_told_otherwise(here: Path) -> None:
+    """One draw says little about policies. The jobs of a file are the same with every seed."""
+
+    def seeds_of(*arguments: str, workloads: tuple[str, ...]) -> dict[str, list[int]]:
+        given = compare("--policy", "fifo", *LARGE, *arguments, "--output", "c.json", workloads=workloads)
+        result = runner.invoke(app, given)
+        assert result.exit_code == 0, result.output
+        return {row["workload"]: row["seeds"] for row in json.loads((here / "c.json").read_text())["summary"]}
+
+    assert seeds_of(workloads=("builtin:small", "jobs.csv")) == {"small": [0, 1, 2], "jobs": [0]}
+    assert seeds_of("--seed", "4", workloads=("builtin:small",)) == {"small": [4]}
+    result = runner.invoke(app, compare("--policy", "fifo", *LARGE, "--html", "c.html", workloads=("builtin:small",)))
+    assert result.exit_code == 0 and "± half range" in result.stdout and "3 seeds" in result.stdout
+    assert "--seeds 0,1,2" in (here / "c.html").read_text()
 
 
 @pytest.mark.parametrize("text", ["", "1,,2", "-1", "1.5", "one", "0"])
@@ -172,7 +189,8 @@ def _die(index: int, setup: Setup) -> None:
 def test_a_signal_ends_the_workers_too(here: Path, number: signal.Signals, code: int) -> None:
     """The signal goes to the parent alone: workers end because it stops them, not because a terminal told them."""
     command = [sys.executable, "-c", "from pollux.cli import main; main()"]
-    arguments = ["compare", "--workload", "builtin:heavy", "--policy", "pollux", "--policy", "equal", "--jobs", "2"]
+    arguments = ["compare", "--workload", "builtin:heavy", "--seed", "0", "--policy", "pollux", "--policy", "equal"]
+    arguments += ["--jobs", "2"]
     with subprocess.Popen(
         [*command, *arguments, "--output", "c.json"],
         stdout=subprocess.PIPE,

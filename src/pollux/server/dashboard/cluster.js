@@ -148,7 +148,7 @@ function curves() {
       }
       const last = samples.at(-1),
         step = {line: {shape: "hv"}},
-        legend = {showlegend: true, margin: {l: 40, r: 12, t: 26, b: 28}};
+        legend = {showlegend: true};
       figures.slots.update(
         {
           data: [
@@ -169,7 +169,7 @@ function curves() {
         hasNumbers(efficiency)
           ? {
               data: [line(x, efficiency, "efficiency", "@4")],
-              layout: layout({yaxis: {tickformat: ".0%", range: [0, 1.04], dtick: 0.25}}),
+              layout: layout({yaxis: {show: value => share(value), range: [0, 1.04], dtick: 0.25}}),
             }
           : null,
         share(last.efficiency),
@@ -187,11 +187,7 @@ function curves() {
       const cost = of("cost"),
         hours = of("node_hours"),
         hasCost = hasNumbers(cost);
-      const right = {
-        yaxis2: {overlaying: "y", side: "right", showgrid: false, rangemode: "tozero", nticks: 5},
-        showlegend: true,
-        margin: {l: 40, r: 44, t: 26, b: 28},
-      };
+      const right = {yaxis2: {rangemode: "tozero"}, showlegend: true};
       figures.cost.update(
         hasNumbers(hours)
           ? {

@@ -252,35 +252,26 @@ export function decisionsPage() {
             {line: {shape: "hv"}},
           ),
         ],
-        layout: layout({...legend, margin: {l: 44, r: 12, t: 26, b: 28}}),
+        layout: layout(legend),
       },
       number(last.fitness),
     );
     gaps.update(
       {
         data: [
-          line(x, known.map(gapOf), "gap", "@3", {hovertemplate: "%{y:.2%}<extra>gap</extra>"}),
+          line(x, known.map(gapOf), "gap", "@3"),
           line(
             x,
             known.map(round => round.decision_s),
             "time taken",
             "@5",
-            {yaxis: "y2", line: {dash: "dot"}, hovertemplate: "%{y:.3~s}s<extra>time taken</extra>"},
+            {yaxis: "y2", line: {dash: "dot"}},
           ),
         ],
         layout: layout({
           ...legend,
-          yaxis: {tickformat: ".1%", range: [0, Math.max(0.01, 1.1 * Math.max(...known.map(gapOf)))], nticks: 5},
-          yaxis2: {
-            overlaying: "y",
-            side: "right",
-            showgrid: false,
-            rangemode: "tozero",
-            nticks: 5,
-            tickformat: ".2~s",
-            ticksuffix: "s",
-          },
-          margin: {l: 50, r: 54, t: 26, b: 28},
+          yaxis: {show: value => share(value, 1), range: [0, Math.max(0.01, 1.1 * Math.max(...known.map(gapOf)))]},
+          yaxis2: {rangemode: "tozero", show: duration},
         }),
       },
       `${share(gapOf(last), 1)}, ${duration(last.decision_s)}`,

@@ -115,15 +115,6 @@ export function batchParts(job) {
     : `${count(job.device_batch)} per device`;
 }
 
-/* plotly reads <b>, <a> and %{y} in names, and our figures read "@0": these must not come from users. */
-export const plain = text =>
-  String(text)
-    .replace(/^@/, "\u200b@")
-    .replaceAll("%{", "%\u200b{")
-    .replaceAll("&", "&amp;")
-    .replaceAll("<", "&lt;")
-    .replaceAll(">", "&gt;");
-
 /* Name of a number as in "avg_jct_s": words, and how its values are shown. */
 export function describeField(name) {
   const words = name

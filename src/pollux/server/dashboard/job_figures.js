@@ -1,11 +1,12 @@
 /* The figures of one job: how it trained, and the model of its speed against what was measured. */
 
-import {Figure, hasNumbers, lastOf, layout, line, logAxis, wholeAxis} from "./charts.js";
-import {DASH, byName, count, duration, isOdd, number, plain, plural, share, wallClock, withError} from "./format.js";
+import {Figure, dots, hasNumbers, lastOf, layout, line, logAxis, wholeAxis} from "./charts.js";
+import {DASH, byName, count, duration, isOdd, number, plural, share, wallClock, withError} from "./format.js";
 
 const MOST_METRICS = 12,
   MOST_LINES = 12;
-const LEGEND = {showlegend: true, margin: {l: 44, r: 12, t: 26, b: 28}};
+const LEGEND = {showlegend: true},
+  SHARE = {show: value => share(value), range: [0, 1.04], dtick: 0.25};
 const SYMBOLS = ["circle", "square", "diamond", "triangle-up", "x", "cross", "star", "pentagon"];
 
 export function jobFigures() {
@@ -74,7 +75,7 @@ function drawCurves(own, told) {
   const one = (figure, name, colour, show, {shape = "linear", ...more} = {}) =>
     figure.update(
       hasNumbers(told[name])
-        ? {data: [line(x, told[name], plain(name.replaceAll("_", " ")), colour, {line: {shape}})], layout: layout(more)}
+        ? {data: [line(x, told[name], name.replaceAll("_", " "), colour, {line: {shape}})], layout: layout(more)}
         : null,
       show(lastOf(told[name])),
     );
@@ -94,7 +95,7 @@ function drawCurves(own, told) {
   one(own.accum, "accum_steps", "@5", number, {shape: "hv", yaxis: wholeAxis(told.accum_steps)});
   one(own.gain, "gain", "@2", number);
   drawNoise(own.noise, x, told);
-  one(own.efficiency, "efficiency", "@2", share, {yaxis: {tickformat: ".0%", range: [0, 1.04], dtick: 0.25}});
+  one(own.efficiency, "efficiency", "@2", share, {yaxis: SHARE});
   own.speed.update(
     hasNumbers(told.throughput)
       ? {
@@ -107,7 +108,7 @@ function drawCurves(own, told) {
       : null,
     hasNumbers(told.goodput) ? `${number(lastOf(told.goodput))}/s useful` : "",
   );
-  one(own.progress, "progress", "@0", share, {yaxis: {tickformat: ".0%", range: [0, 1.04], dtick: 0.25}});
+  one(own.progress, "progress", "@0", share, {yaxis: SHARE});
 }
 
 /* A band of one standard error around it. What a log scale has no room for (0 and less) is a decade below the least. */
@@ -124,9 +125,9 @@ function drawNoise(figure, x, told) {
     );
   const low = shifted(-1),
     high = shifted(1),
-    hidden = {line: {width: 0}, mode: "lines", hoverinfo: "skip", hovertemplate: null};
+    hidden = {line: {width: 0}, mode: "lines", isQuiet: true};
   const band = hasNumbers(told.noise_scale_error)
-    ? [line(x, low, "low", "@4", hidden), line(x, high, "high", "@4", {...hidden, fill: "tonexty", opacity: 0.5})]
+    ? [line(x, low, "low", "@4", hidden), line(x, high, "high", "@4", {...hidden, fill: "tonexty"})]
     : [];
   figure.update(
     {
@@ -151,19 +152,7 @@ function oddMarks(x, values, name) {
     texts.push(number(value));
   });
   if (!at.length) return [];
-  return [
-    {
-      type: "scatter",
-      mode: "markers",
-      name,
-      x: at,
-      y: heights,
-      text: texts,
-      marker: {color: "@ink", symbol: "x", size: 8},
-      hovertemplate: `%{text}<extra>${name}</extra>`,
-      showlegend: false,
-    },
-  ];
+  return [dots(at, heights, name, {color: "@ink", symbol: "x", size: 8}, {tell: index => texts[index]})];
 }
 
 /* The loss first; the others by name. Figures come as metrics do. */
@@ -191,12 +180,12 @@ function drawMetrics(figures, holder, told) {
     }
     const values = told.metrics[name],
       finite = values.map(value => (isOdd(value) ? null : value)),
-      label = plain(name.slice(0, 40));
+      label = name.slice(0, 40);
     figure.update(
       hasNumbers(finite)
         ? {
             data: [line(x, finite, label, "@3", {connectgaps: true}), ...oddMarks(x, values, label)],
-            layout: layout({yaxis: {rangemode: "normal", nticks: 5}}),
+            layout: layout({yaxis: {rangemode: "normal"}}),
           }
         : null,
       number(lastOf(values)),
@@ -213,7 +202,7 @@ function drawModel(figures, told) {
 }
 
 const setup = (one, type, hasTypes) =>
-  `${one.num_replicas}${one.num_nodes > 1 ? ` on ${one.num_nodes} nodes` : ""}${hasTypes ? ` (${plain(type)})` : ""}`;
+  `${one.num_replicas}${one.num_nodes > 1 ? ` on ${one.num_nodes} nodes` : ""}${hasTypes ? ` (${type})` : ""}`;
 /* The error is one of logarithms: how many percent it is off, or by which factor. */
 const errorOf = rmsle =>
   rmsle === null ? DASH : rmsle < 0.5 ? share(Math.expm1(rmsle), 1) : `a factor of ${number(Math.exp(rmsle), 2)}`;
@@ -235,46 +224,33 @@ function drawFit(figure, found) {
     for (const drawn of fit.lines.slice(0, MOST_LINES)) {
       const name = setup(drawn, type, found.length > 1),
         colour = `@${style(name) % 6}`;
-      data.push({
-        ...line(drawn.device_batch, drawn.step_s, name, colour, {line: {width: 1.5}}),
-        mode: "lines",
-        showlegend: false,
-        hoverinfo: "skip",
-        hovertemplate: undefined,
-      });
+      data.push({...line(drawn.device_batch, drawn.step_s, name, colour, {line: {width: 1.5}}), mode: "lines", isQuiet: true});
     }
     for (const [name, points] of Map.groupBy(fit.points, point => setup(point, type, found.length > 1))) {
       const index = style(name);
-      data.push({
-        type: "scatter",
-        mode: "markers",
-        name,
-        x: points.map(one => one.device_batch),
-        y: points.map(one => one.step_s),
-        customdata: points.map(one => [duration(one.predicted_step_s), one.num_steps]),
-        marker: {
-          color: `@${index % 6}`,
-          symbol: SYMBOLS[index % SYMBOLS.length],
-          size: 9,
-          line: {color: "@card", width: 1},
-        },
-        hovertemplate:
-          "%{x} per device: %{y:.4~g} s<br>predicted %{customdata[0]}, %{customdata[1]} steps<extra>" +
-          name +
-          " replicas</extra>",
-      });
+      data.push(
+        dots(
+          points.map(one => one.device_batch),
+          points.map(one => one.step_s),
+          `${name} ${name === "1" ? "replica" : "replicas"}`,
+          {color: `@${index % 6}`, symbol: SYMBOLS[index % SYMBOLS.length], size: 9},
+          {
+            tell: at =>
+              `${count(points[at].device_batch)} per device: ${duration(points[at].step_s)}, predicted ` +
+              `${duration(points[at].predicted_step_s)}, ${plural(points[at].num_steps, "step")}`,
+          },
+        ),
+      );
     }
   }
   figure.update(
     {
       data,
       layout: layout({
-        hovermode: "closest",
-        xaxis: {title: {text: "examples per device"}, rangemode: "tozero"},
-        yaxis: {title: {text: "seconds"}, rangemode: "tozero", nticks: 6},
+        hover: "point",
+        xaxis: {title: "examples per device", rangemode: "tozero"},
+        yaxis: {title: "seconds", nticks: 6},
         showlegend: true,
-        legend: {orientation: "h", y: 1.02, yanchor: "bottom", x: 0, title: {text: "replicas "}},
-        margin: {l: 50, r: 12, t: 30, b: 44},
       }),
     },
     `error ${errors(found)}`,
@@ -293,36 +269,31 @@ function drawError(figure, found) {
     Math.min(...points.flatMap(one => [one.step_s, one.predicted_step_s])),
     Math.max(...points.flatMap(one => [one.step_s, one.predicted_step_s])),
   ];
-  const marks = (of, predicted, name, colour, symbol) => ({
-    type: "scatter",
-    mode: "markers",
-    name,
-    x: points.map(one => one[of]),
-    y: points.map(one => one[predicted]),
-    customdata: points.map(one => `${plural(one.num_replicas, "replica")}, ${one.device_batch} per device`),
-    marker: {color: colour, symbol, size: 8, line: {color: "@card", width: 1}},
-    hovertemplate: "%{customdata}<br>measured %{x:.4~g} s, predicted %{y:.4~g} s<extra></extra>",
-  });
+  const marks = (of, predicted, name, color, symbol) =>
+    dots(
+      points.map(one => one[of]),
+      points.map(one => one[predicted]),
+      name,
+      {color, symbol, size: 8},
+      {
+        tell: at =>
+          `${plural(points[at].num_replicas, "replica")}, ${points[at].device_batch} per device: measured ` +
+          `${duration(points[at][of])}, predicted ${duration(points[at][predicted])}`,
+      },
+    );
   const worst = Math.max(...points.map(one => Math.abs(one.predicted_step_s / one.step_s - 1)));
   figure.update(
     {
       data: [
-        {
-          ...line(ends, ends, "perfect", "@muted", {line: {dash: "dot", width: 1.5}}),
-          mode: "lines",
-          hoverinfo: "skip",
-          hovertemplate: undefined,
-          showlegend: false,
-        },
+        {...line(ends, ends, "perfect", "@muted", {line: {dash: "dot", width: 1.5}}), mode: "lines", isQuiet: true},
         marks("step_s", "predicted_step_s", "step", "@0", "circle"),
         marks("grad_s", "predicted_grad_s", "gradient alone", "@1", "diamond"),
       ],
       layout: layout({
-        hovermode: "closest",
+        hover: "point",
         showlegend: true,
-        margin: {l: 50, r: 12, t: 30, b: 44},
-        xaxis: {title: {text: "measured seconds"}, rangemode: "tozero"},
-        yaxis: {title: {text: "predicted seconds"}, rangemode: "tozero", nticks: 6},
+        xaxis: {title: "measured seconds", rangemode: "tozero"},
+        yaxis: {title: "predicted seconds", nticks: 6},
       }),
     },
     `worst ${share(worst)} off`,
@@ -341,24 +312,13 @@ function drawGoodput(figure, told) {
         line(told.total_batch, told.throughput, "throughput", "@0", {line: {dash: "dot", width: 1.5}}),
         line(told.total_batch, told.goodput, "goodput", "@2"),
         ...(chosen
-          ? [
-              {
-                type: "scatter",
-                mode: "markers",
-                name: "chosen",
-                x: [chosen.total_batch],
-                y: [chosen.goodput],
-                marker: {color: "@3", size: 13, symbol: "star", line: {color: "@card", width: 1}},
-                hovertemplate: `${count(chosen.total_batch)}: %{y:.4~g}/s<extra>chosen</extra>`,
-              },
-            ]
+          ? [dots([chosen.total_batch], [chosen.goodput], "chosen", {color: "@3", size: 13, symbol: "star"})]
           : []),
       ],
       layout: layout({
-        xaxis: logAxis(told.total_batch, {title: {text: "total batch, examples"}}),
-        yaxis: {title: {text: "examples per second"}, rangemode: "tozero", nticks: 6},
+        xaxis: logAxis(told.total_batch, {title: "total batch, examples"}),
+        yaxis: {title: "examples per second", nticks: 6},
         showlegend: true,
-        margin: {l: 54, r: 12, t: 30, b: 44},
       }),
     },
     chosen ? `${count(chosen.total_batch)} → ${number(chosen.goodput)}/s, efficiency ${share(chosen.efficiency)}` : "",
@@ -376,24 +336,13 @@ function drawSpeedup(figure, told) {
       data: [
         {...line(told.num_replicas, told.speedup, "speedup", "@0"), mode: "lines+markers"},
         ...(index >= 0
-          ? [
-              {
-                type: "scatter",
-                mode: "markers",
-                name: "chosen",
-                x: [told.chosen],
-                y: [told.speedup[index]],
-                marker: {color: "@3", size: 13, symbol: "star", line: {color: "@card", width: 1}},
-                hovertemplate: "%{y:.4~g}<extra>chosen</extra>",
-              },
-            ]
+          ? [dots([told.chosen], [told.speedup[index]], "chosen", {color: "@3", size: 13, symbol: "star"})]
           : []),
       ],
       layout: layout({
-        xaxis: {title: {text: "replicas"}, ...wholeAxis(told.num_replicas)},
-        yaxis: {title: {text: "speedup over its fair share"}, rangemode: "tozero", nticks: 6},
+        xaxis: {title: "replicas", ...wholeAxis(told.num_replicas)},
+        yaxis: {title: "speedup over its fair share", nticks: 6},
         showlegend: true,
-        margin: {l: 50, r: 12, t: 30, b: 44},
       }),
     },
     index >= 0

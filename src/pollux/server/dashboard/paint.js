@@ -15,7 +15,7 @@ Look.whenThemeChanges(() => {
 /* The look's colours as they are now. */
 export function colours() {
   if (isStale) {
-    const names = ["bg", "card", "ink", "muted", "line", "grid", "accent", "c0", "c1", "c2", "c3", "c4", "c5", "c6"];
+    const names = ["bg", "card", "ink", "muted", "line", "grid", "accent", "c0", "c1", "c2", "c3", "c4", "c5", "c6", "c7"];
     theme = Object.fromEntries(names.map(name => [name, Look.css(`--${name}`)]));
     tiles.clear();
     isStale = false;
@@ -23,10 +23,16 @@ export function colours() {
   return theme;
 }
 
+/* A colour by its name in figures: "@0" is the first of the palette, "@muted" the look's own. */
+export const colourOf = name => colours()[/^@\d/.test(name) ? `c${name.slice(1)}` : name.slice(1)];
+
 /* What to fill with on a canvas for a job. */
 export function fillOf(context, name) {
-  const {colour, pattern} = styleOf(name),
-    base = colours()[colour.slice(2)];
+  const {colour, pattern} = styleOf(name);
+  return tileOf(context, colours()[colour.slice(2)], pattern);
+}
+
+export function tileOf(context, base, pattern) {
   if (pattern === "solid") return base;
   const key = `${base}/${pattern}`;
   let tile = tiles.get(key);

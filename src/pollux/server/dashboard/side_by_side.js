@@ -3,7 +3,7 @@
 import {api} from "./api.js";
 import {Figure, hasNumbers, layout, line, wholeAxis} from "./charts.js";
 import {DataTable, fill, h, toast} from "./dom.js";
-import {DASH, byName, count, duration, isOdd, number, plain, quoted, share, time} from "./format.js";
+import {DASH, byName, count, duration, isOdd, number, quoted, share, time} from "./format.js";
 import {stateChip} from "./job_columns.js";
 import {noteSequence, now} from "./store.js";
 
@@ -120,17 +120,16 @@ export function sideBySidePage(query) {
         shown.length
           ? {
               data: shown.map(({job, curves, place, y}) =>
-                line(y.map((_, at) => xOf(curves, at)), y, plain(job.name), `@${place}`, {
+                line(y.map((_, at) => xOf(curves, at)), y, job.name, `@${place}`, {
                   connectgaps: true,
                   line: {shape, dash: DASHES[place]},
                 }),
               ),
               layout: layout({
-                xaxis: {title: {text: unit}, rangemode: "tozero", ...(by === "progress" ? {tickformat: ".1~%"} : {})},
+                xaxis: {title: unit, rangemode: "tozero", isTight: true, ...(by === "progress" ? {show: value => share(value)} : {})},
                 yaxis: isWhole
                   ? wholeAxis(shown.flatMap(({y}) => y))
-                  : {rangemode: name.startsWith("metric/") ? "normal" : "tozero", nticks: 5, ...(isShare ? {tickformat: ".1~%"} : {})},
-                margin: {l: 46, r: 12, t: 8, b: 44},
+                  : {rangemode: name.startsWith("metric/") ? "normal" : "tozero", ...(isShare ? {show: value => share(value)} : {})},
               }),
             }
           : null,

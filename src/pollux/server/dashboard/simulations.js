@@ -1,9 +1,9 @@
 /* The page of simulations: what policies make of a workload, side by side, as `pollux compare --publish` sends it. */
 
 import {api} from "./api.js";
-import {Figure, layout} from "./charts.js";
+import {Figure, bars, layout} from "./charts.js";
 import {DataTable, KeyedList, confirmDialog, fill, h, toast} from "./dom.js";
-import {DASH, describeField, duration, plain, time} from "./format.js";
+import {DASH, describeField, duration, time} from "./format.js";
 
 const AVERAGE = "avg_jct_s"; // as our own reports call it
 const MOST_CHOSEN = 6;
@@ -199,39 +199,27 @@ export function simulationsPage() {
     }
     const workload = row => String(row.workload ?? DASH),
       policyOf = row => String(row.policy ?? DASH);
-    const label = row =>
-      plain((shown.length > 1 ? `${workload(row)} · ${row.from.title}` : workload(row)).slice(0, 60));
+    const label = row => (shown.length > 1 ? `${workload(row)} · ${row.from.title}` : workload(row)).slice(0, 60);
     const policies = [...new Set(rows.map(policyOf))],
       longest = Math.max(...rows.map(row => (typeof row[name] === "number" ? row[name] : 0)));
     const [unit, unitS] = longest < 120 ? ["seconds", 1] : longest < 7200 ? ["minutes", 60] : ["hours", 3600];
-    const patterns = ["", "/", ".", "x", "-", "|"];
+    const patterns = ["solid", "stripes", "dots", "rungs"];
     const data = policies.map((policy, index) => {
       const own = rows.filter(row => policyOf(row) === policy);
-      return {
-        type: "bar",
-        name: plain(policy),
-        x: own.map(label),
-        y: own.map(row => (typeof row[name] === "number" ? row[name] / unitS : null)),
-        text: own.map(row => duration(row[name])),
-        textposition: "outside",
-        textangle: 0,
-        textfont: {size: innerWidth < 600 ? 9 : 12},
-        cliponaxis: false,
-        hovertemplate: `%{x}: %{text}<extra>${plain(policy)}</extra>`,
-        marker: {color: `@${index % 6}`, pattern: {shape: patterns[Math.floor(index / 6) % patterns.length]}},
-      };
+      return bars(
+        own.map(label),
+        own.map(row => (typeof row[name] === "number" ? row[name] / unitS : null)),
+        policy,
+        {color: `@${index % 6}`, pattern: patterns[Math.floor(index / 6) % patterns.length]},
+        {text: own.map(row => duration(row[name]))},
+      );
     });
     figure.update({
       data,
       layout: layout({
-        xaxis: {type: "category", automargin: true},
-        yaxis: {title: {text: unit}, range: [0, (1.12 * longest) / unitS || 1], nticks: 6},
-        barmode: "group",
-        bargap: rows.length < 3 ? 0.7 : 0.35,
-        bargroupgap: 0.1,
-        hovermode: "closest",
+        xaxis: {type: "category"},
+        yaxis: {title: unit, range: [0, (1.12 * longest) / unitS || 1], nticks: 6},
         showlegend: true,
-        margin: {l: 50, r: 12, t: 30, b: 40},
       }),
     });
   }

@@ -1,9 +1,9 @@
 /* The pages of studies: all of them, and one with its trials, its best value over time and cost, and its curves. */
 
 import {api, post} from "./api.js";
-import {Figure, layout, line} from "./charts.js";
+import {Figure, bars, layout, line} from "./charts.js";
 import {DataTable, confirmDialog, fill, h, setText, toast} from "./dom.js";
-import {DASH, asNumber, duration, number, plain, plural, share, time, wallClock} from "./format.js";
+import {DASH, asNumber, duration, number, plural, share, time, wallClock} from "./format.js";
 import {jobLink} from "./paint.js";
 
 const EVERY_MS = 2000,
@@ -71,8 +71,8 @@ export function studyPage({name}) {
     storage = h("code", {class: "command"}),
     notes = h("ul", {class: "plain"}),
     figures = {
-      time: new Figure({title: "Best so far", hint: "over time"}),
-      cost: new Figure({title: "Best so far", hint: "over slot-hours"}),
+      time: new Figure({title: "Best so far", hint: "running trials too, over time"}),
+      cost: new Figure({title: "Best so far", hint: "running trials too, over slot-hours"}),
       curves: new Figure({title: "Curves by trial", hint: "over their progress; larger dots: more slots", height: 320, isWide: true}),
       parallel: new Figure({title: "Parameters of all trials", hint: "by value", height: 320, isWide: true}),
       importance: new Figure({title: "Importance", hint: "by PED-ANOVA", empty: "Needs eight trials that are done."}),
@@ -154,9 +154,10 @@ function drawStudy(figures, study, curves) {
     values = best.map(one => one.value),
     step = {line: {shape: "hv"}};
   const drawn = (x, own) => (best.length ? {data: [line(x, values, study.metric, "@0", step)], layout: layout(own)} : null);
-  const newest = values.length ? number(values.at(-1), 5) : DASH;
+  // A running trial's value counts while it stands, so the curve may have been lower than what trials ended with.
+  const newest = study.best_value === null ? DASH : `best now ${number(study.best_value, 5)}`;
   figures.time.update(drawn(best.map(one => wallClock(one.at)), {}), newest);
-  figures.cost.update(drawn(best.map(one => one.slot_s / 3600), {xaxis: {}}), newest);
+  figures.cost.update(drawn(best.map(one => one.slot_s / 3600), {xaxis: {isTight: true}}), newest);
   const shown = Object.entries(curves).slice(-MOST_CURVES);
   figures.curves.update(
     shown.length
@@ -165,11 +166,10 @@ function drawStudy(figures, study, curves) {
             line(points.map(point => point.progress), points.map(point => asNumber(point.value)), `trial ${trial}`, `@${index % 8}`, {
               mode: "lines+markers",
               marker: {color: `@${index % 8}`, size: points.map(point => 4 + 2 * Math.min(point.num_replicas ?? 0, 8))},
-              text: points.map(point => (point.num_replicas ? `, ${plural(point.num_replicas, "slot")}` : "")),
-              hovertemplate: `%{y:.4~g}%{text}<extra>trial ${trial}</extra>`,
+              tell: at => `${number(points[at].value, 4)}${points[at].num_replicas ? `, ${plural(points[at].num_replicas, "slot")}` : ""}`,
             }),
           ),
-          layout: layout({xaxis: {tickformat: ".1~%"}}),
+          layout: layout({xaxis: {show: value => share(value), rangemode: "tozero", isTight: true}, hover: "point"}),
         }
       : null,
     plural(shown.length, "trial"),
@@ -179,21 +179,24 @@ function drawStudy(figures, study, curves) {
   figures.importance.update(
     names.length
       ? {
-          data: [{type: "bar", orientation: "h", y: names, x: names.map(one => study.importance[one])}],
-          layout: layout({xaxis: {tickformat: ".0%"}, margin: {l: 90, r: 12, t: 12, b: 28}}),
+          data: [bars(names.map(one => study.importance[one]), names, "", {color: "@0"}, {orientation: "h"})],
+          layout: layout({xaxis: {show: value => share(value), rangemode: "tozero"}, yaxis: {type: "category"}}),
         }
       : null,
   );
   const rungs = study.rungs.filter(one => one.num_trials);
   figures.rungs.update(
     rungs.length
-      ? {data: [{type: "bar", x: rungs.map(one => `${share(one.at_progress)}, ${plural(one.num_trials, "trial")}`), y: rungs.map(one => one.slot_s)}], layout: layout({xaxis: {}})}
+      ? {
+          data: [bars(rungs.map(one => `${share(one.at_progress)}, ${plural(one.num_trials, "trial")}`), rungs.map(one => one.slot_s), "", {color: "@0"})],
+          layout: layout({xaxis: {type: "category"}, yaxis: {show: duration}}),
+        }
       : null,
   );
 }
 
 /* Parallel coordinates: a line for each trial that has a value, each parameter from its least to its greatest. Words
-   become their place in a list. Plain lines: plotly's own kind makes code at run time, which the page's policy forbids. */
+   become their place in a list. */
 function parallel(study) {
   const done = study.trials.filter(one => typeof one.value === "number").slice(-MOST_CURVES);
   if (done.length < 2) return null;
@@ -203,14 +206,13 @@ function parallel(study) {
   return {
     data: done.map((one, index) => ({
       ...line([...names, study.metric], places.map(column => column[index]), `trial ${one.number}`, `@${index % 8}`),
-      text: [...names.map(name => `${name} ${one.params[name] ?? DASH}`), `${study.metric} ${number(one.value, 5)}`],
-      hovertemplate: "%{text}<extra>%{fullData.name}</extra>",
+      tell: at => (at < names.length ? `${names[at]} ${one.params[names[at]] ?? DASH}` : `${study.metric} ${number(one.value, 5)}`),
     })),
     layout: layout({
       xaxis: {type: "category"},
-      yaxis: {showticklabels: false, showgrid: false, range: [-0.14, 1.14]},
-      hovermode: "closest",
-      annotations: columns.flatMap((column, at) => ends(column).map((text, y) => ({x: at, y, text, showarrow: false, yshift: y ? 14 : -14}))),
+      yaxis: {isBare: true, range: [-0.14, 1.14]},
+      hover: "point",
+      ends: Object.fromEntries([...names, study.metric].map((name, at) => [name, ends(columns[at])])),
     }),
   };
 }
@@ -220,7 +222,7 @@ function ends(values) {
   const known = values.filter(value => value !== null);
   if (known.every(value => typeof value === "number")) return [Math.min(...known), Math.max(...known)].map(value => number(value, 4));
   const words = [...new Set(values.map(String))].sort();
-  return [plain(words[0]), plain(words.at(-1))];
+  return [words[0], words.at(-1)];
 }
 
 /* Values as numbers from 0, the least, to 1. */

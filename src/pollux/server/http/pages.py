@@ -1,4 +1,4 @@
-"""Serves what a browser loads: the dashboard's page, its scripts and styles, and plotly.js of the installed package.
+"""Serves what a browser loads: the dashboard's page, its scripts and styles, and plotly.js for published reports.
 
 The files are plain ones in ``server/dashboard/``; the look that they share with reports is :mod:`pollux.reports.look`.
 They need no token: they hold no data, and ask the HTTP interface for all of it.
@@ -23,9 +23,9 @@ from pollux.reports import look
 FOLDER = Path(__file__).parents[1] / "dashboard"
 INDEX = "index.html"
 PIECE_BYTES = 1 << 16
-# Scripts come from here alone, so text that a user wrote can never become one. Styles are set by plotly, too.
+# Scripts and styles come from here alone, so text that a user wrote can never become one.
 POLICY = (
-    "default-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; frame-src 'self'; "
+    "default-src 'self'; style-src 'self'; img-src 'self' data: blob:; frame-src 'self'; "
     "object-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
 HEADERS = {
