@@ -234,8 +234,8 @@ class StudyDriver:
     def curve_of(self, trial: StoredTrial) -> Curve:
         return Curve(trial.number, tuple(trial.points), trial.num_decided, trial.state == "running")
 
-    def _finish(self, trial: StoredTrial, state: TrialStateName, reason: str) -> None:
-        """In the storage first: a job that is left over is cancelled after a restart."""
+    def _finish(self, trial: StoredTrial, state: TrialStateName, reason: str, saves: bool = False) -> None:
+        """In the storage first: a job that is left over is cancelled after a restart. ``saves``: a last checkpoint."""
         self.stored.tell(trial, state, reason)
         logger.info("study %s: trial %d %s%s", self.name, trial.number, state, f": {reason}" if reason else "")
         job = self.seen.pop(trial.number, None)
@@ -244,7 +244,7 @@ class StudyDriver:
                 one.end(trial)
         self._weights.pop(self.job_of(trial), None)
         if job is not None and not job.is_over:
-            self._jobs.cancel(self.job_of(trial), reason or f"its trial is {state}")
+            self._jobs.cancel(self.job_of(trial), reason or f"its trial is {state}", saves)
 
     def _num_left(self) -> int:
         """Trials that are yet to be started."""
@@ -428,7 +428,7 @@ class StudyDriver:
 
     def _end_trials(self, state: str, reason: str) -> None:
         for trial in self.live:
-            self._finish(trial, _ENDED_AS[state], reason)
+            self._finish(trial, _ENDED_AS[state], reason, saves=True)  # one may have reached the target
 
     def _look_for_ignored_parameters(self) -> None:
         """Trials with different parameters whose curves are equal to the last digit."""

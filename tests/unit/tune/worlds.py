@@ -36,6 +36,7 @@ class FormulaJobs:
         self.value, self.slots, self.others, self.also = value, num_slots, [], also
         self.jobs: dict[str, FormulaJob] = {}
         self.weights: dict[str, float] = {}
+        self.saved: dict[str, bool] = {}  # jobs that were cancelled: whether they were to save
         self.num_reports = 0
         self.time = 1000.0
 
@@ -59,7 +60,8 @@ class FormulaJobs:
             is_of_study=job.request.study,
         )
 
-    def cancel(self, name: str, reason: str) -> None:
+    def cancel(self, name: str, reason: str, saves: bool = True) -> None:
+        self.saved[name] = saves
         if self.jobs[name].state == "running":
             self.jobs[name].state, self.jobs[name].reason = "cancelled", reason
 

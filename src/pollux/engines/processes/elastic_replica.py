@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from dataclasses import dataclass, field
 
 from pollux.engines.processes.slots import Slot
 from pollux.engines.processes.starters import ReplicaProcess
+from pollux.membership.leave import LEAVE_NOW
 from pollux.membership.roster import Member
 
 
@@ -38,6 +40,12 @@ class ElasticReplica:
     @property
     def was_member(self) -> bool:
         return self.first_generation is not None
+
+    def stop_signal(self, saves: bool) -> signal.Signals:
+        """One that was never in a group has nothing to save, and may wait for a group for a long time."""
+        if not self.was_member:
+            return signal.SIGKILL
+        return signal.SIGTERM if saves else LEAVE_NOW
 
     @property
     def exit_code(self) -> int | None:
