@@ -94,6 +94,33 @@ def test_a_study(visitor: Visitor) -> None:
 
 
 @long
+def test_a_study_of_several_metrics(visitor: Visitor) -> None:
+    pytest.importorskip("optuna", reason="studies need the extra tune")
+    script = visitor.server.folder / "both.py"
+    logs = "x = run.param('x', 0.5)\n    run.log(loss=1 - x, size=x, memory=x)"
+    script.write_text(ELASTIC_JOB.replace("run.log(loss=float(loss))", logs))
+    with visitor.server.client as client:
+        options = {"metric": ["loss", "size:min"], "limits": ["memory<=0.5"], "sampler": "random", "trials": 6}
+        space = {"x": "0.0..1.0"}
+        command = [sys.executable, str(script), "1"]
+        Study(command, space=space, name="both", parallel=2, client=client, **options).start()
+        visitor.server.until(lambda _: Study.attach("both", client).describe().is_over, "the study is over", 120)
+        found = Study.attach("both", client).describe()
+    assert found.state == "finished" and 1 <= len(found.front) < 6, found
+    page = visitor.open("#/studies/both")
+    page.locator("table[aria-label=Trials] tbody tr").nth(5).wait_for()
+    told = text_of(page, "main")
+    assert f"front: {', '.join(map(str, found.front))}" in told and "limits memory<=0.5" in told
+    draw_all(page)
+    assert page.locator("figure[aria-label='Front'] .main-svg").count() > 0
+    assert not page.locator("figure[aria-label='Best so far']").first.is_visible()
+    heads = page.locator("table[aria-label=Trials] thead th").all_inner_texts()
+    assert {"loss", "size", "memory", "Front", "Limits"} <= set(heads)
+    assert "broken" in told and "kept" in told
+    assert barriers(page) == []
+
+
+@long
 def test_how_sure_a_noise_scale_is_and_what_training_decided(visitor: Visitor) -> None:
     note = f"step 12: batch 64 -> 32, {EVIL}"
     with visitor.server.client as client:

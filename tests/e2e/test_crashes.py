@@ -248,6 +248,17 @@ def test_signals_leave_a_checkpoint_for_any_number_of_replicas(bench: Bench, nam
     assert min(rows[0].step for rows in list(bench.traces().values())[before:]) == last + 1
 
 
+@pytest.mark.parametrize("size", [1, 3])
+def test_a_job_of_which_nothing_is_needed_leaves_at_once(bench: Bench, size: int) -> None:
+    job = bench.start(size, args=["--epochs", 50])
+    pump_until(bench, job, lambda: bench.step() >= 10)
+    told = time.monotonic()
+    job.request_stop(20.0, saves=False)
+    assert job.wait(20.0) == 143
+    assert time.monotonic() - told < 10.0  # none waits for one that has left
+    assert checkpoint_steps(bench) == [] and job.num_restarts == 0
+
+
 def test_a_job_that_loses_a_member_while_it_stops_leaves_a_checkpoint_all_the_same(bench: Bench) -> None:
     job = bench.start(3, args=["--epochs", 10])
     pump_until(bench, job, lambda: bench.step() >= 10)

@@ -12,13 +12,14 @@ from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
 from pollux.api.codec import Codec, Special, about
+from pollux.api.goal import Direction, Limit, Metric, check_goals, watched
 from pollux.api.job import NonFinite
 from pollux.api.request import MAX_NAME_LENGTH, JobRequest, default_name, shown_request
 from pollux.api.space import Parameter, Value, check_space, check_value, value_text
 from pollux.errors import InvalidValueError
 
 SamplerName = Literal["tpe", "random", "cmaes", "gp"]
-PrunerName = Literal["asha", "hyperband", "median", "curve", "pbt", "none"]
+PrunerName = Literal["auto", "asha", "hyperband", "median", "curve", "pbt", "none"]
 StudyStateName = Literal["running", "stopped", "finished", "failed", "unreadable"]
 TrialStateName = Literal["waiting", "running", "complete", "pruned", "failed", "stopped"]
 MAX_TRIALS = 10_000
@@ -37,14 +38,20 @@ class StudyRequest:
     space: tuple[Parameter, ...]
     metric: str = field(metadata=about("What run.log reports and the study improves.", min_length=1, max_length=256))
     name: str = field(default="", metadata=about("The script's name by default."))
-    direction: Literal["minimize", "maximize"] = "minimize"
+    direction: Direction = "minimize"
+    further: tuple[Metric, ...] = field(
+        default=(), metadata=about("More metrics to improve; the study finds the trials that none beats in all.")
+    )
+    limits: tuple[Limit, ...] = field(
+        default=(), metadata=about("On values that run.log reports; a trial that breaks one is not the best.")
+    )
     trials: int = field(default=20, metadata=about("How many in all.", ge=1, le=MAX_TRIALS))
     parallel: int | None = field(
         default=None,
         metadata=about("Trials at a time, those that wait included; as many as are worth a slot by default.", ge=1),
     )
     sampler: SamplerName = "tpe"
-    pruner: PrunerName = "asha"
+    pruner: PrunerName = field(default="auto", metadata=about("asha by default; none with several metrics."))
     eta: int = field(default=3, metadata=about("Of so many trials at a rung one goes on.", ge=2, le=100))
     min_progress: float = field(
         default=0.1, metadata=about("Share of its work after which a trial may be pruned.", ge=0.001, le=0.9)
@@ -74,6 +81,13 @@ class StudyRequest:
             raise InvalidValueError(f"weight {self.weight}; a positive number is needed")
         check_space(self.space)
         self._check_grid()
+        check_goals(self.metric, self.further, self.limits)
+        if self.pruner == "auto":
+            object.__setattr__(self, "pruner", "none" if self.further else "asha")
+        if self.further:
+            self._check_several_metrics()
+        elif self.limits and self.sampler == "cmaes":
+            raise InvalidValueError("sampler cmaes knows no limits; use tpe, gp or random")
         self._check_first()
         if self.pruner == "pbt":
             self._check_population()
@@ -102,6 +116,17 @@ class StudyRequest:
                 if name not in known:
                     raise InvalidValueError(f"a first trial with {name!r:.80}; the space has {', '.join(known)}")
                 check_value(known[name], value)
+
+    def _check_several_metrics(self) -> None:
+        if self.pruner != "none":
+            raise InvalidValueError(
+                f"pruner {self.pruner} compares trials by one metric, and here are {1 + len(self.further)}: a trial "
+                "that is worse in one may be the best in another; use pruner none, or make all but one a limit"
+            )
+        if self.target is not None:
+            raise InvalidValueError(f"a target of {self.target:g} is one of one metric; here are several")
+        if self.sampler == "cmaes":
+            raise InvalidValueError("sampler cmaes improves one metric; use tpe, gp or random for several")
 
     def _check_population(self) -> None:
         if all(one.kind != "float" for one in self.space):
@@ -133,6 +158,11 @@ class StudyRequest:
     def sign(self) -> float:
         """What makes the metric one to minimise."""
         return 1.0 if self.direction == "minimize" else -1.0
+
+    @property
+    def watched(self) -> tuple[str, ...]:
+        """Values of which the last one counts, whatever the progress: those of further metrics and of limits."""
+        return watched(self.further, self.limits)
 
     def command_of(self, params: Mapping[str, Value]) -> tuple[str, ...]:
         """The command of a trial: ``{name}`` replaced, and ``--name value`` behind it if the study says so."""
@@ -170,6 +200,10 @@ class TrialView:
     reason: str
     copied: tuple[int, ...] = field(default=(), metadata=about("Trials whose state it took over, in order."))
     branch_of: int | None = field(default=None, metadata=about("The trial whose early part it shares."))
+    values: Mapping[str, float | NonFinite] = field(
+        default_factory=dict, metadata=about("The last ones of further metrics, and of what has a limit.")
+    )
+    keeps_limits: bool | None = field(default=None, metadata=about("Null: there are none, or a value has not come."))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,10 +232,19 @@ class StudySummary:
     best_params: Mapping[str, object]
     slot_s: float
     warnings: tuple[str, ...]
+    further: tuple[Metric, ...] = ()
+    limits: tuple[Limit, ...] = ()
+    front: tuple[int, ...] = field(
+        default=(), metadata=about("With several metrics there is no best trial, but these, which none beats in all.")
+    )
 
     @property
     def is_over(self) -> bool:
         return self.state != "running"
+
+    @property
+    def watched(self) -> tuple[str, ...]:
+        return watched(self.further, self.limits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -57,7 +58,14 @@ def begin(
         list[str] | None,
         _option("--space", metavar="NAME=RANGE", help="lr=log:1e-4..1e-1, layers=1..8, model=choice:small,large."),
     ] = None,
-    metric: Annotated[str | None, _option("--metric", metavar="NAME", help="What run.log reports, to improve.")] = None,
+    metric: Annotated[
+        list[str] | None,
+        _option("--metric", metavar="NAME[:min|max]", help="What run.log reports, to improve; may be repeated."),
+    ] = None,
+    limit: Annotated[
+        list[str] | None,
+        _option("--limit", metavar="NAME<=NUMBER", help="What the best trial keeps: 'latency<=20'; may be repeated."),
+    ] = None,
     maximizes: Annotated[bool, _option("--maximize", help="The metric is to grow; it is to fall by default.")] = False,
     trials: Annotated[int | None, _option("--trials", metavar="N", help="How many in all; 20 by default.")] = None,
     parallel: Annotated[int | None, _option("--parallel", metavar="N", help="At most so many at a time.")] = None,
@@ -88,12 +96,13 @@ def begin(
 ) -> None:
     """Begin a study; print its name. Job options apply to every trial; --weight counts for the whole study."""
     if file is not None:
-        if command or space or metric:
-            raise InvalidValueError(f"--file {file} beside a command, --space or --metric; say it in one place")
+        if command or space or metric or limit:
+            raise InvalidValueError(f"--file {file} beside a command, --space, --metric or --limit; say all in one")
         request = read_study(file)
     else:
         own = {
-            "metric": metric,
+            "metric": metric or None,
+            "limits": limit or None,
             "direction": "maximize" if maximizes else None,
             "trials": trials,
             "parallel": parallel,
@@ -149,6 +158,7 @@ def list_all(as_json: JsonOption = False, data: DataOption = None, server: Serve
     table = Table("study", "state", "trials", "best", "parameters", "slot-hours", box=None, pad_edge=False)
     for one in found:
         best = "-" if one.best_value is None else f"{one.metric} {one.best_value:.6g}"
+        best = f"a front of {len(one.front)} trials" if one.front else best
         table.add_row(
             one.name,
             one.state,
@@ -179,19 +189,11 @@ def show_one(
         print_json(found)
         return
     show(_short(found))
-    table = Table(
-        "trial",
-        "state",
-        escape(plain(found.metric)),
-        "progress",
-        "slots",
-        "chance",
-        "parameters",
-        box=None,
-        pad_edge=False,
-    )
+    watched = [one for one in found.watched if one != found.metric]
+    named = [escape(plain(name)) for name in (found.metric, *watched)]
+    table = Table("trial", "state", *named, "progress", "slots", "chance", "parameters", box=None, pad_edge=False)
     for one in found.trials[-_MOST_TRIALS:]:
-        table.add_row(*_row(one))
+        table.add_row(*_row(one, watched))
     show(table)
     if found.importance:
         say(plain("importance: " + ", ".join(f"{name} {value:.0%}" for name, value in found.importance.items())))
@@ -238,6 +240,11 @@ def _short(found: StudySummary) -> str:
     if found.best_value is not None:
         best = f"{plain(found.metric)} {found.best_value:.6g} of trial {found.best_trial}"
         lines.append(f"best: {best}, {_params(found.best_params)}")
+    if found.limits:
+        lines.append(plain(f"limits: {', '.join(map(str, found.limits))}; * breaks one"))
+    if found.front:
+        names = " and ".join((found.metric, *(one.name for one in found.further)))
+        lines.append(plain(f"front: {', '.join(map(str, found.front))}; no trial beats these in {names} together"))
     return "\n".join(lines)
 
 
@@ -255,9 +262,14 @@ def _params(params: Any) -> str:
     )
 
 
-def _row(one: TrialView) -> tuple[str | Text, ...]:
-    value = "-" if one.value is None else f"{one.value:.6g}" if isinstance(one.value, float) else str(one.value)
+def _row(one: TrialView, watched: Sequence[str]) -> tuple[str | Text, ...]:
+    values = [_value(one.value), *(_value(one.values.get(name)) for name in watched)]
     progress = "-" if one.progress is None else f"{one.progress:.0%}"
     chance = "-" if one.chance is None else f"{one.chance:.0%}"
     slots = str(one.num_replicas) if one.state == "running" else "-"
-    return str(one.number), one.state, value, progress, slots, chance, Text(_params(one.params))
+    number = f"{one.number}{'*' if one.keeps_limits is False else ''}"
+    return number, one.state, *values, progress, slots, chance, Text(_params(one.params))
+
+
+def _value(value: float | str | None) -> str:
+    return "-" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)

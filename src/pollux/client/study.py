@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from pollux.api.codec import Json, decode
+from pollux.api.goal import Metric, parse_limit, parse_metric
 from pollux.api.space import Parameter, Value, parse_parameter, parse_value
 from pollux.api.study import (
     StudyCurves,
@@ -27,7 +28,7 @@ from pollux.client.request import make_request
 from pollux.errors import InputFileError, InvalidValueError
 
 _FIRST_POLL_S, _LAST_POLL_S = 0.1, 1.0
-_OWN = tuple(one.name for one in fields(StudyRequest) if one.name not in ("job", "space"))
+_OWN = tuple(one.name for one in fields(StudyRequest) if one.name not in ("job", "space", "further"))
 Space = Mapping[str, str] | Sequence[str | Parameter]
 
 
@@ -35,7 +36,8 @@ def make_study(command: Sequence[str], space: Space, options: Mapping[str, Any])
     """What is to be sent for a search over ``space`` with ``command``, which runs from here.
 
     ``space``: by name, as in ``{"lr": "log:1e-4..1e-1"}``, or a list of ``"lr=log:1e-4..1e-1"``. ``options``: fields of
-    :class:`StudyRequest` (metric, trials, sampler, ...) and of a job (max_replicas, env, ...).
+    :class:`StudyRequest` (metric, trials, sampler, ...) and of a job (max_replicas, env, ...). ``metric`` is one or a
+    list, as in ``["val_loss:min", "accuracy:max"]``; ``limits`` are texts such as ``"latency<=20"``.
 
     Raises:
         InvalidValueError: the script is not there, or a value cannot be.
@@ -46,12 +48,36 @@ def make_study(command: Sequence[str], space: Space, options: Mapping[str, Any])
     rest = {name: value for name, value in options.items() if name not in _OWN}
     if "first" in own:
         own["first"] = tuple(dict(one) for one in own["first"])
-    if "metric" not in own:
-        raise InvalidValueError("no metric; say which value of run.log the study is to improve, as in val_loss")
+    own |= _goals(own)
     words = [str(word) for word in command]
     if words and words[0].endswith(".py"):
         words = ["python", *words]
     return StudyRequest(job=replace(make_request(words, rest), weight=1.0), space=parameters, **own)
+
+
+def _goals(own: Mapping[str, Any]) -> dict[str, Any]:
+    """Metrics and limits, of texts."""
+    metrics = [parse_metric(text) for text in _texts("metric", own.get("metric"))]
+    if not metrics:
+        raise InvalidValueError("no metric; say which value of run.log the study is to improve, as in val_loss")
+    (name, direction), *rest = metrics
+    if "direction" in own and (rest or direction):
+        said = f"{len(metrics)} metrics" if rest else f"{name}:{direction[:3] if direction else ''}"
+        raise InvalidValueError(f"{said} beside one direction for all (--maximize); write {name}:max instead")
+    return {
+        "metric": name,
+        "direction": direction or own.get("direction", "minimize"),
+        "further": tuple(Metric(name=name, direction=direction or "minimize") for name, direction in rest),
+        "limits": tuple(map(parse_limit, _texts("limits", own.get("limits")))),
+    }
+
+
+def _texts(name: str, value: object) -> list[str]:
+    """One text, or a list of them."""
+    found = [value] if isinstance(value, str) else value or []
+    if not isinstance(found, list | tuple) or not all(isinstance(one, str) for one in found):
+        raise InvalidValueError(f"{name} = {value!r:.80}; a text or a list of texts is needed")
+    return list(found)
 
 
 def read_study(path: Path) -> StudyRequest:
@@ -108,7 +134,7 @@ class Study:
         command: Sequence[str],
         *,
         space: Space,
-        metric: str,
+        metric: str | Sequence[str],
         client: Client | None = None,
         **options: Any,
     ) -> None:

@@ -165,11 +165,11 @@ class SupervisedEngine:
                         if (known := self._jobs.get(job)) is not None:  # else its end is among the events already
                             known.generation, known.allocation = generation, allocation
                             self._send(_placing("resize", job, generation, allocation))
-                case StopJob(job=job, reason=reason):
+                case StopJob(job=job, reason=reason, saves=saves):
                     with self._changed:
                         if (known := self._jobs.get(job)) is not None:
                             known.is_stopping = True
-                            self._send_stop(job, reason)
+                            self._send_stop(job, reason, saves)
                 case TuneJob():
                     pass  # a job hears it in the answer to its next report
 
@@ -285,8 +285,8 @@ class SupervisedEngine:
         if self._channel is not None:
             self._channel.send(message)
 
-    def _send_stop(self, job: str, reason: str) -> None:
-        self._send({"op": "stop", "job": job, "grace_s": self._grace_s, "reason": reason})
+    def _send_stop(self, job: str, reason: str, saves: bool = True) -> None:
+        self._send({"op": "stop", "job": job, "grace_s": self._grace_s, "saves": saves, "reason": reason})
 
     def _disconnect(self) -> None:
         if self._channel is not None:

@@ -174,7 +174,7 @@ class SimulatedStudy:
             found.append(Observation(id=epoch + 1, at=self._engine.now, progress=progress, value=value))
         return found, max(last, since)
 
-    def cancel(self, name: str, reason: str) -> None:
+    def cancel(self, name: str, reason: str, saves: bool = True) -> None:
         if self._scheduler.has(name):
             self._scheduler.cancel(name, reason)
 

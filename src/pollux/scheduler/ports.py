@@ -46,10 +46,14 @@ class ResizeJob:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StopJob:
-    """Let a job checkpoint and leave; its slots are free once the engine says it has stopped."""
+    """Let a job checkpoint and leave; its slots are free once the engine says it has stopped.
+
+    Not ``saves``: it need not checkpoint, as nothing of it is needed any more.
+    """
 
     job: str
     reason: str
+    saves: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """Leaving a run: by signal, or because the replica is not needed any more.
 
 A signal only sets a flag; the session sees it at the next step boundary, where all ranks agree on it, rank 0 saves a
-checkpoint, and every rank raises :class:`Leave`. That is an exception like SystemExit: it passes through
-``except Exception``, and Python turns it into exit code 143 if it is not caught.
+checkpoint, and every rank raises :class:`Leave`. ``LEAVE_NOW`` raises it at once. That is an exception like
+SystemExit: it passes through ``except Exception``, and Python turns it into exit code 143 if it is not caught.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 from typing import Any
+
+from pollux.membership.leave import LEAVE_NOW
 
 EXIT_CODE = 143  # what a process has that ended by SIGTERM
 SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
@@ -45,7 +47,7 @@ class LeaveSignals:
         if threading.current_thread() is not threading.main_thread():
             logger.warning("not in the main thread: signals will not be turned into a checkpoint")
             return
-        for number in SIGNALS:
+        for number in (*SIGNALS, LEAVE_NOW):
             self._before[number] = signal.signal(number, self._receive)
         self.is_given_back = False
 
@@ -69,6 +71,8 @@ class LeaveSignals:
 
     def _receive(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
+        if number == LEAVE_NOW:
+            raise Leave("not needed any more: leaving without a checkpoint")
         if self.received == name:
             raise Leave(f"{name} twice: leaving without a checkpoint")
         self.received = self.received or name

@@ -20,6 +20,7 @@ from pollux.tune.apportion import Apportionment, Candidate, Prospect, Rule, appo
 from pollux.tune.branches import Branches
 from pollux.tune.copies import CopyDesk
 from pollux.tune.exploits import Exploits
+from pollux.tune.goals import breaks, front, keeps, read_values
 from pollux.tune.ports import Jobs, TrialJob
 from pollux.tune.promise import MOST_WEIGHT_STEP, chances, job_weights, slots_of_study
 from pollux.tune.rungs import Curve, make_pruner
@@ -95,7 +96,7 @@ class StudyDriver:
         plan = self._apportion()
         self._start_trials(max(plan.num_new, self._num_branches()))
         if not self.live and self._num_left() == 0:
-            self._end("finished", "all trials are done")
+            self._end("finished", self._all_done())
             return
         self._weigh(plan.slots)
         self._look_for_ignored_parameters()
@@ -161,6 +162,8 @@ class StudyDriver:
                 return
             self.stored.observe(trial, one.progress, self.request.sign * one.value, job.num_replicas)
             trial.value = self.request.sign * one.value
+        if self.request.watched:
+            self.stored.keep_values(trial, read_values(self.request.watched, job.metrics))
         if self._branches is not None and (problem := self._branches.follow(trial, job, self.trials)):
             self._warn(problem)
         if job.is_over and not self._may_be_late(trial, job):
@@ -168,9 +171,16 @@ class StudyDriver:
         elif not trial.points and (job.progress or 0.0) >= STUCK_PROGRESS:
             self._warn(_missing(self.request.metric, job.metrics))
 
+    def _missing_of(self, trial: StoredTrial) -> str:
+        """A metric, or what has a limit, that has not come yet; empty: all have."""
+        if trial.value is None:
+            return self.request.metric
+        return next((name for name in self.request.watched if name not in trial.values), "")
+
     def _may_be_late(self, trial: StoredTrial, job: TrialJob) -> bool:
         """A job that succeeded without a value: its last report may be on its way."""
-        if job.state != "succeeded" or trial.value is not None or self.request.metric in job.metrics:
+        lost = self._missing_of(trial)
+        if job.state != "succeeded" or not lost or lost in job.metrics:
             return False
         return self._jobs.now() - self._over_since.setdefault(trial.number, self._jobs.now()) < LATE_S
 
@@ -185,17 +195,23 @@ class StudyDriver:
             # The last report may be saved a moment after the end; the job's summary has it already.
             trial.value = self.request.sign * float(last)
             self.stored.observe(trial, 1.0 if job.state == "succeeded" else job.progress or 0.0, trial.value)
-        if job.state == "succeeded" and trial.value is not None:
-            self._finish(trial, "complete", "")
-        elif job.state == "succeeded":
-            self._finish(trial, "failed", _missing(self.request.metric, job.metrics))
-        else:
+        endless = [one.name for one in self.request.further if not math.isfinite(trial.values.get(one.name, 0.0))]
+        if job.state != "succeeded":
             self._finish(trial, "failed", f"its job {job.state}: {job.reason}")
+        elif lost := self._missing_of(trial):
+            self._finish(trial, "failed", _missing(lost, job.metrics))
+        elif endless:
+            self._finish(trial, "pruned", f"{endless[0]} is {trial.values[endless[0]]} at its end")
+        else:
+            self._finish(trial, "complete", "")
 
     def _judge(self, trial: StoredTrial) -> None:
         if trial.number not in self.seen:
             return
-        verdict = self.pruner.judge(self.curve_of(trial), [self.curve_of(one) for one in self._counted()])
+        others = self._counted()
+        if not self.breaks_limits(trial):  # one that breaks them is no reason to prune one that does not
+            others = [one for one in others if not self.breaks_limits(one)]
+        verdict = self.pruner.judge(self.curve_of(trial), [self.curve_of(one) for one in others])
         if self._exploits is not None:
             if problem := self._exploits.follow(trial):
                 self._warn(problem)
@@ -209,11 +225,17 @@ class StudyDriver:
         """Trials that others are compared with."""
         return [one for one in self.trials.values() if one.state in ("running", "complete", "pruned")]
 
+    def keeps_limits(self, trial: StoredTrial) -> bool:
+        return keeps(self.request.limits, trial.values)
+
+    def breaks_limits(self, trial: StoredTrial) -> bool:
+        return breaks(self.request.limits, trial.values)
+
     def curve_of(self, trial: StoredTrial) -> Curve:
         return Curve(trial.number, tuple(trial.points), trial.num_decided, trial.state == "running")
 
-    def _finish(self, trial: StoredTrial, state: TrialStateName, reason: str) -> None:
-        """In the storage first: a job that is left over is cancelled after a restart."""
+    def _finish(self, trial: StoredTrial, state: TrialStateName, reason: str, saves: bool = False) -> None:
+        """In the storage first: a job that is left over is cancelled after a restart. ``saves``: a last checkpoint."""
         self.stored.tell(trial, state, reason)
         logger.info("study %s: trial %d %s%s", self.name, trial.number, state, f": {reason}" if reason else "")
         job = self.seen.pop(trial.number, None)
@@ -222,7 +244,7 @@ class StudyDriver:
                 one.end(trial)
         self._weights.pop(self.job_of(trial), None)
         if job is not None and not job.is_over:
-            self._jobs.cancel(self.job_of(trial), reason or f"its trial is {state}")
+            self._jobs.cancel(self.job_of(trial), reason or f"its trial is {state}", saves)
 
     def _num_left(self) -> int:
         """Trials that are yet to be started."""
@@ -292,7 +314,7 @@ class StudyDriver:
         """How many slots each live trial should have, and how many trials should begin."""
         live, counted = self.live, self._counted()
         ended = [one for one in counted if one.state != "running"]
-        best = min((one.value for one in ended if one.value is not None), default=None)
+        best = min((one.value for one in ended if one.value is not None and self.keeps_limits(one)), default=None)
         complete = [one.points for one in ended if one.state == "complete"]
         self.chances = chances({one.number: one.points for one in live}, best, complete)
         candidates = [
@@ -318,8 +340,9 @@ class StudyDriver:
         return own or max((one.speedups for one in self.seen.values()), key=len, default=())
 
     def _is_proven(self, trial: StoredTrial) -> bool:
-        """Whether its curve decides on its slots. A population trains side by side: its worst trial may copy others."""
-        if self._exploits is not None:
+        """Whether its curve decides on its slots. A population trains side by side: its worst trial may copy others.
+        With several metrics no single curve says how good a trial is: slots are shared equally."""
+        if self._exploits is not None or self.request.further:
             return False
         return trial.num_decided > 0 or (not self.pruner.rungs and bool(trial.points))
 
@@ -345,9 +368,28 @@ class StudyDriver:
 
     @property
     def best(self) -> StoredTrial | None:
-        """The trial with the best last value, of those that were not given up as failed."""
-        counted = [one for one in self._counted() if one.value is not None]
+        """The trial with the best last value, of those that keep all limits and were not given up as failed.
+
+        None with several metrics: see :attr:`front`.
+        """
+        if self.request.further:
+            return None
+        counted = [one for one in self._counted() if one.value is not None and self.keeps_limits(one)]
         return min(counted, key=lambda one: (one.value, one.number), default=None)
+
+    @property
+    def front(self) -> tuple[int, ...]:
+        """With several metrics: the trials that keep all limits, and that no other one beats in every metric."""
+        if not self.request.further:
+            return ()
+        return front({one.number: self._vector(one) for one in self._counted() if self._is_comparable(one)})
+
+    def _is_comparable(self, trial: StoredTrial) -> bool:
+        return self.keeps_limits(trial) and not self._missing_of(trial)
+
+    def _vector(self, trial: StoredTrial) -> tuple[float, ...]:
+        assert trial.value is not None
+        return (trial.value, *(one.sign * trial.values[one.name] for one in self.request.further))
 
     def _note_best(self) -> None:
         best = self.best
@@ -361,8 +403,16 @@ class StudyDriver:
     def _is_target_reached(self) -> bool:
         target = self.request.target
         return target is not None and any(
-            value <= self.request.sign * target for one in self._counted() for _, value in one.points
+            value <= self.request.sign * target
+            for one in self._counted()
+            if self.keeps_limits(one)
+            for _, value in one.points
         )
+
+    def _all_done(self) -> str:
+        kept = any(self.keeps_limits(one) for one in self._counted())
+        text = "" if kept else f"; none keeps {' and '.join(map(str, self.request.limits))}: widen them, or the space"
+        return f"all trials are done{text}"
 
     def _is_hopeless(self) -> bool:
         ended = [one for one in self.trials.values() if one.state in ("complete", "pruned", "failed")]
@@ -378,7 +428,7 @@ class StudyDriver:
 
     def _end_trials(self, state: str, reason: str) -> None:
         for trial in self.live:
-            self._finish(trial, _ENDED_AS[state], reason)
+            self._finish(trial, _ENDED_AS[state], reason, saves=True)  # one may have reached the target
 
     def _look_for_ignored_parameters(self) -> None:
         """Trials with different parameters whose curves are equal to the last digit."""

@@ -46,7 +46,8 @@ class Jobs(Protocol):
     def find(self, name: str) -> TrialJob | None:
         """None: there has never been such a job."""
 
-    def cancel(self, name: str, reason: str) -> None: ...
+    def cancel(self, name: str, reason: str, saves: bool = True) -> None:
+        """Not ``saves``: nothing of the job is needed any more, it may end without a checkpoint."""
 
     def observations(self, name: str, since: int) -> tuple[list[Observation], int]:
         """Values of the study's metric in reports after the id ``since``, and the id of the last report."""

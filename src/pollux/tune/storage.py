@@ -30,10 +30,12 @@ from pollux.errors import InvalidValueError, StoreError, UnknownNameError
 _REQUEST, _STATE, _REASON, _ENDED, _CREATED = "request", "state", "reason", "ended_at", "created_at"
 _IMPROVEMENTS, _REPEATED = "improvements", "repeated"
 _PARAMS, _COPIED = "params", "copied"  # of a trial that took over another's state
-_BRANCH_OF, _REPLICAS = "branch_of", "num_replicas"
+_BRANCH_OF, _REPLICAS, _VALUES = "branch_of", "num_replicas", "values"
 _STEPS: Final = 1_000_000  # Optuna counts steps in whole numbers: millionths of a trial's work
 _PREFIX = "pollux:"
+_LIMIT = "constraints:"  # Optuna's own, with the name of a constraint: at most 0 where it is kept
 _FIXED = "fixed_params"  # Optuna's own: what a trial gets, whatever its sampler would say
+_HUGE = 1e300
 _LEAST_TRIALS = 8  # that importance is computed from
 _OURS: Mapping[TrialState, TrialStateName] = {
     TrialState.RUNNING: "running",
@@ -62,6 +64,7 @@ class StoredTrial:
     copied: list[tuple[str, int]] = field(default_factory=list)  # ids of copies, and the trials they came from
     branch_of: int | None = None  # the trial whose early part it shares
     num_replicas: dict[str, int] = field(default_factory=dict)  # by step of a point, in words as JSON has them
+    values: dict[str, float] = field(default_factory=dict)  # the last ones of further metrics, and of what has a limit
 
     def replicas_at(self, progress: float) -> int | None:
         """How many it had when the value at this progress came, if that is known."""
@@ -127,13 +130,17 @@ class StudyStorage:
         with _guarded(f"creating study {request.name!r}"):
             try:
                 made = optuna.create_study(
-                    storage=self._storage, study_name=request.name, direction=request.direction, load_if_exists=False
+                    storage=self._storage,
+                    study_name=request.name,
+                    directions=_directions(request),
+                    load_if_exists=False,
                 )
             except optuna.exceptions.DuplicatedStudyError:
                 raise InvalidValueError(
                     f"a study named {request.name!r} exists; choose another --name, or go on with it: "
                     f"pollux tune resume {request.name}"
                 ) from None
+            made.set_metric_names([request.metric, *(one.name for one in request.further)])
             for params in request.first:
                 made.enqueue_trial(dict(params))
             for name, value in ((_REQUEST, encode_study(request)), (_CREATED, now), (_STATE, "running")):
@@ -205,7 +212,7 @@ class StoredStudy:
         self.request = request
 
     def importance(self) -> dict[str, float]:
-        """Of each parameter for the metric; empty while there are too few trials."""
+        """Of each parameter for the metric, or for being on the front; empty while there are too few trials."""
         complete = self._study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
         if len(complete) < _LEAST_TRIALS:
             return {}
@@ -241,6 +248,7 @@ class StoredStudy:
                         last_report=0,
                         branch_of=attributes.get(_PREFIX + _BRANCH_OF),
                         num_replicas=dict(attributes.get(_PREFIX + _REPLICAS, {})),
+                        values=dict(attributes.get(_PREFIX + _VALUES, {})),
                         copied=[(str(id_), int(source)) for id_, source in attributes.get(_PREFIX + _COPIED, [])],
                     )
                 )
@@ -280,7 +288,7 @@ class StoredStudy:
         with _guarded("asking for parameters"):
             known = self._study.get_trials(deepcopy=False)
             copy = optuna.create_study(
-                direction=self.request.direction, sampler=make_sampler(self.request, trial.number)
+                directions=_directions(self.request), sampler=make_sampler(self.request, trial.number)
             )
             before = [one for one in known if one.number < trial.number and one.state != TrialState.WAITING]
             copy.add_trials(before)
@@ -318,6 +326,13 @@ class StoredStudy:
             trial.num_replicas[str(step)] = num_replicas
             self._note(trial, _REPLICAS, trial.num_replicas)
 
+    def keep_values(self, trial: StoredTrial, values: Mapping[str, float]) -> None:
+        """The last ones of further metrics and of what has a limit; those that are not told stay."""
+        if values.items() <= trial.values.items():
+            return
+        trial.values |= values
+        self._note(trial, _VALUES, trial.values)
+
     def keep_copy(self, trial: StoredTrial, id_: str, source: int, params: Mapping[str, Value]) -> None:
         """A trial has taken over another's state, and goes on with other parameters. Once for each id."""
         if any(id_ == known for known, _ in trial.copied):
@@ -334,19 +349,31 @@ class StoredStudy:
             trial.num_decided = num_decided
 
     def tell(self, trial: StoredTrial, state: TrialStateName, reason: str) -> None:
-        """End a trial. Once: a trial that has ended stays as it is."""
-        values = None if trial.value is None else [self.request.sign * trial.value]
+        """End a trial. Once: a trial that has ended stays as it is.
+
+        One that is complete has values of all metrics.
+        """
+        further = self.request.further
         with _guarded("ending a trial"):
             self._note(trial, "slot_s", trial.slot_s)
             self._note(trial, _REASON, reason)
-            if state == "complete":
+            for limit in self.request.limits:
+                if limit.name in trial.values:
+                    self._keep_excess(trial, str(limit), limit.excess(trial.values[limit.name]))
+            if state == "complete" and trial.value is not None:
+                values = [self.request.sign * trial.value, *(trial.values[one.name] for one in further)]
                 self._study.tell(trial.number, values, TrialState.COMPLETE, skip_if_finished=True)
-            elif state == "pruned":
+            elif state == "pruned" and not further:  # Optuna prunes by one metric only
                 self._study.tell(trial.number, None, TrialState.PRUNED, skip_if_finished=True)
             else:
                 self._note(trial, _STATE, state)
                 self._study.tell(trial.number, None, TrialState.FAIL, skip_if_finished=True)
         trial.state, trial.reason = state, reason
+
+    def _keep_excess(self, trial: StoredTrial, limit: str, excess: float) -> None:
+        """What samplers read. As Optuna's set_constraint, without drawing parameters again."""
+        found = min(max(excess, -_HUGE), _HUGE)  # JSON in a database knows no infinity
+        self._study._storage.set_trial_system_attr(self._id(trial), _LIMIT + limit, found)
 
     def _note(self, trial: StoredTrial, name: str, value: object) -> None:
         with _guarded("keeping what a trial did"):
@@ -357,10 +384,14 @@ class StoredStudy:
         return int(storage.get_trial_id_from_study_id_trial_number(study_id, trial.number))
 
 
+def _directions(request: StudyRequest) -> list[str]:
+    return [request.direction, *(one.direction for one in request.further)]
+
+
 def _last_value(trial: optuna.trial.FrozenTrial, sign: float) -> float | None:
-    """To be minimised; of a trial that runs, as far as it was observed."""
-    if trial.value is not None:
-        return sign * float(trial.value)
+    """Of the first metric, to be minimised; of a trial that runs, as far as it was observed."""
+    if trial.values is not None:
+        return sign * float(trial.values[0])
     steps = trial.intermediate_values
     return sign * float(steps[max(steps)]) if steps else None
 

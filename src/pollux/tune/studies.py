@@ -25,7 +25,8 @@ if TYPE_CHECKING:  # they bring optuna, an extra
     from pollux.tune.storage import StudyStorage
 
 STUDIES_FILE = "studies.db"
-EVERY_S = 0.25
+EVERY_S = 0.25  # between two looks, unless a value comes
+SHORTEST_S = 0.02
 ANSWER_S = 10.0  # the longest a caller waits for the thread
 STOP_S = 10.0
 MISSING = 'studies need optuna, which is not installed here: pip install "pollux-scheduler[tune]"'
@@ -43,7 +44,7 @@ class Studies:
         self._drivers: dict[str, StudyDriver] = {}
         self._unreadable: dict[str, str] = {}  # why, by study
         self._problem = ""  # why there are no studies at all
-        self._stopping = threading.Event()
+        self._stopping, self._woken = threading.Event(), threading.Event()
         self._thread: threading.Thread | None = None
 
     # Life -------------------------------------------------------------------------------------
@@ -59,6 +60,7 @@ class Studies:
     def stop(self) -> None:
         """Studies go on with the next server."""
         self._stopping.set()
+        self.wake()
         if self._thread is not None:
             self._thread.join(STOP_S)
         with contextlib.suppress(PolluxError), self._turn():
@@ -66,6 +68,10 @@ class Studies:
                 self._storage.close()
                 self._storage = None
             self._drivers.clear()
+
+    def wake(self) -> None:
+        """A value came that a study waits for: look at once, not at the next turn."""
+        self._woken.set()
 
     def _open(self) -> StudyStorage:
         if self._storage is not None:
@@ -93,7 +99,10 @@ class Studies:
 
     def _run(self) -> None:
         said = ""
-        while not self._stopping.wait(EVERY_S):
+        while not self._stopping.is_set():
+            self._woken.wait(EVERY_S)
+            self._stopping.wait(SHORTEST_S)  # values that come together are seen together
+            self._woken.clear()
             for name in list(self._drivers):
                 try:
                     with self._turn():

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
+import math
 from collections import Counter
+from typing import cast
 
+from pollux.api.job import NonFinite
 from pollux.api.study import (
     Improvement,
     RungCost,
@@ -37,6 +40,9 @@ def summary(driver: StudyDriver) -> StudySummary:
         best_params={} if best is None else dict(best.params),
         slot_s=driver.slot_s,
         warnings=tuple(driver.warnings),
+        further=driver.request.further,
+        limits=driver.request.limits,
+        front=driver.front,
     )
 
 
@@ -92,7 +98,20 @@ def trial_view(driver: StudyDriver, trial: StoredTrial) -> TrialView:
         reason=trial.reason,
         copied=tuple(source for _, source in trial.copied),
         branch_of=trial.branch_of,
+        values={name: _sent(value) for name, value in trial.values.items()},
+        keeps_limits=_keeps_limits(driver, trial),
     )
+
+
+def _keeps_limits(driver: StudyDriver, trial: StoredTrial) -> bool | None:
+    limits = driver.request.limits
+    is_known = bool(limits) and (driver.breaks_limits(trial) or all(one.name in trial.values for one in limits))
+    return not driver.breaks_limits(trial) if is_known else None
+
+
+def _sent(value: float) -> float | NonFinite:
+    """JSON has no NaN."""
+    return value if math.isfinite(value) else cast(NonFinite, str(value))
 
 
 def rung_costs(driver: StudyDriver) -> tuple[RungCost, ...]:
@@ -122,14 +141,20 @@ def curves(driver: StudyDriver) -> StudyCurves:
 
 def as_csv(driver: StudyDriver) -> str:
     """One line for each trial, with its parameters in columns of their own."""
-    names = [one.name for one in driver.request.space]
+    names, request, best = [one.name for one in driver.request.space], driver.request, set(driver.front)
+    watched = [name for name in request.watched if name != request.metric]
+    own = [*(["keeps_limits"] if request.limits else []), *(["on_front"] if request.further else [])]
     file = io.StringIO()
     writer = csv.writer(file, lineterminator="\n")
-    writer.writerow(["trial", "job", "state", driver.request.metric, "progress", "slot_s", *names, "reason"])
+    writer.writerow(
+        ["trial", "job", "state", request.metric, *watched, *own, "progress", "slot_s", *names, "reason"]
+    )  # fmt: skip
     for one in driver.trials.values():
         view = trial_view(driver, one)
         values = [one.params.get(name, "") for name in names]
-        row = [view.number, view.job, view.state, _plain(view.value), _plain(view.progress), f"{view.slot_s:.3f}"]
+        found = {"keeps_limits": _plain(view.keeps_limits), "on_front": one.number in best}
+        row = [view.number, view.job, view.state, _plain(view.value), *(one.values.get(name, "") for name in watched)]
+        row += [*(found[name] for name in own), _plain(view.progress), f"{view.slot_s:.3f}"]
         writer.writerow([*row, *values, view.reason])
     return file.getvalue()
 

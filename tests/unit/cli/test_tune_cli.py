@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 from typer.testing import CliRunner
 
-from pollux.api.study import StudySummary
+from pollux.api.goal import Metric, parse_limit
+from pollux.api.study import StudySummary, TrialView
 from pollux.cli import tune
 from pollux.cli.app import app
 from pollux.client.study import make_study, read_study
@@ -32,7 +33,14 @@ def run(*words):
         (("--space", "lr=0..1"), "no metric"),
         (("--metric", "loss"), "0 parameters"),
         (("--space", "lr=0..1", "--metric", "loss", "--pruner", "none", "--weight", "x"), "a number is needed"),
-        (("--space", "lr=0..1", "--metric", "loss", "--file", "study.toml"), "say it in one place"),
+        (("--space", "lr=0..1", "--metric", "loss", "--file", "study.toml"), "say all in one"),
+        (("--space", "lr=0..1", "--metric", "loss:up"), "NAME, NAME:min or NAME:max is needed"),
+        (("--space", "lr=0..1", "--metric", "loss", "--metric", "loss"), "named twice"),
+        (("--space", "lr=0..1", "--metric", "a", "--metric", "b", "--maximize"), "2 metrics beside one direction"),
+        (("--space", "lr=0..1", "--metric", "a:min", "--maximize"), "a:min beside one direction"),
+        (("--space", "lr=0..1", "--metric", "a", "--metric", "b", "--pruner", "asha"), "compares trials by one metric"),
+        (("--space", "lr=0..1", "--metric", "a", "--limit", "time<20"), "NAME<=NUMBER or NAME>=NUMBER is needed"),
+        (("--space", "lr=0..1", "--metric", "a", "--limit", "t<=1", "--limit", "t>=2"), "no value keeps both"),
         (("--space", "lr=0.0..1.0", "--metric", "loss", "--first", "lr"), "NAME=VALUE,NAME=VALUE"),
         (("--space", "lr=0.0..1.0", "--metric", "loss", "--first", "rate=1"), "the space has lr"),
         (("--space", "lr=0.0..1.0", "--metric", "loss", "--first", "lr=2"), "a number within lr=0.0..1.0"),
@@ -66,6 +74,21 @@ def test_a_script_is_run_by_python_and_the_study_has_the_weight(script):
     assert asked.weight == 3.0 and asked.job.weight == 1.0 and asked.job.kind == "elastic"
 
 
+def test_metrics_and_limits_are_the_same_in_a_file_and_in_python(script, tmp_path):
+    path = tmp_path / "study.toml"
+    path.write_text(
+        'command = "python train.py"\nmetric = ["loss", "accuracy:max"]\nlimits = "latency<=20"\n'
+        '[space]\nlr = "0.0..1"\n'
+    )
+    options = {"metric": ["loss:min", "accuracy:max"], "limits": ["latency <= 20"]}
+    asked = make_study([script], {"lr": "0.0..1"}, options)
+    assert read_study(path) == asked
+    assert [(one.name, one.direction) for one in asked.further] == [("accuracy", "maximize")]
+    assert (asked.metric, asked.direction, asked.pruner, str(asked.limits[0])) == (
+        *("loss", "minimize", "none", "latency<=20"),
+    )
+
+
 def test_a_file_says_with_what_to_begin(script, tmp_path):
     path = tmp_path / "study.toml"
     path.write_text(
@@ -91,6 +114,8 @@ def test_a_file_says_the_same(script, tmp_path):
         ('command = "python train.py"\nmetrics = "loss"\n[space]\nlr = "0..1"\n', "unknown metrics"),
         ('command = "python train.py"\nmetric = "loss"\n[space]\nlr = "1..0"\n', "is empty"),
         ("command = [", "no TOML"),
+        ('command = "python train.py"\nmetric = 3\n[space]\nlr = "0..1"\n', "a text or a list of texts"),
+        ('command = "python train.py"\nmetric = "a"\nlimits = 3\n[space]\nlr = "0..1"\n', "a text or a list of texts"),
     ],
 )
 def test_a_file_that_cannot_be(script, tmp_path, text, said):
@@ -109,3 +134,20 @@ def test_what_users_write_shows_no_escapes(capsys):
     tune._say_state(found, False)
     shown = capsys.readouterr().out + tune._short(found)
     assert "owned" in shown and "\x1b" not in shown and "\x07" not in shown
+
+
+def test_a_front_and_limits_are_shown(capsys):
+    found = StudySummary(
+        name="s", state="finished", reason="", metric="loss", direction="minimize", created_at=0, ended_at=1,
+        num_trials=8, counts={"complete": 8}, best_value=None, best_trial=None, best_params={}, slot_s=0, warnings=(),
+        further=(Metric(name="size"),), limits=(parse_limit("latency<=20"),), front=(3, 7),
+    )  # fmt: skip
+    shown = tune._short(found)
+    assert "limits: latency<=20; * breaks one" in shown
+    assert "front: 3, 7; no trial beats these in loss and size together" in shown
+    one = TrialView(
+        number=4, job="s-4", state="complete", params={"lr": 0.1}, value=0.5, progress=1.0, rung=0, num_replicas=0,
+        chance=None, slot_s=1.0, reason="", values={"size": 3.0, "latency": "nan"}, keeps_limits=False,
+    )  # fmt: skip
+    row = tune._row(one, found.watched)
+    assert row[:6] == ("4*", "complete", "0.5", "3", "nan", "100%")

@@ -113,7 +113,7 @@ class FakeCluster:
         self.views[name] = dataclasses.replace(self.views[name], **values)
         return self.views[name]
 
-    def cancel(self, name: str, reason: str) -> JobSummary:
+    def cancel(self, name: str, reason: str, saves: bool = True) -> JobSummary:
         if self.is_ended(name):
             return self.summary_of(name)
         return self.change(name, state="cancelled", reason=reason, finished_at=time.time())

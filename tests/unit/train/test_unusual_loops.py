@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from pollux import train
 from pollux.errors import InvalidValueError
+from pollux.membership.leave import LEAVE_NOW
 from pollux.membership.replica import TORCHRUN
 from pollux.model.profile import Configuration
 from pollux.train import step_timer
@@ -397,6 +398,26 @@ def test_a_second_loop_heeds_signals_again(tmp_path):
                         make_step(model, optimizer, x, y)
         assert run.num_steps == 14
     assert signal.getsignal(signal.SIGUSR1) is at_first
+
+
+def test_a_run_of_which_nothing_is_needed_leaves_in_the_middle_of_a_step(tmp_path):
+    module = small_model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    is_cleaned_up = False
+    with train.init(device="cpu", checkpoint_dir=tmp_path) as run:
+        loader = run.dataloader(Rows(80), 8)
+        model, _ = run.prepare(module, optimizer)
+        with pytest.raises(Leave, match="without a checkpoint") as told:
+            for _ in run.epochs(2):
+                for _, x, y in loader:
+                    if run.num_steps == 5:
+                        try:
+                            os.kill(os.getpid(), LEAVE_NOW)
+                        finally:
+                            is_cleaned_up = True  # a script's own clean-up happens
+                    make_step(model, optimizer, x, y)
+        assert run.num_steps == 5 and told.value.code == 143 and is_cleaned_up
+    assert list(tmp_path.rglob("*")) == []
 
 
 class Moment:

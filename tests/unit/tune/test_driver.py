@@ -7,6 +7,7 @@ import functools
 import math
 import random
 import sqlite3
+import time
 
 import pytest
 
@@ -16,6 +17,7 @@ from pollux.api.request import JobRequest
 from pollux.api.space import parse_parameter
 from pollux.api.study import StudyRequest
 from pollux.errors import InvalidValueError, StoreError
+from pollux.tune import studies
 from pollux.tune.driver import StudyDriver
 from pollux.tune.ports import Observation
 from pollux.tune.storage import StudyStorage
@@ -253,6 +255,17 @@ def test_conditional_parameters_and_choices(storage):
     assert {one["opt"] for one in params} == {"sgd", "adam"}
 
 
+def test_a_pruned_trial_need_not_save_and_one_that_is_stopped_or_reached_the_target_does(storage):
+    jobs = FormulaJobs(bowl)
+    driver = begin(storage, jobs, trials=30, target=0.06)
+    carry_out(driver, jobs)
+    assert driver.stored.reason == "the target of 0.06 is reached"
+    by_rung = {driver.job_of(one) for one in driver.trials.values() if one.reason.startswith("number")}
+    assert by_rung and {jobs.saved[name] for name in by_rung} == {False}
+    at_end = jobs.saved.keys() - by_rung
+    assert at_end and {jobs.saved[name] for name in at_end} == {True}
+
+
 def test_the_target_ends_it(storage):
     jobs = FormulaJobs(bowl)
     driver = begin(storage, jobs, target=0.2, pruner="none")
@@ -324,6 +337,23 @@ def test_a_storage_of_another_version_of_optuna_stops_studies_alone(tmp_path):
     with pytest.raises(StoreError, match=r"move .* away"):
         studies.all()
     studies.stop()
+
+
+def test_a_study_that_is_woken_does_not_wait_for_its_next_turn(tmp_path, monkeypatch):
+    monkeypatch.setattr(studies, "EVERY_S", 600.0)
+    jobs = FormulaJobs(bowl)
+    all_of_them = Studies(tmp_path, jobs)
+    all_of_them.start()
+    try:
+        all_of_them.create(request(trials=4, pruner="none"))
+        ends_at = time.monotonic() + 60
+        while not all_of_them.one("s").is_over:
+            assert time.monotonic() < ends_at, all_of_them.one("s")
+            all_of_them.wake()
+            jobs.train()
+            time.sleep(0.01)
+    finally:
+        all_of_them.stop()
 
 
 def test_without_a_study_nothing_is_opened(tmp_path):

@@ -20,14 +20,23 @@ class FormulaJob:
 
 
 class FormulaJobs:
-    """Implements :class:`pollux.tune.ports.Jobs`. ``value`` of parameters and progress; None: nothing is logged."""
+    """Implements :class:`pollux.tune.ports.Jobs`. ``value`` of parameters and progress; None: nothing is logged.
+
+    ``also``: what else is logged, from the first value on.
+    """
 
     p = -1.0
 
-    def __init__(self, value: Callable[[Mapping[str, object], float], float | None], num_slots: int = 4) -> None:
-        self.value, self.slots, self.others = value, num_slots, []
+    def __init__(
+        self,
+        value: Callable[[Mapping[str, object], float], float | None],
+        num_slots: int = 4,
+        also: Callable[[Mapping[str, object], float], Mapping[str, object]] = lambda params, progress: {},
+    ) -> None:
+        self.value, self.slots, self.others, self.also = value, num_slots, [], also
         self.jobs: dict[str, FormulaJob] = {}
         self.weights: dict[str, float] = {}
+        self.saved: dict[str, bool] = {}  # jobs that were cancelled: whether they were to save
         self.num_reports = 0
         self.time = 1000.0
 
@@ -47,11 +56,12 @@ class FormulaJobs:
             num_replicas=1,
             slot_s=10 * job.progress,
             progress=job.progress,
-            metrics=last,
+            metrics=last | dict(self.also(job.request.params, job.progress)),
             is_of_study=job.request.study,
         )
 
-    def cancel(self, name: str, reason: str) -> None:
+    def cancel(self, name: str, reason: str, saves: bool = True) -> None:
+        self.saved[name] = saves
         if self.jobs[name].state == "running":
             self.jobs[name].state, self.jobs[name].reason = "cancelled", reason
 

@@ -219,8 +219,8 @@ class ElasticJob:
             raise InvalidValueError(f"there is no rank {rank}; the newest generation has {len(self._members)} members")
         self._starter.signal(self._members[rank].handle, signum)
 
-    def request_stop(self, grace_s: float = 30.0) -> None:
-        """SIGTERM to every replica now, SIGKILL to their trees after ``grace_s``. Again: no later than that."""
+    def request_stop(self, grace_s: float = 30.0, saves: bool = True) -> None:
+        """Ask every replica to leave; SIGKILL to their trees after ``grace_s``. Again: no later than that."""
         if self._stop_by is not None:
             self._stop_by = min(self._stop_by, time.monotonic() + grace_s)
         if self._result is None and self._stop_by is None:
@@ -228,8 +228,7 @@ class ElasticJob:
             self._note("stopping")
             self._stop_by, self._stop_generation = time.monotonic() + grace_s, self._controller.generation
             for process in self._all():
-                # A replica that was never in a group has nothing to save, and may wait for a group for a long time.
-                self._starter.signal(process.handle, signal.SIGTERM if process.was_member else signal.SIGKILL)
+                self._starter.signal(process.handle, process.stop_signal(saves))
 
     def dump_stacks(self) -> None:
         for process in self._all():

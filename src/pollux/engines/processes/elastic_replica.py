@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -9,6 +10,7 @@ from dataclasses import dataclass, field
 from pollux.engines.processes.failure import how_it_ended
 from pollux.engines.processes.slots import ReplicaState, ReplicaView, Slot
 from pollux.engines.processes.starters import ReplicaProcess
+from pollux.membership.leave import LEAVE_NOW
 from pollux.membership.roster import Member
 
 CRASH_WINDOW_S = 300.0  # crashes further apart than this have different causes
@@ -42,6 +44,12 @@ class ElasticReplica:
     @property
     def was_member(self) -> bool:
         return self.first_generation is not None
+
+    def stop_signal(self, saves: bool) -> signal.Signals:
+        """One that was never in a group has nothing to save, and may wait for a group for a long time."""
+        if not self.was_member:
+            return signal.SIGKILL
+        return signal.SIGTERM if saves else LEAVE_NOW
 
     @property
     def exit_code(self) -> int | None:

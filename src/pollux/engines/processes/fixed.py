@@ -132,7 +132,7 @@ class FixedJob:
         logger.warning("%s: %s", self._name, reason)
         return not any(slot in slots for slot in self._target)
 
-    def request_stop(self, grace_s: float = 30.0) -> None:
+    def request_stop(self, grace_s: float = 30.0, saves: bool = True) -> None:
         """SIGTERM to every process now, SIGKILL to their trees after ``grace_s``. Again: no later than that."""
         self.pump()  # a job whose processes have all ended has finished
         if self.result is not None:

@@ -315,7 +315,7 @@ class JobManager:
             self._tell(entry.end)
         else:
             logger.info("%s: stop: %s", entry.job, message["reason"])
-            self._stop(entry, float(message["grace_s"]))
+            self._stop(entry, float(message["grace_s"]), bool(message["saves"]))
 
     def dump(self, message: Message) -> None:
         entry = self._entries.get(message["job"])
@@ -401,13 +401,13 @@ class JobManager:
         self._sweep(entry)
         self._finish(entry, _ended(1, why))
 
-    def _stop(self, entry: _Entry, grace_s: float) -> None:
+    def _stop(self, entry: _Entry, grace_s: float, saves: bool = True) -> None:
         """Asked again, it has no more time than it was promised before, but perhaps less."""
         stop_by = time.monotonic() + grace_s
         if stop_by < entry.stop_by:
             entry.is_stopping, entry.stop_by = True, stop_by
             if entry.processes is not None:
-                entry.processes.request_stop(grace_s)
+                entry.processes.request_stop(grace_s, saves)
 
     def _sweep(self, entry: _Entry) -> None:
         """All that a replica has started ends with it, also processes that have left its process group."""

@@ -134,8 +134,11 @@ class ReplicaJob(Protocol):
     def pump(self) -> int | None:
         """One turn, without waiting. The job's exit code once it has one."""
 
-    def request_stop(self, grace_s: float = GRACE_S) -> None:
-        """SIGTERM to every replica now, SIGKILL to their trees after ``grace_s``. Again: no later than that."""
+    def request_stop(self, grace_s: float = GRACE_S, saves: bool = True) -> None:
+        """SIGTERM to every replica now, SIGKILL to their trees after ``grace_s``. Again: no later than that.
+
+        Not ``saves``: nothing of the job is needed any more; replicas that are able to leave without a checkpoint.
+        """
 
     def dump_stacks(self) -> None:
         """Replicas write the Python stacks of their threads to their logs, if they are known to be able to."""

@@ -229,6 +229,7 @@ async def report(request: Request, cluster: ItsCluster, caller: ItsCaller, name:
     answered = cluster.report(told)
     if told.observed:  # a study waits for these values; the replica forgets them with the answer
         await run_in_threadpool(cluster.save_reports)
+        request.app.state.studies.wake()
     return answer(answered)
 
 

@@ -250,8 +250,8 @@ class Cluster:
     def _reconsider(self) -> None:
         self._queue(lambda: self._working().reconsider("quota"))
 
-    def cancel(self, name: str, reason: str) -> JobSummary:
-        """End a job; one that is over already stays what it is. It will be ended when this returns, and may have been.
+    def cancel(self, name: str, reason: str, saves: bool = True) -> JobSummary:
+        """End a job, without a checkpoint if not ``saves``. It will be ended when this returns, and may have been.
 
         Raises:
             UnknownNameError: there is no such job.
@@ -259,7 +259,7 @@ class Cluster:
         job = self._jobs.get(name) if name in self._jobs else None
         if job is not None and not job.is_unwanted:
             wish = self._cancellations.add(name, reason)
-            job.is_unwanted = True
+            job.is_unwanted, job.is_disposable = True, not saves
             with contextlib.suppress(TimeoutError):
                 self._queue(lambda: self._cancel_all([wish])).result(SHORT_WAIT_S)
         return self.queries.summary_of(name)

@@ -6,6 +6,7 @@ HTTP threads put reports in; the scheduler thread takes them out.
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 from collections import deque
@@ -15,7 +16,7 @@ from pollux.api.report import Report
 from pollux.engines.live import LiveEngine
 from pollux.engines.processes.failure import tells_no_checkpoint
 from pollux.scheduler.lifecycle import JobState
-from pollux.scheduler.ports import Command, Event, JobEnded, JobLost, JobReport, StartJob, TuneJob
+from pollux.scheduler.ports import Command, Event, JobEnded, JobLost, JobReport, StartJob, StopJob, TuneJob
 from pollux.server.live.job_table import JobTable
 from pollux.server.live.restarts import Restarts
 from pollux.types import Node
@@ -71,7 +72,13 @@ class Inbox:
             if isinstance(command, StartJob | TuneJob) and command.params:
                 self._jobs.advise(command.job, dict(command.params))
         self._restarts.note(commands)
-        self._engine.apply(commands)
+        self._engine.apply([self._hurried(command) for command in commands])
+
+    def _hurried(self, command: Command) -> Command:
+        """A trial that was pruned has nothing to save: the next one begins sooner."""
+        if isinstance(command, StopJob) and (job := self._jobs.get(command.job)) is not None and job.is_disposable:
+            return dataclasses.replace(command, saves=False)
+        return command
 
     def poll(self) -> Sequence[Event]:
         with self._turn:

@@ -73,6 +73,7 @@ class LiveJob:
     is_logged: bool = False  # its submission is in the log
     stuck: str = ""  # how long it has made no step, when that is long
     is_unwanted: bool = False  # to be cancelled
+    is_disposable: bool = False  # and need not save
     is_halted: bool = False  # and its owner was told
     num_hangs: int = 0  # how often it was stopped for that
     idle: str = ""  # which of its GPUs have done nothing for long

@@ -193,7 +193,7 @@ class ReadOnlyCluster:
     def submit(self, request: JobRequest) -> list[JobSummary]:
         self._refuse()
 
-    def cancel(self, name: str, reason: str) -> JobSummary:
+    def cancel(self, name: str, reason: str, saves: bool = True) -> JobSummary:
         self._refuse()
 
     def report(self, report: Report) -> ReportAnswer:

@@ -52,8 +52,8 @@ class ClusterJobs:
             speedups=self._cluster.queries.speedups_of(name),
         )
 
-    def cancel(self, name: str, reason: str) -> None:
-        self._cluster.cancel(name, reason)
+    def cancel(self, name: str, reason: str, saves: bool = True) -> None:
+        self._cluster.cancel(name, reason, saves)
 
     def observations(self, name: str, since: int) -> tuple[list[Observation], int]:
         reports = self._cluster.queries.reports(name, since, MAX_REPORTS)

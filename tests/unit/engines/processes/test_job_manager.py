@@ -63,7 +63,7 @@ class FakeProcesses:
             self.result = 143
         return self.result
 
-    def request_stop(self, grace_s: float = 0.0) -> None:
+    def request_stop(self, grace_s: float = 0.0, saves: bool = True) -> None:
         self.is_stopping = True
         self.leaving, self.members = self.leaving + self.members, []
 
@@ -107,7 +107,7 @@ class Cluster:
         self.manager.turn()
 
     def stop(self, job: str) -> None:
-        self.manager.stop({"job": job, "grace_s": 1.0, "reason": "test"})
+        self.manager.stop({"job": job, "grace_s": 1.0, "saves": True, "reason": "test"})
         self.manager.turn()
 
     def processes(self, job: str) -> FakeProcesses:

@@ -6,6 +6,7 @@ import pytest
 
 from pollux.errors import StoreError
 from pollux.server.live import cluster as cluster_module
+from pollux.tune.studies import Studies
 from pollux.types import Node
 from tests.unit.server.http.reporting import reporting, serving
 from tests.unit.server.live.world import ObedientEngine
@@ -29,6 +30,13 @@ def test_a_value_of_a_study_is_kept_before_the_answer(service, send, monkeypatch
         assert send(observed=((progress, 1.5),)).status_code == 200
     kept = service.cluster.queries.reports("sleep", None, 10)
     assert [one.observed for one in kept] == [((0.25, 1.5),), ((0.5, 1.5),)]
+
+
+def test_studies_look_at_a_value_at_once(send, monkeypatch):
+    woken: list[Studies] = []
+    monkeypatch.setattr(Studies, "wake", woken.append)
+    assert send().status_code == 200 and not woken  # a report without a value
+    assert send(observed=((0.25, 1.5),)).status_code == 200 and len(woken) == 1
 
 
 def test_a_value_that_cannot_be_kept_is_to_be_sent_again(service, send, monkeypatch):

@@ -13,9 +13,7 @@ from pollux.api.request import JobRequest
 from pollux.errors import InvalidValueError, UnknownNameError
 from pollux.model.profile import Configuration, Timing
 from pollux.scheduler.lifecycle import JobState
-from pollux.scheduler.ports import (
-    Event,
-)
+from pollux.scheduler.ports import Event, StopJob
 from pollux.server.live import cluster as cluster_module
 from tests.unit.server.live.world import PATIENCE_S, report
 
@@ -104,6 +102,16 @@ def test_an_unknown_dependency_and_a_circle_are_refused_whole(world):
     with pytest.raises(InvalidValueError, match="wait for each other"):
         world.submit(name="a", after=("a",))
     assert world.cluster.queries.jobs(None, 10, 0, False) == ([], 0)
+
+
+def test_a_job_of_which_nothing_is_needed_is_not_asked_to_save(world):
+    names = [world.submit(name=name) for name in ("kept", "dropped")]
+    for name, saves in zip(names, (True, False), strict=True):
+        world.until_state(name, "running")
+        world.cluster.cancel(name, "enough", saves)
+        world.until_state(name, "cancelled")
+    stops = {one.job: one.saves for one in world.engine.commands if isinstance(one, StopJob)}
+    assert stops == {"kept": True, "dropped": False}
 
 
 def test_a_held_job_can_be_cancelled(world):
