@@ -112,7 +112,7 @@ def test_a_study_of_several_metrics(visitor: Visitor) -> None:
     told = text_of(page, "main")
     assert f"front: {', '.join(map(str, found.front))}" in told and "limits memory<=0.5" in told
     draw_all(page)
-    assert page.locator("figure[aria-label='Front'] .main-svg").count() > 0
+    assert page.locator("figure[aria-label='Front'] .plot[data-drawn]").count() > 0
     assert not page.locator("figure[aria-label='Best so far']").first.is_visible()
     heads = page.locator("table[aria-label=Trials] thead th").all_inner_texts()
     assert {"loss", "size", "memory", "Front", "Limits"} <= set(heads)
