@@ -10,6 +10,7 @@ from typing import Annotated
 import typer
 
 from pollux.cli.connect import DataOption, ServerOption, connect, print_json
+from pollux.cli.terminal import for_file
 from pollux.errors import InvalidValueError
 
 METHODS = ("GET", "POST", "DELETE")
@@ -43,4 +44,4 @@ def api(
             print_json(json.loads("".join(answer.parts)))
             return
         for part in answer.parts:
-            typer.echo(part, nl=False)
+            typer.echo(for_file(part, sys.stdout), nl=False)

@@ -17,6 +17,7 @@ from typing import Annotated, Any, NamedTuple
 import typer
 from typer.core import TyperGroup
 
+from pollux.cli.terminal import visible
 from pollux.errors import PolluxError
 from pollux.tls import CA_VARIABLE, PLAIN_VARIABLE
 from pollux.version import __version__
@@ -201,7 +202,7 @@ class LoadedWhenAsked(TyperGroup):
         try:
             return super().invoke(ctx)
         except PolluxError as error:
-            typer.echo(f"error: {' '.join(str(error).split())}", err=True)
+            typer.echo(f"error: {visible(' '.join(str(error).split()))}", err=True)
             raise typer.Exit(EXIT_BAD_USAGE) from None
         except KeyboardInterrupt:
             raise typer.Exit(EXIT_INTERRUPTED) from None

@@ -20,9 +20,9 @@ def visible(line: str) -> str:
     return "".join(parts)
 
 
-def for_file(line: str, file: TextIO) -> str:
-    """As it is, unless ``file`` is a terminal."""
-    return visible(line) if file.isatty() else line
+def for_file(text: str, file: TextIO) -> str:
+    """As it is, unless ``file`` is a terminal. It may have several lines."""
+    return "\n".join(map(visible, text.split("\n"))) if file.isatty() else text
 
 
 def _character(character: str) -> str:

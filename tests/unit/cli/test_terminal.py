@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import sys
+from types import SimpleNamespace
 
 import pytest
+from typer.testing import CliRunner
 
+from pollux.cli import api
+from pollux.cli.app import app
 from pollux.cli.jobs import print_lines
 from pollux.cli.terminal import visible
+from pollux.client.client import Answer
 
 
 class Terminal(io.StringIO):
@@ -38,3 +45,18 @@ def test_a_terminal_gets_them_visible_and_a_file_as_they_are():
     for to in (terminal, file):
         print_lines(["\x1b[2Jx"], to)
     assert (terminal.getvalue(), file.getvalue()) == ("^[[2Jx\n", "\x1b[2Jx\n")
+
+
+def test_an_answer_of_text_is_shown_to_a_terminal_without_escapes(monkeypatch):
+    """``pollux api jobs/NAME/logs`` has what a job wrote, too."""
+    answer = Answer(media_type="text/plain", parts=iter(["loss\x1b[2J\n0.5\n", "$ "]))
+    client = SimpleNamespace(open=lambda *_: contextlib.nullcontext(answer))
+    monkeypatch.setattr(api, "connect", lambda *_: contextlib.nullcontext(client))
+    monkeypatch.setattr(sys, "stdout", terminal := Terminal())
+    api.api("jobs/one/logs", None, None)
+    assert terminal.getvalue() == "loss^[[2J\n0.5\n$ "
+
+
+def test_an_error_is_shown_without_escapes(tmp_path):
+    found = CliRunner().invoke(app, ["ls", "--data", f"{tmp_path}/\x1b[2J"])
+    assert found.exit_code == 2 and "^[[2J" in found.stderr and "\x1b" not in found.stderr

@@ -127,12 +127,13 @@ class Operations:
         self._cluster._ask(carry_out)
 
     def request_of(self, name: str) -> JobRequest:
-        """What a job asked for, with its environment, to be submitted again.
+        """What a job asked for, with its environment, to be submitted again: of a trial as a job of its own.
 
         Raises:
             UnknownNameError: there is no such job.
         """
-        return JobRequest.from_dict({**(self._store.job(name).request or {}), "is_held": False})
+        again = {"is_held": False, "study": "", "metric": ""}  # only a study submits its trials
+        return JobRequest.from_dict({**(self._store.job(name).request or {}), **again})
 
     def requeue(self, name: str) -> None:
         """Let a running job checkpoint, leave its slots and wait again.

@@ -87,6 +87,17 @@ def test_values_of_an_environment_are_in_no_answer(members):
     assert members.studies._driver("known").request.job.env == {"KEY": SECRET}  # a trial needs it
 
 
+def test_a_trial_that_is_run_again_is_no_trial(members):
+    """Else its owner could add trials to a study: they get states of others and have a say in it."""
+    job = JobRequest(command=("true",), kind="fixed", name="known", cwd="/", owner="ada", study="search", metric="loss")
+    members.cluster.submit(job)
+    members.world.until_state("known", "running")
+    members.world.engine.end("known")
+    members.world.until_state("known", "succeeded")
+    again = members.ada.post("/jobs/known/requeue").json()["jobs"][0]["name"]
+    assert again != "known" and members.world.store.job(again).request["study"] == ""
+
+
 def test_where_jobs_run_as_unix_users_only_admins_ask_for_files_of_the_machine(members):
     script = {"script": "/root/.ssh/id_rsa"}
     assert members.bob.post("/node-checks", json=script).status_code == 200  # all is the server's user's there
