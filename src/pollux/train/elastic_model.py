@@ -210,14 +210,25 @@ def _checked(options: DDPOptions) -> DDPOptions:
     return options
 
 
-def broadcast_buffers(module: nn.Module, peers: Peers, source: int = 0) -> None:
-    """Give rank ``source``'s buffers to all ranks, in one message per type."""
+KeptBuffers = list[tuple[list[Tensor], Tensor]]  # of one type each, with their values, flat
+
+
+def broadcast_buffers(module: nn.Module, peers: Peers, source: int = 0) -> KeptBuffers:
+    """Give rank ``source``'s buffers to all ranks, in one message per type. Returns what they are now."""
     by_type: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for buffer in module.buffers():
         by_type.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+    kept: KeptBuffers = []
     for buffers in by_type.values():
         flat = torch.cat([buffer.detach().reshape(-1) for buffer in buffers])
         peers.broadcast(flat.view(torch.uint8), source)  # gloo supports few types: no bool, int16 or complex
+        kept.append((buffers, flat))
         if peers.rank != source:
-            for buffer, part in zip(buffers, torch.split(flat, [b.numel() for b in buffers]), strict=True):
-                buffer.detach().copy_(part.view_as(buffer))
+            set_buffers(kept[-1:])
+    return kept
+
+
+def set_buffers(kept: KeptBuffers) -> None:
+    for buffers, flat in kept:
+        for buffer, part in zip(buffers, torch.split(flat, [one.numel() for one in buffers]), strict=True):
+            buffer.detach().copy_(part.view_as(buffer))

@@ -97,8 +97,10 @@ class Handover:
             flat = broadcast(state.capture() if team.rank == source else None, source, team.device, team)
             if steps[team.rank] < max(steps):
                 self.mark_damaged()  # until all of it has arrived
-                state.restore(flat, with_random=False)
-                team.settle()
+                try:
+                    state.restore(flat, with_random=False)
+                finally:
+                    team.settle()  # what arrived from a lost peer may be refused; that is the loss, and no error
         if state.trainees.shards is not None:
             cuts = [note["cut"] if step == max(steps) else None for note, step in zip(notes, steps, strict=True)]
             self._move_shards(state.trainees.shards, checkpoint, cuts)

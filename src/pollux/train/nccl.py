@@ -31,6 +31,7 @@ WATCH_PERIOD_S = 0.2
 DEVICE_POLL_S = 0.0005  # the state of a small model is handed over in a few milliseconds
 CUT_TIMEOUT_S = 1.0
 WARM_UP_TIMEOUT_S = 60.0
+ROOM_BYTES = 1 << 30  # of device memory, for the buffers of a communicator: some hundred MB, more with many channels
 
 SETTINGS = {
     # A lost peer is ours to handle. By default torch's watchdog ends the process.
@@ -60,7 +61,10 @@ def prepare_environment() -> None:
 
 
 def connect(world: dist.ProcessGroup, device: torch.device, is_lost: Callable[[], bool]) -> None:
-    """Make the communicator of a group whose members are all there. Raises RuntimeError if that fails."""
+    """Make the communicator of a group whose members are all there. Raises RuntimeError if that fails.
+
+    It is torch.OutOfMemoryError where the device has no room for NCCL's buffers.
+    """
     outcome: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
     timeout_s = _connect_timeout_s()
     arguments = (world, device, time.monotonic() + timeout_s, outcome)
@@ -77,7 +81,8 @@ def connect(world: dist.ProcessGroup, device: torch.device, is_lost: Callable[[]
             if time.monotonic() > deadline:
                 raise RuntimeError(f"NCCL did not connect within {timeout_s:g} s") from None
     if error is not None:
-        raise RuntimeError(f"NCCL did not connect: {error}") from error
+        kind = torch.OutOfMemoryError if "out of memory" in str(error).lower() else RuntimeError
+        raise kind(f"NCCL did not connect: {error}") from error
 
 
 def _connect_timeout_s() -> float:
@@ -161,6 +166,18 @@ def wait_for_device(is_lost: Callable[[], bool], timeout_s: float) -> None:
         pause_s = min(2 * pause_s, DEVICE_POLL_S)
     if is_lost():  # also if it has ended by now: an abort ends a collective with a wrong result
         raise RuntimeError("a member was lost while the device worked")
+
+
+def make_room(device: torch.device, always: bool) -> None:
+    """NCCL allocates outside of torch, whose cache may hold all that is free: give that back if little else is left.
+
+    Only if the device is at rest: freeing waits for it, with Python's lock held.
+    """
+    if not always and torch.cuda.mem_get_info(device)[0] >= ROOM_BYTES:
+        return
+    with suppress(RuntimeError):
+        wait_for_device(lambda: False, CUT_TIMEOUT_S)
+        torch.cuda.empty_cache()
 
 
 def warm_up(device: torch.device) -> threading.Thread:

@@ -538,8 +538,8 @@ class Run:
             is_out_of_memory = isinstance(error, torch.OutOfMemoryError)
         if self._session.redo is not None and self._trainees is not None:
             self._trainees.begin_again()
-            if is_out_of_memory and self.device.type == "cuda":
-                torch.cuda.empty_cache()  # waits for the device, which never ends if a peer was lost
+            if is_out_of_memory:
+                self._team.release_memory()
 
     def close(self) -> None:
         """Release everything the run holds. Called when the process ends; may be called earlier, and twice."""

@@ -70,6 +70,7 @@ class Team:
         self._ending: list[threading.Thread] = []
         self._sockets: gloo.Sockets = {}
         self._is_connected = False  # the device's communicator of this group was made
+        self._lacks_room = False  # the last one could not be made for want of memory
         self._watching: threading.Event | None = None
         self._warming: threading.Thread | None = None
 
@@ -93,7 +94,13 @@ class Team:
         return group
 
     def form(self, group: Group) -> None:
-        """Connect to the others, leaving any group before. Raises BrokenGroup when they do not come."""
+        """Connect to the others, leaving any group before.
+
+        Raises BrokenGroup when they do not come, and torch.OutOfMemoryError where the device has no room for NCCL, also
+        with torch's cache given back.
+        """
+        if self.is_cuda and group.world_size > 1 and not any(thread.is_alive() for thread in self._ending):
+            nccl.make_room(self.device, always=self._lacks_room)
         self.dissolve()
         self.is_adopted = self._is_connected = False
         if self.is_cuda:
@@ -125,10 +132,24 @@ class Team:
             if group.world_size > 1:
                 self.share(None)
                 if self.is_cuda:
-                    nccl.connect(self.process_group, self.device, self.is_lost)
-                    self._is_connected = True
+                    self._connect_device()
                     self._watch_device(group)
             distributed_c10d._set_pg_timeout(timedelta(seconds=self.timeout_s))
+
+    def _connect_device(self) -> None:
+        try:
+            nccl.connect(self.process_group, self.device, self.is_lost)
+        except torch.OutOfMemoryError as error:
+            if self._lacks_room:
+                raise
+            self._lacks_room = True
+            raise BrokenGroup(str(error)) from error
+        self._is_connected, self._lacks_room = True, False
+
+    def release_memory(self) -> None:
+        """Give torch's cache back to the device, unless the device waits for a lost peer: this would wait with it."""
+        if self.is_cuda and self._comes_to_rest():
+            torch.cuda.empty_cache()
 
     def adopt(self, group: Group) -> None:
         """Use the default group that the script has made itself, and leave it to the script."""
@@ -405,6 +426,6 @@ def _broken(what: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:  # torch's DistBackendError, DistNetworkError and gloo's own are all RuntimeErrors
-        if isinstance(error, PeerLostError):
+        if isinstance(error, PeerLostError | torch.OutOfMemoryError):
             raise
         raise BrokenGroup(f"{what} failed: {error}") from error

@@ -18,7 +18,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from pollux.errors import InvalidValueError
 from pollux.train.alignment import Alignment
-from pollux.train.elastic_model import DDPOptions, ElasticModel, broadcast_buffers
+from pollux.train.elastic_model import DDPOptions, ElasticModel, KeptBuffers, broadcast_buffers, set_buffers
 from pollux.train.gates import Gate, gate_optimizer, gate_scheduler
 from pollux.train.gradients import GradientHook
 from pollux.train.norm_layers import NormLayers
@@ -115,6 +115,7 @@ class Trainee:
             self.rate.detach()  # a second call of run.prepare would scale twice
             raise
         self._has_buffers, self._has_sent_buffers = any(True for _ in model.buffers()), False
+        self._kept_buffers: KeptBuffers = []  # as they were before the step under way
         self.has_batch_norm = any(isinstance(layer, _BatchNorm) for layer in model.modules())
         self.model.on_forward, self.model.on_rebuild = partial(steps.on_forward, self), steps.on_rebuild
         self._gates: list[Gate] = [gate_optimizer(optimizer, self)]
@@ -123,6 +124,7 @@ class Trainee:
 
     def begin_step(self) -> None:
         self.is_applied = self._has_sent_buffers = False
+        self._kept_buffers = []
 
     def send_buffers(self, team: Team) -> None:
         """Give rank 0's buffers to all, as DDP does, but once a step.
@@ -133,7 +135,7 @@ class Trainee:
             return
         self._has_sent_buffers = True
         try:
-            broadcast_buffers(self.module, team)
+            self._kept_buffers = broadcast_buffers(self.module, team)
             if team.is_cuda and team.rank > 0:
                 self.hook.sums.note()
         except RuntimeError as caught:
@@ -250,7 +252,13 @@ class Trainee:
             self.shards.release()
 
     def begin_again(self) -> None:
-        """Remove what a failed step has left in the user's objects, before the step is repeated."""
+        """Remove what a failed step has left in the user's objects, before the step is repeated.
+
+        Its forward pass may have changed buffers. With a lost peer and SyncBatchNorm these are no averages at all.
+        """
+        kept, self._kept_buffers = self._kept_buffers, []
+        if not self.is_applied:
+            set_buffers(kept)
         self.optimizer.zero_grad()
         self.norm_layers.clear()
         self._used.clear()

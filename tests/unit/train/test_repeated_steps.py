@@ -115,6 +115,41 @@ def test_alone_without_a_checkpoint_a_step_that_failed_half_way_is_an_error_that
                         make_step(model, optimizer, x, y)
 
 
+# --- buffers -------------------------------------------------------------------------------------------------------
+
+
+def train_with_averages(is_failing: bool) -> tuple[list[int], Tensor]:
+    """A peer is lost in the fourth step, after the forward pass has changed what BatchNorm keeps."""
+    norm = nn.BatchNorm1d(1)
+    module = nn.Sequential(small_model(), norm)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    with a_run() as run:
+        loader = run.dataloader(Rows(80), 8, device_batch_size=8)
+        model, _ = run.prepare(module, optimizer, scaling="none")
+        num_failed, counted = 0, list[int]()
+        for _ in run.epochs(1, by="passes"):
+            for _, x, y in loader:
+                with run.attempt():
+                    loss = loss_of(model, x, y)
+                    if is_failing and run.num_steps == 3 and not num_failed:
+                        num_failed += 1
+                        norm.running_mean.fill_(float("nan"))  # as a collective of SyncBatchNorm's may leave it
+                        raise RuntimeError("gloo: connection closed by peer")
+                    loss.backward()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    counted.append(int(norm.num_batches_tracked))
+        assert norm.running_mean is not None and norm.running_var is not None
+        return counted, torch.cat([flat(module), norm.running_mean, norm.running_var])
+
+
+def test_a_step_that_is_repeated_changes_buffers_once():
+    expected = replicas(2, train_with_averages, False)
+    for (counted, values), (_, without_failure) in zip(replicas(2, train_with_averages, True), expected, strict=True):
+        assert counted == list(range(1, 11))
+        torch.testing.assert_close(values, without_failure)
+
+
 # --- a GradScaler, and a step that is tried again ------------------------------------------------------------------
 
 

@@ -31,6 +31,7 @@ def team(monkeypatch: pytest.MonkeyPatch) -> Team:
     for name, function in (("connect", lambda *_: None), ("used", lambda _: nullcontext())):
         monkeypatch.setattr(gloo, name, function)
     monkeypatch.setattr(nccl, "prepare_environment", lambda: None)
+    monkeypatch.setattr(nccl, "make_room", lambda *_, **__: None)
     monkeypatch.setattr(nccl, "watch", lambda *_: threading.Event())
     return Team(torch.device("cuda"), timeout_s=1.0)
 
@@ -168,3 +169,70 @@ def test_a_script_that_raises_cuts_off_what_waits_for_a_lost_peer(broken_team, m
     monkeypatch.setattr(Team, "dissolve", lambda _, *, is_broken=False: happened.append(f"dissolve, {is_broken}"))
     broken_team.close()
     assert happened == (["abort", "dissolve, True"] if is_stuck else ["dissolve, False"])
+
+
+def test_nccl_without_room_has_torchs_cache_given_back_and_tries_once_more(team, monkeypatch):
+    """Then the replica ends, and with it the change. It would try fifty times otherwise, and the others with it."""
+    gave_back = []
+
+    def connect(*_):
+        raise torch.OutOfMemoryError("NCCL did not connect: Cuda failure 'out of memory'")
+
+    monkeypatch.setattr(nccl, "connect", connect)
+    monkeypatch.setattr(nccl, "make_room", lambda device, always: gave_back.append(always))
+    with pytest.raises(BrokenGroup, match="out of memory"):
+        team.form(group_of(1))
+    with pytest.raises(torch.OutOfMemoryError):
+        team.form(group_of(1, 1))
+    assert gave_back == [False, True]
+    monkeypatch.setattr(nccl, "connect", lambda *_: None)
+    team.form(group_of(2))
+    team.form(group_of(3))
+    assert gave_back == [False, True, True, False]
+
+
+@pytest.mark.parametrize("message", ["Cuda failure 2 'out of memory'", "CUDA out of memory. Tried to allocate"])
+def test_nccls_want_of_memory_is_told_from_a_lost_peer(monkeypatch, message):
+    def refuse(world, device, deadline, outcome):
+        outcome.put(RuntimeError(message))
+
+    monkeypatch.setattr(nccl, "_connect", refuse)
+    with pytest.raises(torch.OutOfMemoryError, match="did not connect"):
+        nccl.connect(None, torch.device("cuda"), lambda: False)
+
+
+@pytest.mark.parametrize(
+    ("free", "always", "rests", "frees"),
+    [
+        (1 << 34, False, True, False),
+        (1 << 28, False, True, True),
+        (1 << 34, True, True, True),
+        (1 << 28, True, False, False),
+    ],
+)
+def test_the_cache_is_given_back_where_little_is_free_and_the_device_rests(monkeypatch, free, always, rests, frees):
+    freed = []
+
+    def wait(is_lost, timeout_s):
+        if not rests:
+            raise RuntimeError("the device did not end its work")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (free, 1 << 37))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(True))
+    monkeypatch.setattr(nccl, "wait_for_device", wait)
+    nccl.make_room(torch.device("cuda"), always)
+    assert bool(freed) == frees
+
+
+@pytest.mark.parametrize("is_stuck", [False, True])
+def test_out_of_memory_beside_a_lost_peer_does_not_wait_for_the_device(broken_team, monkeypatch, is_stuck):
+    freed = []
+
+    def wait(is_lost, timeout_s):
+        if is_stuck:
+            raise RuntimeError("a member was lost while the device worked")
+
+    monkeypatch.setattr(nccl, "wait_for_device", wait)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: freed.append(True))
+    broken_team.release_memory()
+    assert bool(freed) != is_stuck
