@@ -127,7 +127,7 @@ def train(epoch):
         optimizer.step()
         scheduler.step()
         running += loss.item()
-        if step % args.log_interval == 0:
+        if run.every(args.log_interval):
             print(f"epoch {epoch} step {step}/{len(train_loader)} loss {loss.item():.4f}")
     print(f"epoch {epoch}: mean loss {run.mean(running / (step + 1)):.4f}")
 
