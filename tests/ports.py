@@ -7,7 +7,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 PORTS = ROOT / "examples" / "ports"
-MOST_LINES = {"nano_gpt": 12}
+MOST_LINES = {"diffusion": 9, "nano_gpt": 12}
 MOST_LINES_OTHERS = 8
 NEEDS = {
     "hf_trainer": ("transformers", "accelerate"),
@@ -18,6 +18,8 @@ NEEDS = {
 BOUNDS = {
     "actor_critic": (0.4, 1.0),  # share of the longest episode
     "dcgan": (0.0, 0.6),  # distance from the data's mean; 1 without training
+    "diffusion": (0.25, 0.47),  # mean distance to the next centre; 0.5 and more without training
+    "distill": (0.8, 1.0),  # share of rows on which the student agrees; 0.25 by chance
     "hf_trainer": (0.8, 1.6),  # loss; 3.5 without training
     "imagenet": (0.85, 1.0),  # accuracy; 0.25 by chance
     "lightning_classifier": (0.3, 0.6),  # loss; 1.1 without training

@@ -20,6 +20,13 @@ _OWN_PARALLEL = {
     "torch.utils.data.DistributedSampler": "run.dataloader(...) divides the data",
     "torch.utils.data.distributed.DistributedSampler": "run.dataloader(...) divides the data",
 }
+_COLLECTIVES = {
+    f"torch.distributed.{name}"
+    for name in (
+        *("all_gather", "all_gather_into_tensor", "all_gather_object", "all_reduce", "all_to_all_single", "barrier"),
+        *("broadcast", "broadcast_object_list", "gather", "reduce", "reduce_scatter_tensor", "scatter"),
+    )
+}
 _ENV_RANKS = {"RANK", "LOCAL_RANK", "WORLD_SIZE"}
 # Of run.dataloader, and of the ElasticLoader that it makes (a test compares them).
 DATALOADER_OPTIONS = {
@@ -94,7 +101,8 @@ def stale_rank(script: Script) -> Iterator[Found]:
             advice = "use run.rank, run.world_size, run.device"
             yield Found(node, f"{name} is that of the start; a resize changes it", advice)
     for call, name in script.calls():
-        if name in ("torch.distributed.get_rank", "torch.distributed.get_world_size") and script.is_beside_run(call):
+        is_asked = name in ("torch.distributed.get_rank", "torch.distributed.get_world_size")
+        if is_asked and script.is_beside_run(call) and not script.is_in_training(call):
             yield Found(call, f"{name} is not right before the loop", "use run.rank, run.is_main or run.world_size")
 
 
@@ -222,6 +230,65 @@ def counted_passes(script: Script) -> Iterator[Found]:
                         )
 
 
+def counted_by_hand(script: Script) -> Iterator[Found]:
+    """``step += 1`` in the loop, and ``if step % n == 0``."""
+    for loop in script.training_loops():
+        if not script.names_in(loop.iter) & script.loaders:
+            continue
+        counters = {
+            ast.unparse(node.target)
+            for node in ast.walk(loop)
+            if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add) and ast.unparse(node.value) == "1"
+        }
+        for node in ast.walk(loop):
+            name = next(iter(sorted(counters & script.names_in(node.test))), None) if isinstance(node, ast.If) else None
+            if isinstance(node, ast.If) and name is not None and _divides(node.test):
+                advice = "use run.every(n) or run.num_steps"
+                problem = f"{name} counts passes of one replica, and begins again in a restart"
+                yield Found(node, problem, advice, "warning")
+
+
+def own_collectives(script: Script) -> Iterator[Found]:
+    """A collective of the user's own ends with an error when a replica is lost in it."""
+    for call, name in script.calls():
+        if name not in _COLLECTIVES or not script.is_in_training(call):
+            continue
+        if not any(
+            isinstance(part, ast.Call) and script.is_of_run(part.func, "attempt")
+            for block in script.around(call, ast.With)
+            for item in block.items
+            for part in ast.walk(item.context_expr)
+        ):
+            yield Found(
+                call,
+                f"if a replica is lost in this {name.rpartition('.')[2]}, the others end with an error",
+                "put the loop's body into: with run.attempt():",
+                "warning",
+            )
+
+
+def untracked_average(script: Script) -> Iterator[Found]:
+    """An average of the weights that neither a new replica nor a restart would get."""
+    used = {name for loop in script.training_loops() for name in script.names_in(loop)}
+    tracked = {
+        name
+        for call, _ in script.calls()
+        if script.is_of_run(call.func, "track")
+        for value in call.args
+        for name in script.names_in(value)
+    }
+    for call, name in script.calls():
+        target = _target_of(script, call)
+        is_average = name in ("copy.deepcopy", "torch.optim.swa_utils.AveragedModel")
+        if is_average and target in used - tracked and script.is_beside_run(call) and not script.is_in_training(call):
+            yield Found(
+                call,
+                f"{target} is not tracked: a replica that joins and a restart begin with the first one",
+                f"run.track({target!r}, {target}), and update it if run.is_last_pass",
+                "warning",
+            )
+
+
 def local_averages(script: Script) -> Iterator[Found]:
     """A sum over this replica's share, divided by the length of all the data."""
     for node in ast.walk(script.tree):
@@ -340,6 +407,9 @@ TRAIN_RULES: list[Rule] = [
     own_data,
     unknown_option,
     counted_passes,
+    counted_by_hand,
+    own_collectives,
+    untracked_average,
     local_averages,
     closures,
     device_ids,

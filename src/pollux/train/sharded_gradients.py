@@ -35,7 +35,7 @@ from torch.distributed.tensor import DTensor
 from pollux.errors import PeerLostError
 from pollux.train.device_sums import DeviceSums
 from pollux.train.gradients import Norms, PassPlan
-from pollux.train.noise import WARM_UP_STEPS, GroupOptions, Preconditioner, squared_norm, weighed
+from pollux.train.noise import WARM_UP_STEPS, GroupOptions, Preconditioner, squared_norm
 from pollux.train.parameter_parts import NUM_PARTS, ParameterParts
 from pollux.train.sharded_module import ShardGroup
 from pollux.train.team import Team
@@ -379,8 +379,9 @@ class ShardedGradients:
         views = [group.split(row, with_padding=len(rows) > 1) or [] for row in rows]
         gradients = [row[place] for row in views for place in measured.places]
         if gradients:
-            flat = None if inverse is None else [one.reshape(-1) for one in inverse]
-            sums.add(self._parts.norms(weighed(flat, gradients)), measured.identities * len(rows))
+            if inverse is not None:  # not in place: the metric is used again for the mean
+                gradients = list(torch._foreach_mul([one.reshape(-1) for one in inverse], gradients))
+            sums.add(self._parts.norms(gradients), measured.identities * len(rows))
 
     def _by_part(self, sums: _NormList) -> Tensor:
         """(NUM_PARTS,) squared norms."""

@@ -92,6 +92,7 @@ def test_a_good_script_has_no_findings():
         ("loss.backward()", "torch.manual_seed(epoch)", "own-seeds"),
         ("scheduler.step()", "average = total / len(loader)", "local-averages"),
         ("scheduler.step()", "average = total / len(loader.dataset)", "local-averages"),
+        ("loss.backward()", "torch.distributed.all_reduce(loss)", "own-collectives"),
         ("master =", "import signal; signal.signal(signal.SIGTERM, print)", "own-signals"),
     ],
 )
@@ -136,8 +137,34 @@ def test_accumulation_of_ones_own_and_counted_passes_are_found():
     assert found(text) == []
 
 
+def test_steps_that_are_counted_by_hand_are_found():
+    counting, number = with_line("optimizer.step()", "step += 1", "if step % 100 == 0:", "    run.print(step)")
+    assert found(counting) == [(number + 1, "counted-by-hand")]
+    summing, _ = with_line("optimizer.step()", "step += 1")
+    assert found(summing) == []
+
+
 def test_an_average_of_the_model_is_no_optimizer():
     text, _ = with_line("model = build", "ema = torch.optim.swa_utils.AveragedModel(model)")
+    assert found(text) == []
+
+
+@pytest.mark.parametrize("made", ["copy.deepcopy(model)", "torch.optim.swa_utils.AveragedModel(model)"])
+def test_an_average_of_the_model_that_is_not_tracked_is_found(made):
+    text, number = with_line("model = build", f"import copy; ema = {made}")
+    text = text.replace("            optimizer.step()\n", "            optimizer.step()\n            update(ema)\n")
+    assert found(text) == [(number, "untracked-average")]
+    assert found(text.replace("    master = ", "    run.track('ema', ema)\n    master = ")) == []
+
+
+def test_ones_own_collectives_are_allowed_in_an_attempt():
+    text = GOOD.replace(
+        "            loss.backward()\n",
+        "            with run.attempt():\n"
+        "                parts = [torch.zeros_like(loss) for _ in range(torch.distributed.get_world_size())]\n"
+        "                torch.distributed.all_gather(parts, loss)\n"
+        "                loss.backward()\n",
+    )
     assert found(text) == []
 
 

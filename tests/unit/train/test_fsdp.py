@@ -405,7 +405,9 @@ def test_no_replica_ever_holds_the_whole_state() -> None:
 # --- noise scale -----------------------------------------------------------------------------------------------------
 
 
-def measure(kind: str, is_sharded: bool, device_batch: int | None, copies: int = 1) -> tuple[float, float]:
+def measure(
+    kind: str, is_sharded: bool, device_batch: int | None, copies: int = 1, num_epochs: int = 3
+) -> tuple[float, float]:
     """The noise scale and its standard error after 180 small steps."""
     Adaptation.interval = lambda self: 1  # type: ignore[method-assign]  # by time otherwise
     torch.manual_seed(0)
@@ -415,7 +417,7 @@ def measure(kind: str, is_sharded: bool, device_batch: int | None, copies: int =
     with a_run() as run:
         loader = run.dataloader(Rows(960), 16, device_batch_size=device_batch, shuffle=True)
         prepared, _ = run.prepare(model, optimizer, **options)
-        for _ in run.epochs(3):
+        for _ in run.epochs(num_epochs):
             for _, x, y in loader:
                 loss_of(prepared, x, y).backward()
                 optimizer.step()
@@ -426,6 +428,12 @@ def measure(kind: str, is_sharded: bool, device_batch: int | None, copies: int =
 def shard_big_enough(model: nn.Module, mesh: DeviceMesh) -> None:
     fully_shard(model[2], mesh=mesh)  # type: ignore[index]
     fully_shard(model, mesh=mesh)
+
+
+def test_in_adams_metric_a_whole_copy_measures_what_a_replicated_model_does() -> None:
+    plain = replicas(2, measure, "AdamW", False, None, 1, 1)
+    copied = replicas(2, measure, "AdamW", True, None, 2, 1)
+    assert copied[0] == pytest.approx(plain[0], rel=1e-3)
 
 
 @pytest.mark.parametrize(
