@@ -177,8 +177,7 @@ class Scheduler:
         return record
 
     def _new_record(self, spec: JobSpec, sequence: int) -> JobRecord:
-        remembers = self._memory is not None and spec.application
-        knowledge = self._memory.of(spec.application) if self._memory and remembers else Knowledge(f"job {spec.name}")
+        knowledge = self._memory.of(spec) if self._memory and spec.family else Knowledge(f"job {spec.name}", spec.owner)
         now, noise_scale = self._clock.now(), knowledge.first_noise_scale
         record = JobRecord(spec=spec, sequence=sequence, knowledge=knowledge, noise_scale=noise_scale, accounted_at=now)
         self.deadlines.prepare(record)
@@ -206,8 +205,8 @@ class Scheduler:
             self._next_sequence = max(self._next_sequence, record.sequence + 1)
             if record.allocation and record.state is not JobState.STOPPING:
                 self._desired[record.name] = record.allocation
-            if self._memory is not None and record.spec.application:
-                record.knowledge = self._memory.adopt(record.spec.application, record.knowledge)
+            if self._memory is not None and record.spec.family:
+                record.knowledge = self._memory.adopt(record.spec, record.knowledge)
         self.reconsider("restart")
 
     def cancel(self, name: str, reason: str = "cancelled", state: JobState = JobState.CANCELLED) -> None:
