@@ -307,6 +307,14 @@ class JobSpec:
         return most
 
     @property
+    def family(self) -> str:
+        """Jobs of one owner and application, which learn from each other; empty: it learns from none.
+
+        Not those of other owners: a job that lies about its speed or length must not change how theirs are judged.
+        """
+        return f"{self.owner}/{self.application}" if self.owner and self.application else self.application
+
+    @property
     def is_picky(self) -> bool:
         """It asks more of a node than slots of a type."""
         return bool(self.constraints or self.cpus or self.memory_bytes)

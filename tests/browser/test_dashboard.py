@@ -53,6 +53,18 @@ def test_values_change_without_a_reload(visitor: Visitor) -> None:
     assert page.evaluate("performance.getEntriesByType('navigation').length") == 1
 
 
+def test_guarantees_that_cannot_be_kept_are_shown_while_they_cannot(
+    visitor: Visitor, server: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert server.service is not None
+    told = "not all guarantees can be kept: 5 slots in all"
+    with monkeypatch.context() as patch:
+        patch.setattr(type(server.service.cluster.accounts), "unkept", told)
+        line = visitor.open().get_by_text(told)
+        line.wait_for()
+    line.wait_for(state="hidden")
+
+
 def test_a_job(visitor: Visitor) -> None:
     page = visitor.open("#/jobs/train")
     page.get_by_role("heading", name="train running").wait_for()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -17,7 +18,7 @@ import psutil
 import pytest
 
 from pollux.client import Client
-from pollux.errors import ServerUnavailableError
+from pollux.errors import ServerError, ServerUnavailableError
 from tests.e2e.cluster import SERVE, LiveCluster
 from tests.long import long
 from tests.network_link import NetworkLink
@@ -153,6 +154,30 @@ def test_a_killed_leader_is_replaced_and_jobs_train_on(pair: Pair) -> None:
     pair.until_the_standby_leads()
     assert pair.until_over("other") == "succeeded"
     finish(pair, pids)
+
+
+@long
+def test_what_was_acknowledged_of_a_node_outlives_the_leader_and_what_was_refused_is_not_done(pair: Pair) -> None:
+    def drained() -> list[str]:
+        return pair.answer(lambda: [node.name for node in pair.client.nodes() if node.is_draining])
+
+    pair.start()
+    pair.start_standby()
+    (name, *_) = [node.name for node in pair.client.nodes()]
+    standby = pair.told("standby.json")["url"]
+    assert pair.client.drain(name).is_draining
+    pair.kill_server()
+    told = [name]
+    token = (pair.data / "token").read_text().strip()
+    with Client(url=standby, token=token) as client, contextlib.suppress(ServerError):  # as a rule none leads yet
+        told = [name] if client.undrain(name).is_draining else []
+    pair.until_the_standby_leads()
+    assert drained() == told
+    assert not pair.answer(lambda: pair.client.undrain(name)).is_draining
+    pair.start_standby()
+    pair.kill_server()
+    pair.until_the_standby_leads()
+    assert drained() == []
 
 
 @long

@@ -50,6 +50,7 @@ class ClusterSummary:
     data_directory: str
     why_free: tuple[str, ...] = field(metadata=about("Why slots are free, in words; empty: none is."))
     interval_s: float
+    warnings: tuple[str, ...] = field(default=(), metadata=about("What an operator should mend: guarantees, so far."))
     standby_of: str | None = field(
         default=None, metadata=about("On a standby, the URL of the server that leads; empty while none does.")
     )

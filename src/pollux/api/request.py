@@ -436,7 +436,7 @@ class Option:
 
 OPTIONS = (
     Option("name", "name", "text", "NAME", "Name of the job; that of the script by default, numbered if taken."),
-    Option("application", "application", "text", "NAME", "Jobs of one application share their measured speeds."),
+    Option("application", "application", "text", "NAME", "Your jobs of one application share their measured speeds."),
     Option("kind", "kind", "text", "|".join(get_args(Kind)), "How it is resized: in place, by restart, never."),
     Option("replicas", "replicas", "int", "N", "Run with exactly this many replicas."),
     Option("min-replicas", "min_replicas", "int", "N", "Never run with fewer; 1 by default."),

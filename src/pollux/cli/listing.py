@@ -261,6 +261,7 @@ def status_lines(cluster: ClusterSummary) -> list[tuple[str, str]]:
         ("up since", f"{moment(cluster.started_at)} ({numbers.duration(cluster.now - cluster.started_at)})"),
         ("slots", f"{slots}, on {numbers.plural(cluster.nodes, 'node')}"),
         *([("free, as", "; ".join(map(plain, cluster.why_free)))] if cluster.why_free else []),
+        *(("warning", plain(words)) for words in cluster.warnings),
         ("jobs", counts or "none"),
         ("rounds", f"{rounds}, the last in {numbers.duration(took_s)}; at least every {cluster.interval_s:g}s"),
         ("lost", f"{numbers.share(cluster.lost_share)} of the running jobs' time, to resizes and restarts"),

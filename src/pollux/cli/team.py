@@ -56,10 +56,13 @@ def ls(as_json: JsonOption = False, data: DataOption = None, server: ServerOptio
     """List teams and what each is entitled to."""
     with connect(data, server) as client:
         found = client.teams()
+        warnings = [] if as_json else client.status().warnings
     if as_json:
         print_json({"teams": found})
     elif found:
         show(team_table(found))
+        for words in warnings:
+            say(f"warning: {plain(words)}")
     else:
         say("no teams; add one: pollux team add NAME")
 

@@ -32,20 +32,29 @@ class TypeRatios:
     """Speed ratios of every pair of types that jobs have shown, the latest jobs only; kept when those have ended."""
 
     def __init__(self) -> None:
-        self._shown: dict[tuple[str, str], dict[str, float]] = {}  # by job, the one that was heard of last at the end
+        # By owner and job, the one that was heard of last at the end.
+        self._shown: dict[tuple[str, str], dict[str, dict[str, float]]] = {}
 
-    def add(self, job: str, ratios: Ratios) -> None:
+    def add(self, job: str, ratios: Ratios, owner: str = "") -> None:
         """Take in a job's ratios; they replace its earlier ones."""
         for pair, ratio in ratios.items():
-            shown = self._shown.setdefault(pair, {})
+            owners = self._shown.setdefault(pair, {})
+            shown = owners.setdefault(owner, {})
             shown.pop(job, None)
             shown[job] = ratio
             if len(shown) > MAX_SHOWN:
                 del shown[next(iter(shown))]
 
-    def typical(self) -> Ratios:
-        """The median over jobs, for every two types that any of them was measured on."""
-        return {pair: statistics.median(shown.values()) for pair, shown in self._shown.items()}
+    def typical(self, owner: str = "") -> Ratios:
+        """The median over the owner's jobs, for every two types that any of them was measured on.
+
+        Where it has none, the median over owners: one who lies with many jobs counts once.
+        """
+        found = {}
+        for pair, owners in self._shown.items():
+            medians = {one: statistics.median(shown.values()) for one, shown in owners.items()}
+            found[pair] = medians[owner] if owner in medians else statistics.median(medians.values())
+        return found
 
 
 def guess_params(

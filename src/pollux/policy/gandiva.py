@@ -38,7 +38,7 @@ MIN_GROWTH = 1.1  # least speedup for which a job grows, since it pays for two r
 MAX_MISFITS = 2048  # pairs that did not fit and are remembered, the latest; bounds memory
 
 Kind = tuple[str, str]
-"""A job's application, or its name if it has none."""
+"""A job's family, or its name if it has none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +232,7 @@ class GandivaPolicy(Policy):
 
 
 def _kinds(one: JobView, other: JobView) -> frozenset[Kind]:
-    return frozenset((job.spec.application, "" if job.spec.application else job.name) for job in (one, other))
+    return frozenset((job.spec.family, "" if job.spec.family else job.name) for job in (one, other))
 
 
 def _gain_together(load: float, other: float) -> bool:

@@ -1,4 +1,4 @@
-"""Estimates how long jobs are that have not declared it, from other jobs of the same application.
+"""Estimates how long jobs are that have not declared it, from their owner's other jobs of the same application.
 
 The Pollux policy uses it with all ``weights`` but "equal". Training runs come again and again, and the same application
 tends to take about as much work. Work is counted in useful examples (:attr:`JobView.done_examples`), which does not
@@ -37,7 +37,7 @@ class _Seen(NamedTuple):
     """A job as it was when it was looked at last."""
 
     at: float
-    application: str
+    family: str
     service_s: float
     held_s: float  # seconds that it held slots
     examples: float | None  # useful ones; None: it never told
@@ -54,9 +54,9 @@ class Lengths:
 
     def __init__(self) -> None:
         self._present: dict[str, _Seen] = {}  # by job
-        self._ended: dict[str, deque[_Seen]] = {}  # by application
+        self._ended: dict[str, deque[_Seen]] = {}  # by family
         self._all: deque[float] = deque(maxlen=_MAX_ALL)  # service in all applications, and of jobs without one
-        self._ahead: dict[str, float] = {}  # by application: the most service that a job which is there has had
+        self._ahead: dict[str, float] = {}  # by family: the most service that a job which is there has had
 
     def clear(self) -> None:
         self._present.clear()
@@ -71,23 +71,23 @@ class Lengths:
             if name in present or seen.service_s <= 0:
                 continue
             self._all.append(seen.service_s)
-            if seen.application:
-                known = self._ended.pop(seen.application, None) or deque(maxlen=_MAX_JOBS)
+            if seen.family:
+                known = self._ended.pop(seen.family, None) or deque(maxlen=_MAX_JOBS)
                 known.append(seen._replace(examples=seen.until(now)))
-                self._ended[seen.application] = known  # the latest application last
+                self._ended[seen.family] = known  # the latest application last
                 if len(self._ended) > _MAX_APPLICATIONS:
                     del self._ended[next(iter(self._ended))]
         self._present = present
         self._ahead = {}
         for seen in present.values():
-            if seen.application:
-                self._ahead[seen.application] = max(self._ahead.get(seen.application, 0.0), seen.service_s)
+            if seen.family:
+                self._ahead[seen.family] = max(self._ahead.get(seen.family, 0.0), seen.service_s)
 
     def _sight(self, now: float, job: JobView) -> _Seen:
         examples, before = job.done_examples, self._present.get(job.name)
         if examples is None and before is not None:  # a job that is through no longer tells
             examples = before.examples
-        return _Seen(now, job.spec.application, job.attained_slot_s, job.attained_s, examples)
+        return _Seen(now, job.spec.family, job.attained_slot_s, job.attained_s, examples)
 
     def left_examples(self, jobs: Sequence[JobView]) -> FloatArray:
         """(num_jobs,) useful examples that each is likely to need yet; nan where jobs of its kind have not told."""
@@ -103,18 +103,18 @@ class Lengths:
             if job.has_started:
                 return math.nan
             done = 0.0
-        known = [seen.examples for seen in self._ended.get(job.spec.application, ()) if seen.examples]
+        known = [seen.examples for seen in self._ended.get(job.spec.family, ()) if seen.examples]
         if not known:
             return math.nan
         return _residual(known, done, done - max(known), _LEAST_LEFT * done)
 
     def _slot_s(self, job: JobView) -> float:
-        ended, had = self._ended.get(job.spec.application), job.attained_slot_s
+        ended, had = self._ended.get(job.spec.family), job.attained_slot_s
         if ended:
             return _residual([seen.service_s for seen in ended], had, had, 1.0)
         if not self._all:
             return math.nan
-        ahead = max(self._ahead.get(job.spec.application, 0.0), had)
+        ahead = max(self._ahead.get(job.spec.family, 0.0), had)
         return ahead + _residual(list(self._all), ahead, ahead, 1.0) - had
 
 

@@ -44,9 +44,9 @@ class LucidPolicy(Policy):
         self.reset()
 
     def reset(self) -> None:
-        self._seen: dict[str, tuple[str, float]] = {}  # by job: application, GPU-seconds so far
-        self._finished: dict[str, tuple[int, float]] = {}  # by application: jobs, GPU-seconds of all; latest last
-        self._means: dict[str, float] = {}  # by application: GPU-seconds of a job
+        self._seen: dict[str, tuple[str, float]] = {}  # by job: family, GPU-seconds so far
+        self._finished: dict[str, tuple[int, float]] = {}  # by family: jobs, GPU-seconds of all; latest last
+        self._means: dict[str, float] = {}  # by family: GPU-seconds of a job
         self._usual = 0.0  # of an application that is new
 
     def decide(self, snapshot: Snapshot) -> Plan:
@@ -88,14 +88,12 @@ class LucidPolicy(Policy):
         self._means = {application: total / number for application, (number, total) in self._finished.items()}
         self._usual = median(self._means.values()) if self._means else 0.0
         self._seen = {
-            name: (job.spec.application, job.attained_s * demand(job))
-            for name, job in there.items()
-            if job.attained_s > 0
+            name: (job.spec.family, job.attained_s * demand(job)) for name, job in there.items() if job.attained_s > 0
         }
 
     def _estimate(self, job: JobView) -> float:
         """GPU-seconds that a job takes; the median of the applications if its own is new, 0 if all are."""
-        return self._means.get(job.spec.application, self._usual)
+        return self._means.get(job.spec.family, self._usual)
 
 
 def score(load: float) -> int:

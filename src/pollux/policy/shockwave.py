@@ -130,8 +130,8 @@ class ShockwavePolicy(Policy):
     def reset(self) -> None:
         self._tables = GoodputTables()
         self._seen: dict[str, Line] = {}  # by job: log of the noise scale over the share of work done
-        self._slopes: dict[str, tuple[int, float]] = {}  # by application: jobs that are over, sum of their slopes
-        self._applications: dict[str, str] = {}  # of jobs that are not
+        self._slopes: dict[str, tuple[int, float]] = {}  # by family: jobs that are over, sum of their slopes
+        self._families: dict[str, str] = {}  # of jobs that are not
         self._rounds: dict[str, int] = {}  # by job, still to run in this window
         self._weights: dict[str, float] = {}  # by job, in this window's plan
         self._left_s: dict[str, float] = {}  # by job, work left when it was planned
@@ -165,15 +165,15 @@ class ShockwavePolicy(Policy):
 
     def _learn(self, jobs: Sequence[JobView]) -> None:
         """Keep noise scales, and of jobs that are over how they grew."""
-        present = {job.name: job.spec.application for job in jobs}
+        present = {job.name: job.spec.family for job in jobs}
         for name in [name for name in self._seen if name not in present]:
             slope = self._seen.pop(name).slope
             if slope is not None:
-                number, total = self._slopes.pop(self._applications[name], (0, 0.0))
-                self._slopes[self._applications[name]] = (number + 1, total + slope)
+                number, total = self._slopes.pop(self._families[name], (0, 0.0))
+                self._slopes[self._families[name]] = (number + 1, total + slope)
         while len(self._slopes) > _MAX_KNOWN:
             del self._slopes[next(iter(self._slopes))]
-        self._applications = present
+        self._families = present
         for job in jobs:
             done = share_done(job)
             if done is not None and job.noise_scale is not None and job.noise_scale > 0:
@@ -183,7 +183,7 @@ class ShockwavePolicy(Policy):
         """Of the logarithm of its noise scale over its whole run."""
         slope = self._seen[job.name].slope if job.name in self._seen else None
         if slope is None:
-            number, total = self._slopes.get(job.spec.application, (1, 0.0))
+            number, total = self._slopes.get(job.spec.family, (1, 0.0))
             slope = total / number
         return min(max(slope, 0.0), _MAX_GROWTH)
 

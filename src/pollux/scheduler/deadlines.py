@@ -52,18 +52,18 @@ class Deadlines:
 
     def __init__(self, *, is_active: bool = True) -> None:
         self._is_active, self._promises = is_active, Promises()
-        self._lengths: dict[str, tuple[float, BatchLimits]] = {}  # by application: of its last job, and its batches
+        self._lengths: dict[str, tuple[float, BatchLimits]] = {}  # by family: of its last job, and its batches
         self.standings: Mapping[str, DeadlineStanding] = {}  # by job, as of the last round
 
     def learn(self, record: JobRecord) -> None:
         """How long jobs of this application are."""
         left, progress, batch = record.remaining_examples, record.progress, record.spec.batch
-        if record.spec.application and batch is not None and left and progress is not None and progress < 1:
-            self._lengths[record.spec.application] = (left / (1 - progress), batch)
+        if record.spec.family and batch is not None and left and progress is not None and progress < 1:
+            self._lengths[record.spec.family] = (left / (1 - progress), batch)
 
     def prepare(self, record: JobRecord) -> None:
         """Let a job with a deadline be as long as the last one of its application, until it tells its own length."""
-        known = self._lengths.get(record.spec.application)
+        known = self._lengths.get(record.spec.family)
         if record.spec.deadline_at is not None and record.remaining_examples is None and known is not None:
             record.remaining_examples, batch = known
             record.spec = replace(record.spec, batch=record.spec.batch or batch)

@@ -1,6 +1,6 @@
-"""A job's performance model; shared by the jobs of one application if profiles are remembered.
+"""A job's performance model; shared by one owner's jobs of one application if profiles are remembered.
 
-With profile memory on, all jobs that carry the same application name read and write one
+With profile memory on, all jobs of one family (:attr:`~pollux.types.JobSpec.family`) read and write one
 :class:`Knowledge`, so the next job of that name is understood from its first round.
 """
 
@@ -17,7 +17,7 @@ from pollux.errors import FitError
 from pollux.model.fitting import Fit, fit
 from pollux.model.profile import Configuration, Profile, Timing
 from pollux.model.transfer import MAX_SHOWN, Ratios, TypeRatios, guess_params, type_ratios
-from pollux.types import ShapeFactors, ThroughputParams
+from pollux.types import JobSpec, ShapeFactors, ThroughputParams
 
 _PREFIX = "application "  # of names of shared models: a job name has no space in it
 
@@ -31,6 +31,7 @@ class Knowledge:
     """Measured step times and the θ fitted to them, by accelerator type."""
 
     label: str
+    owner: str = ""  # whose jobs it was measured of
     profile: Profile = field(default_factory=Profile)
     fits: dict[str, Fit] = field(default_factory=dict)
     first_noise_scale: float | None = None  # of a young job: what the next one is likely to start with
@@ -110,11 +111,11 @@ def learn_all(
     distinct = list({id(knowledge): knowledge for knowledge in known}.values())
     refitted = [knowledge.refit(is_published=is_published) for knowledge in distinct]
     for knowledge in itertools.compress(distinct, refitted):
-        ratios.add(knowledge.label, knowledge.ratios)
+        ratios.add(knowledge.label, knowledge.ratios, knowledge.owner)
     if types is None:
         return list(itertools.compress(distinct, refitted))
-    there, typical = list(dict.fromkeys(types)), ratios.typical()
-    guessed = [knowledge.guess(there, typical) for knowledge in distinct]
+    there, typical = list(dict.fromkeys(types)), {one.owner: ratios.typical(one.owner) for one in distinct}
+    guessed = [knowledge.guess(there, typical[knowledge.owner]) for knowledge in distinct]
     return list(itertools.compress(distinct, map(operator.or_, refitted, guessed)))
 
 
@@ -123,29 +124,30 @@ def recall_ratios(learnt: Iterable[Knowledge], ratios: TypeRatios) -> None:
     several = [knowledge for knowledge in learnt if len(knowledge.profile.accelerators) > 1]
     for knowledge in several[-MAX_SHOWN:]:
         # A copy: its jobs are told what was fitted when it is fitted next, and must not miss that.
-        copy = Knowledge(knowledge.label, knowledge.profile, _stale=set(knowledge.profile.accelerators))
+        stale = set(knowledge.profile.accelerators)
+        copy = Knowledge(knowledge.label, knowledge.owner, knowledge.profile, _stale=stale)
         copy.refit()
-        ratios.add(copy.label, copy.ratios)
+        ratios.add(copy.label, copy.ratios, copy.owner)
 
 
 class ProfileMemory:
-    """Knowledge by application name."""
+    """Knowledge by family of jobs."""
 
     def __init__(self) -> None:
         self._known: dict[str, Knowledge] = {}
 
-    def adopt(self, application: str, knowledge: Knowledge) -> Knowledge:
-        """What is known of an application, after a job of it was taken over with what it knew."""
-        known = self._known.setdefault(application, knowledge)
+    def adopt(self, spec: JobSpec, knowledge: Knowledge) -> Knowledge:
+        """What is known of a family, after a job of it was taken over with what it knew."""
+        known = self._known.setdefault(spec.family, knowledge)
         if known is not knowledge and len(knowledge.profile) > len(known.profile):
             known.profile, known._stale = knowledge.profile, set(knowledge.profile.accelerators)
         return known
 
-    def of(self, application: str) -> Knowledge:
-        return self._known.setdefault(application, Knowledge(f"{_PREFIX}{application}"))
+    def of(self, spec: JobSpec) -> Knowledge:
+        return self._known.setdefault(spec.family, Knowledge(f"{_PREFIX}{spec.family}", spec.owner))
 
     def recall(self, learnt: Iterable[Knowledge]) -> None:
-        """What was kept of applications, by their labels."""
+        """What was kept of families, by their labels."""
         for knowledge in learnt:
             if knowledge.label.startswith(_PREFIX):
                 self._known.setdefault(knowledge.label.removeprefix(_PREFIX), knowledge)

@@ -177,8 +177,7 @@ class Scheduler:
         return record
 
     def _new_record(self, spec: JobSpec, sequence: int) -> JobRecord:
-        remembers = self._memory is not None and spec.application
-        knowledge = self._memory.of(spec.application) if self._memory and remembers else Knowledge(f"job {spec.name}")
+        knowledge = self._memory.of(spec) if self._memory and spec.family else Knowledge(f"job {spec.name}", spec.owner)
         now, noise_scale = self._clock.now(), knowledge.first_noise_scale
         record = JobRecord(spec=spec, sequence=sequence, knowledge=knowledge, noise_scale=noise_scale, accounted_at=now)
         self.deadlines.prepare(record)
@@ -206,8 +205,8 @@ class Scheduler:
             self._next_sequence = max(self._next_sequence, record.sequence + 1)
             if record.allocation and record.state is not JobState.STOPPING:
                 self._desired[record.name] = record.allocation
-            if self._memory is not None and record.spec.application:
-                record.knowledge = self._memory.adopt(record.spec.application, record.knowledge)
+            if self._memory is not None and record.spec.family:
+                record.knowledge = self._memory.adopt(record.spec, record.knowledge)
         self.reconsider("restart")
 
     def cancel(self, name: str, reason: str = "cancelled", state: JobState = JobState.CANCELLED) -> None:
@@ -356,8 +355,8 @@ class Scheduler:
 
     def _may_start_elsewhere(self, record: JobRecord, end: JobEnded, now: float) -> bool:
         """A node may be the cause of this failure, and there is another one that the job has not tried."""
-        self.health.fail(record.name, end.node, end.cause, now, is_proven=False)
-        barred = self._leaving().keys() | self.health.excluded(record.name, now).keys()
+        self.health.fail(record.name, end.node, end.cause, now, is_proven=False, owner=record.spec.owner)
+        barred = self._leaving().keys() | self.health.excluded(record.name, now, record.spec.owner).keys()
         others = [node for node in self._engine.nodes() if node.name not in barred and record.spec.may_use(node)]
         return bool(others) and record.state.holds_slots and self.health.may_try_elsewhere(record.name)
 
@@ -367,7 +366,7 @@ class Scheduler:
         why = f"{cause}: the job goes on without it"
         if event.node:
             record.unfit_types |= newly_unfit(event, record.leaving, self._engine.nodes())
-            self.health.fail(record.name, event.node, event.reason, now, is_proven=True)
+            self.health.fail(record.name, event.node, event.reason, now, is_proven=True, owner=record.spec.owner)
         is_current = event.generation == record.generation and record.state in _GOES_ON
         if event.allocation is None or not is_current:
             record.note(now, why)
@@ -477,7 +476,8 @@ class Scheduler:
     def snapshot(self, now: float) -> Snapshot:
         """All that a policy may read, as of now."""
         views = self._views(now)
-        nodes = shrunk(self._engine.nodes(), self.health.quarantined(now), views)
+        owners = {view.spec.owner for view in views}
+        nodes = shrunk(self._engine.nodes(), self.health.quarantined(now, owners), views)
         return self._rules.snapshot(now, *self._rules.usable(self._leaving(), nodes, views))
 
     def _leaving(self) -> dict[str, str]:
@@ -554,7 +554,7 @@ class Scheduler:
     def _plan(self, snapshot: Snapshot) -> tuple[Plan, str]:
         """The policy's plan; what is held already if there is none that can be carried out."""
         known = self._sizer.plan_for(snapshot) if self._sizer is not None else None
-        excluded = {job.name: self.health.excluded(job.name, snapshot.now) for job in snapshot.jobs}
+        excluded = {job.name: self.health.excluded(job.name, snapshot.now, job.spec.owner) for job in snapshot.jobs}
         plan, error = self._planner.checked(snapshot, known, excluded)
         return Plan(allocations=dict(self._desired)) if plan is None else plan, error
 

@@ -5,7 +5,8 @@ The scheduler's loop owns one :class:`NodeHealth` and feeds it with the events o
 
 A job *fails on a node* when its replicas there end before they are ready. The node is then excluded for this job. The
 failure is *proven* when the job trains elsewhere: then the node is at fault, not the script. A node with proven
-failures of several jobs is quarantined for all. Both end after a pause that doubles with each failure, and a replica is
+failures of several jobs is quarantined for all; for one owner's alone if the jobs are that owner's, as jobs may fail
+on purpose. Both end after a pause that doubles with each failure, and a replica is
 tried there again. A job that trains on the node ends them at once. Replicas that train there already stay.
 """
 
@@ -40,6 +41,7 @@ class _Fault:
 
     cause: str
     until: float
+    owner: str = ""
     num_times: int = 0
     is_proven: bool = False
 
@@ -49,6 +51,11 @@ class _Quarantine:
     until: float
     num_times: int
     reason: str
+    owners: frozenset[str]  # of the jobs that failed
+
+    def is_for(self, owners: Collection[str]) -> bool:
+        """Whether it holds for all jobs of these."""
+        return len(self.owners) > 1 or self.owners.issuperset(owners)
 
 
 class NodeHealth:
@@ -61,10 +68,10 @@ class NodeHealth:
 
     # What happened ----------------------------------------------------------------------------
 
-    def fail(self, job: str, node: str, cause: str, now: float, *, is_proven: bool) -> None:
+    def fail(self, job: str, node: str, cause: str, now: float, *, is_proven: bool, owner: str = "") -> None:
         """Replicas of a job ended on a node before they were ready. ``is_proven``: the job trains elsewhere."""
         self._num_failures[node] += 1
-        fault = self._faults.setdefault((job, node), _Fault(cause=cause, until=now))
+        fault = self._faults.setdefault((job, node), _Fault(cause=cause, until=now, owner=owner))
         fault.cause, fault.num_times = cause, fault.num_times + 1
         fault.until = now + _pause(fault.num_times)
         fault.is_proven = fault.is_proven or is_proven
@@ -105,13 +112,14 @@ class NodeHealth:
     def _judge(self, node: str, now: float) -> None:
         """Quarantine a node on which several jobs failed that train elsewhere."""
         proven = {job: fault for (job, name), fault in self._faults.items() if name == node and fault.is_proven}
-        before = self._quarantines.get(node)
-        if len(proven) < NUM_JOBS or (before is not None and now < before.until):
+        before, owners = self._quarantines.get(node), frozenset(fault.owner for fault in proven.values())
+        if len(proven) < NUM_JOBS or (before is not None and now < before.until and owners <= before.owners):
             return
         num_times = 1 if before is None else before.num_times + 1
         cause = next(reversed(proven.values())).cause
         reason = f"{len(proven)} jobs that train elsewhere failed there ({', '.join(sorted(proven))}): {cause}"
-        self._quarantines[node] = _Quarantine(until=now + _pause(num_times), num_times=num_times, reason=reason)
+        until = now + _pause(num_times)
+        self._quarantines[node] = _Quarantine(until=until, num_times=num_times, reason=reason, owners=owners)
 
     # What follows -----------------------------------------------------------------------------
 
@@ -120,13 +128,16 @@ class NodeHealth:
         """By node, since the scheduler began."""
         return dict(self._num_failures)
 
-    def quarantined(self, now: float) -> frozenset[str]:
-        return frozenset(node for node, quarantine in self._quarantines.items() if now < quarantine.until)
+    def quarantined(self, now: float, owners: Collection[str] = ()) -> frozenset[str]:
+        """For all jobs. ``owners``: all that have jobs now."""
+        items = self._quarantines.items()
+        return frozenset(node for node, one in items if now < one.until and one.is_for(owners))
 
-    def excluded(self, job: str, now: float) -> Mapping[str, str]:
+    def excluded(self, job: str, now: float, owner: str = "") -> Mapping[str, str]:
         """Nodes on which no new replica of this job may start, each with why."""
         found = {node: fault.cause for (name, node), fault in self._faults.items() if name == job and now < fault.until}
-        return found | {node: f"quarantined: {self._quarantines[node].reason}" for node in self.quarantined(now)}
+        barred = self.quarantined(now, [owner])
+        return found | {node: f"quarantined: {self._quarantines[node].reason}" for node in barred}
 
     def may_try_elsewhere(self, job: str) -> bool:
         """Whether a job that failed on nodes may start on others: it has not failed on many yet."""
@@ -147,7 +158,9 @@ class NodeHealth:
                 found[node] = NodeCondition(state="suspect", reason=reason, until=fault.until)
         for node, quarantine in list(self._quarantines.items()):
             if now < quarantine.until and node not in self._lost:
-                found[node] = NodeCondition(state="quarantined", reason=quarantine.reason, until=quarantine.until)
+                (owner,) = quarantine.owners if len(quarantine.owners) == 1 else ("",)
+                reason = f"for {owner}'s jobs: {quarantine.reason}" if owner else quarantine.reason
+                found[node] = NodeCondition(state="quarantined", reason=reason, until=quarantine.until)
         return found
 
 

@@ -12,7 +12,7 @@ counts for less (2^(-usage/entitlement), as Slurm's fair-share factor); usage de
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from pollux.policy.dense import may_use
@@ -33,14 +33,16 @@ Ask = Callable[[Snapshot], Plan]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Standing:
-    """What a team holds of what it is guaranteed, and with whom the rest is."""
+    """What a team, or a user of it, holds of what it is guaranteed, and with whom the rest is."""
 
     team: str
+    user: str = ""
     num_guaranteed: int
     num_held: int
     num_wanted: int = 0  # of those guaranteed, that its jobs can use, as the policy finds
-    lent_to: Mapping[str, int] = field(default_factory=dict)  # slots by team
+    lent_to: Mapping[str, int] = field(default_factory=dict)  # slots by team; a user's by colleague
     since: float | None = None  # lent
+    unmovable: tuple[str, ...] = ()  # jobs of those that it is lent to, which give nothing back before they end
 
     @property
     def num_lent(self) -> int:
@@ -97,7 +99,7 @@ class Quotas:
         round_ = _Round(snapshot, entitled, self.usage)
         plan = round_.run(ask)
         self.reasons = {job: reason for job, reason in round_.all_reasons().items() if round_.is_short(job, plan)}
-        self.standings = round_.standings(plan, {standing.team: standing for standing in self.standings})
+        self.standings = round_.standings(plan, {(one.team, one.user): one for one in self.standings})
         return round_.noted(plan, self.reasons)
 
 
@@ -421,14 +423,32 @@ class _Round:
         """Why jobs are held back, as the last plan found."""
         return {job: bound.reason for job, bound in self._bounds.items() if bound.reason} | self.reasons
 
-    def standings(self, plan: Plan, before: Mapping[str, Standing]) -> tuple[Standing, ...]:
-        held = {name: 0 for name in self._entitled.teams}
-        for name, group in self._teams.items():
-            held[name] = sum(self._count(plan, job) for job in group.jobs)
-        promised = {name: sum(self._team_quota(name).guarantee.values()) for name in held}
+    def standings(self, plan: Plan, before: Mapping[tuple[str, str], Standing]) -> tuple[Standing, ...]:
+        """Of all teams, and of the users that are guaranteed something."""
+        promised = {name: sum(self._team_quota(name).guarantee.values()) for name in self._entitled.teams}
+        found = self._standings(plan, promised, self._teams, sum(self._slots.values()))
+        for team in self._entitled.teams:
+            own = {name: member for name, member in self._entitled.users.items() if member.team == team}
+            inside = {name: sum(member.quota.guarantee.values()) for name, member in own.items()}
+            if any(inside.values()):
+                whole = max(promised[team], sum(self._count(plan, job) for job in self._jobs_of(self._teams, team)))
+                users = self._standings(plan, inside, self._users, whole)
+                found += [replace(one, team=team, user=one.team) for one in users if one.num_guaranteed]
+        told = []
+        for one in found:
+            old = before.get((one.team, one.user))
+            since = self._snapshot.now if old is None or old.since is None else old.since
+            told.append(replace(one, since=since if one.lent_to else None))
+        return tuple(told)
+
+    def _standings(
+        self, plan: Plan, promised: Mapping[str, int], groups: Mapping[str, _Group], whole: int
+    ) -> list[Standing]:
+        """By name of the group. ``whole``: slots that they share."""
+        held = {name: sum(self._count(plan, job) for job in self._jobs_of(groups, name)) for name in promised}
         borrowed = {name: max(held[name] - promised[name], 0) for name in held}
-        unpromised = max(sum(self._slots.values()) - sum(promised.values()), 0)
-        # Slots that are promised to no team are borrowed from none.
+        unpromised = max(whole - sum(promised.values()), 0)
+        # Slots that are promised to no group are borrowed from none.
         for name in sorted(borrowed, key=lambda one: borrowed[one]):
             own = min(borrowed[name], unpromised)
             borrowed[name] -= own
@@ -443,18 +463,25 @@ class _Round:
                     lent[other] = count
                     idle -= count
                     borrowed[other] -= count
-            old = before.get(name)
-            since = None
-            if lent:
-                since = self._snapshot.now if old is None or old.since is None else old.since
-            wanted = min(max(self._wanted(name), held[name]), number)
-            standing = Standing(team=name, num_guaranteed=number, num_held=held[name], num_wanted=wanted)
-            found.append(replace(standing, lent_to=lent, since=since))
-        return tuple(found)
+            borrowers = [job for other in lent for job in self._jobs_of(groups, other) if self._count(plan, job)]
+            standing = Standing(
+                team=name,
+                num_guaranteed=number,
+                num_held=held[name],
+                num_wanted=min(max(self._wanted(groups.get(name)), held[name]), number),
+                lent_to=lent,
+                unmovable=tuple(job.name for job in borrowers if not job.spec.is_preemptible),
+            )
+            found.append(standing)
+        return found
 
-    def _wanted(self, team: str) -> int:
+    @staticmethod
+    def _jobs_of(groups: Mapping[str, _Group], name: str) -> Sequence[JobView]:
+        return groups[name].jobs if name in groups else ()
+
+    def _wanted(self, group: _Group | None) -> int:
         """Slots of its guarantee that its jobs could use; fewer if the policy had them free and left them so."""
-        if (group := self._teams.get(team)) is None:
+        if group is None:
             return 0
         wanted = 0
         for kind, number in group.quota.guarantee.items():

@@ -72,6 +72,15 @@ def check_guarantees(quotas: Iterable[tuple[str, Quota]], nodes: Iterable[Node])
     _check_sums(quotas, {**there, ANY_TYPE: sum(there.values())}, "the cluster has")
 
 
+def unkept(quotas: Iterable[tuple[str, Quota]], nodes: Iterable[Node]) -> str:
+    """Why the nodes that are there now cannot keep all guarantees at once; empty: they can."""
+    try:
+        check_guarantees(quotas, nodes)
+    except InvalidValueError as error:
+        return f"not all guarantees can be kept: {error}, or add slots"
+    return ""
+
+
 def check_inside(users: Iterable[tuple[str, Quota]], team: str, quota: Quota) -> None:
     """Refuse guarantees of users that exceed their team's.
 

@@ -19,6 +19,7 @@ from pollux.cli.app import app
 from pollux.client import Client
 from pollux.errors import AccessDeniedError
 from pollux.server.service import Service
+from pollux.types import Node
 from tests.long import long
 from tests.unit.live_server import ELASTIC, eventually, live_server
 
@@ -220,6 +221,16 @@ def test_a_lent_guarantee_comes_back_by_shrinking(service: Service, tmp_path: Pa
         for job in (long, again):
             job.cancel()
     pollux("team", "set", "owner", "--guarantee", "none")
+
+
+def test_a_cluster_too_small_for_its_guarantees_says_so(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    pollux("team", "add", "large", "--guarantee", "3")
+    assert "warning" not in pollux("status")
+    monkeypatch.setattr(service.cluster.accounts, "nodes", lambda: [Node(name="a", num_slots=2)])  # restored elsewhere
+    told = "not all guarantees can be kept: guarantees of 3 slots in all (large 3); the cluster has 2"
+    assert told in " ".join(pollux("status").split())
+    assert told in runner.invoke(app, ["team", "ls"]).stderr
+    pollux("team", "rm", "large")
 
 
 def test_a_limit_holds_and_is_told(service: Service) -> None:

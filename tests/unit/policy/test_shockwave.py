@@ -113,7 +113,7 @@ class TestMemory:
                 passing = job(f"j{number // 4}", left=1 - done, done=done, application=f"app{number // 8}")
                 staying = job("staying", left=1e6, done=10.0 * number, application="")
                 policy.decide(snapshot(passing, staying, now=60.0 * number))
-            return len(pickle.dumps([policy._seen, policy._slopes, policy._applications]))
+            return len(pickle.dumps([policy._seen, policy._slopes, policy._families]))
 
         before = size_after(range(100))
         assert size_after(range(100, 200)) < 1.1 * before

@@ -15,6 +15,7 @@ from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.loop import Scheduler, SchedulerConfig
 from pollux.scheduler.ports import JobReport, MemoryStore, TuneJob
 from pollux.scheduler.record import JobRecord
+from pollux.server.storage.records import decode_knowledge, encode_knowledge
 from pollux.testing.snapshots import LIMITS
 from pollux.types import Allocation, JobSpec, Node, ThroughputParams
 from tests.fakes import HandClock, SlowEngine
@@ -203,3 +204,50 @@ def test_a_job_that_becomes_slower_asks_for_a_round():
             scheduler.tick()
             scheduler.tick()
         assert [entry.trigger for entry in store.rounds[before:]] == ["model"] * num_rounds
+
+
+def test_a_job_that_lies_about_its_speed_changes_nothing_for_another_users_jobs_of_its_application():
+    """An attack: mallory's job of ada's application says that more than one replica is useless."""
+    replicas = {}
+    for lies in (False, True):
+        scheduler, engine, clock, store = make_scheduler(remembers_profiles=True)
+        scheduler.submit(JobSpec(name="spoiler", owner="mallory", batch=LIMITS, application="resnet"))
+        advance(scheduler, engine, clock)
+        factors = {1: 1.0, 2: 30.0, 4: 90.0} if lies else dict.fromkeys((1, 2, 4), 1.0)
+        told = [one for count, factor in factors.items() for one in timings(factor, [count])]
+        engine.events.append(JobReport(job="spoiler", accelerator="slow", timings=told, noise_scale=500.0))
+        advance(scheduler, engine, clock)
+        engine.end("spoiler", clock.time)
+        scheduler.submit(JobSpec(name="honest", owner="ada", batch=LIMITS, application="resnet"))
+        assert store.jobs["honest"].knowledge.params == {}
+        advance(scheduler, engine, clock)
+        replicas[lies] = store.jobs["honest"].allocation.num_replicas
+        scheduler.submit(JobSpec(name="next", owner="ada", batch=LIMITS, application="resnet"))
+        assert store.jobs["next"].knowledge is store.jobs["honest"].knowledge  # her own jobs learn from each other
+    assert replicas[True] == replicas[False]
+
+
+def test_a_user_who_lies_about_types_with_many_jobs_counts_once():
+    ratios = TypeRatios()
+    for number in range(200):
+        liar = knowledge(f"job lie{number}", slow=1.0, fast=50.0)
+        liar.owner = "mallory"
+        learn_all([liar], ratios, TYPES)
+    for name in ("ada", "bob"):
+        honest = knowledge(f"job {name}", slow=1.0, fast=0.25)
+        honest.owner = name
+        learn_all([honest], ratios, TYPES)
+    assert ratios.typical("cyd")["slow", "fast"] == pytest.approx(0.25, rel=0.1)
+    assert ratios.typical("ada")["slow", "fast"] == pytest.approx(0.25, rel=0.1)
+
+
+def test_whose_knowledge_it_is_outlives_the_scheduler():
+    known = knowledge("application ada/resnet", slow=1.0, fast=0.25)
+    known.owner = "ada"
+    scheduler, *_ = make_scheduler(remembers_profiles=True)
+    scheduler.restore([], [decode_knowledge(encode_knowledge(known))])
+    for owner in ("ada", "mallory"):
+        scheduler.submit(JobSpec(name=f"of-{owner}", owner=owner, batch=LIMITS, application="resnet"))
+    found = {record.spec.owner: record.knowledge for record in scheduler.active_jobs}
+    assert set(found["ada"].profile.accelerators) == set(TYPES) and found["ada"].owner == "ada"
+    assert not found["mallory"].profile.accelerators

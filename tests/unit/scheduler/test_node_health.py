@@ -84,3 +84,16 @@ def test_lost_nodes_are_shown_for_a_while_released_ones_are_not() -> None:
     health.see(["a"], (), 701.0)
     health.see(["a", "b"], (), 702.0)
     assert not health.conditions(702.0)
+
+
+def test_a_user_whose_jobs_fail_on_purpose_takes_no_node_from_others():
+    """An attack: jobs that end on a chosen node before they are ready, and train elsewhere."""
+    health = NodeHealth()
+    for job in ("one", "two", "three"):
+        health.fail(job, "victim", "exit code 1", 0.0, is_proven=True, owner="mallory")
+    assert not health.excluded("honest", 1.0, "ada") and not health.quarantined(1.0, ["ada", "mallory"])
+    assert "quarantined" in health.excluded("four", 1.0, "mallory")["victim"]
+    assert health.conditions(1.0)["victim"].reason.startswith("for mallory's jobs: 2 jobs")
+    assert health.quarantined(1.0, ["mallory"]) == {"victim"}  # no other owner has jobs
+    health.fail("honest", "victim", "no GPU", 2.0, is_proven=True, owner="ada")
+    assert health.quarantined(3.0, ["ada", "bob", "mallory"]) == {"victim"}

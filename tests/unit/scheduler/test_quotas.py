@@ -243,6 +243,22 @@ def test_a_users_guarantee_holds_against_a_colleagues_jobs_that_cannot_be_moved(
     assert "held by jobs that must not be moved" in cluster.quotas.reasons["cyd3"]
 
 
+def test_who_holds_a_users_guarantee_is_told_with_the_jobs_that_give_nothing_back():
+    users = {"ada": ("vision", Quota()), "cyd": ("vision", Quota())}
+    cyd = (make_job(f"cyd{i}", owner="cyd", **RIGID) for i in range(4))
+    cluster = Cluster(entitlements(users=users, vision=Quota(guarantee=of(4))), *cyd, nodes=make_nodes(1, 4))
+    assert used(cluster.decide(), "cyd") == 4
+    users["ada"] = ("vision", Quota(guarantee=of(2)))  # later than cyd's jobs
+    cluster.entitled = entitlements(users=users, vision=Quota(guarantee=of(4)))
+    cluster.jobs.append(make_job("ada0", owner="ada", **RIGID))
+    assert cluster.decide()["ada0"] == 0
+    (standing,) = [one for one in cluster.quotas.standings if one.user == "ada"]
+    assert (standing.num_held, standing.num_guaranteed, standing.lent_to) == (0, 2, {"cyd": 2})
+    words = standing_in_words(standing)
+    assert words.startswith("user ada has 0 of its 2 guaranteed slots, 2 lent to cyd since")
+    assert words.endswith("keep theirs until they end: cyd0, cyd1, cyd2 and 1 more")
+
+
 def test_a_job_that_cannot_be_moved_starts_no_wider_than_can_be_given_away_for_good():
     entitled = entitlements(vision=Quota(guarantee=of(6)), nlp=Quota())
     cluster = Cluster(entitled, make_job("nlp0", owner="nlp", is_preemptible=False, num_resizes=None))

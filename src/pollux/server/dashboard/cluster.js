@@ -240,6 +240,7 @@ export function clusterPage({go}) {
   const ganttNote = h("small", {}, GANTT_NOTE);
   const queueTitle = h("h2", {}, "Queue"),
     reason = h("p", {class: "muted"}),
+    warnings = h("ul", {class: "plain reasons problem", role: "status", hidden: true}),
     whyFree = h("ul", {class: "plain reasons"}),
     free = h("details", {class: "why-free", hidden: true}, h("summary", {}, "Why are slots free?"), whyFree);
   const element = h(
@@ -253,6 +254,7 @@ export function clusterPage({go}) {
       {class: "card pad", "aria-label": "Map"},
       h("div", {class: "section-head"}, h("h2", {}, "Nodes and slots")),
       map.element,
+      warnings,
       free,
       nodesBox,
     ),
@@ -333,6 +335,9 @@ export function clusterPage({go}) {
       jobs.update(all);
     }
     if (changes.isFull || changes.samples || changes.cluster || changes.moves) charts.update(since());
+    const warned = store.cluster?.warnings ?? [];
+    warnings.hidden = !warned.length;
+    if (changes.isFull || changes.cluster) fill(warnings, warned.map(words => h("li", {}, words)));
     const why = store.cluster?.why_free ?? [];
     free.hidden = !why.length;
     if (changes.isFull || changes.cluster) fill(whyFree, why.map(words => h("li", {}, words)));

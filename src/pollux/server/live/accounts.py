@@ -30,7 +30,7 @@ from pollux.api.access import (
 )
 from pollux.errors import AccessDeniedError, InvalidValueError, UnknownNameError
 from pollux.scheduler.quotas import Standing
-from pollux.scheduler.shares import Entitlements, Quota, TeamMember, check_guarantees, check_inside
+from pollux.scheduler.shares import Entitlements, Quota, TeamMember, check_guarantees, check_inside, unkept
 from pollux.server.http.auth import Person
 from pollux.server.storage.accounts import AccountStore, Team, Token, User
 from pollux.server.storage.database import Database
@@ -48,6 +48,7 @@ class Accounts:
         self._store, self._now = AccountStore(database), clock
         self.nodes: Callable[[], Iterable[Node]] = lambda: ()  # of the cluster: guarantees must fit into them
         self._turn = threading.Lock()
+        self._said_unkept = ""
         self.reload()
         self.standing: Callable[[str], Standing | None] = lambda team: None  # as of the last decision
         self.on_change: Callable[[], None] = lambda: None
@@ -63,6 +64,18 @@ class Accounts:
     def entitlements(self) -> Entitlements:
         """What the scheduler needs of it."""
         return self._entitlements
+
+    @property
+    def unkept(self) -> str:
+        """Why the cluster cannot keep all guarantees at the moment; empty: it can, or has no node yet."""
+        nodes = list(self.nodes())
+        return unkept([(team.name, team.quota) for team in self._teams.values()], nodes) if nodes else ""
+
+    def tell_unkept(self) -> None:
+        """Log that guarantees exceed the cluster, as after a restore on a smaller one; once."""
+        if (news := self.unkept) != self._said_unkept and (news or self.nodes()):
+            self._said_unkept = news
+            logger.warning("%s", news or "all guarantees can be kept again")
 
     # Who asks ---------------------------------------------------------------------------------
 

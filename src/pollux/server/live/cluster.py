@@ -369,15 +369,14 @@ class Cluster:
                 self._inbox.replay(kept)
         recorder.resume(records)
         self._meter.resume(records)
-        first_day = date.fromtimestamp(self._clock.now() - NUM_HALF_LIVES * HALF_LIFE_S).isoformat()
-        quotas.usage.recall(UsageStore(store).lately(first_day), self._clock.now())
+        first_day = date.fromtimestamp((now := self._clock.now()) - NUM_HALF_LIVES * HALF_LIFE_S).isoformat()
+        quotas.usage.recall(UsageStore(store).lately(first_day), now)
         scheduler.restore(records, store.knowledge().values())
-        self._state.draining = self._drained.all()
-        scheduler.drain(self._state.draining)
         scheduler.hold(self._jobs.on_hold)
         self._engine.adopt(records)
         self.metrics.remember(records)
         self._state.scheduler = scheduler
+        self._take_drained()
         self._take_in(self._jobs.hold(waiting))
         self._cancel_all(self._cancellations.all())
         self._problem = ""
@@ -416,6 +415,7 @@ class Cluster:
         if self._clock.now() >= self._tidy_at:
             self._tidy_at = self._clock.now() + TIDY_EVERY_S
             self._news.watch(self.problem)
+            self.accounts.tell_unkept()
             self._store.tidy()
             self._store.require_leader()
             self._save_node_s()

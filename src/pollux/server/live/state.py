@@ -25,12 +25,13 @@ class ClusterState:
     def records(self) -> dict[str, JobRecord]:
         """What the scheduler has of each job that is not over."""
         scheduler = self.scheduler
-        return {} if scheduler is None else {record.name: record for record in scheduler.active_jobs}
+        return {} if scheduler is None else {record.spec.name: record for record in scheduler.active_jobs}
 
-    def standing_of(self, team: str) -> Standing | None:
-        """What a team has of its guarantee, as of the last decision."""
+    def standing_of(self, team: str, user: str = "") -> Standing | None:
+        """What a team, or a user in it, has of the guarantee, as of the last decision."""
         quotas = None if self.scheduler is None else self.scheduler.quotas
-        return next((one for one in (() if quotas is None else quotas.standings) if one.team == team), None)
+        known = () if quotas is None else quotas.standings
+        return next((one for one in known if (one.team, one.user) == (team, user)), None)
 
     def held_back(self, job: str) -> str:
         """Why quotas keep a job from having more, as of the last decision; empty: they do not."""

@@ -224,6 +224,7 @@ class Queries:
             sizing=cluster_size(scheduler, self._config.autoscale, self._config.prices),
             data_directory=str(self._config.data_directory),
             why_free=self._why_free(nodes, records),
+            warnings=tuple(filter(None, [self._accounts.unkept])),
             interval_s=self._config.interval_s,
         )
 
@@ -451,7 +452,7 @@ class Queries:
             report=job.report,
             reported_at=job.reported_at,
             team=(team := self._team_of(job.request)),
-            standing=standing_in_words(self._state.standing_of(team)),
+            standing=self._standing(team, record.spec.owner),
             held_back=(
                 held_back := (_HELD if is_held else record.halted)
                 or spent_in_words(record)
@@ -466,6 +467,10 @@ class Queries:
             note="" if is_waiting else told or self._engine.note(record.name) or job.stuck,
             phase=NO_PHASE if is_waiting else self._phase_of(record, job),
         )
+
+    def _standing(self, team: str, owner: str) -> str:
+        of_team, of_user = self._state.standing_of(team), self._state.standing_of(team, owner)
+        return "; ".join(filter(None, map(standing_in_words, (of_team, None if of_user is of_team else of_user))))
 
     def _phase_of(self, record: JobRecord, job: LiveJob) -> JobPhase:
         phase = self._engine.phase(record.name)

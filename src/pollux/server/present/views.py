@@ -296,20 +296,28 @@ def waiting_reason(record: JobRecord, capacity: Capacity) -> str:
     return record.reason.partition("\n")[0] if record.history else "waiting for slots"
 
 
+_MAX_UNMOVABLE = 3  # jobs that are named
+
+
 def standing_in_words(standing: Standing | None) -> str:
     """As in: team vision has 12 of its 16 guaranteed slots, 4 lent to nlp since 10:02."""
     if standing is None or not standing.num_guaranteed:
         return ""
     held, promised = standing.num_held, standing.num_guaranteed
+    title = f"user {standing.user}" if standing.user else f"team {standing.team}"
     if held > promised:
-        return f"team {standing.team} has its {promised} guaranteed slots and {held - promised} more"
-    text = f"team {standing.team} has {held} of its {promised} guaranteed slots"
+        return f"{title} has its {promised} guaranteed slots and {held - promised} more"
+    text = f"{title} has {held} of its {promised} guaranteed slots"
     if 0 < standing.num_wanted <= held < promised:
         text += " (the policy finds no use for more)"
     if standing.lent_to and standing.since is not None:
-        lent = " and ".join(f"{count} lent to {team}" for team, count in standing.lent_to.items())
+        lent = " and ".join(f"{count} lent to {other}" for other, count in standing.lent_to.items())
         since = datetime.fromtimestamp(standing.since).astimezone().strftime("%H:%M")
         text = f"{text}, {lent} since {since}"
+        if standing.unmovable:
+            first, num_more = standing.unmovable[:_MAX_UNMOVABLE], len(standing.unmovable[_MAX_UNMOVABLE:])
+            more = f" and {num_more} more" if num_more else ""
+            text += f", also to jobs that must not be moved and keep theirs until they end: {', '.join(first)}{more}"
     return text
 
 

@@ -67,6 +67,7 @@ class _StoredKnowledge:
     timings: Mapping[str, tuple[Measurement, ...]]  # by accelerator
     max_replicas: int
     first_noise_scale: float | None
+    owner: str = ""
 
 
 def encode_knowledge(knowledge: Knowledge) -> Json:
@@ -74,6 +75,7 @@ def encode_knowledge(knowledge: Knowledge) -> Json:
     profile = knowledge.profile
     return {
         "label": knowledge.label,
+        "owner": knowledge.owner,
         "timings": {
             accelerator: [encode_measurement(entry) for entry in profile.timings(accelerator).items()]
             for accelerator in profile.accelerators
@@ -87,7 +89,7 @@ def decode_knowledge(value: object, where: str = "knowledge") -> Knowledge:
     if isinstance(value, Knowledge):
         return value
     stored = STORED.decode(_StoredKnowledge, value, where)
-    knowledge = Knowledge(stored.label, first_noise_scale=stored.first_noise_scale)
+    knowledge = Knowledge(stored.label, stored.owner, first_noise_scale=stored.first_noise_scale)
     for accelerator, entries in stored.timings.items():
         for index, (configuration, timing) in enumerate(entries):
             if configuration in knowledge.profile.timings(accelerator):

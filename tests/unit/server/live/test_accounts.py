@@ -170,3 +170,21 @@ def test_slots_are_read_as_they_are_shown(text):
 def test_slots_that_are_none_are_refused(text):
     with pytest.raises(InvalidValueError, match="a100=8"):
         parse_slots(text)
+
+
+def test_a_cluster_that_has_become_too_small_for_its_guarantees_says_so(lab, caplog):
+    lab.user()
+    lab.accounts.set_team("vision", TeamChange(guarantee={"any": 5}), is_new=False)
+    lab.accounts.tell_unkept()
+    assert lab.accounts.unkept == "" and not caplog.records
+    lab.open()  # restored on a smaller machine
+    lab.accounts.nodes = lambda: [Node(name="a", num_slots=4, accelerator="a100")]
+    told = (
+        "not all guarantees can be kept: guarantees of 5 slots in all (vision 5); the cluster has 4: lower one of them"
+    )
+    for _ in range(2):
+        lab.accounts.tell_unkept()
+        assert lab.accounts.unkept.startswith(told)
+    assert [record.getMessage().startswith(told) for record in caplog.records] == [True]
+    lab.accounts.nodes = list  # none has joined yet
+    assert lab.accounts.unkept == ""

@@ -264,7 +264,7 @@ def test_a_caller_does_not_wait_while_the_thread_rests_after_a_long_decision(wor
     monkeypatch.setattr(cluster_module, "MAX_DUTY", 1e-6)  # as if each had taken long: now it rests for minutes
     world.cluster._turn_s = 0.1
     world.cluster.wake()
-    name = world.submit()
+    name = world.submit(kind="fixed", replicas=9)  # more than there are: no tick starts it, so its end needs none
     world.cluster.cancel(name, "enough")
     world.until_state(name, "cancelled")
 
