@@ -91,7 +91,7 @@ class Cluster:
         space = ("--space", "lr=log:1e-3..1.0", "--metric", "val_loss", "--trials", "4", "--parallel", "1")
         self.call("tune", "examples/digits_study.py", "--name", "rates", *space)
         policies = ("--policy", "pollux", "--policy", "tiresias", "--policy", "optimus")
-        self.call("compare", "--workload", "builtin:small", "--nodes", "4", *policies, "--publish")
+        self.call("compare", "--workload", "builtin:small", "--seed", "0", "--nodes", "4", *policies, "--publish")
         self.submit("evaluate", "--array", "0-2", "--hold", "--", "sleep", "5")
         self.submit("large", "--min-replicas", "16", "--", "python", "examples/digits.py")
 

@@ -257,6 +257,34 @@ def test_output_is_searched_filtered_timed_and_taken_along(visitor: Visitor) -> 
     assert taken.value.suggested_filename == "odd.log" and "epoch 1 is over" in text and len(text) > 1_000_000
 
 
+def test_a_waiting_job_says_when_it_may_start(visitor: Visitor) -> None:
+    page = visitor.open("#/jobs/waits")
+    page.locator(".forecast", has_text="When will it start?").wait_for()
+
+
+def test_the_map_says_why_slots_are_free(visitor: Visitor) -> None:
+    told = Told(visitor.page)
+    page = visitor.open()
+    why = page.locator("details.why-free")
+    told.tell(cluster={"why_free": []})
+    assert why.is_hidden()
+    told.tell(cluster={"num_slots": 4, "why_free": ["waits needs 64 slots at once; the cluster has 4"]})
+    page.get_by_text("Why are slots free?").click()
+    assert why.locator("li").all_inner_texts() == ["waits needs 64 slots at once; the cluster has 4"]
+
+
+def test_a_name_in_the_legend_hides_its_curve(visitor: Visitor) -> None:
+    page = visitor.open("#/jobs/train")
+    chart = page.locator("figure[aria-label='Throughput and goodput']")
+    shown = """() => document.querySelector("figure[aria-label='Throughput and goodput'] .plot").plot.shown.map(
+        one => one.name)"""
+    name = chart.get_by_role("button", name="throughput", exact=True)
+    name.click()
+    assert page.evaluate(shown) == ["goodput"] and name.get_attribute("aria-pressed") == "false"
+    name.click()
+    assert page.evaluate(shown) == ["throughput", "goodput"]
+
+
 @long
 def test_charts_zoom_by_dragging_all_at_once_and_are_taken_along(visitor: Visitor) -> None:
     page = visitor.open("#/jobs/train")

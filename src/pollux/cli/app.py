@@ -215,7 +215,8 @@ class LoadedWhenAsked(TyperGroup):
 
 app = typer.Typer(
     cls=LoadedWhenAsked,
-    help="A co-adaptive scheduler for deep-learning clusters.",
+    help="Share GPUs between training jobs. Jobs grow, shrink and change their batch size while they train.\n\n"
+    "First steps: pollux up --detach, then pollux submit -- python train.py, then pollux top.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -243,7 +244,7 @@ def _options(
         bool, typer.Option("--plain-http", help="Send the token to another machine without encryption.")
     ] = False,
 ) -> None:
-    """A co-adaptive scheduler for deep-learning clusters."""
+    """Options of all commands. The text of ``pollux --help`` is above."""
     # Every command that asks a server reads the environment for these, as for its address and token.
     if ca is not None:
         os.environ[CA_VARIABLE] = str(ca)

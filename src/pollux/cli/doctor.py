@@ -194,13 +194,12 @@ def _server(directory: Path) -> Iterator[Finding]:
 
 
 def _port(directory: Path) -> Finding:
-    none = f"none runs with the data directory {directory} (another: --data, ${DATA_VARIABLE})"
+    none = f"no server runs with the data directory {directory} (for another: --data or ${DATA_VARIABLE})"
     with socket.socket() as one:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             one.bind(("127.0.0.1", USUAL_PORT))
         except OSError:
-            return Finding(
-                subject="server", state="fine", found=f"{none}; port {USUAL_PORT} is taken, so the next free one"
-            )
+            found = f"{none}; port {USUAL_PORT} is taken, so pollux up will use the next free one"
+            return Finding(subject="server", state="fine", found=found)
     return Finding(subject="server", state="fine", found=f"{none}; port {USUAL_PORT} is free")

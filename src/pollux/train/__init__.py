@@ -110,7 +110,13 @@ def __getattr__(name: str) -> object:
     home = next((module for module, names in _HOMES.items() if name in names.split()), None)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(f"pollux.{home}"), name)
+    try:
+        value = globals()[name] = getattr(import_module(f"pollux.{home}"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        text = 'pollux.train needs torch, which is not installed here: pip install "pollux-scheduler[train]"'
+        raise ModuleNotFoundError(text, name="torch") from None
     return value
 
 

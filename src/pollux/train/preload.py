@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import sys
 
 
 def preload() -> None:
@@ -26,6 +27,8 @@ def preload() -> None:
 
 def adopt_environment() -> None:
     """In a forked replica: what torch would have read from its environment, and random numbers of its own."""
+    if "torch" not in sys.modules:  # it is not installed
+        return
     import numpy as np
     import torch
 

@@ -37,7 +37,7 @@ def found(directory: Path) -> dict[str, doctor.Finding]:
 def test_says_what_is_there(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["doctor", "--data", str(tmp_path)])
     assert done.exit_code == 0, done.output
-    for word in ("Python", "cli", "typer", "slots are CPU cores", "64 GB free", "none runs"):
+    for word in ("Python", "cli", "typer", "slots are CPU cores", "64 GB free", "no server runs"):
         assert word in done.output
     as_json = CliRunner().invoke(app, ["doctor", "--data", str(tmp_path), "--json"])
     findings = json.loads(as_json.output)["findings"]

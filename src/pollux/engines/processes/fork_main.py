@@ -193,7 +193,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     os.set_inheritable(connection.fileno(), False)
     from pollux.train.preload import preload
 
-    preload()
+    try:
+        preload()
+    except ModuleNotFoundError as error:  # a script that needs it says so in its own log
+        print(f"{error}: nothing is imported in advance", file=sys.stderr, flush=True)
     ForkLoop(Channel(connection)).serve()
 
 

@@ -124,7 +124,8 @@ def _tell(changes: list[Changed], departures: Sequence[Departure]) -> list[_Told
         elif rest and change.job not in named:
             told.append((_alone(change), frozenset((change.job,))))
         elif rest and change.num_gained > 0:
-            told.append((f"{change.job} also takes {_slots(rest)} that were free", frozenset((change.job,))))
+            free = f"{_slots(rest)} that {'was' if rest == 1 else 'were'} free"
+            told.append((f"{change.job} also takes {free}", frozenset((change.job,))))
         elif rest:
             told.append((f"{change.job} also gives back {_slots(rest)}", frozenset((change.job,))))
     return told

@@ -269,6 +269,19 @@ def test_a_fork_server_that_cannot_start_says_so():
             fork_server.wait_ready(20.0)
 
 
+def test_without_torch_the_script_says_so(folder, tmp_path, monkeypatch):
+    """As after ``pip install pollux-scheduler[cli,server]``: the fork server has nothing to import in advance."""
+    (tmp_path / "empty/torch").mkdir(parents=True)
+    (tmp_path / "empty/torch/__init__.py").write_text("raise ModuleNotFoundError('no torch here', name='torch')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "empty"))
+    with ForkServer() as fork_server:
+        found = folder.run(
+            fork_server, "from pollux import train\nrun = train.init()", PYTHONPATH=str(tmp_path / "empty")
+        )
+    assert found == 1
+    assert 'pip install "pollux-scheduler[train]"' in folder.err.splitlines()[-1]
+
+
 def test_a_cold_starter_runs_whole_commands(folder):
     with ColdStarter(prefix=()) as starter:
         assert finish(starter, folder.start(starter, ["sh", "-c", "echo $0 $1; exit 4", "a", "b c"])) == 4

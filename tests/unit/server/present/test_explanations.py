@@ -125,7 +125,7 @@ def test_what_a_job_that_ended_left_goes_to_those_who_gained():
 
 def test_what_is_left_over_was_free_or_becomes_so():
     more = decision("bert", on(("a", 1)), on(("a", 4)), 0.8, 1.7)
-    assert "bert also takes 1 slot that were free" in tell(RESNET, more)
+    assert "bert also takes 1 slot that was free" in tell(RESNET, more)
     less = decision("resnet", on(("a", 4)), on(("a", 1)), 1.9, 1.0)
     assert "resnet also gives back 1 slot" in tell(less, BERT)
 
@@ -154,7 +154,7 @@ def test_whoever_ended_takes_nothing_of_what_it_left():
     assert tell(BERT, departures=[left("bert", 2), left("gpt", 1)]) == [
         "bert succeeded",
         "gpt succeeded; bert takes 1 slot that it left: speedup 0.8 → 1.7",
-        "bert also takes 1 slot that were free",
+        "bert also takes 1 slot that was free",
         "together: fitness +6 %, bound +7 %",
     ]
 
