@@ -325,6 +325,21 @@ def test_a_node_whose_agent_is_silent_is_given_up_and_comes_back_by_itself(
     finish(cluster, "silent")
 
 
+def test_a_node_that_only_answers_late_is_kept(nodes: RayCluster, cluster: LiveCluster) -> None:
+    """As one with too little CPU does: in the end later than what is the end of a node that was always in time."""
+    submit(cluster, "starved")
+    before = until_placed(cluster, "starved", 4)
+    agent = next(one for one in nodes.nodes["b"].tree() if "ray::NodeAgent" in " ".join(command_of(one)))
+    for seconds in (1.0, 1.4, 1.9, 2.5, 2.5):
+        agent.suspend()
+        time.sleep(seconds)
+        agent.resume()
+        time.sleep(1.0)
+    until_steps(cluster, "starved", before["b"])
+    assert placed(cluster, "starved") == before and num_starts(cluster, "starved") == 1
+    finish(cluster, "starved")
+
+
 def test_a_drained_node_is_left_before_it_goes(nodes: RayCluster, cluster: LiveCluster) -> None:
     submit(cluster, "moves")
     before = until_placed(cluster, "moves", 4)

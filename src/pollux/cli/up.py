@@ -99,6 +99,7 @@ def up(
     if is_detached:
         typer.echo(url := start_detached(config, service.log_format))
         _say_how_to_reach(config.data_directory)
+        _say_how_to_join(config)
         if sys.stderr.isatty():
             say(f"Dashboard: {link(url, find_address(None, None, config.data_directory).token)}")
         return
@@ -178,6 +179,15 @@ def _say_how_to_reach(directory: Path) -> None:
         say(f"Other commands find it by --data {quoted}, or all of them by: export {DATA_VARIABLE}={quoted}")
 
 
+def _say_how_to_join(config: ServiceConfig) -> None:
+    """The command for other machines, with the address by which they know the head of a Ray cluster."""
+    if config.engine == "ray":
+        from pollux.engines.ray.head import as_others_know_it, find_address
+
+        if address := find_address(config.address, config.data_directory):
+            say(f"Other machines join by: ray start --address={as_others_know_it(address)}")
+
+
 def _say_where(service: Service | Standby) -> None:
     if service.is_standby:
         say(f"Pollux stands by at {service.url}: it answers reads, and takes over when the leader is gone.")
@@ -187,6 +197,7 @@ def _say_where(service: Service | Standby) -> None:
     say(f"Pollux runs at {service.url}, with its data in {data}.")
     # What is no terminal may be a log that others read.
     say(f"Dashboard: {link(service.url, service.token) if sys.stderr.isatty() else f'pollux dashboard{option}'}")
+    _say_how_to_join(service.config)
     say(f"Submit a job: pollux submit{option} -- python train.py    Watch: pollux top{option}")
     say("Ctrl-C: jobs checkpoint and leave; they go on when it is started again.")
 

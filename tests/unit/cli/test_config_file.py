@@ -62,7 +62,8 @@ def test_a_file_says_what_the_command_line_does_not(started: list[ServiceConfig]
 
 
 def test_how_long_a_node_may_be_silent(started: list[ServiceConfig], tmp_path: Path) -> None:
-    up(tmp_path, 'engine = "ray"\naddress = "10.0.0.1:6379"\n', "--lost-after", "1m")
+    told = up(tmp_path, 'engine = "ray"\naddress = "10.0.0.1:6379"\n', "--lost-after", "1m")
+    assert "Other machines join by: ray start --address=10.0.0.1:6379\n" in told
     assert started[0].lost_after_s == 60.0
     words = module.arguments_of(started[0])
     assert words[words.index("--lost-after") + 1] == "60.0s"
