@@ -374,7 +374,8 @@ class StudyDriver:
         """
         if self.request.further:
             return None
-        counted = [one for one in self._counted() if one.value is not None and self.keeps_limits(one)]
+        shown = [*self._counted(), *(one for one in self.trials.values() if one.state == "stopped")]
+        counted = [one for one in shown if one.value is not None and self.keeps_limits(one)]
         return min(counted, key=lambda one: (one.value, one.number), default=None)
 
     @property

@@ -193,6 +193,8 @@ def test_stopped_in_the_middle_of_a_rung_and_resumed(storage):
     assert not jobs.running and driver.stored.state == "stopped"
     stopped = [one.params for one in driver.trials.values() if one.state == "stopped"]
     assert len(stopped) == len(driver.trials) >= 4  # none was done; one may have waited for the slot of a better one
+    values = [one.value for one in driver.trials.values() if one.value is not None]
+    assert detail(driver, storage.url).best_value == min(values)  # what they had shown is not lost
     driver = StudyDriver(storage.load("s"), jobs)
     driver.resume(None)
     carry_out(driver, jobs)
