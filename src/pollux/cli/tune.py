@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 from typer.core import TyperGroup
 
-from pollux.api.study import StudyDetail, StudySummary, TrialView
+from pollux.api.study import StudySummary, TrialView
 from pollux.cli.connect import DataOption, JsonOption, ServerOption, connect, print_json, say, show
 from pollux.cli.job_options import takes_job_options
 from pollux.cli.job_table import plain
@@ -137,12 +137,13 @@ def _number(what: str, text: str) -> float:
         raise InvalidValueError(f"{what} {text!r}; a number is needed") from None
 
 
-def _report(found: StudyDetail, as_json: bool) -> None:
+def _report(found: StudySummary, as_json: bool) -> None:
     """What a study that is over has found; ends with 1 if it failed."""
     if as_json:
         print_json(found)
     else:
         show(_short(found))
+        _say_warnings(found)
     if found.state == "failed":
         raise typer.Exit(EXIT_FAILED)
 
@@ -197,6 +198,10 @@ def show_one(
     show(table)
     if found.importance:
         say(plain("importance: " + ", ".join(f"{name} {value:.0%}" for name, value in found.importance.items())))
+    _say_warnings(found)
+
+
+def _say_warnings(found: StudySummary) -> None:
     for warning in found.warnings:
         say(plain(f"warning: {warning}"))
 

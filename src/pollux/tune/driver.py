@@ -374,7 +374,8 @@ class StudyDriver:
         """
         if self.request.further:
             return None
-        counted = [one for one in self._counted() if one.value is not None and self.keeps_limits(one)]
+        shown = [*self._counted(), *(one for one in self.trials.values() if one.state == "stopped")]
+        counted = [one for one in shown if one.value is not None and self.keeps_limits(one)]
         return min(counted, key=lambda one: (one.value, one.number), default=None)
 
     @property
@@ -410,9 +411,15 @@ class StudyDriver:
         )
 
     def _all_done(self) -> str:
-        kept = any(self.keeps_limits(one) for one in self._counted())
-        text = "" if kept else f"; none keeps {' and '.join(map(str, self.request.limits))}: widen them, or the space"
-        return f"all trials are done{text}"
+        """And why there is no best one, if there is none."""
+        text = "all trials are done"
+        if self.best is not None or self.front:
+            return text
+        known = [one for one in self._counted() if one.value is not None]
+        if known and not any(map(self.keeps_limits, known)):
+            return f"{text}; none keeps {' and '.join(map(str, self.request.limits))}: widen them, or the space"
+        names = " and ".join((self.request.metric, *(one.name for one in self.request.further)))
+        return f"{text}; none has ended with a finite {names}: narrow the space, or look at the script"
 
     def _is_hopeless(self) -> bool:
         ended = [one for one in self.trials.values() if one.state in ("complete", "pruned", "failed")]
@@ -456,6 +463,8 @@ def _differs(weight: float, before: float | None) -> bool:
 
 
 def _missing(metric: str, logged: Mapping[str, object]) -> str:
+    if metric in logged:
+        return f"the metric {metric!r} was logged as {logged[metric]!r:.80}; run.log({metric}=...) needs a number"
     names = ", ".join(sorted(logged)) or "nothing"
     return f"the metric {metric!r} never came; the script logged {names}: call run.log({metric}=...) in its loop"
 

@@ -136,6 +136,16 @@ def test_what_users_write_shows_no_escapes(capsys):
     assert "owned" in shown and "\x1b" not in shown and "\x07" not in shown
 
 
+def test_waiting_for_a_study_ends_with_its_warnings(capsys):
+    found = StudySummary(
+        name="s", state="finished", reason="all trials are done", metric="loss", direction="minimize", created_at=0,
+        ended_at=1, num_trials=3, counts={"complete": 3}, best_value=0.5, best_trial=0, best_params={}, slot_s=0,
+        warnings=("all trials give the same values",),
+    )  # fmt: skip
+    tune._report(found, False)
+    assert "warning: all trials give the same values" in capsys.readouterr().err
+
+
 def test_a_front_and_limits_are_shown(capsys):
     found = StudySummary(
         name="s", state="finished", reason="", metric="loss", direction="minimize", created_at=0, ended_at=1,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import functools
 import math
 import random
@@ -16,7 +17,7 @@ pytest.importorskip("optuna", reason="studies need the extra tune")
 from pollux.api.request import JobRequest
 from pollux.api.space import parse_parameter
 from pollux.api.study import StudyRequest
-from pollux.errors import InvalidValueError, StoreError
+from pollux.errors import InvalidValueError, StoreError, UnknownNameError
 from pollux.tune import studies
 from pollux.tune.driver import StudyDriver
 from pollux.tune.ports import Observation
@@ -192,6 +193,8 @@ def test_stopped_in_the_middle_of_a_rung_and_resumed(storage):
     assert not jobs.running and driver.stored.state == "stopped"
     stopped = [one.params for one in driver.trials.values() if one.state == "stopped"]
     assert len(stopped) == len(driver.trials) >= 4  # none was done; one may have waited for the slot of a better one
+    values = [one.value for one in driver.trials.values() if one.value is not None]
+    assert detail(driver, storage.url).best_value == min(values)  # what they had shown is not lost
     driver = StudyDriver(storage.load("s"), jobs)
     driver.resume(None)
     carry_out(driver, jobs)
@@ -216,6 +219,28 @@ def test_a_metric_that_never_comes_ends_the_study(storage):
     carry_out(driver, jobs)
     assert driver.stored.state == "failed" and "'loss' never came; the script logged other" in driver.stored.reason
     assert driver.warnings
+
+
+def test_a_metric_that_is_no_number_is_named_with_what_came(storage):
+    class Words(FormulaJobs):
+        def find(self, name):
+            job = super().find(name)
+            return job and dataclasses.replace(job, metrics={"loss": "low"})
+
+    jobs = Words(lambda params, progress: None)
+    driver = begin(storage, jobs)
+    carry_out(driver, jobs)
+    assert "the metric 'loss' was logged as 'low'; run.log(loss=...) needs a number" in driver.stored.reason
+
+
+def test_a_study_without_any_finite_value_says_so(storage):
+    jobs = FormulaJobs(lambda params, progress: math.nan)
+    driver = begin(storage, jobs, trials=4)
+    carry_out(driver, jobs)
+    found = detail(driver, storage.url)
+    assert (found.state, found.best_value) == ("finished", None)
+    assert found.reason.startswith("all trials are done; none has ended with a finite loss: narrow the space")
+    assert {one.state for one in found.trials} == {"pruned"}
 
 
 def test_a_value_that_comes_after_the_end_of_its_job_counts(storage):
@@ -357,6 +382,8 @@ def test_a_study_that_is_woken_does_not_wait_for_its_next_turn(tmp_path, monkeyp
 
 
 def test_without_a_study_nothing_is_opened(tmp_path):
+    with pytest.raises(UnknownNameError, match=r"unknown study 's'\. Known: none\."):
+        Studies(tmp_path, FormulaJobs(bowl)).one("s")
     studies = Studies(tmp_path, FormulaJobs(bowl))
     studies.start()
     assert studies.all() == []
