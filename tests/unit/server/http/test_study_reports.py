@@ -34,7 +34,7 @@ def test_a_value_of_a_study_is_kept_before_the_answer(service, send, monkeypatch
 
 def test_studies_look_at_a_value_at_once(send, monkeypatch):
     woken: list[Studies] = []
-    monkeypatch.setattr(Studies, "wake", woken.append)
+    monkeypatch.setattr(Studies, "wake", lambda studies: woken.append(studies))
     assert send().status_code == 200 and not woken  # a report without a value
     assert send(observed=((0.25, 1.5),)).status_code == 200 and len(woken) == 1
 

@@ -129,8 +129,8 @@ def test_tokens_tell_whose_they_are(sql):
 
 
 def test_an_odd_application_does_not_keep_its_jobs_from_being_kept(sql):
-    knowledge = ProfileMemory().of("a\0\ud800")
-    sql.save_job(JobRecord(spec=JobSpec(name="a", application="a\0\ud800"), sequence=0, knowledge=knowledge))
+    spec = JobSpec(name="a", application="a\0\ud800")
+    sql.save_job(JobRecord(spec=spec, sequence=0, knowledge=ProfileMemory().of(spec)))
     [record] = sql.records()
     assert (record.spec.application, record.knowledge.label) == ("a\0\ud800", "application a\0\ud800")
 
@@ -166,7 +166,7 @@ def test_jobs_are_listed_by_state_and_page(sql):
 
 def test_records_that_share_their_knowledge_share_it_again(place):
     memory = ProfileMemory()
-    shared = memory.of("bert")
+    shared = memory.of(JobSpec(name="a", application="bert"))
     with open_store(place) as sql:
         for name in "abc":
             shared.observe("gpu", Configuration(1, 1, 8), Timing(0.1, 0.2, 3))
