@@ -53,11 +53,13 @@ class BatchChange:
     """A batch that rank 0 asks all ranks to change to.
 
     ``kind`` is the reason: "explore" times it, "better" expects more goodput, "back" undoes a growth that hurt,
-    "settle" fits the batch to a new allocation, and the phases of a :class:`BranchCheck` try it first.
+    "settle" fits the batch to a new allocation, and the phases of a :class:`BranchCheck` try it first. ``cap`` is the
+    largest learning-rate factor from now on; None leaves it as it is.
     """
 
     choice: BatchChoice
     kind: str
+    cap: float | None = None
 
 
 class Adaptation:
@@ -278,19 +280,21 @@ class Adaptation:
             return BatchChange(state.choice, "stay") if state.branch.propose(state, choice) else None
         phi = "" if noise is None else f" ({_evidence(noise, choice.total > before)})"
         state.tuner.note(f"step {progress.num_steps}: batch {before} -> {choice.total}{phi}")
-        return BatchChange(choice, "better")
+        tries_anew = choice.total > before and not state.guard.is_undecided
+        return BatchChange(choice, "better", math.inf if tries_anew else None)  # try the full rate again
 
     def _undone_growth(self) -> BatchChange | None:
         """The batch before the last growth, if that growth hurt. The rate goes back with it."""
         state = self._state
         if not getattr(state.tuner.policy, "is_guarded", False):
             return None
-        why = state.guard.verdict(state.progress.num_steps)
-        if why is None or state.before_growth is None:
+        step, guard = state.progress.num_steps, state.guard
+        why = guard.verdict(step)
+        if why is None:
             return None
-        step, choice = state.progress.num_steps, state.before_growth
+        choice = state.tuner.nearest(guard.back_to)
         state.tuner.note(f"step {step}: batch {state.choice.total} -> {choice.total}, because {why}")
-        return BatchChange(choice, "back")
+        return BatchChange(choice, "back", guard.rate)
 
     def settled(self) -> BatchChoice:
         """The batch for a new allocation: the same total, as near as these replicas allow."""
@@ -300,36 +304,33 @@ class Adaptation:
             state.exchange.noise, progress.num_examples, progress.num_steps, total, state.earned, stays=True
         )
 
-    def apply(self, choice: BatchChoice, kind: str) -> None:
+    def apply(self, change: BatchChange) -> None:
         """Train with this batch from the next step on. Called on every rank, as any may become rank 0."""
-        state, tuner = self._state, self._state.tuner
+        state, tuner, guard = self._state, self._state.tuner, self._state.guard
+        choice, kind = change.choice, change.kind
         before, step = state.choice, state.progress.num_steps
         if kind != "explore":
             tuner.explorer.stop()
+        if change.cap is not None:
+            state.trainee.rate.cap = change.cap
         if kind in PHASES:
             if kind == "keep" and state.branch.before is not None:
                 tuner.change_limiter.note(step, state.branch.before.total, choice.total)
             state.branch.enter(kind, choice, state)
-        elif kind == "settle":  # the batch before the growth belonged to another allocation
+        elif kind == "settle":
             state.branch.cancel()
-            state.before_growth = None
-            state.guard.end()
+            guard.follow(step, choice.total, tuner.least)
         elif kind == "back":
             tuner.change_limiter.take_back(step, before.total, choice.total)
-            state.trainee.rate.cap = max(state.rate_before_growth, 1.0)
-            state.before_growth = None
-            state.guard.end()
+            guard.end()
         elif kind == "better":
             tuner.change_limiter.note(step, before.total, choice.total)
             if choice.total < before.total:
-                state.before_growth = None
-                state.guard.end()
-            elif state.guard.is_undecided and state.before_growth is not None:
-                state.guard.extend(step)  # a series of growths is undone as one
+                guard.follow(step, choice.total, tuner.least)
+            elif guard.is_undecided:
+                guard.extend(step)  # a series of growths is undone as one
             else:
-                state.before_growth, state.rate_before_growth = before, state.trainee.rate.reached
-                state.trainee.rate.cap = math.inf  # try the full rate again
-                state.guard.begin(step)
+                guard.begin(step, before.total, state.trainee.rate.reached)
         if choice.total != before.total:
             for trainee in state.trainees.members:
                 trainee.alignment.clear()

@@ -6,6 +6,8 @@ No I/O and no clock: step numbers and measurements in, decisions out.
 - :class:`GrowthGuard` compares measurements before and after a growth: the output error
   (:mod:`pollux.train.output_error`), and the loss where the user logs it. A rise beyond the spread of the samples means
   that the growth hurt. |G|² only has to be finite: early in training it changes tenfold within a few hundred steps.
+  It watches as long as the batch is above the smallest one: a rate that is too high may hurt thousands of steps later,
+  and after the batch has shrunk by half or replicas have changed.
 - :class:`ScheduleWatch` tells whether the user's LR schedule still warms up, and how far it is below its peak.
 """
 
@@ -26,8 +28,9 @@ RISES = {  # factors by which a mean must rise after a growth to count as harm. 
     "loss": 1.02,
 }
 SIGMAS = 3.0  # standard errors by which it must rise too; this many, as the check is repeated at every step
+LATE_RISE, LATE_SIGMAS = 2.0, 4.0  # the same after WATCH_STEPS, for either: training has clearly become worse
 MAX_BAD_SAMPLES = 3  # samples in a row that are not finite; a GradScaler lets one or two happen in normal training
-WATCH_STEPS = 2000  # after a growth, in which a rise counts as caused by it
+WATCH_STEPS = 2000  # after a growth or shrink, in which a small rise counts as caused by it
 RISING = 1 + 1e-9  # factor between the ends of a window at which a rate counts as rising: above rounding errors
 
 
@@ -76,7 +79,11 @@ class ChangeLimiter:
 
 
 class GrowthGuard:
-    """``add`` measurements, ``begin`` at a growth; ``verdict`` says whether the growth hurt, and why."""
+    """``add`` measurements, ``begin`` at a growth; ``verdict`` says whether the growth hurt, and why.
+
+    Then training goes back to a batch of ``back_to``, and to the learning-rate factor ``rate``. Replicas may have seen
+    different growths, so rank 0 decides by its own guard and tells the others.
+    """
 
     KEPT = 32  # samples of each kind; more make the comparison surer, and slower to notice harm
 
@@ -86,9 +93,11 @@ class GrowthGuard:
         self._after: dict[str, list[float]] = {}
         self._num_bad = 0  # samples in a row that were not finite
         self._until = -1
+        self.back_to, self.rate = 0, 1.0
 
-    def begin(self, step: int) -> None:
-        """The batch has just grown."""
+    def begin(self, step: int, before: int, rate: float) -> None:
+        """The batch has just grown from a total of ``before``, where the learning rate had the factor ``rate``."""
+        self.back_to, self.rate = before, max(rate, 1.0)
         self._before = {name: list(values) for name, values in self._recent.items()}
         self._after = {name: [] for name in RISES}
         self._until, self._num_bad = step + WATCH_STEPS, 0
@@ -102,6 +111,17 @@ class GrowthGuard:
         """The batch has grown again before the last growth could be judged: judge both together."""
         self._after = {name: [] for name in RISES}
         self._until = step + WATCH_STEPS
+
+    def follow(self, step: int, total: int, least: int) -> None:
+        """The batch has shrunk to ``total``, or replicas have changed. At ``least`` nothing is left to be undone."""
+        if self._until < 0:
+            return
+        if total <= least:
+            self.end()
+            return
+        if self.back_to >= total:
+            self.back_to, self.rate = least, 1.0
+        self.extend(step)
 
     def end(self) -> None:
         """Stop watching, and drop the samples: they belong to a batch that is no longer used."""
@@ -128,13 +148,11 @@ class GrowthGuard:
             return None
         if self._num_bad >= MAX_BAD_SAMPLES:
             return f"{self._num_bad} measurements in a row were not finite after it grew"
-        if step > self._until:
-            self._until = -1
-            return None
         words = {"output_error": "the output error", "loss": "the loss"}
         for name, rise in RISES.items():
             before, after = self._before[name], self._after[name]
-            if _has_risen(before, after, rise):
+            rise, sigmas = (rise, SIGMAS) if step <= self._until else (LATE_RISE, LATE_SIGMAS)
+            if _has_risen(before, after, rise, sigmas):
                 return f"{words[name]} rose from {_mean(before):.4g} to {_mean(after):.4g} after it grew"
         return None
 
@@ -174,13 +192,13 @@ class ScheduleWatch:
         self._peak = state["peak"]
 
 
-def _has_risen(before: Sequence[float], after: Sequence[float], factor: float) -> bool:
-    """Whether the mean rose by more than ``factor``, and by more than SIGMAS standard errors of the difference."""
+def _has_risen(before: Sequence[float], after: Sequence[float], factor: float, sigmas: float) -> bool:
+    """Whether the mean rose by more than ``factor``, and by more than ``sigmas`` standard errors of the difference."""
     if len(before) < SAMPLES or len(after) < SAMPLES:
         return False
     low, high = _mean(before), _mean(after)
     error = math.sqrt(_error_2(before) + _error_2(after))
-    return high > factor * max(low, 0.0) and high - low > SIGMAS * error and high > 0
+    return high > factor * max(low, 0.0) and high - low > sigmas * error and high > 0
 
 
 def _mean(values: Iterable[float]) -> float:

@@ -69,8 +69,6 @@ class RunState:
     output_error: OutputError = field(default_factory=OutputError)
     norm_noise: NormNoise = field(default_factory=NormNoise)  # of rank 0
     branch: BranchCheck = field(default_factory=BranchCheck)
-    before_growth: BatchChoice | None = None  # the batch to return to if the last growth hurts
-    rate_before_growth: float = 1.0  # and its learning-rate factor
     is_finished: bool = False  # ``run.epochs`` has ended
 
     @property

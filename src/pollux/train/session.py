@@ -458,7 +458,7 @@ class Session:
 
     def _rebatch(self, change: BatchChange) -> None:
         self._wanted_change = None
-        self._adaptation.apply(change.choice, change.kind)
+        self._adaptation.apply(change)
 
     def finish(self) -> None:
         """Training is over: save the result. All wait for that, as the end of one may end the others."""

@@ -267,10 +267,17 @@ class Tuner:
 
     def _base(self) -> BatchChoice:
         """The batch that exploring starts from: at first M0, or the least that these replicas allow."""
-        limits = self.limits
-        situation = BatchSituation(limits=limits, num_nodes=self.num_nodes, num_replicas=self.num_replicas)
-        least = max(limits.minimum, limits.device_min * self.num_replicas)
-        return spread(min(max(self._base_total or least, least), limits.maximum), situation)
+        return self.nearest(self._base_total or self.least)
+
+    @property
+    def least(self) -> int:
+        """The smallest total batch that these replicas allow."""
+        return max(self.limits.minimum, self.limits.device_min * self.num_replicas)
+
+    def nearest(self, total: int) -> BatchChoice:
+        """A batch of ``total`` on these replicas, or the nearest one that the limits allow."""
+        situation = BatchSituation(limits=self.limits, num_nodes=self.num_nodes, num_replicas=self.num_replicas)
+        return spread(min(max(total, self.least), self.limits.maximum), situation)
 
     def halve(self, device_batch: int) -> None:
         """``device_batch`` did not fit into memory: halve the limit. Raises InvalidValueError below ``device_min``."""

@@ -5,11 +5,20 @@ from __future__ import annotations
 import itertools
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pollux.train.batch_changes import STEPS_BETWEEN, STEPS_TO_REVERSE, ChangeLimiter, ScheduleWatch
+from pollux.train.batch_changes import (
+    SAMPLES,
+    STEPS_BETWEEN,
+    STEPS_TO_REVERSE,
+    WATCH_STEPS,
+    ChangeLimiter,
+    GrowthGuard,
+    ScheduleWatch,
+)
 
 WISHES = st.lists(st.tuples(st.integers(1, 700), st.sampled_from(["grow", "shrink", "back"])), max_size=80)
 
@@ -129,3 +138,63 @@ def test_a_schedule_goes_on_after_a_checkpoint(before, after):
         restored.add(rate)
         assert (watch.is_rising, watch.share_of_peak) == (restored.is_rising, restored.share_of_peak)
         assert 0 <= watch.share_of_peak <= 1
+
+
+# --- growths that hurt ---------------------------------------------------------------------------------------------
+
+
+def grown(before: float = 1.0) -> GrowthGuard:
+    """At step 100 from 64 to 256, with the rate's factor 2, after a while of this output error."""
+    guard = GrowthGuard()
+    add(guard, before)
+    guard.begin(100, 64, 2.0)
+    return guard
+
+
+def add(guard: GrowthGuard, error: float, count: int = GrowthGuard.KEPT, spread: float = 0.01) -> None:
+    for index in range(count):
+        guard.add("output_error", error * (1 + spread * (-1) ** index))
+
+
+def test_harm_counts_as_the_growths_after_the_batch_has_shrunk_by_half():
+    guard = grown()
+    add(guard, 1.0, 4)
+    guard.follow(300, 128, least=32)
+    assert guard.verdict(301) is None
+    add(guard, 1.2, SAMPLES)
+    assert "rose from 1 to 1.2" in str(guard.verdict(400))
+    assert (guard.back_to, guard.rate) == (64, 2.0)
+
+
+def test_a_batch_that_shrank_to_where_it_was_goes_back_to_the_smallest_one():
+    guard = grown()
+    guard.follow(300, 64, least=32)
+    add(guard, 1.2, SAMPLES)
+    assert guard.verdict(400) is not None
+    assert (guard.back_to, guard.rate) == (32, 1.0)
+
+
+def test_at_the_smallest_batch_nothing_is_left_to_be_undone():
+    guard = grown()
+    guard.follow(300, 32, least=32)
+    add(guard, 9.0)
+    assert guard.verdict(400) is None
+
+
+def test_harm_is_seen_late_if_training_has_clearly_become_worse():
+    late = 101 + WATCH_STEPS
+    guard = grown()
+    add(guard, 1.2)
+    assert guard.verdict(late - 1) is not None and guard.verdict(late) is None
+    add(guard, 3.0)
+    assert guard.verdict(late) is not None
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_chance_alone_is_no_harm_however_long_a_growth_is_watched(seed):
+    guard, values = GrowthGuard(), np.random.default_rng(seed).lognormal(0.0, 0.5, 20_000)
+    for step, value in enumerate(values):
+        if step == GrowthGuard.KEPT:
+            guard.begin(-WATCH_STEPS, 64, 2.0)
+        guard.add("output_error", value)
+        assert guard.verdict(step) is None
