@@ -10,7 +10,7 @@ import json
 import lzma
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -210,6 +210,10 @@ class Situation:
     arrays: Arrays
     device: torch.device
     is_tiny: bool = False
+    is_small: bool = False  # models that a CPU trains in seconds, on the real data
+
+
+FEW_WORDS, FEW_NAMES, FEW_MODULES = 2000, 1000, 3000  # of small problems: the most frequent ones
 
 
 class TextProblem:
@@ -218,7 +222,7 @@ class TextProblem:
     def __init__(self, at: Situation, name: str, length: int, stride: int, make: Callable[[], nn.Module]) -> None:
         self.dataset = Windows(at.arrays[f"{name}_train"], length, stride, at.device)
         held_out = Windows(at.arrays[f"{name}_val"], length, length, at.device)
-        count = min(16 if at.is_tiny else 512, 65_536 // length, len(held_out))
+        count = min(16 if at.is_tiny else 128 if at.is_small else 512, 65_536 // length, len(held_out))
         self._val = held_out.__getitems__([index * len(held_out) // count for index in range(count)])
         self.make_model = make
 
@@ -238,7 +242,7 @@ class GlyphProblem:
                 ("images_train", "labels_train", "images_val", "labels_val")}  # fmt: skip
         self.dataset = Pairs(load["images_train"], load["labels_train"], distort)
         chosen = torch.randperm(len(load["labels_val"]), generator=torch.Generator().manual_seed(0))
-        chosen = chosen[: 64 if at.is_tiny else 3072].to(at.device)
+        chosen = chosen[: 64 if at.is_tiny else 512 if at.is_small else 3072].to(at.device)
         generator = torch.Generator(at.device).manual_seed(0)
         self._x, self._y = distort(load["images_val"][chosen], generator), load["labels_val"][chosen].long()
         self._make, self._num_classes = make, int(load["labels_train"].max()) + 1
@@ -257,6 +261,10 @@ class RecommenderProblem:
     def __init__(self, at: Situation, width: int) -> None:
         load = {name: torch.from_numpy(at.arrays[name].astype(np.int32)).to(at.device) for name in
                 ("modules_train", "names_train", "modules_val", "names_val")}  # fmt: skip
+        for part in ("train", "val") if at.is_small else ():
+            frequent = (load[f"names_{part}"] < FEW_NAMES) & (load[f"modules_{part}"] < FEW_MODULES)
+            for kind in ("names", "modules"):
+                load[f"{kind}_{part}"] = load[f"{kind}_{part}"][frequent]
         self.dataset = Pairs(load["modules_train"], load["names_train"])
         self._shape = int(load["modules_train"].max()) + 1, int(load["names_train"].max()) + 1
         self._width = width
@@ -328,30 +336,38 @@ class Task:
 
 def _gpt(name: str, width: int, depth: int, heads: int, length: int = 256) -> Callable[[Situation], Problem]:
     def load(at: Situation) -> Problem:
-        sizes = (128, 16, 32, 1, 2) if at.is_tiny else (128, length, width, depth, heads)
+        sizes = (128, length, width, depth, heads)
+        if at.is_tiny or at.is_small:
+            sizes = (128, 16, 32, 1, 2) if at.is_tiny else (128, length // 4, width // 6, 2, 2)
         return TextProblem(at, name, sizes[1], sizes[1] // 4, lambda: GPT(*sizes))
 
     return load
 
 
 def _lstm(at: Situation) -> Problem:
-    sizes = (256, 16, 1) if at.is_tiny else (10_000, 512, 2)
-    length = 16 if at.is_tiny else 64
+    sizes, length = ((256, 16, 1), 16) if at.is_tiny else ((10_000, 512, 2), 64)
+    if at.is_small:
+        sizes, length = (FEW_WORDS, 64, 1), 24
+        at = replace(at, arrays={name: at.arrays[name].clip(max=FEW_WORDS - 1) for name in ("words_train", "words_val")})
     return TextProblem(at, "words", length, length // 4, lambda: Recurrent(*sizes))
 
 
 def _resnet(at: Situation) -> Problem:
     def make(num_classes: int) -> nn.Module:
-        if not at.is_tiny:
-            return resnet(Basic, [2, 2, 2, 2], num_classes=num_classes, is_small=True)
-        stem = nn.Conv2d(3, 8, 4, 4), nn.BatchNorm2d(8), nn.ReLU()
-        return nn.Sequential(*stem, nn.Flatten(), nn.Linear(512, num_classes))
+        if at.is_tiny:
+            stem = nn.Conv2d(3, 8, 4, 4), nn.BatchNorm2d(8), nn.ReLU()
+            return nn.Sequential(*stem, nn.Flatten(), nn.Linear(512, num_classes))
+        if at.is_small:
+            stem = nn.Conv2d(3, 16, 4, 4), nn.BatchNorm2d(16), nn.ReLU()
+            body = Basic(16, 32, 1), Basic(32, 64, 2)
+            return nn.Sequential(*stem, *body, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(256, num_classes))
+        return resnet(Basic, [2, 2, 2, 2], num_classes=num_classes, is_small=True)
 
     return GlyphProblem(at, make)
 
 
 def _vit(at: Situation) -> Problem:
-    width, depth, heads = (16, 1, 2) if at.is_tiny else (256, 6, 8)
+    width, depth, heads = (16, 1, 2) if at.is_tiny else (64, 2, 4) if at.is_small else (256, 6, 8)
     return GlyphProblem(at, lambda classes: VisionTransformer(classes, width, depth, heads))
 
 
@@ -375,7 +391,7 @@ TASKS: dict[str, Task] = {
              optimizer="adamw", weight_decay=0.05, warm_up_steps=200, load=_vit),
         Task(name="recommender", about="which names Python modules use: factors and a hidden layer, Adam",
              quality="recall@20", higher_is_better=True, initial_batch=256, learning_rate=1e-3, optimizer="adam",
-             load=lambda at: RecommenderProblem(at, 8 if at.is_tiny else 128)),
+             load=lambda at: RecommenderProblem(at, 8 if at.is_tiny else 32 if at.is_small else 128)),
         Task(name="lstm", about="LSTM of two layers, words of Perl's manuals, Adam",
              quality="validation loss", higher_is_better=False, initial_batch=32, learning_rate=1e-3,
              optimizer="adam", uses_bfloat16=False, load=_lstm),

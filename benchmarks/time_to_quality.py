@@ -44,6 +44,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from quality_tasks import MAX_FACTOR, TASKS, DataFile, Problem, Situation, Task, made_up_data
+from virtual_device import KNEES, VirtualDevice
 
 FIXED = ("fixed-1-same", *(f"fixed-{scale}-{rule}" for scale in (2, 4, 8, 16, 32) for rule in ("scaled", "same")))
 RATES = ("fixed-1-x0.5", "fixed-1-x2", "fixed-1-x5")
@@ -249,7 +250,7 @@ def carry_out(key: RunKey, options: argparse.Namespace) -> dict[str, Any]:
     task, device = TASKS[key.task], torch.device(options.device)
     torch.set_float32_matmul_precision("high")
     arrays = made_up_data() if options.smoke else DataFile(options.data)
-    problem = task.load(Situation(arrays, device, options.smoke))
+    problem = task.load(Situation(arrays, device, options.smoke, options.virtual))
     batch = task.initial_batch
     if key.mode == "too-large":
         batch = TOO_LARGE * dict(options.best_batch).get(key.task, batch)
@@ -258,6 +259,8 @@ def carry_out(key: RunKey, options: argparse.Namespace) -> dict[str, Any]:
     first = int(key.mode.split("-")[1]) * batch if key.mode.startswith("fixed-") else batch
     warm_up(task, problem, model, first)
     torch.manual_seed(1000 + key.seed)
+    if options.virtual:
+        use_virtual_device(task, model, options.knee)
     recorder = Recorder(task, problem, model, options)
     if key.mode.startswith("fixed-"):
         train_plain(task, problem, model, recorder, key.mode, key.seed)
@@ -273,6 +276,15 @@ def carry_out(key: RunKey, options: argparse.Namespace) -> dict[str, Any]:
         "side_by_side": options.workers, "peak_mib": torch.cuda.max_memory_allocated() / 2**20 if is_gpu else None,
         "columns": COLUMNS, "curve": recorder.curve, "changes": recorder.changes,
     }  # fmt: skip
+
+
+def use_virtual_device(task: Task, model: nn.Module, knee: float | None) -> None:
+    """From now on time passes only as this model trains."""
+    from pollux.train import step_timer, tuner
+
+    device = VirtualDevice((KNEES[task.name] if knee is None else knee) * task.initial_batch)
+    device.watch(model)
+    device.install(sys.modules[__name__], step_timer, tuner)
 
 
 def append_line(path: Path, record: dict[str, Any]) -> None:
@@ -355,7 +367,7 @@ def start(
     command = [sys.executable, __file__, *arguments, "--out", str(options.out), "--child", json.dumps(
         [key.task, key.mode, key.seed, counts])]  # fmt: skip
     path = os.pathsep.join(filter(None, [str(ROOT / "src"), os.environ.get("PYTHONPATH")]))
-    num_threads = "1" if options.smoke else "2"
+    num_threads = "1" if options.smoke or options.virtual else "2"
     threads = {"OMP_NUM_THREADS": num_threads, "MKL_NUM_THREADS": num_threads, "PYTHONPATH": path}
     logs = options.out / "logs"
     logs.mkdir(parents=True, exist_ok=True)
@@ -388,7 +400,7 @@ class Driver:
                     self._running[start(key, self._options, self._environment, True)] = last = key
                 if not self._running or time.monotonic() > self._end_s:
                     break
-                if last is not None and len(self._running) + len(self._fillers) < self._options.workers:
+                if not self._options.virtual and last is not None and len(self._running) + len(self._fillers) < self._options.workers:
                     self._fillers.append(start(last, self._options, self._environment, False))
                 time.sleep(0.1)
         finally:
@@ -463,11 +475,15 @@ def parse_options() -> argparse.Namespace:
     add("--after", type=float, default=0.0, help="go on for this share of the time after the target (default 0)")
     add("--report", action="store_true", help="run nothing; tables, report.html and summary.json from what there is")
     add("--smoke", action="store_true", help="tiny models and made-up data on the CPU, 2 s per run")
+    add("--virtual", action="store_true", help="small models on the CPU, with a GPU's step times by a virtual clock")
+    add("--knee", type=float, help="with --virtual: M0 times so many examples take twice as long as one (default: the task's)")
     add("--child", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.smoke:
         options.device, options.budget_s, options.eval_s = "cpu", options.budget_s or 2.0, options.eval_s or 0.1
-    options.workers = options.workers or (2 if options.smoke else 1)
+    if options.virtual:
+        options.device = "cpu"
+    options.workers = options.workers or (2 if options.smoke or options.virtual else 1)
     if options.seeds is None:
         options.seeds = [0] if options.smoke else [0, 1, 2]
     if options.modes is None:
