@@ -348,7 +348,9 @@ def _lstm(at: Situation) -> Problem:
     sizes, length = ((256, 16, 1), 16) if at.is_tiny else ((10_000, 512, 2), 64)
     if at.is_small:
         sizes, length = (FEW_WORDS, 64, 1), 24
-        at = replace(at, arrays={name: at.arrays[name].clip(max=FEW_WORDS - 1) for name in ("words_train", "words_val")})
+        at = replace(
+            at, arrays={name: at.arrays[name].clip(max=FEW_WORDS - 1) for name in ("words_train", "words_val")}
+        )
     return TextProblem(at, "words", length, length // 4, lambda: Recurrent(*sizes))
 
 

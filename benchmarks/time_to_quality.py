@@ -4,6 +4,7 @@
     python benchmarks/time_to_quality.py --data out/benchmark_data.npz --out out/quality --workers 8 --mps
     python benchmarks/time_to_quality.py --out out/quality --report           # tables, out/quality/report.html
     python benchmarks/time_to_quality.py --smoke                              # does it work? Tiny models, on the CPU
+    python benchmarks/time_to_quality.py --virtual ...                        # small models, on the CPU: virtual_device.py
 
 A run is (task, mode, seed); the same seed means the same initial weights. Modes:
 
@@ -400,7 +401,11 @@ class Driver:
                     self._running[start(key, self._options, self._environment, True)] = last = key
                 if not self._running or time.monotonic() > self._end_s:
                     break
-                if not self._options.virtual and last is not None and len(self._running) + len(self._fillers) < self._options.workers:
+                if (
+                    not self._options.virtual
+                    and last is not None
+                    and len(self._running) + len(self._fillers) < self._options.workers
+                ):
                     self._fillers.append(start(last, self._options, self._environment, False))
                 time.sleep(0.1)
         finally:
@@ -476,7 +481,11 @@ def parse_options() -> argparse.Namespace:
     add("--report", action="store_true", help="run nothing; tables, report.html and summary.json from what there is")
     add("--smoke", action="store_true", help="tiny models and made-up data on the CPU, 2 s per run")
     add("--virtual", action="store_true", help="small models on the CPU, with a GPU's step times by a virtual clock")
-    add("--knee", type=float, help="with --virtual: M0 times so many examples take twice as long as one (default: the task's)")
+    add(
+        "--knee",
+        type=float,
+        help="with --virtual: M0 times so many examples take twice as long as one (default: the task's)",
+    )
     add("--child", type=json.loads, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.smoke:

@@ -442,10 +442,12 @@ OPTIONS = (
     Option("min-replicas", "min_replicas", "int", "N", "Never run with fewer; 1 by default."),
     Option("max-replicas", "max_replicas", "int", "N", "Never run with more; as many as useful by default."),
     Option("preemptible", "is_preemptible", "flag", "", "Other jobs may take its slots; it goes on later."),
-    Option("checkpoints", "checkpoints", "flag", "", "A fixed job: it saves its state and can be restarted."),
-    Option("weight", "weight", "float", "W", "Priority: twice the weight counts like two jobs."),
+    Option(
+        "checkpoints", "checkpoints", "flag", "", "For a fixed job: it saves its own state, so it may be restarted."
+    ),
+    Option("weight", "weight", "float", "W", "Share of the slots: a job of weight 2 counts like two."),
     Option("priority", "priority", "int", "N", "In a team: lower ones are stopped first when slots are short."),
-    Option("max-restarts", "max_restarts", "int", "N", "Give up after more crashes; 3, or 0 for fixed jobs."),
+    Option("max-restarts", "max_restarts", "int", "N", "Crashes after which it starts again; 3, or 0 for fixed jobs."),
     Option("cwd", "cwd", "text", "DIR", "Working directory, an absolute path; where it is submitted by default."),
     Option("workdir", "workdir", "text", "DIR", "Send this directory along, and run in a copy of it on every node."),
     Option("env", "env", "pairs", "KEY=VALUE", "An environment variable; may be given several times."),
@@ -467,7 +469,7 @@ OPTIONS = (
     Option(
         "constraint", "constraints", "lines", "KEY=VALUE", "Run on nodes with this label: zone=a, zone=a,b, zone!=c."
     ),
-    Option("cpus", "cpus", "float", "N", "CPUs that a node has for each replica; not counted by default."),
+    Option("cpus", "cpus", "float", "N", "Reserve N CPUs of its node for each replica; none by default."),
     Option("memory", "memory_bytes", "size", "SIZE", "Memory that a node has for each replica: 512M, 32G."),
     Option("gpu-memory", "gpu_memory_bytes", "size", "SIZE", "Least memory of a device to run on: 20G, 512M."),
     Option("owner", "owner", "text", "USER", "Submit it for another user; for admins."),

@@ -44,6 +44,9 @@ MAX_WEIGHT = 128.0  # of one sample, so that the average always spans about sixt
 
 UNBOUNDED = 1e6  # times the likely noise scale: a bound beyond it says nothing
 CAUGHT_UP = 0.9  # share of the rule's rate at which a larger batch counts as fully earned: rates approach it slowly
+# After a growth that hurt, its rate is a limit: each later growth may exceed the limit by this. A full rate at once
+# ruined a model that had just recovered; 1 would keep a limit for good that chance may have set.
+DARE = 1.5
 EARNING_STEPS = 50.0  # steps over which the earned share is averaged; fewer let one step's rate move the batch
 
 
@@ -281,7 +284,7 @@ class Adaptation:
         phi = "" if noise is None else f" ({_evidence(noise, choice.total > before)})"
         state.tuner.note(f"step {progress.num_steps}: batch {before} -> {choice.total}{phi}")
         tries_anew = choice.total > before and not state.guard.is_undecided
-        return BatchChange(choice, "better", math.inf if tries_anew else None)  # try the full rate again
+        return BatchChange(choice, "better", state.trainee.rate.cap * DARE if tries_anew else None)
 
     def _undone_growth(self) -> BatchChange | None:
         """The batch before the last growth, if that growth hurt. The rate goes back with it."""
@@ -322,7 +325,7 @@ class Adaptation:
             guard.follow(step, choice.total, tuner.least)
         elif kind == "back":
             tuner.change_limiter.take_back(step, before.total, choice.total)
-            guard.end()
+            guard.undone(step, choice.total, tuner.least)
         elif kind == "better":
             tuner.change_limiter.note(step, before.total, choice.total)
             if choice.total < before.total:

@@ -123,6 +123,11 @@ class GrowthGuard:
             self.back_to, self.rate = least, 1.0
         self.extend(step)
 
+    def undone(self, step: int, total: int, least: int) -> None:
+        """The growth was undone. If training stays worse, the smallest batch is next, at the user's rate."""
+        self.back_to, self.rate = least, 1.0
+        self.follow(step, total, least)
+
     def end(self) -> None:
         """Stop watching, and drop the samples: they belong to a batch that is no longer used."""
         self._until = -1

@@ -41,7 +41,7 @@ from pollux.train.scaling import ScalingRule
 from pollux.train.session import Session
 from pollux.train.sharded_gradients import ShardedGradients
 from pollux.train.sharded_module import ShardFunction
-from pollux.train.state import Stateful, flatten
+from pollux.train.state import Stateful, as_stateful, flatten
 from pollux.train.step_exchange import StepExchange
 from pollux.train.team import Team, lone_group
 from pollux.train.trainees import Trainees, index_of, parts_of
@@ -355,13 +355,11 @@ class Run:
             return self._trainees.members[0].model, optimizer
         return tuple(member.model for member in self._trainees.members), optimizer
 
-    def track(self, name: str, stateful: Stateful) -> None:
-        """Keep more state in checkpoints and resizes: any object with state_dict and load_state_dict."""
+    def track(self, name: str, stateful: Stateful | dict[str, Any]) -> None:
+        """Keep more state: a dictionary, or an object with state_dict and load_state_dict."""
         if name in self._tracked:
             raise InvalidValueError(f"{name!r} is tracked already; choose another name")
-        for method in ("state_dict", "load_state_dict"):
-            if not callable(getattr(stateful, method, None)):
-                raise InvalidValueError(f"{type(stateful).__name__} has no {method}(): it cannot be tracked")
+        stateful = as_stateful(stateful)
         if self._session.is_started:
             raise InvalidValueError(f"run.track({name!r}, ...) was called after the loop began: call it before")
         flatten({name: stateful.state_dict()})  # what cannot be saved is told now, not at the first checkpoint

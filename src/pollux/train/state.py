@@ -12,13 +12,14 @@ import random
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Protocol, TypedDict, TypeVar
+from typing import Any, Protocol, TypedDict, TypeVar, cast
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from pollux.errors import InvalidValueError
 from pollux.train.encoding import decode, encode, sendable
 
 CHUNK_BYTES = 64 * 2**20  # of a broadcast message: smaller ones send more messages, larger ones need more memory
@@ -33,6 +34,32 @@ class Stateful(Protocol):
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state: dict[str, Any], /) -> object: ...
+
+
+class TrackedDict:
+    """A dictionary of the user's, as ``run.track`` keeps it: its entries change, it stays the same object."""
+
+    def __init__(self, entries: dict[str, Any]) -> None:
+        self._entries = entries
+
+    def state_dict(self) -> dict[str, Any]:
+        return dict(self._entries)
+
+    def load_state_dict(self, state: dict[str, Any], /) -> None:
+        self._entries.clear()
+        self._entries.update(state)
+
+
+def as_stateful(value: object) -> Stateful:
+    """Raises InvalidValueError for what has no state that could be kept."""
+    if isinstance(value, dict):
+        return TrackedDict(value)
+    for method in ("state_dict", "load_state_dict"):
+        if not callable(getattr(value, method, None)):
+            raise InvalidValueError(
+                f"{type(value).__name__} has no {method}(): it cannot be tracked; put plain values into a dictionary"
+            )
+    return cast("Stateful", value)
 
 
 class RandomState(TypedDict):

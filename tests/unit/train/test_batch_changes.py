@@ -181,6 +181,21 @@ def test_at_the_smallest_batch_nothing_is_left_to_be_undone():
     assert guard.verdict(400) is None
 
 
+@pytest.mark.parametrize(("after", "goes_on_back"), [(1.2, True), (1.0, False)])
+def test_training_that_stays_worse_after_an_undoing_goes_back_to_the_smallest_batch(after, goes_on_back):
+    guard = grown()
+    add(guard, 5.0)
+    assert guard.verdict(300) is not None
+    guard.undone(300, 64, least=32)
+    assert guard.verdict(301) is None
+    add(guard, after)
+    assert (guard.verdict(900) is not None) == goes_on_back
+    assert (guard.back_to, guard.rate) == (32, 1.0)
+    guard.undone(900, 32, least=32)
+    add(guard, after)
+    assert guard.verdict(1500) is None
+
+
 def test_harm_is_seen_late_if_training_has_clearly_become_worse():
     late = 101 + WATCH_STEPS
     guard = grown()

@@ -204,6 +204,22 @@ def test_what_is_tracked_comes_back(tmp_path):
         assert torch.equal(flat(script.module), before) and run.num_steps == 0
 
 
+def test_a_dictionary_comes_back_in_place(tmp_path):
+    with train.init(checkpoint_dir=tmp_path) as run:
+        script = Script(run)
+        best = {"accuracy": 0.0, "epoch": 0}
+        run.track("best", best)
+        best |= {"accuracy": 0.75, "of": [1, 2]}
+        del best["epoch"]
+        script.train(1)
+    with train.init(checkpoint_dir=tmp_path) as run:
+        script = Script(run)
+        best = {"accuracy": 0.0, "epoch": 0}
+        run.track("best", best)
+        script.train(1)
+        assert best == {"accuracy": 0.75, "of": [1, 2]}
+
+
 def test_what_cannot_be_tracked_is_refused():
     with train.init() as run:
         run.track("one", Box(1))
