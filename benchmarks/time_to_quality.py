@@ -4,7 +4,7 @@
     python benchmarks/time_to_quality.py --data out/benchmark_data.npz --out out/quality --workers 8 --mps
     python benchmarks/time_to_quality.py --out out/quality --report           # tables, out/quality/report.html
     python benchmarks/time_to_quality.py --smoke                              # does it work? Tiny models, on the CPU
-    python benchmarks/time_to_quality.py --virtual ...                        # small models, on the CPU: virtual_device.py
+    python benchmarks/time_to_quality.py --virtual ...                      # small models on a CPU: virtual_device.py
 
 A run is (task, mode, seed); the same seed means the same initial weights. Modes:
 
