@@ -47,7 +47,7 @@ CAUGHT_UP = 0.9  # share of the rule's rate at which a larger batch counts as fu
 # After a growth that hurt, its rate is a limit: each later growth may exceed the limit by this. A full rate at once
 # ruined a model that had just recovered; 1 would keep a limit for good that chance may have set.
 DARE = 1.5
-EARNING_STEPS = 50.0  # steps over which the earned share is averaged; fewer let one step's rate move the batch
+EARNING_STEPS = 20.0  # steps over which the earned share is averaged; fewer let one step's rate move the batch
 
 
 @sendable

@@ -39,7 +39,7 @@ SAMPLES = 16  # at most, that a verdict rests on; more make it surer and slower 
 LEAST_SAMPLES = 6  # that a verdict needs; until then the rate does not rise
 # Steps between samples: below LEAST_SAMPLES, below SAMPLES, and then, when new samples only replace old ones. A sample
 # costs some passes over the gradients, so shorter intervals slow training.
-FIRST_EVERY, EVERY, LATER_EVERY = 4, 8, 32
+FIRST_EVERY, EVERY, LATER_EVERY = 2, 8, 32
 MAX_ELEMENTS = 4_000_000  # of the gradient that are measured; bounds a sample's cost for large models
 # The rate stays where the value is below HOLD, and falls where it is below LOWER. Healthy training had -0.1 to -0.3
 # (above), so values nearer to 0 would hold back rates that work.

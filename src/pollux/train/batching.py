@@ -4,8 +4,9 @@ The tuner asks the policy, on rank 0 alone; the session tells the other ranks. P
 
 - ``adaptive``: the batch of highest goodput, by measured step times, the noise scale, and how far the learning rate
   has been raised. It moves by one doubling at a time: up if that gains at least 5 % at the noise scale's lower bound,
-  down if it gains as much at its upper bound. A step takes at most a sixteenth of the examples seen so far: early in
-  training the noise scale may fall from very high to very low within a few steps.
+  down if it gains as much at its upper bound. While the user's learning rate warms up, a quarter of the lower bound
+  counts. A step takes at most a sixteenth of the examples seen so far: early in training the noise scale may fall from
+  very high to very low within a few steps.
 - ``fixed``: exactly the same total batch for any number of replicas; shares may differ by one example.
 - ``linear``: M0 for every replica, the usual way of scaling out by hand.
 - ``ramp``: totals by the number of examples seen, as the user gives them.
@@ -80,7 +81,7 @@ class AdaptiveBatch:
     """Highest goodput, one doubling at a time. M0, or the least that the replicas allow, until it is measured."""
 
     threshold: float = 0.05  # gain of goodput that a change needs; lower values change more often, for less
-    threshold_while_rising: float = 0.5  # for a growth during the user's warm-up, when the noise scale changes fast
+    trust_while_rising: float = 0.25  # share of φ's lower bound that counts in the user's warm-up: φ may fall fast there
     largest_share: float = 1 / 16  # of the examples seen so far that one step may take: see the module docstring
     explores: bool = True  # time larger device batches in the first steps
     is_guarded: bool = True  # undo a growth that hurts
@@ -98,13 +99,13 @@ class AdaptiveBatch:
         if situation.epoch_length:  # a step fits into an epoch
             most = min(most, situation.epoch_length)
         larger, smaller = self._next(total, 2.0, situation), self._next(total, 0.5, situation)
-        threshold = self.threshold_while_rising if situation.is_rate_rising else self.threshold
+        sure = low * self.trust_while_rising if situation.is_rate_rising else low
         if situation.may_grow and total < larger <= most:
             # Goodput has one maximum. One step time that was measured too long must not hide it: look further too.
             further = self._next(larger, 2.0, situation)
-            is_worth_it = self._gain(larger, total, low, situation) > threshold
+            is_worth_it = self._gain(larger, total, sure, situation) > self.threshold
             if not is_worth_it and larger < further <= most:
-                is_worth_it = self._gain(further, total, low, situation) > (1 + threshold) ** 2 - 1
+                is_worth_it = self._gain(further, total, sure, situation) > (1 + self.threshold) ** 2 - 1
             if is_worth_it:
                 return spread(larger, situation)
         # A rate that is still on its way up is no reason to shrink: at least SAME_RATE counts as earned.

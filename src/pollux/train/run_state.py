@@ -81,10 +81,14 @@ class RunState:
         return None if self.exchange.noise is None else self.exchange.noise.noise_scale
 
     def gain(self, num_examples: float) -> float:
-        """How many steps at M0 one step of ``num_examples`` is worth."""
+        """How many steps at M0 one step of ``num_examples`` is worth, at least: by the lower bound of the noise scale.
+
+        By the likely noise scale, every second training would end before it has learnt as much as at M0.
+        """
         if getattr(self.tuner.policy, "counts_examples", False):
             return num_examples / self.tuner.limits.initial
-        return earned_gain(gain_of(self.noise_scale, self.tuner.limits.initial, num_examples), self.earned)
+        low = None if self.exchange.noise is None else self.exchange.noise.noise_scale_low
+        return earned_gain(gain_of(low, self.tuner.limits.initial, num_examples), self.earned)
 
     def context(self, index: int, current: Pass | None) -> StepContext:
         """For the learning rate of the model at ``index`` in the pass under way."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pollux.train.alignment import LEAST_SAMPLES, SAMPLES, Alignment, without_curvature
+from pollux.train.alignment import FIRST_EVERY, LEAST_SAMPLES, SAMPLES, Alignment, without_curvature
 
 SIZE = 4096
 
@@ -35,7 +35,7 @@ class Quadratic:
 
 
 def test_nothing_is_said_before_there_are_samples():
-    assert set(Quadratic(rate=0.01).verdicts(4 * LEAST_SAMPLES - 4, 0.0)) == {0}
+    assert set(Quadratic(rate=0.01).verdicts(FIRST_EVERY * (LEAST_SAMPLES - 1), 0.0)) == {0}
 
 
 def test_short_updates_may_become_longer():
@@ -43,7 +43,7 @@ def test_short_updates_may_become_longer():
 
 
 def test_a_rate_beyond_the_rule_needs_all_samples():
-    assert set(Quadratic(rate=1e-4).verdicts(4 * LEAST_SAMPLES + 8, 0.0)) == {0, 1}
+    assert set(Quadratic(rate=1e-4).verdicts(FIRST_EVERY * LEAST_SAMPLES + 8, 0.0)) == {0, 1}
 
 
 @pytest.mark.parametrize("rate", [3.5, 3.7])
