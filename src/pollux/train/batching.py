@@ -81,7 +81,7 @@ class AdaptiveBatch:
     """Highest goodput, one doubling at a time. M0, or the least that the replicas allow, until it is measured."""
 
     threshold: float = 0.05  # gain of goodput that a change needs; lower values change more often, for less
-    trust_while_rising: float = 0.25  # share of φ's lower bound that counts in the user's warm-up: φ may fall fast there
+    trust_while_rising: float = 0.25  # share of φ's lower bound that counts in the user's warm-up: φ may fall fast
     largest_share: float = 1 / 16  # of the examples seen so far that one step may take: see the module docstring
     explores: bool = True  # time larger device batches in the first steps
     is_guarded: bool = True  # undo a growth that hurts
