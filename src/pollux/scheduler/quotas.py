@@ -314,15 +314,24 @@ class _Round:
                 claims = missing.setdefault(reach, {})
                 claims[name] = max(claims.get(name, 0), wanted - used)
         claimants = {name for claims in missing.values() for name in claims}
-        donors = {name: group for name, group in groups.items() if name not in claimants}
         for reach, claims in missing.items():
+            # A group that is short of another type may well borrow these: only those that claim them give none.
+            donors = {name: group for name, group in groups.items() if name not in claims}
             to = " and ".join(groups[name].title for name in claims)
-            if self._take(sum(claims.values()) - self._free(plan, reach), donors, reach, plan, to):
+            number = sum(claims.values()) - self._free(plan, reach)
+            if self._take(number, donors, reach, plan, to, claimants):
                 return True
         return False
 
-    def _take(self, number: int, donors: Mapping[str, _Group], reach: Collection[str], plan: Plan, to: str) -> bool:
-        """Cap donors so that ``number`` slots of these types become free, most from those that borrow most."""
+    def _take(
+        self, number: int, donors: Mapping[str, _Group], reach: Collection[str], plan: Plan, to: str,
+        claimants: Collection[str],
+    ) -> bool:  # fmt: skip
+        """Cap donors so that ``number`` slots of these types become free, most from those that borrow most.
+
+        Their other jobs that could take these slots stay as they are. But what waits of a claimant, of other types, may
+        still have what the claimant is guaranteed.
+        """
         left: dict[str, int] = {}
         movable: dict[str, int] = {}
         for name, group in donors.items():
@@ -341,13 +350,20 @@ class _Round:
                 break
             borrowed[name] -= 1
             taken[name] += 1
-        caps = {job.name: self._count(plan, job) for group in donors.values() for job in group.jobs}
+        caps = {
+            job.name: self._count(plan, job)
+            for name, group in donors.items()
+            for job in group.jobs
+            if (self._count(plan, job) or name not in claimants) and any(may_use(job, each) for each in reach)
+        }
         for name, count in taken.items():
             held = [job for job in donors[name].jobs if self._type(plan, job) in reach]
             caps |= allot([self._demand(plan, job) for job in held], left[name] - count)
         if not any(taken.values()):
             return False
-        self._gave |= {job.name: self._count(plan, job) for group in donors.values() for job in group.jobs}
+        self._gave |= {
+            job.name: self._count(plan, job) for group in donors.values() for job in group.jobs if job.name in caps
+        }
         return self._cap(caps, f"slots go back to {to}, which they are guaranteed to", plan)
 
     def _prefer(self, team: _Group, plan: Plan) -> bool:

@@ -16,7 +16,7 @@ from pollux.scheduler.shares import Entitlements, Quota, TeamMember
 from pollux.server.present.views import standing_in_words
 from pollux.testing.examples import examples
 from pollux.testing.snapshots import PARAMS, make_job, make_mixed, make_nodes, snapshots
-from pollux.types import Allocation, Plan, Snapshot
+from pollux.types import NO_ALLOCATION, Allocation, NodeShare, Plan, Snapshot
 
 POLICIES = ["pollux", "fifo", "srtf", "equal", "las", "gavel", "sia"]
 
@@ -195,6 +195,25 @@ def test_limits_and_guarantees_by_type():
     assert types["big"] <= 3 and types["small"] == 4, types
     cluster.jobs.append(make_job("vision0", owner="vision", measured=False, accelerators=frozenset({"big"})))
     assert cluster.decide()["vision0"] >= 2
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_two_teams_that_sit_on_each_others_types_both_get_theirs_back(policy):
+    entitled = entitlements(A=Quota(guarantee={"a": 4}), B=Quota(guarantee={"b": 4}))
+    speeds = {"a": PARAMS, "b": PARAMS}
+
+    def job(name, kind, count=0):
+        allocation = Allocation((NodeShare(kind, count),)) if count else NO_ALLOCATION
+        return make_job(
+            name, owner=name[0].upper(), accelerators=frozenset({kind}), allocation=allocation, params=speeds,
+            requested_replicas=4, max_replicas=4,
+        )  # fmt: skip
+
+    jobs = [job("a1", "b", 4), job("b1", "a", 4), job("a2", "a"), job("b2", "b")]
+    cluster = Cluster(entitled, *jobs, policy=policy, nodes=make_mixed(a=4, b=4))
+    for _ in range(3):
+        counts = cluster.decide()
+    assert counts == {"a1": 0, "b1": 0, "a2": 4, "b2": 4}
 
 
 def test_a_job_that_cannot_be_moved_gets_no_slots_that_others_can_ask_back():
