@@ -6,6 +6,7 @@ With profile memory on, all jobs of one family (:attr:`~pollux.types.JobSpec.fam
 
 from __future__ import annotations
 
+import copy
 import itertools
 import logging
 import operator
@@ -125,9 +126,9 @@ def recall_ratios(learnt: Iterable[Knowledge], ratios: TypeRatios) -> None:
     for knowledge in several[-MAX_SHOWN:]:
         # A copy: its jobs are told what was fitted when it is fitted next, and must not miss that.
         stale = set(knowledge.profile.accelerators)
-        copy = Knowledge(knowledge.label, knowledge.owner, knowledge.profile, _stale=stale)
-        copy.refit()
-        ratios.add(copy.label, copy.ratios, copy.owner)
+        own = Knowledge(knowledge.label, knowledge.owner, knowledge.profile, _stale=stale)
+        own.refit()
+        ratios.add(own.label, own.ratios, own.owner)
 
 
 class ProfileMemory:
@@ -137,7 +138,14 @@ class ProfileMemory:
         self._known: dict[str, Knowledge] = {}
 
     def adopt(self, spec: JobSpec, knowledge: Knowledge) -> Knowledge:
-        """What is known of a family, after a job of it was taken over with what it knew."""
+        """What is known of a family, after a job of it was taken over with what it knew.
+
+        What was kept under another label or owner may be that of several owners' jobs: it becomes this family's copy.
+        """
+        label = f"{_PREFIX}{spec.family}"
+        if (knowledge.label, knowledge.owner) != (label, spec.owner):
+            stale = set(knowledge.profile.accelerators)
+            knowledge = Knowledge(label, spec.owner, copy.deepcopy(knowledge.profile), _stale=stale)
         known = self._known.setdefault(spec.family, knowledge)
         if known is not knowledge and len(knowledge.profile) > len(known.profile):
             known.profile, known._stale = knowledge.profile, set(knowledge.profile.accelerators)

@@ -10,7 +10,7 @@ from pollux.model.profile import Configuration, Timing
 from pollux.model.throughput import iteration_s
 from pollux.model.transfer import TypeRatios
 from pollux.policy import make_policy
-from pollux.scheduler.knowledge import Knowledge, learn_all
+from pollux.scheduler.knowledge import Knowledge, ProfileMemory, learn_all
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.loop import Scheduler, SchedulerConfig
 from pollux.scheduler.ports import JobReport, MemoryStore, TuneJob
@@ -251,3 +251,19 @@ def test_whose_knowledge_it_is_outlives_the_scheduler():
     found = {record.spec.owner: record.knowledge for record in scheduler.active_jobs}
     assert set(found["ada"].profile.accelerators) == set(TYPES) and found["ada"].owner == "ada"
     assert not found["mallory"].profile.accelerators
+
+
+def test_what_several_owners_shared_before_is_a_copy_for_each():
+    """A database from when jobs of one application shared what was known, whoever owned them."""
+    shared, memory = knowledge("application resnet", slow=1.0, fast=0.25), ProfileMemory()
+    found = {
+        owner: memory.adopt(JobSpec(name=owner, owner=owner, batch=LIMITS, application="resnet"), shared)
+        for owner in ("ada", "bob")
+    }
+    assert found["ada"].label == "application ada/resnet" and found["ada"].owner == "ada"
+    found["bob"].observe("slow", Configuration(1, 8, 32), Timing(100.0, 100.0, 5))
+    assert Configuration(1, 8, 32) not in found["ada"].profile.timings("slow")
+    again = ProfileMemory()
+    again.recall([found["ada"]])
+    known = again.of(JobSpec(name="next", owner="ada", batch=LIMITS, application="resnet"))
+    assert set(known.profile.accelerators) == set(TYPES)
