@@ -241,8 +241,8 @@ def counted_by_hand(script: Script) -> Iterator[Found]:
             if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add) and ast.unparse(node.value) == "1"
         }
         for node in ast.walk(loop):
-            name = next(iter(sorted(counters & script.names_in(node.test))), None) if isinstance(node, ast.If) else None
-            if isinstance(node, ast.If) and name is not None and _divides(node.test):
+            name = next(filter(counters.__contains__, _divided(node.test)), None) if isinstance(node, ast.If) else None
+            if isinstance(node, ast.If) and name is not None:
                 advice = "use run.every(n) or run.num_steps"
                 problem = f"{name} counts passes of one replica, and begins again in a restart"
                 yield Found(node, problem, advice, "warning")
@@ -259,10 +259,12 @@ def own_collectives(script: Script) -> Iterator[Found]:
             for item in block.items
             for part in ast.walk(item.context_expr)
         ):
+            is_in_pass = any(script.is_in_pass(loop) for loop in script.around(call, ast.For))
             yield Found(
                 call,
                 f"if a replica is lost in this {name.rpartition('.')[2]}, the others end with an error",
-                "put the loop's body into: with run.attempt():",
+                # Between passes nothing repeats the body of an attempt.
+                "put the loop's body into: with run.attempt():" if is_in_pass else "use run.sum or run.mean",
                 "warning",
             )
 
@@ -472,7 +474,18 @@ def _index_of(script: Script, loop: ast.For) -> str | None:
 
 
 def _divides(test: ast.expr) -> bool:
-    return any(isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod) for node in ast.walk(test))
+    return bool(_divided(test))
+
+
+def _divided(test: ast.expr) -> list[str]:
+    """What stands before the ``%`` signs, and the names in it."""
+    return [
+        ast.unparse(part)
+        for node in ast.walk(test)
+        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod)
+        for part in ast.walk(node.left)
+        if isinstance(part, ast.expr)
+    ]
 
 
 def _is_true(call: ast.Call, option: str) -> bool:

@@ -142,6 +142,11 @@ class Script:
         """``for`` over a loader of the run, ``run.epochs`` or ``run.steps``."""
         return [node for node in ast.walk(self.tree) if isinstance(node, ast.For) and self.is_training(node)]
 
+    def is_in_pass(self, loop: ast.For) -> bool:
+        """Whether each turn of this loop is a pass: over a loader of the run, or ``run.steps``."""
+        is_counting = any(self.is_of_run(node, "steps") for node in ast.walk(loop.iter))
+        return is_counting or bool(self.names_in(loop.iter) & self.loaders)
+
     def is_training(self, loop: ast.AST) -> bool:
         if not isinstance(loop, ast.For):
             return False

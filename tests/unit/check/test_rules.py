@@ -142,6 +142,8 @@ def test_steps_that_are_counted_by_hand_are_found():
     assert found(counting) == [(number + 1, "counted-by-hand")]
     summing, _ = with_line("optimizer.step()", "step += 1")
     assert found(summing) == []
+    other, _ = with_line("optimizer.step()", "bad += 1", "if bad > 3 and len(x) % 2 == 0:", "    run.print(bad)")
+    assert found(other) == []
 
 
 def test_an_average_of_the_model_is_no_optimizer():
@@ -155,6 +157,15 @@ def test_an_average_of_the_model_that_is_not_tracked_is_found(made):
     text = text.replace("            optimizer.step()\n", "            optimizer.step()\n            update(ema)\n")
     assert found(text) == [(number, "untracked-average")]
     assert found(text.replace("    master = ", "    run.track('ema', ema)\n    master = ")) == []
+
+
+def test_a_collective_between_passes_is_a_sum_of_the_runs():
+    """An attempt repeats a pass; after the loop it would only hide that the values were not added."""
+    advice = {}
+    for after in ("loss.backward()", "scheduler.step()"):
+        text, number = with_line(after, "torch.distributed.all_reduce(loss)")
+        advice[after] = next(one.advice for one in check_script(text, "train.py") if one.line == number)
+    assert "run.attempt" in advice["loss.backward()"] and "run.sum" in advice["scheduler.step()"]
 
 
 def test_ones_own_collectives_are_allowed_in_an_attempt():
