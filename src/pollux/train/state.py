@@ -52,13 +52,13 @@ class TrackedDict:
 
 def as_stateful(value: object) -> Stateful:
     """Raises InvalidValueError for what has no state that could be kept."""
-    if isinstance(value, dict):
+    missing = [one for one in ("state_dict", "load_state_dict") if not callable(getattr(value, one, None))]
+    if missing and isinstance(value, dict):
         return TrackedDict(value)
-    for method in ("state_dict", "load_state_dict"):
-        if not callable(getattr(value, method, None)):
-            raise InvalidValueError(
-                f"{type(value).__name__} has no {method}(): it cannot be tracked; put plain values into a dictionary"
-            )
+    if missing:
+        raise InvalidValueError(
+            f"{type(value).__name__} has no {missing[0]}(): it cannot be tracked; put plain values into a dictionary"
+        )
     return cast("Stateful", value)
 
 

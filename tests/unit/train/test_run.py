@@ -204,6 +204,26 @@ def test_what_is_tracked_comes_back(tmp_path):
         assert torch.equal(flat(script.module), before) and run.num_steps == 0
 
 
+class Meter(dict):
+    """A dictionary with a state of its own."""
+
+    def state_dict(self):
+        return {"total": self.total}
+
+    def load_state_dict(self, state):
+        self.total = state["total"]
+
+
+def test_a_dictionary_with_a_state_of_its_own_is_asked_for_it(tmp_path):
+    for total in (3, 0):
+        with train.init(checkpoint_dir=tmp_path) as run:
+            script, meter = Script(run), Meter(left="out")
+            meter.total = total
+            run.track("meter", meter)
+            script.train(1)
+            assert meter.total == 3 and meter == {"left": "out"}
+
+
 def test_a_dictionary_comes_back_in_place(tmp_path):
     with train.init(checkpoint_dir=tmp_path) as run:
         script = Script(run)
