@@ -369,8 +369,8 @@ class Session:
         if not state.trainees.is_reduced():
             self._handover.mark_damaged()  # optimizer steps on the device use sums that were cut short
         state.trainees.abandon(PeerLostError(reason))
-        state.trainees.begin_again()
         self._break_up()
+        state.trainees.begin_again()  # not before: a device behind a hung collective may take no further work
         self._enter(self._find_again())
         state.stalled_s += time.monotonic() - begun
 

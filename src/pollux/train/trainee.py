@@ -254,7 +254,9 @@ class Trainee:
     def begin_again(self) -> None:
         """Remove what a failed step has left in the user's objects, before the step is repeated.
 
-        Its forward pass may have changed buffers. With a lost peer and SyncBatchNorm these are no averages at all.
+        Its forward pass may have changed buffers. With a lost peer and SyncBatchNorm these are no averages at all. One
+        replica alone keeps no copy to put back, as that would cost time in every step: when memory ran out, BatchNorm
+        has averaged the repeated examples twice.
         """
         kept, self._kept_buffers = self._kept_buffers, []
         if not self.is_applied:
