@@ -13,6 +13,7 @@ import torch
 
 from pollux.model.efficiency import SAME_RATE
 from pollux.train import output_error
+from pollux.train.batch_changes import Samples
 from pollux.train.batching import BatchChoice, shape_of
 from pollux.train.branch_check import PHASES
 from pollux.train.data import Pass
@@ -57,12 +58,14 @@ class BatchChange:
 
     ``kind`` is the reason: "explore" times it, "better" expects more goodput, "back" undoes a growth that hurt,
     "settle" fits the batch to a new allocation, and the phases of a :class:`BranchCheck` try it first. ``cap`` is the
-    largest learning-rate factor from now on; None leaves it as it is.
+    largest learning-rate factor from now on; None leaves it as it is. ``samples``: what rank 0's guard has seen before
+    a growth, so that another replica can go on watching it.
     """
 
     choice: BatchChoice
     kind: str
     cap: float | None = None
+    samples: Samples | None = None
 
 
 class Adaptation:
@@ -284,7 +287,8 @@ class Adaptation:
         phi = "" if noise is None else f" ({_evidence(noise, choice.total > before)})"
         state.tuner.note(f"step {progress.num_steps}: batch {before} -> {choice.total}{phi}")
         tries_anew = choice.total > before and not state.guard.is_undecided
-        return BatchChange(choice, "better", state.trainee.rate.cap * DARE if tries_anew else None)
+        cap = state.trainee.rate.cap * DARE if tries_anew else None
+        return BatchChange(choice, "better", cap, state.guard.recent() if choice.total > before else None)
 
     def _undone_growth(self) -> BatchChange | None:
         """The batch before the last growth, if that growth hurt. The rate goes back with it."""
@@ -333,7 +337,7 @@ class Adaptation:
             elif guard.is_undecided:
                 guard.extend(step)  # a series of growths is undone as one
             else:
-                guard.begin(step, before.total, state.trainee.rate.reached)
+                guard.begin(step, before.total, state.trainee.rate.reached, change.samples)
         if choice.total != before.total:
             for trainee in state.trainees.members:
                 trainee.alignment.clear()

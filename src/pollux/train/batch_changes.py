@@ -78,11 +78,24 @@ class ChangeLimiter:
             setattr(self, name, value)
 
 
+Samples = dict[str, list[float]]  # by kind, as in RISES
+
+
+class GuardState(TypedDict):
+    recent: Samples
+    before: Samples
+    after: Samples
+    num_bad: int
+    until: int
+    back_to: int
+    rate: float
+
+
 class GrowthGuard:
     """``add`` measurements, ``begin`` at a growth; ``verdict`` says whether the growth hurt, and why.
 
-    Then training goes back to a batch of ``back_to``, and to the learning-rate factor ``rate``. Replicas may have seen
-    different growths, so rank 0 decides by its own guard and tells the others.
+    Then training goes back to a batch of ``back_to``, and to the learning-rate factor ``rate``. Rank 0 decides by its
+    own guard and tells the others, which have seen the same growths. Saved in checkpoints.
     """
 
     KEPT = 32  # samples of each kind; more make the comparison surer, and slower to notice harm
@@ -95,10 +108,17 @@ class GrowthGuard:
         self._until = -1
         self.back_to, self.rate = 0, 1.0
 
-    def begin(self, step: int, before: int, rate: float) -> None:
-        """The batch has just grown from a total of ``before``, where the learning rate had the factor ``rate``."""
+    def recent(self) -> Samples:
+        """The newest samples of each kind. Rank 0 alone has those of the output error."""
+        return {name: list(values) for name, values in self._recent.items()}
+
+    def begin(self, step: int, before: int, rate: float, samples: Samples | None = None) -> None:
+        """The batch has just grown from a total of ``before``, where the learning rate had the factor ``rate``.
+
+        ``samples``: from before the growth, as rank 0 has them; None: this guard's own.
+        """
         self.back_to, self.rate = before, max(rate, 1.0)
-        self._before = {name: list(values) for name, values in self._recent.items()}
+        self._before = self.recent() if samples is None else samples
         self._after = {name: [] for name in RISES}
         self._until, self._num_bad = step + WATCH_STEPS, 0
 
@@ -110,7 +130,7 @@ class GrowthGuard:
     def extend(self, step: int) -> None:
         """The batch has grown again before the last growth could be judged: judge both together."""
         self._after = {name: [] for name in RISES}
-        self._until = step + WATCH_STEPS
+        self._until, self._num_bad = step + WATCH_STEPS, 0
 
     def follow(self, step: int, total: int, least: int) -> None:
         """The batch has shrunk to ``total``, or replicas have changed. At ``least`` nothing is left to be undone."""
@@ -146,6 +166,23 @@ class GrowthGuard:
         if self._until >= 0:
             self._after[name].append(value)
             del self._after[name][: -self.KEPT]
+
+    def state_dict(self) -> GuardState:
+        return {
+            "recent": self.recent(),
+            "before": self._before,
+            "after": self._after,
+            "num_bad": self._num_bad,
+            "until": self._until,
+            "back_to": self.back_to,
+            "rate": self.rate,
+        }
+
+    def load_state_dict(self, state: GuardState) -> None:
+        self._recent = {name: deque(state["recent"].get(name, ()), maxlen=self.KEPT) for name in RISES}
+        self._before, self._after = dict(state["before"]), {name: list(of) for name, of in state["after"].items()}
+        self._num_bad, self._until = state["num_bad"], state["until"]
+        self.back_to, self.rate = state["back_to"], state["rate"]
 
     def verdict(self, step: int) -> str | None:
         """Why the last growth should be undone; None if there is no reason."""

@@ -113,6 +113,7 @@ class RunState:
                 "seed": self.seed,
                 "lineage": self.lineage,
                 "trial": self.trial.state_dict(),
+                "guard": self.guard.state_dict(),
             }
         )
 
@@ -130,6 +131,7 @@ class RunState:
         self.choice = replace(self.choice, total=state["total_batch"])
         self.stalled_s = state["stalled_s"]
         self.seed, self.lineage = state["seed"], state["lineage"]
+        self.guard.load_state_dict(state["guard"])
         self.metrics.update(self.trial.load_state_dict(state["trial"]))
         if with_random:
             set_random_state(state["random"], self.device)
@@ -149,6 +151,7 @@ class RunState:
         state = unflatten(flat)
         self._load_trained(state)
         self.choice = replace(self.choice, total=state["total_batch"])
+        self.guard.load_state_dict(state["guard"])
         before = json.loads(state["trial"])["params"]
         self.trainees.apply_params(before, note.params)
         self.trial.num_copies += 1

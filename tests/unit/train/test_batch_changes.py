@@ -196,6 +196,38 @@ def test_training_that_stays_worse_after_an_undoing_goes_back_to_the_smallest_ba
     assert guard.verdict(1500) is None
 
 
+def test_values_that_were_not_finite_count_once():
+    """The batch before the growth has its own chance: the step after an undoing brings no new sample."""
+    guard = grown()
+    for _ in range(3):
+        guard.add("sqr", math.inf)
+    assert "not finite" in str(guard.verdict(110))
+    guard.undone(110, 128, least=32)
+    assert guard.verdict(111) is None
+    for _ in range(3):
+        guard.add("sqr", math.inf)
+    assert guard.verdict(120) is not None
+
+
+def test_a_growth_is_watched_on_after_a_checkpoint():
+    guard, restored = grown(), GrowthGuard()
+    add(guard, 1.0, 3)
+    restored.load_state_dict(guard.state_dict())
+    for each in (guard, restored):
+        add(each, 1.2)
+    assert restored.verdict(400) == guard.verdict(400) is not None
+    assert (restored.back_to, restored.rate) == (64, 2.0)
+
+
+def test_a_replica_that_becomes_rank_0_watches_on_by_what_rank_0_had_seen():
+    """Rank 0 alone measures outputs; the growth's samples come with the change."""
+    first, second = GrowthGuard(), GrowthGuard()
+    add(first, 1.0)
+    second.begin(100, 64, 2.0, first.recent())
+    add(second, 1.2)
+    assert second.verdict(400) is not None
+
+
 def test_harm_is_seen_late_if_training_has_clearly_become_worse():
     late = 101 + WATCH_STEPS
     guard = grown()
