@@ -98,11 +98,28 @@ def test_changes_are_kept_apart(tuner):
 
 
 def test_a_batch_is_reconsidered_now_and_then_only(tuner, monkeypatch):
-    monkeypatch.setattr(tuner_module, "ADAPT_INTERVAL_S", 1000.0)
+    for name in ("FIRST_INTERVAL_S", "ADAPT_INTERVAL_S"):
+        monkeypatch.setattr(tuner_module, name, 1000.0)
     first = tuner.choose(None, SEEN, STEP, None)
     assert reconsider(tuner, MUCH, first) is None
     feed(tuner, m32=(0.10, 0.11), m64=(0.101, 0.111))
     assert reconsider(tuner, MUCH, first) is None
+
+
+def test_a_young_run_is_reconsidered_more_often(monkeypatch):
+    """Steps of 3 ms: in 0.2 s a batch that is to grow 32 times has made sixty of them."""
+    now, chosen_at = [100.0], []
+    monkeypatch.setattr(tuner_module.time, "monotonic", lambda: now[0])
+    tuner = Tuner(make_limits(64, 1024, (8, 256)), AdaptiveBatch(), CPU)
+    tuner.explorer.stop()
+    choose = tuner.choose
+    tuner.choose = lambda *args: (chosen_at.append(now[0] - 100.0), choose(*args))[1]  # type: ignore
+    current = BatchChoice(config=BatchConfig(64, 0), total=64)
+    while now[0] < 160.0:
+        tuner.reconsider(MUCH, SEEN, STEP, current, None)
+        now[0] += 0.003
+    assert len([at for at in chosen_at if at < 1]) >= 25
+    assert 40 <= len([at for at in chosen_at if at >= 50]) <= 50
 
 
 def test_a_slow_first_choice_does_not_keep_the_batch_from_growing(monkeypatch):
@@ -388,7 +405,8 @@ def test_a_probe_that_ran_out_of_memory_is_told_and_ends_exploring(exploring):
 
 def test_a_curve_that_has_become_stale_is_really_timed_anew(monkeypatch):
     """Explorer, timer and profile together: what was reported before does not slow the second look down."""
-    monkeypatch.setattr(tuner_module, "ADAPT_INTERVAL_S", 1e9)
+    for name in ("FIRST_INTERVAL_S", "ADAPT_INTERVAL_S"):
+        monkeypatch.setattr(tuner_module, name, 1e9)
     clock = [0.0]
     monkeypatch.setattr("pollux.train.step_timer.time.perf_counter", lambda: clock[0])
     tuner = Tuner(make_limits(16, 128, (1, 128)), AdaptiveBatch(), CPU)
