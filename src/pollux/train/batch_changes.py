@@ -21,7 +21,10 @@ from typing import TypedDict
 
 # All chosen by hand. Shorter waits let the batch follow the noise scale sooner, and let noise change it more often.
 STEPS_BETWEEN = 10  # between two changes, so that a new batch is timed first. The rate has its own limit (GLIDE)
-STEPS_TO_REVERSE = 1000  # between a growth and a shrink, in either order: without it a batch could alternate
+STEPS_TO_REVERSE = 1000  # between two reversals: without it a batch could alternate
+# Between a growth and the shrink that reverses it. Early in training the noise scale may fall tenfold within a hundred
+# steps; a batch that had to stay for a thousand cost an LSTM half of its time.
+STEPS_TO_DOUBT = 50
 SAMPLES = 8  # at least, before and after a growth. More take longer to see harm: a sample comes every 16 steps
 RISES = {  # factors by which a mean must rise after a growth to count as harm. Lower ones undo harmless growths
     "output_error": 1.03,
@@ -36,9 +39,13 @@ RISING = 1 + 1e-9  # factor between the ends of a window at which a rate counts 
 
 @dataclass(slots=True)
 class ChangeLimiter:
-    """When the batch last changed, in which direction, and until which step it may not grow. Saved in checkpoints."""
+    """When the batch last changed, in which direction, and until which step it may not grow. Saved in checkpoints.
+
+    A growth may be reversed soon, if that is the first reversal for a while. The next one, a growth or a shrink, waits.
+    """
 
     changed_at: int = -STEPS_TO_REVERSE
+    reversed_at: int = -STEPS_TO_REVERSE
     direction: int = 0  # +1 grown, -1 shrunk
     hold_until: int = 0
     num_reversals: int = 0
@@ -55,6 +62,7 @@ class ChangeLimiter:
         direction = 1 if after > before else -1
         if self.direction == -direction:
             self.num_reversals += 1
+            self.reversed_at = step
         self.changed_at, self.direction = step, direction
 
     def take_back(self, step: int, before: int, after: int) -> None:
@@ -67,8 +75,12 @@ class ChangeLimiter:
         self.hold_until = step + STEPS_TO_REVERSE * 2**self.num_taken_back
 
     def _may_go(self, step: int, direction: int) -> bool:
-        wait = STEPS_TO_REVERSE if self.direction == -direction else STEPS_BETWEEN
-        return step - self.changed_at >= wait
+        waited = step - self.changed_at
+        if self.direction != -direction:
+            return waited >= STEPS_BETWEEN
+        if direction > 0:
+            return waited >= STEPS_TO_REVERSE
+        return waited >= STEPS_TO_DOUBT and step - self.reversed_at >= STEPS_TO_REVERSE
 
     def state_dict(self) -> dict[str, int]:
         return asdict(self)

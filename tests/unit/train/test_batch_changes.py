@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from pollux.train.batch_changes import (
     SAMPLES,
     STEPS_BETWEEN,
+    STEPS_TO_DOUBT,
     STEPS_TO_REVERSE,
     WATCH_STEPS,
     ChangeLimiter,
@@ -53,11 +54,28 @@ def test_changes_are_apart_and_reversals_of_the_policy_far_apart(wishes):
     limiter = ChangeLimiter()
     changes = follow(limiter, wishes)
     pairs = list(itertools.pairwise(changes))
-    assert limiter.num_reversals == sum(is_reversal(*pair) for pair in pairs)
+    reversals = [later for earlier, later in pairs if is_reversal(earlier, later)]
+    assert limiter.num_reversals == len(reversals)
     for earlier, later in pairs:
         if not later[2]:
-            least = STEPS_TO_REVERSE if is_reversal(earlier, later) else STEPS_BETWEEN
-            assert later[0] - earlier[0] >= least
+            may_be_soon = STEPS_TO_DOUBT if later[1] < 0 else STEPS_TO_REVERSE
+            assert later[0] - earlier[0] >= (may_be_soon if is_reversal(earlier, later) else STEPS_BETWEEN)
+    for earlier, later in itertools.pairwise(reversals):
+        assert later[2] or later[0] - earlier[0] >= STEPS_TO_REVERSE
+
+
+def test_a_growth_on_an_early_noise_scale_is_soon_reversed_once():
+    """The noise scale fell from 400 to 60 within a hundred steps, and a batch of 512 stayed for a thousand."""
+    limiter = ChangeLimiter()
+    for step in (48, 88, 106, 117):
+        limiter.note(step, 64, 128)
+    assert not limiter.may_shrink(117 + STEPS_TO_DOUBT - 1)
+    assert limiter.may_shrink(117 + STEPS_TO_DOUBT)
+    limiter.note(170, 128, 64)
+    assert limiter.may_shrink(170 + STEPS_BETWEEN)  # in the same direction
+    assert not limiter.may_grow(1169) and limiter.may_grow(1170)
+    limiter.note(1170, 64, 128)
+    assert not limiter.may_shrink(2169) and limiter.may_shrink(2170)
 
 
 @given(WISHES)
