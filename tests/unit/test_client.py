@@ -280,11 +280,12 @@ def test_changes_are_told_as_they_happen_and_after_a_restart(here: Path) -> None
         with Service(config_of(directory)):
             client.look_again()
             eventually(lambda: sum(message.is_full for message in messages) == 2, "everything is told again")
-            is_over.set()
             submit(client, "pass", name="late")
+            eventually(lambda: told("late"), "a job is told of after the restart")
+            is_over.set()
+            submit(client, "pass", name="last")  # one more change, so that the listener looks again
             listener.join(WAIT_S)
             assert not listener.is_alive()
-            assert told("late")
 
 
 def test_a_stream_of_a_server_that_does_not_come_back_ends(here: Path) -> None:
