@@ -35,6 +35,7 @@ from pollux.server.storage.simulations import Simulations
 from pollux.server.storage.workdirs import Workdirs
 
 MAX_BODY_BYTES = MAX_REPORT_BYTES
+ON_LOOP_BYTES = 1 << 16  # of a body; larger ones are decoded in a thread, so other requests do not wait
 MAX_WORK = 4  # that a token may need before it is checked: keys, a new user
 _T = TypeVar("_T")
 _LOCAL_HOST = re.compile(r"(localhost|127(\.[0-9]+){3}|\[::1\])(:[0-9]+)?", re.IGNORECASE)
@@ -246,17 +247,23 @@ def too_large(max_bytes: int) -> Refusal:
     return Refusal(413, "TooLargeError", message, {"Connection": "close"})
 
 
+async def decoded(data: bytes, read: Callable[[bytes], _T]) -> _T:
+    """What ``read`` makes of a body. A large one is read in a thread."""
+    return read(data) if len(data) <= ON_LOOP_BYTES else await run_in_threadpool(read, data)
+
+
 async def read_json(request: Request) -> Json:
     """FastAPI would read all of the body before the token is checked; this runs after."""
-    return loads(await read_body(request), "body")
+    return await decoded(await read_body(request), lambda data: loads(data, "body"))
 
 
 def body_of(kind: type[_T]) -> Callable[[Request], Coroutine[Any, Any, _T]]:
     """A dependency that decodes a JSON body; an empty one stands for one without any field."""
 
     async def read(request: Request) -> _T:
-        data = await read_body(request)
-        return decode(kind, loads(data, "body") if data else {}, "body")
+        return await decoded(
+            await read_body(request), lambda data: decode(kind, loads(data, "body") if data else {}, "body")
+        )
 
     return read
 

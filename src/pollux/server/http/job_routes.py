@@ -43,6 +43,7 @@ from pollux.server.http.dependencies import (
     Limit,
     Since,
     body_of,
+    decoded,
     is_still_allowed,
     of_people,
     owned_by,
@@ -223,7 +224,7 @@ async def report(request: Request, cluster: ItsCluster, caller: ItsCaller, name:
         raise Refusal(403, "AccessDeniedError", f"this is the token of job {caller.job!r}, not of {name!r}")
     if caller.is_person:  # a job's token proves that there is that job
         await run_in_threadpool(cluster.queries.summary_of, name)
-    told = read_report(await read_body(request, MAX_REPORT_BYTES))
+    told = await decoded(await read_body(request, MAX_REPORT_BYTES), read_report)
     if told.job != name:
         raise Refusal(403, "AccessDeniedError", f"a report for job {told.job!r} was sent as one for {name!r}")
     answered = cluster.report(told)

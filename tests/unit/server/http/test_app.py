@@ -13,11 +13,12 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from pollux.api.codec import loads
 from pollux.api.report import MAX_REPORT_BYTES, encode_report
 from pollux.api.request import JobRequest
 from pollux.errors import EngineError, InputFileError, InvalidValueError, StoreError, UnknownNameError
 from pollux.server.config import ServiceConfig
-from pollux.server.http import connections
+from pollux.server.http import connections, dependencies
 from pollux.server.service import Service
 from tests.unit.api.test_codec import REPORT
 from tests.unit.server.fake_cluster import FakeCluster
@@ -289,6 +290,21 @@ def test_cancelling_with_or_without_a_reason_and_again(client):
     assert (again.status_code, again.json()["state"], again.json()["reason"]) == (200, "cancelled", "enough")
     for body in ({"raeson": ""}, {"reason": 1}, {"reason": "x" * 1001}, {"reason": "\ud800"}):
         assert client.post("/jobs/other/cancel", content=json.dumps(body)).status_code == 422
+
+
+def test_large_bodies_are_decoded_outside_of_the_event_loop(client, monkeypatch):
+    """Other requests do not wait for them."""
+    seen: list[str] = []
+
+    def noted(data, where):
+        seen.append(threading.current_thread().name)
+        return loads(data, where)
+
+    monkeypatch.setattr(dependencies, "loads", noted)
+    for size in (10, dependencies.ON_LOOP_BYTES):
+        assert client.post("/jobs", json={"odd": "x" * size}).status_code == 422
+        assert client.post("/jobs/other/cancel", json={"odd": "x" * size}).status_code == 422
+    assert ["worker" in name.lower() for name in seen] == [False, False, True, True]
 
 
 def chunks(size):
