@@ -52,6 +52,9 @@ class ClusterJobs:
             speedups=self._cluster.queries.speedups_of(name),
         )
 
+    def study_of(self, name: str) -> str:
+        return self._cluster.queries.study_of(name)
+
     def cancel(self, name: str, reason: str, saves: bool = True) -> None:
         self._cluster.cancel(name, reason, saves)
 
