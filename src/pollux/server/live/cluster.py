@@ -42,7 +42,7 @@ from pollux.server.live.clock import LiveClock
 from pollux.server.live.device_watch import DeviceWatch
 from pollux.server.live.hangs import HangWatch
 from pollux.server.live.inbox import Inbox
-from pollux.server.live.job_table import JobTable, LaunchSettings, LiveJob
+from pollux.server.live.job_table import JobTable, LiveJob, launch_settings
 from pollux.server.live.meter import Meter
 from pollux.server.live.news import News
 from pollux.server.live.operations import Operations
@@ -266,14 +266,15 @@ class Cluster:
 
     def drain(self, node: str, is_draining: bool) -> NodeSummary:
         """Use a node no longer (jobs that may be moved leave it), or again. It is kept when this returns."""
-        if node not in (known := [one.name for one in self._engine.nodes()]):
-            raise UnknownNameError("node", node, known)
-
+        before = {one.name: one for one in self.queries.nodes()}
+        if node not in before:
+            raise UnknownNameError("node", node, before)
         self._drained.set(node, is_draining)
         with contextlib.suppress(TimeoutError, StoreError):  # it is kept, and done as soon as that can be
             self._queue(self._take_drained).result(SHORT_WAIT_S)
         logger.info("node %s: %s", node, "drained: jobs leave it" if is_draining else "used again")
-        return next(replace(one, is_draining=is_draining) for one in self.queries.nodes() if one.name == node)
+        now = {one.name: one for one in self.queries.nodes()}
+        return replace(now.get(node, before[node]), is_draining=is_draining)  # it may be gone by now
 
     def _take_drained(self) -> None:
         self._state.draining = self._drained.all()
@@ -584,17 +585,3 @@ def _first_spec(request: JobRequest, now: float) -> JobSpec:
     """What a job asks for, before it is admitted; of an array its first."""
     first = replace(request.expand()[0], kind="elastic" if request.kind == "auto" else request.kind)
     return first.to_spec(first.name, now)
-
-
-def launch_settings(config: ClusterConfig) -> LaunchSettings:
-    return LaunchSettings(
-        secret=config.secret,
-        url=config.url,
-        certificate=config.certificate,
-        directory=config.data_directory,
-        environment=config.environment,
-        storage=config.storage,
-        max_workdir_bytes=config.max_workdir_bytes,
-        is_distributed=config.engine_name == "ray",
-        max_log_bytes=config.max_log_bytes,
-    )

@@ -25,8 +25,7 @@ from pollux.scheduler.ports import Command, Event
 from pollux.scheduler.record import JobRecord
 from pollux.server.config import ClusterConfig
 from pollux.server.live.clock import LiveClock
-from pollux.server.live.cluster import launch_settings
-from pollux.server.live.job_table import JobTable
+from pollux.server.live.job_table import JobTable, launch_settings
 from pollux.server.live.operations import Operations
 from pollux.server.live.recorder import DecisionLog
 from pollux.server.live.retention import Retention
