@@ -158,7 +158,7 @@ class FakeCluster:
             versions={},
         )
 
-    def report(self, report: Report) -> ReportAnswer:
+    def report(self, report: Report, num_bytes: int = 0) -> ReportAnswer:
         self.summary_of(report.job)
         self.told.append((report.job, time.time(), report))
         return ReportAnswer(params={"cpu": ThroughputParams(*[0.1] * 7)}, report_every_s=1.0)

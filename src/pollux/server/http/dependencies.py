@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 from pollux.api.cluster import CheckedNode, ClusterSample, NodeReading, NodeSummary, Timeline
 from pollux.api.codec import MAX_INTEGER, Json, decode, loads, shown
 from pollux.api.job import JobCurves, JobDetail, JobForecast, JobModel, JobSummary
-from pollux.api.report import MAX_REPORT_BYTES, Report, ReportAnswer, StoredReport
+from pollux.api.report import Report, ReportAnswer, StoredReport
 from pollux.api.request import JobRequest
 from pollux.api.round import RoundDetail
 from pollux.api.usage import UsageKey, UsageRow
@@ -34,7 +34,7 @@ from pollux.server.present.metrics import Metrics
 from pollux.server.storage.simulations import Simulations
 from pollux.server.storage.workdirs import Workdirs
 
-MAX_BODY_BYTES = MAX_REPORT_BYTES
+MAX_BODY_BYTES = 1_000_000
 ON_LOOP_BYTES = 1 << 16  # of a body; larger ones are decoded in a thread, so other requests do not wait
 MAX_WORK = 4  # that a token may need before it is checked: keys, a new user
 _T = TypeVar("_T")
@@ -88,7 +88,7 @@ class ServedCluster(Protocol):
     def retention(self) -> Retention: ...
     def submit(self, request: JobRequest) -> list[JobSummary]: ...
     def cancel(self, name: str, reason: str, saves: bool = True) -> JobSummary: ...
-    def report(self, report: Report) -> ReportAnswer: ...
+    def report(self, report: Report, num_bytes: int = 0) -> ReportAnswer: ...
     def save_reports(self) -> None: ...
     def drain(self, node: str, is_draining: bool) -> NodeSummary: ...
     def reweigh(self, weights: Mapping[str, float]) -> None: ...

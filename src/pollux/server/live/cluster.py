@@ -289,8 +289,10 @@ class Cluster:
         requests = ((record, self._jobs.request_of(record.name)) for record in self._state.records.values())
         return [one.spec.weight for one, request in requests if request is None or request.study != study]
 
-    def report(self, report: Report) -> ReportAnswer:
+    def report(self, report: Report, num_bytes: int = 0) -> ReportAnswer:
         """Take in a job's report; the answer is the model fitted to its speed. Never waits.
+
+        ``num_bytes``: of its JSON, for the bound on what waits to be saved.
 
         Raises:
             FencedError: it comes from a replica that was replaced: its machine was frozen, say, and woke up.
@@ -302,7 +304,7 @@ class Cluster:
             self._require_current(report.job, report.replica)
             at = self._clock.now()
             self._jobs.take_report(report, at)
-            if self._inbox.put(at, report):
+            if self._inbox.put(at, report, num_bytes):
                 self.wake()
             self.metrics.took_report()
         else:
@@ -438,11 +440,12 @@ class Cluster:
 
     def save_reports(self) -> None:
         """Of any thread. Raises StoreError if they are kept in memory alone."""
-        reports = self._inbox.take_unsaved()
+        taken = self._inbox.take_unsaved()
+        reports = [one for one, _ in taken]
         try:
             self._store.save_reports(reports)
         except StoreError:
-            self._inbox.put_back(reports)
+            self._inbox.put_back(taken)
             raise
         for _, report in reports:
             for note in report.notes:

@@ -195,7 +195,7 @@ class ReadOnlyCluster:
     def cancel(self, name: str, reason: str, saves: bool = True) -> JobSummary:
         self._refuse()
 
-    def report(self, report: Report) -> ReportAnswer:
+    def report(self, report: Report, num_bytes: int = 0) -> ReportAnswer:
         self._refuse()
 
     def save_reports(self) -> None: ...
