@@ -12,7 +12,7 @@ from pollux.errors import InvalidValueError, UnknownNameError
 from pollux.server.http.dependencies import ServedCluster
 from pollux.tune.ports import Observation, TrialJob
 
-MAX_REPORTS = 1000  # of a job, read at once
+MAX_REPORTS = 1000  # of a page
 
 
 class ClusterJobs:
@@ -59,8 +59,11 @@ class ClusterJobs:
         self._cluster.cancel(name, reason, saves)
 
     def observations(self, name: str, since: int) -> tuple[list[Observation], int]:
-        reports = self._cluster.queries.reports(name, since, MAX_REPORTS)
-        return observed_in(reports), max((one.id for one in reports), default=since)
+        found: list[Observation] = []
+        while page := self._cluster.queries.reports(name, since, MAX_REPORTS):
+            found += observed_in(page)
+            since = page[-1].id
+        return found, since
 
     def reweigh(self, weights: Mapping[str, float]) -> None:
         self._cluster.reweigh(weights)
