@@ -17,6 +17,12 @@ from pollux.tls import CA_VARIABLE, PLAIN_VARIABLE, check_plain, client_context
 FILE_VARIABLE = "POLLUX_SERVER_FILE"
 LEADER_HEADER = "Pollux-Leader"
 _MAX_FILE_BYTES = 1 << 20
+_RETRY_AFTER_S = 1.0  # where the header does not say
+
+
+def retry_after_s(header: str | None) -> float:
+    """How long to wait before the next request, by its ``Retry-After``."""
+    return float(header[:6]) if header is not None and header.isascii() and header.isdecimal() else _RETRY_AFTER_S
 
 
 class ServerAddress:

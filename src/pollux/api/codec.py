@@ -79,9 +79,11 @@ def loads(text: str | bytes, where: str, max_bytes: int | None = None) -> Json:
 def _object(pairs: list[tuple[str, Json]]) -> dict[str, Json]:
     result = dict(pairs)
     if len(result) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise InvalidValueError(f"the field {shown(twice)} is there twice; each is allowed once")
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                raise InvalidValueError(f"the field {shown(name)} is there twice; each is allowed once")
+            seen.add(name)
     return result
 
 

@@ -31,7 +31,7 @@ from pollux.errors import InvalidValueError
 from pollux.model.profile import Configuration, Timing, check_measurement
 from pollux.types import BatchLimits, ThroughputParams
 
-MAX_REPORT_BYTES = 1_000_000
+MAX_REPORT_BYTES = 256_000  # all the timings, metrics (a number each), values and notes below have 180,000
 MAX_TIMINGS = 1024  # in one report
 MAX_METRICS = 256  # in one report
 MAX_OBSERVED = 256  # values of a study's metric, in one report

@@ -22,7 +22,8 @@ from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar, get_args
 
-from pollux.api.codec import Json
+from pollux.api.array import check_array_bytes, parse_array
+from pollux.api.codec import Json, dumps
 from pollux.api.constraint import check_constraints, parse_constraint
 from pollux.api.environment import check_environment, shown_environment
 from pollux.api.kind import ReadFile, detect_kind, import_roots, module_of, no_files, parse_python
@@ -40,7 +41,6 @@ FORMAT_VERSION = 1
 MAX_NAME_LENGTH = 63
 DEFAULT_RESTARTS = 3
 UNBOUNDED_REPLICAS = 1 << 20  # as in pollux.types, which imports numpy: a client does without
-MAX_ARRAY_JOBS = 10_000
 MAX_PRIORITY = 1000
 MAX_MEMORY_BYTES = 1 << 50
 ARRAY_INDEX = "POLLUX_ARRAY_INDEX"
@@ -170,19 +170,6 @@ def parse_size(text: str) -> int:
     if match is None:
         raise InvalidValueError(f"size {text!r:.80}; bytes or a unit are needed, as in 4096, 200M, 1.5G")
     return int(float(match[1]) * 1024 ** " KMGT".index(match[2].upper() or " "))
-
-
-def parse_array(text: str) -> tuple[int, ...]:
-    """Indices of ``"0-9"`` (both ends included) or ``"1,3,7"``; behind ``%`` is how many run at a time."""
-    is_array = bool(re.fullmatch(r"[0-9]{1,6}(-[0-9]{1,6}|(,[0-9]{1,6})*)(%[1-9][0-9]{0,5})?", text))
-    needed = 'a range as in "0-9", a list as in "1,3,7", or either with "%4" for four at a time, below a million'
-    _require(is_array, "array", text, needed)
-    listed = text.partition("%")[0]
-    first, _, last = listed.partition("-")
-    indices = range(int(first), int(last) + 1) if last else tuple(map(int, listed.split(",")))
-    is_allowed = 1 <= len(indices) <= MAX_ARRAY_JOBS and len(set(indices)) == len(indices)
-    _require(is_allowed, "array", text, f"1 to {MAX_ARRAY_JOBS} different indices are allowed, rising in a range")
-    return tuple(indices)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -345,8 +332,14 @@ class JobRequest:
         return module_of(self.command) is not None or (find_script(self.command) or "").endswith(".py")
 
     def expand(self) -> list[JobRequest]:
-        """The jobs of an array: ``name-0``, ... with POLLUX_ARRAY_INDEX in their environment. Itself, if it is none."""
+        """The jobs of an array: ``name-0``, ... with POLLUX_ARRAY_INDEX in their environment. Itself, if it is none.
+
+        Raises:
+            InvalidValueError: the requests of all of them together, which are kept, are too large.
+        """
         indices = parse_array(self.array) if self.array else ()
+        if indices:
+            check_array_bytes(self.array, len(indices), len(dumps(self.to_dict(), "request")))
         limit = int(self.array.partition("%")[2] or 0) or None
         one = replace(self, array="", array_of=self.name, array_limit=limit) if indices else self
         return [replace(one, name=f"{self.name}-{n}", array_index=n) for n in indices] or [self]

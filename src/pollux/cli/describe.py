@@ -215,7 +215,7 @@ def resize_table(resizes: Sequence[JobResize], *, is_over: bool = False, phase: 
         if resize.took_s is None:
             last = "never finished" if is_over else phase or "under way"
             took = "replaced by the next" if index < len(resizes) else last
-        table.add_row(moment(resize.at), *map(Text, texts), took)
+        table.add_row(moment(resize.at), *map(Text, texts), Text(took))
     return table
 
 

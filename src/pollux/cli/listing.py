@@ -184,7 +184,9 @@ def check_table(nodes: Iterable[CheckedNode]) -> Table:
     for node in nodes:
         for one in sorted(node.findings, key=lambda one: one.state == "fine"):
             style = "green" if one.state == "fine" else "red"
-            table.add_row(Text(plain(node.name)), Text(one.state, style=style), one.subject, Text(plain(one.found)))
+            table.add_row(
+                Text(plain(node.name)), Text(one.state, style=style), Text(plain(one.subject)), Text(plain(one.found))
+            )
     return table
 
 

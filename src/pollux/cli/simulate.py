@@ -44,7 +44,7 @@ def result_table(result: SimulationResult) -> Table:
         ("one decision (mean, p99)", f"{decision.mean * 1e3:.2f} ms, {decision.p99 * 1e3:.2f} ms"),
         ("simulated in", f"{result.wall_s:.2f} s"),
     ):
-        table.add_row(name, value)
+        table.add_row(Text(name), Text(value))
     return table
 
 

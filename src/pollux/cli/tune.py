@@ -142,7 +142,7 @@ def _report(found: StudySummary, as_json: bool) -> None:
     if as_json:
         print_json(found)
     else:
-        show(_short(found))
+        show(Text(_short(found)))
         _say_warnings(found)
     if found.state == "failed":
         raise typer.Exit(EXIT_FAILED)
@@ -161,7 +161,7 @@ def list_all(as_json: JsonOption = False, data: DataOption = None, server: Serve
         best = "-" if one.best_value is None else f"{one.metric} {one.best_value:.6g}"
         best = f"a front of {len(one.front)} trials" if one.front else best
         table.add_row(
-            one.name,
+            Text(plain(one.name)),
             one.state,
             _trials(one),
             Text(plain(best)),
@@ -189,7 +189,7 @@ def show_one(
     if as_json:
         print_json(found)
         return
-    show(_short(found))
+    show(Text(_short(found)))
     watched = [one for one in found.watched if one != found.metric]
     named = [escape(plain(name)) for name in (found.metric, *watched)]
     table = Table("trial", "state", *named, "progress", "slots", "chance", "parameters", box=None, pad_edge=False)

@@ -11,7 +11,9 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from pollux.cli.job_table import plain
 from pollux.cli.simulation_options import TracesOption
 from pollux.errors import InvalidValueError
 from pollux.simulator.application import Application, application_key
@@ -166,14 +168,15 @@ def summarize(workload: Workload, applications: Mapping[str, Application]) -> di
 def _print(summary: Mapping[str, Any]) -> None:
     console = Console()
     num_jobs = summary["num_jobs"]
-    table = Table(title=f"{summary['name']}: {num_jobs} jobs, first to last arrival {summary['span_s'] / 3600:.1f} h")
+    title = f"{summary['name']}: {num_jobs} jobs, first to last arrival {summary['span_s'] / 3600:.1f} h"
+    table = Table(title=Text(plain(title)))
     table.add_column("application")
     for column in ("jobs", "share", "GPUs asked for", "GPU-hours"):
         table.add_column(column, justify="right")
     for name, entry in summary["applications"].items():
         count = entry["num_jobs"]
         asked = f"{entry['num_gpus'] / count:.1f}"
-        table.add_row(name, str(count), f"{count / num_jobs:.0%}", asked, f"{entry['gpu_hours']:.1f}")
+        table.add_row(Text(plain(name)), str(count), f"{count / num_jobs:.0%}", asked, f"{entry['gpu_hours']:.1f}")
     table.add_section()
     asked = f"{sum(entry['num_gpus'] for entry in summary['applications'].values()) / num_jobs:.1f}"
     table.add_row("all", str(num_jobs), "100%", asked, f"{summary['gpu_hours']:.1f}")

@@ -9,18 +9,21 @@ import http.client
 import json
 import logging
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from pollux.server_address import LEADER_HEADER, ServerAddress
+from pollux.server_address import LEADER_HEADER, ServerAddress, retry_after_s
 from pollux.tls import CA_VARIABLE
 
 Fields = Mapping[str, Any]
 TIMEOUT_S = 10.0  # of one request
 FIRST_EVERY_S = 0.2  # between two looks for a report, until the server says otherwise
 LAST_WORD_S = 3.0  # for what is left when the job leaves
+LAST_PAUSE_S = 0.5  # between attempts then
 LONGEST_PAUSE_S = 15.0  # when the server is away
 FENCED = 409  # this replica was replaced
+TOO_MANY = 429  # the job reports too much for now
 
 logger = logging.getLogger(__name__)
 
@@ -45,6 +48,8 @@ class Address:
     def post(self, report: Fields, timeout_s: float = TIMEOUT_S) -> tuple[int, Fields]:
         """Status and answer. After a failure the next call goes to the server that leads by then.
 
+        With status 429, which says that the job reports too much, the answer's ``wait_s`` is how long to wait.
+
         Raises:
             OSError, http.client.HTTPException: there is no answer.
         """
@@ -65,7 +70,10 @@ class Address:
             answer = json.loads(text)
         except ValueError:
             answer = {"error": text[:500].decode(errors="replace")}
-        return response.status, answer if isinstance(answer, dict) else {}
+        answer = answer if isinstance(answer, dict) else {}
+        if response.status == TOO_MANY:
+            answer["wait_s"] = retry_after_s(response.headers.get("Retry-After"))
+        return response.status, answer
 
 
 class Sender:
@@ -76,14 +84,15 @@ class Sender:
     ) -> None:
         self._address, self._make, self._on_answer = address, make, on_answer
         self._wake = threading.Event()
-        self._is_closed = False
+        self._is_closed, self._closed_at = False, 0.0
+        self._unsent: Fields | None = None  # the last one, if the server had no time for it
         self._every_s, self._pause_s, self._refused = FIRST_EVERY_S, 0.0, 0
         self._thread = threading.Thread(target=self._work, name="pollux-reports", daemon=True)
         self._thread.start()
 
     def close(self) -> None:
         """Send what is left, for a moment at most."""
-        self._is_closed = True
+        self._is_closed, self._closed_at = True, time.monotonic()
         self._wake.set()
         self._thread.join(LAST_WORD_S)
 
@@ -93,9 +102,13 @@ class Sender:
             self._wake.wait(max(self._every_s, self._pause_s))
             is_last = self._is_closed
             try:
-                report = self._make()
+                report = self._make() or self._unsent
+                self._unsent = None
                 if report is not None and not self._send(report):
                     return
+                if is_last and self._unsent is not None and time.monotonic() - self._closed_at < LAST_WORD_S:
+                    time.sleep(LAST_PAUSE_S)
+                    is_last = False
             except Exception:  # a bug must not end the thread silently
                 logger.exception("a report was dropped")
 
@@ -103,7 +116,10 @@ class Sender:
         """False: the server knows this replica no longer."""
         try:
             status, answer = self._address.post(report, LAST_WORD_S if self._is_closed else TIMEOUT_S)
-            if status >= 500 or status == 429:
+            if status == TOO_MANY:
+                self._unsent, self._pause_s = report, min(answer["wait_s"], LONGEST_PAUSE_S)
+                return True
+            if status >= 500:
                 raise http.client.HTTPException(f"it answered {status}")
         except (OSError, http.client.HTTPException) as error:
             if not self._pause_s:

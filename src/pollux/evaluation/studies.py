@@ -162,6 +162,9 @@ class SimulatedStudy:
         job = self._engine.jobs.get(record.name)
         return 0.0 if job is None else job.progress / self._total
 
+    def study_of(self, name: str) -> str:
+        return self._request.name
+
     def observations(self, name: str, since: int) -> tuple[list[Observation], int]:
         """One for each epoch that ended since."""
         job = self._engine.jobs.get(name)

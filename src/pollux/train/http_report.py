@@ -19,7 +19,8 @@ from collections.abc import Callable, Mapping
 
 from pollux.api.codec import decode
 from pollux.api.report import MAX_NOTES, MAX_OBSERVED, MAX_TIMINGS, Report, ReportAnswer, write_report
-from pollux.server_address import LEADER_HEADER, ServerAddress
+from pollux.errors import InvalidValueError
+from pollux.server_address import LEADER_HEADER, ServerAddress, retry_after_s
 from pollux.tls import CA_VARIABLE
 from pollux.train.report import Advice, plain
 
@@ -31,16 +32,17 @@ LAST_WORD_S = 3.0  # for what is left when the run is over
 LAST_VALUE_S = 120.0  # the same for values that a study waits for: a server that is restarted must not lose them
 LAST_PAUSE_S = 0.5  # between attempts then
 FENCED = 409
+TOO_MANY = 429
 
 logger = logging.getLogger(__name__)
 
 
 class _NotTaken(http.client.HTTPException):
-    """``leader``: the server that would take it, as a standby says."""
+    """``leader``: the server that would take it, as a standby says. ``wait_s``: the job reports too much for now."""
 
-    def __init__(self, message: str, leader: str | None) -> None:
+    def __init__(self, message: str, leader: str | None, wait_s: float | None = None) -> None:
         super().__init__(message)
-        self.leader = leader
+        self.leader, self.wait_s = leader, wait_s
 
 
 class HttpReporter:
@@ -65,6 +67,7 @@ class HttpReporter:
         self._thread: threading.Thread | None = None
         self._every_s, self._pause_s = FIRST_EVERY_S, 0.0
         self._connection: http.client.HTTPConnection | None = None
+        self._leaves_out = False  # metrics, and that was said
         self._refused = 0  # the status that was complained of last, until one is taken
 
     @classmethod
@@ -118,9 +121,14 @@ class HttpReporter:
                 if self._server.look_again(getattr(error, "leader", None)):
                     logger.info("another server leads now: reports go there")
                     self._pause_s = FIRST_PAUSE_S
+                wait_s: float | None = getattr(error, "wait_s", None)
+                if wait_s is not None:
+                    self._pause_s = min(wait_s, LONGEST_PAUSE_S)
                 self._put_back(report)
                 if self._is_closed:
-                    if not report.observed or time.monotonic() - self._closed_at > LAST_VALUE_S:
+                    # A server that is there takes the last report soon; one that is away may never.
+                    patience_s = LAST_VALUE_S if report.observed else 0.0 if wait_s is None else LAST_WORD_S
+                    if time.monotonic() - self._closed_at >= patience_s:
                         return
                     time.sleep(LAST_PAUSE_S)
             except Exception:  # a bug of ours must not end the thread silently
@@ -151,13 +159,15 @@ class HttpReporter:
         self._connection.request(
             "POST",
             self._server.reports_of(self._job),
-            body=write_report(addressed(report, self._job, self._replica)),
+            body=self._written(addressed(report, self._job, self._replica)),
             headers=self._headers,
         )
         response = self._connection.getresponse()
         text = response.read()
-        if response.status >= 500 or response.status == 429:
-            raise _NotTaken(f"it answered {response.status} {response.reason}", response.headers.get(LEADER_HEADER))
+        if response.status >= 500 or response.status == TOO_MANY:
+            wait_s = retry_after_s(response.headers.get("Retry-After")) if response.status == TOO_MANY else None
+            told = f"it answered {response.status} {response.reason}"
+            raise _NotTaken(told, response.headers.get(LEADER_HEADER), wait_s)
         if response.status == FENCED and self.on_fenced(f"the server says: {_message(text)}"):
             with self._changed:
                 self._is_fenced, self._pending = True, None
@@ -169,6 +179,18 @@ class HttpReporter:
             return
         self._refused = 0
         self._take(decode(ReportAnswer, json.loads(text), "answer"), report.accelerator)
+
+    def _written(self, report: Report) -> str:
+        """Without what the script logged, if that is too long or cannot be sent: a study's values must arrive."""
+        try:
+            return write_report(report)
+        except InvalidValueError as error:
+            if not report.metrics:
+                raise
+            if not self._leaves_out:
+                self._leaves_out = True
+                logger.warning("metrics are left out of reports: %s", error)
+            return write_report(dataclasses.replace(report, metrics={}))
 
     def _take(self, answer: ReportAnswer, accelerator: str) -> None:
         self._every_s = min(max(answer.report_every_s, 0.05), 300.0)

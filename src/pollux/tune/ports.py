@@ -46,6 +46,9 @@ class Jobs(Protocol):
     def find(self, name: str) -> TrialJob | None:
         """None: there has never been such a job."""
 
+    def study_of(self, name: str) -> str:
+        """The study that a job was submitted for; empty: none, or the job is over. From memory."""
+
     def cancel(self, name: str, reason: str, saves: bool = True) -> None:
         """Not ``saves``: nothing of the job is needed any more, it may end without a checkpoint."""
 

@@ -190,8 +190,9 @@ class Studies:
             return as_csv(driver)
 
     def copy_news(self, job: str, news: CopyNews) -> None:
-        """What a trial's job tells of copies between trials. Never waits."""
-        self._desk.take(job, news)
+        """What a trial's job tells of copies between trials; any other job's news is ignored. Never waits."""
+        if self._jobs.study_of(job) == news.study:
+            self._desk.take(job, news)
 
     def copy_answer(self, job: str, news: CopyNews) -> CopyAnswer:
         """What it is to do. Never waits."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import time
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,13 @@ from hypothesis import strategies as st
 
 from pollux.api import codec
 from pollux.api.report import (
+    MAX_METRICS,
+    MAX_NAME_LENGTH,
+    MAX_NOTE_LENGTH,
+    MAX_NOTES,
+    MAX_OBSERVED,
     MAX_REPORT_BYTES,
+    MAX_TIMINGS,
     Report,
     checked,
     decode_measurement,
@@ -436,15 +443,37 @@ def test_a_report_out_of_bounds_is_refused_with_what_is_allowed(name, value, say
 
 
 def test_a_report_too_long_is_neither_read_nor_written():
-    with pytest.raises(InvalidValueError, match=r"report of \d+ bytes; at most 1000000"):
+    with pytest.raises(InvalidValueError, match=r"report of \d+ bytes; at most 256000"):
         read_report(write_report(REPORT) + " " * MAX_REPORT_BYTES)
-    with pytest.raises(InvalidValueError, match="at most 1000000 are allowed: log less"):
+    with pytest.raises(InvalidValueError, match="at most 256000 are allowed: log less"):
         write_report(dataclasses.replace(REPORT, metrics={"text": "x" * MAX_REPORT_BYTES}))
+
+
+def test_a_report_that_is_full_of_everything_fits():
+    """As many timings, metrics, values and notes as are allowed, with numbers of full length and long names."""
+    third = 1 / 3
+    timing = (Configuration(16, 128, 4096), Timing(third, 1 + third, 100_000))
+    full = dataclasses.replace(
+        REPORT,
+        timings=(timing,) * MAX_TIMINGS,
+        metrics={f"{number:0{MAX_NAME_LENGTH}d}": third for number in range(MAX_METRICS)},
+        observed=((third, third),) * MAX_OBSERVED,
+        notes=("\u4e2d" * MAX_NOTE_LENGTH,) * MAX_NOTES,
+    )
+    assert 0.6 < len(write_report(full)) / MAX_REPORT_BYTES < 1
 
 
 def test_a_field_named_twice_is_refused():
     with pytest.raises(InvalidValueError, match="'goodput' is there twice"):
         read_report(write_report(REPORT).replace('"gain":', '"goodput":1.0,"gain":'))
+
+
+def test_a_field_named_twice_among_very_many_is_found_at_once():
+    names = ",".join(f'"{number:x}":0' for number in range(100_000))
+    began_s = time.process_time()
+    with pytest.raises(InvalidValueError, match="'z' is there twice"):
+        codec.loads(f'{{{names},"z":0,"z":0}}', "body")
+    assert time.process_time() - began_s < 5.0  # 0.1 s; a search of all names for each took over a minute
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pollux.api import request as jobs
+from pollux.api.array import parse_array
 from pollux.api.kind import detect_kind
 from pollux.api.request import (
     MAX_NAME_LENGTH,
@@ -23,7 +24,6 @@ from pollux.api.request import (
     find_cycle,
     find_script,
     options_to_request,
-    parse_array,
     parse_duration,
     parse_headers,
     suggest_name,
@@ -161,6 +161,15 @@ def test_expand_makes_one_job_per_index(request):
         assert job.expand() == [job]
         assert JobRequest.from_dict(job.to_dict()) == job
     assert "POLLUX_ARRAY_INDEX" not in request.env
+
+
+def test_an_array_is_bounded_in_bytes_too():
+    """Every job of it is kept with all of its request."""
+    array = JobRequest(command=COMMAND, array="0-299", env={"LONG": "x" * 100_000})
+    assert len(array.expand()) == 300
+    with pytest.raises(InvalidValueError, match=r"300 jobs with .* at most 64000000 are allowed: make env or command"):
+        dataclasses.replace(array, env={"LONG": "x" * 900_000}).expand()
+    assert len(JobRequest(command=COMMAND, array="0-9999").expand()) == 10_000
 
 
 @given(requests())

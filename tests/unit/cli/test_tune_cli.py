@@ -136,6 +136,18 @@ def test_what_users_write_shows_no_escapes(capsys):
     assert "owned" in shown and "\x1b" not in shown and "\x07" not in shown
 
 
+def test_names_that_look_like_markup_are_shown_as_they_are(capsys):
+    names = ("x[/y]", "[link=file:///etc/passwd]click[/link]")
+    found = StudySummary(
+        name="s", state="finished", reason="", metric="loss[/b]", direction="minimize", created_at=0, ended_at=1,
+        num_trials=1, counts={}, best_value=0.5, best_trial=0, best_params={"[/z]": 1}, slot_s=0, warnings=(),
+        limits=tuple(parse_limit(f"{name}<=1") for name in names), further=(Metric(name="f[/z]"),), front=(0,),
+    )  # fmt: skip
+    tune._report(found, False)
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in (*names, "loss[/b]", "[/z]=1", "f[/z]"))
+
+
 def test_waiting_for_a_study_ends_with_its_warnings(capsys):
     found = StudySummary(
         name="s", state="finished", reason="all trials are done", metric="loss", direction="minimize", created_at=0,

@@ -39,6 +39,7 @@ class Server:
     def __init__(self) -> None:
         self.reports: list[dict] = []
         self.status = 200
+        self.answered: list[int] = []
         outer = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -46,6 +47,7 @@ class Server:
                 outer.paths.append((self.path, self.headers["Authorization"]))
                 outer.reports.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
                 body = json.dumps(encode(ReportAnswer(params={"cpu": THETA}, report_every_s=0.05))).encode()
+                outer.answered.append(outer.status)
                 self.send_response(outer.status)
                 self.end_headers()
                 self.wfile.write(body)
@@ -235,6 +237,18 @@ def test_a_model_of_its_speed_and_its_noise_make_the_batch_of_the_next_start(ser
     again.step()
     with pytest.raises(InvalidValueError, match="after 1 steps"):
         again.load_state_dict(state)
+
+
+def test_the_last_report_waits_while_the_job_reports_too_much(server):
+    server.status = 429
+    with elastic.join(batch_size=8, total_examples=16, env=server.env) as job:
+        job.step()
+        job.step(loss=0.5)
+        back = threading.Timer(0.7, lambda: setattr(server, "status", 200))
+        back.start()
+    back.join()
+    assert server.answered[0] == 429 and server.answered[-1] == 200
+    assert (server.reports[-1]["num_steps"], server.reports[-1]["metrics"]) == (2, {"loss": 0.5})
 
 
 def test_a_replaced_replica_stops_reporting(server):

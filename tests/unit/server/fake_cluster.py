@@ -158,10 +158,13 @@ class FakeCluster:
             versions={},
         )
 
-    def report(self, report: Report) -> ReportAnswer:
+    def report(self, report: Report, num_bytes: int = 0) -> ReportAnswer:
         self.summary_of(report.job)
         self.told.append((report.job, time.time(), report))
         return ReportAnswer(params={"cpu": ThroughputParams(*[0.1] * 7)}, report_every_s=1.0)
+
+    def study_of(self, name: str) -> str:
+        return self.requests[name].study if name in self.requests else ""
 
     def speedups_of(self, name: str) -> tuple[float, ...]:
         return ()

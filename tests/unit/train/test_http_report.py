@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from pollux.api.report import Report, read_report
+from pollux.api.report import MAX_REPORT_BYTES, Report, read_report
 from pollux.errors import InvalidValueError
 from pollux.model.profile import Configuration, Timing
 from pollux.train import http_report
@@ -45,6 +45,8 @@ class Listener:
                 answer = json.dumps(outer.answer).encode()
                 self.send_response(outer.status)
                 self.send_header("Content-Length", str(len(answer)))
+                if outer.status == 429:
+                    self.send_header("Retry-After", "1")
                 self.end_headers()
                 self.wfile.write(answer)
                 outer.num_refused += outer.status != 200
@@ -123,6 +125,29 @@ def test_the_last_value_of_a_trial_waits_for_a_server_that_is_restarted(listener
     reporter.close()
     assert [report.observed for _, _, report in listener.received] == [((1.0, 0.5),)]
     back.join()
+
+
+@pytest.mark.parametrize("observed", [((1.0, 0.5),), ()])
+def test_the_last_report_waits_while_the_job_reports_too_much(listener, observed):
+    listener.status = 429
+    reporter = HttpReporter(listener.url, "secret", "a")
+    reporter.send(a_report(num_steps=9, observed=observed))
+    until(lambda: listener.num_refused > 0 and reporter._pause_s == 1.0)  # as the server asks
+    back = threading.Timer(0.7, lambda: setattr(listener, "status", 200))
+    back.start()
+    reporter.close()
+    assert [report.observed for _, _, report in listener.received] == [observed]
+    back.join()
+
+
+def test_values_arrive_without_metrics_that_are_too_long(listener, caplog):
+    reporter = HttpReporter(listener.url, "secret", "a")
+    reporter.send(a_report(metrics={"image": "x" * MAX_REPORT_BYTES, "loss": 1.0}, observed=((0.5, 2.0),)))
+    until(lambda: listener.received)
+    (report,) = [report for _, _, report in listener.received]
+    assert (report.observed, report.metrics) == (((0.5, 2.0),), {})
+    assert "metrics are left out of reports: report of" in caplog.text
+    reporter.close()
 
 
 def test_what_cannot_be_sent_is_joined_with_what_comes_later(listener, monkeypatch):

@@ -17,6 +17,7 @@ from pollux.tune.driver import StudyDriver
 from pollux.tune.population import Population, are_alike, explore, find_source
 from pollux.tune.rungs import Curve
 from pollux.tune.storage import StudyStorage
+from pollux.tune.studies import Studies
 from pollux.tune.views import trial_view
 from tests.unit.tune.worlds import FormulaJobs
 
@@ -99,6 +100,21 @@ def test_an_order_goes_to_the_source_first_and_each_once():
     note = CopyNote(id="c", source=0, params={"lr": 0.1})
     desk.take("p-1", CopyNews(study="p", copied=note))
     assert desk.note_of("p-1") == note and not desk.is_pending("p-1")
+
+
+def test_only_trials_of_the_study_are_heard(tmp_path):
+    """A note stays until its study forgets the trial; a job of no study would leave its own for ever."""
+    jobs = FormulaJobs(lambda params, progress: None)
+    studies = Studies(tmp_path, jobs)
+    for name, study in (("p-0", "p"), ("q-0", "q"), ("alone", "")):
+        jobs.submit(JobRequest(command=("python", "train.py"), name=name, study=study))
+    note = CopyNote(id="c", source=0, params={"lr": 0.1})
+    for name in ("p-0", "q-0", "alone", "unknown"):
+        studies.copy_news(name, CopyNews(study="p", copied=note))
+    assert {name: studies._desk.note_of(name) for name in ("p-0", "q-0", "alone", "unknown")} == {
+        **dict.fromkeys(("q-0", "alone", "unknown")),
+        "p-0": note,
+    }
 
 
 def test_a_job_offers_its_state_to_one_other_at_a_time():

@@ -60,6 +60,10 @@ class FormulaJobs:
             is_of_study=job.request.study,
         )
 
+    def study_of(self, name: str) -> str:
+        job = self.jobs.get(name)
+        return job.request.study if job is not None and job.state == "running" else ""
+
     def cancel(self, name: str, reason: str, saves: bool = True) -> None:
         self.saved[name] = saves
         if self.jobs[name].state == "running":

@@ -19,7 +19,7 @@ from starlette.requests import ClientDisconnect
 from pollux.api.cluster import CheckedNode, ClusterSample, NodeReading, NodeSummary, Timeline
 from pollux.api.codec import MAX_INTEGER, Json, decode, loads, shown
 from pollux.api.job import JobCurves, JobDetail, JobForecast, JobModel, JobSummary
-from pollux.api.report import MAX_REPORT_BYTES, Report, ReportAnswer, StoredReport
+from pollux.api.report import Report, ReportAnswer, StoredReport
 from pollux.api.request import JobRequest
 from pollux.api.round import RoundDetail
 from pollux.api.usage import UsageKey, UsageRow
@@ -34,7 +34,8 @@ from pollux.server.present.metrics import Metrics
 from pollux.server.storage.simulations import Simulations
 from pollux.server.storage.workdirs import Workdirs
 
-MAX_BODY_BYTES = MAX_REPORT_BYTES
+MAX_BODY_BYTES = 1_000_000
+ON_LOOP_BYTES = 1 << 16  # of a body; larger ones are decoded in a thread, so other requests do not wait
 MAX_WORK = 4  # that a token may need before it is checked: keys, a new user
 _T = TypeVar("_T")
 _LOCAL_HOST = re.compile(r"(localhost|127(\.[0-9]+){3}|\[::1\])(:[0-9]+)?", re.IGNORECASE)
@@ -59,6 +60,7 @@ class ClusterQueries(Watched, Protocol):
     def job_directory(self, name: str) -> Path: ...
     def is_ended(self, name: str) -> bool: ...
     def forecast(self, name: str) -> JobForecast: ...
+    def study_of(self, name: str) -> str: ...
     def speedups_of(self, name: str) -> tuple[float, ...]: ...
     def usage(self, by: Sequence[UsageKey], since: str | None, until: str | None) -> list[UsageRow]: ...
 
@@ -86,7 +88,7 @@ class ServedCluster(Protocol):
     def retention(self) -> Retention: ...
     def submit(self, request: JobRequest) -> list[JobSummary]: ...
     def cancel(self, name: str, reason: str, saves: bool = True) -> JobSummary: ...
-    def report(self, report: Report) -> ReportAnswer: ...
+    def report(self, report: Report, num_bytes: int = 0) -> ReportAnswer: ...
     def save_reports(self) -> None: ...
     def drain(self, node: str, is_draining: bool) -> NodeSummary: ...
     def reweigh(self, weights: Mapping[str, float]) -> None: ...
@@ -246,17 +248,23 @@ def too_large(max_bytes: int) -> Refusal:
     return Refusal(413, "TooLargeError", message, {"Connection": "close"})
 
 
+async def decoded(data: bytes, read: Callable[[bytes], _T]) -> _T:
+    """What ``read`` makes of a body. A large one is read in a thread."""
+    return read(data) if len(data) <= ON_LOOP_BYTES else await run_in_threadpool(read, data)
+
+
 async def read_json(request: Request) -> Json:
     """FastAPI would read all of the body before the token is checked; this runs after."""
-    return loads(await read_body(request), "body")
+    return await decoded(await read_body(request), lambda data: loads(data, "body"))
 
 
 def body_of(kind: type[_T]) -> Callable[[Request], Coroutine[Any, Any, _T]]:
     """A dependency that decodes a JSON body; an empty one stands for one without any field."""
 
     async def read(request: Request) -> _T:
-        data = await read_body(request)
-        return decode(kind, loads(data, "body") if data else {}, "body")
+        return await decoded(
+            await read_body(request), lambda data: decode(kind, loads(data, "body") if data else {}, "body")
+        )
 
     return read
 

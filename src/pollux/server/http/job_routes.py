@@ -43,6 +43,7 @@ from pollux.server.http.dependencies import (
     Limit,
     Since,
     body_of,
+    decoded,
     is_still_allowed,
     of_people,
     owned_by,
@@ -52,6 +53,7 @@ from pollux.server.http.dependencies import (
 )
 from pollux.server.http.errors import Refusal, answer
 from pollux.server.http.openapi import Responses, body_schema, error_answers, job_body
+from pollux.server.http.report_rates import BYTES_PER_S, ReportRates
 from pollux.server.storage.logs import LogReader, Stream, list_files
 
 FOLLOW_EVERY_S = 0.25
@@ -201,6 +203,9 @@ def requeue(cluster: ItsCluster, caller: ItsCaller, name: str) -> Response:
     responses=error_answers(404, 422),
 )
 def list_reports(queries: ItsQueries, name: str, since: Since = None, limit: Limit = 100) -> Response:
+    """The last ones, or the first after ``since``: fewer than ``limit`` where they have more than 8 MB together. Go on
+    with the last one's id as ``since`` until there are none.
+    """
     return answer({"reports": [encode_report(one) for one in queries.reports(name, since, limit)]})
 
 
@@ -211,22 +216,27 @@ reporting = APIRouter(prefix="/api/v1", tags=["jobs"])  # for jobs too, with the
     "/jobs/{name}/reports",
     summary="Report for a job",
     response_model=ReportAnswer,
-    responses=error_answers(404, 409, 413, 422),
+    responses=error_answers(404, 409, 413, 422, 429),
     openapi_extra=body_schema(Report, is_required=True),
 )
 async def report(request: Request, cluster: ItsCluster, caller: ItsCaller, name: str) -> Response:
     """What a job reports while it trains. The answer is the model fitted to its speed.
 
-    409: the replica was replaced, and is none of the job's any more.
+    409: the replica was replaced, and is none of the job's any more. 429: the job reports too much; send it later.
     """
     if not caller.may_report_for(name):
         raise Refusal(403, "AccessDeniedError", f"this is the token of job {caller.job!r}, not of {name!r}")
     if caller.is_person:  # a job's token proves that there is that job
         await run_in_threadpool(cluster.queries.summary_of, name)
-    told = read_report(await read_body(request, MAX_REPORT_BYTES))
+    body = await read_body(request, MAX_REPORT_BYTES)
+    rates: ReportRates = request.app.state.report_rates
+    if wait_s := rates.take(name, len(body)):
+        message = f"job {name!r} reports too much; {BYTES_PER_S:.0f} bytes a second are allowed: send this one later"
+        raise Refusal(429, "TooManyReportsError", message, {"Retry-After": str(wait_s)})
+    told = await decoded(body, read_report)
     if told.job != name:
         raise Refusal(403, "AccessDeniedError", f"a report for job {told.job!r} was sent as one for {name!r}")
-    answered = cluster.report(told)
+    answered = cluster.report(told, len(body))
     if told.observed:  # a study waits for these values; the replica forgets them with the answer
         await run_in_threadpool(cluster.save_reports)
         request.app.state.studies.wake()

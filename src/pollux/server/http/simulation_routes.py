@@ -9,12 +9,11 @@ from typing import Annotated
 
 from fastapi import APIRouter, Depends, Path, Request, Response
 from fastapi.responses import HTMLResponse
-from starlette.concurrency import run_in_threadpool
 
 from pollux.api.codec import decode, loads, read_unicode
 from pollux.api.errors import ErrorAnswer
 from pollux.api.simulation import Publication, PublishedSimulation, Simulation, SimulationList
-from pollux.server.http.dependencies import ItsCaller, ItsCluster, of_people, read_body
+from pollux.server.http.dependencies import ItsCaller, ItsCluster, decoded, of_people, read_body
 from pollux.server.http.errors import Refusal, answer
 from pollux.server.http.openapi import Responses, body_schema, error_answers
 from pollux.server.storage.simulations import MAX_BYTES
@@ -28,8 +27,7 @@ simulations = of_people("simulations")
 
 
 async def _publication(request: Request) -> Publication:
-    data = await read_body(request, MAX_BYTES)
-    return await run_in_threadpool(_read, data)  # it is large: the event loop must not wait for it
+    return await decoded(await read_body(request, MAX_BYTES), _read)
 
 
 def _read(data: bytes) -> Publication:
@@ -49,7 +47,7 @@ def _read(data: bytes) -> Publication:
 )
 def publish(cluster: ItsCluster, caller: ItsCaller, body: Annotated[Publication, Depends(_publication)]) -> Response:
     """Anyone who knows the address in the answer may see the page; it can do nothing else. The newest 100 are kept, and
-    no more than 500 MB of them.
+    no more than 500 MB of them. The summary has at most 1 MB.
     """
     return answer(cluster.simulations.add(body, caller.owner), 201)
 

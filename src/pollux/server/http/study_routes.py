@@ -25,6 +25,7 @@ from pollux.server.http.dependencies import (
     ItsCaller,
     ItsCluster,
     body_of,
+    decoded,
     of_people,
     owned_by,
     read_body,
@@ -155,7 +156,8 @@ async def copies(
     """A trial's job tells what came of a copy, and hears what it is to do. The state itself never comes here."""
     if not caller.may_report_for(name):
         raise Refusal(403, "AccessDeniedError", f"this is the token of job {caller.job!r}, not of {name!r}")
-    news = decode(CopyNews, loads(await read_body(request, MAX_COPY_BYTES), "body"), "body")
+    body = await read_body(request, MAX_COPY_BYTES)
+    news = await decoded(body, lambda data: decode(CopyNews, loads(data, "body"), "body"))
     studies.copy_news(name, news)
     ends_at = time.monotonic() + (WAIT_S if wait else 0.0)
     found = studies.copy_answer(name, news)

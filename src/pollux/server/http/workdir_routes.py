@@ -18,7 +18,7 @@ from pollux.api.workdir import (
     WorkdirLimits,
     WorkdirReceipt,
 )
-from pollux.server.http.dependencies import ItsCaller, ItsCluster, of_people, read_body, sender_of, too_large
+from pollux.server.http.dependencies import ItsCaller, ItsCluster, decoded, of_people, read_body, sender_of, too_large
 from pollux.server.http.errors import Refusal, answer
 from pollux.server.http.openapi import Schema, body_schema, error_answers
 
@@ -33,7 +33,9 @@ _BUNDLE: Schema = {
 
 
 async def read_list(request: Request) -> WorkdirFiles:
-    return decode(WorkdirFiles, loads(await read_body(request, MAX_LIST_BYTES), "body", MAX_LIST_BYTES), "body")
+    return await decoded(
+        await read_body(request, MAX_LIST_BYTES), lambda data: decode(WorkdirFiles, loads(data, "body"), "body")
+    )
 
 
 @workdirs.get(

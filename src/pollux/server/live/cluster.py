@@ -42,7 +42,7 @@ from pollux.server.live.clock import LiveClock
 from pollux.server.live.device_watch import DeviceWatch
 from pollux.server.live.hangs import HangWatch
 from pollux.server.live.inbox import Inbox
-from pollux.server.live.job_table import JobTable, LaunchSettings, LiveJob
+from pollux.server.live.job_table import JobTable, LiveJob, launch_settings
 from pollux.server.live.meter import Meter
 from pollux.server.live.news import News
 from pollux.server.live.operations import Operations
@@ -266,14 +266,15 @@ class Cluster:
 
     def drain(self, node: str, is_draining: bool) -> NodeSummary:
         """Use a node no longer (jobs that may be moved leave it), or again. It is kept when this returns."""
-        if node not in (known := [one.name for one in self._engine.nodes()]):
-            raise UnknownNameError("node", node, known)
-
+        before = {one.name: one for one in self.queries.nodes()}
+        if node not in before:
+            raise UnknownNameError("node", node, before)
         self._drained.set(node, is_draining)
         with contextlib.suppress(TimeoutError, StoreError):  # it is kept, and done as soon as that can be
             self._queue(self._take_drained).result(SHORT_WAIT_S)
         logger.info("node %s: %s", node, "drained: jobs leave it" if is_draining else "used again")
-        return next(replace(one, is_draining=is_draining) for one in self.queries.nodes() if one.name == node)
+        now = {one.name: one for one in self.queries.nodes()}
+        return replace(now.get(node, before[node]), is_draining=is_draining)  # it may be gone by now
 
     def _take_drained(self) -> None:
         self._state.draining = self._drained.all()
@@ -288,8 +289,10 @@ class Cluster:
         requests = ((record, self._jobs.request_of(record.name)) for record in self._state.records.values())
         return [one.spec.weight for one, request in requests if request is None or request.study != study]
 
-    def report(self, report: Report) -> ReportAnswer:
+    def report(self, report: Report, num_bytes: int = 0) -> ReportAnswer:
         """Take in a job's report; the answer is the model fitted to its speed. Never waits.
+
+        ``num_bytes``: of its JSON, for the bound on what waits to be saved.
 
         Raises:
             FencedError: it comes from a replica that was replaced: its machine was frozen, say, and woke up.
@@ -301,7 +304,7 @@ class Cluster:
             self._require_current(report.job, report.replica)
             at = self._clock.now()
             self._jobs.take_report(report, at)
-            if self._inbox.put(at, report):
+            if self._inbox.put(at, report, num_bytes):
                 self.wake()
             self.metrics.took_report()
         else:
@@ -437,11 +440,12 @@ class Cluster:
 
     def save_reports(self) -> None:
         """Of any thread. Raises StoreError if they are kept in memory alone."""
-        reports = self._inbox.take_unsaved()
+        taken = self._inbox.take_unsaved()
+        reports = [one for one, _ in taken]
         try:
             self._store.save_reports(reports)
         except StoreError:
-            self._inbox.put_back(reports)
+            self._inbox.put_back(taken)
             raise
         for _, report in reports:
             for note in report.notes:
@@ -584,17 +588,3 @@ def _first_spec(request: JobRequest, now: float) -> JobSpec:
     """What a job asks for, before it is admitted; of an array its first."""
     first = replace(request.expand()[0], kind="elastic" if request.kind == "auto" else request.kind)
     return first.to_spec(first.name, now)
-
-
-def launch_settings(config: ClusterConfig) -> LaunchSettings:
-    return LaunchSettings(
-        secret=config.secret,
-        url=config.url,
-        certificate=config.certificate,
-        directory=config.data_directory,
-        environment=config.environment,
-        storage=config.storage,
-        max_workdir_bytes=config.max_workdir_bytes,
-        is_distributed=config.engine_name == "ray",
-        max_log_bytes=config.max_log_bytes,
-    )

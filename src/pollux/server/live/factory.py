@@ -25,7 +25,7 @@ from pollux.scheduler.ports import NodePool
 from pollux.server.config import SECRET_FILE, ClusterConfig, ServiceConfig
 from pollux.server.http.auth import load_token
 from pollux.server.http.dependencies import ServedCluster
-from pollux.server.live.job_table import JobTable
+from pollux.server.live.job_table import JobTable, launch_settings
 from pollux.server.storage.files import (
     SETTINGS_FILE,
     DecisionSettings,
@@ -145,7 +145,7 @@ def _make(
     make_engine: EngineMaker[_E],
     pool_of: Callable[[_E], NodePool | None],
 ) -> ServedCluster:
-    from pollux.server.live.cluster import Cluster, launch_settings
+    from pollux.server.live.cluster import Cluster
 
     described = _cluster_config(config, store, url)
     # The table of jobs and the event come first: both the engine and the cluster that commands it need them.

@@ -10,7 +10,8 @@ import dataclasses
 import threading
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Generic, TypeVar
 
 from pollux.api.report import Report
 from pollux.engines.live import LiveEngine
@@ -21,14 +22,41 @@ from pollux.server.live.job_table import JobTable
 from pollux.server.live.restarts import Restarts
 from pollux.types import Node
 
-MAX_WAITING = 100_000  # reports; the oldest go if the database is away for long
+MAX_WAITING_BYTES = 32_000_000  # of reports, as JSON; the oldest go if the database is away for long
+OVERHEAD_BYTES = 1000  # that a report counts beside its own
+Unsaved = tuple[float, Report]  # when it came, and the report
+_T = TypeVar("_T")
+
+
+class _Waiting(Generic[_T]):
+    """Reports that wait, oldest first, with the bytes of each."""
+
+    def __init__(self) -> None:
+        self._entries: deque[tuple[_T, int]] = deque()
+        self._num_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, entries: Iterable[tuple[_T, int]]) -> None:
+        for entry in entries:
+            self._entries.append(entry)
+            self._num_bytes += entry[1] + OVERHEAD_BYTES
+        while self._num_bytes > MAX_WAITING_BYTES and len(self._entries) > 1:
+            self._num_bytes -= self._entries.popleft()[1] + OVERHEAD_BYTES
+
+    def take(self) -> list[tuple[_T, int]]:
+        taken = list(self._entries)
+        self._entries.clear()
+        self._num_bytes = 0
+        return taken
 
 
 class Inbox:
     def __init__(self, engine: LiveEngine, jobs: JobTable) -> None:
         self._engine, self._jobs = engine, jobs
-        self._unseen: deque[Report] = deque(maxlen=MAX_WAITING)
-        self._unsaved: deque[tuple[float, Report]] = deque(maxlen=MAX_WAITING)
+        self._unseen = _Waiting[Report]()
+        self._unsaved = _Waiting[Unsaved]()
         self._turn = threading.Lock()
         self._restarts = Restarts(self._is_restartable, self._replicas_of, time.monotonic)
         self.applies_at_once = engine.applies_at_once
@@ -40,29 +68,27 @@ class Inbox:
     def _replicas_of(self, job: str) -> set[str]:
         return {replica.replica_id for replica in self._engine.replicas(job)}
 
-    def put(self, at: float, report: Report) -> bool:
+    def put(self, at: float, report: Report, num_bytes: int) -> bool:
         """Whether the scheduler thread should be woken: it is the first report since it looked."""
         with self._turn:
-            self._unsaved.append((at, report))
-            self._unseen.append(report)
+            self._unsaved.add([((at, report), num_bytes)])
+            self._unseen.add([(report, num_bytes)])
             return len(self._unseen) == 1
 
     def replay(self, report: Report) -> None:
         """Show the scheduler a report that is in the database already."""
         with self._turn:
-            self._unseen.append(report)
+            self._unseen.add([(report, 0)])
 
-    def take_unsaved(self) -> list[tuple[float, Report]]:
+    def take_unsaved(self) -> list[tuple[Unsaved, int]]:
+        """Each with its bytes."""
         with self._turn:
-            taken = list(self._unsaved)
-            self._unsaved.clear()
-        return taken
+            return self._unsaved.take()
 
-    def put_back(self, reports: Sequence[tuple[float, Report]]) -> None:
+    def put_back(self, reports: Sequence[tuple[Unsaved, int]]) -> None:
         """Try again later to save these."""
         with self._turn:
-            waiting = [*reports, *self._unsaved]
-            self._unsaved = deque(waiting, maxlen=MAX_WAITING)
+            self._unsaved.add([*reports, *self._unsaved.take()])
 
     def nodes(self) -> Sequence[Node]:
         return self._engine.nodes()
@@ -82,8 +108,7 @@ class Inbox:
 
     def poll(self) -> Sequence[Event]:
         with self._turn:
-            reports = list(self._unseen)
-            self._unseen.clear()
+            reports = [report for report, _ in self._unseen.take()]
         types = {node.accelerator for node in self._engine.nodes()}
         # The cluster's own name for the type is the one to plan with; torch may know the device by another.
         known = types.pop() if len(types) == 1 else None

@@ -28,6 +28,7 @@ from pollux.engines.processes.workdirs import JobCode
 from pollux.errors import InvalidValueError
 from pollux.scheduler.lifecycle import JobState, Transition
 from pollux.scheduler.record import RoundRecord
+from pollux.server.config import ClusterConfig
 from pollux.server.live.accounts import Accounts
 from pollux.server.live.unix_users import close_folder, environment_of, give_folders
 from pollux.server.live.versions import versions_of
@@ -97,6 +98,20 @@ class LaunchSettings:
     max_workdir_bytes: int = DEFAULT_MAX_MIB << 20
     is_distributed: bool = False  # replicas may run on other machines
     max_log_bytes: int | None = None  # of each job
+
+
+def launch_settings(config: ClusterConfig) -> LaunchSettings:
+    return LaunchSettings(
+        secret=config.secret,
+        url=config.url,
+        certificate=config.certificate,
+        directory=config.data_directory,
+        environment=config.environment,
+        storage=config.storage,
+        max_workdir_bytes=config.max_workdir_bytes,
+        is_distributed=config.engine_name == "ray",
+        max_log_bytes=config.max_log_bytes,
+    )
 
 
 class JobTable:

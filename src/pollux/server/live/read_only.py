@@ -25,8 +25,7 @@ from pollux.scheduler.ports import Command, Event
 from pollux.scheduler.record import JobRecord
 from pollux.server.config import ClusterConfig
 from pollux.server.live.clock import LiveClock
-from pollux.server.live.cluster import launch_settings
-from pollux.server.live.job_table import JobTable
+from pollux.server.live.job_table import JobTable, launch_settings
 from pollux.server.live.operations import Operations
 from pollux.server.live.recorder import DecisionLog
 from pollux.server.live.retention import Retention
@@ -196,7 +195,7 @@ class ReadOnlyCluster:
     def cancel(self, name: str, reason: str, saves: bool = True) -> JobSummary:
         self._refuse()
 
-    def report(self, report: Report) -> ReportAnswer:
+    def report(self, report: Report, num_bytes: int = 0) -> ReportAnswer:
         self._refuse()
 
     def save_reports(self) -> None: ...

@@ -12,7 +12,7 @@ from pollux.errors import InvalidValueError, UnknownNameError
 from pollux.server.http.dependencies import ServedCluster
 from pollux.tune.ports import Observation, TrialJob
 
-MAX_REPORTS = 1000  # of a job, read at once
+MAX_REPORTS = 1000  # of a page
 
 
 class ClusterJobs:
@@ -52,12 +52,18 @@ class ClusterJobs:
             speedups=self._cluster.queries.speedups_of(name),
         )
 
+    def study_of(self, name: str) -> str:
+        return self._cluster.queries.study_of(name)
+
     def cancel(self, name: str, reason: str, saves: bool = True) -> None:
         self._cluster.cancel(name, reason, saves)
 
     def observations(self, name: str, since: int) -> tuple[list[Observation], int]:
-        reports = self._cluster.queries.reports(name, since, MAX_REPORTS)
-        return observed_in(reports), max((one.id for one in reports), default=since)
+        found: list[Observation] = []
+        while page := self._cluster.queries.reports(name, since, MAX_REPORTS):
+            found += observed_in(page)
+            since = page[-1].id
+        return found, since
 
     def reweigh(self, weights: Mapping[str, float]) -> None:
         self._cluster.reweigh(weights)

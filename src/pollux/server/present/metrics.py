@@ -35,7 +35,15 @@ HTTP_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.
 
 RESIZE_KINDS = ("start", "grow", "shrink", "move")
 FINAL_STATES = tuple(state.value for state in JobState if state.is_final)
-REFUSALS = {401: "no_token", 403: "forbidden", 404: "unknown_job", 409: "fenced", 413: "too_large", 422: "invalid"}
+REFUSALS = {
+    401: "no_token",
+    403: "forbidden",
+    404: "unknown_job",
+    409: "fenced",
+    413: "too_large",
+    422: "invalid",
+    429: "too_many",
+}
 _LEVELS = {logging.WARNING: "warning", logging.ERROR: "error", logging.CRITICAL: "error"}
 _LOGGERS = ("pollux", "uvicorn.error")  # the second tells of bugs behind an answer
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})

@@ -100,6 +100,11 @@ class Queries:
             return self.summary_of_held(job)
         return self._summary_of_stored(self._store.job(name))
 
+    def study_of(self, name: str) -> str:
+        """The study of a job that is not over; empty: none. From memory."""
+        request = self._jobs.request_of(name)
+        return "" if request is None else request.study
+
     def jobs(
         self, states: Sequence[str] | None, limit: int, offset: int, newest_first: bool
     ) -> tuple[list[JobSummary], int]:

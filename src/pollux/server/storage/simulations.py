@@ -16,15 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
-from pollux.api.codec import decode, encode
+from pollux.api.codec import decode, dumps, encode
 from pollux.api.simulation import Publication, PublishedSimulation, Simulation, SimulationKind, SummaryRow
-from pollux.errors import StoreError, UnknownNameError
+from pollux.errors import InvalidValueError, StoreError, UnknownNameError
 from pollux.server.storage.files import write_whole
 
 MAX_BYTES = 20_000_000  # of one
+MAX_SUMMARY_BYTES = 1_000_000  # of its summary, as JSON: a list of simulations decodes those of all
 KEEP_NUMBER, KEEP_BYTES = 100, 500_000_000  # of all
 _NUM_KNOWN = 10
 _ID = re.compile(r"[0-9]{8}-[0-9]{6}-[0-9a-f]{6}")
+_ID_LENGTH = 22
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +59,16 @@ class Simulations:
         self._warned: set[str] = set()
 
     def add(self, publication: Publication, owner: str) -> PublishedSimulation:
-        """Keep one; the ids of those that were ``forgotten`` for it are in the answer."""
+        """Keep one; the ids of those that were ``forgotten`` for it are in the answer.
+
+        Raises:
+            InvalidValueError: its summary is too long.
+        """
+        size = len(dumps(encode(publication.summary), "summary"))
+        if size > MAX_SUMMARY_BYTES:
+            raise InvalidValueError(
+                f"summary of {size} bytes; at most {MAX_SUMMARY_BYTES} are allowed: leave out rows or columns"
+            )
         now = time.time()
         id_ = f"{time.strftime('%Y%m%d-%H%M%S', time.gmtime(now))}-{secrets.token_hex(3)}"
         kept = _Description(
@@ -123,12 +134,10 @@ class Simulations:
 
     def html(self, address: str) -> str | None:
         """The page at an address (``<id>-<key>``); None: there is none there."""
-        id_, _, key = address[:22], address[22:23], address[23:]
-        try:
-            kept = self._find(id_)
-        except UnknownNameError:
-            return None
-        if not secrets.compare_digest(key.encode("utf-8", "replace"), kept.key.encode()):
+        id_, key = address[:_ID_LENGTH], address[_ID_LENGTH + 1 :]
+        # Asked without a token: nothing but this one description is read.
+        kept = self._read(self._folder / f"{id_}.json") if _ID.fullmatch(id_) else None
+        if kept is None or not secrets.compare_digest(key.encode("utf-8", "replace"), kept.key.encode()):
             return None
         try:
             return self._page(id_).read_text(encoding="utf-8")
@@ -149,7 +158,8 @@ class Simulations:
         # Text that is no id is never made into a path.
         kept = self._read(self._folder / f"{id_}.json") if _ID.fullmatch(id_) else None
         if kept is None:
-            raise UnknownNameError("simulation", id_, [one.id for one in self.all()[:_NUM_KNOWN]])
+            known = [path.stem for path in self._paths() if _ID.fullmatch(path.stem)]
+            raise UnknownNameError("simulation", id_, known[::-1][:_NUM_KNOWN])
         return kept
 
     def _read(self, path: Path) -> _Description | None:

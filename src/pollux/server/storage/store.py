@@ -42,6 +42,7 @@ from pollux.server.storage.records import (
     encode_record,
     encode_snapshot,
 )
+from pollux.server.storage.report_bytes import ReportBytes, page_of
 from pollux.server.storage.tables import jobs as _jobs
 from pollux.server.storage.tables import knowledge as _knowledge
 from pollux.server.storage.tables import reports as _reports
@@ -75,6 +76,7 @@ class SqlStore(Database):
         # What this server, the only one that writes, has written: most saves change little of it.
         self._written_knowledge: dict[str, int] = {}  # by label, hash of its form
         self._written_history: dict[str, Transition | None] = {}  # by job that is not over, the last one
+        self._report_bytes = ReportBytes()
 
     @contextmanager
     def batched(self) -> Iterator[None]:
@@ -175,6 +177,7 @@ class SqlStore(Database):
         try:
             with self.writing() as connection:
                 connection.execute(_reports.insert().values(row))
+                self._report_bytes.add(connection, [row])
                 self._append_notes(connection, [(_storable(job), at, text) for text in report.notes])
         except StoreError as error:
             if isinstance(error.__cause__, IntegrityError):
@@ -191,6 +194,7 @@ class SqlStore(Database):
         if rows:
             with self.writing() as connection:
                 connection.execute(_reports.insert(), rows)
+                self._report_bytes.add(connection, rows)
                 notes = [(report.job, at, text) for at, report in reports for text in report.notes]
                 self._append_notes(connection, notes)
 
@@ -338,13 +342,24 @@ class SqlStore(Database):
         return [TrainingNote(id=row.id, at=row.at, text=row.text) for row in self._rows_of(job, query)]
 
     def reports(self, job: str, since: int | None = None, limit: int = 100) -> list[StoredReport]:
-        """The first ``limit`` reports after the one with the id ``since``; without it the last ones. Oldest first."""
-        query = sa.select(_reports).where(_reports.c.job == job)
+        """The first ``limit`` reports after the one with the id ``since``; without it the last ones. Oldest first.
+
+        There are fewer where they would have more than ``ANSWER_BYTES`` together; at least one, if there is any.
+        """
         found = []
-        for row in self._page(query, _reports, since, limit, job):
+        for row in self._page_of_reports(
+            job, None if since is None else _count(since, "since"), _count(limit, "limit")
+        ):
             with self.interpreting(f"report {row.id}"):
                 found.append(stored(decode_report(loads(row.report, "report")), row.id, row.at))
         return found
+
+    def _page_of_reports(self, job: str, since: int | None, limit: int) -> Sequence[_Row]:
+        with self.reading() as connection:
+            rows = page_of(connection, job, since, limit) if _storable(job) == job else []
+            if not rows:
+                self._require_job(connection, job)
+        return rows
 
     def resizes(self, job: str) -> list[StoredResize]:
         """Starts and resizes by generation."""
@@ -452,19 +467,14 @@ class SqlStore(Database):
                 self._require_job(connection, job)
         return rows
 
-    def _page(
-        self, query: _Select, table: sa.Table, since: int | None, limit: int, job: str | None = None
-    ) -> Sequence[_Row]:
+    def _page(self, query: _Select, table: sa.Table, since: int | None, limit: int) -> Sequence[_Row]:
         query = query.limit(_count(limit, "limit"))
         if since is None:
             query = query.order_by(table.c.id.desc())
         else:
             query = query.where(table.c.id > _count(since, "since")).order_by(table.c.id)
-        if job is not None:
-            rows = self._rows_of(job, query)
-        else:
-            with self.reading() as connection:
-                rows = connection.execute(query).all()
+        with self.reading() as connection:
+            rows = connection.execute(query).all()
         return rows[::-1] if since is None else rows
 
     def _read_jobs(self, query: _Select, name: str | None = None) -> list[StoredJob]:

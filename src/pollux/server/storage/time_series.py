@@ -18,6 +18,7 @@ from pollux.api.report import Report, decode_report
 from pollux.scheduler.lifecycle import JobState
 from pollux.server.storage.database import Database
 from pollux.server.storage.records import STORED
+from pollux.server.storage.report_bytes import fitting
 from pollux.server.storage.tables import jobs as _jobs
 from pollux.server.storage.tables import reports as _reports
 from pollux.server.storage.tables import resizes as _resizes
@@ -81,11 +82,16 @@ class TimeSeries:
             return list(connection.scalars(query))
 
     def reports(self, job: str, points: int) -> list[tuple[float, Report]]:
-        """Those of a job, oldest first, thinned evenly to ``points``; the first and the last are among them."""
+        """Those of a job, oldest first, thinned evenly to ``points``; the first and the last are among them.
+
+        To fewer, where they would have more bytes together than a page of reports.
+        """
         ids = sa.select(_reports.c.id).where(_reports.c.job == job).order_by(_reports.c.id)
         with self._database.reading() as connection:
             kept = list(connection.scalars(ids))
             chosen = [kept[place] for place in thinned(len(kept), points)]
+            if (share := fitting(connection, chosen)) < 1:
+                chosen = [kept[place] for place in thinned(len(kept), max(int(share * len(chosen)), 1))]
             query = sa.select(_reports.c.id, _reports.c.at, _reports.c.report)
             rows = connection.execute(query.where(_reports.c.id.in_(chosen)).order_by(_reports.c.id)).all()
         found = []

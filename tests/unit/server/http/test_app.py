@@ -13,11 +13,13 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from pollux.api.codec import loads
 from pollux.api.report import MAX_REPORT_BYTES, encode_report
 from pollux.api.request import JobRequest
 from pollux.errors import EngineError, InputFileError, InvalidValueError, StoreError, UnknownNameError
 from pollux.server.config import ServiceConfig
-from pollux.server.http import connections
+from pollux.server.http import connections, dependencies
+from pollux.server.http.dependencies import MAX_BODY_BYTES
 from pollux.server.service import Service
 from tests.unit.api.test_codec import REPORT
 from tests.unit.server.fake_cluster import FakeCluster
@@ -291,6 +293,21 @@ def test_cancelling_with_or_without_a_reason_and_again(client):
         assert client.post("/jobs/other/cancel", content=json.dumps(body)).status_code == 422
 
 
+def test_large_bodies_are_decoded_outside_of_the_event_loop(client, monkeypatch):
+    """Other requests do not wait for them."""
+    seen: list[str] = []
+
+    def noted(data, where):
+        seen.append(threading.current_thread().name)
+        return loads(data, where)
+
+    monkeypatch.setattr(dependencies, "loads", noted)
+    for size in (10, dependencies.ON_LOOP_BYTES):
+        assert client.post("/jobs", json={"odd": "x" * size}).status_code == 422
+        assert client.post("/jobs/other/cancel", json={"odd": "x" * size}).status_code == 422
+    assert ["worker" in name.lower() for name in seen] == [False, False, True, True]
+
+
 def chunks(size):
     for _ in range(size // 10_000 + 1):
         yield b" " * 10_000
@@ -299,10 +316,11 @@ def chunks(size):
 @pytest.mark.parametrize("path", ["/jobs", "/jobs/mnist/reports", "/jobs/mnist/cancel", "/shutdown"])
 @pytest.mark.parametrize("is_declared", [True, False])
 def test_bodies_that_are_too_large(client, path, is_declared):
-    content = b" " * (MAX_REPORT_BYTES + 1) if is_declared else chunks(MAX_REPORT_BYTES)
+    most = MAX_REPORT_BYTES if path.endswith("/reports") else MAX_BODY_BYTES
+    content = b" " * (most + 1) if is_declared else chunks(most)
     response = client.post(path, content=content)
     assert response.status_code == 413
-    assert str(MAX_REPORT_BYTES) in error_of(response)["message"]
+    assert str(most) in error_of(response)["message"]
 
 
 def test_a_body_without_end_is_not_read_to_it(service, client):
@@ -310,7 +328,7 @@ def test_a_body_without_end_is_not_read_to_it(service, client):
     with socket.create_connection((address.hostname, address.port), timeout=20) as connection:
         connection.sendall(head(service, "POST", "/jobs", "Transfer-Encoding: chunked"))
         with pytest.raises(OSError):
-            while sent < 50 * MAX_REPORT_BYTES:
+            while sent < 50 * MAX_BODY_BYTES:
                 connection.sendall(b"10000\r\n" + b" " * 0x10000 + b"\r\n")
                 sent += 0x10000
 

@@ -195,6 +195,15 @@ def test_draining_lets_jobs_end_that_must_not_be_moved(world):
     world.until_state(late, "running")
 
 
+def test_a_node_that_vanishes_while_it_is_drained_stays_drained(world, monkeypatch):
+    queries, nodes = world.cluster.queries, world.cluster.queries.nodes()
+    answers = [nodes, []]  # what is there before, and after
+    monkeypatch.setattr(queries, "nodes", lambda: answers.pop(0))
+    drained = world.cluster.drain("a", True)
+    assert drained.name == "a" and drained.is_draining
+    assert world.cluster._drained.all() == {"a"}
+
+
 def test_a_storm_of_reports_is_taken_in_and_none_is_lost(world):
     names = [world.submit(kind="elastic", max_replicas=1) for _ in range(4)]
     for name in names:

@@ -21,8 +21,7 @@ from pollux.scheduler.ports import (
 )
 from pollux.scheduler.record import Departure, JobRecord, Reallocation, RoundRecord
 from pollux.server.config import ClusterConfig
-from pollux.server.live.cluster import launch_settings
-from pollux.server.live.job_table import JobTable
+from pollux.server.live.job_table import JobTable, launch_settings
 from pollux.server.live.recorder import DecisionLog, Recorder
 from pollux.server.live.state import ClusterState
 from pollux.server.present.views import Capacity, round_summary, waiting_reason

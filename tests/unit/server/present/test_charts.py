@@ -19,7 +19,7 @@ from pollux.api.job import JobCurves, JobModel
 from pollux.api.request import JobRequest
 from pollux.api.round import RoundDetail, RoundSummary
 from pollux.api.simulation import Publication, PublishedSimulation, SimulationList
-from pollux.errors import UnknownNameError
+from pollux.errors import InvalidValueError, UnknownNameError
 from pollux.model.goodput import best_batch
 from pollux.model.profile import Configuration, Timing
 from pollux.model.throughput import iteration_s
@@ -30,7 +30,7 @@ from pollux.server.live import cluster as clusters
 from pollux.server.present.charts import job_curves, job_model, useful_slots
 from pollux.server.service import Service
 from pollux.server.storage import simulations as simulations_
-from pollux.server.storage.simulations import MAX_BYTES, Simulations
+from pollux.server.storage.simulations import MAX_BYTES, MAX_SUMMARY_BYTES, Simulations
 from pollux.types import Allocation, BatchLimits, JobDecision, JobSpec, Node, ThroughputParams
 from tests.unit.server.live.world import ObedientEngine, report
 
@@ -334,6 +334,30 @@ def test_an_id_alone_opens_nothing(client, service):
         response = httpx.get(f"{service.url}/reports/{address}")
         assert response.status_code == 404, address
         assert PAGE not in response.text
+
+
+def test_an_address_of_no_report_reads_no_description(tmp_path, monkeypatch):
+    """It needs no token: what it costs must not grow with what was published."""
+    simulations = Simulations(tmp_path / "simulations")
+    made = simulations.add(PUBLICATION, "ada")
+    read: list[str] = []
+    monkeypatch.setattr(simulations, "_read", lambda path: read.append(path.stem))
+    for address in ("x" * 50, "", f"20260101-000000-abcdef-{'x' * 32}", made.report_url.removeprefix("/reports/")):
+        assert simulations.html(address) is None
+    assert read == ["20260101-000000-abcdef", made.id]  # what has the form of an id, and that alone
+    with pytest.raises(UnknownNameError, match=made.id):
+        simulations.one("20260101-000000-abcdef")
+    assert len(read) == 3
+
+
+def test_a_summary_may_be_long_but_not_too_long(tmp_path):
+    simulations = Simulations(tmp_path / "simulations")
+    rows = [{"workload": f"w{number}", **{f"metric {place}": 1.5 for place in range(12)}} for number in range(1000)]
+    simulations.add(dataclasses.replace(PUBLICATION, summary=tuple(rows)), "ada")
+    long = ({"note": "x" * MAX_SUMMARY_BYTES},)
+    with pytest.raises(InvalidValueError, match="at most 1000000 are allowed: leave out rows or columns"):
+        simulations.add(dataclasses.replace(PUBLICATION, summary=long), "ada")
+    assert len(simulations.all()) == 1
 
 
 @pytest.mark.parametrize(

@@ -25,6 +25,7 @@ from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.ports import JobHurt, JobLost, NodesChanged
 from pollux.scheduler.record import RoundRecord
 from pollux.server.config import ClusterConfig, ServiceConfig
+from pollux.server.http import report_rates
 from pollux.server.live import cluster as cluster_module
 from pollux.server.live.cluster import Cluster
 from pollux.server.live.job_table import job_token
@@ -158,6 +159,12 @@ class Metered:
         return httpx.post(f"{self.service.url}/api/v1/jobs/{job}/reports", headers=headers, content=body).status_code
 
 
+def tell_too_much(world, job, monkeypatch) -> int:
+    with monkeypatch.context() as patch:
+        patch.setattr(report_rates, "BURST_BYTES", 0)
+        return world.tell(job)
+
+
 def samples_of(text: str) -> Samples:
     return {
         (sample.name, tuple(sorted(sample.labels.items()))): sample.value
@@ -254,6 +261,7 @@ def test_every_metric_moves(tmp_path, monkeypatch):
             world.tell(first, replica="r0"),
             world.tell(first, b" " * (MAX_REPORT_BYTES + 1)),
             world.tell(first, b"{}"),
+            tell_too_much(world, first, monkeypatch),
             world.tell("other-0", token=world.service.token),  # its own token ended with it
         ]
         assert statuses == [200, *REFUSALS, 200]

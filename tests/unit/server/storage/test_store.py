@@ -14,6 +14,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pollux.api.codec import dumps
+from pollux.api.report import encode_report
 from pollux.api.report import stored as stored_report
 from pollux.errors import InvalidValueError, UnknownNameError
 from pollux.model.profile import Configuration, Timing
@@ -22,7 +24,9 @@ from pollux.scheduler.knowledge import ProfileMemory
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.loop import Scheduler, SchedulerConfig
 from pollux.scheduler.record import JobRecord
+from pollux.server.storage import report_bytes
 from pollux.server.storage.store import SqlStore
+from pollux.server.storage.time_series import TimeSeries
 from pollux.testing.examples import examples
 from pollux.types import Allocation, JobSpec, Node
 from tests.fakes import HandClock, SlowEngine
@@ -357,6 +361,39 @@ def test_pruning_keeps_the_newest(sql):
     assert sql.rounds()[-1].id > last  # ids are not used again
     with pytest.raises(InvalidValueError, match="keep_rounds"):
         sql.prune(-1, 0)
+
+
+def test_a_page_of_reports_is_bounded_in_bytes_too(sql, monkeypatch):
+    sql.save_job(make_record("a"))
+    for number in range(7):
+        sql.save_report("a", float(number), report_of("a"))
+    ids = [entry.id for entry in sql.reports("a")]
+    size = len(dumps(encode_report(report_of("a")), "report"))
+    monkeypatch.setattr(report_bytes, "ANSWER_BYTES", 3 * size)
+    assert [entry.id for entry in sql.reports("a")] == ids[-3:]
+    assert [entry.id for entry in sql.reports("a", since=ids[0])] == ids[1:4]
+    assert [entry.id for entry in sql.reports("a", since=ids[3])] == ids[4:]
+    assert [at for at, _ in TimeSeries(sql).reports("a", 100)] == [0.0, 3.0, 6.0]
+    monkeypatch.setattr(report_bytes, "ANSWER_BYTES", 1)
+    assert [entry.id for entry in sql.reports("a", since=ids[3])] == [ids[4]]
+    assert [at for at, _ in TimeSeries(sql).reports("a", 100)] == [6.0]
+
+
+def test_reports_of_a_job_are_bounded_in_bytes_too(sql, monkeypatch):
+    for name in "ab":
+        sql.save_job(make_record(name))
+    size = len(dumps(encode_report(report_of("a")), "report"))
+    monkeypatch.setattr(report_bytes, "KEEP_BYTES", 10 * size)
+    monkeypatch.setattr(report_bytes, "LOOK_BYTES", 3 * size)
+    most = 0
+    for number in range(40):
+        sql.save_reports([(float(number), report_of("a"))])
+        most = max(most, len(sql.reports("a")))
+    sql.save_reports([(0.0, report_of("b"))])
+    kept = [entry.at for entry in sql.reports("a")]
+    assert kept == [float(number) for number in range(40 - len(kept), 40)]
+    assert 10 <= len(kept) <= most <= 13
+    assert len(sql.reports("b")) == 1
 
 
 # Threads --------------------------------------------------------------------------------------
