@@ -137,6 +137,7 @@ def start_head(directory: Path, host: str) -> str:
     command = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--head", "--block"]
     command += [f"--node-ip-address={host}", f"--port={port}", "--include-dashboard=false", "--disable-usage-stats"]
     command += [f"--system-config={json.dumps(HEALTH_CHECKS)}"]
+    (directory / HEAD_BOOKS).mkdir(mode=0o700, exist_ok=True)  # Ray would make it as others may read it
     log = directory / HEAD_LOG
     env = {name: value for name, value in os.environ.items() if not name.startswith("POLLUX_")}
     env["RAY_memory_monitor_refresh_ms"] = "0"  # Ray would end workers of its own choice when memory is short

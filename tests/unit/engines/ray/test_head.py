@@ -88,6 +88,19 @@ def test_a_head_is_started_found_and_stopped(tmp_path, last_cluster):
     head.stop_head(tmp_path)  # again: there is nothing to stop
 
 
+def test_what_a_head_keeps_is_closed_to_others_before_it_starts(tmp_path, monkeypatch):
+    seen: list[int] = []
+
+    def spawn(*_: object, **__: object) -> int:
+        seen.append((tmp_path / head.HEAD_BOOKS).stat().st_mode & 0o777)
+        raise OSError("not in this test")
+
+    monkeypatch.setattr(os, "posix_spawn", spawn)
+    with pytest.raises(OSError, match="not in this test"):
+        head.start_head(tmp_path, "127.0.0.1")
+    assert seen == [0o700]
+
+
 def test_a_head_that_does_not_start_says_why(tmp_path, monkeypatch):
     pytest.importorskip("ray")
     monkeypatch.setenv("RAY_gcs_storage", "rocksdb")
