@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from pollux.client.listener import listening_users
 from pollux.errors import AccessDeniedError, InvalidValueError, PolluxError, ServerNotFoundError
+from pollux.port_users import listening_users
 from pollux.tls import CA_VARIABLE, PLAIN_VARIABLE, check_plain, client_context, is_loopback_url, is_own_address
 
 DATA_VARIABLE, URL_VARIABLE, TOKEN_VARIABLE = "POLLUX_DATA", "POLLUX_URL", "POLLUX_TOKEN"

@@ -4,8 +4,8 @@ A supervisor of one machine first sends ``challenge{nonce}``, and the first hell
 (:mod:`pollux.engines.local.secret`). The engine asks, with ``op``:
 
     hello{version, oldest?, epoch?, devices: [Device], layout?, takes_over?, proof?}
-    start{job, generation, launch, allocation}   resize{job, generation, allocation}   stop{job, grace_s, saves?, reason}
-    forget{job, generation}   shutdown{grace_s}   dump{job}   check{number, asked}
+    start{job, generation, launch, allocation}   resize{job, generation, allocation}
+    stop{job, grace_s, saves?, reason}   forget{job, generation}   shutdown{grace_s}   dump{job}   check{number, asked}
 
 and the supervisor tells, with ``event``:
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from pollux.client import Client
-from pollux.client.listener import listening_users
 from pollux.errors import ServerNotFoundError
+from pollux.port_users import listening_users
 from tests.intruder import NOBODY, PYTHON, needs_another_user
 
 # Listens where a server was, and says what came within two seconds.
