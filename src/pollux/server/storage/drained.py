@@ -49,5 +49,8 @@ class DrainedNodes:
         path.unlink(missing_ok=True)
 
     def all(self) -> frozenset[str]:
+        """Empty, too, where the leader is of a version before this table, and a standby of this one reads."""
         with self._database.reading() as connection:
+            if not sa.inspect(connection).has_table(_drained.name):
+                return frozenset()
             return frozenset(connection.scalars(sa.select(_drained.c.node)))
