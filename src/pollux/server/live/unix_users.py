@@ -7,6 +7,7 @@ closed by itself: the names of jobs are no secret.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pwd
@@ -22,6 +23,8 @@ _PASSED_ON = re.compile(
 )
 _PASSABLE, _CLOSED = 0o711, 0o700
 LOGS = "logs"  # in a job's folder
+_DEPTH = 3  # of checkpoints below the storage or data directory: the server's folder, the job's, and they
+_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 logger = logging.getLogger(__name__)
 
@@ -57,11 +60,39 @@ def give_folders(unix_user: str, data_directory: Path, job_directory: Path, chec
         logs.mkdir(mode=_CLOSED, exist_ok=True)
         logs.chmod(_CLOSED)
         if "://" not in checkpoints:
-            Path(checkpoints).mkdir(mode=0o700, parents=True, exist_ok=True)
-            descriptor = os.open(checkpoints, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                os.fchown(descriptor, entry.pw_uid, entry.pw_gid)
-            finally:
-                os.close(descriptor)
+            _give(Path(checkpoints), entry.pw_uid, entry.pw_gid)
     except OSError as error:
         raise StoreError(f"folders of user {unix_user} cannot be made: {error}; the server must be root") from error
+
+
+def _give(checkpoints: Path, user: int, group: int) -> None:
+    """Step by step below the storage, where other users may be allowed to write: a link of theirs, or a folder that
+    they have put in the place of one of ours, would have root make folders and give them away elsewhere.
+
+    Raises:
+        StoreError: one of the folders is another user's.
+        OSError: one cannot be made, or is a link.
+    """
+    base, (*ours, last) = checkpoints.parents[_DEPTH - 1], checkpoints.parts[-_DEPTH:]
+    base.mkdir(parents=True, exist_ok=True)
+    with contextlib.ExitStack() as stack:
+        folder = os.open(base, _FOLDER)
+        stack.callback(os.close, folder)
+        path = base
+        for name in ours:
+            path /= name
+            folder = _enter(stack, folder, name, 0o755)
+            if (owner := os.fstat(folder).st_uid) not in (os.geteuid(), 0):
+                raise StoreError(
+                    f"{path} is user {owner}'s, who could have checkpoints put elsewhere: remove it, or give it to the "
+                    "server's user (chown), and let no others write in the folder of --storage"
+                )
+        os.fchown(_enter(stack, folder, last, 0o700), user, group)
+
+
+def _enter(stack: contextlib.ExitStack, parent: int, name: str, mode: int) -> int:
+    with contextlib.suppress(FileExistsError):
+        os.mkdir(name, mode, dir_fd=parent)
+    folder = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=parent)
+    stack.callback(os.close, folder)
+    return folder
