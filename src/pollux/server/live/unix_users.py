@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pollux.errors import StoreError
+from pollux.server.live.checkpoint_folders import open_folder, open_parents
 
 # What a login would not set and programs need; nothing else of root's environment is passed on.
 _PASSED_ON = re.compile(
@@ -23,8 +24,6 @@ _PASSED_ON = re.compile(
 )
 _PASSABLE, _CLOSED = 0o711, 0o700
 LOGS = "logs"  # in a job's folder
-_DEPTH = 3  # of checkpoints below the storage or data directory: the server's folder, the job's, and they
-_FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 logger = logging.getLogger(__name__)
 
@@ -66,33 +65,19 @@ def give_folders(unix_user: str, data_directory: Path, job_directory: Path, chec
 
 
 def _give(checkpoints: Path, user: int, group: int) -> None:
-    """Step by step below the storage, where other users may be allowed to write: a link of theirs, or a folder that
-    they have put in the place of one of ours, would have root make folders and give them away elsewhere.
+    """Where other users may write in the storage, a link of theirs, or a folder that they have put in the place of one
+    of ours, would have root make folders and give them away elsewhere.
 
     Raises:
         StoreError: one of the folders is another user's.
         OSError: one cannot be made, or is a link.
     """
-    base, (*ours, last) = checkpoints.parents[_DEPTH - 1], checkpoints.parts[-_DEPTH:]
-    base.mkdir(parents=True, exist_ok=True)
     with contextlib.ExitStack() as stack:
-        folder = os.open(base, _FOLDER)
-        stack.callback(os.close, folder)
-        path = base
-        for name in ours:
-            path /= name
-            folder = _enter(stack, folder, name, 0o755)
+        _, *ours = open_parents(stack, checkpoints, makes=True).items()
+        for path, folder in ours:
             if (owner := os.fstat(folder).st_uid) not in (os.geteuid(), 0):
                 raise StoreError(
                     f"{path} is user {owner}'s, who could have checkpoints put elsewhere: remove it, or give it to the "
                     "server's user (chown), and let no others write in the folder of --storage"
                 )
-        os.fchown(_enter(stack, folder, last, 0o700), user, group)
-
-
-def _enter(stack: contextlib.ExitStack, parent: int, name: str, mode: int) -> int:
-    with contextlib.suppress(FileExistsError):
-        os.mkdir(name, mode, dir_fd=parent)
-    folder = os.open(name, _FOLDER | os.O_NOFOLLOW, dir_fd=parent)
-    stack.callback(os.close, folder)
-    return folder
+        os.fchown(open_folder(stack, ours[-1][1], checkpoints.name, mode=0o700), user, group)
