@@ -26,6 +26,7 @@ from pollux.cli.option_groups import expanded
 from pollux.cli.policy_options import PolicyOptions, said_settings
 from pollux.cli.server_log import LogFormat, show_log
 from pollux.cli.server_options import ClusterOptions, ManyMachinesOptions, ServiceOptions, takes_records
+from pollux.cli.terminal import visible
 from pollux.client import Client
 from pollux.client.address import (
     DATA_VARIABLE,
@@ -185,7 +186,7 @@ def _say_how_to_join(config: ServiceConfig) -> None:
         from pollux.engines.ray.head import as_others_know_it, find_address
 
         if address := find_address(config.address, config.data_directory):
-            say(f"Other machines join by: ray start --address={as_others_know_it(address)}")
+            say(f"Other machines join by: ray start --address={visible(as_others_know_it(address))}")
 
 
 def _say_where(service: Service | Standby) -> None:

@@ -10,13 +10,13 @@ import os
 import socket
 import ssl
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from pollux.client.listener import listening_users
 from pollux.errors import AccessDeniedError, InvalidValueError, PolluxError, ServerNotFoundError
+from pollux.port_users import listening_users
 from pollux.tls import CA_VARIABLE, PLAIN_VARIABLE, check_plain, client_context, is_loopback_url, is_own_address
 
 DATA_VARIABLE, URL_VARIABLE, TOKEN_VARIABLE = "POLLUX_DATA", "POLLUX_URL", "POLLUX_TOKEN"
@@ -40,6 +40,23 @@ class Address:
     def may_follow(self, leader: str) -> bool:
         """Whether a standby's word for the server that leads is one to go by: never from https to http."""
         return _is_url(leader) and urlsplit(leader).scheme == urlsplit(self.url).scheme
+
+    def followed(self, leader: str) -> Address:
+        """That of the server that leads, as a standby told. Where it is on this machine, it has to be of the same user
+        as the one that was asked: any user can take the port of a leader that has ended.
+        """
+        is_here = is_loopback_url(leader) or is_own_address(leader)
+        return replace(self, url=leader, pid=None, owner=self._trusted_user() if is_here else None)
+
+    def _trusted_user(self) -> int:
+        """Whose server has the token already; if that is not known, this user."""
+        if self.owner is not None:
+            return self.owner
+        parts = urlsplit(self.url)
+        is_here = is_loopback_url(self.url) or is_own_address(self.url)
+        users = listening_users(parts.hostname or "", parts.port or 80) if is_here else None
+        others = (users or set()) - {os.geteuid(), 0}
+        return others.pop() if len(others) == 1 else os.geteuid()
 
     def context(self) -> ssl.SSLContext:
         """Checks the server's certificate. Reading whom to trust takes long, and is left out for plain http."""

@@ -13,7 +13,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Self, TypeVar
@@ -471,7 +471,7 @@ class Client(Shipping):
         if response.status_code != httpx.codes.SERVICE_UNAVAILABLE or not self.address.may_follow(leader):
             return False
         check_plain(leader, self._asked_for[-1] or os.environ.get(PLAIN_VARIABLE) == "1")
-        self.address = replace(self.address, url=leader, pid=None, owner=None)
+        self.address = self.address.followed(leader)
         return True
 
     @contextlib.contextmanager

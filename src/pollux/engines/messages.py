@@ -4,8 +4,8 @@ A supervisor of one machine first sends ``challenge{nonce}``, and the first hell
 (:mod:`pollux.engines.local.secret`). The engine asks, with ``op``:
 
     hello{version, oldest?, epoch?, devices: [Device], layout?, takes_over?, proof?}
-    start{job, generation, launch, allocation}   resize{job, generation, allocation}   stop{job, grace_s, saves, reason}
-    forget{job, generation}   shutdown{grace_s}   dump{job}   check{number, asked}
+    start{job, generation, launch, allocation}   resize{job, generation, allocation}
+    stop{job, grace_s, saves?, reason}   forget{job, generation}   shutdown{grace_s}   dump{job}   check{number, asked}
 
 and the supervisor tells, with ``event``:
 
@@ -18,7 +18,9 @@ and the supervisor tells, with ``event``:
     checked{number, nodes: {name: findings}}
 
 ``version`` is what a side speaks, ``oldest`` what it still understands; both speak the newest that they share. So a
-server and a supervisor of neighbouring versions work together, and either can be upgraded first.
+server and a supervisor of neighbouring versions work together, and either can be upgraded first. A field with ``?`` may
+be missing: then the supervisor does what it did before there was this field. ``saves``: the job may save before it
+leaves.
 
 ``layout`` asks a supervisor to make slots of its machine's GPUs, and to tell when they change; ``devices`` are then not
 used. In ``gave_up``, ``node`` is "" when slots of the job are gone and no node is to blame.

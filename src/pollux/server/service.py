@@ -40,6 +40,7 @@ from pollux.server.present.metrics import counted_log
 from pollux.server.standby import TOKEN_FILE, Standby
 from pollux.server.storage.backup import DATABASE_FILE, keep_copy_of_other_version, note_database
 from pollux.server.storage.database import require_content
+from pollux.server.storage.drained import DrainedNodes
 from pollux.server.storage.files import SERVER_FILE, locked, make_directory, read_object, write_whole
 from pollux.server.storage.leadership import FIRST_PAUSE_S, LONGEST_PAUSE_S, Leadership
 from pollux.server.storage.restore import finish_restore
@@ -157,6 +158,7 @@ class Service:
         store = self._connect(stack)
         if store.names() and (copy := keep_copy_of_other_version(directory, database or directory / STORE_FILE)):
             logger.info("another version of Pollux was here before: a backup is in %s", copy)
+        DrainedNodes(store).take_over(directory)
         note_database(directory, database)
         return store
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
+import os
 import sqlite3
 import warnings
 from collections.abc import Iterator, Mapping
@@ -84,6 +85,16 @@ def _guarded(doing: str) -> Iterator[None]:
         raise StoreError(f"{doing} failed: {str(error) or repr(error)}") from error
 
 
+def _make_private(path: Path) -> None:
+    """Studies hold environments of jobs. The file is its owner's alone before there is anything in it: who has opened
+    it once goes on to read it. SQLite's other files have its mode.
+    """
+    try:
+        os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC, 0o600))
+    except FileExistsError:
+        path.chmod(0o600)
+
+
 def _write_ahead(engine: sa.Engine) -> None:
     """As the server's own database: Optuna asks for a trial in a dozen transactions, which do not wait for the disk."""
 
@@ -111,10 +122,10 @@ class StudyStorage:
             return
         self.url = f"sqlite:///{path}"
         with _guarded(f"opening the studies in {path}"):
+            _make_private(path)
             # Waits for its lock as long as others (Optuna's dashboard, say) may write.
             self._storage = RDBStorage(self.url, engine_kwargs={"connect_args": {"timeout": 10}})
             _write_ahead(self._storage.engine)
-        path.chmod(0o600)
 
     def close(self) -> None:
         self._storage.remove_session()

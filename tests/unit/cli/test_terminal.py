@@ -5,16 +5,18 @@ from __future__ import annotations
 import contextlib
 import io
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
-from pollux.cli import api
+from pollux.cli import api, up
 from pollux.cli.app import app
 from pollux.cli.jobs import print_lines
 from pollux.cli.terminal import visible
 from pollux.client.client import Answer
+from pollux.server.config import ServiceConfig
 
 
 class Terminal(io.StringIO):
@@ -60,3 +62,12 @@ def test_an_answer_of_text_is_shown_to_a_terminal_without_escapes(monkeypatch):
 def test_an_error_is_shown_without_escapes(tmp_path):
     found = CliRunner().invoke(app, ["ls", "--data", f"{tmp_path}/\x1b[2J"])
     assert found.exit_code == 2 and "^[[2J" in found.stderr and "\x1b" not in found.stderr
+
+
+def test_the_address_of_a_ray_cluster_cannot_write_over_what_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("psutil")
+    monkeypatch.setenv("RAY_ADDRESS", "host\x1b[2K:1")
+    up._say_how_to_join(ServiceConfig(data_directory=tmp_path, engine="ray"))
+    assert capsys.readouterr().err == "Other machines join by: ray start --address=host^[[2K:1\n"

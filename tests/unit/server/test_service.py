@@ -29,6 +29,7 @@ from pollux.server.config import ServiceConfig
 from pollux.server.listener import DEFAULT_PORT
 from pollux.server.live.factory import environment_of_jobs
 from pollux.server.service import Service, serve
+from pollux.server.storage.drained import DrainedNodes
 from pollux.server.storage.store import SqlStore
 from pollux.version import __version__
 from tests.leftovers import processes_in
@@ -48,6 +49,14 @@ def fake_service(directory, **options):
 
 def mode(path):
     return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_nodes_that_were_drained_before_an_upgrade_stay_so(tmp_path):
+    tmp_path.chmod(0o700)
+    (tmp_path / "draining.json").write_text('["node-1"]')
+    with fake_service(tmp_path), SqlStore(tmp_path / "pollux.db") as store:
+        assert DrainedNodes(store).all() == {"node-1"}
+    assert not (tmp_path / "draining.json").exists()
 
 
 def test_a_service_says_where_it_is_while_it_is_there(tmp_path):

@@ -109,6 +109,18 @@ def test_a_server_with_a_file_for_a_database_is_kept_out(config, leader):
         Service(ServiceConfig(data_directory=config.data_directory, port=0), fake_cluster).start()
 
 
+def test_it_stands_by_beside_a_leader_of_the_version_before(postgres, tmp_path):
+    """That has not made the newest table."""
+    name = postgres.new_database()
+    config = ServiceConfig(data_directory=tmp_path / "data", database=postgres.url(name), port=0)
+    with Service(config, fake_cluster):
+        postgres.execute("DROP TABLE drained", name)
+        leadership = leadership_of(config)
+        with Standby(config, leadership) as standby:
+            assert ask(standby, "GET", "/api/v1/nodes").status_code == 200
+        leadership.close()
+
+
 def test_it_cannot_stand_by_on_another_machine(config, leader, monkeypatch):
     monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
     leadership = leadership_of(config)

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 pytest.importorskip("optuna", reason="studies need the extra tune")
+
+from optuna.storages import RDBStorage
 
 from pollux.api.request import JobRequest
 from pollux.api.space import parse_parameter
@@ -16,6 +21,28 @@ from pollux.tune.storage import StoredStudy, StudyStorage, make_sampler
 
 SPACE = tuple(map(parse_parameter, ("lr=log:1e-4..1.0", "momentum=0.5..0.99", "width=choice:8,16")))
 REQUEST = StudyRequest(job=JobRequest(command=("python", "x.py")), name="s", space=SPACE, metric="loss", seed=5)
+
+
+def test_studies_are_never_open_to_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even while the tables are made: who has opened the file once can read all that is written later."""
+    path = tmp_path / "studies.db"
+    modes: list[int] = []
+
+    class Watched(RDBStorage):
+        def __init__(self, *given: Any, **named: Any) -> None:
+            modes.append(path.stat().st_mode & 0o777)
+            super().__init__(*given, **named)
+
+    monkeypatch.setattr(storage, "RDBStorage", Watched)
+    before = os.umask(0)
+    try:
+        made = StudyStorage(path)
+        made.create(REQUEST, 0.0)
+        modes += [one.stat().st_mode & 0o777 for one in tmp_path.iterdir()]
+        made.close()
+    finally:
+        os.umask(before)
+    assert len(modes) == 4 and set(modes) == {0o600}  # with the log and its index
 
 
 def study_with_history(sampler: str) -> StoredStudy:

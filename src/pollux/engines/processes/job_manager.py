@@ -315,7 +315,8 @@ class JobManager:
             self._tell(entry.end)
         else:
             logger.info("%s: stop: %s", entry.job, message["reason"])
-            self._stop(entry, float(message["grace_s"]), bool(message["saves"]))
+            # A server of the version before says nothing of it: its jobs save.
+            self._stop(entry, float(message["grace_s"]), bool(message.get("saves", True)))
 
     def dump(self, message: Message) -> None:
         entry = self._entries.get(message["job"])

@@ -1,5 +1,8 @@
 """Which Ray cluster to use: the one that is named, the one that runs here, or a head of our own. The server calls it.
 
+A Ray cluster can run code as every user that joins it. So one that was not named is joined only if no other user than
+this one and root can have put it here.
+
 A head of our own outlives the server, as jobs do. It is known by a file in the data directory, ends with the jobs, and
 looks for lost nodes often (HEALTH_CHECKS). What it knows is in a folder beside that file, so that one that dies can be
 started again and its nodes come back. Ray is not imported here.
@@ -8,6 +11,8 @@ started again and its nodes come back. Ray is not imported here.
 from __future__ import annotations
 
 import contextlib
+import errno
+import ipaddress
 import json
 import logging
 import os
@@ -22,8 +27,9 @@ from pathlib import Path
 
 import psutil
 
-from pollux.engines.ray.network import can_connect, free_port
+from pollux.engines.ray.network import can_connect, free_port, interface_of
 from pollux.errors import EngineError
+from pollux.port_users import listening_users
 
 HEAD_FILE, HEAD_LOG, HEAD_BOOKS = "ray-head.json", "ray-head.log", "ray-head-books"
 START_TIMEOUT_S, STOP_TIMEOUT_S = 60.0, 20.0
@@ -37,6 +43,7 @@ HEALTH_CHECKS = {
     "health_check_failure_threshold": 3,
 }
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_MAX_ADDRESS = 300  # characters
 logger = logging.getLogger(__name__)
 _LAST_CLUSTER = "ray/ray_current_cluster"  # where `ray start` notes it, in its folder for temporary files
 
@@ -49,18 +56,59 @@ def find_address(address: str | None, directory: Path, env: Mapping[str, str] = 
         return env["RAY_ADDRESS"]
     if (own := own_head(directory)) is not None:
         return own
-    with contextlib.suppress(OSError):
-        found = _last_cluster(env).read_text().strip()
-        host, _, port = found.rpartition(":")
-        if host and port.isdecimal() and not can_connect(host, int(port), 2.0):
-            return found
+    if (found := _cluster_here(env)) is not None:
+        return found
     if address == "auto":
         raise EngineError("no Ray runs on this machine: start one (`ray start --head`), or leave --address out")
     return None
 
 
+def _cluster_here(env: Mapping[str, str]) -> str | None:
+    """The cluster that was last started on this machine, if it answers, and is this user's or root's."""
+    noted = _last_cluster(env)
+    try:
+        found = _read_noted(noted)
+        host, _, port = found.rpartition(":")
+        if not host or not port.isdecimal() or can_connect(host.strip("[]"), int(port), 2.0):
+            return None
+        if not _is_of_others(host.strip("[]"), int(port)):
+            return found
+        why = f"another user's program listens at {found}"
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        why = error.strerror or str(error)
+    logger.warning("the Ray cluster in %s is not joined: %s; --address names one to join", noted, why)
+    return None
+
+
 def _last_cluster(env: Mapping[str, str]) -> Path:
     return Path(env.get("RAY_TMPDIR") or env.get("TMPDIR") or "/tmp", _LAST_CLUSTER)
+
+
+def _read_noted(path: Path) -> str:
+    """Raises OSError: it is not there, or other users than this one and root may have written it."""
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    try:
+        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+        with open(os.open(path.name, flags, dir_fd=folder), encoding="utf-8", errors="replace") as file:
+            for one in (folder, file.fileno()):
+                if (user := os.fstat(one).st_uid) not in (os.geteuid(), 0):
+                    raise PermissionError(errno.EPERM, f"the {'folder' if one == folder else 'file'} is user {user}'s")
+            return file.read(_MAX_ADDRESS).strip()
+    finally:
+        os.close(folder)
+
+
+def _is_of_others(host: str, port: int) -> bool:
+    """Whether programs of other users than this one and root take connections there, if that is on this machine."""
+    for *_, place in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+        address = str(place[0])
+        if ipaddress.ip_address(address.partition("%")[0]).is_loopback or interface_of(address) is not None:
+            users = listening_users(address, port)
+            if users is not None and (not users or users - {os.geteuid(), 0}):
+                return True
+    return False
 
 
 def as_others_know_it(address: str) -> str:
@@ -71,12 +119,23 @@ def as_others_know_it(address: str) -> str:
     host, _, port = address.rpartition(":")
     if host.strip("[]") not in LOOPBACK:
         return address
-    for process in psutil.process_iter(["name", "cmdline"]):
-        words = process.info["cmdline"] or []
-        if process.info["name"] == "gcs_server" and f"--gcs_server_port={port}" in words:
+    for process in psutil.process_iter(["name", "cmdline", "uids"]):
+        words, users = process.info["cmdline"] or [], process.info["uids"]
+        # Any user can start a process with this name and these words.
+        is_trusted = users is not None and users.real in (os.geteuid(), 0)
+        if is_trusted and process.info["name"] == "gcs_server" and f"--gcs_server_port={port}" in words:
             known = [word.partition("=")[2] for word in words if word.startswith("--node-ip-address=")]
-            return f"{known[0]}:{port}" if known else address
+            if known and _is_ip(known[0]):
+                return f"{known[0]}:{port}"
     return address
+
+
+def _is_ip(text: str) -> bool:
+    try:
+        ipaddress.ip_address(text)
+    except ValueError:
+        return False
+    return "%" not in text  # after it may come anything
 
 
 def own_address(towards: str | None) -> str:
@@ -102,7 +161,9 @@ def own_head(directory: Path) -> str | None:
 def is_dead(directory: Path) -> bool:
     """Whether a head was started here, was not stopped, and is gone."""
     found = _read(directory)
-    return found is not None and found.head is None and bool(can_connect(found.host, found.port, 1.0))
+    if found is None or found.head is not None:
+        return False
+    return bool(can_connect(found.host, found.port, 1.0)) or _is_of_others(found.host, found.port)
 
 
 def revive_head(directory: Path, address: str) -> None:
@@ -129,7 +190,7 @@ def start_head(directory: Path, host: str) -> str:
         _end(before.rest)  # what is left of it
         with contextlib.suppress(OSError):  # else Ray takes other nodes on this machine for a head that still runs
             noted = _last_cluster(os.environ)
-            if noted.read_text().strip().endswith(f":{port}"):
+            if _read_noted(noted).endswith(f":{port}"):
                 noted.unlink()
     else:
         shutil.rmtree(directory / HEAD_BOOKS, ignore_errors=True)
@@ -137,6 +198,7 @@ def start_head(directory: Path, host: str) -> str:
     command = [sys.executable, "-c", "from ray.scripts.scripts import main; main()", "start", "--head", "--block"]
     command += [f"--node-ip-address={host}", f"--port={port}", "--include-dashboard=false", "--disable-usage-stats"]
     command += [f"--system-config={json.dumps(HEALTH_CHECKS)}"]
+    (directory / HEAD_BOOKS).mkdir(mode=0o700, exist_ok=True)  # Ray would make it as others may read it
     log = directory / HEAD_LOG
     env = {name: value for name, value in os.environ.items() if not name.startswith("POLLUX_")}
     env["RAY_memory_monitor_refresh_ms"] = "0"  # Ray would end workers of its own choice when memory is short

@@ -12,7 +12,9 @@ def write_probe(storage: str | None, cluster: str) -> str | None:
         return storage
     os.makedirs(storage, exist_ok=True)
     path = os.path.join(storage, f".pollux-{cluster}")
-    with open(path, "w", encoding="utf-8") as file:
+    # A link in its place would have root write over another file.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
+    with open(os.open(path, flags, 0o644), "w", encoding="utf-8") as file:
         file.write("Pollux looks for this file to see whether a node shares this folder.\n")
     return path
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import shutil
+import stat
 from collections.abc import Callable
 from pathlib import Path
 
 from pollux.api.cluster import Pruned
+from pollux.server.live.checkpoint_folders import open_parents
 from pollux.server.live.job_table import JobTable
 from pollux.server.storage.retention import count_rows, ended_before, forget
 from pollux.server.storage.store import SqlStore
@@ -41,7 +44,7 @@ class Retention:
             self._store.require_leader()
             for name in names:
                 if "://" not in checkpoints[name]:
-                    _remove(Path(checkpoints[name]))
+                    _remove_checkpoints(Path(checkpoints[name]))
                 _remove(self._jobs.directory_of(name))
             forget(self._store, names)
             self._jobs.forget(names)
@@ -75,7 +78,23 @@ def _remove(folder: Path) -> None:
             folder.unlink()
         elif folder.exists():
             shutil.rmtree(folder)
-        if folder.name == "checkpoints" and folder.parent.exists() and not any(folder.parent.iterdir()):
-            folder.parent.rmdir()
+    except OSError as error:
+        logger.warning("%s is left: %s", folder, error)
+
+
+def _remove_checkpoints(folder: Path) -> None:
+    """Nor is a link followed that is on the way there from the storage. The job's folder goes, too, if it is empty."""
+    try:
+        with contextlib.ExitStack() as stack:
+            *_, server, job = open_parents(stack, folder, makes=False).values()
+            with contextlib.suppress(FileNotFoundError):
+                if stat.S_ISDIR(os.stat(folder.name, dir_fd=job, follow_symlinks=False).st_mode):
+                    shutil.rmtree(folder.name, dir_fd=job)
+                else:
+                    os.unlink(folder.name, dir_fd=job)
+            if not os.listdir(job):
+                os.rmdir(folder.parent.name, dir_fd=server)
+    except FileNotFoundError:
+        return  # there never were any
     except OSError as error:
         logger.warning("%s is left: %s", folder, error)

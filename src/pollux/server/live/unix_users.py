@@ -7,6 +7,7 @@ closed by itself: the names of jobs are no secret.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import pwd
@@ -15,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from pollux.errors import StoreError
+from pollux.server.live.checkpoint_folders import open_folder, open_parents
 
 # What a login would not set and programs need; nothing else of root's environment is passed on.
 _PASSED_ON = re.compile(
@@ -57,11 +59,25 @@ def give_folders(unix_user: str, data_directory: Path, job_directory: Path, chec
         logs.mkdir(mode=_CLOSED, exist_ok=True)
         logs.chmod(_CLOSED)
         if "://" not in checkpoints:
-            Path(checkpoints).mkdir(mode=0o700, parents=True, exist_ok=True)
-            descriptor = os.open(checkpoints, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                os.fchown(descriptor, entry.pw_uid, entry.pw_gid)
-            finally:
-                os.close(descriptor)
+            _give(Path(checkpoints), entry.pw_uid, entry.pw_gid)
     except OSError as error:
         raise StoreError(f"folders of user {unix_user} cannot be made: {error}; the server must be root") from error
+
+
+def _give(checkpoints: Path, user: int, group: int) -> None:
+    """Where other users may write in the storage, a link of theirs, or a folder that they have put in the place of one
+    of ours, would have root make folders and give them away elsewhere.
+
+    Raises:
+        StoreError: one of the folders is another user's.
+        OSError: one cannot be made, or is a link.
+    """
+    with contextlib.ExitStack() as stack:
+        _, *ours = open_parents(stack, checkpoints, makes=True).items()
+        for path, folder in ours:
+            if (owner := os.fstat(folder).st_uid) not in (os.geteuid(), 0):
+                raise StoreError(
+                    f"{path} is user {owner}'s, who could have checkpoints put elsewhere: remove it, or give it to the "
+                    "server's user (chown), and let no others write in the folder of --storage"
+                )
+        os.fchown(open_folder(stack, ours[-1][1], checkpoints.name, mode=0o700), user, group)

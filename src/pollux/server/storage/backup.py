@@ -24,13 +24,14 @@ from typing import BinaryIO, Literal
 from pollux.engines.processes.log_cap import content_begin
 from pollux.errors import InputFileError, StoreError
 from pollux.server.storage.database_copy import Contents, check_sqlite, copy_database, copy_sqlite, read_contents
+from pollux.server.storage.drained import DRAINING_FILE
 from pollux.server.storage.files import read_object, write_object
 from pollux.server.storage.postgres import is_postgres
 from pollux.version import __version__
 
 FORMAT = 1
 MANIFEST, STORE, STUDIES = "backup.json", "pollux.db", "studies.db"
-PLAIN_FILES = ("token", "secret", "port", "node-seconds.json", "settings.json", "storage.json")
+PLAIN_FILES = ("token", "secret", "port", DRAINING_FILE, "node-seconds.json", "settings.json", "storage.json")
 DATABASES = (STORE, STUDIES)
 Folder = Literal["logs", "checkpoints"]
 FOLDERS: tuple[Folder, ...] = ("logs", "checkpoints")

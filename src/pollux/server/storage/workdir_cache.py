@@ -28,6 +28,13 @@ class Tidied:
     num_bytes: int = 0
 
 
+def count_bytes(store: CodeStore, in_use: Collection[str]) -> tuple[int, int]:
+    """Of all files, and of those that the directories ``in_use`` need."""
+    sizes = _sizes(Path(store.root))
+    needed = {one for id_ in in_use for one in _files_of(store, id_)}
+    return sum(sizes.values()), sum(sizes.get(one, 0) for one in needed)
+
+
 def tidy(store: CodeStore, in_use: Collection[str], max_bytes: int, now: float) -> Tidied:
     """Remove lists of directories, the least recently used first, until what the others need is within the bound.
 
@@ -36,7 +43,7 @@ def tidy(store: CodeStore, in_use: Collection[str], max_bytes: int, now: float) 
     root = Path(store.root)
     if "://" in store.root or not root.is_dir():
         return Tidied()
-    sizes = {path.name: path.stat().st_size for path in root.glob("files/*/*") if not path.name.endswith(".new")}
+    sizes = _sizes(root)
     if sum(sizes.values()) <= max_bytes:
         return Tidied()
     used_at = {path.stem: path.stat().st_mtime for path in root.glob("lists/*.json")}
@@ -68,6 +75,16 @@ def tidy(store: CodeStore, in_use: Collection[str], max_bytes: int, now: float) 
     if gone or num_files:
         logger.info("removed %d working directories that were not used lately: %d bytes", len(gone), num_bytes)
     return Tidied(num_directories=len(gone), num_files=num_files, num_bytes=num_bytes)
+
+
+def _sizes(root: Path) -> dict[str, int]:
+    """Of the files that are here as a whole."""
+    sizes = {}
+    for path in root.glob("files/*/*"):
+        if not path.name.endswith(".new"):
+            with contextlib.suppress(FileNotFoundError):
+                sizes[path.name] = path.stat().st_size
+    return sizes
 
 
 def _files_of(store: CodeStore, id_: str) -> set[str]:

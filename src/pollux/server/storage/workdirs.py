@@ -9,10 +9,11 @@ a hash must not be enough to get the content. A ``sender`` of None is an admin, 
 
 from __future__ import annotations
 
+import contextlib
 import tarfile
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import IO
 
 from pollux.api.request import JobRequest, find_script
@@ -28,7 +29,7 @@ from pollux.api.workdir import (
 )
 from pollux.engines.code_store import CodeStore
 from pollux.errors import InvalidValueError, StoreError
-from pollux.server.storage.workdir_cache import tidy
+from pollux.server.storage.workdir_cache import count_bytes, tidy
 
 KEPT_LIMITS = 16  # so many directories of the largest size are kept
 FOLDER = "workdirs"
@@ -44,9 +45,11 @@ class Workdirs:
         in_use: Callable[[], Collection[str]] = frozenset,
         max_kept_bytes: int | None = None,
     ) -> None:
-        """``in_use``: ids of directories of jobs that are not over. ``max_kept_bytes``: of all directories."""
+        """``in_use``: ids of directories of jobs that are not over. ``max_kept_bytes``: of all other directories."""
         self._in_use, self._turn = in_use, threading.Lock()
         self._max_kept_bytes = KEPT_LIMITS * max_bytes if max_kept_bytes is None else max_kept_bytes
+        # Guarded by the turn: bytes that are here or arrive, of those the ones that arrive, and how many there may be.
+        self._num_bytes, self._num_arriving, self._most_bytes = 0, 0, 0
         self.store = CodeStore(f"{storage.rstrip('/')}/{FOLDER}")
         self.store.close_to_others()
         self.limits = WorkdirLimits(max_bytes=max_bytes, max_files=MAX_FILES)
@@ -87,7 +90,7 @@ class Workdirs:
 
         Raises:
             InvalidValueError: it is no such archive, holds more than a directory may, or the bytes of a file have
-                another hash. Files before that one are kept.
+                another hash; or there would be more of all users' files than are kept. Files before that one are kept.
         """
         num_files, left = 0, self.limits.max_bytes
         try:
@@ -103,13 +106,50 @@ class Workdirs:
                         raise InvalidValueError(
                             f"{member.name!r:.80} in a bundle; plain files named by their hash are needed"
                         )
-                    left -= self.store.put_file(member.name, content, left)
+                    with self._room_for(member.name, member.size):
+                        left -= self.store.put_file(member.name, content, left)
                     if sender is not None:
                         self.store.note_sent(sender, "files", member.name)
                     num_files += 1
         except tarfile.TarError as error:
             raise InvalidValueError(f"the body is no tar archive: {error}") from error
         return num_files
+
+    @contextlib.contextmanager
+    def _room_for(self, sha256: str, size_bytes: int) -> Iterator[None]:
+        """Counts a file that arrives. Storage behind a URL has no bound, and a file that is here takes no more room.
+
+        Raises:
+            InvalidValueError: there would be more than are kept, also without what may go.
+        """
+        if "://" in self.store.root or self.store.sizes([sha256]):
+            yield
+            return
+        with self._turn:
+            if self._num_bytes + size_bytes > self._most_bytes:
+                self._count()
+            if self._num_bytes + size_bytes > self._most_bytes:
+                raise InvalidValueError(
+                    f"working directories have {self._num_bytes / 2**20:.1f} MiB, and {self._most_bytes / 2**20:.1f} "
+                    "MiB may be kept: what no job needs goes an hour after it was sent; try again then (the bound "
+                    "grows with pollux up --max-workdir)"
+                )
+            self._num_bytes, self._num_arriving = self._num_bytes + size_bytes, self._num_arriving + size_bytes
+        is_kept = False
+        try:
+            yield
+            is_kept = True
+        finally:
+            with self._turn:
+                self._num_arriving -= size_bytes
+                self._num_bytes -= 0 if is_kept else size_bytes
+
+    def _count(self) -> None:
+        """Anew, after what may go has gone. In between only what arrives is added."""
+        in_use = self._in_use()
+        tidy(self.store, in_use, self._max_kept_bytes, time.time())
+        num_bytes, num_needed = count_bytes(self.store, in_use)
+        self._num_bytes, self._most_bytes = num_bytes + self._num_arriving, self._max_kept_bytes + num_needed
 
     def check_sender(self, workdir: str, sender: str | None) -> None:
         """Raises:

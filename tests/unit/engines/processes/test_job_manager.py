@@ -13,10 +13,12 @@ import pytest
 pytest.importorskip("psutil")
 
 from pollux.engines.launch import Launch
+from pollux.engines.messages import PROTOCOL_VERSION
 from pollux.engines.processes.devices import Device
 from pollux.engines.processes.job_manager import JobManager
 from pollux.engines.processes.layout import detect_nodes
 from pollux.engines.processes.replica_job import JobOrder, NodeFailure
+from pollux.engines.processes.request_handler import RequestHandler
 from pollux.engines.processes.slots import Phase, ReplicaView, Slot
 from pollux.engines.processes.space import SpaceWatch
 from pollux.engines.transport import Message
@@ -35,6 +37,7 @@ class FakeProcesses:
         self.blame: NodeFailure | None = None
         self.given_up: list[NodeFailure] = []
         self.is_stopping = False
+        self.saves: bool | None = None  # as it was told when it was to leave
         self.waited_s: float | None = None  # for its processes to end
 
     @property
@@ -64,7 +67,7 @@ class FakeProcesses:
         return self.result
 
     def request_stop(self, grace_s: float = 0.0, saves: bool = True) -> None:
-        self.is_stopping = True
+        self.is_stopping, self.saves = True, saves
         self.leaving, self.members = self.leaving + self.members, []
 
     def dump_stacks(self) -> None: ...
@@ -140,6 +143,19 @@ class Cluster:
 @pytest.fixture
 def cluster(tmp_path: Path) -> Cluster:
     return Cluster(tmp_path)
+
+
+@pytest.mark.parametrize(("said", "saves"), [({}, True), ({"saves": True}, True), ({"saves": False}, False)])
+def test_a_stop_from_a_server_of_the_version_before_ends_the_job_which_saves(cluster, said, saves):
+    """It says nothing of ``saves``."""
+    cluster.start("a", 1, ("node-0", 1))
+    processes = cluster.processes("a")
+    handler = RequestHandler(cluster.manager, cluster.told.append, where="here")
+    handler.obey({"op": "hello", "version": PROTOCOL_VERSION, "oldest": PROTOCOL_VERSION - 1, "devices": None})
+    handler.obey({"op": "stop", "job": "a", "grace_s": 30.0, "reason": "cancelled", **said})
+    assert (processes.is_stopping, processes.saves) == (True, saves)
+    cluster.leave("a")
+    assert ("stopped", "a", 1) in [(one["event"], one.get("job"), one.get("generation")) for one in cluster.told]
 
 
 def test_the_lowest_free_slots_and_those_it_has(cluster):

@@ -16,6 +16,14 @@ def test_a_node_that_shares_the_storage_can_use_it(tmp_path: Path) -> None:
     assert os.listdir(tmp_path / "storage") == [".pollux-c"]  # nothing is left
 
 
+def test_a_link_in_the_place_of_the_file_is_not_written_through(tmp_path: Path) -> None:
+    (tmp_path / "precious").write_text("keep me")
+    (tmp_path / ".pollux-c").symlink_to("precious")
+    with pytest.raises(OSError, match="symbolic link"):
+        write_probe(str(tmp_path), "c")
+    assert (tmp_path / "precious").read_text() == "keep me"
+
+
 def test_a_node_without_the_storage_says_so(tmp_path: Path) -> None:
     problem = storage_problem(str(tmp_path / "storage" / ".pollux-c"))
     assert problem.startswith(f"it does not see the storage at {tmp_path / 'storage'}")

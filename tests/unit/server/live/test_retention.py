@@ -95,6 +95,29 @@ def test_a_link_in_the_place_of_checkpoints_is_not_followed(world: World, tmp_pa
     assert not (world.directory / "jobs" / "old-0").exists()
 
 
+@pytest.mark.parametrize("where", ["pollux-1", "pollux-1/old-0", "pollux-1/old-0/checkpoints"])
+def test_a_link_on_the_way_to_checkpoints_is_not_followed(world: World, tmp_path: Path, where: str) -> None:
+    """Who can write in the folder of ``--storage`` can make one."""
+    storage, precious = tmp_path / "storage", tmp_path / "precious"
+    kept = [precious / path / "file" for path in ("old-0/checkpoints", "checkpoints", ".")]
+    for path in kept:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("keep me")
+    others = storage / "pollux-1" / "old-1" / "checkpoints"
+    link = storage / where
+    if where != "pollux-1":
+        others.mkdir(parents=True)
+        (others / "file").write_text("state")
+    link.parent.mkdir(parents=True, exist_ok=True)
+    link.symlink_to(precious)
+    settings = LaunchSettings(
+        secret="s", url="", directory=world.directory, environment={}, storage=str(storage / "pollux-1")
+    )
+    Retention(JobTable(world.store, settings), world.store, lambda: NOW).prune(500.0, is_dry_run=False)
+    assert [path.read_text() for path in kept] == ["keep me"] * 3
+    assert not others.parent.exists()
+
+
 def test_the_energy_of_pruned_jobs_stays_in_the_sum(world: World) -> None:
     readings = ReadingStore(world.store)
     before = readings.energies()

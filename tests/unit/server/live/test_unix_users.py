@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
@@ -13,8 +14,10 @@ import pytest
 from pollux.api.access import TeamChange, UserChange
 from pollux.api.request import JobRequest
 from pollux.engines.processes.starters import ColdStarter
+from pollux.errors import StoreError
+from pollux.server.live.unix_users import give_folders
 from pollux.server.storage.files import SETTINGS_FILE, DecisionSettings, write_decision_settings
-from tests.intruder import needs_another_user, run_as_nobody
+from tests.intruder import NOBODY, needs_another_user, run_as_nobody
 from tests.unit.server.live.world import World
 
 pytestmark = needs_another_user
@@ -67,3 +70,39 @@ def test_another_user_reads_no_logs_and_no_checkpoints(world: World) -> None:
     assert json.loads((data / SETTINGS_FILE).read_text())["policy"] == "a secret"
     paths += [data / SETTINGS_FILE, data / "pollux.db", data / "jobs" / "of-ada", data / "jobs"]
     assert run_as_nobody(LOOK, *map(str, paths)) == ""
+
+
+@pytest.mark.parametrize("where", ["pollux-1", "pollux-1/job", "pollux-1/job/checkpoints"])
+@pytest.mark.parametrize("is_link", [True, False])
+def test_what_another_user_has_put_into_the_storage_gives_nothing_away(
+    tmp_path: Path, where: str, is_link: bool
+) -> None:
+    """Who can write in the folder of ``--storage`` can also replace what is in it."""
+    data, storage, elsewhere = (tmp_path / name for name in ("data", "storage", "elsewhere"))
+    for folder in (data, storage, elsewhere):
+        folder.mkdir()
+    planted = storage / where
+    planted.parent.mkdir(parents=True, exist_ok=True)
+    if is_link:
+        planted.symlink_to(elsewhere)
+    else:
+        planted.mkdir()
+        os.chown(planted, NOBODY, NOBODY)
+    checkpoints = storage / "pollux-1" / "job" / "checkpoints"
+    if planted == checkpoints and not is_link:  # of its user before
+        give_folders(UNIX_USER, data, data / "jobs" / "job", str(checkpoints))
+        assert checkpoints.owner() == UNIX_USER
+    else:
+        with pytest.raises(StoreError, match=f"'{planted.name}'|is user {NOBODY}'s, who could"):
+            give_folders(UNIX_USER, data, data / "jobs" / "job", str(checkpoints))
+    assert elsewhere.stat().st_uid == 0 and list(elsewhere.iterdir()) == []
+
+
+def test_folders_in_the_storage_are_made_and_given(tmp_path: Path) -> None:
+    data, storage = tmp_path / "data", tmp_path / "new" / "storage"
+    data.mkdir()
+    checkpoints = storage / "pollux-1" / "job" / "checkpoints"
+    for _ in range(2):  # at each start
+        give_folders(UNIX_USER, data, data / "jobs" / "job", str(checkpoints))
+        assert checkpoints.owner() == UNIX_USER and checkpoints.stat().st_mode & 0o777 == 0o700
+        assert checkpoints.parent.owner() == "root" and checkpoints.parent.stat().st_mode & 0o777 == 0o755

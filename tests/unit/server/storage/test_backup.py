@@ -19,6 +19,7 @@ from pollux.server.live.factory import owner_of
 from pollux.server.storage import backup, restore
 from pollux.server.storage.backup import database_of, keep_copy_of_other_version, note_database, write_backup
 from pollux.server.storage.database_copy import read_contents
+from pollux.server.storage.drained import DrainedNodes
 from pollux.server.storage.files import locked
 from pollux.server.storage.restore import finish_restore
 from pollux.server.storage.store import SqlStore
@@ -93,6 +94,24 @@ def test_a_backup_of_either_database_is_restored_into_either(
     with leading(url, owner) as leadership, SqlStore(url, leadership) as sql:
         assert sql.add_request("next", {"command": ["true"]}, "hash-next") > 5  # its number was never given out
         assert sql.reports("job-3", limit=10)[0].job == "job-3"
+
+
+def test_a_backup_of_a_version_that_kept_drained_nodes_in_a_file_is_restored(data: Path, tmp_path: Path) -> None:
+    (data / "draining.json").write_text('["node-1", "node-2"]')
+    made = write_backup(data, data / "pollux.db", tmp_path / "backup.tar")
+    other = tmp_path / "other"
+    restore.restore(made.path, other)
+    with SqlStore(other / "pollux.db") as sql:
+        drained = DrainedNodes(sql)
+        drained.set("node-2", True)
+        drained.take_over(other)
+        assert drained.all() == {"node-1", "node-2"} and not (other / "draining.json").exists()
+        drained.set("node-1", False)
+        drained.take_over(other)  # at the next start
+        assert drained.all() == {"node-2"}
+        (other / "draining.json").write_text('["node-')  # torn
+        drained.take_over(other)
+        assert drained.all() == {"node-2"}
 
 
 def test_a_backup_while_a_server_writes_is_of_one_moment(data: Path, tmp_path: Path) -> None:

@@ -194,5 +194,34 @@ def test_what_was_used_longest_ago_goes_and_what_jobs_need_stays(tmp_path: Path)
     with pytest.raises(InvalidValueError, match="send it first"):
         workdirs.check_sender(old, "ann")
     assert workdirs.announce(listing(shared=b"s" * 500, own=bytes([2]) * 1000), "ann").missing  # it is sent again
-    fresh = [send(number, 0.0) for number in (4, 5, 6)]  # none of these may go yet, whatever the bound
+    fresh = [send(number, 0.0) for number in (4, 5)]  # none of these may go yet, whatever the bound
     assert all(workdirs.store.has_list(id_) for id_ in (oldest, *fresh)) and not workdirs.store.has_list(third)
+    with pytest.raises(InvalidValueError, match="may be kept"):
+        send(6, 0.0)
+
+
+def test_files_that_are_never_announced_fill_no_disk(tmp_path: Path) -> None:
+    in_use: set[str] = set()
+    workdirs = Workdirs(str(tmp_path), LIMIT, lambda: in_use, max_kept_bytes=4000)
+    needed = b"n" * 1000
+    workdirs.take(bundle(needed), "ann")
+    in_use.add(workdirs.announce(listing(needed=needed), "ann").id)
+    with pytest.raises(InvalidValueError, match=r"may be kept: what no job needs goes an hour after it was sent"):
+        for number in range(20):
+            workdirs.take(bundle(bytes([number]) * 1000), "bob")
+    files = [path for path in stored(tmp_path) if "files" in path.parts and "senders" not in path.parts]
+    assert sum(path.stat().st_size for path in files) == 5000  # with what a job needs
+    workdirs.take(bundle(bytes(1000)), "ann")  # is here, so it takes no more room
+    workdirs.announce(listing(needed=needed), "ann")
+    for path in files:
+        os.utime(path, (time.time() - 9000.0,) * 2)
+    workdirs.take(bundle(b"a" * 1000), "ann")  # what was not announced has gone
+    assert workdirs.store.sizes([hash_of(needed), hash_of(bytes(1000))]) == {hash_of(needed): 1000}
+
+
+def test_a_file_that_does_not_arrive_takes_no_room(tmp_path: Path) -> None:
+    workdirs = Workdirs(str(tmp_path), LIMIT, max_kept_bytes=2500)
+    for _ in range(5):
+        with pytest.raises(InvalidValueError, match="hash"):
+            workdirs.take(bundle(b"x" * 1000, name="0" * 64), "bob")
+    assert workdirs.take(bundle(b"a" * 1000, b"b" * 1000), "ann") == 2

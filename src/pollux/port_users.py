@@ -1,6 +1,7 @@
-"""Whose programs listen at an address of this machine, as the kernel tells. The client asks before it sends a token.
+"""Whose programs listen at an address of this machine, as the kernel tells.
 
-Every user can take the port of a server that has ended. Elsewhere than on Linux nothing is known.
+The client asks before it sends a token, and the server before it joins a Ray cluster. Every user can take the port of a
+server that has ended. Elsewhere than on Linux nothing is known.
 """
 
 from __future__ import annotations
