@@ -183,6 +183,8 @@ class TestShared:
         cluster.hurry("killed")
         assert cluster.until_over("killed") == "succeeded", cluster.story("killed")
         cluster.check_ledger("killed", EPOCHS)
+        notes = [note.text for note in cluster.client.job("killed").describe().training_notes]
+        assert any("goes on from a checkpoint" in text or "begins anew" in text for text in notes), notes
 
     @long
     def test_killing_the_parent_of_all_replicas_is_survived(self, shared_cluster: LiveCluster) -> None:

@@ -27,7 +27,9 @@ logger = logging.getLogger(__name__)
 # How long a run waits for a write, at its end or at a resize. Less may lose the last checkpoint on a slow store; more
 # delays the end where the store hangs. 1.2 GB take 10 minutes at SLOWEST_BYTES_PER_S.
 SAVE_TIMEOUT_S = 600.0
-FIRST_SAVE_S = 30.0  # until the first checkpoint, whose cost is unknown: the shortest of checkpoint_interval_s
+# Until the first checkpoint, whose cost is unknown. A job that is killed before begins anew; a first checkpoint that
+# costs a second slows a job of a minute by as much as one in 30 s would.
+FIRST_SAVE_S = 10.0
 LEAST_COST_S = 1e-3  # of a checkpoint: a stall that is measured as 0 must not make the interval 0
 # Of one replica. Public traces of GPU clusters say hours to days. The interval grows with the root of this value.
 MEAN_TIME_BETWEEN_FAILURES_S = 12 * 3600.0

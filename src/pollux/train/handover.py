@@ -91,6 +91,8 @@ class Handover:
                 self.mark_damaged()  # the shards that are left belong to no state
                 had_state = False
             is_begun, checkpoint = self._begin_or_resume(state, must_resume)
+            if team.rank == 0:
+                self._note_start(state, is_begun)
             steps[0] = 0.0  # rank 0 has the state to begin with, from a checkpoint or from the script
         source = steps.index(max(steps))
         if team.size > 1 and min(steps) < max(steps):
@@ -146,6 +148,14 @@ class Handover:
             "sums": self._sums.results,
             "cut": None if state.trainees.shards is None else state.trainees.shards.cut,
         }
+
+    def _note_start(self, state: RunState, is_begun: bool) -> None:
+        """Say in the job's history where a job that was started again goes on: what came after that is lost."""
+        group = self._team.group
+        if is_begun:
+            state.tuner.note(f"step {state.progress.num_steps}: goes on from a checkpoint")
+        elif group is not None and group.generation > 1:
+            state.tuner.note("step 0: begins anew, as no checkpoint had been written")
 
     def _place(self, state: RunState) -> float:
         """How far this replica has come: by copies of other trials first, as a copied state may have fewer steps."""

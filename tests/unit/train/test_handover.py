@@ -43,3 +43,29 @@ def test_a_state_cut_short_that_the_script_refuses_is_a_lost_peer_and_no_crash(
     with pytest.raises(BrokenGroup if is_lost else ValueError):
         handover.agree(state)
     assert handover.is_damaged and not handover.has_state
+
+
+@pytest.mark.parametrize(
+    ("generation", "has_checkpoint", "told"),
+    [
+        (1, False, []),
+        (1, True, ["step 12: goes on from a checkpoint"]),
+        (4, True, ["step 12: goes on from a checkpoint"]),
+        (4, False, ["step 0: begins anew, as no checkpoint had been written"]),
+    ],
+)
+def test_a_job_that_was_started_again_says_where_it_goes_on(
+    monkeypatch: pytest.MonkeyPatch, generation: int, has_checkpoint: bool, told: list[str]
+) -> None:
+    """What came after the checkpoint is lost, and its history must not read as if nothing had happened."""
+    row = {**dict.fromkeys(COMPARED, "same"), "steps": -1.0, "device_max": 8, "accelerator": "cpu", "is_damaged": False,
+           "cut": None, "sums": []}  # fmt: skip
+    notes: list[str] = []
+    team: Any = SimpleNamespace(rank=0, size=1, group=SimpleNamespace(generation=generation), gather=lambda _: [row])
+    tuner = SimpleNamespace(share_limits=lambda _: None, note=notes.append)
+    progress = SimpleNamespace(num_steps=12 if has_checkpoint else 0)
+    state: Any = SimpleNamespace(trainees=SimpleNamespace(shards=None), tuner=tuner, progress=progress)
+    monkeypatch.setattr(Handover, "_note", lambda *_: row)
+    monkeypatch.setattr(Handover, "_begin_or_resume", lambda *_: (has_checkpoint, None))
+    Handover(team, ReplicaSums(team), None).agree(state)
+    assert notes == told
