@@ -53,7 +53,7 @@ test-core:
 	$(CORE)/bin/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[testing]"
 	POLLUX_TEST_PROFILE=quick $(CORE)/bin/python -m pytest -m "not long" $(CORE_TESTS)
 
-# What a machine with GPUs can test beside that, with its own torch: the one of constraints.txt has no CUDA.
+# What a machine with GPUs can test beside that, with its own torch: the one in .venv may have no CUDA.
 GPU_PYTHON ?= $(PYTHON)
 test-gpu:
 	PYTHONPATH=src $(GPU_PYTHON) -m pytest tests/gpu tests/unit/train/test_gpu.py

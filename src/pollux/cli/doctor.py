@@ -142,7 +142,7 @@ def _gpus() -> Iterator[Finding]:
         yield Finding(subject="GPUs", state="fine", found=names)
     torch = _version("torch")
     if torch is not None and torch.endswith("+cpu"):
-        advice = "Install torch for your driver (pytorch.org), without our constraints.txt, which pins the CPU build."
+        advice = "Install torch for your driver, as pytorch.org says: the version in constraints.txt."
         yield Finding(subject="torch", state="problem", found=f"{torch} cannot use the GPUs", advice=advice)
 
 
