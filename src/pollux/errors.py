@@ -56,14 +56,16 @@ class InputFileError(PolluxError, ValueError):
 
 
 class UnknownNameError(PolluxError, LookupError):
-    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
-        self.kind, self.name, self.known = kind, name, sorted(known)
+    def __init__(self, kind: str, name: str, known: Iterable[str], hint: str = "") -> None:
+        """``hint``: a sentence that helps more than the nearest name."""
+        self.kind, self.name, self.known, self.hint = kind, name, sorted(known), hint
         close = difflib.get_close_matches(name, self.known, n=1)
-        hint = f" Did you mean {close[0]!r}?" if close else ""
-        super().__init__(f"unknown {kind} {name!r}.{hint} Known: {', '.join(self.known) or 'none'}.")
+        if not hint and close:
+            hint = f"Did you mean {close[0]!r}?"
+        super().__init__(f"unknown {kind} {name!r}.{hint and ' '}{hint} Known: {', '.join(self.known) or 'none'}.")
 
-    def __reduce__(self) -> tuple[type[UnknownNameError], tuple[str, str, list[str]]]:
-        return UnknownNameError, (self.kind, self.name, self.known)
+    def __reduce__(self) -> tuple[type[UnknownNameError], tuple[str, str, list[str], str]]:
+        return UnknownNameError, (self.kind, self.name, self.known, self.hint)
 
 
 class ProfileError(PolluxError, ValueError):

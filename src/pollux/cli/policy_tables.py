@@ -21,36 +21,38 @@ _COLUMNS: tuple[tuple[str, str, str, float, int], ...] = (
     ("p99 JCT s", "jct_s.p99", ",.0f", 1, 1),
     ("makespan h", "makespan_s", ",.2f", 1 / 3600, 2),
     ("ρ p99", "rho.p99", ".2f", 1, 5),
-    ("ρ worst", "rho.max", ".2f", 1, 3),
-    ("resizes", "resizes_mean", ".2f", 1, 9),
-    ("GPU-h", "gpu_hours", ",.0f", 1, 7),
-    ("node-h", "node_hours", ",.0f", 1, 8),
+    ("ρ worst", "rho.max", ".2f", 1, 7),
+    ("resizes", "resizes_mean", ".2f", 1, 3),
+    ("GPU-h", "gpu_hours", ",.0f", 1, 8),
+    ("node-h", "node_hours", ",.0f", 1, 9),
     ("effic. %", "efficiency_mean", ".0f", 100, 4),
     ("decision ms", "decision_s.mean", ".2f", 1000, 10),
 )
 _SMALL = 10.0  # columns whose values are all below this get two decimals
 
 
-def fitting_table(console: Console, make: Callable[[int], Table], max_rank: int) -> tuple[Table, int]:
-    """``make(rank)`` for the highest rank whose table fits the terminal, or 0, and how many columns are left out."""
+def fitting_table(console: Console, make: Callable[[int], Table], max_rank: int) -> tuple[Table, list[str]]:
+    """``make(rank)`` for the highest rank whose table fits the terminal, or 0, and the headings that are left out."""
     unlimited = console.options.update(width=10_000)
     whole = table = make(max_rank)
     for rank in range(max_rank - 1, -1, -1):
         if console.measure(table, options=unlimited).maximum <= console.width:
             break
         table = make(rank)
-    return table, len(whole.columns) - len(table.columns)
+    shown = {str(column.header) for column in table.columns}
+    return table, [str(column.header) for column in whole.columns if str(column.header) not in shown]
 
 
-def print_fitting(console: Console, tables: Iterable[tuple[Table, int]]) -> None:
-    """Tables, and once for all of them that columns are left out."""
-    most = 0
-    for table, num_left_out in tables:
+def print_fitting(console: Console, tables: Iterable[tuple[Table, Sequence[str]]]) -> None:
+    """Tables, and once for all of them which columns are left out."""
+    left_out: dict[str, None] = {}
+    for table, headings in tables:
         console.print(table)
-        most = max(most, num_left_out)
-    if most:
-        more = f"{most} more column{'s' * (most > 1)}"
-        console.print(Text(f"{more} with --json, or on a wider terminal", style="dim"))
+        left_out.update(dict.fromkeys(headings))
+    if left_out:
+        more = f"{len(left_out)} more column{'s' * (len(left_out) > 1)}"
+        text = f"{more} with --json, or on a wider terminal: {', '.join(left_out)}"
+        console.print(Text(text, style="dim"))
 
 
 ByPolicy = Mapping[str, Sequence[SimulationResult]]
@@ -61,7 +63,7 @@ def policy_table(console: Console, title: str, by_policy: ByPolicy) -> Table:
     return _fitting(console, title, by_policy)[0]
 
 
-def _fitting(console: Console, title: str, by_policy: ByPolicy) -> tuple[Table, int]:
+def _fitting(console: Console, title: str, by_policy: ByPolicy) -> tuple[Table, list[str]]:
     return fitting_table(
         console, lambda max_rank: _table(title, by_policy, max_rank), max(rank for *_, rank in _COLUMNS)
     )

@@ -36,7 +36,7 @@ from pollux.cli.outputs import (
 from pollux.cli.policy_tables import policy_table
 from pollux.cli.setups import Setup, command_line
 from pollux.cli.simulation_options import POLICY_HELP
-from pollux.errors import InputFileError, SimulationError, UnknownNameError
+from pollux.errors import InputFileError, SimulationError
 from pollux.evaluation.replay import (
     Prediction,
     recorded_result,
@@ -44,7 +44,7 @@ from pollux.evaluation.replay import (
     write_workload,
 )
 from pollux.evaluation.replay_page import replay_report
-from pollux.policy import make_policy, policy_names
+from pollux.policy import make_policy, policy_names, unknown_policy
 from pollux.reports import numbers
 from pollux.reports.look import require_plotly
 from pollux.reports.page import Heading
@@ -82,7 +82,7 @@ def choose_policies(decided: str, given: Sequence[str]) -> list[str]:
     known = policy_names()
     for name in (decided, *given):
         if name not in known:
-            raise UnknownNameError("policy", name, known)
+            raise unknown_policy(name)
     return list(dict.fromkeys((decided, *(given or OTHERS))))
 
 

@@ -200,8 +200,8 @@ def run_truth(folder: Path | None) -> list[dict[str, Any]]:
 # Printing -------------------------------------------------------------------------------------
 
 
-def suite_table(console: Console, suite: Suite, title: str, rows: Sequence[Row]) -> tuple[Table, int]:
-    """With as many columns as fit, and how many do not; the best average in bold, an artifact's rows marked."""
+def suite_table(console: Console, suite: Suite, title: str, rows: Sequence[Row]) -> tuple[Table, list[str]]:
+    """With as many columns as fit, and the others' headings; the best average in bold, an artifact's rows marked."""
     measured = [row["avg_jct_s"] for row in rows if not row["is_published"] and "avg_jct_s" in row]
 
     def make(max_rank: int) -> Table:

@@ -41,9 +41,8 @@ from pollux.errors import (
     InvalidValueError,
     PolluxError,
     ServerNotFoundError,
-    UnknownNameError,
 )
-from pollux.policy import policy_names
+from pollux.policy import policy_names, unknown_policy
 
 if TYPE_CHECKING:
     from pollux.server.config import ServiceConfig
@@ -96,7 +95,7 @@ def up(
     if config_file is not None:
         config = _with_tables(config, config_file)
     if cluster.policy not in policy_names():
-        raise UnknownNameError("policy", cluster.policy, policy_names())
+        raise unknown_policy(cluster.policy)
     if is_detached:
         typer.echo(url := start_detached(config, service.log_format))
         _say_how_to_reach(config.data_directory)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,7 +16,7 @@ from pollux.api.access import ROLES, Role, TokenSummary, UserChange, UserSummary
 from pollux.api.request import parse_duration
 from pollux.cli.connect import DataOption, JsonOption, ServerOption, connect, moment, print_json, say, show
 from pollux.cli.job_table import plain
-from pollux.errors import UnknownNameError
+from pollux.errors import InputFileError, InvalidValueError, UnknownNameError
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, help="Users, their roles and their tokens.")
 
@@ -41,6 +44,12 @@ UnixOption = Annotated[
 ]
 ExpiresOption = Annotated[
     str, typer.Option("--expires", metavar="TIME", help="How long the token is good: 12h, 30d, or never.")
+]
+TokenFileOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--token-file", metavar="FILE", help="Write the token to a new file that only you can read; do not print it."
+    ),
 ]
 LabelOption = Annotated[str, typer.Option("--label", metavar="TEXT", help="Where the token is used, for the list.")]
 
@@ -95,6 +104,7 @@ def add(
     limit: LimitOption = None,
     unix_user: UnixOption = None,
     expires: ExpiresOption = "90d",
+    token_file: TokenFileOption = None,
     as_json: JsonOption = False,
     data: DataOption = None,
     server: ServerOption = None,
@@ -102,13 +112,17 @@ def add(
     """Add a user, and print a token for it. The token is shown this once."""
     change = _change(team, role, weight, guarantee, limit, unix_user)
     expires_s = lifetime_s(expires)
-    with connect(data, server) as client:
+    with _told_to(token_file, as_json=as_json) as tell, connect(data, server) as client:
+        is_root = client.address.owner == 0
         user = client.add_user(name, change)
         token = client.make_token(name, expires_s=expires_s)
+        if not as_json:
+            tell(token.token)
     if as_json:
         print_json({"user": user, "token": token})
         return
-    typer.echo(token.token)
+    if is_root and not user.unix_user and user.role != "viewer":
+        say(f"warning: the server is root, so {plain(name)}'s jobs run as root; name a Unix user: --unix-user USER")
     say(f"{plain(name)} is a {user.role} of team {plain(user.team)}; the token is good until {_until(token.summary)}")
 
 
@@ -154,17 +168,19 @@ def token(
     role: RoleOption = None,
     label: LabelOption = "",
     expires: ExpiresOption = "90d",
+    token_file: TokenFileOption = None,
     as_json: JsonOption = False,
     data: DataOption = None,
     server: ServerOption = None,
 ) -> None:
     """Make another token for a user, and print it. It is shown this once."""
-    with connect(data, server) as client:
+    with _told_to(token_file, as_json=as_json) as tell, connect(data, server) as client:
         made = client.make_token(name, role=role_of(role), label=label, expires_s=lifetime_s(expires))
+        if not as_json:
+            tell(made.token)
     if as_json:
         print_json(made)
         return
-    typer.echo(made.token)
     say(f"token {made.summary.id} of {plain(name)}, {made.summary.role}, good until {_until(made.summary)}")
 
 
@@ -199,6 +215,33 @@ def revoke(
         print_json({"tokens": gone})
     else:
         say(f"revoked: {', '.join(f'token {one.id}' for one in gone) or 'none was valid'}")
+
+
+@contextlib.contextmanager
+def _told_to(path: Path | None, *, as_json: bool) -> Iterator[Callable[[str], None]]:
+    """Where a token goes: to stdout, or to a new file of mode 0600, which is removed if no token was made.
+
+    Raises:
+        InputFileError: the file cannot be made; the server was not asked yet.
+        InvalidValueError: JSON is printed, and has the token.
+    """
+    if path is None:
+        yield typer.echo
+        return
+    if as_json:
+        raise InvalidValueError("--json prints the token; leave out --token-file, or --json")
+    try:
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    except FileExistsError:
+        raise InputFileError(path, "is there already; name a new file, or remove it first") from None
+    except OSError as error:
+        raise InputFileError(path, f"cannot be written: {error.strerror}") from error
+    with os.fdopen(file, "w") as stream:
+        try:
+            yield lambda token: print(token, file=stream)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
 
 
 def user_table(users: Iterable[UserSummary]) -> Table:

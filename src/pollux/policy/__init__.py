@@ -54,6 +54,17 @@ def policy_names() -> list[str]:
     return sorted({*_BUILT_IN, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP))})
 
 
+def unknown_policy(name: str) -> UnknownNameError:
+    """The error for a name that no policy has. A file's name is answered with how a policy is made known."""
+    hint = ""
+    if name.endswith(".py") or "/" in name:
+        hint = (
+            "A policy of your own is not named by its file: install a package with an entry point in the group "
+            f"{ENTRY_POINT_GROUP!r}, as docs/tutorials/own-policy.md shows."
+        )
+    return UnknownNameError("policy", name, policy_names(), hint)
+
+
 def make_policy(name: str, settings: PolicySettings | None = None) -> Policy:
     """A fresh policy.
 
@@ -75,7 +86,7 @@ def make_policy(name: str, settings: PolicySettings | None = None) -> Policy:
                 "mend the package that has it, or uninstall it"
             ) from error
     if name not in _BUILT_IN:
-        raise UnknownNameError("policy", name, policy_names())
+        raise unknown_policy(name)
     return _BUILT_IN[name](settings)
 
 
@@ -87,4 +98,5 @@ __all__ = [
     "PolicySettings",
     "make_policy",
     "policy_names",
+    "unknown_policy",
 ]

@@ -11,6 +11,7 @@ import dataclasses
 import html
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
@@ -263,17 +264,38 @@ def _decision_note(result: SimulationResult) -> str:
     )
 
 
+def _in_words(value: object, *, is_inside: bool = False) -> str:
+    """A setting in plain words: on and off, lists by commas, a record by the names of its fields."""
+    match value:
+        case None:
+            return "–"
+        case bool():
+            return "on" if value else "off"
+        case float():
+            return f"{value:.12g}"
+        case Mapping():
+            text = ", ".join(f"{name} {_in_words(each, is_inside=True)}" for name, each in value.items())
+        case [[_, *_], *_]:  # pairs, such as seconds by application
+            pairs = cast("Sequence[Sequence[object]]", value)
+            text = ", ".join(" ".join(_in_words(part) for part in pair) for pair in pairs)
+        case list() | tuple():
+            text = ", ".join(_in_words(each, is_inside=True) for each in value)
+        case _:
+            return str(value)
+    return f"({text})" if is_inside and text else text or "none"
+
+
 def _settings(results: Sequence[SimulationResult]) -> str:
     """Every setting of the simulations, folded."""
     seen: dict[str, list[str]] = {}
     for result in results:
         settings = result.config.get("policy_settings", {})
         for name, value in {**{k: v for k, v in result.config.items() if k != "policy_settings"}, **settings}.items():
-            text = "–" if value is None else str(value)
+            text = _in_words(value)
             if text not in seen.setdefault(name, []):
                 seen[name].append(text)
     rows = "".join(
-        f"<tr><th scope='row'>{html.escape(name)}</th><td>{html.escape(', '.join(values))}</td></tr>"
+        f"<tr><th scope='row'>{html.escape(name)}</th><td>{html.escape('; '.join(values))}</td></tr>"
         for name, values in seen.items()
     )
     return (

@@ -78,7 +78,7 @@ def verify_plan(snapshot: Snapshot, plan: Plan, rules: SlotRules | None = None) 
             )
     for job in snapshot.jobs:
         if job.is_fixed and plan.allocation_of(job.name) != job.allocation:
-            problems.append(f"job {job.name!r} must keep {job.allocation.shares}")
+            problems.append(_what_stays(job, plan.allocation_of(job.name)))
     for node_name, used in slots_in_use(list(plan.allocations.values())).items():
         if node_name in nodes and used > nodes[node_name].num_slots:
             problems.append(f"node {node_name!r} has {nodes[node_name].num_slots} slots, {used} are given away")
@@ -86,6 +86,16 @@ def verify_plan(snapshot: Snapshot, plan: Plan, rules: SlotRules | None = None) 
     problems += rules.problems(plan) if rules is not None else []
     if problems:
         raise InvalidPlanError(*problems)
+
+
+def _what_stays(job: JobView, planned: Allocation) -> str:
+    """Why the plan must leave this job's allocation as it is."""
+    why = "is pinned for this round (is_pinned)" if job.is_pinned else "runs and is not preemptible (is_fixed)"
+    return f"job {job.name!r} {why}: it must keep {_in_words(job.allocation)}; the plan gives it {_in_words(planned)}"
+
+
+def _in_words(allocation: Allocation) -> str:
+    return ", ".join(f"{count} on {node!r}" for node, count in allocation.shares) or "no replicas"
 
 
 def _misplaced(job: JobView, allocation: Allocation, nodes: Mapping[str, Node]) -> list[str]:

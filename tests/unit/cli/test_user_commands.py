@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 from pollux.cli.app import app
-from pollux.client import Client
+from pollux.client import Client, address
 from pollux.errors import AccessDeniedError
 from pollux.server.service import Service
 from pollux.types import Node
@@ -156,6 +156,36 @@ def test_listing_and_changing(service: Service) -> None:
 )
 def test_bad_input_is_one_line(service: Service, arguments: tuple[str, ...], said: str) -> None:
     assert said in pollux(*arguments, code=2)
+
+
+def test_a_token_goes_to_a_file_that_only_its_owner_reads(service: Service, tmp_path: Path) -> None:
+    add_user(service, "fay").close()
+    path = tmp_path / "fay.token"
+    assert pollux("user", "token", "fay", "--token-file", str(path)) == ""
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    with Client(url=service.url, token=path.read_text().strip()) as fay:
+        assert fay.me().user == "fay"
+    before = len(read("user", "tokens", "fay")["tokens"])
+    assert "is there already" in pollux("user", "token", "fay", "--token-file", str(path), code=2)
+    assert "leave out --token-file" in pollux("user", "token", "fay", "--token-file", "new", "--json", code=2)
+    assert len(read("user", "tokens", "fay")["tokens"]) == before
+    assert "cannot be written" in pollux("user", "add", "gus", "--token-file", "nowhere/token", code=2)
+    assert "gus" not in pollux("user", "ls")
+    assert "unknown user" in pollux("user", "token", "gone", "--token-file", "gone.token", code=2)
+    assert not Path("gone.token").exists()
+
+
+@pytest.mark.parametrize(("uid", "is_warned"), [(0, True), (1000, False)])
+def test_a_server_that_is_root_warns_of_users_without_a_unix_user(
+    service: Service, monkeypatch: pytest.MonkeyPatch, uid: int, is_warned: bool
+) -> None:
+    add_user(service, f"hal{uid}").close()  # makes the team
+    monkeypatch.setattr(address, "_owner_of", lambda directory, url: uid)
+    monkeypatch.setattr(address.Address, "check_listener", lambda self: None)
+    for role in ("member", "viewer"):
+        result = runner.invoke(app, ["user", "add", f"{role}{uid}", "--team", "vision", "--role", role])
+        assert result.exit_code == 0, result.output
+        assert ("jobs run as root" in result.stderr) == (is_warned and role == "member")
 
 
 def can_run_as_nobody() -> bool:

@@ -25,6 +25,12 @@ def test_an_unknown_name_lists_the_known_and_the_nearest():
         make_policy("polux")
 
 
+@pytest.mark.parametrize("name", ["./mine.py", "mine.py", "policies/mine"])
+def test_a_file_is_answered_with_how_a_policy_is_made_known(name):
+    with pytest.raises(UnknownNameError, match=r"entry point in the group 'pollux.policies'.*own-policy.md.*Known: "):
+        make_policy(name)
+
+
 def points(*names_and_values: tuple[str, str]) -> EntryPoints:
     return EntryPoints(EntryPoint(name, value, registry.ENTRY_POINT_GROUP) for name, value in names_and_values)
 

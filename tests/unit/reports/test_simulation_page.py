@@ -16,6 +16,7 @@ from pollux.reports.figures import MAX_GANTT_JOBS, NUM_COLOURS, log_axis
 from pollux.reports.page import Heading
 from pollux.reports.simulation_page import html_report
 from pollux.simulator.config import SimulationConfig
+from pollux.simulator.physics import SIA, SIA_CLUSTER
 from pollux.simulator.result import SimulationResult, summarise
 from pollux.simulator.run import simulate
 from pollux.simulator.source import load_source
@@ -92,6 +93,21 @@ def test_how_to_repeat_it(results: list[SimulationResult]) -> None:
     assert results[0].pollux_version in text
     for name in ("num_nodes", "resize_s", "seed", "weights"):
         assert f"<th scope='row'>{name}</th>" in text
+
+
+def test_settings_are_in_plain_words(results: list[SimulationResult]) -> None:
+    rows = dict(re.findall(r"<th scope='row'>(.*?)</th><td>(.*?)</td>", page(results)))
+    assert rows["physics"].startswith("name osdi21, resize_s none, slowdowns none, moves_are_free off")
+    assert (rows["resize_s"], rows["cluster"], rows["max_nodes"], rows["guesses_types"]) == ("30", "none", "–", "on")
+    sia = dataclasses.asdict(SimulationConfig(cluster=SIA_CLUSTER[:1], physics=SIA))
+    rows = dict(
+        re.findall(
+            r"<th scope='row'>(.*?)</th><td>(.*?)</td>",
+            page([dataclasses.replace(result, config=sia) for result in results]),
+        )
+    )
+    assert rows["cluster"] == "(accelerator aws, num_nodes 6, slots_per_node 4)"
+    assert "resize_s (bert 120, cifar10 50, " in rows["physics"]
 
 
 def test_names_cannot_run(results: list[SimulationResult]) -> None:

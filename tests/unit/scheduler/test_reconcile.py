@@ -69,7 +69,12 @@ def test_an_engine_that_trades_gets_everything_at_once():
         ({"a": Allocation.of(("n0", 5))}, "has 4 slots, 5 are given away"),
         ({"a": Allocation.of(("n0", 3)), "b": Allocation.of(("n0", 2))}, "5 are given away"),
         ({"small": Allocation.of(("n0", 3))}, r"given 3 replicas; allowed: 1\.\.2"),
-        ({"pinned": ONE}, "must keep"),
+        (
+            {"pinned": ONE},
+            r"'pinned' is pinned for this round \(is_pinned\): it must keep 1 on 'n1'; .* gives it 4 on 'n0'$",
+        ),
+        ({"waiting": ONE}, "'waiting' is pinned .* must keep no replicas; the plan gives it 4 on 'n0'$"),
+        ({"rigid": ONE}, r"'rigid' runs and is not preemptible \(is_fixed\): it must keep 2 on 'n1'"),
         ({"a": Allocation.of(("n0", 1), ("t4", 1))}, "several accelerator types"),
         ({"picky": ONE}, r"may run on \['t4'\]"),
     ],
@@ -81,9 +86,12 @@ def test_impossible_plans_are_refused(allocations, message):
         make_job("small", max_replicas=2),
         make_job("picky", accelerators=frozenset({"t4"})),
         make_job("pinned", is_pinned=True, allocation=Allocation.of(("n1", 1))),
+        make_job("waiting", is_pinned=True),
+        make_job("rigid", is_preemptible=False, allocation=Allocation.of(("n1", 2))),
     )
     nodes = (*NODES, Node(name="t4", num_slots=1, accelerator="t4"))
-    plan = Plan(allocations={"pinned": Allocation.of(("n1", 1)), **allocations})
+    kept = {"pinned": Allocation.of(("n1", 1)), "rigid": Allocation.of(("n1", 2))}
+    plan = Plan(allocations={**kept, **allocations})
     with pytest.raises(InvalidPlanError, match=message):
         verify_plan(Snapshot(now=0, nodes=nodes, jobs=jobs), plan)
 
