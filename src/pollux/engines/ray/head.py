@@ -19,7 +19,9 @@ import os
 import shutil
 import signal
 import socket
+import stat
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -188,10 +190,6 @@ def start_head(directory: Path, host: str) -> str:
     if before is not None:
         host, port = before.host, before.port
         _end(before.rest)  # what is left of it
-        with contextlib.suppress(OSError):  # else Ray takes other nodes on this machine for a head that still runs
-            noted = _last_cluster(os.environ)
-            if _read_noted(noted).endswith(f":{port}"):
-                noted.unlink()
     else:
         shutil.rmtree(directory / HEAD_BOOKS, ignore_errors=True)
         port = DEFAULT_PORT if can_connect(host, DEFAULT_PORT, 1.0) else free_port(host)
@@ -201,6 +199,13 @@ def start_head(directory: Path, host: str) -> str:
     (directory / HEAD_BOOKS).mkdir(mode=0o700, exist_ok=True)  # Ray would make it as others may read it
     log = directory / HEAD_LOG
     env = {name: value for name, value in os.environ.items() if not name.startswith("POLLUX_")}
+    folder = None if "RAY_TMPDIR" in env else _own_folder(None if before is None else before.folder)
+    if folder is not None:
+        env["RAY_TMPDIR"] = folder
+    with contextlib.suppress(OSError):  # else Ray takes other nodes on this machine for a head that still runs
+        noted = _last_cluster(env)
+        if before is not None and _read_noted(noted).endswith(f":{port}"):
+            noted.unlink()
     env["RAY_memory_monitor_refresh_ms"] = "0"  # Ray would end workers of its own choice when memory is short
     env["RAY_worker_niceness"] = "0"  # else 15, and replicas would come after everything else on the machine
     if not any(name in env for name in ("RAY_gcs_storage", "RAY_REDIS_ADDRESS")):
@@ -217,7 +222,7 @@ def start_head(directory: Path, host: str) -> str:
         setsid=True,
     )
     address = f"{host}:{port}"
-    note = {"pid": pid, "created": psutil.Process(pid).create_time(), "address": address}
+    note = {"pid": pid, "created": psutil.Process(pid).create_time(), "address": address, "folder": folder}
     (directory / HEAD_FILE).write_text(json.dumps(note))
     deadline = time.monotonic() + START_TIMEOUT_S
     while "Ray runtime started" not in (text := log.read_text(errors="replace")):
@@ -225,6 +230,8 @@ def start_head(directory: Path, host: str) -> str:
         if has_ended or time.monotonic() > deadline:
             if not has_ended:
                 stop_head(directory, keeps_books=before is not None)
+            elif before is None and folder is not None:
+                shutil.rmtree(folder, ignore_errors=True)
             last = " / ".join(line.strip() for line in text.splitlines()[-3:])
             raise EngineError(f"a Ray head could not be started; {log} ends with: {last}")
         time.sleep(0.1)
@@ -232,6 +239,25 @@ def start_head(directory: Path, host: str) -> str:
     children = [[one.pid, one.create_time()] for one in head.children(recursive=True)]
     (directory / HEAD_FILE).write_text(json.dumps({**note, "children": children}))
     return address
+
+
+def _own_folder(before: str | None) -> str:
+    """For the files of a head of our own, closed to other users; ``before``: where they were.
+
+    Ray opens its folder to all, and writes through links there: in /tmp/ray another user could let it overwrite any of
+    our files. The path is short, as that of a socket has at most 107 bytes.
+    """
+    if before is not None and _is_private(before):
+        return before
+    return tempfile.mkdtemp(prefix="pollux-head-", dir="/tmp")
+
+
+def _is_private(folder: str) -> bool:
+    try:
+        found = os.lstat(folder)
+    except OSError:
+        return False
+    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and stat.S_IMODE(found.st_mode) == 0o700
 
 
 def stop_head(directory: Path, *, keeps_books: bool = False) -> None:
@@ -250,6 +276,8 @@ def stop_head(directory: Path, *, keeps_books: bool = False) -> None:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(found.head.pid, os.WNOHANG)
     if not keeps_books:
+        if found.folder is not None and _is_private(found.folder):
+            shutil.rmtree(found.folder, ignore_errors=True)
         (directory / HEAD_FILE).unlink(missing_ok=True)
         shutil.rmtree(directory / HEAD_BOOKS, ignore_errors=True)
 
@@ -263,9 +291,13 @@ def _end(processes: Sequence[psutil.Process]) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _NotedHead:
-    """A head that was started here. ``head``: None if it is gone; ``rest``: what lives of all that it started."""
+    """A head that was started here. ``head``: None if it is gone; ``rest``: what lives of all that it started.
+
+    ``folder``: for Ray's temporary files, made here; None: the one that RAY_TMPDIR names.
+    """
 
     address: str
+    folder: str | None
     head: psutil.Process | None
     rest: tuple[psutil.Process, ...]
 
@@ -286,9 +318,10 @@ def _read(directory: Path) -> _NotedHead | None:
         int(address.rpartition(":")[2])
         children = [_living(pid, created) for pid, created in note.get("children", ())]
         head = _living(note["pid"], note["created"])
+        folder = None if note.get("folder") is None else str(note["folder"])
     except (OSError, ValueError, KeyError, TypeError):
         return None
-    return _NotedHead(address=address, head=head, rest=tuple(one for one in children if one is not None))
+    return _NotedHead(address=address, folder=folder, head=head, rest=tuple(one for one in children if one is not None))
 
 
 def _living(pid: int, created: float) -> psutil.Process | None:

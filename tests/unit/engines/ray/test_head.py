@@ -156,8 +156,11 @@ def test_a_head_is_started_found_and_stopped(tmp_path, last_cluster):
         host, port = address.split(":")
         assert can_connect(host, int(port), 2.0) == ""
         assert head.own_head(tmp_path) == head.find_address(None, tmp_path, {}) == address
+        folder = Path(json.loads((tmp_path / head.HEAD_FILE).read_text())["folder"])
+        assert (folder / "ray" / "ray_current_cluster").read_text().endswith(address[-5:])
     finally:
         head.stop_head(tmp_path)
+    assert not folder.exists()
     assert psutil.wait_procs(everybody, 5.0)[1] == []
     assert head.own_head(tmp_path) is None and not (tmp_path / head.HEAD_FILE).exists()
     assert can_connect(host, int(port), 2.0) != ""
@@ -165,16 +168,38 @@ def test_a_head_is_started_found_and_stopped(tmp_path, last_cluster):
 
 
 def test_what_a_head_keeps_is_closed_to_others_before_it_starts(tmp_path, monkeypatch):
-    seen: list[int] = []
+    seen: list[Path] = []
 
-    def spawn(*_: object, **__: object) -> int:
-        seen.append((tmp_path / head.HEAD_BOOKS).stat().st_mode & 0o777)
+    def spawn(_: str, __: list[str], env: dict[str, str], **___: object) -> int:
+        seen.append(Path(env["RAY_TMPDIR"]))
+        for folder in (tmp_path / head.HEAD_BOOKS, seen[-1]):
+            assert folder.stat().st_mode & 0o777 == 0o700
         raise OSError("not in this test")
 
     monkeypatch.setattr(os, "posix_spawn", spawn)
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    for folder in (None, "again", "/"):  # "/" is not closed to others, so another one is made
+        if folder is not None:
+            note_head(tmp_path, "127.0.0.1:1", created=0.0, folder=str(seen[0]) if folder == "again" else folder)
+        with pytest.raises(OSError, match="not in this test"):
+            head.start_head(tmp_path, "127.0.0.1")
+    assert seen[0] == seen[1] != seen[2]
+    for made in set(seen):
+        made.rmdir()
+
+
+def test_a_head_is_where_the_user_wants_its_files(tmp_path, monkeypatch):
+    seen: list[str] = []
+
+    def spawn(_: str, __: list[str], env: dict[str, str], **___: object) -> int:
+        seen.append(env["RAY_TMPDIR"])
+        raise OSError("not in this test")
+
+    monkeypatch.setattr(os, "posix_spawn", spawn)
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
     with pytest.raises(OSError, match="not in this test"):
         head.start_head(tmp_path, "127.0.0.1")
-    assert seen == [0o700]
+    assert seen == [str(tmp_path)]
 
 
 def test_a_head_that_does_not_start_says_why(tmp_path, monkeypatch):
