@@ -48,6 +48,7 @@ class Channel:
         self._put_back: list[Message] = []
         self._sending = threading.Lock()  # guards what is to be sent
         self._is_over = False
+        self._has_left = False  # the peer takes nothing any more; what it said before may still be unread
 
     def fileno(self) -> int:
         """-1 after :meth:`close`."""
@@ -60,11 +61,15 @@ class Channel:
     def queue(self, message: Message) -> None:
         """Send as much as the kernel takes at once, and the rest with later calls of :meth:`flush`. Never waits."""
         with self._sending:
-            self._out += encode(message)
+            if not self._has_left:
+                self._out += encode(message)
         self.flush()
 
     def flush(self) -> None:
-        """Send what is left, as far as the kernel takes it. Never waits."""
+        """Send what is left, as far as the kernel takes it. Never waits.
+
+        A peer that has closed its end may have commanded something right before: :meth:`receive` still answers that.
+        """
         with self._sending:
             try:
                 while self._out and not self._is_over:
@@ -72,7 +77,8 @@ class Channel:
             except BlockingIOError:
                 pass
             except OSError:
-                self._end()
+                self._has_left = True
+                self._out.clear()
 
     def send(self, message: Message, timeout_s: float = SEND_TIMEOUT_S) -> bool:
         """Whether the kernel took all of it in time. If not, the connection is over: half of it may have been sent."""
@@ -83,7 +89,7 @@ class Channel:
                 with self._sending:
                     self._end()
             self.flush()
-        return not self._is_over
+        return not (self._is_over or self._has_left)
 
     def receive(self, timeout_s: float) -> list[Message] | None:
         """The next messages; none when there are none in time; None when the connection is over."""
@@ -96,7 +102,7 @@ class Channel:
             if self._is_over:
                 return None
             ready = self._wait(select.POLLIN | (select.POLLOUT if self._out else 0), deadline - time.monotonic())
-            if ready & ~select.POLLOUT:
+            if ready & ~select.POLLOUT or self._has_left:
                 messages = self._read()
                 if messages or self._is_over:
                     return messages or None
@@ -139,7 +145,9 @@ class Channel:
         try:
             data = self._connection.recv(CHUNK_BYTES, socket.MSG_DONTWAIT)
         except BlockingIOError:
-            return []
+            if not self._has_left:
+                return []
+            data = b""
         except OSError:
             data = b""
         if not data:

@@ -82,6 +82,18 @@ def test_what_is_no_message_ends_the_connection_after_those_before_it(pair, data
     assert channel.receive(1.0) is None
 
 
+def test_what_a_peer_said_before_it_left_is_heard_also_when_it_takes_no_answer(pair):
+    """A server that ends commands a stop and closes. An event that its supervisor sends then must not hide the stop."""
+    channel, other = pair
+    other.sendall(encode({"op": "stop", "job": "a"}) + encode({"op": "stop", "job": "b"}))
+    other.close()
+    channel.queue({"event": "replicas"})
+    assert not channel.send({"event": "note"}, timeout_s=0.0)
+    assert channel.receive(0.0) == [{"op": "stop", "job": "a"}, {"op": "stop", "job": "b"}]
+    assert channel.receive(0.0) is None
+    assert not channel.has_unsent
+
+
 def test_messages_put_back_come_first(pair):
     channel, other = pair
     other.sendall(encode({"a": 3}))
