@@ -7,6 +7,7 @@ last updates) to the modules that decide: :mod:`~pollux.train.tuner` and :mod:`~
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -284,8 +285,8 @@ class Adaptation:
             return BatchChange(choice, "explore")
         if state.branch.must_check(state, choice):
             return BatchChange(state.choice, "stay") if state.branch.propose(state, choice) else None
-        phi = "" if noise is None else f" ({_evidence(noise, choice.total > before)})"
-        state.tuner.note(f"step {progress.num_steps}: batch {before} -> {choice.total}{phi}")
+        why = _evidence(noise, choice.total > before, state.tuner.examples_per_s(before, choice.total))
+        state.tuner.note(f"step {progress.num_steps}: batch {before} -> {choice.total}{why}")
         tries_anew = choice.total > before and not state.guard.is_undecided
         cap = state.trainee.rate.cap * DARE if tries_anew else None
         return BatchChange(choice, "better", cap, state.guard.recent() if choice.total > before else None)
@@ -364,11 +365,19 @@ def plan_of(current: Pass, is_measured: bool) -> PassPlan:
     )
 
 
-def _evidence(noise: NoiseStats, is_growth: bool) -> str:
-    """The noise scale in words, and the bound that a change rests on: the lower one for a growth."""
-    likely, bound = noise.noise_scale, noise.noise_scale_low if is_growth else noise.noise_scale_high
-    shown = [f"{float(f'{value:.3g}'):.12g}" for value in (likely, bound)]  # no exponents
-    limit = f", at {'least' if is_growth else 'most'} {shown[1]}"
-    if bound > UNBOUNDED * likely:  # |G|^2 may be 0, as far as the samples can tell
-        limit = ", with no known upper bound"
-    return f"noise scale {shown[0]}{limit if bound != likely else ''}"
+def _evidence(noise: NoiseStats | None, is_growth: bool, speeds: Sequence[float]) -> str:
+    """In brackets: the speed before and after, and the noise scale with the bound that a change rests on, which is the
+    lower one for a growth."""
+    parts = [f"{shown(speeds[0])} -> {shown(speeds[1])} examples/s"] if speeds else []
+    if noise is not None:
+        likely, bound = noise.noise_scale, noise.noise_scale_low if is_growth else noise.noise_scale_high
+        limit = f", at {'least' if is_growth else 'most'} {shown(bound)}"
+        if bound > UNBOUNDED * likely:  # |G|^2 may be 0, as far as the samples can tell
+            limit = ", with no known upper bound"
+        parts.append(f"noise scale {shown(likely)}{limit if bound != likely else ''}")
+    return f" ({', '.join(parts)})" if parts else ""
+
+
+def shown(value: float) -> str:
+    """Three digits, and no exponent."""
+    return f"{float(f'{value:.3g}'):.12g}"

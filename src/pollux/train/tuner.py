@@ -21,7 +21,7 @@ from pollux.membership.keys import DEVICE_SHARES
 from pollux.model.fitting import Fit, fit
 from pollux.model.profile import Configuration, Profile, Timing
 from pollux.train.batch_changes import ChangeLimiter, ScheduleState, ScheduleWatch
-from pollux.train.batching import BatchChoice, BatchPolicy, BatchSituation, spread
+from pollux.train.batching import BatchChoice, BatchPolicy, BatchSituation, spread, throughputs
 from pollux.train.exploration import LEAST_PER_EPOCH, Explorer, Ladder, MemoryWatch
 from pollux.train.moments import NoiseStats
 from pollux.train.report import Advice
@@ -137,18 +137,13 @@ class Tuner:
     ) -> BatchSituation:  # fmt: skip
         """The policy's input for the present allocation, after so many examples and steps."""
         self._refit()
-        measured = {
-            configuration.device_batch: timing
-            for configuration, timing in self.profile.timings(self.accelerator).items()
-            if configuration[:2] == (self.num_nodes, self.num_replicas)
-        }
         return BatchSituation(
             limits=self.limits,
             epoch_length=self.epoch_length,
             num_nodes=self.num_nodes,
             num_replicas=self.num_replicas,
             total=total,
-            params=self._advised or (self.fit.params if self.fit is not None else None),
+            params=self._params,
             noise_scale=None if noise is None else noise.noise_scale,
             noise_low=None if noise is None else noise.noise_scale_low,
             noise_high=None if noise is None else noise.noise_scale_high,
@@ -158,8 +153,33 @@ class Tuner:
             is_rate_rising=self.rates.is_rising,
             rate_share=self.rates.share_of_peak,
             earned=earned,
-            measured=measured,
+            measured=self._measured(),
         )
+
+    @property
+    def _params(self) -> ThroughputParams | None:
+        return self._advised or (self.fit.params if self.fit is not None else None)
+
+    def _measured(self) -> dict[int, Timing]:
+        """By device batch, in the present allocation."""
+        return {
+            configuration.device_batch: timing
+            for configuration, timing in self.profile.timings(self.accelerator).items()
+            if configuration[:2] == (self.num_nodes, self.num_replicas)
+        }
+
+    def examples_per_s(self, *totals: int) -> list[float]:
+        """The speed at each total batch, as the policy sees it; empty before anything was measured."""
+        if self._params is None:
+            return []
+        situation = BatchSituation(
+            limits=self.limits,
+            num_nodes=self.num_nodes,
+            num_replicas=self.num_replicas,
+            params=self._params,
+            measured=self._measured(),
+        )
+        return throughputs(totals, situation)
 
     def choose(
         self,

@@ -431,9 +431,24 @@ def test_a_curve_that_has_become_stale_is_really_timed_anew(monkeypatch):
     assert all(time == pytest.approx(3.0, rel=0.1) for time in times.values())
 
 
-def test_a_noise_scale_without_an_upper_bound_is_told_in_words():
+def test_a_change_of_the_batch_is_told_with_its_reasons():
+    """A noise scale above the batch is no reason to shrink: the step times are, so they are told as well."""
     known = SimpleNamespace(noise_scale=190.0, noise_scale_low=55.1, noise_scale_high=410.0)
-    assert adaptation._evidence(known, is_growth=True) == "noise scale 190, at least 55.1"
-    assert adaptation._evidence(known, is_growth=False) == "noise scale 190, at most 410"
+    grown = adaptation._evidence(known, True, [640.2, 871.0])
+    assert grown == " (640 -> 871 examples/s, noise scale 190, at least 55.1)"
+    shrunk = adaptation._evidence(known, False, [640.2, 12345.0])
+    assert shrunk == " (640 -> 12300 examples/s, noise scale 190, at most 410)"
     known.noise_scale_high = 1e15
-    assert adaptation._evidence(known, is_growth=False) == "noise scale 190, with no known upper bound"
+    assert adaptation._evidence(known, False, []) == " (noise scale 190, with no known upper bound)"
+    assert adaptation._evidence(None, False, []) == ""
+
+
+def test_the_speed_at_a_batch_is_what_was_measured_there():
+    tuner = Tuner(make_limits(32, 512, (1, 512)), AdaptiveBatch(), torch.device("cpu"))
+    tuner.enter(1, 1)
+    assert tuner.examples_per_s(32, 64) == []
+    for batch, seconds in ((32, 0.05), (64, 0.1)):
+        tuner.profile.add("cpu", Configuration(1, 1, batch), Timing(seconds, seconds, 10))
+    tuner._is_stale = True
+    tuner.situation(None, 1000.0, 10, 32)
+    assert tuner.examples_per_s(32, 64) == pytest.approx([640.0, 640.0], rel=0.01)
