@@ -12,6 +12,7 @@ when slots are free.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -24,7 +25,7 @@ STAYS = 1.5  # a trial that has slots keeps the last one unless others offer so 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Candidate:
     """A live trial. ``chance``: to end as the best; ``is_proven``: it has passed a rung; ``speedups``: its goodput with
-    1, 2, ... slots over that with one, as far as it is known."""
+    1, 2, ... slots over that with one, as far as it is known; ``most``: slots that the scheduler gives it."""
 
     number: int
     chance: float
@@ -32,6 +33,7 @@ class Candidate:
     is_proven: bool
     has_slots: bool
     speedups: tuple[float, ...] = ()
+    most: float = math.inf
 
     def gain(self, slots: int) -> float:
         """What the last of so many slots adds to the goodput that one has, 1/slots at most."""
@@ -73,7 +75,7 @@ def apportion(
     heap: list[tuple[float, int, int]] = []  # the largest offer first; of equal ones a live trial, then a new one
     offers = {one.number: (one, _offer(one, prospect)) for one in candidates}
     for one, offer in offers.values():
-        if slots[one.number] < most_per_trial and (one.is_proven or slots[one.number]):
+        if slots[one.number] < min(most_per_trial, one.most) and (one.is_proven or slots[one.number]):
             first = STAYS if one.has_slots and slots[one.number] == 0 else one.gain(slots[one.number] + 1)
             heapq.heappush(heap, (-offer * first, 0, one.number))
     for index in range(prospect.num_left):
@@ -105,7 +107,9 @@ def _given(
         _, is_new, number = heapq.heappop(heap)
         yield number, bool(is_new)
         num_slots -= 1
-        if not is_new and slots[number] < most:
-            one, offer = offers[number]
-            if (gain := one.gain(slots[number] + 1)) >= LEAST_GAIN:
-                heapq.heappush(heap, (-offer * gain, 0, number))
+        if is_new:
+            continue
+        one, offer = offers[number]
+        gain = one.gain(slots[number] + 1)
+        if slots[number] < min(most, one.most) and gain >= LEAST_GAIN:
+            heapq.heappush(heap, (-offer * gain, 0, number))

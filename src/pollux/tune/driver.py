@@ -25,6 +25,7 @@ from pollux.tune.ports import Jobs, TrialJob
 from pollux.tune.promise import MOST_WEIGHT_STEP, chances, job_weights, slots_of_study
 from pollux.tune.rungs import Curve, make_pruner
 from pollux.tune.storage import StoredStudy, StoredTrial
+from pollux.tune.unused import UnusedSlots
 
 NUM_FIRST = 3  # if the first so many trials all fail, so will the others
 NUM_COMPARED = 3  # trials with different parameters and equal values: the script does not read them
@@ -51,6 +52,7 @@ class StudyDriver:
         self.improvements = stored.improvements
         self.warnings: list[str] = []
         self._weights: dict[str, float] = {}
+        self._unused, self._offered = UnusedSlots(), dict[int, int]()  # offered: slots by live trial, as last planned
         self._over_since: dict[int, float] = {}  # by trial whose job succeeded without a value
         self._exploits = None if desk is None or self.request.pruner != "pbt" else Exploits(stored, desk)
         branches = desk is not None and self.request.pruner != "pbt" and self.request.uses_copies
@@ -98,6 +100,7 @@ class StudyDriver:
         if not self.live and self._num_left() == 0:
             self._end("finished", self._all_done())
             return
+        self._offered = plan.slots
         self._weigh(plan.slots)
         self._look_for_ignored_parameters()
 
@@ -313,6 +316,9 @@ class StudyDriver:
     def _apportion(self) -> Apportionment:
         """How many slots each live trial should have, and how many trials should begin."""
         live, counted = self.live, self._counted()
+        held = {one.number: self.seen[one.number].num_replicas for one in live if one.number in self.seen}
+        offered = {one.number: self._offered.get(one.number, 1) for one in live}
+        self._unused.look(self._jobs.now(), self._num_slots(), offered, held)
         ended = [one for one in counted if one.state != "running"]
         best = min((one.value for one in ended if one.value is not None and self.keeps_limits(one)), default=None)
         complete = [one.points for one in ended if one.state == "complete"]
@@ -325,6 +331,7 @@ class StudyDriver:
                 is_proven=self._is_proven(one),
                 has_slots=one.number in self.seen and self.seen[one.number].num_replicas > 0,
                 speedups=self._speedups(one),
+                most=self._unused.most(one.number),
             )
             for one in live
             if self._progress(one) < ENDING or not self._num_left()

@@ -18,7 +18,7 @@ from pollux.api.request import JobRequest
 from pollux.api.space import parse_parameter
 from pollux.api.study import StudyRequest
 from pollux.errors import InvalidValueError, StoreError, UnknownNameError
-from pollux.tune import studies
+from pollux.tune import studies, unused
 from pollux.tune.driver import StudyDriver
 from pollux.tune.ports import Observation
 from pollux.tune.storage import StudyStorage
@@ -96,6 +96,38 @@ def test_a_study_begins_with_the_trials_that_it_was_given(tmp_path):
     assert [dict(one) for one in found.request["first"]] == [dict(one) for one in options["first"]]
 
 
+class SmallJobs(FormulaJobs):
+    """Each has one slot at most, as on a device whose slots share it; the heaviest ones, if they are worth any."""
+
+    def holders(self):
+        weights = {name: self.weights.get(name, 1.0) for name, job in self.jobs.items() if job.state == "running"}
+        return sorted((name for name in weights if weights[name] > 1e-6), key=lambda name: -weights[name])[: self.slots]
+
+    def find(self, name):
+        found = super().find(name)
+        return found and dataclasses.replace(found, num_replicas=int(name in self.holders()))
+
+    def train(self, step=0.1):
+        waiting = [job for name, job in self.jobs.items() if job.state == "running" and name not in self.holders()]
+        for job in waiting:
+            job.state = "waiting"
+        super().train(step)
+        for job in waiting:
+            job.state = "running"
+
+
+def test_slots_that_a_trial_does_not_take_go_to_others(storage):
+    """Four slots train four trials, and not one good trial that never grows."""
+    jobs = SmallJobs(bowl)
+    driver = begin(storage, jobs, trials=24)
+    used = []
+    while driver.is_running and len(jobs.jobs) < 24:
+        driver.step()
+        used.append(len(jobs.holders()))
+        jobs.train(0.02)
+    assert sum(used) / len(used) > 3.5  # 2.4 if they are kept for the trials that were offered them
+
+
 def test_curves_say_on_how_many_slots_each_value_came(storage):
     jobs = FormulaJobs(bowl)
     driver = begin(storage, jobs, pruner="none", trials=2)
@@ -114,7 +146,9 @@ def test_a_metric_is_maximised(storage):
     assert detail(driver, storage.url).best_value == max(values)
 
 
-def test_the_same_seed_asks_for_the_same_trials_also_after_a_restart(tmp_path):
+def test_the_same_seed_asks_for_the_same_trials_also_after_a_restart(tmp_path, monkeypatch):
+    monkeypatch.setattr(unused, "UNUSED_S", math.inf)  # these jobs never grow, and a restart begins to wait anew
+
     def run(name, restarts):
         storage, jobs = StudyStorage(tmp_path / name), FormulaJobs(bowl)
         driver = begin(storage, jobs, trials=14, seed=5)
