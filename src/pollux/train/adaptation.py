@@ -91,7 +91,9 @@ class Adaptation:
         num_steps = state.progress.num_steps
         if step.shape.num_replicas * step.num_passes < 2 or step.is_short:
             return False
-        return num_steps % state.interval == 0 and num_steps >= state.trainees.warm_up_steps
+        if num_steps % state.interval != 0 or num_steps < state.trainees.warm_up_steps:
+            return False
+        return len(step.sizes) > 1  # with a single example in the dataset, only one replica has a gradient
 
     def split_every(self) -> int:
         """With one replica and one pass: every how many steps to serve one as two halves; 0 for never."""

@@ -35,6 +35,7 @@ from tests.unit.train.processes import (
     ReplicaFailed,
     Rows,
     a_run,
+    flat,
     loss_of,
     make_step,
     replicas,
@@ -240,6 +241,26 @@ def test_a_batch_larger_than_the_dataset_trains_and_is_measured(initial, options
         assert run._tuner is not None and list(run._tuner.profile)
         if initial >= 100:
             assert num_passes == 40
+
+
+def training_on_one_example(layer: str) -> tuple[int, Tensor]:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8) if layer == "norm" else nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    with a_run() as run:
+        loader = run.dataloader(Rows(1), 2, max_batch_size=8)
+        model, _ = run.prepare(module, optimizer, scaling="none")
+        for _ in run.epochs(6):
+            for _, x, y in loader:
+                make_step(model, optimizer, x, y)
+        return run.num_steps, flat(module)
+
+
+@pytest.mark.parametrize("layer", ["tanh", "norm"])
+def test_two_replicas_train_on_a_single_example(layer):
+    first, second = replicas(2, training_on_one_example, layer)
+    assert first[0] == second[0] == 6
+    assert torch.equal(first[1], second[1])
 
 
 # --- checkpoints and reports ---------------------------------------------------------------------------------------
