@@ -111,6 +111,36 @@ def test_a_scheduler_that_is_called_from_the_third_epoch_on_steps_once_a_call(is
         assert calls == list(range(1, 33 if is_in_loop else 3))
 
 
+def steps_of_one_cycle(run: Run, total_steps: int, **options: Any) -> tuple[Any, list[Any]]:
+    """The scheduler after 16 steps at M0, and the rates of the steps."""
+    module = small_model()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=total_steps, anneal_strategy="linear")
+    loader = iter(run.dataloader(Rows(240), 4, **options))
+    model, _ = run.prepare(module, optimizer, scheduler, scaling="none")
+    rates: list[Any] = []
+    for _ in run.steps(16):
+        _, x, y = next(loader)
+        make_step(model, optimizer, x, y)
+        scheduler.step()
+        rates.append(scheduler.get_last_lr()[0])
+    return scheduler, rates
+
+
+def test_a_schedule_of_a_fixed_length_stays_at_its_end_when_the_last_step_is_worth_more(caplog):
+    """As long as training at M0; with steps that are worth three the last one goes beyond."""
+    with train.init(device="cpu") as run:
+        scheduler, rates = steps_of_one_cycle(run, 16, max_batch_size=12, policy=train.RampBatch(((0, 12),)))
+    assert len(rates) == 6 and scheduler.last_epoch == 15
+    assert 0 < rates[-1] == min(rates) < 1e-5
+    assert "the LR schedule is over after 16 steps" in caplog.text
+
+
+def test_a_schedule_that_is_too_short_at_m0_raises_as_without_pollux():
+    with train.init(device="cpu") as run, pytest.raises(ValueError, match="Tried to step 11 times"):
+        steps_of_one_cycle(run, 10)
+
+
 # --- loops ---------------------------------------------------------------------------------------------------------
 
 
