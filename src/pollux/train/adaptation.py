@@ -282,7 +282,7 @@ class Adaptation:
         )
         if choice is None:
             return None
-        if was_exploring or choice.total == before:
+        if was_exploring or not state.tuner.explorer.is_done or choice.total == before:  # it has ended, or begins again
             return BatchChange(choice, "explore")
         if state.branch.must_check(state, choice):
             return BatchChange(state.choice, "stay") if state.branch.propose(state, choice) else None
