@@ -92,7 +92,9 @@ class Adaptation:
         num_steps = state.progress.num_steps
         if step.shape.num_replicas * step.num_passes < 2 or step.is_short:
             return False
-        return num_steps % state.interval == 0 and num_steps >= state.trainees.warm_up_steps
+        if num_steps % state.interval != 0 or num_steps < state.trainees.warm_up_steps:
+            return False
+        return len(step.sizes) > 1  # with a single example in the dataset, only one replica has a gradient
 
     def split_every(self) -> int:
         """With one replica and one pass: every how many steps to serve one as two halves; 0 for never."""
@@ -281,7 +283,7 @@ class Adaptation:
         )
         if choice is None:
             return None
-        if was_exploring or choice.total == before:
+        if was_exploring or not state.tuner.explorer.is_done or choice.total == before:  # it has ended, or begins again
             return BatchChange(choice, "explore")
         if state.branch.must_check(state, choice):
             return BatchChange(state.choice, "stay") if state.branch.propose(state, choice) else None

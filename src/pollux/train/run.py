@@ -499,7 +499,8 @@ class Run:
             self._session.state.metrics.update(metrics)
             self._trial.observe(metrics, self._session.state.share_done(self._session.goal))
             loss = metrics.get("loss", metrics.get("train_loss"))
-            if isinstance(loss, int | float):  # reading a tensor would wait for the device
+            # Reading a tensor would wait for the device. A branch may be given up, and has a batch of its own.
+            if isinstance(loss, int | float) and not self._session.state.branch.is_under_way:
                 self._session.state.guard.add("loss", float(loss))
         if self.rank == 0:
             text = ", ".join(

@@ -570,7 +570,8 @@ class Session:
             return trainee.epochs_due(self.state.progress.last_trained_epoch)
         if not current.is_last or not self.gradients_are_good():
             return 0
-        return self.state.progress.due_in_loop(self.state.gain(current.step_examples))
+        due = self.state.progress.due_in_loop(self.state.gain(current.step_examples))
+        return trainee.within_schedule(due) if self._adaptation.adapts else due
 
     def note_error(self, error: RuntimeError) -> bool:
         """Whether repeating the step may help against this error of the loop's body; the step is then repeated."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim.lr_scheduler import OneCycleLR
 
 from pollux.errors import InvalidValueError
 from pollux.train.alignment import Alignment
@@ -93,6 +94,7 @@ class Trainee:
         self._scheduler, self._scaler, self._steps, self._closes = lr_scheduler, grad_scaler, steps, closes
         self.is_applied = False  # the optimizer has made the step under way
         self.credited_epoch = -1  # the last one for which the scheduler was stepped between epochs
+        self._has_outlived_schedule = False
         self.signature = signature_of(model, optimizer)
         self._may_skip = bool(ddp_options.get("find_unused_parameters"))
         self._used: set[int] = set()  # identities of parameters that earlier passes of the step have used
@@ -234,6 +236,21 @@ class Trainee:
             return 0
         self.credited_epoch = last_trained_epoch
         return 1
+
+    def within_schedule(self, num_steps: int) -> int:
+        """As many of these steps of the scheduler as its schedule still has.
+
+        A step of a larger batch is worth several at M0, and epochs are rounded to whole passes, so training may go on
+        a little longer than the schedule was made for. OneCycleLR raises then. Its rate after the last of
+        ``total_steps`` steps is not meant to be used, and may be below 0: the one before stays.
+        """
+        scheduler = self._scheduler
+        if not isinstance(scheduler, OneCycleLR):
+            return num_steps
+        if scheduler.last_epoch + num_steps > scheduler.total_steps and not self._has_outlived_schedule:
+            self._has_outlived_schedule = True
+            self._steps.warn(f"the LR schedule is over after {scheduler.total_steps} steps: its last rate stays")
+        return max(min(num_steps, scheduler.total_steps - 1 - scheduler.last_epoch), 0)
 
     def move(self, team: Team) -> None:
         """Move to the team's new process group. A sharded model has no values until it receives its shard."""

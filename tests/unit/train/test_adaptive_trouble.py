@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from pollux import train
 from pollux.errors import InvalidValueError
 from pollux.train import tuner
+from pollux.train.adaptation import BatchChange
 from pollux.train.batching import AdaptiveBatch, FixedBatch, RampBatch
 from tests.long import first_of
 from tests.unit.train.processes import Rows, a_run, replicas, small_model
@@ -303,3 +304,29 @@ def test_a_batch_changes_by_doublings_and_says_so():
     assert all(max(a, b) == 2 * min(a, b) for a, b in changes)
     for a, b in changes:
         assert any(f"batch {a} -> {b}" in note for note in result["notes"])
+
+
+def test_device_batches_that_are_timed_again_do_not_count_as_changes(monkeypatch, caplog):
+    """The first one is half of the present batch. Training goes on with the present one when all are timed."""
+    caplog.set_level("INFO", "pollux.train.tuner")
+    module = small_model()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    totals = []
+    with train.init(device="cpu") as run:
+        loader = run.dataloader(Rows(8_000), 8, max_batch_size=64, policy=AdaptiveBatch(threshold=1e6))
+        model, _ = run.prepare(module, optimizer)
+        for _ in run.epochs(1, by="passes"):
+            for _, x, y in loader:
+                optimizer.zero_grad()
+                loss_of(model, x, y).backward()
+                optimizer.step()
+                session, step = run._session, run.num_steps
+                if step == 100:  # as if the batch had grown, and steps took longer later
+                    session._rebatch(BatchChange(session._state.tuner.nearest(64), "better"))
+                elif step == 120:
+                    session._state.tuner._has_drifted = True
+                    monkeypatch.setattr(tuner, "STEPS_TO_EXPLORE_AGAIN", 0)
+                totals.append(run.batch.total)
+    assert "step times have changed, so device batches are timed again" in caplog.text
+    assert not any(record.message.startswith("step 1") and "batch 64 ->" in record.message for record in caplog.records)
+    assert 32 in totals[120:] and totals[-1] == 64

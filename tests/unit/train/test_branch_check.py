@@ -15,6 +15,7 @@ from pollux.errors import UnknownNameError
 from pollux.train import branch_check, tuner
 from pollux.train import scaling as scaling_rules
 from pollux.train.adaptation import Adaptation
+from pollux.train.batch_changes import GrowthGuard
 from pollux.train.batching import BatchChoice, BatchSituation, spread
 from pollux.train.branch_check import BranchCheck
 from pollux.types import BatchConfig
@@ -84,6 +85,7 @@ class Trained:
                 optimizer.step()
                 optimizer.zero_grad()
                 scheduler.step()
+                run.log(loss=loss.item())
             else:
                 continue
             break
@@ -116,6 +118,14 @@ def test_a_batch_that_wins_is_kept_and_each_example_counts_once() -> None:
     # One branch is trained for nothing; what training went on with has seen every example once.
     wasted = branch_check._span(M0, LARGER)
     assert sum(checked.batches) == checked.num_examples + wasted
+
+
+def test_losses_of_a_branch_do_not_count_as_those_after_an_earlier_growth(monkeypatch: pytest.MonkeyPatch) -> None:
+    added: list[str] = []
+    monkeypatch.setattr(GrowthGuard, "add", lambda _, name, value: added.append(name))
+    checked = Trained(batch_check="branch")
+    span = branch_check._span(M0, LARGER)
+    assert added.count("loss") == len(checked.batches) - span // M0 - span // LARGER
 
 
 class TooBold:

@@ -35,6 +35,7 @@ from tests.unit.train.processes import (
     ReplicaFailed,
     Rows,
     a_run,
+    flat,
     loss_of,
     make_step,
     replicas,
@@ -108,6 +109,36 @@ def test_a_scheduler_that_is_called_from_the_third_epoch_on_steps_once_a_call(is
             if not is_in_loop and epoch >= 2:
                 call()
         assert calls == list(range(1, 33 if is_in_loop else 3))
+
+
+def steps_of_one_cycle(run: Run, total_steps: int, **options: Any) -> tuple[Any, list[Any]]:
+    """The scheduler after 16 steps at M0, and the rates of the steps."""
+    module = small_model()
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=total_steps, anneal_strategy="linear")
+    loader = iter(run.dataloader(Rows(240), 4, **options))
+    model, _ = run.prepare(module, optimizer, scheduler, scaling="none")
+    rates: list[Any] = []
+    for _ in run.steps(16):
+        _, x, y = next(loader)
+        make_step(model, optimizer, x, y)
+        scheduler.step()
+        rates.append(scheduler.get_last_lr()[0])
+    return scheduler, rates
+
+
+def test_a_schedule_of_a_fixed_length_stays_at_its_end_when_the_last_step_is_worth_more(caplog):
+    """As long as training at M0; with steps that are worth three the last one goes beyond."""
+    with train.init(device="cpu") as run:
+        scheduler, rates = steps_of_one_cycle(run, 16, max_batch_size=12, policy=train.RampBatch(((0, 12),)))
+    assert len(rates) == 6 and scheduler.last_epoch == 15
+    assert 0 < rates[-1] == min(rates) < 1e-5
+    assert "the LR schedule is over after 16 steps" in caplog.text
+
+
+def test_a_schedule_that_is_too_short_at_m0_raises_as_without_pollux():
+    with train.init(device="cpu") as run, pytest.raises(ValueError, match="Tried to step 11 times"):
+        steps_of_one_cycle(run, 10)
 
 
 # --- loops ---------------------------------------------------------------------------------------------------------
@@ -240,6 +271,26 @@ def test_a_batch_larger_than_the_dataset_trains_and_is_measured(initial, options
         assert run._tuner is not None and list(run._tuner.profile)
         if initial >= 100:
             assert num_passes == 40
+
+
+def training_on_one_example(layer: str) -> tuple[int, Tensor]:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8) if layer == "norm" else nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01)
+    with a_run() as run:
+        loader = run.dataloader(Rows(1), 2, max_batch_size=8)
+        model, _ = run.prepare(module, optimizer, scaling="none")
+        for _ in run.epochs(6):
+            for _, x, y in loader:
+                make_step(model, optimizer, x, y)
+        return run.num_steps, flat(module)
+
+
+@pytest.mark.parametrize("layer", ["tanh", "norm"])
+def test_two_replicas_train_on_a_single_example(layer):
+    first, second = replicas(2, training_on_one_example, layer)
+    assert first[0] == second[0] == 6
+    assert torch.equal(first[1], second[1])
 
 
 # --- checkpoints and reports ---------------------------------------------------------------------------------------
