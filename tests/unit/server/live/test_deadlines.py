@@ -63,5 +63,6 @@ def test_a_job_whose_budget_is_spent_waits_and_goes_on_with_more(world: World) -
     name = world.submit(name="dear", kind="elastic", max_replicas=1, budget_hours=1e-5)
     world.until(lambda: "its budget of 1e-05 slot-hours is spent" in world.cluster.queries.summary_of(name).reason)
     assert world.until_state(name, "pending").held_back.startswith("its budget")
-    world.cluster.operations.update(name, JobUpdate(budget_hours=100.0))
+    operations = world.cluster.operations
+    operations.update([operations.active(name)], JobUpdate(budget_hours=100.0))
     world.until_state(name, "running")
