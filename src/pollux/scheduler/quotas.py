@@ -358,7 +358,11 @@ class _Round:
         }
         for name, count in taken.items():
             held = [job for job in donors[name].jobs if self._type(plan, job) in reach]
-            caps |= allot([self._demand(plan, job) for job in held], left[name] - count)
+            kept = allot([self._demand(plan, job) for job in held], left[name] - count)
+            # A job that cannot shrink so far stops as a whole: the donor's other jobs may have what it is guaranteed.
+            room = self._promised(donors[name], reach) - sum(kept.values())
+            waiting = [job.name for job in donors[name].jobs if not self._count(plan, job) and job.name in caps]
+            caps |= kept | dict.fromkeys(waiting, max(room, 0))
         if not any(taken.values()):
             return False
         self._gave |= {

@@ -129,6 +129,21 @@ def test_what_a_guarantee_does_not_use_goes_back():
     assert cluster.num_asked <= 3
 
 
+@pytest.mark.parametrize("policy", ["equal", "srtf"])
+def test_a_team_keeps_its_guarantee_when_its_large_job_has_to_stop(policy):
+    entitled = entitlements(vision=Quota(guarantee=of(1)), nlp=Quota(guarantee=of(2)))
+    jobs = [
+        make_job("nlp0", owner="nlp", max_replicas=2),
+        make_job("vision0", owner="vision", min_replicas=3, max_replicas=6),  # gives a slot back only by stopping
+        make_job("vision1", owner="vision", max_replicas=2),
+        make_job("nlp1", owner="nlp", min_replicas=3, max_replicas=3),
+    ]
+    cluster = Cluster(entitled, *jobs, policy=policy, nodes=make_nodes(1, 4))
+    for _ in range(3):
+        counts = cluster.decide()
+        assert used(counts, "vision") >= 1 and used(counts, "nlp") >= 1, counts
+
+
 class OneSlotForVision:
     """Gives vision's job one slot whatever is free, because it gains nothing from a second; nlp's job has the rest."""
 
