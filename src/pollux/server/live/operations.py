@@ -57,7 +57,8 @@ class Operations:
         for name in names:
             found = [by_name[name]] if name in by_name else self._matching(name, active, owner)
             if not found and not self._jobs.is_known(name):
-                raise UnknownNameError("job that is not over", name, list(by_name)[-20:])
+                hint = _whose(self._matching(name, active, None))
+                raise UnknownNameError("job that is not over", name, list(by_name)[-20:], hint)
             chosen |= {job.name: job for job in found}
         return list(chosen.values())
 
@@ -191,6 +192,12 @@ class Operations:
     def _save_request(self, job: LiveJob, request: JobRequest) -> None:
         self._store.save_request(job.name, request.to_dict())
         job.request = request
+
+
+def _whose(jobs: Sequence[LiveJob]) -> str:
+    """Of jobs that a pattern would match if they were the caller's; empty: there are none."""
+    owners = dict.fromkeys(_owner(job) or "the operator" for job in jobs)
+    return f"It matches jobs of {', '.join(owners)} alone; a pattern chooses your own, so ask an admin." if jobs else ""
 
 
 def _owner(job: LiveJob) -> str:
