@@ -441,7 +441,13 @@ class _Round:
 
     def all_reasons(self) -> dict[str, str]:
         """Why jobs are held back, as the last plan found."""
-        return {job: bound.reason for job, bound in self._bounds.items() if bound.reason} | self.reasons
+        found = {job: bound.reason for job, bound in self._bounds.items() if bound.reason} | self.reasons
+        for group in (*self._teams.values(), *self._users.values()):
+            if (limit := group.quota.limit.get(ANY_TYPE)) is not None:
+                too_large = [job for job in group.jobs if job.spec.min_replicas > limit and not job.is_fixed]
+                for job in too_large:
+                    found[job.name] = limit_in_words(group.title, ANY_TYPE, limit, job.spec.min_replicas)
+        return found
 
     def standings(self, plan: Plan, before: Mapping[tuple[str, str], Standing]) -> tuple[Standing, ...]:
         """Of all teams, and of the users that are guaranteed something."""

@@ -195,6 +195,20 @@ def test_a_limit_below_what_is_running_shrinks_it():
     assert used(cluster.decide(), "nlp") == 0
 
 
+@pytest.mark.parametrize("is_preemptible", [True, False])
+@pytest.mark.parametrize("guarantee", [{}, of(1)])
+def test_a_job_that_needs_more_than_a_limit_is_told_that_it_cannot_start(is_preemptible, guarantee):
+    entitled = entitlements(users={"bob": ("vision", Quota(limit=of(2)))}, vision=Quota(guarantee=guarantee))
+    large = make_job("large", owner="bob", min_replicas=3, max_replicas=3, is_preemptible=is_preemptible)
+    cluster = Cluster(entitled, large, make_job("small", owner="bob"))
+    assert cluster.decide() == {"large": 0, "small": 2}
+    assert cluster.quotas.reasons == {
+        "large": "user bob is limited to 2 slots, and it needs 3 at once: submit it with fewer, or let an admin raise "
+        "the limit",
+        "small": "user bob is limited to 2 slots",
+    }
+
+
 def test_limits_and_guarantees_by_type():
     entitled = entitlements(vision=Quota(guarantee={"big": 2}), nlp=Quota(limit={"big": 3}))
     cluster = Cluster(
@@ -251,7 +265,7 @@ def test_waiting_jobs_of_a_user_at_their_limit_take_no_room_from_a_colleague(pol
     assert used(cluster.decide(), "cyd") == 1
     cluster.jobs.append(make_job("ada0", owner="ada", **RIGID))
     assert cluster.decide()["ada0"] == 1
-    assert cluster.quotas.reasons == dict.fromkeys(["cyd1", "cyd2"], "user cyd is limited to 1 slots")
+    assert cluster.quotas.reasons == dict.fromkeys(["cyd1", "cyd2"], "user cyd is limited to 1 slot")
 
 
 def test_jobs_that_are_held_back_by_a_limit_of_movable_jobs_take_no_room_either():
