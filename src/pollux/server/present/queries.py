@@ -463,7 +463,7 @@ class Queries:
                 or spent_in_words(record)
                 or self._state.held_back(record.name)
             ),
-            deadline=deadline_in_words(self._state.deadline_of(record.name), self._clock.now()),
+            deadline=deadline_in_words(record.spec, self._state.deadline_of(record.name), self._clock.now()),
         )
         return job_summary(
             known,
