@@ -84,9 +84,10 @@ class Usage:
 class Quotas:
     """One for a scheduler. ``entitlements`` is asked in every round: an operator may have changed something."""
 
-    def __init__(self, entitlements: Callable[[], Entitlements], half_life_s: float = HALF_LIFE_S) -> None:
+    def __init__(self, entitlements: Callable[[], Entitlements], usage: Usage | None = None) -> None:
+        """``usage``: another one's, which is only read."""
         self._entitlements = entitlements
-        self.usage = Usage(half_life_s)
+        self.usage = Usage() if usage is None else usage
         self.reasons: Mapping[str, str] = {}  # by job: why it is held back, as of the last round
         self.standings: tuple[Standing, ...] = ()  # as of the last round
 
