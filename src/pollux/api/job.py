@@ -256,6 +256,15 @@ class JobUpdate:
     budget_hours: float | None = field(default=None, metadata=about("Slot-hours, what it has held included."))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobsUpdate:
+    """What to change of many jobs, chosen as for an action."""
+
+    names: tuple[str, ...] = field(default=(), metadata=about(max_length=10_000))
+    is_all: bool = field(default=False, metadata=about("All that are not over; of a member, the own ones."))
+    change: JobUpdate
+
+
 # Over time ------------------------------------------------------------------------------------
 
 

@@ -99,7 +99,7 @@ PANELS: dict[str, dict[str, Listed]] = {
         "release": Listed("operations", "Release jobs that are held."),
         "update": Listed(
             "operations",
-            "Change a job that is not over, from the next round on: weight, priority, bounds, limits, deadline, "
+            "Change jobs that are not over, from the next round on: weight, priority, bounds, limits, deadline, "
             "budget.",
         ),
         "shell": Listed(

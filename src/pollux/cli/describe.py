@@ -86,7 +86,7 @@ def facts(job: JobDetail, now: float) -> Iterator[tuple[str, str]]:
         yield "deadline", f"{moment(job.deadline_at)}{f': {job.deadline}' if job.deadline else ''}"
     if job.budget_slot_s is not None:
         used_h = (job.attained_slot_s or 0.0) / 3600
-        yield "budget", f"{job.budget_slot_s / 3600:g} slot-hours, {used_h:.2f} used"
+        yield "budget", f"{job.budget_slot_s / 3600:g} slot-hours, {used_h:.3g} used"
     if job.idle:
         yield "idle", job.idle
     if job.energy_j is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -57,10 +58,11 @@ def release(
     _act("release", names, is_all, "", as_json, data, server)
 
 
-_DONE: dict[JobAction, tuple[str, str]] = {
+_DONE: dict[str, tuple[str, str]] = {
     "cancel": ("is being cancelled", "are being cancelled"),
     "hold": ("is held", "are held"),
     "release": ("is released", "are released"),
+    "update": ("is changed", "are changed"),
 }
 
 
@@ -73,14 +75,27 @@ def _act(
     data: Path | None,
     server: str | None,
 ) -> None:
-    if bool(names) == is_all:
-        raise InvalidValueError(f"{action}: name jobs or patterns, or say --all; one of the two")
+    chosen = _chosen(action, names, is_all)
     with connect(data, server, timeout_s=60.0) as client:
-        done = client.act(action, names or (), is_all=is_all, reason=reason)
-        over = [] if is_all else [job for name in names or () if name not in done for job in _ended(client, name)]
+        done = client.act(action, chosen, is_all=is_all, reason=reason)
+        over = _over(client, chosen, done)
     if as_json:
         print_json({"names": done})
-        return
+    else:
+        _say_done(action, done, over)
+
+
+def _chosen(action: str, names: list[str] | None, is_all: bool) -> list[str]:
+    if bool(names) == is_all:
+        raise InvalidValueError(f"{action}: name jobs or patterns, or say --all; one of the two")
+    return names or []
+
+
+def _over(client: object, chosen: Sequence[str], done: Sequence[str]) -> list[str]:
+    return [line for name in chosen if name not in done for line in _ended(client, name)]
+
+
+def _say_done(action: str, done: Sequence[str], over: Sequence[str]) -> None:
     for line in over:
         say(line)
     if len(done) > _NUM_NAMED:
@@ -103,7 +118,8 @@ def _ended(client: object, name: str) -> list[str]:
 
 
 def update(
-    name: JobArgument,
+    names: PatternsArgument = None,
+    is_all: AllOption = False,
     weight: Annotated[float | None, typer.Option("--weight", metavar="W", help="Its weight.")] = None,
     priority: Annotated[int | None, typer.Option("--priority", metavar="N", help="Its priority.")] = None,
     min_replicas: Annotated[int | None, typer.Option("--min-replicas", metavar="N", help="Never fewer.")] = None,
@@ -118,7 +134,8 @@ def update(
     data: DataOption = None,
     server: ServerOption = None,
 ) -> None:
-    """Change a job that is not over, from the next round on: weight, priority, bounds, limits, deadline, budget."""
+    """Change jobs that are not over, from the next round on: weight, priority, bounds, limits, deadline, budget."""
+    chosen = _chosen("update", names, is_all)
     change = JobUpdate(
         weight=weight,
         priority=priority,
@@ -129,12 +146,15 @@ def update(
         deadline_s=None if deadline is None else parse_duration(deadline),
         budget_hours=budget,
     )
-    with connect(data, server) as client:
-        view = client.update(name, change)
-    if as_json:
-        print_json(view)
-    else:
-        say(f"{plain(name)} is changed")
+    with connect(data, server, timeout_s=60.0) as client:
+        done = client.update_all(chosen, change, is_all=is_all)
+        over = _over(client, chosen, done)
+        if not done:
+            raise InvalidValueError(f"nothing was changed: {'; '.join(over) or 'no job is there that is not over'}")
+        if as_json:
+            print_json(client.job(chosen[0]).view() if done == chosen[:1] else {"names": done})
+    if not as_json:
+        _say_done("update", done, over)
 
 
 def requeue(

@@ -24,7 +24,7 @@ from pollux.api.access import (
 )
 from pollux.api.cluster import CheckedNode, NodeCheck, NodeChecks, NodeReading, Pruned, Pruning, ReadingList
 from pollux.api.codec import Json, decode, encode
-from pollux.api.job import JobAction, JobList, JobSelection, JobSummary, JobUpdate, SelectedJobs, ShellPlace
+from pollux.api.job import JobAction, JobList, JobSelection, JobSummary, JobsUpdate, JobUpdate, SelectedJobs, ShellPlace
 from pollux.api.usage import UsageRow, UsageTable
 from pollux.errors import InvalidValueError
 
@@ -106,6 +106,11 @@ class Accounting:
         """Cancel, hold or release jobs by name, pattern or array, all or none; the names of those it was done with."""
         body = JobSelection(action=action, names=tuple(names), is_all=is_all, reason=reason)
         return list(self._post(SelectedJobs, "job-actions", body).names)
+
+    def update_all(self, names: Sequence[str], change: JobUpdate, *, is_all: bool = False) -> list[str]:
+        """Change jobs by name, pattern or array, all or none; the names of those that were changed."""
+        body = JobsUpdate(names=tuple(names), is_all=is_all, change=change)
+        return list(self._post(SelectedJobs, "jobs", body, method="PATCH").names)
 
     def update(self, job: str, change: JobUpdate) -> JobSummary:
         """Change weight, priority, bounds or time limit of a job that is not over."""

@@ -33,7 +33,8 @@ class DeadlineStanding:
     deadline_at: float
     is_promised: bool
     num_needed: int  # replicas now
-    ends_at: float | None  # with no more than it needs; None: not known
+    ends_at: float | None  # with no more than it needs; None: nothing is reserved for it
+    best_at: float | None  # when it could be through, with all slots that it can use; None: not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +77,10 @@ class Deadlines:
             return ask(snapshot)
         jobs = [deadline_job(job, snapshot) for job in due]
         shares = self._promises.shares(snapshot.now, snapshot.num_slots, jobs)
-        self.standings = {job.name: self._standing(job, shares) for job in due}
+        self.standings = {
+            job.name: self._standing(job, shares, snapshot.now + min(known.finish_s, default=math.inf))
+            for job, known in zip(due, jobs, strict=True)
+        }
         floors = {name: count for name, count in shares.now.items() if count}
         for job, known in zip(due, jobs, strict=True):
             if not known.is_known and not job.has_started:  # it has to run before anything can be said of it
@@ -115,13 +119,14 @@ class Deadlines:
             num_lost=max(sum(others) - num_left, 0),
         )
 
-    def _standing(self, job: JobView, shares: Shares) -> DeadlineStanding:
+    def _standing(self, job: JobView, shares: Shares, best_at: float) -> DeadlineStanding:
         end = shares.ends_at.get(job.name, math.inf)
         return DeadlineStanding(
             deadline_at=job.spec.deadline_at or 0.0,
             is_promised=self._promises.has(job.name) and job.name not in shares.missed,
             num_needed=shares.now.get(job.name, 0) if self._promises.has(job.name) else 0,
             ends_at=end if math.isfinite(end) else None,
+            best_at=best_at if math.isfinite(best_at) else None,
         )
 
 

@@ -2,7 +2,8 @@
 
 Ends of jobs are not known, so the queue is played several times with other ends each time, and the answer is a range.
 A job that reports how much is left ends then, give or take an error; of any other only its age is known: it is as
-likely to go on for as long again as not. Jobs that will be submitted later, quotas and deadlines are not foreseen.
+likely to go on for as long again as not. Jobs that will be submitted later, jobs that limits hold back, and deadlines
+are not foreseen.
 """
 
 from __future__ import annotations

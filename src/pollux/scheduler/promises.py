@@ -105,9 +105,13 @@ class Promises:
         return {**need, ANY_TYPE: max(whole - sum(need.values()), 0)}
 
 
-def limit_in_words(title: str, kind: str, limit: int) -> str:
+def limit_in_words(title: str, kind: str, limit: int, least: int = 0) -> str:
+    """``least``: slots that the job needs at once; with more than the limit it can never start."""
     of_type = "" if kind == ANY_TYPE else f" of type {kind}"
-    return f"{title} is limited to {limit} slots{of_type}"
+    text = f"{title} is limited to {limit} {'slot' if limit == 1 else 'slots'}{of_type}"
+    if least <= limit:
+        return text
+    return f"{text}, and it needs {least} at once: submit it with fewer, or let an admin raise the limit"
 
 
 def _sum(counts: Iterable[Counts]) -> Counts:

@@ -84,9 +84,10 @@ class Usage:
 class Quotas:
     """One for a scheduler. ``entitlements`` is asked in every round: an operator may have changed something."""
 
-    def __init__(self, entitlements: Callable[[], Entitlements], half_life_s: float = HALF_LIFE_S) -> None:
+    def __init__(self, entitlements: Callable[[], Entitlements], usage: Usage | None = None) -> None:
+        """``usage``: another one's, which is only read."""
         self._entitlements = entitlements
-        self.usage = Usage(half_life_s)
+        self.usage = Usage() if usage is None else usage
         self.reasons: Mapping[str, str] = {}  # by job: why it is held back, as of the last round
         self.standings: tuple[Standing, ...] = ()  # as of the last round
 
@@ -358,7 +359,11 @@ class _Round:
         }
         for name, count in taken.items():
             held = [job for job in donors[name].jobs if self._type(plan, job) in reach]
-            caps |= allot([self._demand(plan, job) for job in held], left[name] - count)
+            kept = allot([self._demand(plan, job) for job in held], left[name] - count)
+            # A job that cannot shrink so far stops as a whole: the donor's other jobs may have what it is guaranteed.
+            room = self._promised(donors[name], reach) - sum(kept.values())
+            waiting = [job.name for job in donors[name].jobs if not self._count(plan, job) and job.name in caps]
+            caps |= kept | dict.fromkeys(waiting, max(room, 0))
         if not any(taken.values()):
             return False
         self._gave |= {
@@ -437,7 +442,13 @@ class _Round:
 
     def all_reasons(self) -> dict[str, str]:
         """Why jobs are held back, as the last plan found."""
-        return {job: bound.reason for job, bound in self._bounds.items() if bound.reason} | self.reasons
+        found = {job: bound.reason for job, bound in self._bounds.items() if bound.reason} | self.reasons
+        for group in (*self._teams.values(), *self._users.values()):
+            if (limit := group.quota.limit.get(ANY_TYPE)) is not None:
+                too_large = [job for job in group.jobs if job.spec.min_replicas > limit and not job.is_fixed]
+                for job in too_large:
+                    found[job.name] = limit_in_words(group.title, ANY_TYPE, limit, job.spec.min_replicas)
+        return found
 
     def standings(self, plan: Plan, before: Mapping[tuple[str, str], Standing]) -> tuple[Standing, ...]:
         """Of all teams, and of the users that are guaranteed something."""

@@ -339,10 +339,11 @@ class StoredStudy:
 
     def keep_values(self, trial: StoredTrial, values: Mapping[str, float]) -> None:
         """The last ones of further metrics and of what has a limit; those that are not told stay."""
-        if values.items() <= trial.values.items():
+        kept = trial.values | dict(values)
+        if str(kept) == str(trial.values):  # no NaN is equal to another, and would be written at every look
             return
-        trial.values |= values
-        self._note(trial, _VALUES, trial.values)
+        self._note(trial, _VALUES, kept)
+        trial.values = kept
 
     def keep_copy(self, trial: StoredTrial, id_: str, source: int, params: Mapping[str, Value]) -> None:
         """A trial has taken over another's state, and goes on with other parameters. Once for each id."""

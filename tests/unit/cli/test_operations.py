@@ -106,7 +106,19 @@ def test_update_and_requeue(client: Client) -> None:
     assert first.wait(60) == "succeeded"
     second = client.job(pollux("requeue", "env").strip())
     assert second.wait(60) == "succeeded" and list(second.logs()) == ["kept"]
-    assert "changed" in pollux("update", "changed", "--weight", "2", code=2)
+    assert "changed had cancelled already" in pollux("update", "changed", "--weight", "2", code=2)
+
+
+def test_update_by_pattern_and_array(client: Client) -> None:
+    client.submit_all(["true"], name="tuned", array="0-2", is_held=True)
+    assert read("update", "tuned-[01]", "--weight", "0.1")["names"] == ["tuned-0", "tuned-1"]
+    assert read("update", "tuned", "--priority", "4")["names"] == ["tuned-0", "tuned-1", "tuned-2"]
+    seen = [client.job(f"tuned-{i}").view() for i in range(3)]
+    assert [(job.weight, job.priority) for job in seen] == [(0.1, 4), (0.1, 4), (1.0, 4)]
+    assert all("held" in job.reason for job in seen)
+    assert "replicas" in pollux("update", "tuned-*", "--max-replicas", "0", code=2)
+    assert "no-such" in pollux("update", "no-such-*", "--weight", "2", code=2)
+    assert "one of the two" in pollux("update", "--weight", "2", code=2)
 
 
 @long

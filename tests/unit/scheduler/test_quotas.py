@@ -129,6 +129,21 @@ def test_what_a_guarantee_does_not_use_goes_back():
     assert cluster.num_asked <= 3
 
 
+@pytest.mark.parametrize("policy", ["equal", "srtf"])
+def test_a_team_keeps_its_guarantee_when_its_large_job_has_to_stop(policy):
+    entitled = entitlements(vision=Quota(guarantee=of(1)), nlp=Quota(guarantee=of(2)))
+    jobs = [
+        make_job("nlp0", owner="nlp", max_replicas=2),
+        make_job("vision0", owner="vision", min_replicas=3, max_replicas=6),  # gives a slot back only by stopping
+        make_job("vision1", owner="vision", max_replicas=2),
+        make_job("nlp1", owner="nlp", min_replicas=3, max_replicas=3),
+    ]
+    cluster = Cluster(entitled, *jobs, policy=policy, nodes=make_nodes(1, 4))
+    for _ in range(3):
+        counts = cluster.decide()
+        assert used(counts, "vision") >= 1 and used(counts, "nlp") >= 1, counts
+
+
 class OneSlotForVision:
     """Gives vision's job one slot whatever is free, because it gains nothing from a second; nlp's job has the rest."""
 
@@ -178,6 +193,20 @@ def test_a_limit_below_what_is_running_shrinks_it():
     assert used(counts, "nlp") == 3 and min(counts.values()) >= 1
     cluster.entitled = entitlements(nlp=Quota(limit=of(0)))
     assert used(cluster.decide(), "nlp") == 0
+
+
+@pytest.mark.parametrize("is_preemptible", [True, False])
+@pytest.mark.parametrize("guarantee", [{}, of(1)])
+def test_a_job_that_needs_more_than_a_limit_is_told_that_it_cannot_start(is_preemptible, guarantee):
+    entitled = entitlements(users={"bob": ("vision", Quota(limit=of(2)))}, vision=Quota(guarantee=guarantee))
+    large = make_job("large", owner="bob", min_replicas=3, max_replicas=3, is_preemptible=is_preemptible)
+    cluster = Cluster(entitled, large, make_job("small", owner="bob"))
+    assert cluster.decide() == {"large": 0, "small": 2}
+    assert cluster.quotas.reasons == {
+        "large": "user bob is limited to 2 slots, and it needs 3 at once: submit it with fewer, or let an admin raise "
+        "the limit",
+        "small": "user bob is limited to 2 slots",
+    }
 
 
 def test_limits_and_guarantees_by_type():
@@ -236,7 +265,7 @@ def test_waiting_jobs_of_a_user_at_their_limit_take_no_room_from_a_colleague(pol
     assert used(cluster.decide(), "cyd") == 1
     cluster.jobs.append(make_job("ada0", owner="ada", **RIGID))
     assert cluster.decide()["ada0"] == 1
-    assert cluster.quotas.reasons == dict.fromkeys(["cyd1", "cyd2"], "user cyd is limited to 1 slots")
+    assert cluster.quotas.reasons == dict.fromkeys(["cyd1", "cyd2"], "user cyd is limited to 1 slot")
 
 
 def test_jobs_that_are_held_back_by_a_limit_of_movable_jobs_take_no_room_either():

@@ -16,6 +16,7 @@ from optuna.storages import RDBStorage
 from pollux.api.request import JobRequest
 from pollux.api.space import parse_parameter
 from pollux.api.study import StudyRequest
+from pollux.errors import StoreError
 from pollux.tune import storage
 from pollux.tune.storage import StoredStudy, StudyStorage, make_sampler
 
@@ -81,3 +82,25 @@ def test_a_branch_has_the_early_parameters_of_its_trunk_also_after_a_kill_while_
     again = made.ask()
     assert early.items() <= again.params.items() and again.branch_of == 4 and again.number == 13
     assert [one.branch_of for one in made.trials()[12:]] == [3, 4]
+
+
+def test_values_that_stay_are_written_once_and_those_that_could_not_be_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = StudyStorage(None).create(REQUEST, 0.0)
+    trial, backend = made.ask(), made._study._storage
+    write, written = backend.set_trial_user_attr, list[dict[str, float]]()
+
+    def count(trial_id: int, name: str, value: Any) -> None:
+        if not written:
+            written.append({})
+            raise OSError("disk full")
+        written.append(dict(value))
+        write(trial_id, name, value)
+
+    monkeypatch.setattr(backend, "set_trial_user_attr", count)
+    with pytest.raises(StoreError, match="disk full"):
+        made.keep_values(trial, {"latency": float("nan"), "size": 1.0})
+    for _ in range(3):  # each look at the job reads them anew
+        made.keep_values(trial, {"latency": float("nan"), "size": 1.0})
+    made.keep_values(trial, {"size": 2.0})
+    assert len(written) == 3, written
+    assert (written[-1]["size"], str(written[-1]["latency"])) == (2.0, "nan")

@@ -88,7 +88,7 @@ def model(queries: ItsQueries, name: str) -> Response:
 async def forecast(request: Request, queries: ItsQueries, name: str) -> Response:
     """The queue played on with the cluster's policy, several times, as the ends of jobs are not known. Takes up to 2 s.
 
-    Jobs that will be submitted later, quotas and deadlines are not foreseen. One forecast is made at a time: others
+    Jobs that will be submitted later or are held back, and deadlines, are not foreseen. One forecast at a time: others
     wait for up to 10 s, and are answered 503 then.
     """
     turn: asyncio.Semaphore = request.app.state.forecast_turn

@@ -168,12 +168,12 @@ async def require_admin(caller: ItsCaller) -> None:
         raise Refusal(403, "AccessDeniedError", message)
 
 
-def require_owner(caller: Caller, job: str, owner: str) -> None:
+def require_owner(caller: Caller, name: str, owner: str, what: str = "job") -> None:
     """Raises:
-    Refusal: the caller may not change this job.
+    Refusal: the caller may not change this job, or what else it is.
     """
     if not caller.may_change(owner):
-        message = f"job {job!r} is {owner}'s, and {caller.owner!r} is no admin; ask {owner} or an admin"
+        message = f"{what} {name!r} is {owner}'s, and {caller.owner!r} is no admin; ask {owner} or an admin"
         raise Refusal(403, "AccessDeniedError", message)
 
 

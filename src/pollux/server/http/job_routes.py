@@ -27,6 +27,7 @@ from pollux.api.job import (
     JobSelection,
     JobStateName,
     JobSummary,
+    JobsUpdate,
     JobUpdate,
     SelectedJobs,
     ShellPlace,
@@ -34,6 +35,7 @@ from pollux.api.job import (
 from pollux.api.report import MAX_REPORT_BYTES, Report, ReportAnswer, ReportList, encode_report, read_report
 from pollux.api.request import JobRequest
 from pollux.errors import PolluxError
+from pollux.server.http.auth import Caller
 from pollux.server.http.dependencies import (
     READY,
     ClusterQueries,
@@ -41,6 +43,7 @@ from pollux.server.http.dependencies import (
     ItsCluster,
     ItsQueries,
     Limit,
+    ServedCluster,
     Since,
     body_of,
     decoded,
@@ -54,6 +57,7 @@ from pollux.server.http.dependencies import (
 from pollux.server.http.errors import Refusal, answer
 from pollux.server.http.openapi import Responses, body_schema, error_answers, job_body
 from pollux.server.http.report_rates import BYTES_PER_S, ReportRates
+from pollux.server.live.job_table import LiveJob
 from pollux.server.storage.logs import LogReader, Stream, list_files
 
 FOLLOW_EVERY_S = 0.25
@@ -135,13 +139,36 @@ def act(
     cluster: ItsCluster, caller: ItsCaller, body: Annotated[JobSelection, Depends(body_of(JobSelection))]
 ) -> Response:
     """The jobs that it was done with: all or, on an error, none. Patterns choose a member's own jobs."""
+    chosen = _chosen(cluster, caller, body)
+    cluster.operations.act(chosen, body.action, body.reason)
+    return answer(SelectedJobs(names=tuple(job.name for job in chosen)))
+
+
+@jobs.patch(
+    "/jobs",
+    summary="Change many jobs",
+    response_model=SelectedJobs,
+    responses=error_answers(404, 413, 422),
+    dependencies=READY,
+    openapi_extra=body_schema(JobsUpdate, is_required=True),
+)
+def update_all(
+    cluster: ItsCluster, caller: ItsCaller, body: Annotated[JobsUpdate, Depends(body_of(JobsUpdate))]
+) -> Response:
+    """The jobs that were changed: all or, on an error, none. Patterns choose a member's own jobs."""
+    chosen = _chosen(cluster, caller, body)
+    cluster.operations.update(chosen, body.change)
+    return answer(SelectedJobs(names=tuple(job.name for job in chosen)))
+
+
+def _chosen(cluster: ServedCluster, caller: Caller, body: JobSelection | JobsUpdate) -> list[LiveJob]:
+    """Raises Refusal: one is another user's, or the body chooses none, or by names and all at once."""
     if bool(body.names) == body.is_all:
         raise Refusal(422, "InvalidValueError", "name jobs or patterns, or choose all of them; one of the two")
     chosen = cluster.operations.select(body.names, is_all=body.is_all, owner=None if caller.is_admin else caller.owner)
     for job in chosen:
         require_owner(caller, job.name, job.request.owner if job.request is not None else "")
-    cluster.operations.act(chosen, body.action, body.reason)
-    return answer(SelectedJobs(names=tuple(job.name for job in chosen)))
+    return chosen
 
 
 @jobs.patch(
@@ -157,7 +184,7 @@ def update(
 ) -> Response:
     """Weight, priority, bounds, time limit; they count with the next decision."""
     require_owner(caller, name, cluster.queries.summary_of(name).owner)
-    cluster.operations.update(name, body)
+    cluster.operations.update([cluster.operations.active(name)], body)
     return answer(cluster.queries.summary_of(name))
 
 

@@ -113,7 +113,7 @@ def study_csv(its: ItsStudies, name: str) -> Response:
 )
 def stop_study(its: ItsStudies, caller: ItsCaller, name: str) -> Response:
     """Its trials end; those that were not done begin again when it is resumed. One that is over stays as it is."""
-    require_owner(caller, name, its.owner_of(name))
+    require_owner(caller, name, its.owner_of(name), "study")
     return answer(its.stop_study(name))
 
 
@@ -129,7 +129,7 @@ def resume_study(
     its: ItsStudies, caller: ItsCaller, name: str, body: Annotated[StudyResumption, Depends(body_of(StudyResumption))]
 ) -> Response:
     """Go on with it, with more trials if the body says so."""
-    require_owner(caller, name, its.owner_of(name))
+    require_owner(caller, name, its.owner_of(name), "study")
     return answer(its.resume(name, body.trials))
 
 

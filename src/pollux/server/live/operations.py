@@ -57,7 +57,8 @@ class Operations:
         for name in names:
             found = [by_name[name]] if name in by_name else self._matching(name, active, owner)
             if not found and not self._jobs.is_known(name):
-                raise UnknownNameError("job that is not over", name, list(by_name)[-20:])
+                hint = _whose(self._matching(name, active, None))
+                raise UnknownNameError("job that is not over", name, list(by_name)[-20:], hint)
             chosen |= {job.name: job for job in found}
         return list(chosen.values())
 
@@ -68,6 +69,17 @@ class Operations:
         if _PATTERN.isdisjoint(name):
             return [job for job in own if job.request is not None and job.request.array_of == name]
         return [job for job in own if fnmatchcase(job.name, name)]
+
+    def active(self, name: str) -> LiveJob:
+        """
+        Raises:
+            UnknownNameError: there is no such job, or it is over.
+        """
+        active = self._jobs.active
+        job = next((one for one in active if one.name == name), None)
+        if job is None:
+            raise UnknownNameError("job that is not over", name, [one.name for one in active][-20:])
+        return job
 
     def act(self, jobs: Sequence[LiveJob], action: JobAction, reason: str) -> None:
         """Cancel, hold or release them.
@@ -102,29 +114,30 @@ class Operations:
                 f"job {job.name!r} runs and is not preemptible: it would lose its work; cancel it, or wait for its end"
             )
 
-    def update(self, name: str, change: JobUpdate) -> None:
-        """Change what a job asked for; it counts with the next decision.
+    def update(self, jobs: Sequence[LiveJob], change: JobUpdate) -> None:
+        """Change what jobs asked for; it counts with the next decision. A job that is over by then stays as it is.
 
         Raises:
-            UnknownNameError: there is no such job, or it is over.
-            InvalidValueError: it cannot be so; nothing was changed.
+            InvalidValueError: one cannot be so; nothing was changed.
         """
-        job = next((one for one in self._jobs.active if one.name == name), None)
-        if job is None or job.request is None:
-            raise UnknownNameError("job that is not over", name, [one.name for one in self._jobs.active][-20:])
         wanted = {field.name: getattr(change, field.name) for field in dataclasses.fields(change)}
         given = {key: value for key, value in wanted.items() if value is not None}
         if not given:
-            raise InvalidValueError(f"nothing to change of job {name!r}; name one of {', '.join(wanted)}")
-        request = dataclasses.replace(job.request, **given)  # checks it
+            raise InvalidValueError(f"nothing to change of the jobs; name one of {', '.join(wanted)}")
+        for job in jobs:
+            if job.request is not None:
+                dataclasses.replace(job.request, **given)  # checks it
 
         def carry_out() -> None:
-            spec = request.to_spec(name, job.submitted_at)
             with self._store.batched():
-                self._save_request(job, request)
-                self._cluster._working().update(name, spec)
+                for job in jobs:
+                    if job.request is not None and job.name in self._jobs:
+                        request = dataclasses.replace(job.request, **given)  # it may have been held meanwhile
+                        spec = request.to_spec(job.name, job.submitted_at)
+                        self._save_request(job, request)
+                        self._cluster._working().update(job.name, spec)
 
-        self._cluster._ask(carry_out)
+        self._cluster._ask(carry_out, BULK_ANSWER_S)
 
     def request_of(self, name: str) -> JobRequest:
         """What a job asked for, with its environment, to be submitted again: of a trial as a job of its own.
@@ -179,6 +192,12 @@ class Operations:
     def _save_request(self, job: LiveJob, request: JobRequest) -> None:
         self._store.save_request(job.name, request.to_dict())
         job.request = request
+
+
+def _whose(jobs: Sequence[LiveJob]) -> str:
+    """Of jobs that a pattern would match if they were the caller's; empty: there are none."""
+    owners = dict.fromkeys(_owner(job) or "the operator" for job in jobs)
+    return f"It matches jobs of {', '.join(owners)} alone; a pattern chooses your own, so ask an admin." if jobs else ""
 
 
 def _owner(job: LiveJob) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from pollux.scheduler.deadlines import DeadlineStanding
 from pollux.scheduler.loop import Scheduler
-from pollux.scheduler.quotas import Standing
+from pollux.scheduler.quotas import Standing, Usage
 from pollux.scheduler.record import JobRecord, RoundRecord
 from pollux.server.live.job_table import JobTable
 
@@ -32,6 +32,12 @@ class ClusterState:
         quotas = None if self.scheduler is None else self.scheduler.quotas
         known = () if quotas is None else quotas.standings
         return next((one for one in known if (one.team, one.user) == (team, user)), None)
+
+    @property
+    def usage(self) -> Usage | None:
+        """What users have used lately, to be read."""
+        quotas = None if self.scheduler is None else self.scheduler.quotas
+        return None if quotas is None else quotas.usage
 
     def held_back(self, job: str) -> str:
         """Why quotas keep a job from having more, as of the last decision; empty: they do not."""

@@ -16,18 +16,23 @@ def ended_in_words(spec: JobSpec | None, record: JobRecord | None) -> str:
     return f"missed by {duration(late_s)}" if late_s > 0 else f"met, {duration(-late_s)} before it"
 
 
-def deadline_in_words(standing: DeadlineStanding | None, now: float) -> str:
-    """How a job that is not over stands to its deadline."""
+def deadline_in_words(spec: JobSpec, standing: DeadlineStanding | None, now: float) -> str:
+    """How a job that is not over stands to its deadline. ``standing``: as of the last round; a past one has none."""
+    if spec.deadline_at is not None and spec.deadline_at <= now:
+        return f"missed {duration(now - spec.deadline_at)} ago"
     if standing is None:
         return ""
     slots = f"{standing.num_needed} slot{'s' * (standing.num_needed != 1)}"
     if standing.is_promised:
         return f"can be met, with at least {slots} now"
-    if standing.deadline_at <= now:
-        return f"missed {duration(now - standing.deadline_at)} ago"
-    if standing.ends_at is None:
+    if standing.best_at is None:
         return "not known yet whether it can be met: the job has to tell its speed and length first"
-    return f"at risk: at best {duration(standing.ends_at - standing.deadline_at)} late, with {slots} now"
+    if standing.ends_at is not None:
+        return f"at risk: at best {duration(standing.ends_at - standing.deadline_at)} late, with {slots} now"
+    if standing.best_at > standing.deadline_at:
+        return f"cannot be met: {duration(standing.best_at - standing.deadline_at)} late with all slots that it can use"
+    alone = duration(max(standing.best_at - now, 0.0))
+    return f"at risk: no slots are reserved for it; it would take {alone} with all that it can use"
 
 
 def verdict_in_words(verdict: Verdict, deadline_s: float, now: float) -> str:
@@ -54,6 +59,6 @@ def spent_in_words(record: JobRecord) -> str:
     if budget is None or not record.is_spent:
         return ""
     return (
-        f"its budget of {budget / 3600:g} slot-hours is spent ({record.attained_slot_s / 3600:.2f} held): give it more "
+        f"its budget of {budget / 3600:g} slot-hours is spent ({record.attained_slot_s / 3600:.3g} held): give it more "
         "with pollux update --budget, or cancel it"
     )

@@ -17,6 +17,7 @@ from pollux.policy import PolicySettings, make_policy
 from pollux.reports import numbers
 from pollux.scheduler.forecast import StartForecast, forecast_start
 from pollux.scheduler.nodes import placeable, usable
+from pollux.scheduler.quotas import Quotas
 from pollux.scheduler.record import JobRecord
 from pollux.types import JobDecision, Node, Plan, Snapshot
 
@@ -32,10 +33,11 @@ def job_forecast(
     leaving: Collection[str],
     policy: str,
     settings: PolicySettings,
+    quotas: Callable[[], Quotas],
     limits_s: Mapping[str, float],
     now: float,
 ) -> JobForecast:
-    """``records``: jobs that the scheduler may give slots to, this one among them."""
+    """``records``: jobs that the scheduler may give slots to, this one among them. ``quotas``: new ones for a play."""
     views = [record.view(now) for record in records]
     there, views = usable(leaving, nodes, views)
     snapshot = placeable(Snapshot.of(now, there, views))
@@ -45,7 +47,8 @@ def job_forecast(
     ends_at = time.monotonic() + PATIENCE_S
 
     def make_decide() -> Callable[[Snapshot], Plan]:
-        return make_policy(policy, settings).decide
+        ask, kept = make_policy(policy, settings).decide, quotas()
+        return lambda snapshot: kept.decide(snapshot, ask)
 
     found = forecast_start(
         snapshot,

@@ -23,6 +23,7 @@ from pollux.engines.processes.devices import CPU
 from pollux.errors import InvalidValueError, UnknownNameError
 from pollux.scheduler.lifecycle import JobState
 from pollux.scheduler.node_health import NodeCondition
+from pollux.scheduler.quotas import Quotas
 from pollux.scheduler.record import JobRecord
 from pollux.server.config import ClusterConfig
 from pollux.server.live.accounts import Accounts
@@ -356,6 +357,7 @@ class Queries:
             leaving=self._state.draining | self._state.releasing,
             policy=self._config.policy,
             settings=self._config.settings,
+            quotas=lambda: Quotas(lambda: self._accounts.entitlements, self._state.usage),
             limits_s=limits_s,
             now=now,
         )
@@ -463,7 +465,7 @@ class Queries:
                 or spent_in_words(record)
                 or self._state.held_back(record.name)
             ),
-            deadline=deadline_in_words(self._state.deadline_of(record.name), self._clock.now()),
+            deadline=deadline_in_words(record.spec, self._state.deadline_of(record.name), self._clock.now()),
         )
         return job_summary(
             known,

@@ -138,6 +138,7 @@ def _require_older(connection: sa.Connection, place: str, before: float, replace
             f"{place}: written by another Pollux (schema version {version}; this one has {SCHEMA_VERSION}): name an "
             "empty database"
         )
+    _tables.create_all(connection)  # those that an earlier version of this schema did not have
     latest = max(
         float(connection.scalar(sa.text(f"SELECT max({column}) FROM {table}")) or 0.0) for table, column in _TIMES
     )
@@ -156,7 +157,10 @@ def _fill(connection: sa.Connection, source: sqlite3.Connection) -> None:
     preparer = connection.dialect.identifier_preparer
     names = ", ".join(preparer.format_table(table) for table in _tables.sorted_tables)
     connection.exec_driver_sql(f"TRUNCATE {names}")
+    there = {name for (name,) in source.execute("SELECT name FROM sqlite_master WHERE type = 'table'")}
     for table in _tables.sorted_tables:
+        if table.name not in there:  # a copy by an earlier version of this schema
+            continue
         columns = [column.name for column in table.columns]
         quoted = ", ".join(f'"{name}"' for name in columns)
         rows = source.execute(f'SELECT {quoted} FROM "{table.name}"')
@@ -179,7 +183,10 @@ def _dump(place: str, target: Path) -> None:
     try:
         with Database(place) as database, database.reading() as source, engine.begin() as copy:
             _tables.create_all(copy)
+            there = set(sa.inspect(source).get_table_names())
             for table in _tables.sorted_tables:
+                if table.name not in there:  # no server of this version has led there yet
+                    continue
                 streamed = source.execution_options(yield_per=ROWS_AT_ONCE).execute(sa.select(table))
                 for rows in streamed.mappings().partitions():
                     copy.execute(table.insert(), [dict(row) for row in rows])

@@ -229,3 +229,20 @@ def test_an_unknown_token_does_not_reach_the_database(members, monkeypatch):
     monkeypatch.setattr(type(members.world.store), "reading", fail)
     stranger = TestClient(members.app, base_url="http://localhost/api/v1", headers={"Authorization": "Bearer x" * 9})
     assert stranger.get("/me").status_code == 401
+
+
+def test_a_refusal_says_whose_it_is(members):
+    pytest.importorskip("optuna", reason="studies need the extra tune")
+    job = JobRequest(command=("sleep", "9"), kind="fixed", name="sweep", cwd="/", array="0-1", is_held=True)
+    assert members.ada.post("/jobs", json=job.to_dict()).status_code == 201
+    refused = members.bob.post("/job-actions", json={"action": "cancel", "names": ["sweep-*"]})
+    assert refused.status_code == 404
+    assert "It matches jobs of ada alone; a pattern chooses your own, so ask an admin" in refused.text
+    mine = members.bob.patch("/jobs", json={"names": ["sweep"], "change": {"weight": 9.0}})
+    assert mine.status_code == 404 and "jobs of ada alone" in mine.text
+    one = members.bob.patch("/jobs", json={"names": ["sweep-0"], "change": {"weight": 9.0}})
+    assert one.status_code == 403 and "job 'sweep-0' is ada's" in one.text
+    own = JobRequest(command=("python", "-c", "pass"), kind="fixed", cwd="/")
+    study = StudyRequest(job=own, name="s", space=(parse_parameter("lr=0.1..0.9"),), metric="loss")
+    assert members.ada.post("/studies", json=encode_study(study)).status_code == 201
+    assert "study 's' is ada's" in members.bob.post("/studies/s/stop").text

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from pollux.api.access import TeamChange, UserChange
 from pollux.scheduler.lifecycle import JobState
 from pollux.server.present.views import headline_metric
 from tests.unit.server.live.world import World, report
@@ -108,3 +109,18 @@ def test_why_slots_are_free(world: World) -> None:
     other = world.submit(kind="fixed", replicas=2)
     world.until_state(other, "running")
     world.until(lambda: world.cluster.queries.summary().why_free == (), "no slot is free")
+
+
+def test_a_forecast_knows_shares_of_teams(world: World) -> None:
+    """Without them two jobs that need half of the cluster each would come before one that needs all of it."""
+    accounts = world.cluster.accounts
+    for team, weight in (("ops", 100.0), ("nlp", 0.01)):
+        accounts.set_team(team, TeamChange(weight=weight), is_new=True)
+        accounts.set_user(f"{team}-user", UserChange(team=team), is_new=True)
+    large = world.submit(name="large", owner="ops-user", replicas=4, checkpoints=True)
+    world.until_state(large, "running")
+    small = [world.submit(name=f"small{i}", owner="nlp-user", replicas=2, checkpoints=True) for i in (0, 1)]
+    world.until(lambda: world.cluster.queries.job(small[1]).decision, "a decision")
+    assert world.cluster.queries.summary_of(small[1]).state == "pending"
+    found = world.cluster.queries.forecast(small[1])
+    assert found.low_s is None or found.low_s > 0.0, found.words

@@ -43,6 +43,28 @@ def test_a_deadline_is_answered_at_once_and_shown(world: World) -> None:
     world.until(lambda: world.cluster.queries.summary_of("due").deadline.startswith("met, "), "the deadline was met")
 
 
+def test_a_running_job_that_has_told_its_length_is_told_that_its_deadline_cannot_be_met(world: World) -> None:
+    name = world.submit(name="new", kind="elastic", max_replicas=1, deadline_s=60.0)
+    world.until_state(name, "running")
+    world.cluster.report(report(name, timings=TIMINGS, progress=0.5, remaining_examples=200_000.0))
+    world.until(lambda: world.cluster.queries.job(name).models, "a model")
+
+    def told() -> str:
+        world.cluster.reweigh({name: 1.0})  # so that it decides again
+        return world.cluster.queries.summary_of(name).deadline
+
+    world.until(lambda: told().startswith("cannot be met: "), "that it is late")
+
+
+def test_a_deadline_that_is_past_is_said_to_be_missed(world: World) -> None:
+    name = world.submit(name="new", kind="elastic", deadline_s=0.2)
+    world.until_state(name, "running")
+    world.until(lambda: world.cluster.queries.summary_of(name).deadline.startswith("missed "), "that it was missed")
+    world.cluster.reweigh({name: 2.0})
+    world.until(lambda: world.cluster._state.deadline_of(name) is None, "a round that counts it no more")
+    assert world.cluster.queries.summary_of(name).deadline.startswith("missed ")
+
+
 def test_a_deadline_that_cannot_be_met_is_refused_with_the_best_there_is(world: World) -> None:
     teach(world)
     request = JobRequest(command=("sleep", "9"), name="due", kind="elastic", application="resnet", deadline_s=5.0)
@@ -63,5 +85,6 @@ def test_a_job_whose_budget_is_spent_waits_and_goes_on_with_more(world: World) -
     name = world.submit(name="dear", kind="elastic", max_replicas=1, budget_hours=1e-5)
     world.until(lambda: "its budget of 1e-05 slot-hours is spent" in world.cluster.queries.summary_of(name).reason)
     assert world.until_state(name, "pending").held_back.startswith("its budget")
-    world.cluster.operations.update(name, JobUpdate(budget_hours=100.0))
+    operations = world.cluster.operations
+    operations.update([operations.active(name)], JobUpdate(budget_hours=100.0))
     world.until_state(name, "running")

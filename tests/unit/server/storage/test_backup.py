@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
+import sqlalchemy as sa
 
 from pollux.errors import DirectoryInUseError, EngineError, InputFileError, PolluxError, StoreError
 from pollux.scheduler.lifecycle import JobState
@@ -18,6 +19,7 @@ from pollux.server.config import ServiceConfig
 from pollux.server.live.factory import owner_of
 from pollux.server.storage import backup, restore
 from pollux.server.storage.backup import database_of, keep_copy_of_other_version, note_database, write_backup
+from pollux.server.storage.database import _url_of
 from pollux.server.storage.database_copy import read_contents
 from pollux.server.storage.drained import DrainedNodes
 from pollux.server.storage.files import locked
@@ -94,6 +96,26 @@ def test_a_backup_of_either_database_is_restored_into_either(
     with leading(url, owner) as leadership, SqlStore(url, leadership) as sql:
         assert sql.add_request("next", {"command": ["true"]}, "hash-next") > 5  # its number was never given out
         assert sql.reports("job-3", limit=10)[0].job == "job-3"
+
+
+def test_a_backup_without_a_table_of_a_later_version_is_restored_into_postgres(
+    tmp_path: Path, place: str | Path, postgres: PostgresServer
+) -> None:
+    """A table may be added without another schema version: a server makes what is missing."""
+    directory, other, url = tmp_path / "data", tmp_path / "other", postgres.url(postgres.new_database())
+    make_data(directory, place)
+    make_data(other, url, num_jobs=1)
+    for one in (place, url):
+        engine = sa.create_engine(_url_of(one)[0])
+        with engine.begin() as connection:
+            connection.execute(sa.text("DROP TABLE drained"))
+        engine.dispose()
+    made = write_backup(directory, place, tmp_path / "backup.tar")
+    restore.restore(made.path, other, url, force=True)
+    owner = owner_of(ServiceConfig(data_directory=other, database=url))
+    assert names_in(url, owner) == ALL
+    with leading(url, owner) as leadership, SqlStore(url, leadership) as sql:
+        assert DrainedNodes(sql).all() == frozenset()
 
 
 def test_a_backup_of_a_version_that_kept_drained_nodes_in_a_file_is_restored(data: Path, tmp_path: Path) -> None:
