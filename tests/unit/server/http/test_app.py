@@ -12,11 +12,13 @@ import shutil
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
+from pollux.api.access import TokenRequest
 from pollux.api.codec import loads
 from pollux.api.report import MAX_REPORT_BYTES, encode_report
 from pollux.api.request import JobRequest
@@ -24,6 +26,7 @@ from pollux.errors import EngineError, InputFileError, InvalidValueError, StoreE
 from pollux.server.config import ServiceConfig
 from pollux.server.http import connections, dependencies
 from pollux.server.http.dependencies import MAX_BODY_BYTES
+from pollux.server.http.turns import MAX_IN_WORK
 from pollux.server.service import Service
 from tests.unit.api.test_codec import REPORT
 from tests.unit.server.fake_cluster import FakeCluster
@@ -494,6 +497,32 @@ def test_a_connection_that_asks_nothing_is_closed(tmp_path, monkeypatch, begun):
             assert patient.get("/healthz").status_code == 200
             time.sleep(0.6)
             assert patient.get("/healthz").status_code == 200
+
+
+def test_the_requests_of_one_caller_hold_up_no_other(service, client, cluster, monkeypatch):
+    """An attack by whoever has a read-only link: fifty large lists at once took all threads, for a minute each time."""
+    link = {"Authorization": f"Bearer {cluster.accounts.issue(TokenRequest()).token}"}
+    goes_on, num_begun = threading.Event(), 0
+
+    def slowly(*_):
+        nonlocal num_begun
+        num_begun += 1
+        goes_on.wait(20)
+        return [], 0
+
+    monkeypatch.setattr(cluster, "jobs", slowly)
+    with ThreadPoolExecutor(50) as attackers:
+        asked = [attackers.submit(httpx.get, f"{service.url}/api/v1/jobs", headers=link, timeout=20) for _ in range(50)]
+        try:
+            while num_begun < MAX_IN_WORK:
+                time.sleep(0.01)
+            time.sleep(0.5)  # for the others to come
+            assert client.get("/nodes", timeout=5).status_code == 200
+            assert num_begun == MAX_IN_WORK
+        finally:
+            goes_on.set()
+        assert {one.result().status_code for one in asked} == {200}
+    assert num_begun == 50
 
 
 def test_more_connections_than_there_are_descriptors_for_leave_room_for_others(tmp_path, monkeypatch):
