@@ -21,7 +21,7 @@ from fastapi import FastAPI
 from pollux.errors import InvalidValueError, ServerError
 from pollux.server.config import DEFAULT_HOST, ServiceConfig
 from pollux.server.http.certificate import check_certificate
-from pollux.server.http.connections import BoundedProtocol
+from pollux.server.http.connections import BoundedListener, BoundedProtocol, backlog
 from pollux.server.storage.files import write_whole
 from pollux.version import __version__
 
@@ -59,7 +59,7 @@ def _bind(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )[0]
-        listener = socket.socket(family, kind, protocol)
+        listener = BoundedListener(family, kind, protocol)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind(address)
         listener.listen(1024)  # from now on it is ours; who comes early waits
@@ -94,6 +94,7 @@ def serving(app: FastAPI, listener: socket.socket, config: ServiceConfig) -> Ite
         timeout_keep_alive=KEEP_ALIVE_S,
         ws="none",
         http=BoundedProtocol,
+        backlog=backlog(),
         ssl_certfile=config.tls_cert,
         ssl_keyfile=config.tls_key,
     )

@@ -27,6 +27,7 @@ from pollux.server.http.errors import add_handlers
 from pollux.server.http.metrics_route import Meter
 from pollux.server.http.openapi import describe
 from pollux.server.http.report_rates import ReportRates
+from pollux.server.http.turns import Turns
 from pollux.server.present.feed import Feed
 from pollux.tune.studies import Studies
 from pollux.version import __version__
@@ -68,7 +69,7 @@ def create_app(
         redirect_slashes=False,
     )
     app.state.cluster, app.state.access, app.state.shutdown = cluster, access, shutdown
-    app.state.studies, app.state.report_rates = studies, ReportRates()
+    app.state.studies, app.state.report_rates, app.state.turns = studies, ReportRates(), Turns()
     app.state.metrics, app.state.has_open_metrics = cluster.metrics, has_open_metrics
     app.state.feed = Feed(cluster.queries)
     app.state.forecast_turn = asyncio.Semaphore(1)  # each takes a CPU for up to two seconds

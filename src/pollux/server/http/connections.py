@@ -1,14 +1,19 @@
 """HTTP connections with bounds: one that sends no request, half of one, or does not read its answer is closed.
 
 ``listener`` gives it to uvicorn, which itself only bounds the pause after an answer; a connection that never asks
-anything would stay for ever.
+anything would stay for ever. Of more connections than leave descriptors for the rest of the process, those that were
+silent for longest are closed.
 """
 
 from __future__ import annotations
 
 import asyncio
+import errno
+import logging
+import resource
 import socket
-from typing import TYPE_CHECKING, Any
+import time
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
@@ -16,6 +21,47 @@ SILENCE_S = 30.0  # without a byte of a request that has begun, or of the first 
 REQUEST_S = 300.0  # for all of a request, however slowly its bytes come
 UNREAD_S = 600.0  # that an answer may wait for its reader, who may look at a log page by page
 LOOK_EVERY_S = 5.0
+MAX_RESERVED = 8192  # descriptors for the database, logs and jobs, and for what comes before others are closed
+MAX_BACKLOG = 2048  # connections that are accepted at once
+PAUSE_S = 0.01  # where there is no descriptor left
+SAY_EVERY_S = 60.0
+
+logger = logging.getLogger(__name__)
+
+
+def most_connections() -> int:
+    """Half of the process's descriptors, or all but so many."""
+    limit = _most_descriptors()
+    return limit - min(limit // 2, MAX_RESERVED)
+
+
+def backlog() -> int:
+    """What is accepted while others are being closed must fit into the reserve."""
+    return min(MAX_BACKLOG, max(_most_descriptors() // 8, 16))
+
+
+def _most_descriptors() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return 1 << 30 if soft == resource.RLIM_INFINITY else soft
+
+
+class BoundedListener(socket.socket):
+    """For asyncio, which tries 2,048 times without a descriptor, and logs each time: that fills a disk."""
+
+    said_at = float("-inf")
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        try:
+            return super().accept()
+        except OSError as error:
+            if error.errno not in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
+                raise
+            if time.monotonic() - self.said_at > SAY_EVERY_S:
+                self.said_at = time.monotonic()
+                logger.error("connections have to wait: %s", error.strerror)
+            time.sleep(PAUSE_S)
+            raise BlockingIOError(errno.EAGAIN, "no descriptor is left") from error
+
 
 if TYPE_CHECKING:
     from uvicorn.protocols.http.h11_impl import H11Protocol as _Protocol
@@ -26,6 +72,8 @@ else:
 class BoundedProtocol(_Protocol):
     """Of one connection. All runs in the event loop."""
 
+    _open: ClassVar[dict[BoundedProtocol, None]] = {}  # in this process; who was heard longest ago comes first
+
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self._heard_at = self._began_at = self.loop.time()
@@ -35,8 +83,26 @@ class BoundedProtocol(_Protocol):
         if connection is not None:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # for machines that vanish
         self._look_again()
+        self._open[self] = None
+        if len(self._open) > most_connections():
+            self._make_room()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._open.pop(self, None)
+        super().connection_lost(exc)
+
+    def _make_room(self) -> None:
+        """Close the connection that was silent for longest, if no answer is on its way."""
+        for other in self._open:
+            is_quiet = other.cycle is None or other._is_waiting or other.cycle.response_complete
+            if is_quiet and other.loop is self.loop and not other.transport.is_closing():
+                del self._open[other]
+                other.transport.abort()
+                return
 
     def data_received(self, data: bytes) -> None:
+        if self in self._open:
+            self._open[self] = self._open.pop(self)  # as the last
         now = self.loop.time()
         before = self.cycle
         if not self._is_waiting:

@@ -26,6 +26,7 @@ from pollux.api.usage import UsageKey, UsageRow
 from pollux.errors import AccessDeniedError, InvalidValueError
 from pollux.server.http.auth import Access, Caller, NeedsWork
 from pollux.server.http.errors import RETRY_AFTER_S, Refusal
+from pollux.server.http.turns import FairRoute
 from pollux.server.live.accounts import Accounts
 from pollux.server.live.operations import Operations
 from pollux.server.live.retention import Retention
@@ -282,4 +283,4 @@ ADMIN = [Depends(require_admin)]
 def of_people(tag: str) -> APIRouter:
     """A router for people: viewers may look, members may change what is theirs, admins everything."""
     first = [Depends(require_person), Depends(require_known_parameters)]
-    return APIRouter(prefix="/api/v1", tags=[tag], dependencies=first)
+    return APIRouter(prefix="/api/v1", tags=[tag], dependencies=first, route_class=FairRoute)

@@ -14,10 +14,11 @@ import stat
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from pollux.api.array import parse_array
 from pollux.api.kind import no_files
 from pollux.api.report import Report
 from pollux.api.request import Blocked, JobRequest, blocked_reason, check_dependencies, find_script, unique_name
@@ -45,6 +46,16 @@ MAX_MODULE_BYTES = 1_000_000  # of a file that a script imports
 NUM_ENDED = 4096  # jobs that are over of which the last report and decision stay in memory
 WORK = "work"  # a job's copy of its working directory, in its folder
 NUM_CHANGES = 10  # decisions that are remembered of each job
+
+
+class _Taken(Container[str]):
+    """Names that a job cannot have. ``is_taken`` is asked one by one."""
+
+    def __init__(self, is_taken: Callable[[str], bool]) -> None:
+        self._is_taken = is_taken
+
+    def __contains__(self, name: object) -> bool:
+        return self._is_taken(str(name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,17 +222,17 @@ class JobTable:
 
     def _named(self, request: JobRequest) -> JobRequest:
         """Under the first name for which it, or all of its array, are new."""
-        taken: set[str] = set()
-        while True:
-            name = unique_name(request.name, taken | self._names if not request.array else taken)
-            named = JobRequest.from_dict({**request.to_dict(), "name": name})
-            if not any(self._is_taken(one.name) for one in named.expand()):
-                return named
-            taken.add(name)
+        endings = [f"-{index}" for index in parse_array(request.array)] if request.array else [""]
+        name = unique_name(request.name, _Taken(lambda name: self._is_taken(name, endings)))
+        return dataclasses.replace(request, name=name)
 
-    def _is_taken(self, name: str) -> bool:
-        """Also by one whose database was moved away: a new job must not go on from that one's checkpoint."""
-        return name in self._names or os.path.lexists(self.directory_of(name))
+    def _is_taken(self, name: str, endings: Sequence[str]) -> bool:
+        """Also by one whose database was moved away: a new job must not go on from that one's checkpoint.
+
+        No request is made for a name that is taken: of an array there may be thousands, and as many such names.
+        """
+        names = [f"{name}{ending}" for ending in endings]
+        return not self._names.isdisjoint(names) or any(os.path.lexists(self.directory_of(one)) for one in names)
 
     def _add(self, requests: Sequence[JobRequest], now: float) -> list[LiveJob]:
         """All or none: half of an array would be submitted twice when the caller tries again."""

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import errno
 import json
+import logging
+import resource
 import shutil
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
+from pollux.api.access import TokenRequest
 from pollux.api.codec import loads
 from pollux.api.report import MAX_REPORT_BYTES, encode_report
 from pollux.api.request import JobRequest
@@ -20,6 +26,7 @@ from pollux.errors import EngineError, InputFileError, InvalidValueError, StoreE
 from pollux.server.config import ServiceConfig
 from pollux.server.http import connections, dependencies
 from pollux.server.http.dependencies import MAX_BODY_BYTES
+from pollux.server.http.turns import MAX_IN_WORK
 from pollux.server.service import Service
 from tests.unit.api.test_codec import REPORT
 from tests.unit.server.fake_cluster import FakeCluster
@@ -490,6 +497,73 @@ def test_a_connection_that_asks_nothing_is_closed(tmp_path, monkeypatch, begun):
             assert patient.get("/healthz").status_code == 200
             time.sleep(0.6)
             assert patient.get("/healthz").status_code == 200
+
+
+def test_the_requests_of_one_caller_hold_up_no_other(service, client, cluster, monkeypatch):
+    """An attack by whoever has a read-only link: fifty large lists at once took all threads, for a minute each time."""
+    link = {"Authorization": f"Bearer {cluster.accounts.issue(TokenRequest()).token}"}
+    goes_on, num_begun = threading.Event(), 0
+
+    def slowly(*_):
+        nonlocal num_begun
+        num_begun += 1
+        goes_on.wait(20)
+        return [], 0
+
+    monkeypatch.setattr(cluster, "jobs", slowly)
+    with ThreadPoolExecutor(50) as attackers:
+        asked = [attackers.submit(httpx.get, f"{service.url}/api/v1/jobs", headers=link, timeout=20) for _ in range(50)]
+        try:
+            while num_begun < MAX_IN_WORK:
+                time.sleep(0.01)
+            time.sleep(0.5)  # for the others to come
+            assert client.get("/nodes", timeout=5).status_code == 200
+            assert num_begun == MAX_IN_WORK
+        finally:
+            goes_on.set()
+        assert {one.result().status_code for one in asked} == {200}
+    assert num_begun == 50
+
+
+def test_more_connections_than_there_are_descriptors_for_leave_room_for_others(tmp_path, monkeypatch):
+    """An attack by any program that reaches the server; it needs no token."""
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (40, 40))
+    config = ServiceConfig(data_directory=tmp_path, port=0)
+    with Service(config, lambda config, store, url: FakeCluster(tmp_path)) as service, contextlib.ExitStack() as stack:
+        parts = urlsplit(service.url)
+        with httpx.Client(base_url=service.url, timeout=20) as client:
+            attackers = []
+            for _ in range(60):
+                attackers.append(stack.enter_context(socket.create_connection((parts.hostname, parts.port), 20)))
+                assert client.get("/healthz").status_code == 200
+            closed = 0
+            for attacker in attackers:
+                attacker.settimeout(0.05)
+                with contextlib.suppress(TimeoutError, ConnectionError):
+                    attacker.recv(1)
+                    closed += 1
+        assert 41 <= closed < 60
+
+
+def test_a_server_without_descriptors_does_not_fill_its_log(tmp_path, monkeypatch, caplog):
+    """It tried 2,048 times a turn, and logged each time: 6 MB a second."""
+    num_tried = 0
+
+    def accept(listener):
+        nonlocal num_tried
+        num_tried += 1
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    with Service(ServiceConfig(data_directory=tmp_path, port=0), lambda *_: FakeCluster(tmp_path)) as service:
+        parts = urlsplit(service.url)
+        with monkeypatch.context() as patch, socket.socket() as attacker:
+            patch.setattr(socket.socket, "accept", accept)
+            attacker.connect((parts.hostname, parts.port))
+            time.sleep(0.3)
+        assert 1 <= num_tried <= 60
+        assert httpx.get(f"{service.url}/healthz", timeout=20).status_code == 200
+    said = [record.getMessage() for record in caplog.records if record.levelno >= logging.ERROR]
+    assert said == ["connections have to wait: Too many open files"]
 
 
 def test_a_client_that_does_not_read_its_answer_costs_little_and_is_closed(tmp_path, monkeypatch):

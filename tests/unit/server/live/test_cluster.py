@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
@@ -231,6 +232,16 @@ def test_a_second_array_gets_a_name_of_its_own(world):
     ]
     assert names == [["sweep-0", "sweep-1"], ["sweep-2-0", "sweep-2-1"]]
     assert world.submit(name="sweep") == "sweep"
+
+
+def test_a_large_array_of_a_name_that_many_have_holds_up_no_other_submission(world):
+    """An attack by a member: to see that a name is taken, 10,000 requests were made, and nobody else could submit."""
+    first = JobRequest(command=("true",), name="sweep", array="9999", is_held=True)
+    for _ in range(150):
+        world.cluster.submit(first)
+    began = time.monotonic()
+    assert world.cluster._jobs._named(replace(first, array="0-9999")).name == "sweep-151"
+    assert time.monotonic() - began < 10.0  # it took a minute
 
 
 def test_a_job_over_its_time_limit_is_not_looked_at_all_the_time(world, monkeypatch):
