@@ -208,7 +208,7 @@ class Adaptation:
         state.tuner.observe()
         state.earned += (self._earned_share() - state.earned) / EARNING_STEPS
         if state.norm_noise.process_arrived():
-            contradiction = state.norm_noise.contradiction(state.exchange.noise)
+            contradiction = state.norm_noise.contradiction(state.exchange.gradient_noise)
             if contradiction is not None:
                 state.tuner.note(f"step {state.progress.num_steps}: {contradiction}")
         if not self.adapts:

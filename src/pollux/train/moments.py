@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypedDict
 
 import torch
@@ -43,6 +43,16 @@ class NoiseStats:
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
                 raise InvalidValueError(f"noise statistic {name} is {value}; it must be a number >= 0")
+
+    def averaged(self, num_steps: float) -> NoiseStats:
+        """That of a mean over the gradients of so many steps."""
+        return replace(
+            self,
+            var=self.var / num_steps,
+            error=self.error / num_steps,
+            low=None if self.low is None else self.low / num_steps,
+            high=None if self.high is None else self.high / num_steps,
+        )
 
     @property
     def noise_scale(self) -> float:

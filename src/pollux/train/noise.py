@@ -137,6 +137,27 @@ class Preconditioner:
         return roots
 
 
+SIGN_OF_AVERAGE = ("Lion", "Lion8bit", "PagedLion", "PagedLion8bit")  # class names; other packages have them
+
+
+def steps_averaged(optimizer: torch.optim.Optimizer) -> float:
+    """Over how many steps an optimizer averages gradients before it takes their sign; 1 for all others.
+
+    Lion steps along sign(β1·m + (1-β1)·g), where m is an average with β2. A sign has no size: where the average is
+    exact already, a larger batch adds nothing. So the noise that counts is that of the average, with the variance
+    β1²·(1-β2)/(1+β2) + (1-β1)² of one gradient's. Steps of other optimizers with momentum add up, and each gradient
+    counts in full.
+    """
+    names = {kind.__name__ for kind in type(optimizer).__mro__}
+    betas = optimizer.param_groups[0].get("betas")
+    if not names.intersection(SIGN_OF_AVERAGE) or not isinstance(betas, tuple | list) or len(betas) != 2:
+        return 1.0
+    beta1, beta2 = float(betas[0]), float(betas[1])
+    if not (0 <= beta1 < 1 and 0 <= beta2 < 1):
+        return 1.0
+    return 1 / (beta1**2 * (1 - beta2) / (1 + beta2) + (1 - beta1) ** 2)
+
+
 @dataclass(slots=True)
 class _Passes:
     """The passes measured since the last optimizer step."""

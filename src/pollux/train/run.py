@@ -32,6 +32,7 @@ from pollux.train.http_report import HttpReporter
 from pollux.train.leaving import LeaveSignals
 from pollux.train.live import LiveFlag, Rank
 from pollux.train.loader import AdaptiveLoader
+from pollux.train.noise import steps_averaged
 from pollux.train.order import length_of
 from pollux.train.output import PrintOnce, check_whole, save_file
 from pollux.train.progress import Goal, Progress
@@ -350,7 +351,8 @@ class Run:
             self._session.checkpointer.check_shared()
         driver = index_of(drives, parts)
         self._trainees = Trainees(parts, grad_scaler, self._team, self._session, ddp_options, driver)
-        self._exchange.open(len(parts), driver, is_sharded=shard is not None)
+        averaged = [steps_averaged(part.optimizer) for part in parts]
+        self._exchange.open(averaged, driver, is_sharded=shard is not None)
         if not isinstance(model, list | tuple):
             return self._trainees.members[0].model, optimizer
         return tuple(member.model for member in self._trainees.members), optimizer
@@ -579,6 +581,8 @@ class Run:
                 raise InvalidValueError(f"call run.{missing}(...) before the loop")
             if (rule := getattr(self._tuner.policy, "scaling", None)) is not None:
                 self._trainees.follow(rule)
+            if self._trainees.keep_batch:
+                self._tuner.keep_batch()
             self._session.state = RunState(
                 device=self.device,
                 loader=self._loader.elastic,

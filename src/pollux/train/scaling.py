@@ -154,7 +154,9 @@ class LEGW:
 
 @dataclass(frozen=True, slots=True)
 class NoScaling:
-    """1: the rate as the user set it."""
+    """1: the rate as the user set it. With ``keeps_batch`` an adaptive batch stays, too: it may teach no more."""
+
+    keeps_batch: bool = False
 
     def factor(self, step: StepContext) -> float:
         return 1.0
@@ -194,19 +196,19 @@ def _rule_of_family(optimizer: torch.optim.Optimizer) -> ScalingRule:
     if names & NORMALISED:
         return DampedRoot()
     logger.warning(
-        "no learning-rate rule is known for %s: its rate stays as you set it at any batch size; "
-        "pass scaling=... to run.prepare() to choose a rule",
+        "no learning-rate rule is known for %s: its rate and an adaptive batch stay as you set them; "
+        "pass scaling=... to run.prepare() to choose a rule ('none': the batch grows, the rate stays)",
         type(optimizer).__name__,
     )
-    return NoScaling()
+    return NoScaling(keeps_batch=True)
 
 
 def rule_for(rule: str | ScalingRule, optimizer: torch.optim.Optimizer) -> ScalingRule:
     """The rule of that name, or the given rule after a check.
 
     "auto": AdaScale for SGD, for which it was derived; the damped root for optimizers whose steps do not grow with the
-    gradient (found by class name, as several come from other packages); for others the rate stays as the user set it,
-    and a warning is logged.
+    gradient (found by class name, as several come from other packages); for others the rate and an adaptive batch stay
+    as the user set them, and a warning is logged. A larger batch at the same rate may teach no more than a small one.
 
     Raises :class:`UnknownNameError` for an unknown name, :class:`InvalidValueError` for an object that is not a rule.
     """

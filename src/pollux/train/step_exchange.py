@@ -60,15 +60,20 @@ class _Unread:
 class NoiseChannel:
     """The noise scale of one model: its averages, and norms that are not read yet."""
 
-    def __init__(self) -> None:
+    def __init__(self, steps_averaged: float = 1.0) -> None:
+        """``steps_averaged``: see :func:`~pollux.train.noise.steps_averaged`."""
+        self._steps_averaged = steps_averaged
         self.moments = GradientMoments(is_relative=True)
         self.noise: NoiseStats | None = None  # None while there are too few samples to decide by
+        self.gradient_noise: NoiseStats | None = None  # the same, but for an optimizer's average
         self.unread: deque[_Unread] = deque()
         self.sent: _Unread | None = None
         self.last_sqr: float | None = None  # |G|² of the last sample alone; the reader resets it
 
     def read(self) -> None:
-        self.noise = self.moments.read() if self.moments.num_samples >= MIN_SAMPLES else None
+        found = self.moments.read() if self.moments.num_samples >= MIN_SAMPLES else None
+        self.gradient_noise = found
+        self.noise = found.averaged(self._steps_averaged) if found is not None and self._steps_averaged > 1 else found
 
     def take_due(self, step: int, lag: int) -> tuple[list[float], list[float]]:
         """(sum_sqr, sqr_mean) by part, of a sample that all ranks send in this step; zeros without one."""
@@ -119,11 +124,11 @@ class StepExchange:
         self._sum: Sum | None = None
         self.cost_s = 0.0  # time that the last measurement took
 
-    def open(self, num_models: int, drives: int | None, is_sharded: bool = False) -> None:
-        """Make a channel for each model."""
+    def open(self, steps_averaged: Sequence[float], drives: int | None, is_sharded: bool = False) -> None:
+        """Make a channel for each model; ``steps_averaged`` of their optimizers."""
         self.is_sharded = is_sharded
-        self.channels = [NoiseChannel() for _ in range(num_models)]
-        self.drives = 0 if num_models == 1 else drives
+        self.channels = [NoiseChannel(num_steps) for num_steps in steps_averaged]
+        self.drives = 0 if len(self.channels) == 1 else drives
         self.lead = self.drives or 0
 
     @property
@@ -134,6 +139,11 @@ class StepExchange:
     def noise(self) -> NoiseStats | None:
         """The lead's."""
         return self.channels[self.lead].noise
+
+    @property
+    def gradient_noise(self) -> NoiseStats | None:
+        """The lead's, of single gradients: what other estimates are compared with."""
+        return self.channels[self.lead].gradient_noise
 
     def take_last_sqr(self) -> float | None:
         channel = self.channels[self.lead]

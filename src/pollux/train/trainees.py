@@ -20,7 +20,7 @@ from pollux.errors import InvalidValueError
 from pollux.train.elastic_model import DDPOptions
 from pollux.train.gates import Gate, gate_scaler
 from pollux.train.gradients import Norms, PassPlan
-from pollux.train.scaling import RateState
+from pollux.train.scaling import NoScaling, RateState
 from pollux.train.sharded_model import ModelShards
 from pollux.train.sharded_module import ShardFunction
 from pollux.train.team import Team
@@ -80,6 +80,11 @@ class Trainees:
     @property
     def has_batch_norm(self) -> bool:
         return any(member.has_batch_norm for member in self.members)
+
+    @property
+    def keep_batch(self) -> bool:
+        """No learning-rate rule is known for one of the optimizers."""
+        return any(isinstance(rule := member.rate.rule, NoScaling) and rule.keeps_batch for member in self.members)
 
     @property
     def warm_up_steps(self) -> int:

@@ -55,7 +55,7 @@ def test_types_do_not_matter(dtype):
 
 def test_two_models_are_exchanged_side_by_side():
     exchange = StepExchange(Team(torch.device("cpu"), timeout_s=1.0))
-    exchange.open(2, drives=None)
+    exchange.open([1.0, 1.0], drives=None)
     measured = MeasuredStep(num_gradients=2, batch_size=8.0, count=2.0, scale=1.0, initial_batch=16)
     norms = [Norms(torch.full((NUM_PARTS,), value * 2), torch.ones(NUM_PARTS), 0.0, ()) for value in (2.0, 3.0)]
     for step in range(MIN_SAMPLES + 1):

@@ -104,10 +104,11 @@ def test_auto_depends_on_the_optimizer():
         assert rule_for("auto", make(parameters, lr=0.1)) == DampedRoot()
 
 
-def test_auto_leaves_the_rate_of_an_unknown_optimizer_alone_and_says_so(caplog):
+def test_auto_leaves_rate_and_batch_of_an_unknown_optimizer_alone_and_says_so(caplog):
     parameters = [torch.nn.Parameter(torch.ones(2))]
-    assert rule_for("auto", torch.optim.Rprop(parameters, lr=0.1)) == NoScaling()
-    assert "no learning-rate rule is known for Rprop: its rate stays as you set it" in caplog.text
+    assert rule_for("auto", torch.optim.Rprop(parameters, lr=0.1)) == NoScaling(keeps_batch=True)
+    assert "no learning-rate rule is known for Rprop: its rate and an adaptive batch stay" in caplog.text
+    assert rule_for("none", torch.optim.Rprop(parameters, lr=0.1)) == NoScaling()
 
 
 def test_optimizers_of_other_packages_are_known_by_the_names_of_their_classes():
