@@ -139,6 +139,11 @@ def not_prepared(script: Script) -> Iterator[Found]:
     """Models, optimizers and schedulers that train without the others knowing."""
     prepares = [node for node, _ in script.calls() if script.is_of_run(node.func, "prepare")]
     if not prepares:
+        loops = script.training_loops()
+        if loops and not _may_be_prepared_elsewhere(script):
+            first = min(loops, key=lambda loop: loop.lineno)
+            problem = "run.prepare is never called: the job ends with an error when this loop begins"
+            yield Found(first, problem, f"write before it: {_prepare_line(script)}")
         return
     given = {
         name
@@ -463,6 +468,45 @@ def _target_of(script: Script, call: ast.Call) -> str | None:
 
 def _prepare_advice(name: str) -> str:
     return f"give {name} to run.prepare; several models and optimizers as tuples"
+
+
+def _prepare_line(script: Script) -> str:
+    """What the script has to say, with its own names where they are seen."""
+    run = min(script.runs)
+    models: dict[str, str] = {}  # by the optimizer that has their weights
+    for call, name in script.calls():
+        if (target := _target_of(script, call)) in script.optimizers and name.startswith("torch.optim."):
+            owners = [
+                ast.unparse(part.func.value)
+                for part in ast.walk(call)
+                if isinstance(part, ast.Call) and isinstance(part.func, ast.Attribute) and _method(part) == "parameters"
+            ]
+            models[str(target)] = owners[0] if owners else "model"
+    optimizers = ", ".join(models) or "optimizer"
+    names = ", ".join(models.values()) or "model"
+    if len(models) > 1:
+        return f"({names}), ({optimizers}) = {run}.prepare(({names}), ({optimizers}))"
+    schedules = sorted(
+        {target for call, _ in script.calls() if (target := _target_of(script, call))} & script.schedulers
+    )
+    rest = "".join(f", {name}" for name in schedules[:1])
+    return f"{names}, {optimizers} = {run}.prepare({names}, {optimizers}{rest})"
+
+
+def _may_be_prepared_elsewhere(script: Script) -> bool:
+    """Whether something called ``prepare`` is, or the run goes to code that is not in this file."""
+    if any(name.startswith("pollux.integrations") for name in script.modules):
+        return True
+    seen = {
+        node.name
+        for node in ast.walk(script.tree)
+        if isinstance(node, ast.FunctionDef) or (isinstance(node, ast.ClassDef) and not node.bases)
+    }
+    for call, name in script.calls():
+        given = [*call.args, *(keyword.value for keyword in call.keywords)]
+        if _method(call) == "prepare" or (name not in seen and any(ast.unparse(one) in script.runs for one in given)):
+            return True
+    return False
 
 
 def _index_of(script: Script, loop: ast.For) -> str | None:

@@ -118,6 +118,55 @@ def test_a_loop_that_goes_wrong_is_found(old, new, rule):
     assert rule in {name for _, name in found(GOOD.replace(old, new))}
 
 
+def test_a_loop_without_prepare_is_an_error_that_says_what_to_write():
+    kept = [line for line in GOOD.splitlines() if "run.prepare" not in line]
+    (one,) = check_script("\n".join(kept), "train.py")
+    assert (one.rule, one.severity) == ("not-prepared", "error")
+    assert "for epoch in run.epochs(10)" in kept[one.line - 1]
+    assert "model, optimizer = run.prepare(model, optimizer, scheduler)" in one.advice
+
+
+LOOPS = {
+    "epochs": "for epoch in run.epochs(3):\n    for x in loader:\n        step(x)",
+    "loader": "for x in loader:\n    step(x)",
+    "steps": "for i in run.steps(9, batch_size=4):\n    step(i)",
+    "pairs": "a = torch.optim.SGD(f.parameters())\nb = torch.optim.Adam(g.parameters())\nfor i in run.steps(9): go(i)",
+}
+
+
+@pytest.mark.parametrize(
+    ("loop", "advice"),
+    [
+        ("epochs", "model, optimizer = run.prepare(model, optimizer)"),
+        ("loader", "model, optimizer = run.prepare(model, optimizer)"),
+        ("steps", "model, optimizer = run.prepare(model, optimizer)"),
+        ("pairs", "(f, g), (a, b) = run.prepare((f, g), (a, b))"),
+    ],
+)
+def test_every_kind_of_loop_needs_prepare(loop, advice):
+    text = f"import torch\nfrom pollux import train\nrun = train.init()\nloader = run.dataloader(d)\n{LOOPS[loop]}"
+    (one,) = check_script(text, "x.py")
+    assert (one.rule, one.severity) == ("not-prepared", "error")
+    assert one.advice == f"write before it: {advice}"
+
+
+@pytest.mark.parametrize(
+    "rest",
+    [
+        "run.log(loss=1.0)",
+        "for i in range(3):\n    run.log(loss=i)",
+        "from pollux.integrations.huggingface import Trainer\nfor e in run.epochs(2): run.log(loss=1)",
+        "from mine import setup\nmodel = setup(run)\nfor e in run.epochs(2): run.log(loss=1)",
+        "import mine\nmodel = mine.setup(net, run=run)\nfor e in run.epochs(2): run.log(loss=1)",
+        "class T(Base):\n    pass\nt = T(run)\nfor e in run.epochs(2): run.log(loss=1)",
+        "def make(r):\n    return r.prepare(net, opt)\nm, o = make(run)\nfor e in run.epochs(2): run.log(loss=1)",
+        "loader = run.dataloader(data)",
+    ],
+)
+def test_a_run_that_others_may_prepare_is_left_alone(rest):
+    assert found(f"from pollux import train\nrun = train.init()\n{rest}") == []
+
+
 def test_the_options_of_a_loader_are_those_it_takes():
     from pollux.train.data import ElasticLoader
     from pollux.train.run import Run
@@ -193,6 +242,7 @@ def test_a_handler_that_swallows_the_request_to_leave_is_found():
         from pollux import train
         run = train.init()
         loader = run.dataloader(data)
+        model, optimizer = run.prepare(make(), None)
         try:
             for epoch in run.epochs(1):
                 for batch in loader:
