@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 Severity = Literal["error", "warning"]
 """``error``: it fails, or trains something else. ``warning``: output or speed suffer."""
@@ -17,3 +18,12 @@ class Finding:
     severity: Severity
     problem: str
     advice: str
+
+
+class Found(NamedTuple):
+    """What a rule yields."""
+
+    node: ast.AST
+    problem: str
+    advice: str
+    severity: Severity = "error"

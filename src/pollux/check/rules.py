@@ -6,10 +6,10 @@ import ast
 import difflib
 import re
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 from pollux.api.kind import parse_python
-from pollux.check.finding import Finding, Severity
+from pollux.check.finding import Finding, Found
+from pollux.check.forgotten import counted_by_hand, divided
 from pollux.check.script import Script
 
 _CUDA_ID = re.compile(r"cuda:\d+")
@@ -35,13 +35,6 @@ DATALOADER_OPTIONS = {
     *("collate_fn", "num_workers", "pin_memory", "prefetch_factor", "drop_last"),
     *("timeout_s", "worker_init_fn", "multiprocessing_context", "auto_commit"),
 }
-
-
-class Found(NamedTuple):
-    node: ast.AST
-    problem: str
-    advice: str
-    severity: Severity = "error"
 
 
 Rule = Callable[[Script], Iterator[Found]]
@@ -233,24 +226,6 @@ def counted_passes(script: Script) -> Iterator[Found]:
                         yield Found(
                             node, f"{index} counts passes, not steps", "use run.every(n) or run.num_steps", "warning"
                         )
-
-
-def counted_by_hand(script: Script) -> Iterator[Found]:
-    """``step += 1`` in the loop, and ``if step % n == 0``."""
-    for loop in script.training_loops():
-        if not script.names_in(loop.iter) & script.loaders:
-            continue
-        counters = {
-            ast.unparse(node.target)
-            for node in ast.walk(loop)
-            if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add) and ast.unparse(node.value) == "1"
-        }
-        for node in ast.walk(loop):
-            name = next(filter(counters.__contains__, _divided(node.test)), None) if isinstance(node, ast.If) else None
-            if isinstance(node, ast.If) and name is not None:
-                advice = "use run.every(n) or run.num_steps"
-                problem = f"{name} counts passes of one replica, and begins again in a restart"
-                yield Found(node, problem, advice, "warning")
 
 
 def own_collectives(script: Script) -> Iterator[Found]:
@@ -518,18 +493,7 @@ def _index_of(script: Script, loop: ast.For) -> str | None:
 
 
 def _divides(test: ast.expr) -> bool:
-    return bool(_divided(test))
-
-
-def _divided(test: ast.expr) -> list[str]:
-    """What stands before the ``%`` signs, and the names in it."""
-    return [
-        ast.unparse(part)
-        for node in ast.walk(test)
-        if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mod)
-        for part in ast.walk(node.left)
-        if isinstance(part, ast.expr)
-    ]
+    return bool(divided(test))
 
 
 def _is_true(call: ast.Call, option: str) -> bool:

@@ -186,13 +186,79 @@ def test_accumulation_of_ones_own_and_counted_passes_are_found():
     assert found(text) == []
 
 
+BY_HAND = "counted-by-hand"
+
+
 def test_steps_that_are_counted_by_hand_are_found():
     counting, number = with_line("optimizer.step()", "step += 1", "if step % 100 == 0:", "    run.print(step)")
-    assert found(counting) == [(number + 1, "counted-by-hand")]
+    assert found(counting) == [(number + 1, BY_HAND)]
     summing, _ = with_line("optimizer.step()", "step += 1")
     assert found(summing) == []
-    other, _ = with_line("optimizer.step()", "bad += 1", "if bad > 3 and len(x) % 2 == 0:", "    run.print(bad)")
+    other, _ = with_line("optimizer.step()", "bad += 1", "if bad > 3 and len(x) % 2 == 0:", "    skip(bad)")
     assert found(other) == []
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        "run.log(loss=loss, step=step)",
+        "run.print('step', step)",
+        "run.print(f'step {step}: {loss}')",
+        "run.print('step %d' % step)",
+        "writer.add_scalar('loss', loss, step)",
+        "wandb.log({'loss': loss}, step=step)",
+        "run.save(model.state_dict(), f'model-{step}.pt')",
+        "path = f'model-{step}.pt'",
+        "is_due = step % 50 == 0",
+        "show = loss if not step % 50 else None",
+        "if step >= 1000: break",
+    ],
+)
+@pytest.mark.parametrize("count", ["step += 1", "step = step + 1", "if run.is_last_pass: step += 1"])
+def test_a_counter_of_ones_own_that_is_told_is_found(count, use):
+    text, number = with_line("optimizer.step()", count, use)
+    assert found(text) == [(number + 1, BY_HAND)]
+    module, _ = text.replace("def main():", "if True:").rsplit("main()", 1)
+    assert found(module) == [(number + 1, BY_HAND)]
+
+
+def test_a_counter_that_is_told_after_the_epoch_is_found():
+    text, number = with_line("scheduler.step()", "run.log(step=step)")
+    assert found(text.replace("            optimizer.step()\n", "            optimizer.step(); step += 1\n")) == [
+        (number, BY_HAND)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("begin", "count", "use"),
+    [
+        ("pass", "passes += 1", "run.print(total / passes, run.mean(total / max(passes, 1), passes))"),
+        ("pass", "passes += 1", "rate = math.log(passes)"),
+        ("pass", "epoch += 1", "run.print(epoch)"),
+        ("seen = 0", "seen += 1", "run.print(f'{seen} batches of this epoch')"),
+        ("pass", "seen += len(x)", "run.print(seen)"),
+        ("pass", "if loss > 9: bad += 1", "run.print(bad)"),
+        ("pass", "state['step'] += 1", "run.track('state', state); run.log(step=state['step'])"),
+        ("pass", "state.step += 1", "run.track('state', state); run.log(step=state.step)"),
+    ],
+)
+def test_what_a_script_may_count(begin, count, use):
+    text, _ = with_line("optimizer.step()", count, use)
+    assert found(text.replace("        for x, y in loader", f"        {begin}\n        for x, y in loader")) == []
+
+
+def test_a_counter_of_one_epoch_in_a_function_is_left_alone():
+    text = GOOD.replace(
+        "def main():",
+        "def evaluate(model, loader):\n    n = 0\n    for x, y in loader:\n        n += 1\n    print(f'{n}')\n\n\n"
+        "def epoch_of(model, loader):\n    n = 0\n    for x, y in loader:\n        model(x).backward()\n"
+        "        n += 1\n        log(f'{n}')\n\n\ndef main():",
+    )
+    assert found(text) == []
+    lasting = text.replace(
+        "    n = 0\n    for x, y in loader:\n        model", "    global n\n    for x, y in loader:\n        model"
+    )
+    assert [rule for _, rule in found(lasting)] == [BY_HAND]
 
 
 def test_an_average_of_the_model_is_no_optimizer():
