@@ -50,6 +50,7 @@ from pollux.train.tuner import Tuner, pick_device, use_device
 
 logger = logging.getLogger(__name__)
 _V = TypeVar("_V", bool, int, float, str)
+_S = TypeVar("_S", bound=Stateful | dict[str, Any])
 
 
 def init(
@@ -355,15 +356,16 @@ class Run:
             return self._trainees.members[0].model, optimizer
         return tuple(member.model for member in self._trainees.members), optimizer
 
-    def track(self, name: str, stateful: Stateful | dict[str, Any]) -> None:
-        """Keep more state: a dictionary, or an object with state_dict and load_state_dict."""
+    def track(self, name: str, stateful: _S) -> _S:
+        """Keep more state: a dictionary, or an object with state_dict and load_state_dict. Returns it."""
         if name in self._tracked:
             raise InvalidValueError(f"{name!r} is tracked already; choose another name")
-        stateful = as_stateful(stateful)
+        kept = as_stateful(stateful)
         if self._session.is_started:
             raise InvalidValueError(f"run.track({name!r}, ...) was called after the loop began: call it before")
-        flatten({name: stateful.state_dict()})  # what cannot be saved is told now, not at the first checkpoint
-        self._tracked[name] = stateful
+        flatten({name: kept.state_dict()})  # what cannot be saved is told now, not at the first checkpoint
+        self._tracked[name] = kept
+        return stateful
 
     # --- training -----------------------------------------------------------------------------------------------
 

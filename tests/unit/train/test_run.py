@@ -204,6 +204,18 @@ def test_what_is_tracked_comes_back(tmp_path):
         assert torch.equal(flat(script.module), before) and run.num_steps == 0
 
 
+def test_what_is_tracked_is_returned(tmp_path):
+    for accuracy in (0.5, 0.0):
+        with train.init(checkpoint_dir=tmp_path) as run:
+            script = Script(run)
+            best = run.track("best", {"accuracy": accuracy})
+            script.train(1)
+            assert best == {"accuracy": 0.5}
+            box = Box(1)
+            with pytest.raises(PolluxError, match="tracked already"):
+                run.track("best", box)
+
+
 class Meter(dict):
     """A dictionary with a state of its own."""
 
