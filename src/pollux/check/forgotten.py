@@ -1,8 +1,9 @@
-"""Rules of ``pollux check`` about variables that a restart forgets: counters of steps."""
+"""Rules of ``pollux check`` about variables that a restart forgets: counters of steps, and the best result so far."""
 
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 
 from pollux.check.finding import Found
@@ -12,6 +13,9 @@ _TELL = {
     *("print", "log", "info", "debug", "warning", "write", "set_postfix", "set_description", "format"),
     *("add_scalar", "add_scalars", "add_image", "log_metrics", "log_dict", "save"),
 }
+_BEST = re.compile("best|lowest|highest", re.IGNORECASE)
+_SAVES = re.compile("save|checkpoint|copyfile|deepcopy", re.IGNORECASE)
+_ORDER = (ast.Lt, ast.LtE, ast.Gt, ast.GtE)
 _SUMS = {"mean", "sum", "max", "min"}  # what is divided by a number of passes
 
 
@@ -103,6 +107,131 @@ def _tells(script: Script, node: ast.AST, name: str) -> bool:
     return False
 
 
+def untracked_best(script: Script) -> Iterator[Found]:
+    """``if accuracy > best: best = accuracy``, and saving: after a restart the first result is the best one."""
+    told: set[str] = set()
+    for node in ast.walk(script.tree):
+        if not isinstance(node, ast.Assign):
+            continue
+        for name, value in _pairs(node):
+            outer = outermost(script, node) or _called_in(script, node, name)
+            if name in told or outer is None or not _keeps_best(script, node, name, value):
+                continue
+            # A script that begins with another value may have read it from a file.
+            begins = [one for one in script.assignments_to(name) if not _is_after(script, one, outer, node)]
+            if is_kept(script, name, node, outer) and all(map(_is_plain, begins)):
+                told.add(name)
+                problem = f"{name} begins anew in a restart: the first result then counts as the best and replaces it"
+                yield Found(node, problem, _track_advice(script, name, begins), "warning")
+
+
+def _track_advice(script: Script, name: str, begins: list[ast.expr]) -> str:
+    root = name.partition("[")[0]
+    if root != name and not root.startswith("self."):
+        return f'before the loop: {min(script.runs)}.track("{root.rpartition(".")[2]}", {root})'
+    key = re.sub("_?best_?", "", name.rpartition(".")[2]) if root == name else ""
+    key, begin = key or "value", ast.unparse(begins[0]) if begins else "0.0"
+    made = f'best = {min(script.runs)}.track("best", {{"{key}": {begin}}})'
+    return f'before the loop: {made}; then use best["{key}"]'
+
+
+def _pairs(node: ast.Assign) -> Iterator[tuple[str, ast.expr]]:
+    for target in node.targets:
+        if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+            yield from zip(map(ast.unparse, target.elts), node.value.elts, strict=False)
+        elif not isinstance(target, ast.Tuple):
+            yield ast.unparse(target), node.value
+
+
+def _keeps_best(script: Script, node: ast.Assign, name: str, value: ast.expr) -> bool:
+    """Whether this line takes a value over because it is larger, or smaller, than the one before."""
+    is_named = _BEST.search(name) is not None
+    if isinstance(value, ast.Call) and script.full_name(value.func) in ("max", "min"):
+        given = [ast.unparse(one) for one in value.args]
+        return name in given and len(given) > 1 and (is_named or _saves_by(script, node, name))
+    branches: list[ast.If | ast.IfExp] = [*script.around(node, ast.If)]
+    if isinstance(value, ast.IfExp):
+        branches, value = [value], value.body
+    taken = ast.unparse(_bare(value))
+    for branch in branches:
+        for test in ast.walk(branch.test):
+            if not isinstance(test, ast.Compare) or not isinstance(test.ops[0], _ORDER):
+                continue
+            sides = [ast.unparse(_bare(side)) for side in (test.left, *test.comparators)]
+            parts = {ast.unparse(part) for part in ast.walk(test) if isinstance(part, ast.expr)}
+            if is_named and name in parts and taken in parts - {name}:
+                return True
+            if name in sides and taken in sides and taken != name and isinstance(branch, ast.If) and _saves(branch):
+                return True
+    return False
+
+
+def _bare(value: ast.expr) -> ast.expr:
+    """``loss`` of ``loss.item()`` and ``float(loss)``"""
+    while isinstance(value, ast.Call):
+        if isinstance(value.func, ast.Attribute) and not value.args:
+            value = value.func.value
+        elif isinstance(value.func, ast.Name) and value.func.id in ("float", "int", "round") and value.args:
+            value = value.args[0]
+        else:
+            break
+    return value
+
+
+def _saves(branch: ast.AST) -> bool:
+    return any(isinstance(part, ast.Call) and _SAVES.search(ast.unparse(part.func)) for part in ast.walk(branch))
+
+
+def _saves_by(script: Script, node: ast.AST, name: str) -> bool:
+    outer = outermost(script, node)
+    return outer is not None and any(
+        isinstance(part, ast.If) and name in script.names_in(part.test) and _saves(part) for part in ast.walk(outer)
+    )
+
+
+def _is_plain(value: ast.expr) -> bool:
+    """A value to begin with: a number, None, infinity."""
+    if isinstance(value, ast.UnaryOp):
+        return _is_plain(value.operand)
+    if isinstance(value, ast.Call):
+        return ast.unparse(value.func) in ("float", "torch.tensor") and all(map(_is_plain, value.args))
+    is_limit = isinstance(value, ast.Attribute) and value.attr.lower() in ("inf", "maxsize", "infty", "max", "min")
+    return is_limit or isinstance(value, ast.Constant)
+
+
+def _is_after(script: Script, value: ast.expr, outer: ast.For, node: ast.AST) -> bool:
+    """Whether a value is given in the loop, or in the function that the loop calls."""
+    function = _function_of(script, node)
+    is_called = outer not in script.around(node, ast.For)
+    return outer in script.around(value, ast.For) or (is_called and _function_of(script, value) is function)
+
+
+def _function_of(script: Script, node: ast.AST) -> ast.FunctionDef | None:
+    return next((one for one in script.parents(node) if isinstance(one, ast.FunctionDef)), None)
+
+
+def _called_in(script: Script, node: ast.AST, name: str) -> ast.For | None:
+    """The training loop that calls the function that a line is in, if the name outlives the call."""
+    function = _function_of(script, node)
+    if function is None or not is_shared(script, name, node):
+        return None
+    owner = script.parent(function)
+    called = {function.name}
+    if isinstance(owner, ast.ClassDef):
+        if any(isinstance(one, ast.FunctionDef) and one.name == "state_dict" for one in owner.body):
+            return None  # made to be kept
+        called = {f"self.{function.name}"}
+        for call, made in script.calls():
+            parent = script.parent(call)
+            if made == owner.name and isinstance(parent, ast.Assign):
+                instance = ast.unparse(parent.targets[0])
+                called.add(instance if function.name == "__call__" else f"{instance}.{function.name}")
+    for loop in script.training_loops():
+        if any(ast.unparse(call.func) in called for call, _ in script.calls(loop)):
+            return outermost(script, loop) or loop
+    return None
+
+
 # Of both ---------------------------------------------------------------------------------------
 
 
@@ -130,7 +259,7 @@ def is_kept(script: Script, name: str, node: ast.AST, outer: ast.For) -> bool:
 
 def is_shared(script: Script, name: str, node: ast.AST) -> bool:
     """Whether a name outlives a call of the function it is in: a global one, or an attribute of ``self``."""
-    function = next((one for one in script.parents(node) if isinstance(one, ast.FunctionDef)), None)
+    function = _function_of(script, node)
     if function is None or name.startswith("self."):
         return True
     declared = [one for one in ast.walk(function) if isinstance(one, ast.Global | ast.Nonlocal)]
@@ -141,6 +270,9 @@ def is_tracked(script: Script, name: str) -> bool:
     """By ``run.track``, as itself or as a part of what is. Of ``self``, whose name outside is not known: any is."""
     tracks = [call for call, _ in script.calls() if isinstance(call.func, ast.Attribute) and call.func.attr == "track"]
     tracked = {one for call in tracks for value in call.args for one in script.names_in(value)}
+    for call in tracks:
+        parent = script.parent(call)
+        tracked.update(map(ast.unparse, parent.targets if isinstance(parent, ast.Assign) else ()))
     return bool({name, *_roots(name)} & tracked) or (name.startswith("self.") and bool(tracks))
 
 

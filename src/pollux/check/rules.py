@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 
 from pollux.api.kind import parse_python
 from pollux.check.finding import Finding, Found
-from pollux.check.forgotten import counted_by_hand, divided
+from pollux.check.forgotten import counted_by_hand, divided, untracked_best
 from pollux.check.script import Script
 
 _CUDA_ID = re.compile(r"cuda:\d+")
@@ -392,6 +392,7 @@ TRAIN_RULES: list[Rule] = [
     counted_by_hand,
     own_collectives,
     untracked_average,
+    untracked_best,
     local_averages,
     closures,
     device_ids,

@@ -261,6 +261,99 @@ def test_a_counter_of_one_epoch_in_a_function_is_left_alone():
     assert [rule for _, rule in found(lasting)] == [BY_HAND]
 
 
+BEST = "untracked-best"
+SAVE = "run.save(model.state_dict(), 'best.pt')"
+
+
+@pytest.mark.parametrize(
+    ("begin", "lines"),
+    [
+        ("best = 0.0", ["if acc > best:", "    best = acc", f"    {SAVE}"]),
+        ("best = 0.0", ["if best < acc:", "    best = acc", f"    {SAVE}"]),
+        ("best = 0.0", ["if acc > best: best = acc"]),
+        ("best = float('inf')", ["if loss.item() < best:", f"    {SAVE}", "    best = loss.item()"]),
+        ("best = -math.inf", ["if run.is_main and acc >= best:", "    best, best_epoch = acc, epoch", f"    {SAVE}"]),
+        ("best = None", ["if best is None or acc > best + 0.1:", "    best = float(acc)", f"    {SAVE}"]),
+        ("best = 0", ["is_best = acc > best", "best = max(best, acc)", "save_checkpoint(model, is_best)"]),
+        ("best_loss = 1e9", ["best_loss = min(best_loss, loss)"]),
+        ("top = 0.0", ["if acc > top:", f"    {SAVE}", "top = max(top, acc)"]),
+        ("top = 0.0", ["if acc > top:", "    top = acc", f"    {SAVE}"]),
+        ("best = 0.0", ["best = acc if acc > best else best"]),
+        ("state.best = 0.0", ["if acc > state.best:", "    state.best = acc"]),
+        ("kept = {'best': 0.0}", ["if acc > kept['best']:", "    kept['best'] = acc"]),
+    ],
+)
+def test_a_best_result_that_is_not_tracked_is_found(begin, lines):
+    text, number = with_line("scheduler.step()", *lines)
+    text = text.replace("    master = ", f"    {begin}; master = ")
+    (one,) = check_script(text, "x.py")
+    assert (one.rule, one.severity) == (BEST, "warning")
+    assert number <= one.line < number + len(lines)
+    assert "run.track(" in one.advice and "before the loop" in one.advice
+    module, _ = text.replace("def main():", "if True:").rsplit("main()", 1)
+    assert [rule for _, rule in found(module)] == [BEST]
+
+
+def test_the_advice_for_a_best_result_can_be_written_as_it_is():
+    text, _ = with_line("scheduler.step()", "if acc > best: best = acc")
+    (one,) = check_script(text.replace("    master = ", "    best = -1.5; master = "), "x.py")
+    assert one.advice == 'before the loop: best = run.track("best", {"value": -1.5}); then use best["value"]'
+    text, _ = with_line("scheduler.step()", "if acc > kept['a']: kept['a'] = acc; run.save(model, 'x')")
+    (one,) = check_script(text, "x.py")
+    assert one.advice == 'before the loop: run.track("kept", kept)'
+
+
+@pytest.mark.parametrize(
+    ("begin", "lines"),
+    [
+        ("best = {'a': 0.0}; run.track('best', best)", ["if acc > best['a']:", "    best['a'] = acc", f"    {SAVE}"]),
+        ("best = run.track('best', {'a': 0.0})", ["if acc > best['a']: best['a'] = acc"]),
+        ("best = Best(); run.track('best', best)", ["if acc > best.value:", "    best.value = acc", f"    {SAVE}"]),
+        ("best = torch.load('best.pt')['acc']", ["if acc > best:", "    best = acc", f"    {SAVE}"]),
+        ("pass", ["best = 0.0", "for a in accs:", "    if a > best:", "        best = a", SAVE]),
+        ("last = time.time()", ["if time.time() - last > 60:", "    last = time.time()", f"    {SAVE}"]),
+        ("last = 0.0", ["now = time.time()", "if now - last > 60:", "    last = now", f"    {SAVE}"]),
+        ("next_save = 100", ["if run.num_steps > next_save:", "    next_save = run.num_steps + 100", f"    {SAVE}"]),
+        ("peak = 0", ["peak = max(peak, torch.cuda.max_memory_allocated())"]),
+        ("lr = 1.0", ["if loss > 3: lr = 0.5"]),
+        ("goal = 0.9", ["if acc > goal:", f"    {SAVE}"]),
+        ("for a in accs:\n        if a > best: best = a", ["pass"]),
+    ],
+)
+def test_a_best_result_that_is_kept_or_needs_not_be(begin, lines):
+    text, _ = with_line("scheduler.step()", *lines)
+    assert found(text.replace("    master = ", f"    {begin}\n    master = ")) == []
+
+
+CLASS = """
+class Stopper:
+    def __init__(self):
+        self.best_loss = None
+    def {name}(self, loss):
+        if self.best_loss is None or loss < self.best_loss:
+            self.best_loss = loss
+{rest}
+"""
+
+
+@pytest.mark.parametrize(("name", "call"), [("__call__", "stopper(loss)"), ("step", "stopper.step(loss)")])
+def test_a_best_result_in_an_object_is_found_unless_it_can_be_kept(name, call):
+    used, _ = with_line("scheduler.step()", call)
+    used = used.replace("    master = ", "    stopper = Stopper()\n    master = ")
+    text = used.replace("def main():", CLASS.format(name=name, rest="") + "\ndef main():")
+    assert [rule for _, rule in found(text)] == [BEST]
+    assert found(text.replace("    master = ", "    run.track('stopper', stopper)\n    master = ")) == []
+    kept = CLASS.format(name=name, rest="    def state_dict(self):\n        return vars(self)")
+    assert found(used.replace("def main():", kept + "\ndef main():")) == []
+
+
+def test_a_best_result_in_a_function_that_the_loop_calls():
+    used, _ = with_line("scheduler.step()", "keep(acc)")
+    function = "best = 0.0\n\n\ndef keep(acc):\n    {}\n    if acc > best:\n        best = acc\n\n\ndef main():"
+    assert [rule for _, rule in found(used.replace("def main():", function.format("global best")))] == [BEST]
+    assert found(used.replace("def main():", function.format("best = 1"))) == []
+
+
 def test_an_average_of_the_model_is_no_optimizer():
     text, _ = with_line("model = build", "ema = torch.optim.swa_utils.AveragedModel(model)")
     assert found(text) == []
