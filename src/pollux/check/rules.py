@@ -200,7 +200,7 @@ def unknown_option(script: Script) -> Iterator[Found]:
     for call, _ in script.calls():
         for name in (keyword.arg for keyword in call.keywords) if script.is_of_run(call.func, "dataloader") else ():
             if name is not None and name not in DATALOADER_OPTIONS:
-                close = difflib.get_close_matches(name, DATALOADER_OPTIONS, 1)
+                close = difflib.get_close_matches(name, DATALOADER_OPTIONS, 1, cutoff=0.68)
                 advice = f"did you mean {close[0]}?" if close else "leave it out, or see help(train.Run.dataloader)"
                 yield Found(call, f"run.dataloader takes no {name}", advice)
 

@@ -31,7 +31,7 @@ from pollux.train.data import ElasticLoader
 from pollux.train.http_report import HttpReporter
 from pollux.train.leaving import LeaveSignals
 from pollux.train.live import LiveFlag, Rank
-from pollux.train.loader import AdaptiveLoader
+from pollux.train.loader import AdaptiveLoader, check_options
 from pollux.train.order import length_of
 from pollux.train.output import PrintOnce, check_whole, save_file
 from pollux.train.progress import Goal, Progress
@@ -288,6 +288,7 @@ class Run:
             raise InvalidValueError(
                 "run.dataloader was called before: a run trains on one loader; use torch's DataLoader for evaluation"
             )
+        check_options(options, Run.dataloader)
         self._branch = BranchCheck.named(batch_check)
         return self._make_loader(dataset, batch_size, max_batch_size, device_batch_size, policy, options)
 

@@ -204,6 +204,24 @@ def test_what_is_tracked_comes_back(tmp_path):
         assert torch.equal(flat(script.module), before) and run.num_steps == 0
 
 
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ("max_batch_siz", "did you mean 'max_batch_size'?"),
+        ("timeout", "did you mean 'timeout_s'?"),
+        ("persistent_workers", "it takes auto_commit, batch_check, batch_sampler, batch_size, "),
+        ("shape", "it takes "),
+        ("share_order", "it takes "),
+    ],
+)
+def test_an_option_that_the_loader_does_not_take_is_named(option, said):
+    with train.init() as run:
+        with pytest.raises(TypeError) as raised:
+            run.dataloader(list(range(8)), batch_size=2, **{option: 1})
+        assert str(raised.value).startswith(f"run.dataloader takes no {option!r}: {said}")
+        run.dataloader(list(range(8)), batch_size=2, shuffle=True)
+
+
 def test_what_is_tracked_is_returned(tmp_path):
     for accuracy in (0.5, 0.0):
         with train.init(checkpoint_dir=tmp_path) as run:
