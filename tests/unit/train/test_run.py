@@ -25,6 +25,7 @@ from torch.utils.data import Dataset, IterableDataset
 
 from pollux import train
 from pollux.errors import CheckpointError, InvalidValueError, PolluxError, UnknownNameError
+from pollux.membership.replica import StaticMembership
 from pollux.model.efficiency import SAME_RATE
 from pollux.train.batching import AdaptiveBatch, BatchChoice, BatchSituation, FixedBatch
 from pollux.train.leaving import EXIT_CODE, SIGNALS, Leave
@@ -220,6 +221,16 @@ def test_an_option_that_the_loader_does_not_take_is_named(option, said):
             run.dataloader(list(range(8)), batch_size=2, **{option: 1})
         assert str(raised.value).startswith(f"run.dataloader takes no {option!r}: {said}")
         run.dataloader(list(range(8)), batch_size=2, shuffle=True)
+
+
+def test_the_first_step_is_told_to_the_owner_once(monkeypatch):
+    told = []
+    monkeypatch.setattr(StaticMembership, "note_stepped", lambda self: told.append(run.num_steps))
+    with train.init() as run:
+        script = Script(run)
+        assert told == []
+        script.train(2)
+        assert told == [1] and run.num_steps > 2
 
 
 def test_what_is_tracked_is_returned(tmp_path):
