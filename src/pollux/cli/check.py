@@ -39,7 +39,8 @@ def check(
         for one in found:
             typer.echo(_line(one))
         num_errors = sum(one.severity == "error" for one in found)
-        say(f"{len(scripts)} read: {num_errors} errors, {len(found) - num_errors} warnings")
+        counts = numbers.plural(num_errors, "error"), numbers.plural(len(found) - num_errors, "warning")
+        say(f"{len(scripts)} read: {', '.join(counts)}")
     raise typer.Exit(EXIT_PROBLEMS if found else 0)
 
 

@@ -471,6 +471,7 @@ def test_the_command(tmp_path):
     answer = runner.invoke(app, ["check", str(good), str(bad)])
     assert answer.exit_code == 1
     assert f"{bad}:18: error: the number of replicas is read once" in answer.stdout
+    assert answer.stderr == "2 read: 1 error, 0 warnings\n"
     told = json.loads(runner.invoke(app, ["check", "--json", str(bad)]).stdout)
     assert [(one["line"], one["rule"], one["severity"]) for one in told["findings"]] == [(18, "stale-rank", "error")]
     answer = runner.invoke(app, ["check", str(tmp_path / "none.py")])
