@@ -59,7 +59,8 @@ def say_script_errors(request: JobRequest) -> None:
         say(_line(one))
     if errors:
         rest = f", and {len(errors) - MAX_ERRORS} more" if len(errors) > MAX_ERRORS else ""
-        say(f"({numbers.plural(min(len(errors), MAX_ERRORS), 'error')}{rest}, by: pollux check {shlex.quote(script)})")
+        what = f"{numbers.plural(min(len(errors), MAX_ERRORS), 'error')}{rest}, by: pollux check {shlex.quote(script)}"
+        say(f"({what}; submitted all the same: mend {'it' if len(errors) == 1 else 'them'} and submit again)")
 
 
 def _line(one: Finding) -> str:
