@@ -6,8 +6,8 @@ import ast
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-Severity = Literal["error", "warning"]
-"""``error``: it fails, or trains something else. ``warning``: output or speed suffer."""
+Severity = Literal["error", "warning", "hint"]
+"""``error``: it fails, or trains something else. ``warning``: output or speed suffer. ``hint``: it may be meant so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -331,6 +331,16 @@ def every_replica_writes(script: Script) -> Iterator[Found]:
             yield Found(call, "every replica writes this file, at the same time", "use run.save(obj, path)")
 
 
+def logs_nothing(script: Script) -> Iterator[Found]:
+    """Nobody sees from outside how the training goes."""
+    loops = script.training_loops()
+    logs = any(script.is_of_run(node, "log") for node in ast.walk(script.tree))
+    if loops and not logs and not _is_given_away(script):
+        first = min(loops, key=lambda loop: loop.lineno)
+        problem = "run.log is never called: ls, describe and the dashboard will show no metric"
+        yield Found(first, problem, f"call {min(script.runs)}.log(loss=...) in the loop", "hint")
+
+
 def own_seeds(script: Script) -> Iterator[Found]:
     for call, name in script.calls():
         if name.rpartition(".")[2] in ("manual_seed", "manual_seed_all") and script.is_in_training(call):
@@ -397,6 +407,7 @@ TRAIN_RULES: list[Rule] = [
     closures,
     device_ids,
     every_replica_writes,
+    logs_nothing,
     own_seeds,
     swallowed_leave,
     own_signals,
@@ -470,7 +481,11 @@ def _prepare_line(script: Script) -> str:
 
 
 def _may_be_prepared_elsewhere(script: Script) -> bool:
-    """Whether something called ``prepare`` is, or the run goes to code that is not in this file."""
+    return _is_given_away(script) or any(_method(call) == "prepare" for call, _ in script.calls())
+
+
+def _is_given_away(script: Script) -> bool:
+    """Whether the run goes to code that is not in this file."""
     if any(name.startswith("pollux.integrations") for name in script.modules):
         return True
     seen = {
@@ -480,7 +495,7 @@ def _may_be_prepared_elsewhere(script: Script) -> bool:
     }
     for call, name in script.calls():
         given = [*call.args, *(keyword.value for keyword in call.keywords)]
-        if _method(call) == "prepare" or (name not in seen and any(ast.unparse(one) in script.runs for one in given)):
+        if name not in seen and any(ast.unparse(one) in script.runs for one in given):
             return True
     return False
 

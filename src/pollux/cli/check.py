@@ -30,18 +30,21 @@ def check(
 ) -> None:
     """Read training scripts and say what will go wrong when they are resized, with line numbers and what to do.
 
-    Ends with 0 if nothing was found, 1 if something was.
+    Ends with 0 if nothing was found but hints, 1 if something was.
     """
     found = [finding for path in scripts for finding in _check(path)]
+    problems = [one for one in found if one.severity != "hint"]
     if as_json:
         print_json({"findings": found})
     else:
         for one in found:
             typer.echo(_line(one))
         num_errors = sum(one.severity == "error" for one in found)
-        counts = numbers.plural(num_errors, "error"), numbers.plural(len(found) - num_errors, "warning")
+        num_hints = len(found) - len(problems)
+        counts = [numbers.plural(num_errors, "error"), numbers.plural(len(problems) - num_errors, "warning")]
+        counts += [numbers.plural(num_hints, "hint")] if num_hints else []
         say(f"{len(scripts)} read: {', '.join(counts)}")
-    raise typer.Exit(EXIT_PROBLEMS if found else 0)
+    raise typer.Exit(EXIT_PROBLEMS if problems else 0)
 
 
 def say_script_errors(request: JobRequest) -> None:

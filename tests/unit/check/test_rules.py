@@ -53,7 +53,8 @@ main()
 
 
 def found(text: str) -> list[tuple[int, str]]:
-    return [(one.line, one.rule) for one in check_script(textwrap.dedent(text), "train.py")]
+    """Errors and warnings."""
+    return [(one.line, one.rule) for one in check_script(textwrap.dedent(text), "train.py") if one.severity != "hint"]
 
 
 def with_line(after: str, *lines: str) -> tuple[str, int]:
@@ -145,7 +146,7 @@ LOOPS = {
 )
 def test_every_kind_of_loop_needs_prepare(loop, advice):
     text = f"import torch\nfrom pollux import train\nrun = train.init()\nloader = run.dataloader(d)\n{LOOPS[loop]}"
-    (one,) = check_script(text, "x.py")
+    (one,) = (one for one in check_script(text, "x.py") if one.severity != "hint")
     assert (one.rule, one.severity) == ("not-prepared", "error")
     assert one.advice == f"write before it: {advice}"
 
@@ -456,6 +457,17 @@ def test_what_is_made_in_a_function_without_the_run_is_left_alone():
     assert found(text) == []
 
 
+def test_a_script_that_logs_nothing_gets_a_hint():
+    silent = GOOD.replace("        run.log(accuracy=correct)\n", "")
+    (one,) = check_script(silent, "train.py")
+    assert (one.rule, one.severity) == ("logs-nothing", "hint")
+    assert "for epoch in run.epochs(10)" in silent.splitlines()[one.line - 1]
+    assert one.advice == "call run.log(loss=...) in the loop"
+    assert check_script(silent.replace('print("done")', "report(run.log)"), "train.py") == []
+    assert check_script(silent.replace("    master =", "    observe(run)\n    master ="), "train.py") == []
+    assert check_script("from pollux import train\nrun = train.init()\n", "train.py") == []
+
+
 def test_the_command(tmp_path):
     pytest.importorskip("typer")
     from typer.testing import CliRunner
@@ -472,6 +484,10 @@ def test_the_command(tmp_path):
     assert answer.exit_code == 1
     assert f"{bad}:18: error: the number of replicas is read once" in answer.stdout
     assert answer.stderr == "2 read: 1 error, 0 warnings\n"
+    good.write_text(GOOD.replace("        run.log(accuracy=correct)\n", ""))
+    answer = runner.invoke(app, ["check", str(good)])
+    assert (answer.exit_code, answer.stderr) == (0, "1 read: 0 errors, 0 warnings, 1 hint\n")
+    assert ": hint: run.log is never called" in answer.stdout
     told = json.loads(runner.invoke(app, ["check", "--json", str(bad)]).stdout)
     assert [(one["line"], one["rule"], one["severity"]) for one in told["findings"]] == [(18, "stale-rank", "error")]
     answer = runner.invoke(app, ["check", str(tmp_path / "none.py")])
